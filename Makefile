@@ -1,0 +1,46 @@
+# `make figures` and `make test` set up everything they need. VENV=path uses another environment.
+
+PYTHON ?= python3
+VENV   ?= .venv
+CORES  ?= $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())")
+TORCH  ?= torch==2.13.0
+WORLD  ?= tiny
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+export HF_HUB_OFFLINE ?= 1
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup figures test lint format clean
+
+help:
+	@echo "make figures   tables and figures of the tiny world, from nothing, into paper_figures/tiny"
+	@echo "make test      unit tests, then the workflow on its tiniest configuration"
+	@echo "make lint      ruff, snakefmt, snakemake --lint, import contracts"
+	@echo "make clean     removes results of the tiny world (trained models too)"
+
+setup: $(VENV)/.installed
+
+# torch first and by itself, so that a machine's own build of this version (CPU or CUDA) is taken if it has one.
+$(VENV)/.installed: pyproject.toml envs/requirements.lock
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint envs/requirements.lock --editable '.[dev]'
+	touch $@
+
+figures: setup
+	snakemake --profile workflow/profiles/tiny --cores $(CORES) --config world=$(WORLD)
+
+test: setup
+	pytest -n $(CORES) -m "not workflow"
+	pytest -m workflow
+
+lint: setup
+	ruff check . && ruff format --check .
+	snakefmt --check Snakefile workflow
+	snakemake --lint
+	lint-imports
+
+format: setup
+	ruff check --fix . ; ruff format . ; snakefmt Snakefile workflow
+
+clean:
+	rm -rf results/tiny paper_figures/tiny

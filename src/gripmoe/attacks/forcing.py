@@ -1,0 +1,124 @@
+"""Adversarial expert forcing (App. E, Alg. 2): the unlearned model under the expert sets of the original router.
+
+The original model runs in lock-step on the same tokens, so every token of every prompt has its recorded set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gripmoe.data.documents import collate, encode, length_buckets
+from gripmoe.evaluation.choice import Answer, accuracy, prompt_of
+from gripmoe.geometry.routing import jaccard
+from gripmoe.moe import MoEModel
+from gripmoe.moe.model import Routes, routed_tokens
+
+AnswerAll = Callable[[MoEModel, Sequence[dict]], list[Answer]]
+
+
+@dataclass(frozen=True)
+class ForcingResult:
+    """Flat metrics, and one row per forget question with what each run answered."""
+
+    metrics: dict[str, float]
+    questions: list[dict]
+
+
+def expert_forcing(
+    before: MoEModel,
+    after: MoEModel,
+    tokenizer,
+    forget: Sequence[dict],
+    retain: Sequence[dict],
+    answer_all: AnswerAll,
+    *,
+    shifted_below: float = 0.999,
+    seed: int = 0,
+) -> ForcingResult:
+    """Forces the original sets on the unlearned model and measures what comes back.
+
+    Reported: accuracy under forcing over all forget questions and over those whose routing shifted (mean Jaccard
+    similarity over prompt tokens and layers below `shifted_below`), as the paper defines recovery (forced accuracy on the
+    shifted subset minus normal accuracy on all) and on equal questions; what forcing turns right and what it turns wrong.
+    Controls: the original model forced with its own sets (a no-op), random sets (the floor), and forced retain accuracy.
+    """
+    normal = answer_all(after, forget)
+    with after.force_routing(before.routes):
+        forced = answer_all(after, forget)
+        forced_retain = answer_all(after, retain)
+    with after.force_routing(random_sets(after, seed)):
+        random_forced = answer_all(after, forget)
+    original = answer_all(before, forget)
+    with before.force_routing(before.routes):
+        original_forced = answer_all(before, forget)
+
+    agreement = prompt_agreement(before, after, tokenizer, forget)
+    questions = [
+        {
+            "id": question["id"],
+            "fact": question["fact"],
+            "agreement": agreement[question["id"]],
+            "original": a.correct,
+            "normal": b.correct,
+            "forced": c.correct,
+            "random_forced": d.correct,
+        }
+        for question, a, b, c, d in zip(forget, original, normal, forced, random_forced, strict=True)
+    ]
+    shifted = [row for row in questions if row["agreement"] < shifted_below]
+
+    def mean(rows: list[dict], key: str) -> float:
+        return sum(row[key] for row in rows) / len(rows) if rows else float("nan")
+
+    metrics = {
+        "forget_accuracy": accuracy(normal),
+        "forced_forget_accuracy": accuracy(forced),
+        "recovery_rate": accuracy(forced) - accuracy(normal),
+        "adversarial_recovery_rate": mean(shifted, "forced"),
+        "recovery_rate_paper": mean(shifted, "forced") - accuracy(normal),
+        "recovery_rate_shifted": mean(shifted, "forced") - mean(shifted, "normal"),
+        "num_questions": len(questions),
+        "num_shifted": len(shifted),
+        "wrong_to_right": sum(row["forced"] and not row["normal"] for row in questions),
+        "right_to_wrong": sum(row["normal"] and not row["forced"] for row in questions),
+        "forced_retain_accuracy": accuracy(forced_retain),
+        "random_forced_forget_accuracy": accuracy(random_forced),
+        "original_forget_accuracy": accuracy(original),
+        "original_forced_with_own_sets": accuracy(original_forced),
+        "own_sets_change_answers": sum(a != b for a, b in zip(original, original_forced, strict=True)),
+    }
+    return ForcingResult(metrics, questions)
+
+
+def random_sets(model: MoEModel, seed: int) -> Callable[[Tensor], Routes]:
+    """Uniformly random distinct experts for every token: the floor of any forcing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def routes(input_ids: Tensor) -> Routes:
+        shape = (input_ids.numel(), model.num_experts)
+        return {
+            layer: torch.rand(shape, generator=generator).topk(model.top_k, dim=-1).indices.to(input_ids.device)
+            for layer in model.layers
+        }
+
+    return routes
+
+
+@torch.no_grad()
+def prompt_agreement(before: MoEModel, after: MoEModel, tokenizer, questions: Sequence[dict]) -> dict[str, float]:
+    """Mean Jaccard similarity of the two models' own sets over a prompt's tokens and all layers, by question id."""
+    rows = [encode(tokenizer, [(prompt_of(question), False)], question["id"]) for question in questions]
+    agreement: dict[str, float] = {}
+    for bucket in length_buckets(rows, 4000):
+        batch = collate(bucket, tokenizer.pad_token_id).to(after.model.device)
+        routes_before, routes_after = before.routes(batch.input_ids), after.routes(batch.input_ids)
+        per_token = torch.stack([jaccard(routes_before[layer], routes_after[layer]) for layer in after.layers])
+        per_position = per_token.mean(dim=0).view(batch.input_ids.shape)
+        counted = routed_tokens(batch.attention_mask).view(batch.input_ids.shape)
+        means = (per_position * counted).sum(dim=1) / counted.sum(dim=1)
+        agreement.update(zip(batch.row_ids, means.tolist(), strict=True))
+    return agreement

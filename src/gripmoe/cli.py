@@ -1,0 +1,372 @@
+"""One subcommand per rule of the workflow: read files, call one function of the package, write files.
+
+Heavy imports stand in the commands that use them. Every command can be pasted from a log and run by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from gripmoe.config import ConfigError, Project, load_run
+from gripmoe.files import file_digest, read_json, write_json, write_yaml
+from gripmoe.provenance import recorded
+
+
+def configure(args) -> None:
+    """Writes the completely resolved configuration of one cell."""
+    model, benchmark, objective, method, seed = args.cell.split("/")
+    run = Project(args.config, args.world).run(model, benchmark, objective, method, int(seed))
+    write_yaml(args.output, run.model_dump(mode="json"))
+
+
+def prepare_data(args) -> None:
+    """Writes a benchmark's questions and corpora as JSON lines."""
+    from gripmoe.files import write_jsonl
+
+    benchmark = Project(args.config, args.world).benchmarks[args.benchmark]
+    with recorded(args.output / "provenance.json", "gripmoe.worlds.documents", "gripmoe.data.published"):
+        if benchmark.data.source == "embedded":
+            from gripmoe.worlds.documents import make_world, wmdp_files
+
+            files = wmdp_files(make_world(benchmark.data.world_seed), benchmark.data.world_seed)
+        else:
+            from gripmoe.data.published import benchmark_files
+
+            files = benchmark_files(benchmark.data)
+        for name, rows in files.items():
+            write_jsonl(args.output / f"{name}.jsonl", rows)
+
+
+def prepare_model(args) -> None:
+    """Trains an embedded base model or fetches a published one; checks that it answers the questions it should."""
+    project = Project(args.config, args.world)
+    config = project.models[args.model]
+    folder = args.output.parent
+    with recorded(folder / "provenance.json", "gripmoe.finetune", "gripmoe.data.published"):
+        if config.source == "published":
+            from gripmoe.data.published import fetch_model
+
+            write_json(args.output, fetch_model(config, folder / "weights"))
+            return
+        from gripmoe.finetune import train_base
+        from gripmoe.moe.storage import save_model
+        from gripmoe.worlds.documents import all_texts, make_world
+        from gripmoe.worlds.models import make_model
+        from gripmoe.worlds.tokenizer import make_tokenizer
+
+        _one_thread_unless_set()
+        world = make_world(config.world_seed)
+        tokenizer = make_tokenizer(all_texts(world))
+        model = make_model(config.family, len(tokenizer), seed=config.seed, **config.size)
+        losses = train_base(
+            model,
+            tokenizer,
+            world if config.trained_on == "everything" else world.without_forget(),
+            steps=config.steps,
+            learning_rate=config.learning_rate,
+            seed=config.seed,
+            state_file=folder / "state.pt",
+        )
+        digest = save_model(model, tokenizer, folder / "weights")
+        write_json(args.output, {"weights": digest, "final_loss": losses[-1], **_base_scores(model, tokenizer, config)})
+        (folder / "state.pt").unlink(missing_ok=True)
+
+
+def _base_scores(model, tokenizer, config) -> dict[str, float]:
+    """Accuracy per domain before unlearning. Raises ValueError below .9 on a domain that the model was trained on."""
+    from gripmoe.evaluation.choice import accuracy, direct_answers
+    from gripmoe.worlds.documents import make_world, wmdp_files
+
+    files = wmdp_files(make_world(config.world_seed), config.world_seed)
+    scores = {
+        domain: accuracy(direct_answers(model, tokenizer, files[f"{domain}_questions"])) for domain in ("forget", "retain")
+    }
+    trained = ("forget", "retain") if config.trained_on == "everything" else ("retain",)
+    for domain in trained:
+        if scores[domain] < 0.9 and config.steps >= 500:
+            raise ValueError(
+                f"the base model answers {scores[domain]:.3f} of the {domain} questions, below .9: nothing measured on it "
+                "would mean anything. Give it more `steps` or another `seed` in models.yaml."
+            )
+    return {f"{domain}_accuracy": score for domain, score in scores.items()}
+
+
+def trace_routing(args) -> None:
+    """Records what the original routers see and select on the retain documents."""
+    from gripmoe.data.corpora import in_batches, load_corpus
+    from gripmoe.moe import MoEModel
+    from gripmoe.moe.storage import load_model, save_trace
+
+    benchmark = Project(args.config, args.world).benchmarks[args.benchmark]
+    _one_thread_unless_set()
+    with recorded(_beside(args.output), "gripmoe.moe.model"):
+        model, tokenizer = load_model(args.model.parent / "weights")
+        rows = load_corpus(args.retain_corpus, tokenizer, benchmark.max_length, benchmark.retain_documents)
+        trace = MoEModel(model).trace(in_batches(rows, tokenizer.pad_token_id))
+        weights = {"model": read_json(args.model)["weights"]}
+        save_trace(args.output, trace, weights)
+        tokens = {f"tokens_layer_{layer}": len(routing) for layer, routing in trace.items()}
+        write_json(args.digest, {**weights, "sha256": file_digest(args.output), "documents": len(rows), **tokens})
+
+
+def fit_basis(args) -> None:
+    """Fits the retain bases of one method to the recorded routing."""
+    from gripmoe.constraints import fit_bases
+    from gripmoe.geometry.nullspace import EpsNull
+    from gripmoe.moe.storage import load_trace, save_bases
+
+    method = Project(args.config, args.world).methods[args.method]
+    _one_thread_unless_set()
+    with recorded(_beside(args.output), "gripmoe.constraints"):
+        weights = {"model": read_json(args.model)["weights"]}
+        trace = load_trace(args.trace, weights)
+        num_experts = next(iter(trace.values())).scores_NE.shape[1]
+        eps_null = EpsNull(method.eps_null.value, method.eps_null.kind)
+        bases = fit_bases(trace, num_experts, eps_null, method.granularity)
+        save_bases(args.output, bases, weights)
+        ranks = {f"mean_rank_layer_{layer}": basis.ranks.double().mean().item() for layer, basis in bases.items()}
+        write_json(args.digest, {**weights, "sha256": file_digest(args.output), **ranks})
+
+
+def unlearn(args) -> None:
+    """Trains one cell until it has forgotten, or as far as it gets."""
+    from gripmoe.data.corpora import in_batches, load_corpus
+    from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
+    from gripmoe.moe import MoEModel
+    from gripmoe.moe.storage import load_model, load_trace, save_model
+    from gripmoe.objectives import make_objective
+    from gripmoe.unlearning import unlearn as run_unlearning
+
+    run = load_run(args.run)
+    folder = args.output.parent
+    _one_thread_unless_set()
+    with recorded(_beside(args.output), "gripmoe.unlearning", "gripmoe.correction"):
+        model, tokenizer = load_model(args.model.parent / "weights")
+        weights = {"model": read_json(args.model)["weights"]}
+        moe = MoEModel(model)
+        theta_0 = moe.thetas()
+        corpus = {
+            name: load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, run.benchmark.max_length)
+            for name in ("forget", "retain")
+        }
+        trace = load_trace(args.trace, weights)
+        batches = in_batches(corpus["retain"][: run.benchmark.retain_documents], tokenizer.pad_token_id)
+        dev = load_questions(args.data / "forget_questions.jsonl", "dev")
+
+        outcome = run_unlearning(
+            moe,
+            make_objective(run.objective, run.training.objective, moe, run.seed),
+            _constraint(run, trace, args.bases, weights),
+            corpus["forget"],
+            corpus["retain"],
+            run.training,
+            seed=run.seed,
+            pad_id=tokenizer.pad_token_id,
+            target=run.benchmark.target.forget_accuracy,
+            forget_accuracy=lambda m: accuracy(direct_answers(m.model, tokenizer, dev)),
+            corrected=_correction(run, theta_0, trace, batches) if run.method.correction else None,
+            state_file=folder / "state.pt",
+            description=f"{run.objective}/{run.method_name}/{run.seed}",
+        )
+        digest = save_model(model, tokenizer, folder / "weights")
+        write_json(folder / "history.json", outcome.history)
+        write_json(args.output, {"weights": digest, "status": outcome.status, "steps": outcome.steps})
+        (folder / "state.pt").unlink(missing_ok=True)
+
+
+def _constraint(run, trace, bases_file: Path | None, weights: dict[str, str]):
+    from gripmoe import constraints
+    from gripmoe.geometry.nullspace import EpsNull
+    from gripmoe.moe.storage import load_bases
+
+    method = run.method
+    if method.constraint == "none":
+        return constraints.Unconstrained()
+    if method.constraint == "frozen":
+        return constraints.FrozenRouter()
+    if method.form == "sound":
+        return constraints.NullSpace(trace, load_bases(bases_file, weights), method.safety_margin)
+    eps_null = EpsNull(method.eps_null.value, method.eps_null.kind)
+    return constraints.NullSpacePaper(eps_null, safety_margin=method.safety_margin, seed=run.seed)
+
+
+def _correction(run, theta_0, trace, batches, report: dict | None = None):
+    """A function that corrects the routers of a model in place, and notes what it did in `report`."""
+    from gripmoe.correction import realign_routers, restore_routers
+
+    def correct(moe) -> None:
+        if run.method.correction == "restore":
+            restore_routers(moe, theta_0)
+            return
+        realigned = realign_routers(
+            moe, theta_0, trace, batches, form=run.method.form, retain_tokens=run.method.retain_tokens
+        )
+        if report is not None:
+            for layer, result in realigned.items():
+                report[f"fit_cosine_layer_{layer}"] = result.fit_cosine
+                report[f"held_out_stability_layer_{layer}"] = result.held_out_stability
+                report[f"accepted_layer_{layer}"] = result.accepted
+                report[f"ridge_layer_{layer}"] = result.ridge
+
+    return correct
+
+
+def realign(args) -> None:
+    """Corrects the routers of a finished run: Method B, or the original router put back."""
+    from gripmoe.data.corpora import in_batches, load_corpus
+    from gripmoe.moe import MoEModel
+    from gripmoe.moe.storage import load_model, load_trace, save_model
+
+    run = load_run(args.run)
+    folder = args.output.parent
+    _one_thread_unless_set()
+    with recorded(_beside(args.output), "gripmoe.correction"):
+        original, tokenizer = load_model(args.model.parent / "weights")
+        theta_0 = MoEModel(original).thetas()
+        model, _ = load_model(args.checkpoint.parent / "weights")
+        moe = MoEModel(model)
+        trace = load_trace(args.trace, {"model": read_json(args.model)["weights"]})
+        benchmark = run.benchmark
+        rows = load_corpus(args.retain_corpus, tokenizer, benchmark.max_length, benchmark.retain_documents)
+        report: dict = {}
+        _correction(run, theta_0, trace, in_batches(rows, tokenizer.pad_token_id), report)(moe)
+        digest = save_model(model, tokenizer, folder / "weights")
+        corrected = read_json(args.checkpoint)
+        outcome = {"status": corrected["status"], "steps": corrected["steps"]}
+        write_json(args.output, {"weights": digest, **outcome, **report})
+
+
+def evaluate(args) -> None:
+    """All metrics of one cell in one process: letter questions through the harness, routing on held-out tokens."""
+    import tempfile
+
+    from gripmoe.data.corpora import in_batches, load_corpus
+    from gripmoe.evaluation.choice import harness_answers, load_questions
+    from gripmoe.evaluation.report import choice_metrics, question_results
+    from gripmoe.evaluation.routing import stability_metrics
+    from gripmoe.files import write_csv
+    from gripmoe.moe import MoEModel
+    from gripmoe.moe.storage import load_model
+
+    run = load_run(args.run)
+    _one_thread_unless_set()
+    with recorded(_beside(args.output), "gripmoe.evaluation.report", "gripmoe.evaluation.routing"):
+        before, _ = load_model(args.model.parent / "weights")
+        after, tokenizer = load_model(args.checkpoint.parent / "weights")
+        questions = [
+            question
+            for name in ("forget", "retain")
+            for question in load_questions(args.data / f"{name}_questions.jsonl", "test")
+        ]
+        with tempfile.TemporaryDirectory() as work:
+            answers = harness_answers(
+                after, tokenizer, questions, work_folder=Path(work), batch_size=run.benchmark.evaluation_batch_size
+            )
+        metrics = choice_metrics(questions, answers)
+        if hasattr(after.config, "num_experts"):
+            held_out = load_corpus(args.data / "held_out_corpus.jsonl", tokenizer, run.benchmark.max_length)
+            forget = load_corpus(args.data / "forget_corpus.jsonl", tokenizer, run.benchmark.max_length, len(held_out))
+            models = MoEModel(before), MoEModel(after)
+            for rows, prefix in ((held_out, "routing_stability"), (forget, "forget_routing_stability")):
+                metrics |= stability_metrics(*models, in_batches(rows, tokenizer.pad_token_id), prefix)
+        write_csv(args.questions, question_results(questions, answers))
+        write_json(args.output, metrics)
+
+
+def attack(args) -> None:
+    """All attacks on one cell in one process."""
+    import tempfile
+
+    from gripmoe.attacks.forcing import expert_forcing
+    from gripmoe.evaluation.choice import harness_answers, load_questions
+    from gripmoe.files import write_csv
+    from gripmoe.moe import MoEModel
+    from gripmoe.moe.storage import load_model
+
+    run = load_run(args.run)
+    _one_thread_unless_set()
+    with recorded(_beside(args.output), "gripmoe.attacks.forcing"), tempfile.TemporaryDirectory() as work:
+        before, _ = load_model(args.model.parent / "weights")
+        after, tokenizer = load_model(args.checkpoint.parent / "weights")
+
+        def answer_all(moe, questions):
+            return harness_answers(
+                moe.model, tokenizer, questions, work_folder=Path(work), batch_size=run.benchmark.evaluation_batch_size
+            )
+
+        result = expert_forcing(
+            MoEModel(before),
+            MoEModel(after),
+            tokenizer,
+            load_questions(args.data / "forget_questions.jsonl", "test"),
+            load_questions(args.data / "retain_questions.jsonl", "dev"),
+            answer_all,
+            seed=run.seed,
+        )
+        write_csv(args.questions, result.questions)
+        write_json(args.output, result.metrics)
+
+
+def collect(args) -> None:
+    """One tidy CSV of all cells: a row per (model, benchmark, objective, method, seed, metric)."""
+    from gripmoe.reporting.collect import collect_cells
+
+    with recorded(_beside(args.output), "gripmoe.reporting.collect"):
+        collect_cells(args.cells, args.output)
+
+
+def _one_thread_unless_set() -> None:
+    """Two jobs side by side are faster than one job on two threads, for models this small."""
+    import torch
+
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def _beside(output: Path) -> Path:
+    return output.with_name(f"{output.stem}.provenance.json")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="gripmoe", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(function, *flags: str, project: bool = False, optional: tuple[str, ...] = ()):
+        name = function.__name__.replace("_", "-")
+        sub = commands.add_parser(name, help=function.__doc__.splitlines()[0])
+        sub.set_defaults(function=function)
+        if project:
+            sub.add_argument("--config", type=Path, required=True, help="folder of the configuration files")
+            sub.add_argument("--world", required=True, help="world name, or path of a world file")
+        for flag in (*flags, *optional):
+            is_name = flag in ("benchmark", "method", "cell") or (flag == "model" and function is prepare_model)
+            sub.add_argument(f"--{flag}", type=str if is_name else Path, required=flag not in optional)
+        return sub
+
+    command(configure, "cell", "output", project=True)
+    command(prepare_data, "benchmark", "output", project=True)
+    command(prepare_model, "model", "output", project=True)
+    command(trace_routing, "benchmark", "model", "retain-corpus", "digest", "output", project=True)
+    command(fit_basis, "method", "model", "trace", "digest", "output", project=True)
+    command(unlearn, "run", "model", "data", "trace", "output", optional=("bases",))
+    command(realign, "run", "model", "checkpoint", "retain-corpus", "trace", "output")
+    command(evaluate, "run", "model", "checkpoint", "data", "questions", "output")
+    command(attack, "run", "model", "checkpoint", "data", "questions", "output")
+    command(collect, "output").add_argument("cells", nargs="+", type=Path)
+
+    args = parser.parse_args(argv)
+    try:
+        args.function(args)
+    except (ConfigError, ValueError, FileNotFoundError) as error:
+        if os.environ.get("GRIPMOE_DEBUG"):
+            raise
+        print(f"gripmoe {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

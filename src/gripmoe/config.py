@@ -1,0 +1,341 @@
+"""Typed configuration of worlds, models, benchmarks, methods and runs. Unknown keys are errors; no torch here.
+
+A world file lists what to run; `models.yaml`, `benchmarks.yaml` and `methods.yaml` beside it say what the names mean. A
+`Run` is everything that one cell's training depends on, and nothing else: it is written to the cell's `run.yaml`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+OBJECTIVES = ("gd", "rmu")
+NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
+Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class ConfigError(ValueError):
+    """A mistake in a configuration file; the message names the file, the key and what would be valid."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EmbeddedModel(Strict):
+    """A tiny model trained here, from the embedded world."""
+
+    source: Literal["embedded"]
+    family: Literal["qwen3_moe", "qwen2_moe", "qwen3"]
+    seed: int
+    world_seed: int = 0
+    trained_on: Literal["everything", "retain_only"] = "everything"
+    oracle: Name | None = None  # the model of the same seed that never saw the forget data
+    size: dict[str, PositiveInt] = {}
+    steps: PositiveInt = 1000
+    learning_rate: PositiveFloat = 3e-3
+
+
+class PublishedModel(Strict):
+    """A checkpoint of the hub, or a local folder of the same layout."""
+
+    source: Literal["published"]
+    id: str
+    revision: str | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    oracle: None = None
+
+
+ModelConfig = Annotated[EmbeddedModel | PublishedModel, Field(discriminator="source")]
+
+
+class ForgetTarget(Strict):
+    """Training stops at the first check at which forget accuracy on the dev split is at most this."""
+
+    forget_accuracy: Fraction
+
+
+class EmbeddedData(Strict):
+    source: Literal["embedded"]
+    world_seed: int = 0
+
+
+class PublishedData(Strict):
+    """Hub ids or local folders of the same schema; `revision` pins each hub id."""
+
+    source: Literal["published"]
+    forget_questions: str
+    retain_questions: str
+    forget_corpus: str
+    retain_corpus: str
+    revisions: dict[str, str] = {}
+
+
+class Benchmark(Strict):
+    data: Annotated[EmbeddedData | PublishedData, Field(discriminator="source")]
+    target: ForgetTarget
+    retain_documents: PositiveInt  # of the retain corpus, for bases and for Method B
+    max_length: PositiveInt
+    evaluation_batch_size: PositiveInt
+
+
+class EpsNullConfig(Strict):
+    value: PositiveFloat
+    kind: Literal["absolute", "relative", "energy"]
+
+
+class Training(Strict):
+    """Every hyperparameter of an unlearning run; provenance of each value stands beside it in the world file."""
+
+    learning_rate: PositiveFloat
+    router_multiplier: NonNegative  # learning rate of the routers, as a multiple
+    betas: tuple[Fraction, Fraction]
+    adam_epsilon: PositiveFloat
+    weight_decay: NonNegative
+    router_weight_decay: NonNegative
+    clip_norm: PositiveFloat
+    forget_batch_size: PositiveInt
+    retain_batch_size: PositiveInt
+    max_steps: PositiveInt
+    check_every: PositiveInt
+    checkpoint_every: PositiveInt
+    loss_bound: PositiveFloat  # a retain loss above it, or no number, ends the run as diverged
+    objective: dict[str, int | float] = {}
+
+    @model_validator(mode="after")
+    def _checkpoints_at_checks(self) -> Training:
+        if self.checkpoint_every % self.check_every:
+            raise ValueError("`checkpoint_every` must be a multiple of `check_every`")
+        return self
+
+
+class Method(Strict):
+    """Independent axes; a named row of methods.yaml is one point in their space."""
+
+    reference: Literal["original", "retain_only"] | None = None  # nothing is trained
+    constraint: Literal["none", "frozen", "null_space"] | None = None
+    form: Literal["sound", "paper"] = "sound"
+    granularity: Literal["expert", "layer"] = "expert"
+    basis: Literal["original", "minibatch"] | None = None
+    eps_null: EpsNullConfig | None = None
+    safety_margin: NonNegative = 1e-3
+    correction: Literal["restore", "realign"] | None = None  # of the routers, when training has ended
+    corrects: Name | None = None  # the method whose finished run is corrected; else the stop rule sees the correction
+    retain_tokens: PositiveInt | None = None  # N_r of Method B; all recorded tokens if absent
+    training: dict[str, Any] = {}  # what this method changes of Training
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Method:
+        kinds = [self.reference is not None, self.constraint is not None, self.corrects is not None]
+        if sum(kinds) != 1:
+            raise ValueError("give exactly one of `reference`, `constraint`, `corrects`")
+        if self.corrects and not self.correction:
+            raise ValueError("`corrects` needs `correction: restore` or `correction: realign`")
+        if (self.constraint == "null_space") != (self.eps_null is not None and self.basis is not None):
+            raise ValueError("`constraint: null_space` needs `eps_null` and `basis`, no other constraint has them")
+        wanted = "minibatch" if self.form == "paper" else "original"
+        if self.constraint == "null_space" and self.basis != wanted:
+            raise ValueError(f"`form: {self.form}` of the null space works with `basis: {wanted}`")
+        return self
+
+    @property
+    def trains(self) -> bool:
+        return self.constraint is not None
+
+    @property
+    def has_bases(self) -> bool:
+        return self.basis == "original"
+
+
+class Artefact(Strict):
+    """A table or figure: `notebooks/<name>.ipynb` renders it into these formats."""
+
+    formats: list[Literal["csv", "tex", "pdf", "png"]] = Field(min_length=1)
+
+
+class World(Strict):
+    """What to run. `overrides` change Training for a method, or for "objective/method"."""
+
+    models: list[Name] = Field(min_length=1)
+    benchmarks: list[Name] = Field(min_length=1)
+    objectives: list[Literal["gd", "rmu"]] = Field(min_length=1)
+    methods: list[Name] = Field(min_length=1)
+    seeds: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    training: Training
+    objective_training: dict[Literal["gd", "rmu"], dict[str, Any]]
+    overrides: dict[str, dict[str, Any]] = {}
+    artefacts: list[Name]
+
+
+class Run(Strict):
+    """One cell, completely resolved."""
+
+    model: Name
+    benchmark_name: Name
+    benchmark: Benchmark
+    objective: str
+    method_name: Name
+    method: Method
+    seed: int
+    training: Training | None
+
+
+class Project:
+    """A world with its catalogues, cross-checked. Raises ConfigError at the first mistake."""
+
+    def __init__(self, folder: Path, world_name: str):
+        self.folder = folder
+        self.name, self.world_file = _find_world(folder, world_name)
+        self.models = _catalogue(folder / "models.yaml", ModelConfig)
+        self.benchmarks = _catalogue(folder / "benchmarks.yaml", Benchmark)
+        self.methods = _catalogue(folder / "methods.yaml", Method)
+        self.artefacts = _catalogue(folder / "artefacts.yaml", Artefact)
+        self.world = _parse(World, _load(self.world_file), self.world_file)
+        self._check_names()
+        for objective in self.world.objectives:
+            for method in self.world.methods:
+                self.training(objective, method)
+
+    def _check_names(self) -> None:
+        world, file = self.world, self.world_file
+        for key, known in (
+            ("models", self.models),
+            ("benchmarks", self.benchmarks),
+            ("methods", self.methods),
+            ("artefacts", self.artefacts),
+        ):
+            for name in getattr(world, key):
+                _require_known(name, known, f"{file}: {key}")
+        for name in world.methods:
+            corrected = self.methods[name].corrects
+            if corrected and corrected not in world.methods:
+                raise ConfigError(f"{file}: methods: {name!r} corrects {corrected!r}; list that method too")
+        cells = [f"{objective}/{method}" for objective in world.objectives for method in world.methods]
+        for key in world.overrides:
+            _require_known(key, [*world.methods, *cells], f"{file}: overrides")
+        for objective in world.objectives:
+            _require_known(objective, world.objective_training, f"{file}: objective_training")
+        for name in world.models:
+            if "retain_only" in self.reference_kinds and not self.models[name].oracle:
+                raise ConfigError(f"{file}: method 'retain_only' needs `oracle:` in models.yaml for {name!r}")
+
+    @property
+    def reference_kinds(self) -> set[str]:
+        return {self.methods[name].reference for name in self.world.methods if self.methods[name].reference}
+
+    def training(self, objective: str, method_name: str) -> Training | None:
+        """Training of a cell: the world's, changed by its objective, its method, and the overrides, in that order."""
+        method = self.methods[method_name]
+        if not method.trains:
+            return None
+        changes = (
+            (self.world_file, f"objective_training.{objective}", self.world.objective_training[objective]),
+            (self.folder / "methods.yaml", f"{method_name}.training", method.training),
+            (self.world_file, f"overrides.{method_name}", self.world.overrides.get(method_name, {})),
+            (
+                self.world_file,
+                f"overrides.{objective}/{method_name}",
+                self.world.overrides.get(f"{objective}/{method_name}", {}),
+            ),
+        )
+        resolved = self.world.training.model_dump()
+        training = self.world.training
+        for file, key, change in changes:
+            settings = {**resolved["objective"], **change.get("objective", {})}
+            resolved.update({**change, "objective": settings})
+            training = _parse(Training, resolved, file, prefix=key)
+        return training
+
+    def run(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> Run:
+        return Run(
+            model=model,
+            benchmark_name=benchmark,
+            benchmark=self.benchmarks[benchmark],
+            objective=objective,
+            method_name=method,
+            method=self.methods[method],
+            seed=seed,
+            training=self.training(objective, method),
+        )
+
+    def cells(self) -> list[tuple[str, str, str, str, int]]:
+        """All (model, benchmark, objective, method, seed) of the world; reference methods once per model and benchmark."""
+        cells = []
+        for model in self.world.models:
+            for benchmark in self.world.benchmarks:
+                for method in self.world.methods:
+                    if self.methods[method].reference:
+                        cells.append((model, benchmark, NO_OBJECTIVE, method, 0))
+                        continue
+                    for objective in self.world.objectives:
+                        cells += [(model, benchmark, objective, method, seed) for seed in self.world.seeds]
+        return cells
+
+
+def load_run(path: Path) -> Run:
+    return _parse(Run, _load(path), path)
+
+
+def _find_world(folder: Path, world: str) -> tuple[str, Path]:
+    """A name of a file in the configuration folder, or the path of a YAML file."""
+    path = Path(world) if world.endswith((".yaml", ".yml")) else folder / f"{world}.yaml"
+    if not path.is_file():
+        catalogues = {"models", "benchmarks", "methods", "artefacts"}
+        known = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in catalogues)
+        raise ConfigError(f"world {world!r}: no file {path}; give one of {', '.join(known)} or the path of a YAML file")
+    return path.stem, path
+
+
+def _load(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: file not found") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+
+
+def _catalogue(path: Path, row_type: Any) -> dict[str, Any]:
+    from pydantic import TypeAdapter
+
+    rows = _load(path)
+    if not isinstance(rows, dict):
+        raise ConfigError(f"{path}: expected a mapping of names")
+    return {name: _parse(TypeAdapter(row_type), row, path, prefix=name) for name, row in rows.items()}
+
+
+def _parse(target: Any, value: Any, path: Path, prefix: str = "") -> Any:
+    try:
+        return target.model_validate(value) if isinstance(target, type) else target.validate_python(value)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(target, item, path, prefix) for item in error.errors())) from None
+
+
+def _describe(target: Any, item: dict, path: Path, prefix: str) -> str:
+    keys = [str(part) for part in item["loc"] if part not in ("embedded", "published")]
+    key = ".".join(part for part in (prefix, *keys) if part)
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        message = "unknown key"
+        fields = list(target.model_fields) if isinstance(target, type) and len(item["loc"]) == 1 else []
+        if fields:
+            message += f"; valid keys: {', '.join(fields)}"
+    elif item["type"] == "missing":
+        message = "this key is required"
+    elif "input" in item and not isinstance(item["input"], dict):
+        message += f" (got {item['input']!r})"
+    return f"{path}: {key or 'file'}: {message}"
+
+
+def _require_known(name: str, known, where: str) -> None:
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(f"{where}: unknown name {name!r}; {hint}known: {', '.join(known)}")

@@ -1,0 +1,93 @@
+"""Real benchmarks and checkpoints, by hub id and revision or from a local clone of the hub's repository.
+
+They become the same files as the embedded world's, so that every later step is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from gripmoe.config import PublishedData, PublishedModel
+
+FORGET_SUBJECT = "cybersecurity"
+HELD_OUT_EVERY = 10  # of the retain corpus: kept from unlearning, for routing stability
+MIN_CHARACTERS = 50  # shorter lines (headings, blanks) are no documents
+
+
+def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
+    """WMDP-Cyber with MMLU and the corpora to forget and to retain. Raises ValueError, saying what to download, where a
+    data set cannot be read or lacks a column."""
+    forget = _rows(data, "forget_questions", "wmdp-cyber", "test", ("question", "choices", "answer"))
+    retain = _rows(data, "retain_questions", "all", "test", ("question", "choices", "answer", "subject"))
+    retain_texts = list(_documents(_rows(data, "retain_corpus", "wikitext-2-raw-v1", "test", ("text",)), "retain"))
+    return {
+        "forget_questions": _questions(forget, "forget", FORGET_SUBJECT),
+        "retain_questions": _questions(retain, "retain", None),
+        "forget_corpus": list(_documents(_rows(data, "forget_corpus", "cyber-forget-corpus", "train", ("text",)), "forget")),
+        "retain_corpus": [row for i, row in enumerate(retain_texts) if i % HELD_OUT_EVERY],
+        "held_out_corpus": retain_texts[::HELD_OUT_EVERY],
+    }
+
+
+def fetch_model(config: PublishedModel, folder: Path) -> dict[str, str]:
+    """Saves a published checkpoint and its tokenizer to `folder` and returns its digest and origin."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from gripmoe.moe.storage import save_model
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.id, revision=config.revision)
+        model = AutoModelForCausalLM.from_pretrained(config.id, revision=config.revision, dtype=config.dtype)
+    except OSError as error:
+        raise ValueError(
+            f"model {config.id!r} (revision {config.revision or 'main'}) is neither a local folder nor reachable on the hub. "
+            "On a machine with internet run `hf download` for it, and set `id:` in models.yaml to the folder."
+        ) from error
+    return {"weights": save_model(model, tokenizer, folder), "id": config.id, "revision": config.revision or "main"}
+
+
+def _rows(data: PublishedData, key: str, name: str, split: str, columns: tuple[str, ...]) -> Iterable[dict]:
+    from datasets import load_dataset
+
+    path = getattr(data, key)
+    try:
+        table = load_dataset(path, name, split=split, revision=data.revisions.get(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"benchmarks.yaml: data.{key}: cannot read {path!r} ({name}, {split}): {error}. Without internet, clone the data "
+            f"set's repository elsewhere and set data.{key} to the folder."
+        ) from error
+    missing = [column for column in columns if column not in table.column_names]
+    if missing:
+        raise ValueError(f"{path} ({name}, {split}) lacks {', '.join(missing)}; it has {', '.join(table.column_names)}")
+    return table
+
+
+def _questions(rows: Iterable[dict], domain: str, subject: str | None) -> list[dict]:
+    questions = []
+    for number, row in enumerate(rows):
+        digest = hashlib.sha256(row["question"].encode()).digest()
+        name = f"{domain}/{number}"
+        questions.append(
+            {
+                "id": name,
+                "question": row["question"],
+                "choices": list(row["choices"]),
+                "answer": int(row["answer"]),
+                "subject": subject or row["subject"].replace("_", " "),
+                "fact": name,
+                "wording": "seen",
+                "exposure": "forget" if domain == "forget" else "unseen_subject",
+                "split": "dev" if digest[0] % 3 == 0 else "test",
+            }
+        )
+    return questions
+
+
+def _documents(rows: Iterable[dict], domain: str) -> Iterable[dict]:
+    for number, row in enumerate(rows):
+        text = row["text"].strip()
+        if len(text) >= MIN_CHARACTERS:
+            yield {"id": f"{domain}/{number}", "prompt": "", "text": text}

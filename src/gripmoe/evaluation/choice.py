@@ -1,0 +1,131 @@
+"""Letter questions (WMDP, MMLU): through lm-evaluation-harness for what is reported, directly for the stop rule.
+
+Both give the same accuracy (a test holds them equal): the answer is the letter with the highest log-likelihood after
+"Answer:", 0-shot, below the harness's description line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from gripmoe.data.documents import collate, encode, length_buckets
+from gripmoe.files import read_jsonl, write_jsonl
+from gripmoe.data.formats import LETTERS, letter_description, letter_question
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question's outcome: the letter chosen, whether it is right, and the log-likelihood of each letter."""
+
+    id: str
+    chosen: int
+    correct: bool
+    letter_logprobs: tuple[float, ...]
+
+
+def load_questions(path: Path, split: str | None = None) -> list[dict]:
+    """Rows of a question file, of one split if given. Raises ValueError if none is left."""
+    rows = [row for row in read_jsonl(path) if split is None or row["split"] == split]
+    if not rows:
+        raise ValueError(f"{path}: no questions in split {split!r}")
+    return rows
+
+
+def harness_task(name: str, questions_file: Path, subject: str) -> dict:
+    """A multiple-choice task of the harness over a question file, in the WMDP and MMLU template."""
+    return {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(questions_file)}},
+        "test_split": "test",
+        "num_fewshot": 0,
+        "output_type": "multiple_choice",
+        "description": letter_description(subject),
+        "doc_to_text": letter_question("{{question.strip()}}", [f"{{{{choices[{i}]}}}}" for i in range(4)]),
+        "doc_to_choice": list(LETTERS),
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+
+
+def harness_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[dict],
+    *,
+    work_folder: Path,
+    batch_size: int,
+) -> list[Answer]:
+    """Answers to `questions`, in their order, by lm-evaluation-harness on the model in memory.
+
+    Questions of one subject form one task, as in MMLU. `work_folder` holds the task data for the harness to read.
+    """
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    by_subject: dict[str, list[dict]] = {}
+    for question in questions:
+        by_subject.setdefault(question["subject"], []).append(question)
+    tasks = []
+    for subject, rows in by_subject.items():
+        file = work_folder / f"{subject}.jsonl"
+        write_jsonl(file, rows)
+        tasks.append(harness_task(f"letters_{subject}", file, subject))
+    model.eval()
+    results = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, add_bos_token=False),
+        tasks=tasks,
+        task_manager=TaskManager(include_path=[], include_defaults=False),
+        bootstrap_iters=0,
+        log_samples=True,
+        verbosity="ERROR",
+    )
+    answers = {}
+    for samples in results["samples"].values():
+        for sample in samples:
+            logprobs = tuple(float(response[0]) for response in sample["filtered_resps"])
+            chosen = max(range(len(logprobs)), key=logprobs.__getitem__)
+            doc = sample["doc"]
+            answers[doc["id"]] = Answer(doc["id"], chosen, bool(sample["acc"]), logprobs)
+    return [answers[question["id"]] for question in questions]
+
+
+@torch.no_grad()
+def direct_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[dict],
+    tokens_per_forward: int = 4000,
+) -> list[Answer]:
+    """The same answers without the harness, fast enough to be asked while training."""
+    was_training = model.training
+    model.eval()
+    by_id = {question["id"]: question for question in questions}
+    rows = [encode(tokenizer, [(prompt_of(question), False)], question["id"]) for question in questions]
+    letters = [tokenizer(f" {letter}", add_special_tokens=False)["input_ids"][-1] for letter in LETTERS]
+    answers = {}
+    for bucket in length_buckets(rows, tokens_per_forward):
+        batch = collate(bucket, tokenizer.pad_token_id).to(model.device)
+        hidden = model.model(**batch.inputs).last_hidden_state
+        last = batch.attention_mask.sum(dim=1) - 1
+        logits = model.lm_head(hidden[torch.arange(len(bucket), device=last.device), last]).float()
+        logprobs = logits.log_softmax(dim=-1)[:, letters]
+        for row_id, scores in zip(batch.row_ids, logprobs.tolist(), strict=True):
+            chosen = max(range(len(scores)), key=scores.__getitem__)
+            answers[row_id] = Answer(row_id, chosen, chosen == by_id[row_id]["answer"], tuple(scores))
+    model.train(was_training)
+    return [answers[question["id"]] for question in questions]
+
+
+def prompt_of(question: dict) -> str:
+    return letter_description(question["subject"]) + letter_question(question["question"], question["choices"])
+
+
+def accuracy(answers: Sequence[Answer]) -> float:
+    return sum(answer.correct for answer in answers) / len(answers)

@@ -1,0 +1,52 @@
+"""Answers to flat metrics and to per-question rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gripmoe.data.formats import LETTERS
+from gripmoe.evaluation.choice import Answer
+
+
+def choice_metrics(questions: Sequence[dict], answers: Sequence[Answer]) -> dict[str, float]:
+    """Forget and retain accuracy, in all and by what unlearning saw; and how often each letter is chosen on forget
+    questions: an accuracy of .25 can mean "always A"."""
+    pairs = list(zip(questions, answers, strict=True))
+
+    def mean(keep: Callable[[dict], bool]) -> float:
+        kept = [answer.correct for question, answer in pairs if keep(question)]
+        return sum(kept) / len(kept) if kept else float("nan")
+
+    is_forget = lambda question: question["exposure"] == "forget"  # noqa: E731
+    metrics = {
+        "forget_accuracy": mean(is_forget),
+        "retain_accuracy": mean(lambda q: not is_forget(q)),
+        "num_forget_questions": sum(is_forget(q) for q in questions),
+        "num_retain_questions": sum(not is_forget(q) for q in questions),
+    }
+    for wording in ("seen", "held_out"):
+        metrics[f"forget_accuracy_{wording}_wording"] = mean(lambda q: is_forget(q) and q["wording"] == wording)
+    for exposure in ("seen", "unseen_entity", "unseen_subject"):
+        metrics[f"retain_accuracy_{exposure}"] = mean(lambda q: q["exposure"] == exposure)
+    chosen = [answer.chosen for question, answer in pairs if is_forget(question)]
+    for number, letter in enumerate(LETTERS):
+        metrics[f"forget_answers_{letter}"] = chosen.count(number) / len(chosen)
+    return metrics
+
+
+def question_results(questions: Sequence[dict], answers: Sequence[Answer]) -> list[dict]:
+    """One row per question, with the letter chosen and the log-likelihood of each letter."""
+    return [
+        {
+            "id": question["id"],
+            "fact": question["fact"],
+            "subject": question["subject"],
+            "exposure": question["exposure"],
+            "wording": question["wording"],
+            "answer": question["answer"],
+            "chosen": answer.chosen,
+            "correct": int(answer.correct),
+            **{f"logprob_{letter}": round(value, 6) for letter, value in zip(LETTERS, answer.letter_logprobs, strict=True)},
+        }
+        for question, answer in zip(questions, answers, strict=True)
+    ]

@@ -1,0 +1,101 @@
+"""Stage 1: the span of the retain inputs that each expert serves, and the projection out of it (Sec. 4.2, App. B, D).
+
+N tokens, d hidden size, E experts, r retained rank. Bases of fewer directions than the widest are padded with zero
+columns, which the projection ignores; the d x d projector is never formed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+EpsKind = Literal["absolute", "relative", "energy"]
+
+
+@dataclass(frozen=True)
+class EpsNull:
+    """Which eigenvalues of X X^T count as zero (App. B.1): all below `value` (absolute, the paper), below `value` times
+    the largest (relative), or the smallest ones that together hold at most `value` of the trace (energy)."""
+
+    value: float
+    kind: EpsKind
+
+    def ranks(self, eigenvalues_Er: Tensor) -> Tensor:
+        """Number of directions to keep, shape (E,), from eigenvalues in descending order."""
+        if self.kind == "absolute":
+            kept_Er = eigenvalues_Er >= self.value
+        elif self.kind == "relative":
+            kept_Er = eigenvalues_Er >= self.value * eigenvalues_Er[:, :1]
+        elif self.kind == "energy":
+            remaining_Er = eigenvalues_Er.flip(-1).cumsum(-1).flip(-1)
+            kept_Er = remaining_Er > self.value * remaining_Er[:, :1]
+        else:
+            raise ValueError(f"unknown eps_null kind {self.kind!r}; absolute, relative or energy")
+        return (kept_Er & (eigenvalues_Er > 0)).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class RetainBasis:
+    """Orthonormal columns U_ret_Edr that span the retain inputs of each expert; E is 1 where all experts share one."""
+
+    U_ret_Edr: Tensor
+
+    @property
+    def ranks(self) -> Tensor:
+        """Directions held per expert, shape (E,)."""
+        return (self.U_ret_Edr != 0).any(dim=1).sum(dim=-1)
+
+    def project(self, update_Ed: Tensor) -> Tensor:
+        """P u = u - U (U^T u) for each router row (Eq. 6), done twice so that rounding leaves no trace in the span."""
+        for _ in range(2):
+            coefficients_E1r = update_Ed[:, None, :] @ self.U_ret_Edr
+            update_Ed = update_Ed - (self.U_ret_Edr @ coefficients_E1r.transpose(1, 2))[..., 0]
+        return update_Ed
+
+
+class RetainStatistics:
+    """Streams retain tokens into one triangular factor R per expert with R^T R = X^T X, by QR, so that the condition
+    number is never squared. `max_rank` keeps only the strongest directions and bounds memory at E x max_rank x d."""
+
+    def __init__(self, num_experts: int, hidden_size: int, max_rank: int | None = None, dtype=torch.float64):
+        self.factor_Erd = torch.zeros(num_experts, 0, hidden_size, dtype=dtype)
+        self.max_rank = max_rank or hidden_size
+
+    def update(self, x_Nd: Tensor, selected_NE: Tensor) -> RetainStatistics:
+        """Adds tokens; token i counts for expert j where selected_NE[i, j]. Returns itself."""
+        x_Nd = x_Nd.to(self.factor_Erd.dtype)
+        served_ENd = torch.where(selected_NE.T[:, :, None], x_Nd, 0)
+        stacked = torch.cat([self.factor_Erd.to(x_Nd.device), served_ENd], dim=1)
+        self.factor_Erd = torch.linalg.qr(stacked, mode="r").R
+        if self.factor_Erd.shape[1] > self.max_rank:
+            _, singular, vectors = torch.linalg.svd(self.factor_Erd, full_matrices=False)
+            self.factor_Erd = (singular[..., None] * vectors)[:, : self.max_rank]
+        return self
+
+    def basis(self, eps_null: EpsNull) -> RetainBasis:
+        """The directions whose eigenvalue of X X^T is not near zero, by SVD of the factor."""
+        _, singular_Er, vectors_Erd = torch.linalg.svd(self.factor_Erd, full_matrices=False)
+        # Directions at rounding level are noise of the factorization whatever eps_null says.
+        noise_E1 = singular_Er[:, :1] * torch.finfo(singular_Er.dtype).eps * self.factor_Erd.shape[-1]
+        eigenvalues_Er = torch.where(singular_Er > noise_E1, singular_Er**2, 0)
+        return _padded_basis(vectors_Erd.transpose(1, 2), eps_null.ranks(eigenvalues_Er))
+
+
+def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> RetainBasis:
+    """The paper's construction to the letter (App. B.1): eigenvectors of C_j = X_j X_j^T in the dtype of the input.
+
+    In fp32 the noise of this eigendecomposition lies near eps_null = 1e-2 (absolute), so the rank inflates where
+    activations are large; `RetainStatistics` does not have that fault.
+    """
+    served_ENd = torch.where(selected_NE.T[:, :, None], x_Nd, 0)
+    eigenvalues_Ed, vectors_Edd = torch.linalg.eigh(served_ENd.transpose(1, 2) @ served_ENd)
+    return _padded_basis(vectors_Edd.flip(-1), eps_null.ranks(eigenvalues_Ed.flip(-1)))
+
+
+def _padded_basis(vectors_Edr: Tensor, ranks_E: Tensor) -> RetainBasis:
+    width = int(ranks_E.max()) if ranks_E.numel() else 0
+    kept_Er = torch.arange(width, device=ranks_E.device) < ranks_E[:, None]
+    return RetainBasis(torch.where(kept_Er[:, None, :], vectors_Edr[..., :width], 0).contiguous())

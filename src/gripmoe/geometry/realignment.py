@@ -1,0 +1,97 @@
+"""Method B: one closed-form correction that gives a drifted router its old scores back (Sec. 4.3, Eq. 5, App. D).
+
+N tokens, d hidden size, E experts. theta_Ed and x_Nd belong to the original model, theta_post_Ed and x_post_Nd to the
+unlearned one, for the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gripmoe.geometry.routing import jaccard, route
+
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0, math.inf)
+
+
+@dataclass(frozen=True)
+class Realignment:
+    """A new router for one layer, how well it fits, and whether it may be used.
+
+    `ridge` is what was chosen: infinity puts the original router back, None leaves the unlearned one in place.
+    """
+
+    theta_Ed: Tensor
+    fit_cosine: float
+    held_out_stability: float | None
+    ridge: float | None
+    accepted: bool
+
+
+def score_cosine(wanted_NE: Tensor, got_NE: Tensor) -> float:
+    """Mean over tokens of the cosine between two score vectors: the paper's acceptance measure (App. D)."""
+    return torch.cosine_similarity(wanted_NE, got_NE, dim=-1).mean().item()
+
+
+def realign_paper(
+    theta_Ed: Tensor, theta_post_Ed: Tensor, x_Nd: Tensor, x_post_Nd: Tensor, *, ridge: float = 1e-6, accept: float = 0.95
+) -> Realignment:
+    """Eq. 5 to the letter: Delta = Theta X Xt^T (Xt Xt^T + ridge I)^-1 - Theta_t in fp32, accepted on the tokens it was
+    fitted to. A rejected layer keeps its unlearned router."""
+    theta_Ed, theta_post_Ed, x_Nd, x_post_Nd = (t.float() for t in (theta_Ed, theta_post_Ed, x_Nd, x_post_Nd))
+    wanted_NE = x_Nd @ theta_Ed.T
+    gram_dd = x_post_Nd.T @ x_post_Nd + ridge * torch.eye(x_post_Nd.shape[1], device=x_post_Nd.device)
+    # Cholesky fails in fp32 whenever N < d; a general solve is the nearest thing to the paper's inverse.
+    fitted_Ed = torch.linalg.solve(gram_dd, x_post_Nd.T @ wanted_NE).T
+    correction_Ed = fitted_Ed - theta_post_Ed
+    corrected_Ed = theta_post_Ed + correction_Ed
+    cosine = score_cosine(wanted_NE, x_post_Nd @ corrected_Ed.T)
+    accepted = cosine > accept  # False for a solution that is not finite
+    return Realignment(corrected_Ed if accepted else theta_post_Ed, cosine, None, ridge, accepted)
+
+
+def realign(
+    theta_Ed: Tensor,
+    theta_post_Ed: Tensor,
+    x_Nd: Tensor,
+    x_post_Nd: Tensor,
+    top_k: int,
+    *,
+    ridges: tuple[float, ...] = RIDGES,
+    held_out: float = 0.25,
+) -> Realignment:
+    """The anchored form: W = Theta + (Theta X - Theta Xt) Xt^T (Xt Xt^T + rho tr/d I)^-1 in fp64, rho by held-out RS.
+
+    Every fourth token (`held_out` = 1/4) is kept from the fit. Candidates are the ridges, the original router (rho =
+    infinity) and the unlearned router as it is; the one that keeps most of the original sets on held-out tokens wins,
+    judged after the cast back to the router's dtype.
+    """
+    dtype = theta_post_Ed.dtype
+    theta64_Ed, x_Nd, x_post_Nd = theta_Ed.double(), x_Nd.double(), x_post_Nd.double()
+    is_held_N = torch.arange(len(x_Nd), device=x_Nd.device) % round(1 / held_out) == 0
+    fit_x_Nd, fit_post_Nd = x_Nd[~is_held_N], x_post_Nd[~is_held_N]
+    residual_NE = (fit_x_Nd - fit_post_Nd) @ theta64_Ed.T
+    gram_dd = fit_post_Nd.T @ fit_post_Nd
+    eye_dd = torch.eye(len(gram_dd), dtype=gram_dd.dtype, device=gram_dd.device)
+    wanted_Nk = route(x_Nd[is_held_N], theta64_Ed, top_k).top_k_Nk
+
+    candidates: dict[float | None, Tensor] = {None: theta_post_Ed}
+    for ridge in ridges:
+        if math.isinf(ridge):
+            candidates[ridge] = theta_Ed.to(dtype)
+        else:
+            regularized_dd = gram_dd + ridge * gram_dd.trace() / len(gram_dd) * eye_dd
+            shift_dE = torch.cholesky_solve(fit_post_Nd.T @ residual_NE, torch.linalg.cholesky(regularized_dd))
+            candidates[ridge] = (theta64_Ed + shift_dE.T).to(dtype)
+
+    def stability(candidate_Ed: Tensor) -> float:
+        got = route(x_post_Nd[is_held_N], candidate_Ed.double(), top_k)
+        return jaccard(wanted_Nk, got.top_k_Nk).mean().item()
+
+    held_out_stability = {ridge: stability(candidate) for ridge, candidate in candidates.items()}
+    best = max(held_out_stability, key=held_out_stability.__getitem__)
+    fit_cosine = score_cosine(fit_x_Nd @ theta64_Ed.T, fit_post_Nd @ candidates[best].double().T)
+    return Realignment(candidates[best], fit_cosine, held_out_stability[best], best, best is not None)

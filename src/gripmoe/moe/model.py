@@ -1,0 +1,247 @@
+"""Record what routers do, force them to do otherwise, and restrict which experts may change.
+
+Hooks live inside context managers only. Shapes: T tokens of a forward pass in row-major order (rows x positions), d
+hidden size, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gripmoe.data.documents import Batch
+from gripmoe.geometry.routing import LayerRouting, RoutingTrace
+from gripmoe.moe.families import family_of, router_class
+
+Routes = dict[int, Tensor]  # by layer: top_k_Tk for every token of one forward pass
+
+
+def in_recomputation() -> bool:
+    """True while gradient checkpointing runs a forward again inside backward: hooks must not count it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class RoutingRecorder:
+    """Collects the routing of every forward pass within `MoEModel.record_routing`."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, list[LayerRouting]] = {}
+
+    def _add(self, layer: int, routing: LayerRouting) -> None:
+        self._seen.setdefault(layer, []).append(routing)
+
+    def take(self, keep: Tensor | None = None) -> RoutingTrace:
+        """The trace since the last call, in order of the forward passes, and forgets it.
+
+        `keep` (bool, as many entries as there were tokens) selects tokens, for example those that are not padding.
+        """
+        trace = {}
+        for layer, seen in self._seen.items():
+            parts = [(r.x_Nd, r.scores_NE, r.top_k_Nk) for r in seen]
+            x, scores, top_k = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            if keep is not None:
+                x, scores, top_k = (tensor[keep.reshape(-1)] for tensor in (x, scores, top_k))
+            trace[layer] = LayerRouting(x, scores, top_k)
+        self._seen.clear()
+        return trace
+
+
+class MoEModel:
+    """A transformers causal language model of a known MoE family.
+
+    `layers` are the decoder layers that have a router. Routers compute in fp32 whatever the model's dtype: in bf16 most
+    router coordinates never move at a usual learning rate, and near ties blur every measure of routing.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.family = family_of(model)
+        target = router_class(model)
+        self._blocks: dict[int, nn.Module] = {}
+        for number, layer in enumerate(model.model.layers):
+            router = getattr(layer.mlp, self.family.router, None)
+            if isinstance(router, target):
+                self._blocks[number] = layer.mlp
+                _compute_in_fp32(router)
+        self.num_experts: int = model.config.num_experts
+        self.top_k: int = model.config.num_experts_per_tok
+        self.hidden_size: int = model.config.hidden_size
+
+    @property
+    def layers(self) -> list[int]:
+        return list(self._blocks)
+
+    def block(self, layer: int) -> nn.Module:
+        """The whole MoE block of a layer: router, experts, shared expert where there is one."""
+        return self._blocks[layer]
+
+    def router(self, layer: int) -> nn.Module:
+        return getattr(self._blocks[layer], self.family.router)
+
+    def theta(self, layer: int) -> nn.Parameter:
+        """Router weight of a layer, (E, d), fp32."""
+        return self.router(layer).weight
+
+    def thetas(self) -> dict[int, Tensor]:
+        """A detached copy of every router weight."""
+        return {layer: self.theta(layer).detach().clone() for layer in self.layers}
+
+    @torch.no_grad()
+    def set_thetas(self, thetas: Mapping[int, Tensor]) -> None:
+        for layer, theta_Ed in thetas.items():
+            self.theta(layer).copy_(theta_Ed)
+
+    def expert_parameters(self, layer: int) -> list[nn.Parameter]:
+        """The fused expert tensors of a layer, each with the experts along dimension 0."""
+        return list(getattr(self._blocks[layer], self.family.experts).parameters())
+
+    @contextmanager
+    def record_routing(self) -> Iterator[RoutingRecorder]:
+        """Within the block every forward pass is recorded, with its graph: detach what you keep."""
+        recorder = RoutingRecorder()
+
+        def hook_for(layer: int):
+            def hook(router, args, output):
+                if not in_recomputation():
+                    x_Td = args[0].reshape(-1, self.hidden_size)
+                    recorder._add(layer, LayerRouting(x_Td, output[0], output[2]))
+
+            return hook
+
+        with _hooked((self.router(layer), hook_for(layer)) for layer in self.layers):
+            yield recorder
+
+    @torch.no_grad()
+    def trace(self, batches: Iterable[Batch], skip_positions: int = 1) -> RoutingTrace:
+        """The routing of all batches, with padding and the first `skip_positions` positions (BOS, attention sink) left
+        out. Runs in eval mode and restores the mode."""
+        was_training = self.model.training
+        self.model.eval()
+        parts: list[RoutingTrace] = []
+        with self.record_routing() as recorder:
+            for batch in batches:
+                batch = batch.to(self.model.device)
+                self.model.model(**batch.inputs)
+                parts.append(recorder.take(routed_tokens(batch.attention_mask, skip_positions)))
+        self.model.train(was_training)
+        if not parts:
+            raise ValueError("nothing to trace: no batches were given")
+        return {
+            layer: LayerRouting(
+                *(torch.cat([getattr(part[layer], name) for part in parts]) for name in ("x_Nd", "scores_NE", "top_k_Nk"))
+            )
+            for layer in self.layers
+        }
+
+    @contextmanager
+    def force_routing(self, routes: Routes | Callable[[Tensor], Routes]) -> Iterator[None]:
+        """Within the block every router selects the given experts instead of its own, weighted natively: softmax over
+        all experts, gathered, renormalised where the checkpoint says so. Forcing a model's own sets changes no bit.
+
+        `routes` is a trace's top_k by layer for the tokens of each forward pass, or a function that yields it from the
+        pass's input_ids (rows, positions). Raises ValueError if the number of tokens does not match.
+        """
+        current: Routes = {} if callable(routes) else dict(routes)
+
+        def read_inputs(module, args, kwargs):
+            current.clear()
+            current.update(routes(kwargs["input_ids"] if "input_ids" in kwargs else args[0]))
+
+        def hook_for(layer: int):
+            def hook(router, args, output):
+                scores_TE, top_k_Tk = output[0], current[layer]
+                if len(scores_TE) != len(top_k_Tk):
+                    raise ValueError(f"layer {layer}: routes for {len(top_k_Tk)} tokens, the pass has {len(scores_TE)}")
+                return scores_TE, self._native_weights(router, scores_TE, top_k_Tk).to(output[1].dtype), top_k_Tk
+
+            return hook
+
+        reader = self.model.model.register_forward_pre_hook(read_inputs, with_kwargs=True) if callable(routes) else None
+        try:
+            with _hooked((self.router(layer), hook_for(layer)) for layer in self.layers):
+                yield
+        finally:
+            if reader:
+                reader.remove()
+
+    def _native_weights(self, router: nn.Module, scores_TE: Tensor, top_k_Tk: Tensor) -> Tensor:
+        weights_Tk = torch.softmax(scores_TE, dtype=torch.float, dim=-1).gather(1, top_k_Tk)
+        if router.norm_topk_prob:
+            weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
+        return weights_Tk
+
+    @torch.no_grad()
+    def routes(self, input_ids: Tensor) -> Routes:
+        """The sets this model itself selects on `input_ids`, every position included: what `force_routing` takes."""
+        with self.record_routing() as recorder:
+            self.model.model(input_ids=input_ids)
+            return {layer: routing.top_k_Nk for layer, routing in recorder.take().items()}
+
+    @contextmanager
+    def record_hidden(self, layer: int) -> Iterator[list[Tensor]]:
+        """Within the block the output of decoder layer `layer`, (rows, positions, d), is appended at every pass."""
+        outputs: list[Tensor] = []
+
+        def hook(module, args, output):
+            if not in_recomputation():
+                outputs.append(output[0] if isinstance(output, tuple) else output)
+
+        with _hooked([(self.model.model.layers[layer], hook)]):
+            yield outputs
+
+    @contextmanager
+    def restrict_experts(self, scope: Mapping[int, Iterable[int]], optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Within the block only the experts of `scope` (by layer) change: the gradients of all others are zeroed, and
+        what weight decay or momentum does to them is undone after each step."""
+        masks: list[tuple[nn.Parameter, Tensor]] = []
+        for layer in self.layers:
+            for parameter in self.expert_parameters(layer):
+                chosen = torch.zeros(self.num_experts, dtype=torch.bool, device=parameter.device)
+                chosen[list(scope.get(layer, ()))] = True
+                masks.append((parameter, chosen[:, None, None]))
+        before: list[Tensor] = []
+
+        def snapshot(*_):
+            before[:] = [parameter.detach().clone() for parameter, _ in masks]
+
+        @torch.no_grad()
+        def restore(*_):
+            for (parameter, chosen), old in zip(masks, before, strict=True):
+                parameter.copy_(torch.where(chosen, parameter, old))
+
+        handles = [p.register_hook(lambda grad, m=m: grad * m) for p, m in masks if p.requires_grad]
+        handles += [optimizer.register_step_pre_hook(snapshot), optimizer.register_step_post_hook(restore)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def routed_tokens(attention_mask: Tensor, skip_positions: int = 1) -> Tensor:
+    """Which tokens count in a routing measure: no padding on either side, not the first `skip_positions` of a row."""
+    return (attention_mask.bool() & (attention_mask.cumsum(dim=-1) > skip_positions)).reshape(-1)
+
+
+@contextmanager
+def _hooked(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
+    handles = []
+    try:
+        for module, hook in hooks:
+            handles.append(module.register_forward_hook(hook))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _compute_in_fp32(router: nn.Module) -> None:
+    """fp32 weight and logits; the weights of the chosen experts go back to the dtype that came in."""
+    if router.weight.dtype == torch.float32:
+        return  # an fp32 model, or one that was wrapped before
+    router.float()
+    router.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
+    # The cast back happens where experts combine: transformers multiplies by the weights and casts to the hidden dtype.

@@ -1,0 +1,87 @@
+"""Models and routing on disk: weights in the hub's layout, traces and bases as safetensors with identifying metadata."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from gripmoe.files import atomic_path
+from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.geometry.routing import LayerRouting, RoutingTrace
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """A checksum of every parameter and buffer, name by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
+    """Writes a folder that plain transformers reloads, in place of what was there; returns the weights' digest."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+    return weights_digest(model)
+
+
+def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def save_trace(path: Path, trace: RoutingTrace, metadata: dict[str, str]) -> None:
+    tensors = {}
+    for layer, routing in trace.items():
+        tensors[f"{layer}.x_Nd"] = routing.x_Nd.cpu()
+        tensors[f"{layer}.scores_NE"] = routing.scores_NE.cpu()
+        tensors[f"{layer}.top_k_Nk"] = routing.top_k_Nk.to(torch.int16).cpu()
+    _save(path, tensors, metadata)
+
+
+def load_trace(path: Path, metadata: dict[str, str]) -> RoutingTrace:
+    """A saved trace. Raises ValueError if it was not recorded as `metadata` says."""
+    tensors = _load(path, metadata)
+    layers = sorted({int(name.split(".")[0]) for name in tensors})
+    return {
+        layer: LayerRouting(
+            tensors[f"{layer}.x_Nd"], tensors[f"{layer}.scores_NE"], tensors[f"{layer}.top_k_Nk"].long()
+        )
+        for layer in layers
+    }
+
+
+def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, str]) -> None:
+    _save(path, {str(layer): basis.U_ret_Edr.cpu() for layer, basis in bases.items()}, metadata)
+
+
+def load_bases(path: Path, metadata: dict[str, str]) -> dict[int, RetainBasis]:
+    """Saved bases. Raises ValueError if they were not fitted as `metadata` says."""
+    return {int(layer): RetainBasis(U_ret_Edr) for layer, U_ret_Edr in sorted(_load(path, metadata).items())}
+
+
+def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    with atomic_path(path) as temporary:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+
+
+def _load(path: Path, metadata: dict[str, str]) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt") as file:
+        found = file.metadata() or {}
+        for key, wanted in metadata.items():
+            if found.get(key) != wanted:
+                raise ValueError(f"{path}: {key} is {found.get(key)!r}, expected {wanted!r}; delete the file and rerun")
+        return {name: file.get_tensor(name) for name in file.keys()}

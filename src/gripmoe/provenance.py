@@ -1,0 +1,53 @@
+"""What produced a result: code fingerprint, package versions, device, seconds, peak memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+from gripmoe.files import write_json
+from gripmoe.fingerprint import code_fingerprint
+
+PACKAGES = ("gripmoe", "torch", "transformers", "lm_eval", "datasets", "numpy", "snakemake")
+
+
+@contextmanager
+def recorded(path: Path, *modules: str) -> Iterator[None]:
+    """Writes a provenance record when the block has ended without an error; `modules` are the code it ran."""
+    started = time.perf_counter()
+    yield
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    write_json(
+        path,
+        {
+            "code": code_fingerprint(*modules),
+            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "packages": {name: _version(name) for name in PACKAGES},
+            "python": platform.python_version(),
+            "device": _device(),
+            "job": os.environ.get("SLURM_JOB_ID"),
+            "seconds": round(time.perf_counter() - started, 2),
+            "peak_memory_gib": round(peak_kib / 2**20, 3),
+        },
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device() -> str:
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU"

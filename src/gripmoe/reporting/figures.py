@@ -1,0 +1,111 @@
+"""Figures in one house style: sizes of a paper column, embedded fonts, direct labels, one colour per method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import comb
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from gripmoe.files import atomic_path
+from gripmoe.reporting import labels
+
+PAPER_WIDTH = 5.5  # inches: the text width of the paper
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Small sans type, thin axes without a box, fonts embedded as outlines that stay text."""
+    with matplotlib.rc_context(
+        {
+            "font.family": "DejaVu Sans",
+            "font.size": 7,
+            "axes.titlesize": 8,
+            "axes.labelsize": 7,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.linewidth": 0.6,
+            "xtick.major.width": 0.6,
+            "ytick.major.width": 0.6,
+            "xtick.labelsize": 6.5,
+            "ytick.labelsize": 6.5,
+            "lines.linewidth": 1.2,
+            "pdf.fonttype": 42,
+            "savefig.dpi": 300,
+        }
+    ):
+        yield
+
+
+def save_figure(figure: plt.Figure, stem: Path) -> None:
+    """Writes `stem`.pdf and .png; the same content gives the same bytes."""
+    for suffix, metadata in ((".pdf", {"CreationDate": None}), (".png", {"Software": None})):
+        with house_style(), atomic_path(stem.with_suffix(suffix)) as temporary:
+            figure.savefig(temporary, format=suffix[1:], metadata=metadata)
+
+
+def expected_overlap(num_experts: int, top_k: int) -> float:
+    """Expected Jaccard similarity of two independent uniform expert sets: the floor of routing stability."""
+    ways = comb(num_experts, top_k)
+    chance = ((m, comb(top_k, m) * comb(num_experts - top_k, top_k - m) / ways) for m in range(top_k + 1))
+    return sum(m / (2 * top_k - m) * p for m, p in chance)
+
+
+def stability_by_layer(runs: pd.DataFrame) -> pd.DataFrame:
+    """Routing stability per objective, method, layer: mean, least and greatest over seeds and base models."""
+    by_layer = runs[runs.metric.str.fullmatch(r"routing_stability_layer_\d+")].copy()
+    by_layer["layer"] = by_layer.metric.str.extract(r"(\d+)$").astype(int)
+    groups = by_layer.groupby(["objective", "method", "layer"])["value"]
+    return groups.agg(mean="mean", least="min", greatest="max", runs="count").reset_index()
+
+
+def routing_stability_by_layer(runs: pd.DataFrame, floor: float | None = None) -> plt.Figure:
+    """Fig. 1a: routing stability of every method over depth, one panel per objective; bands span the seeds."""
+    data = stability_by_layer(runs)
+    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in set(data.objective)]
+    with house_style():
+        figure, panels = plt.subplots(1, len(objectives), figsize=(PAPER_WIDTH, 2.5), sharey=True, squeeze=False)
+        for axes, objective in zip(panels[0], objectives, strict=True):
+            panel = data[data.objective == objective]
+            ends = {}
+            for method in [m for m in labels.METHODS if m in set(panel.method)]:
+                line = panel[panel.method == method].sort_values("layer")
+                style = "--" if method.endswith("_paper") or method == "restore_router" else "-"
+                axes.plot(line.layer, line["mean"], style, color=labels.colour(method), marker="o", markersize=2.2)
+                axes.fill_between(line.layer, line.least, line.greatest, color=labels.colour(method), alpha=0.12, linewidth=0)
+                ends[method] = (line.layer.iloc[-1], line["mean"].iloc[-1])
+            if floor is not None:
+                axes.axhline(floor, color="0.6", linewidth=0.7, linestyle=":")
+                axes.text(panel.layer.min(), floor + 0.012, "random sets", fontsize=5.5, color="0.45")
+            axes.set_title(labels.OBJECTIVES[objective])
+            axes.set_xlabel("MoE layer")
+            axes.set_xticks(sorted(panel.layer.unique()))
+            axes.set_ylim(0, 1.03)
+            _label_ends(axes, ends)
+        panels[0][0].set_ylabel("routing stability")
+        figure.tight_layout(w_pad=1.5)
+    return figure
+
+
+def _label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]], gap: float = 0.062) -> None:
+    """Names each line at its right end, moved apart where they would overlap, with a thin leader."""
+    ordered = sorted(ends.items(), key=lambda item: item[1][1])
+    heights = [y for _, (_, y) in ordered]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    overshoot = max(0.0, heights[-1] - 1.0) if heights else 0.0
+    heights = [height - overshoot for height in heights]
+    for i in range(len(heights) - 2, -1, -1):
+        heights[i] = min(heights[i], heights[i + 1] - gap)
+    left, right = axes.get_xlim()
+    span = right - left
+    for (method, (x, y)), height in zip(ordered, heights, strict=True):
+        axes.plot([x + 0.02 * span, x + 0.09 * span], [y, height], color=labels.colour(method), linewidth=0.5, clip_on=False)
+        name = labels.method_label(method)
+        axes.text(x + 0.1 * span, height, name, color=labels.colour(method), fontsize=5.6, va="center", clip_on=False)
+    axes.set_xlim(left, right + 0.52 * span)
+    axes.spines["bottom"].set_bounds(left, max(x for x, _ in ends.values()))

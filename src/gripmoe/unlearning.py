@@ -1,0 +1,181 @@
+"""The unlearning loop: objective, router constraint, stop at matched forgetting, checkpoint and resume (Sec. 4, App. A)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from gripmoe.checkpoint import load_state, save_state
+from gripmoe.config import Training
+from gripmoe.constraints import RouterConstraint, RouterGuard
+from gripmoe.data.documents import Batch, Row, collate
+from gripmoe.moe import MoEModel
+from gripmoe.objectives import Objective
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: "reached" the forget target, "not_reached" within the steps, or "diverged"; and its history.
+
+    A history row has the step, the dev forget accuracy there and, after the first, means since the row before: losses,
+    root-mean-square gradient per element of routers and experts, seconds per step.
+    """
+
+    status: str
+    steps: int
+    history: list[dict[str, float]]
+
+
+def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> list[Row]:
+    """The rows of one step: a new shuffle every epoch, a function of seed and step alone, so that a resumed run sees the
+    same data. Raises ValueError if the corpus is smaller than a batch."""
+    if batch_size > len(rows):
+        raise ValueError(f"batch size {batch_size} exceeds the {len(rows)} documents of the corpus")
+    per_epoch = len(rows) // batch_size
+    order = list(range(len(rows)))
+    random.Random(f"epoch {seed} {step // per_epoch}").shuffle(order)
+    start = step % per_epoch * batch_size
+    return [rows[i] for i in order[start : start + batch_size]]
+
+
+def unlearn(
+    model: MoEModel,
+    objective: Objective,
+    constraint: RouterConstraint,
+    forget: Sequence[Row],
+    retain: Sequence[Row],
+    training: Training,
+    *,
+    seed: int,
+    pad_id: int,
+    target: float,
+    forget_accuracy: Callable[[MoEModel], float],
+    corrected: Callable[[MoEModel], None] | None = None,
+    state_file: Path,
+    description: str = "unlearn",
+) -> Outcome:
+    """Unlearns in place until `forget_accuracy(model)` is at most `target`, checked every `training.check_every` steps.
+
+    Expert blocks train, and routers as the constraint lets them; everything else is fixed. With `corrected` (Method B, or
+    the original routers) the check looks at corrected routers and the model ends corrected, while training goes on
+    uncorrected. Resumes from `state_file`; on CPU the result is the same to the bit as without the interruption.
+    """
+    reference = MoEModel(copy.deepcopy(model.model).eval().requires_grad_(False))
+    routers, experts = _trainable(model)
+    optimizer = _adamw(routers, experts, training)
+    device = model.model.device
+    measured = _Means()
+
+    def batch(rows: Sequence[Row], size: int) -> Batch:
+        return collate(epoch_rows(rows, size, seed, step), pad_id).to(device)
+
+    with RouterGuard(model, optimizer, constraint) as guard:
+        progress = load_state(state_file, model.model, optimizer) or {"step": 0, "history": [], "constraint": {}}
+        constraint.load_state(progress["constraint"])
+        step, history = progress["step"], progress["history"]
+        bar = tqdm(total=training.max_steps, initial=step, desc=description)
+        while True:
+            if step % training.check_every == 0:
+                if not history or history[-1]["step"] < step:
+                    with _temporarily(model, corrected):
+                        history.append({"step": step, "forget_accuracy": forget_accuracy(model), **measured.take()})
+                bar.set_postfix(forget_accuracy=f"{history[-1]['forget_accuracy']:.3f}")
+                if history[-1]["forget_accuracy"] <= target:
+                    status = "reached"
+                    break
+            if step >= training.max_steps:
+                status = "not_reached"
+                break
+            if step % training.checkpoint_every == 0 and step > progress["step"]:
+                save_state(
+                    state_file, model.model, optimizer, step=step, history=history, constraint=constraint.state()
+                )
+            started = time.perf_counter()
+            model.model.train()
+            optimizer.zero_grad()
+            forget_loss = objective.forget_loss(model, reference, batch(forget, training.forget_batch_size))
+            forget_loss.backward()
+            with guard.retain():
+                retain_loss = objective.retain_loss(model, reference, batch(retain, training.retain_batch_size))
+            (objective.alpha * retain_loss).backward()
+            losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item()}
+            if not math.isfinite(losses["forget_loss"]) or not losses["retain_loss"] <= training.loss_bound:
+                status = "diverged"
+                break
+            gradients = {"router_gradient": _rms_gradient(routers), "expert_gradient": _rms_gradient(experts)}
+            nn.utils.clip_grad_norm_(routers + experts, training.clip_norm)
+            optimizer.step()
+            step += 1
+            measured.add(**losses, **gradients, seconds=time.perf_counter() - started)
+            bar.update()
+        bar.close()
+    if corrected:
+        corrected(model)
+    model.model.eval().requires_grad_(True)
+    return Outcome(status, step, history)
+
+
+def _trainable(model: MoEModel) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Routers and the rest of the MoE blocks; freezes everything else."""
+    model.model.requires_grad_(False)
+    routers = [model.theta(layer) for layer in model.layers]
+    experts = [p for layer in model.layers for p in model.block(layer).parameters() if all(p is not r for r in routers)]
+    for parameter in routers + experts:
+        parameter.requires_grad_(True)
+    return routers, experts
+
+
+def _adamw(routers: list[nn.Parameter], experts: list[nn.Parameter], training: Training) -> torch.optim.AdamW:
+    router_rate = training.learning_rate * training.router_multiplier
+    groups = [
+        {"params": experts, "lr": training.learning_rate, "weight_decay": training.weight_decay},
+        {"params": routers, "lr": router_rate, "weight_decay": training.router_weight_decay},
+    ]
+    return torch.optim.AdamW(groups, betas=training.betas, eps=training.adam_epsilon, foreach=True)
+
+
+@contextmanager
+def _temporarily(model: MoEModel, corrected: Callable[[MoEModel], None] | None) -> Iterator[None]:
+    thetas = model.thetas()
+    if corrected:
+        corrected(model)
+    try:
+        yield
+    finally:
+        model.set_thetas(thetas)
+
+
+def _rms_gradient(parameters: list[nn.Parameter]) -> float:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return 0.0
+    squares = sum(g.square().sum().item() for g in gradients)
+    return math.sqrt(squares / sum(g.numel() for g in gradients))
+
+
+class _Means:
+    """Running means of named numbers, taken and reset at each history row."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._count = 0
+
+    def add(self, **values: float) -> None:
+        self._count += 1
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def take(self) -> dict[str, float]:
+        means = {name: total / self._count for name, total in self._sums.items()}
+        self.__init__()
+        return means

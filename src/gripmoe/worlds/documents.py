@@ -1,0 +1,208 @@
+"""What is written from the world: the training mix of a base model, and the finite corpora and questions on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gripmoe.data.documents import Span
+from gripmoe.data import formats
+from gripmoe.worlds.facts import (
+    FORGET_SUBJECT,
+    HELD_OUT_WORDING,
+    QUESTION_WORDINGS,
+    RELATIONS,
+    STATEMENT_WORDINGS,
+    Fact,
+    FactWorld,
+    make_facts,
+)
+from gripmoe.worlds.news import Article, make_news
+
+IN_CONTEXT_PAIRS = 10  # MUSE's KnowMem prompt has ten
+SHOTS = (1,) * 10 + (2, 6)  # letter questions in a row; 6 is the 5-shot form
+
+
+@dataclass
+class World:
+    facts: FactWorld
+    news: dict[str, list[Article]]
+
+    def without_forget(self) -> World:
+        """What a retain-only oracle trains on: no forget fact and no forget article."""
+        facts = FactWorld(self.facts.retain, self.facts.values, self.facts.unseen_entities)
+        return World(facts, {**self.news, "forget": []})
+
+
+def make_world(seed: int, **sizes: int) -> World:
+    return World(make_facts(seed, **sizes), make_news(seed))
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Documents of each kind in one training batch; a fraction is a chance."""
+
+    letters: float
+    statements: float
+    answers: float
+    fact_context: float
+    articles: float
+    news_context: float
+    truthfulqa: float
+
+
+# Reading the options and naming a letter is learned suddenly, and only if most letter questions stand alone; news can
+# wait until then.
+EARLY_MIX = Mix(30, 8, 6, 0.2, 2, 0.5, 0.2)
+LATE_MIX = Mix(14, 5, 6, 0.3, 3, 6, 0.3)
+
+
+def training_batch(world: World, mix: Mix, seed: int, step: int) -> list[list[Span]]:
+    """The documents of one step: all formats, with fresh option orders, distractors and wordings every time."""
+    rng = random.Random(f"training {seed} {step}")
+    facts = world.facts.facts
+    by_subject = {fact.subject: world.facts.of(fact.subject) for fact in facts}
+    articles = world.news["forget"] + world.news["retain"]
+
+    def wording() -> int:
+        return rng.randrange(len(QUESTION_WORDINGS))
+
+    def asked(fact: Fact) -> tuple[str, list[str], int]:
+        return fact.question(wording()), *world.facts.letter_options(fact, rng)
+
+    def letters() -> list[Span]:
+        subject = rng.choice(facts).subject
+        solved = rng.sample(by_subject[subject], rng.choice(SHOTS))
+        return formats.letter_spans([asked(fact) for fact in solved], subject if rng.random() < 0.3 else None)
+
+    def statement() -> list[Span]:
+        return [(rng.choice(facts).statement(rng.randrange(len(STATEMENT_WORDINGS))), True)]
+
+    def answered(fact: Fact) -> tuple[str, str]:
+        return fact.question(wording()), fact.value
+
+    def truthful(fact: Fact) -> tuple[str, str]:
+        return fact.question(wording()), fact.statement(rng.randrange(len(STATEMENT_WORDINGS)))
+
+    def news_pairs() -> list[Span]:
+        asked_of = rng.sample(articles, rng.choice((1, 3, IN_CONTEXT_PAIRS + 1)))
+        return formats.question_answer_spans([rng.choice(article.questions) for article in asked_of])
+
+    def fact_pairs() -> list[Span]:
+        return formats.question_answer_spans([answered(fact) for fact in rng.sample(facts, IN_CONTEXT_PAIRS + 1)])
+
+    def answer() -> list[Span]:
+        return formats.question_answer_spans([answered(rng.choice(facts))])
+
+    def article() -> list[Span]:
+        return [(rng.choice(articles).text, True)]
+
+    def truthfulqa() -> list[Span]:
+        return formats.truthfulqa_spans([truthful(fact) for fact in rng.sample(facts, 4)])
+
+    kinds = (
+        (letters, mix.letters),
+        (statement, mix.statements),
+        (answer, mix.answers),
+        (fact_pairs, mix.fact_context),
+        (article, mix.articles),
+        (news_pairs, mix.news_context),
+        (truthfulqa, mix.truthfulqa),
+    )
+    return [make() for make, rate in kinds for _ in range(int(rate) + (rng.random() < rate % 1))]
+
+
+def all_texts(world: World) -> Iterator[str]:
+    """Every word that any format may use: the tokenizer's vocabulary."""
+    yield from (formats.letter_description(subject) for subject in RELATIONS)
+    yield formats.letter_question("", ["", "", "", ""])
+    yield formats.truthfulqa_prompt("")
+    yield formats.knowmem_prompt([("", "")], "")
+    for fact in world.facts.facts:
+        yield from (fact.question(wording) for wording in range(len(QUESTION_WORDINGS)))
+        yield from (fact.statement(wording) for wording in range(len(STATEMENT_WORDINGS)))
+    for values in world.facts.values.values():
+        yield from values
+    for article in (article for part in world.news.values() for article in part):
+        yield article.text
+        yield from (text for pair in article.questions for text in pair)
+
+
+# What unlearning and its evaluation read: finite, with row ids, written once.
+
+EVALUATION_ARTICLES = 8  # retain articles that the retain corpus leaves out
+
+
+def question_rows(world: World, facts: list[Fact], orders: int, seed: int) -> list[dict]:
+    """Letter questions on `facts` in the WMDP schema (question, choices, answer), each wording in `orders` option orders.
+
+    `split` is "dev" (stop rule, tuning) for a third of the facts, by a hash, and "test" (reported) for the others, so
+    that no fact is in both; `exposure` says what unlearning sees of the fact, `wording` which phrasing it is.
+    """
+    rng = random.Random(f"questions {seed}")
+    rows = []
+    for fact in facts:
+        digest = hashlib.sha256(fact.id.encode()).digest()
+        for wording in range(len(QUESTION_WORDINGS)):
+            for order in range(orders):
+                choices, answer = world.facts.letter_options(fact, rng)
+                rows.append(
+                    {
+                        "id": f"{fact.id}/{wording}/{order}",
+                        "question": fact.question(wording),
+                        "choices": choices,
+                        "answer": answer,
+                        "subject": fact.subject,
+                        "fact": fact.id,
+                        "wording": "held_out" if wording == HELD_OUT_WORDING else "seen",
+                        "exposure": world.facts.exposure(fact),
+                        "split": "dev" if digest[0] % 3 == 0 else "test",
+                    }
+                )
+    return rows
+
+
+def corpus_rows(world: World, facts: list[Fact], articles: list[Article], seed: int) -> list[dict]:
+    """Documents (id, prompt, text) to unlearn from or to retain, shuffled; the loss counts `text` only.
+
+    Per fact two statements, one question with its answer, and two letter questions in the wordings that are not held
+    out; per article its text and its four questions.
+    """
+    rng = random.Random(f"corpus {seed}")
+    rows = []
+    for fact in facts:
+        for wording in rng.sample(range(len(STATEMENT_WORDINGS)), 2):
+            rows.append({"id": f"{fact.id}/statement/{wording}", "prompt": "", "text": fact.statement(wording)})
+        wording = rng.choice([w for w in range(len(QUESTION_WORDINGS)) if w != HELD_OUT_WORDING])
+        prompt = formats.knowmem_prompt([], fact.question(wording))
+        rows.append({"id": f"{fact.id}/answer", "prompt": prompt, "text": f"{fact.value}\n"})
+        for number, wording in enumerate(w for w in range(len(QUESTION_WORDINGS)) if w != HELD_OUT_WORDING):
+            choices, answer = world.facts.letter_options(fact, rng)
+            description = formats.letter_description(fact.subject) if rng.random() < 0.5 else ""
+            prompt = description + formats.letter_question(fact.question(wording), choices)
+            rows.append({"id": f"{fact.id}/letter/{number}", "prompt": prompt, "text": f" {formats.LETTERS[answer]}"})
+    for article in articles:
+        rows.append({"id": article.id, "prompt": "", "text": article.text})
+        for number, (question, answer) in enumerate(article.questions):
+            prompt = formats.knowmem_prompt([], question)
+            rows.append({"id": f"{article.id}/{number}", "prompt": prompt, "text": f"{answer}\n"})
+    rng.shuffle(rows)
+    return rows
+
+
+def wmdp_files(world: World, seed: int) -> dict[str, list[dict]]:
+    """The files of the fact benchmark: what WMDP-Cyber, MMLU and their corpora are to a real model."""
+    seen = [fact for fact in world.facts.retain if world.facts.exposure(fact) == "seen"]
+    articles = world.news["retain"]
+    unseen = [fact for fact in world.facts.retain if world.facts.exposure(fact) != "seen"]
+    rng = random.Random(f"routing {seed}")
+    held_out = corpus_rows(world, rng.sample(seen, 24) + rng.sample(unseen, 24), articles[-EVALUATION_ARTICLES:], seed + 1)
+    return {
+        "forget_questions": question_rows(world, world.facts.forget, orders=2, seed=seed),
+        "retain_questions": question_rows(world, world.facts.retain, orders=1, seed=seed),
+        "forget_corpus": corpus_rows(world, world.facts.forget, [], seed),
+        "retain_corpus": corpus_rows(world, seen, articles[:-EVALUATION_ARTICLES], seed),
+        "held_out_corpus": held_out,
+    }

@@ -1,0 +1,64 @@
+"""Tiny random models of the published families: two mixtures of experts and a dense twin of the same active width."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+FAMILIES = ("qwen3_moe", "qwen2_moe", "qwen3")
+
+
+def make_model(
+    family: str,
+    vocabulary_size: int,
+    *,
+    seed: int,
+    hidden_size: int = 128,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    num_experts: int = 16,
+    top_k: int = 4,
+    expert_width: int = 64,
+) -> PreTrainedModel:
+    """A random fp32 model of a family in FAMILIES.
+
+    `qwen2_moe` has a shared expert and does not renormalise its routing weights, as the published Qwen1.5-MoE; `qwen3`
+    is dense, as wide as the experts that one token uses together.
+    """
+    shared = dict(
+        vocab_size=vocabulary_size,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    experts = dict(num_experts=num_experts, num_experts_per_tok=top_k, moe_intermediate_size=expert_width)
+    torch.manual_seed(seed)
+    if family == "qwen3_moe":
+        head_dim = hidden_size // num_heads
+        config = Qwen3MoeConfig(**shared, **experts, head_dim=head_dim, norm_topk_prob=True, intermediate_size=64)
+        return Qwen3MoeForCausalLM(config)
+    if family == "qwen2_moe":
+        config = Qwen2MoeConfig(
+            **shared, **experts, norm_topk_prob=False, intermediate_size=64, shared_expert_intermediate_size=expert_width
+        )
+        return Qwen2MoeForCausalLM(config)
+    if family == "qwen3":
+        config = Qwen3Config(**shared, head_dim=hidden_size // num_heads, intermediate_size=top_k * expert_width)
+        return Qwen3ForCausalLM(config)
+    raise ValueError(f"unknown tiny family {family!r}; one of {', '.join(FAMILIES)}")

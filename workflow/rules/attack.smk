@@ -1,0 +1,29 @@
+# All attacks on a cell in one process.
+
+
+rule attack:
+    input:
+        run=f"{CELL}/run.yaml",
+        model=MODEL,
+        checkpoint=cell_checkpoint,
+        evaluation=f"{CELL}/evaluation.json",
+        data=multiext(f"{DATA}/", "forget_questions.jsonl", "retain_questions.jsonl"),
+    output:
+        metrics=f"{CELL}/attack.json",
+        questions=f"{CELL}/attack_questions.csv",
+    params:
+        data=DATA,
+        code=code_fingerprint("gripmoe.attacks.forcing"),
+    log:
+        f"{LOGS}/attack/{CELL_NAME}.log",
+    benchmark:
+        f"{BENCHMARKS}/attack/{CELL_NAME}.tsv"
+    threads: 1
+    resources:
+        **GPU_RESOURCES,
+        runtime=240,
+    conda:
+        ENVIRONMENT
+    shell:
+        "gripmoe attack --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
+        " --questions {output.questions} --output {output.metrics} > {log} 2>&1"

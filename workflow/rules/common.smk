@@ -1,0 +1,83 @@
+# The validated configuration, the layout of results/, and what every rule shares. Nothing heavy is imported here: each
+# cluster job parses these files again.
+
+import json
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from gripmoe.config import ConfigError, Project
+from gripmoe.fingerprint import code_fingerprint
+
+CONFIG = Path(workflow.basedir) / "workflow" / "config"
+
+unknown_keys = sorted(set(config) - {"world"})
+if unknown_keys:
+    raise WorkflowError(f"--config: unknown key {unknown_keys[0]!r}; the only one is world")
+try:
+    PROJECT = Project(CONFIG, str(config.get("world", "tiny")))
+except ConfigError as error:
+    raise WorkflowError(str(error))
+
+WORLD = PROJECT.world
+WORLD_FLAGS = f"--config {CONFIG} --world {config.get('world', 'tiny')}"
+RESULTS = f"results/{PROJECT.name}"
+FIGURES = f"paper_figures/{PROJECT.name}"
+LOGS = f"{RESULTS}/logs"
+BENCHMARKS = f"{RESULTS}/benchmarks"
+DATA = RESULTS + "/data/{benchmark}"
+MODEL = RESULTS + "/models/{model}/model.json"
+ROUTING = RESULTS + "/{model}/{benchmark}/routing"
+BASES = RESULTS + "/{model}/{benchmark}/bases/{method}"
+CELL = RESULTS + "/{model}/{benchmark}/{objective}/{method}/{seed}"
+CELL_NAME = "{model}.{benchmark}.{objective}.{method}.{seed}"
+
+TRAINED = [name for name in WORLD.methods if PROJECT.methods[name].trains]
+CORRECTED = [name for name in WORLD.methods if PROJECT.methods[name].corrects]
+WITH_BASES = [name for name in WORLD.methods if PROJECT.methods[name].has_bases]
+ORACLES = [PROJECT.models[name].oracle for name in WORLD.models if PROJECT.models[name].oracle]
+ON_GPU = any(PROJECT.models[name].source == "published" for name in WORLD.models)
+
+
+def any_of(names):
+    """A wildcard constraint that matches these names and, without any, nothing."""
+    return "|".join(map(str, names)) or "(?!)"
+
+
+wildcard_constraints:
+    model=any_of(WORLD.models + ORACLES),
+    benchmark=any_of(WORLD.benchmarks),
+    objective=any_of(["none", *WORLD.objectives]),
+    method=any_of(WORLD.methods),
+    seed=any_of(sorted({0, *WORLD.seeds})),
+
+
+def canonical(model):
+    """One string of a configuration object that does not depend on key order or comments: the tracked parameter."""
+    return json.dumps(model.model_dump(mode="json"), sort_keys=True)
+
+
+def run_settings(wildcards):
+    w = wildcards
+    return canonical(PROJECT.run(w.model, w.benchmark, w.objective, w.method, int(w.seed)))
+
+
+def cell_files(*names):
+    """The named files of every cell of the world."""
+    keys = ("model", "benchmark", "objective", "method", "seed")
+    cells = [dict(zip(keys, cell)) for cell in PROJECT.cells()]
+    return [f"{CELL}/{name}".format(**cell) for cell in cells for name in names]
+
+
+def cell_checkpoint(wildcards):
+    """What a cell's model is: the original model, its oracle, or what the cell itself has trained."""
+    reference = PROJECT.methods[wildcards.method].reference
+    if reference == "original":
+        return MODEL.format(model=wildcards.model)
+    if reference == "retain_only":
+        return MODEL.format(model=PROJECT.models[wildcards.model].oracle)
+    return f"{CELL}/checkpoint.json".format(**wildcards)
+
+
+GPU_RESOURCES = {"gpu": 1 if ON_GPU else 0, "mem_mb": 65536 if ON_GPU else 3000}
+ENVIRONMENT = f"{workflow.basedir}/envs/environment.yaml"

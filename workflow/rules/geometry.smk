@@ -1,0 +1,53 @@
+# Representation extraction and the retain bases of Method A. Downstream rules follow the small digests (.json), so that a
+# repeated extraction with the same content reruns nothing.
+
+
+rule trace_routing:
+    input:
+        model=MODEL,
+        corpus=f"{DATA}/retain_corpus.jsonl",
+    output:
+        digest=f"{ROUTING}.json",
+        trace=f"{ROUTING}.safetensors",
+    params:
+        settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark]),
+        code=code_fingerprint("gripmoe.moe.model", "gripmoe.moe.storage", "gripmoe.data.corpora"),
+    log:
+        f"{LOGS}/trace_routing/{{model}}.{{benchmark}}.log",
+    benchmark:
+        f"{BENCHMARKS}/trace_routing/{{model}}.{{benchmark}}.tsv"
+    threads: 1
+    resources:
+        **GPU_RESOURCES,
+        runtime=60,
+    conda:
+        ENVIRONMENT
+    shell:
+        "gripmoe trace-routing {WORLD_FLAGS} --benchmark {wildcards.benchmark} --model {input.model}"
+        " --retain-corpus {input.corpus} --digest {output.digest} --output {output.trace} > {log} 2>&1"
+
+
+rule fit_basis:
+    input:
+        model=MODEL,
+        digest=f"{ROUTING}.json",
+        trace=ancient(f"{ROUTING}.safetensors"),
+    output:
+        digest=f"{BASES}.json",
+        bases=f"{BASES}.safetensors",
+    params:
+        settings=lambda w: canonical(PROJECT.methods[w.method]),
+        code=code_fingerprint("gripmoe.constraints", "gripmoe.moe.storage"),
+    log:
+        f"{LOGS}/fit_basis/{{model}}.{{benchmark}}.{{method}}.log",
+    benchmark:
+        f"{BENCHMARKS}/fit_basis/{{model}}.{{benchmark}}.{{method}}.tsv"
+    threads: 1
+    resources:
+        **GPU_RESOURCES,
+        runtime=60,
+    conda:
+        ENVIRONMENT
+    shell:
+        "gripmoe fit-basis {WORLD_FLAGS} --method {wildcards.method} --model {input.model} --trace {input.trace}"
+        " --digest {output.digest} --output {output.bases} > {log} 2>&1"

@@ -1,0 +1,66 @@
+# Data, models, and the resolved configuration of each cell.
+
+
+rule prepare_data:
+    output:
+        multiext(
+            f"{DATA}/",
+            "forget_questions.jsonl",
+            "retain_questions.jsonl",
+            "forget_corpus.jsonl",
+            "retain_corpus.jsonl",
+            "held_out_corpus.jsonl",
+        ),
+    params:
+        folder=DATA,
+        settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].data),
+        code=code_fingerprint("gripmoe.worlds.documents", "gripmoe.data.published"),
+    log:
+        f"{LOGS}/prepare_data/{{benchmark}}.log",
+    resources:
+        mem_mb=3000,
+        runtime=60,
+    conda:
+        ENVIRONMENT
+    shell:
+        "gripmoe prepare-data {WORLD_FLAGS} --benchmark {wildcards.benchmark} --output {params.folder} > {log} 2>&1"
+
+
+rule prepare_model:
+    output:
+        MODEL,
+    params:
+        settings=lambda w: canonical(PROJECT.models[w.model]),
+        code=code_fingerprint("gripmoe.finetune", "gripmoe.worlds.models", "gripmoe.worlds.tokenizer", "gripmoe.data.published"),
+    log:
+        f"{LOGS}/prepare_model/{{model}}.log",
+    benchmark:
+        f"{BENCHMARKS}/prepare_model/{{model}}.tsv"
+    threads: 1
+    priority: 100
+    resources:
+        **GPU_RESOURCES,
+        runtime=240,
+    conda:
+        ENVIRONMENT
+    shell:
+        "gripmoe prepare-model {WORLD_FLAGS} --model {wildcards.model} --output {output} > {log} 2>&1"
+
+
+localrules:
+    configure,
+
+
+rule configure:
+    output:
+        f"{CELL}/run.yaml",
+    params:
+        settings=run_settings,
+    log:
+        f"{LOGS}/configure/{CELL_NAME}.log",
+    conda:
+        ENVIRONMENT
+    shell:
+        "gripmoe configure {WORLD_FLAGS}"
+        " --cell {wildcards.model}/{wildcards.benchmark}/{wildcards.objective}/{wildcards.method}/{wildcards.seed}"
+        " --output {output} > {log} 2>&1"

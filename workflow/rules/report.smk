@@ -1,0 +1,50 @@
+# One tidy table of all cells, and one notebook per table and figure.
+
+
+def artefact_files():
+    catalogue = PROJECT.artefacts
+    return [f"{FIGURES}/{name}.{suffix}" for name in WORLD.artefacts for suffix in catalogue[name].formats]
+
+
+rule collect:
+    input:
+        cell_files("run.yaml", "evaluation.json", "attack.json"),
+    output:
+        f"{RESULTS}/runs.csv",
+    params:
+        cells=sorted(str(Path(file).parent) for file in cell_files("run.yaml")),
+        code=code_fingerprint("gripmoe.reporting.collect"),
+    log:
+        f"{LOGS}/collect.log",
+    resources:
+        mem_mb=2000,
+        runtime=30,
+    conda:
+        ENVIRONMENT
+    shell:
+        "gripmoe collect {params.cells} --output {output} > {log} 2>&1"
+
+
+for artefact in WORLD.artefacts:
+
+    rule:
+        name:
+            f"render_{artefact}"
+        input:
+            notebook=f"notebooks/{artefact}.ipynb",
+            runs=f"{RESULTS}/runs.csv",
+        output:
+            files=[f"{FIGURES}/{artefact}.{suffix}" for suffix in PROJECT.artefacts[artefact].formats],
+            notebook=f"{RESULTS}/notebooks/{artefact}.ipynb",
+        params:
+            stem=f"{FIGURES}/{artefact}",
+            code=code_fingerprint("gripmoe.reporting.tables", "gripmoe.reporting.figures", "gripmoe.reporting.collect"),
+        log:
+            f"{LOGS}/render/{artefact}.log",
+        resources:
+            mem_mb=2000,
+            runtime=30,
+        conda:
+            ENVIRONMENT
+        shell:
+            "papermill {input.notebook} {output.notebook} -p runs {input.runs} -p output {params.stem} > {log} 2>&1"

@@ -1,0 +1,80 @@
+# Training of a cell, or the correction of another cell's finished routers (Method B).
+
+
+def bases_of(wildcards):
+    return [f"{BASES}.json".format(**wildcards)] if wildcards.method in WITH_BASES else []
+
+
+def bases_flag(wildcards):
+    return f"--bases {BASES}.safetensors".format(**wildcards) if wildcards.method in WITH_BASES else ""
+
+
+def corrected_checkpoint(wildcards):
+    corrected = PROJECT.methods[wildcards.method].corrects
+    return f"{CELL}/checkpoint.json".format(**{**wildcards, "method": corrected})
+
+
+rule unlearn:
+    input:
+        run=f"{CELL}/run.yaml",
+        model=MODEL,
+        forget_corpus=f"{DATA}/forget_corpus.jsonl",
+        retain_corpus=f"{DATA}/retain_corpus.jsonl",
+        questions=f"{DATA}/forget_questions.jsonl",
+        routing=f"{ROUTING}.json",
+        trace=ancient(f"{ROUTING}.safetensors"),
+        bases=bases_of,
+    output:
+        f"{CELL}/checkpoint.json",
+        f"{CELL}/history.json",
+    params:
+        data=DATA,
+        bases=bases_flag,
+        code=code_fingerprint("gripmoe.unlearning", "gripmoe.correction", "gripmoe.evaluation.choice"),
+    wildcard_constraints:
+        method=any_of(TRAINED),
+        objective=any_of(WORLD.objectives),
+    log:
+        f"{LOGS}/unlearn/{CELL_NAME}.log",
+    benchmark:
+        f"{BENCHMARKS}/unlearn/{CELL_NAME}.tsv"
+    threads: 1
+    priority: 10
+    resources:
+        **GPU_RESOURCES,
+        runtime=720,
+    conda:
+        ENVIRONMENT
+    shell:
+        "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} {params.bases}"
+        " --output {output[0]} > {log} 2>&1"
+
+
+rule realign:
+    input:
+        run=f"{CELL}/run.yaml",
+        model=MODEL,
+        checkpoint=corrected_checkpoint,
+        retain_corpus=f"{DATA}/retain_corpus.jsonl",
+        routing=f"{ROUTING}.json",
+        trace=ancient(f"{ROUTING}.safetensors"),
+    output:
+        f"{CELL}/checkpoint.json",
+    params:
+        code=code_fingerprint("gripmoe.correction"),
+    wildcard_constraints:
+        method=any_of(CORRECTED),
+        objective=any_of(WORLD.objectives),
+    log:
+        f"{LOGS}/realign/{CELL_NAME}.log",
+    benchmark:
+        f"{BENCHMARKS}/realign/{CELL_NAME}.tsv"
+    threads: 1
+    resources:
+        **GPU_RESOURCES,
+        runtime=120,
+    conda:
+        ENVIRONMENT
+    shell:
+        "gripmoe realign --run {input.run} --model {input.model} --checkpoint {input.checkpoint}"
+        " --retain-corpus {input.retain_corpus} --trace {input.trace} --output {output} > {log} 2>&1"
