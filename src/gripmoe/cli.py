@@ -42,17 +42,18 @@ def prepare_data(args) -> None:
 
 def prepare_model(args) -> None:
     """Trains an embedded base model or fetches a published one; checks that it answers the questions it should."""
-    project = Project(args.config, args.world)
-    config = project.models[args.model]
-    folder = args.output.parent
-    with recorded(folder / "provenance.json", "gripmoe.finetune", "gripmoe.data.published"):
-        if config.source == "published":
-            from gripmoe.data.published import fetch_model
+    from gripmoe.moe.storage import save_model
 
-            write_json(args.output, fetch_model(config, folder / "weights"))
+    config = Project(args.config, args.world).models[args.model]
+    folder = args.output.parent
+    with recorded(folder / "provenance.json", "gripmoe.finetune", "gripmoe.moe.storage"):
+        if config.source == "published":
+            from gripmoe.moe.storage import load_published
+
+            digest = save_model(*load_published(config), folder / "weights")
+            write_json(args.output, {"weights": digest, "id": config.id, "revision": config.revision or "main"})
             return
         from gripmoe.finetune import train_base
-        from gripmoe.moe.storage import save_model
         from gripmoe.worlds.documents import all_texts, make_world
         from gripmoe.worlds.models import make_model
         from gripmoe.worlds.tokenizer import make_tokenizer
@@ -76,20 +77,22 @@ def prepare_model(args) -> None:
 
 
 def _base_scores(model, tokenizer, config) -> dict[str, float]:
-    """Accuracy per domain before unlearning. Raises ValueError below .9 on a domain that the model was trained on."""
+    """Accuracy per domain before unlearning. Raises ValueError where it is too low on what the model was trained on."""
     from gripmoe.evaluation.choice import accuracy, direct_answers
     from gripmoe.worlds.documents import make_world, wmdp_files
 
     files = wmdp_files(make_world(config.world_seed), config.world_seed)
     scores = {
-        domain: accuracy(direct_answers(model, tokenizer, files[f"{domain}_questions"])) for domain in ("forget", "retain")
+        domain: accuracy(direct_answers(model, tokenizer, files[f"{domain}_questions"]))
+        for domain in ("forget", "retain")
     }
     trained = ("forget", "retain") if config.trained_on == "everything" else ("retain",)
     for domain in trained:
-        if scores[domain] < 0.9 and config.steps >= 500:
+        if scores[domain] < config.required_accuracy:
             raise ValueError(
-                f"the base model answers {scores[domain]:.3f} of the {domain} questions, below .9: nothing measured on it "
-                "would mean anything. Give it more `steps` or another `seed` in models.yaml."
+                f"the base model answers {scores[domain]:.3f} of the {domain} questions, below "
+                f"{config.required_accuracy}: nothing measured on it would mean anything. Give it more `steps` or "
+                "another `seed` in models.yaml."
             )
     return {f"{domain}_accuracy": score for domain, score in scores.items()}
 

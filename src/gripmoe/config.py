@@ -40,6 +40,7 @@ class EmbeddedModel(Strict):
     size: dict[str, PositiveInt] = {}
     steps: PositiveInt = 1000
     learning_rate: PositiveFloat = 3e-3
+    required_accuracy: Fraction = 0.9  # on the questions of what it was trained on; below it nothing is measured
 
 
 class PublishedModel(Strict):
@@ -265,7 +266,7 @@ class Project:
         )
 
     def cells(self) -> list[tuple[str, str, str, str, int]]:
-        """All (model, benchmark, objective, method, seed) of the world; reference methods once per model and benchmark."""
+        """All (model, benchmark, objective, method, seed); reference methods once per model and benchmark."""
         cells = []
         for model in self.world.models:
             for benchmark in self.world.benchmarks:

@@ -21,7 +21,7 @@ from gripmoe.moe.model import routed_tokens
 
 
 class RouterConstraint(Protocol):
-    """Decides what stands of an optimizer step on the routers. `needs_retain`: it looks at the current retain forward."""
+    """Decides what stands of an optimizer step on the routers; `needs_retain` if it looks at the retain forward."""
 
     needs_retain: bool
 
@@ -70,10 +70,10 @@ class FrozenRouter(Unconstrained):
 class NullSpace(Unconstrained):
     """Method A, the sound form: selections on the *original* retain representations never change.
 
-    With D the router's displacement since the start, x_0, S_0 and tau_0 recorded once from the original model: D_j x_0 =
-    0 for the tokens that select j, D_j x_0 <= max(tau_0 - safety_margin, 0) for all others (Eq. 3). This polyhedron is
-    fixed, contains D = 0, and needs nothing of the current forward pass. After each step D is replaced by the nearest
-    point in it, so what the optimizer adds (momentum, weight decay) is constrained too.
+    With D the router's displacement since the start, x_0, S_0 and tau_0 recorded once from the original model: D_j
+    x_0 = 0 for the tokens that select j, D_j x_0 <= max(tau_0 - safety_margin, 0) for all others (Eq. 3). This
+    polyhedron is fixed, contains D = 0, and needs nothing of the current forward pass. After each step D is replaced
+    by the nearest point in it, so what the optimizer adds (momentum, weight decay) is constrained too.
     """
 
     def __init__(self, reference: RoutingTrace, bases: dict[int, RetainBasis], safety_margin: float = 1e-3):
@@ -93,7 +93,12 @@ class NullSpace(Unconstrained):
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         theta_0 = self._theta_0[layer]
         displacement_Ed = nearest_feasible(
-            after_Ed - theta_0, self.bases[layer], self._x_Nd[layer], self._bounds_NE[layer], tolerance=1e-6
+            after_Ed - theta_0,
+            self.bases[layer],
+            self._x_Nd[layer],
+            self._bounds_NE[layer],
+            near_Ed=before_Ed - theta_0,
+            tolerance=1e-6,
         )
         return theta_0 + displacement_Ed
 
@@ -108,7 +113,13 @@ class NullSpacePaper(Unconstrained):
     needs_retain = True
 
     def __init__(
-        self, eps_null: EpsNull, *, safety_margin: float = 1e-3, max_steps: int = 100, tolerance: float = 1e-4, seed: int = 0
+        self,
+        eps_null: EpsNull,
+        *,
+        safety_margin: float = 1e-3,
+        max_steps: int = 100,
+        tolerance: float = 1e-4,
+        seed: int = 0,
     ):
         self.eps_null = eps_null
         self.safety_margin = safety_margin
@@ -208,8 +219,8 @@ class RouterGuard:
 def fit_bases(
     reference: RoutingTrace, num_experts: int, eps_null: EpsNull, granularity: str, max_rank: int | None = None
 ) -> dict[int, RetainBasis]:
-    """The retain basis of each layer of a trace, per expert or, with granularity "layer", of all tokens for every expert
-    (the full null space, Sec. 4.1)."""
+    """The retain basis of each layer of a trace, per expert or, with granularity "layer", of all tokens for all
+    experts (the full null space, Sec. 4.1)."""
     bases = {}
     for layer, seen in reference.items():
         selected_NE = selection_mask(seen.top_k_Nk, num_experts)

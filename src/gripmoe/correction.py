@@ -14,9 +14,7 @@ from gripmoe.moe import MoEModel
 
 def first_tokens(trace: RoutingTrace, count: int | None) -> RoutingTrace:
     """The first `count` tokens of a trace, the paper's N_r; all of them for None."""
-    return {
-        layer: LayerRouting(r.x_Nd[:count], r.scores_NE[:count], r.top_k_Nk[:count]) for layer, r in trace.items()
-    }
+    return {layer: LayerRouting(r.x_Nd[:count], r.scores_NE[:count], r.top_k_Nk[:count]) for layer, r in trace.items()}
 
 
 def restore_routers(model: MoEModel, theta_0: dict[int, Tensor]) -> None:

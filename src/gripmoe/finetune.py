@@ -1,4 +1,4 @@
-"""Training of the embedded world's base models: the instance to unlearn from, its retain-only oracle, the dense twin."""
+"""Training of the embedded world's base models: the one to unlearn from, its retain-only oracle, the dense twin."""
 
 from __future__ import annotations
 
@@ -90,8 +90,6 @@ def _loss(model: PreTrainedModel, batch) -> Tensor:
     loss = (token_losses.view(labels.shape).sum(dim=1) / scored.sqrt()).mean()
     if has_routers:
         top_k = model.config.num_experts_per_tok
-        balance = load_balancing_loss_func(
-            output.router_logits, model.config.num_experts, top_k, batch.attention_mask
-        )
+        balance = load_balancing_loss_func(output.router_logits, model.config.num_experts, top_k, batch.attention_mask)
         loss = loss + BALANCE_WEIGHT / top_k * balance
     return loss

@@ -47,8 +47,8 @@ class GradientDifference:
 class RepresentationMisdirection:
     """RMU: drive one layer's hidden states of forget tokens to a fixed random vector, hold those of retain tokens.
 
-    `steering` is c, the length of that vector, whose direction is drawn uniformly from [0, 1)^d as in the official code;
-    squares are averaged over d as there. Layers above `layer` get no gradient.
+    `steering` is c, the length of that vector, whose direction is drawn uniformly from [0, 1)^d as in the official
+    code; squares are averaged over d as there. Layers above `layer` get no gradient.
     """
 
     def __init__(self, hidden_size: int, *, layer: int, steering: float, alpha: float, seed: int):

@@ -1,4 +1,4 @@
-"""The unlearning loop: objective, router constraint, stop at matched forgetting, checkpoint and resume (Sec. 4, App. A)."""
+"""The unlearning loop: objective, router constraint, stop at matched forgetting, resume (Sec. 4, App. A)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Outcome:
 
 
 def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> list[Row]:
-    """The rows of one step: a new shuffle every epoch, a function of seed and step alone, so that a resumed run sees the
-    same data. Raises ValueError if the corpus is smaller than a batch."""
+    """The rows of one step: a new shuffle every epoch, a function of seed and step alone, so that a resumed run sees
+    the same data. Raises ValueError if the corpus is smaller than a batch."""
     if batch_size > len(rows):
         raise ValueError(f"batch size {batch_size} exceeds the {len(rows)} documents of the corpus")
     per_epoch = len(rows) // batch_size
@@ -66,9 +66,9 @@ def unlearn(
 ) -> Outcome:
     """Unlearns in place until `forget_accuracy(model)` is at most `target`, checked every `training.check_every` steps.
 
-    Expert blocks train, and routers as the constraint lets them; everything else is fixed. With `corrected` (Method B, or
-    the original routers) the check looks at corrected routers and the model ends corrected, while training goes on
-    uncorrected. Resumes from `state_file`; on CPU the result is the same to the bit as without the interruption.
+    Expert blocks train, and routers as the constraint lets them; everything else is fixed. With `corrected` (Method
+    B, or the original routers) the check looks at corrected routers and the model ends corrected, while training goes
+    on uncorrected. Resumes from `state_file`; on CPU the result is the same to the bit as without the interruption.
     """
     reference = MoEModel(copy.deepcopy(model.model).eval().requires_grad_(False))
     routers, experts = _trainable(model)

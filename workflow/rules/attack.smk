@@ -11,19 +11,19 @@ rule attack:
     output:
         metrics=f"{CELL}/attack.json",
         questions=f"{CELL}/attack_questions.csv",
-    params:
-        data=DATA,
-        code=code_fingerprint("gripmoe.attacks.forcing"),
     log:
         f"{LOGS}/attack/{CELL_NAME}.log",
     benchmark:
         f"{BENCHMARKS}/attack/{CELL_NAME}.tsv"
+    conda:
+        ENVIRONMENT
     threads: 1
     resources:
         **GPU_RESOURCES,
         runtime=240,
-    conda:
-        ENVIRONMENT
+    params:
+        data=DATA,
+        code=code_fingerprint("gripmoe.attacks.forcing"),
     shell:
         "gripmoe attack --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
         " --questions {output.questions} --output {output.metrics} > {log} 2>&1"

@@ -7,24 +7,28 @@ rule evaluate:
         model=MODEL,
         checkpoint=cell_checkpoint,
         data=multiext(
-            f"{DATA}/", "forget_questions.jsonl", "retain_questions.jsonl", "forget_corpus.jsonl", "held_out_corpus.jsonl"
+            f"{DATA}/",
+            "forget_questions.jsonl",
+            "retain_questions.jsonl",
+            "forget_corpus.jsonl",
+            "held_out_corpus.jsonl",
         ),
     output:
         metrics=f"{CELL}/evaluation.json",
         questions=f"{CELL}/questions.csv",
-    params:
-        data=DATA,
-        code=code_fingerprint("gripmoe.evaluation.choice", "gripmoe.evaluation.report", "gripmoe.evaluation.routing"),
     log:
         f"{LOGS}/evaluate/{CELL_NAME}.log",
     benchmark:
         f"{BENCHMARKS}/evaluate/{CELL_NAME}.tsv"
+    conda:
+        ENVIRONMENT
     threads: 1
     resources:
         **GPU_RESOURCES,
         runtime=240,
-    conda:
-        ENVIRONMENT
+    params:
+        data=DATA,
+        code=code_fingerprint("gripmoe.evaluation.choice", "gripmoe.evaluation.report", "gripmoe.evaluation.routing"),
     shell:
         "gripmoe evaluate --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
         " --questions {output.questions} --output {output.metrics} > {log} 2>&1"

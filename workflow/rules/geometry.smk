@@ -9,19 +9,19 @@ rule trace_routing:
     output:
         digest=f"{ROUTING}.json",
         trace=f"{ROUTING}.safetensors",
-    params:
-        settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark]),
-        code=code_fingerprint("gripmoe.moe.model", "gripmoe.moe.storage", "gripmoe.data.corpora"),
     log:
         f"{LOGS}/trace_routing/{{model}}.{{benchmark}}.log",
     benchmark:
         f"{BENCHMARKS}/trace_routing/{{model}}.{{benchmark}}.tsv"
+    conda:
+        ENVIRONMENT
     threads: 1
     resources:
         **GPU_RESOURCES,
         runtime=60,
-    conda:
-        ENVIRONMENT
+    params:
+        settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark]),
+        code=code_fingerprint("gripmoe.moe.model", "gripmoe.moe.storage", "gripmoe.data.corpora"),
     shell:
         "gripmoe trace-routing {WORLD_FLAGS} --benchmark {wildcards.benchmark} --model {input.model}"
         " --retain-corpus {input.corpus} --digest {output.digest} --output {output.trace} > {log} 2>&1"
@@ -35,19 +35,19 @@ rule fit_basis:
     output:
         digest=f"{BASES}.json",
         bases=f"{BASES}.safetensors",
-    params:
-        settings=lambda w: canonical(PROJECT.methods[w.method]),
-        code=code_fingerprint("gripmoe.constraints", "gripmoe.moe.storage"),
     log:
         f"{LOGS}/fit_basis/{{model}}.{{benchmark}}.{{method}}.log",
     benchmark:
         f"{BENCHMARKS}/fit_basis/{{model}}.{{benchmark}}.{{method}}.tsv"
+    conda:
+        ENVIRONMENT
     threads: 1
     resources:
         **GPU_RESOURCES,
         runtime=60,
-    conda:
-        ENVIRONMENT
+    params:
+        settings=lambda w: canonical(PROJECT.methods[w.method]),
+        code=code_fingerprint("gripmoe.constraints", "gripmoe.moe.storage"),
     shell:
         "gripmoe fit-basis {WORLD_FLAGS} --method {wildcards.method} --model {input.model} --trace {input.trace}"
         " --digest {output.digest} --output {output.bases} > {log} 2>&1"

@@ -11,17 +11,17 @@ rule prepare_data:
             "retain_corpus.jsonl",
             "held_out_corpus.jsonl",
         ),
+    log:
+        f"{LOGS}/prepare_data/{{benchmark}}.log",
+    conda:
+        ENVIRONMENT
+    resources:
+        mem_mb=3000,
+        runtime=60,
     params:
         folder=DATA,
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].data),
         code=code_fingerprint("gripmoe.worlds.documents", "gripmoe.data.published"),
-    log:
-        f"{LOGS}/prepare_data/{{benchmark}}.log",
-    resources:
-        mem_mb=3000,
-        runtime=60,
-    conda:
-        ENVIRONMENT
     shell:
         "gripmoe prepare-data {WORLD_FLAGS} --benchmark {wildcards.benchmark} --output {params.folder} > {log} 2>&1"
 
@@ -29,20 +29,22 @@ rule prepare_data:
 rule prepare_model:
     output:
         MODEL,
-    params:
-        settings=lambda w: canonical(PROJECT.models[w.model]),
-        code=code_fingerprint("gripmoe.finetune", "gripmoe.worlds.models", "gripmoe.worlds.tokenizer", "gripmoe.data.published"),
     log:
         f"{LOGS}/prepare_model/{{model}}.log",
     benchmark:
         f"{BENCHMARKS}/prepare_model/{{model}}.tsv"
-    threads: 1
     priority: 100
+    conda:
+        ENVIRONMENT
+    threads: 1
     resources:
         **GPU_RESOURCES,
         runtime=240,
-    conda:
-        ENVIRONMENT
+    params:
+        settings=lambda w: canonical(PROJECT.models[w.model]),
+        code=code_fingerprint(
+            "gripmoe.finetune", "gripmoe.worlds.models", "gripmoe.worlds.tokenizer", "gripmoe.moe.storage"
+        ),
     shell:
         "gripmoe prepare-model {WORLD_FLAGS} --model {wildcards.model} --output {output} > {log} 2>&1"
 
@@ -54,12 +56,12 @@ localrules:
 rule configure:
     output:
         f"{CELL}/run.yaml",
-    params:
-        settings=run_settings,
     log:
         f"{LOGS}/configure/{CELL_NAME}.log",
     conda:
         ENVIRONMENT
+    params:
+        settings=run_settings,
     shell:
         "gripmoe configure {WORLD_FLAGS}"
         " --cell {wildcards.model}/{wildcards.benchmark}/{wildcards.objective}/{wildcards.method}/{wildcards.seed}"

@@ -11,16 +11,16 @@ rule collect:
         cell_files("run.yaml", "evaluation.json", "attack.json"),
     output:
         f"{RESULTS}/runs.csv",
-    params:
-        cells=sorted(str(Path(file).parent) for file in cell_files("run.yaml")),
-        code=code_fingerprint("gripmoe.reporting.collect"),
     log:
         f"{LOGS}/collect.log",
+    conda:
+        ENVIRONMENT
     resources:
         mem_mb=2000,
         runtime=30,
-    conda:
-        ENVIRONMENT
+    params:
+        cells=sorted(str(Path(file).parent) for file in cell_files("run.yaml")),
+        code=code_fingerprint("gripmoe.reporting.collect"),
     shell:
         "gripmoe collect {params.cells} --output {output} > {log} 2>&1"
 
@@ -31,20 +31,19 @@ for artefact in WORLD.artefacts:
         name:
             f"render_{artefact}"
         input:
-            notebook=f"notebooks/{artefact}.ipynb",
+            notebook=f"{workflow.basedir}/notebooks/{artefact}.ipynb",
             runs=f"{RESULTS}/runs.csv",
         output:
             files=[f"{FIGURES}/{artefact}.{suffix}" for suffix in PROJECT.artefacts[artefact].formats],
             notebook=f"{RESULTS}/notebooks/{artefact}.ipynb",
-        params:
-            stem=f"{FIGURES}/{artefact}",
-            code=code_fingerprint("gripmoe.reporting.tables", "gripmoe.reporting.figures", "gripmoe.reporting.collect"),
         log:
             f"{LOGS}/render/{artefact}.log",
+        conda:
+            ENVIRONMENT
         resources:
             mem_mb=2000,
             runtime=30,
-        conda:
-            ENVIRONMENT
+        params:
+            code=code_fingerprint("gripmoe.reporting.tables", "gripmoe.reporting.figures", "gripmoe.reporting.collect"),
         shell:
-            "papermill {input.notebook} {output.notebook} -p runs {input.runs} -p output {params.stem} > {log} 2>&1"
+            "papermill {input.notebook} {output.notebook} -p runs {input.runs} -p output {output.files[0]} > {log} 2>&1"

@@ -27,24 +27,24 @@ rule unlearn:
     output:
         f"{CELL}/checkpoint.json",
         f"{CELL}/history.json",
-    params:
-        data=DATA,
-        bases=bases_flag,
-        code=code_fingerprint("gripmoe.unlearning", "gripmoe.correction", "gripmoe.evaluation.choice"),
-    wildcard_constraints:
-        method=any_of(TRAINED),
-        objective=any_of(WORLD.objectives),
     log:
         f"{LOGS}/unlearn/{CELL_NAME}.log",
     benchmark:
         f"{BENCHMARKS}/unlearn/{CELL_NAME}.tsv"
-    threads: 1
+    wildcard_constraints:
+        method=any_of(TRAINED),
+        objective=any_of(WORLD.objectives),
     priority: 10
+    conda:
+        ENVIRONMENT
+    threads: 1
     resources:
         **GPU_RESOURCES,
         runtime=720,
-    conda:
-        ENVIRONMENT
+    params:
+        data=DATA,
+        bases=bases_flag,
+        code=code_fingerprint("gripmoe.unlearning", "gripmoe.correction", "gripmoe.evaluation.choice"),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} {params.bases}"
         " --output {output[0]} > {log} 2>&1"
@@ -60,21 +60,21 @@ rule realign:
         trace=ancient(f"{ROUTING}.safetensors"),
     output:
         f"{CELL}/checkpoint.json",
-    params:
-        code=code_fingerprint("gripmoe.correction"),
-    wildcard_constraints:
-        method=any_of(CORRECTED),
-        objective=any_of(WORLD.objectives),
     log:
         f"{LOGS}/realign/{CELL_NAME}.log",
     benchmark:
         f"{BENCHMARKS}/realign/{CELL_NAME}.tsv"
+    wildcard_constraints:
+        method=any_of(CORRECTED),
+        objective=any_of(WORLD.objectives),
+    conda:
+        ENVIRONMENT
     threads: 1
     resources:
         **GPU_RESOURCES,
         runtime=120,
-    conda:
-        ENVIRONMENT
+    params:
+        code=code_fingerprint("gripmoe.correction"),
     shell:
         "gripmoe realign --run {input.run} --model {input.model} --checkpoint {input.checkpoint}"
         " --retain-corpus {input.retain_corpus} --trace {input.trace} --output {output} > {log} 2>&1"

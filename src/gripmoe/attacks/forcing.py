@@ -42,9 +42,10 @@ def expert_forcing(
     """Forces the original sets on the unlearned model and measures what comes back.
 
     Reported: accuracy under forcing over all forget questions and over those whose routing shifted (mean Jaccard
-    similarity over prompt tokens and layers below `shifted_below`), as the paper defines recovery (forced accuracy on the
-    shifted subset minus normal accuracy on all) and on equal questions; what forcing turns right and what it turns wrong.
-    Controls: the original model forced with its own sets (a no-op), random sets (the floor), and forced retain accuracy.
+    similarity over prompt tokens and layers below `shifted_below`), as the paper defines recovery (forced accuracy on
+    the shifted subset minus normal accuracy on all) and on equal questions; what forcing turns right and what it
+    turns wrong. Controls: the original model forced with its own sets (a no-op), random sets (the floor), and forced
+    retain accuracy.
     """
     normal = answer_all(after, forget)
     with after.force_routing(before.routes):

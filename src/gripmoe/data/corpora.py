@@ -1,4 +1,4 @@
-"""Documents and questions from their files: JSON lines with the columns that `worlds` and the loaders of real data write."""
+"""Documents from their files: JSON lines, as the embedded world and the loaders of real data write them."""
 
 from __future__ import annotations
 

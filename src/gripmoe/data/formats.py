@@ -51,7 +51,7 @@ def knowmem_prompt(pairs: list[tuple[str, str]], question: str) -> str:
 
 
 def letter_spans(questions: list[tuple[str, list[str], int]], subject: str | None) -> list[Span]:
-    """Solved letter questions in a row (k-shot form), scored on the letters; with the subject's description if given."""
+    """Solved letter questions in a row (k-shot form), scored on the letters, below the subject's description."""
     spans: list[Span] = [(letter_description(subject), False)] if subject else []
     for number, (question, choices, answer) in enumerate(questions):
         separator = "\n\n" if number else ""
@@ -73,5 +73,3 @@ def truthfulqa_spans(pairs: list[tuple[str, str]]) -> list[Span]:
     for question, answer in pairs[1:]:
         spans += [(f"\n\nQ: {question}\nA:", False), (f" {answer}", True)]
     return spans
-
-

@@ -1,4 +1,4 @@
-"""Real benchmarks and checkpoints, by hub id and revision or from a local clone of the hub's repository.
+"""Real benchmarks, by hub id and revision or from a local clone of the hub's repository.
 
 They become the same files as the embedded world's, so that every later step is the same.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from pathlib import Path
 
-from gripmoe.config import PublishedData, PublishedModel
+from gripmoe.config import PublishedData
 
 FORGET_SUBJECT = "cybersecurity"
 HELD_OUT_EVERY = 10  # of the retain corpus: kept from unlearning, for routing stability
@@ -25,27 +24,12 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     return {
         "forget_questions": _questions(forget, "forget", FORGET_SUBJECT),
         "retain_questions": _questions(retain, "retain", None),
-        "forget_corpus": list(_documents(_rows(data, "forget_corpus", "cyber-forget-corpus", "train", ("text",)), "forget")),
+        "forget_corpus": list(
+            _documents(_rows(data, "forget_corpus", "cyber-forget-corpus", "train", ("text",)), "forget")
+        ),
         "retain_corpus": [row for i, row in enumerate(retain_texts) if i % HELD_OUT_EVERY],
         "held_out_corpus": retain_texts[::HELD_OUT_EVERY],
     }
-
-
-def fetch_model(config: PublishedModel, folder: Path) -> dict[str, str]:
-    """Saves a published checkpoint and its tokenizer to `folder` and returns its digest and origin."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from gripmoe.moe.storage import save_model
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.id, revision=config.revision)
-        model = AutoModelForCausalLM.from_pretrained(config.id, revision=config.revision, dtype=config.dtype)
-    except OSError as error:
-        raise ValueError(
-            f"model {config.id!r} (revision {config.revision or 'main'}) is neither a local folder nor reachable on the hub. "
-            "On a machine with internet run `hf download` for it, and set `id:` in models.yaml to the folder."
-        ) from error
-    return {"weights": save_model(model, tokenizer, folder), "id": config.id, "revision": config.revision or "main"}
 
 
 def _rows(data: PublishedData, key: str, name: str, split: str, columns: tuple[str, ...]) -> Iterable[dict]:
@@ -56,8 +40,8 @@ def _rows(data: PublishedData, key: str, name: str, split: str, columns: tuple[s
         table = load_dataset(path, name, split=split, revision=data.revisions.get(path))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"benchmarks.yaml: data.{key}: cannot read {path!r} ({name}, {split}): {error}. Without internet, clone the data "
-            f"set's repository elsewhere and set data.{key} to the folder."
+            f"benchmarks.yaml: data.{key}: cannot read {path!r} ({name}, {split}): {error}. Without internet, "
+            f"clone the data set's repository elsewhere and set data.{key} to the folder."
         ) from error
     missing = [column for column in columns if column not in table.column_names]
     if missing:

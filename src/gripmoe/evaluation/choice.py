@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gripmoe.data.documents import collate, encode, length_buckets
-from gripmoe.files import read_jsonl, write_jsonl
 from gripmoe.data.formats import LETTERS, letter_description, letter_question
+from gripmoe.files import read_jsonl, write_jsonl
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ def choice_metrics(questions: Sequence[dict], answers: Sequence[Answer]) -> dict
         "num_retain_questions": sum(not is_forget(q) for q in questions),
     }
     for wording in ("seen", "held_out"):
-        metrics[f"forget_accuracy_{wording}_wording"] = mean(lambda q: is_forget(q) and q["wording"] == wording)
+        metrics[f"forget_accuracy_{wording}_wording"] = mean(lambda q, w=wording: is_forget(q) and q["wording"] == w)
     for exposure in ("seen", "unseen_entity", "unseen_subject"):
-        metrics[f"retain_accuracy_{exposure}"] = mean(lambda q: q["exposure"] == exposure)
+        metrics[f"retain_accuracy_{exposure}"] = mean(lambda q, e=exposure: q["exposure"] == e)
     chosen = [answer.chosen for question, answer in pairs if is_forget(question)]
     for number, letter in enumerate(LETTERS):
         metrics[f"forget_answers_{letter}"] = chosen.count(number) / len(chosen)
@@ -46,7 +46,10 @@ def question_results(questions: Sequence[dict], answers: Sequence[Answer]) -> li
             "answer": question["answer"],
             "chosen": answer.chosen,
             "correct": int(answer.correct),
-            **{f"logprob_{letter}": round(value, 6) for letter, value in zip(LETTERS, answer.letter_logprobs, strict=True)},
+            **{
+                f"logprob_{letter}": round(value, 6)
+                for letter, value in zip(LETTERS, answer.letter_logprobs, strict=True)
+            },
         }
         for question, answer in zip(questions, answers, strict=True)
     ]

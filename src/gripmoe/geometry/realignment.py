@@ -37,7 +37,13 @@ def score_cosine(wanted_NE: Tensor, got_NE: Tensor) -> float:
 
 
 def realign_paper(
-    theta_Ed: Tensor, theta_post_Ed: Tensor, x_Nd: Tensor, x_post_Nd: Tensor, *, ridge: float = 1e-6, accept: float = 0.95
+    theta_Ed: Tensor,
+    theta_post_Ed: Tensor,
+    x_Nd: Tensor,
+    x_post_Nd: Tensor,
+    *,
+    ridge: float = 1e-6,
+    accept: float = 0.95,
 ) -> Realignment:
     """Eq. 5 to the letter: Delta = Theta X Xt^T (Xt Xt^T + ridge I)^-1 - Theta_t in fp32, accepted on the tokens it was
     fitted to. A rejected layer keeps its unlearned router."""

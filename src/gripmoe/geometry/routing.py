@@ -48,7 +48,7 @@ def selection_margins(scores_NE: Tensor, selected_NE: Tensor) -> Tensor:
 
 
 def jaccard(before_Nk: Tensor, after_Nk: Tensor) -> Tensor:
-    """Jaccard similarity of two expert sets per token, shape (N,). Sets may differ in size; indices are unique per row."""
+    """Jaccard similarity of two expert sets per token, shape (N,). Sets may differ in size; no index repeats."""
     shared_N = (before_Nk[:, :, None] == after_Nk[:, None, :]).sum(dim=(1, 2))
     return shared_N / (before_Nk.shape[1] + after_Nk.shape[1] - shared_N)
 

@@ -131,7 +131,10 @@ class MoEModel:
             raise ValueError("nothing to trace: no batches were given")
         return {
             layer: LayerRouting(
-                *(torch.cat([getattr(part[layer], name) for part in parts]) for name in ("x_Nd", "scores_NE", "top_k_Nk"))
+                *(
+                    torch.cat([getattr(part[layer], name) for part in parts])
+                    for name in ("x_Nd", "scores_NE", "top_k_Nk")
+                )
             )
             for layer in self.layers
         }
@@ -144,14 +147,20 @@ class MoEModel:
         `routes` is a trace's top_k by layer for the tokens of each forward pass, or a function that yields it from the
         pass's input_ids (rows, positions). Raises ValueError if the number of tokens does not match.
         """
-        current: Routes = {} if callable(routes) else dict(routes)
+        current: Routes | None = None if callable(routes) else routes
+        asking = False  # a model forced to its own sets is asked for them unforced
 
         def read_inputs(module, args, kwargs):
-            current.clear()
-            current.update(routes(kwargs["input_ids"] if "input_ids" in kwargs else args[0]))
+            nonlocal current, asking
+            if not asking:
+                asking = True
+                current = routes(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
+                asking = False
 
         def hook_for(layer: int):
             def hook(router, args, output):
+                if asking:
+                    return None
                 scores_TE, top_k_Tk = output[0], current[layer]
                 if len(scores_TE) != len(top_k_Tk):
                     raise ValueError(f"layer {layer}: routes for {len(top_k_Tk)} tokens, the pass has {len(scores_TE)}")

@@ -1,4 +1,4 @@
-"""Models and routing on disk: weights in the hub's layout, traces and bases as safetensors with identifying metadata."""
+"""Models and routing on disk: weights in the hub's layout, traces and bases as safetensors that say whose they are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from gripmoe.config import PublishedModel
 from gripmoe.files import atomic_path
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
@@ -41,6 +42,19 @@ def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
     return model, AutoTokenizer.from_pretrained(folder)
+
+
+def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A checkpoint of the hub or a local folder. Raises ValueError, saying what to download, if it is neither."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.id, revision=config.revision)
+        model = AutoModelForCausalLM.from_pretrained(config.id, revision=config.revision, dtype=config.dtype)
+    except OSError as error:
+        raise ValueError(
+            f"model {config.id!r} (revision {config.revision or 'main'}) is neither a local folder nor reachable on "
+            "the hub. On a machine with internet run `hf download` for it, and set `id:` in models.yaml to the folder."
+        ) from error
+    return model, tokenizer
 
 
 def save_trace(path: Path, trace: RoutingTrace, metadata: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ COLUMNS = [*KEYS, "metric", "value"]
 
 def collect_cells(folders: Sequence[Path], output: Path) -> None:
     """Reads what each cell folder holds and writes `output`. Numbers only: the status of a run becomes `reached` and
-    `diverged`, 0 or 1."""
+    `diverged`, and truths are 0 or 1."""
     with atomic_path(output) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
@@ -24,7 +24,7 @@ def collect_cells(folders: Sequence[Path], output: Path) -> None:
             run = read_yaml(folder / "run.yaml")
             key = [run["model"], run["benchmark_name"], run["objective"], run["method_name"], run["seed"]]
             for metric, value in sorted(_metrics(folder).items()):
-                writer.writerow([*key, metric, value])
+                writer.writerow([*key, metric, float(value)])
 
 
 def _metrics(folder: Path) -> dict[str, float]:
@@ -38,13 +38,13 @@ def _metrics(folder: Path) -> dict[str, float]:
             "reached": int(outcome["status"] == "reached"),
             "diverged": int(outcome["status"] == "diverged"),
         }
-        metrics |= {name: value for name, value in outcome.items() if isinstance(value, (int, float))}
+        metrics |= {name: value for name, value in outcome.items() if isinstance(value, (bool, int, float))}
     return metrics
 
 
 def load_runs(path: Path) -> pd.DataFrame:
     """The tidy table. Raises ValueError if a column is missing."""
-    runs = pd.read_csv(path, dtype={"value": float})
+    runs = pd.read_csv(path, dtype={"value": float}, keep_default_na=False, na_values={"value": ["nan"]})
     missing = [column for column in COLUMNS if column not in runs.columns]
     if missing:
         raise ValueError(f"{path}: no column {', '.join(missing)}")

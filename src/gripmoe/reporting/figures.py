@@ -42,7 +42,7 @@ def house_style() -> Iterator[None]:
 
 
 def save_figure(figure: plt.Figure, stem: Path) -> None:
-    """Writes `stem`.pdf and .png; the same content gives the same bytes."""
+    """Writes .pdf and .png beside `stem`, whatever its suffix; the same content gives the same bytes."""
     for suffix, metadata in ((".pdf", {"CreationDate": None}), (".png", {"Software": None})):
         with house_style(), atomic_path(stem.with_suffix(suffix)) as temporary:
             figure.savefig(temporary, format=suffix[1:], metadata=metadata)
@@ -76,7 +76,9 @@ def routing_stability_by_layer(runs: pd.DataFrame, floor: float | None = None) -
                 line = panel[panel.method == method].sort_values("layer")
                 style = "--" if method.endswith("_paper") or method == "restore_router" else "-"
                 axes.plot(line.layer, line["mean"], style, color=labels.colour(method), marker="o", markersize=2.2)
-                axes.fill_between(line.layer, line.least, line.greatest, color=labels.colour(method), alpha=0.12, linewidth=0)
+                axes.fill_between(
+                    line.layer, line.least, line.greatest, color=labels.colour(method), alpha=0.12, linewidth=0
+                )
                 ends[method] = (line.layer.iloc[-1], line["mean"].iloc[-1])
             if floor is not None:
                 axes.axhline(floor, color="0.6", linewidth=0.7, linestyle=":")
@@ -104,7 +106,9 @@ def _label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]], gap: float
     left, right = axes.get_xlim()
     span = right - left
     for (method, (x, y)), height in zip(ordered, heights, strict=True):
-        axes.plot([x + 0.02 * span, x + 0.09 * span], [y, height], color=labels.colour(method), linewidth=0.5, clip_on=False)
+        axes.plot(
+            [x + 0.02 * span, x + 0.09 * span], [y, height], color=labels.colour(method), linewidth=0.5, clip_on=False
+        )
         name = labels.method_label(method)
         axes.text(x + 0.1 * span, height, name, color=labels.colour(method), fontsize=5.6, va="center", clip_on=False)
     axes.set_xlim(left, right + 0.52 * span)

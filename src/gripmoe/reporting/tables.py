@@ -109,10 +109,9 @@ def main_results(runs: pd.DataFrame, methods: list[str] | None = None) -> Table:
                 _mark_best(block, metrics)
             table.blocks.append((labels.OBJECTIVES[objective], block))
     seeds = runs.loc[runs.objective != "none", "seed"].nunique()
-    instances = runs.model.nunique()
+    instances = f"{runs.model.nunique()} base model{'s' if runs.model.nunique() > 1 else ''}"
     table.notes = [
-        f"Mean ± 95 % t-interval over {seeds} unlearning seeds and {instances} base model{'s' if instances > 1 else ''}; "
-        "test questions, held-out retain tokens.",
+        f"Mean ± 95 % t-interval over {seeds} unlearning seeds, {instances}; test questions, held-out retain tokens.",
         "FA forget, RA retain accuracy; RS routing stability, and with only the router or only its inputs changed;",
         "recovery: FA under the original expert sets minus FA. Bold: best in its block among runs that forgot enough.",
         "* a run did not reach the forget target on the dev split; † a run diverged; ‡ corrected after it had stopped.",
@@ -130,9 +129,11 @@ def _marks(cells: pd.DataFrame) -> str:
         return (cells.loc[cells.metric == metric, "value"] == value).any()
 
     post_hoc = "ptc" in set(cells.method) or {"restore_router", "ptc_paper"} & set(cells.method)
-    return (" *" if any_of("reached", 0) and not any_of("diverged", 1) else "") + (
-        " †" if any_of("diverged", 1) else ""
-    ) + (" ‡" if post_hoc else "")
+    return (
+        (" *" if any_of("reached", 0) and not any_of("diverged", 1) else "")
+        + (" †" if any_of("diverged", 1) else "")
+        + (" ‡" if post_hoc else "")
+    )
 
 
 def _mark_best(block: list, metrics: list[str]) -> None:
@@ -171,7 +172,9 @@ def as_latex(table: Table) -> str:
     for block, entries in table.blocks:
         lines.append(r"\midrule")
         if block:
-            lines.append(rf"\multicolumn{{{1 + len(table.columns) + len(table.paper_columns)}}}{{l}}{{\textit{{{block}}}}} \\")
+            lines.append(
+                rf"\multicolumn{{{1 + len(table.columns) + len(table.paper_columns)}}}{{l}}{{\textit{{{block}}}}} \\"
+            )
         for label, measured, paper in entries:
             texts = [rf"\textbf{{{c.text}}}" if c.best else c.text for c in measured]
             texts += [rf"\textit{{{c.text}}}" for c in paper]
@@ -235,7 +238,7 @@ def draw(table: Table) -> plt.Figure:
 
 
 def save(table: Table, stem: Path) -> None:
-    """Writes `stem`.csv, .tex, .pdf and .png."""
+    """Writes .csv, .tex, .pdf and .png beside `stem`, whatever its suffix."""
     with atomic_path(stem.with_suffix(".csv")) as temporary:
         as_frame(table).to_csv(temporary, index=False)
     write_text(stem.with_suffix(".tex"), as_latex(table))

@@ -7,10 +7,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gripmoe.data.documents import Span
 from gripmoe.data import formats
+from gripmoe.data.documents import Span
 from gripmoe.worlds.facts import (
-    FORGET_SUBJECT,
     HELD_OUT_WORDING,
     QUESTION_WORDINGS,
     RELATIONS,
@@ -136,31 +135,40 @@ EVALUATION_ARTICLES = 8  # retain articles that the retain corpus leaves out
 
 
 def question_rows(world: World, facts: list[Fact], orders: int, seed: int) -> list[dict]:
-    """Letter questions on `facts` in the WMDP schema (question, choices, answer), each wording in `orders` option orders.
+    """Letter questions on `facts` in the WMDP schema (question, choices, answer), each wording in `orders` option
+    orders.
 
     `split` is "dev" (stop rule, tuning) for a third of the facts, by a hash, and "test" (reported) for the others, so
-    that no fact is in both; `exposure` says what unlearning sees of the fact, `wording` which phrasing it is.
+    that no fact is in both; `exposure` says what unlearning sees of the fact, `wording` which phrasing it is. Right
+    letters are balanced within each split: "always A" scores .25.
     """
     rng = random.Random(f"questions {seed}")
+    asked = [
+        (fact, wording, order) for fact in facts for wording in range(len(QUESTION_WORDINGS)) for order in range(orders)
+    ]
+    split_of = {fact: "dev" if hashlib.sha256(fact.id.encode()).digest()[0] % 3 == 0 else "test" for fact in facts}
+    letters = {}
+    for split in ("dev", "test"):
+        count = sum(split_of[fact] == split for fact, _, _ in asked)
+        letters[split] = [number % 4 for number in range(count)]
+        rng.shuffle(letters[split])
     rows = []
-    for fact in facts:
-        digest = hashlib.sha256(fact.id.encode()).digest()
-        for wording in range(len(QUESTION_WORDINGS)):
-            for order in range(orders):
-                choices, answer = world.facts.letter_options(fact, rng)
-                rows.append(
-                    {
-                        "id": f"{fact.id}/{wording}/{order}",
-                        "question": fact.question(wording),
-                        "choices": choices,
-                        "answer": answer,
-                        "subject": fact.subject,
-                        "fact": fact.id,
-                        "wording": "held_out" if wording == HELD_OUT_WORDING else "seen",
-                        "exposure": world.facts.exposure(fact),
-                        "split": "dev" if digest[0] % 3 == 0 else "test",
-                    }
-                )
+    for fact, wording, order in asked:
+        split = split_of[fact]
+        choices, answer = world.facts.letter_options(fact, rng, letters[split].pop())
+        rows.append(
+            {
+                "id": f"{fact.id}/{wording}/{order}",
+                "question": fact.question(wording),
+                "choices": choices,
+                "answer": answer,
+                "subject": fact.subject,
+                "fact": fact.id,
+                "wording": "held_out" if wording == HELD_OUT_WORDING else "seen",
+                "exposure": world.facts.exposure(fact),
+                "split": split,
+            }
+        )
     return rows
 
 
@@ -198,7 +206,9 @@ def wmdp_files(world: World, seed: int) -> dict[str, list[dict]]:
     articles = world.news["retain"]
     unseen = [fact for fact in world.facts.retain if world.facts.exposure(fact) != "seen"]
     rng = random.Random(f"routing {seed}")
-    held_out = corpus_rows(world, rng.sample(seen, 24) + rng.sample(unseen, 24), articles[-EVALUATION_ARTICLES:], seed + 1)
+    held_out = corpus_rows(
+        world, rng.sample(seen, 24) + rng.sample(unseen, 24), articles[-EVALUATION_ARTICLES:], seed + 1
+    )
     return {
         "forget_questions": question_rows(world, world.facts.forget, orders=2, seed=seed),
         "retain_questions": question_rows(world, world.facts.retain, orders=1, seed=seed),

@@ -102,12 +102,13 @@ class FactWorld:
             return "unseen_subject"
         return "unseen_entity" if fact.entity in self.unseen_entities else "seen"
 
-    def letter_options(self, fact: Fact, rng: random.Random) -> tuple[list[str], int]:
-        """Four options in random order and the index of the right one."""
+    def letter_options(self, fact: Fact, rng: random.Random, answer: int | None = None) -> tuple[list[str], int]:
+        """Four options and the index of the right one: `answer`, or at random."""
         pool = [value for value in self.values[fact.subject, fact.relation] if value != fact.value]
-        options = rng.sample(pool, 3) + [fact.value]
-        rng.shuffle(options)
-        return options, options.index(fact.value)
+        options = rng.sample(pool, 3)
+        answer = rng.randrange(4) if answer is None else answer
+        options.insert(answer, fact.value)
+        return options, answer
 
 
 def make_facts(

@@ -55,7 +55,11 @@ def make_model(
         return Qwen3MoeForCausalLM(config)
     if family == "qwen2_moe":
         config = Qwen2MoeConfig(
-            **shared, **experts, norm_topk_prob=False, intermediate_size=64, shared_expert_intermediate_size=expert_width
+            **shared,
+            **experts,
+            norm_topk_prob=False,
+            intermediate_size=64,
+            shared_expert_intermediate_size=expert_width,
         )
         return Qwen2MoeForCausalLM(config)
     if family == "qwen3":

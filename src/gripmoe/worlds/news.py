@@ -72,7 +72,7 @@ class Article:
 
 
 def make_news(seed: int) -> dict[str, list[Article]]:
-    """Articles of each part. No two articles of any part share their (town, place), so every question has one answer."""
+    """Articles of each part. No two articles share their (town, place), so every question has one answer."""
     rng = random.Random(f"news {seed}")
     names = invented_names(rng, set())
     people, towns, groups = ([next(names).capitalize() for _ in range(n)] for n in (60, 40, 30))

@@ -1,0 +1,74 @@
+"""Expert forcing: what it recovers from a model whose experts were untouched, and its controls."""
+
+import copy
+
+import pytest
+import torch
+
+from conftest import small_model
+from gripmoe.attacks.forcing import expert_forcing, prompt_agreement, random_sets
+from gripmoe.evaluation.choice import direct_answers
+from gripmoe.moe import MoEModel
+from gripmoe.worlds.documents import question_rows
+
+
+@pytest.fixture(scope="module")
+def setting(world, tokenizer):
+    before = MoEModel(small_model(vocabulary_size=len(tokenizer)))
+    hidden = MoEModel(copy.deepcopy(before.model))
+    hidden.set_thetas({layer: -theta for layer, theta in before.thetas().items()})  # only the routers moved
+    forget = question_rows(world, world.facts.forget[:8], orders=1, seed=0)
+    retain = question_rows(world, world.facts.retain[:8], orders=1, seed=0)
+
+    def answer_all(moe, questions):
+        return direct_answers(moe.model, tokenizer, questions)
+
+    return before, hidden, tokenizer, forget, retain, answer_all
+
+
+def test_controls(setting):
+    before, hidden, tokenizer, forget, retain, answer_all = setting
+    metrics = expert_forcing(before, hidden, tokenizer, forget, retain, answer_all).metrics
+    assert metrics["own_sets_change_answers"] == 0
+    assert metrics["original_forced_with_own_sets"] == metrics["original_forget_accuracy"]
+    assert metrics["num_shifted"] == metrics["num_questions"] == len(forget)
+    gained, lost = metrics["wrong_to_right"], metrics["right_to_wrong"]
+    assert metrics["recovery_rate"] * len(forget) == pytest.approx(gained - lost)
+
+
+def test_forcing_brings_first_layer_choices_back(setting):
+    """With untouched experts, forced sets make the answers closer to the original's than the moved routers'."""
+    before, hidden, tokenizer, forget, _, answer_all = setting
+
+    def distance(answers):
+        pairs = zip(answers, answer_all(before, forget), strict=True)
+        return sum((torch.tensor(a.letter_logprobs) - torch.tensor(b.letter_logprobs)).norm().item() for a, b in pairs)
+
+    own = distance(answer_all(hidden, forget))
+    with hidden.force_routing(before.routes):
+        forced = distance(answer_all(hidden, forget))
+    assert forced < own
+
+
+def test_nothing_shifts_without_a_change(setting):
+    before, _, tokenizer, forget, retain, answer_all = setting
+    result = expert_forcing(before, before, tokenizer, forget, retain, answer_all)
+    assert result.metrics["num_shifted"] == 0 and result.metrics["recovery_rate"] == 0
+    assert result.metrics["adversarial_recovery_rate"] != result.metrics["adversarial_recovery_rate"], (
+        "no subset, no rate"
+    )
+    assert all(row["agreement"] == 1.0 for row in result.questions)
+
+
+def test_agreement_sees_shifted_prompts(setting):
+    before, hidden, tokenizer, forget, *_ = setting
+    agreement = prompt_agreement(before, hidden, tokenizer, forget)
+    assert all(0 <= value < 0.5 for value in agreement.values())
+
+
+def test_random_sets_are_distinct_experts_and_reproducible(setting):
+    before = setting[0]
+    input_ids = torch.zeros(3, 5, dtype=torch.long)
+    first, again = (random_sets(before, seed=1)(input_ids)[0] for _ in range(2))
+    assert torch.equal(first, again) and first.shape == (15, before.top_k)
+    assert (first[:, 0] != first[:, 1]).all()

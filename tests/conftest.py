@@ -1,0 +1,61 @@
+"""Small random models and data that every test may share."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+from gripmoe.data.documents import Row, collate
+from gripmoe.moe import MoEModel
+from gripmoe.worlds.documents import all_texts, make_world
+from gripmoe.worlds.models import make_model
+from gripmoe.worlds.tokenizer import make_tokenizer
+
+MOE_FAMILIES = ("qwen3_moe", "qwen2_moe")
+SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_experts=8, top_k=2, expert_width=16)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def world():
+    return make_world(0)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(world):
+    return make_tokenizer(all_texts(world))
+
+
+def small_model(family: str = "qwen3_moe", vocabulary_size: int = 64, seed: int = 0):
+    """A random model whose routers differ visibly between tokens."""
+    model = make_model(family, vocabulary_size, seed=seed, **SMALL).eval()
+    if family in MOE_FAMILIES:
+        generator = torch.Generator().manual_seed(seed)
+        for layer in model.model.layers:
+            with torch.no_grad():
+                layer.mlp.gate.weight.copy_(torch.randn(layer.mlp.gate.weight.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(params=MOE_FAMILIES)
+def moe(request):
+    return MoEModel(small_model(request.param))
+
+
+def random_batch(rows: int = 4, length: int = 12, vocabulary_size: int = 64, seed: int = 0):
+    """Rows of different lengths, right-padded with 0."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [length - i % 3 for i in range(rows)]
+    documents = [torch.randint(3, vocabulary_size, (n,), generator=generator).tolist() for n in lengths]
+    return collate([Row(str(i), ids, ids) for i, ids in enumerate(documents)], pad_id=0)
+
+
+@pytest.fixture
+def batch():
+    return random_batch()

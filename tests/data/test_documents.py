@@ -1,0 +1,44 @@
+import pytest
+
+from gripmoe.data.corpora import in_batches, load_corpus
+from gripmoe.data.documents import Row, collate, encode, length_buckets
+from gripmoe.files import write_jsonl
+
+
+def test_only_scored_spans_have_labels(tokenizer):
+    row = encode(tokenizer, [("A. B.", False), (" C", True)])
+    letters = [tokenizer(c)["input_ids"][0] for c in "ABC."]
+    assert row.ids == [letters[0], letters[3], letters[1], letters[3], letters[2]]
+    assert row.labels == [-100] * 4 + [letters[2]]
+    assert encode(tokenizer, [("A. B.", True)], max_length=2).ids == row.ids[:2]
+
+
+def test_collate_pads_on_the_right():
+    batch = collate([Row("a", [5, 6, 7], [-100, 6, 7]), Row("b", [5], [5])], pad_id=0)
+    assert batch.input_ids.tolist() == [[5, 6, 7], [5, 0, 0]]
+    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch.labels.tolist() == [[-100, 6, 7], [5, -100, -100]]
+
+
+def test_buckets_hold_every_row_within_the_limit():
+    rows = [Row(str(n), [1] * n, [1] * n) for n in (9, 1, 4, 4, 30, 2)]
+    buckets = length_buckets(rows, 10)
+    assert sorted(row.id for bucket in buckets for row in bucket) == sorted(row.id for row in rows)
+    assert all(len(b) == 1 or len(b) * max(len(r.ids) for r in b) <= 10 for b in buckets)
+
+
+def test_corpus_errors_name_the_file(tmp_path, tokenizer):
+    path = tmp_path / "c.jsonl"
+    write_jsonl(path, [{"id": "x", "prompt": "", "text": ""}])
+    with pytest.raises(ValueError, match="c.jsonl: document 'x' has no text"):
+        load_corpus(path, tokenizer, 10)
+    write_jsonl(path, [{"id": "x", "prompt": "", "text": "A"}])
+    with pytest.raises(ValueError, match="fewer than two tokens"):
+        load_corpus(path, tokenizer, 10)
+
+
+def test_batches_keep_the_order_of_rows():
+    rows = [Row(str(i), [1] * (i % 7 + 2), [1] * (i % 7 + 2)) for i in range(3000)]
+    batches = in_batches(rows, 0)
+    assert len(batches) > 1 and [i for b in batches for i in b.row_ids] == [row.id for row in rows]
+    assert all(batch.input_ids.numel() <= 4000 for batch in batches)

@@ -1,0 +1,68 @@
+"""The real loaders on small local clones of the data sets' schema, with invented rows."""
+
+import pytest
+
+from conftest import small_model
+from gripmoe.config import PublishedData, PublishedModel
+from gripmoe.data.published import benchmark_files
+from gripmoe.files import write_jsonl
+from gripmoe.moe.storage import load_model, load_published, save_model, weights_digest
+
+
+def clone(folder, config, split, rows):
+    """A data set repository as `git clone` leaves it: a card that maps configurations to files."""
+    write_jsonl(folder / f"{config}.jsonl", rows)
+    card = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n  - split: {split}\n    path: {config}.jsonl\n---\n"
+    (folder / "README.md").write_text(card)
+    return str(folder)
+
+
+@pytest.fixture
+def data(tmp_path):
+    questions = [
+        {"question": f"Which {i} ?", "choices": list("abcd"), "answer": i % 4, "subject": "world_history"}
+        for i in range(9)
+    ]
+    texts = [{"text": ""}, {"text": "= Heading ="}] + [
+        {"text": f"An invented document number {i} " * 4} for i in range(20)
+    ]
+    return PublishedData(
+        source="published",
+        forget_questions=clone(tmp_path / "wmdp", "wmdp-cyber", "test", questions),
+        retain_questions=clone(tmp_path / "mmlu", "all", "test", questions),
+        forget_corpus=clone(tmp_path / "corpora", "cyber-forget-corpus", "train", texts),
+        retain_corpus=clone(tmp_path / "wikitext", "wikitext-2-raw-v1", "test", texts),
+    )
+
+
+def test_local_clones_become_the_files_of_a_benchmark(data):
+    files = benchmark_files(data)
+    assert len(files["forget_questions"]) == len(files["retain_questions"]) == 9
+    assert files["retain_questions"][0]["subject"] == "world history"
+    assert files["forget_questions"][1]["answer"] == 1
+    assert len(files["forget_corpus"]) == 20, "headings and blank lines are no documents"
+    held_out = {row["id"] for row in files["held_out_corpus"]}
+    assert held_out and not held_out & {row["id"] for row in files["retain_corpus"]}
+
+
+def test_missing_column_is_named(data, tmp_path):
+    path = clone(tmp_path / "bad", "wmdp-cyber", "test", [{"question": "x", "answer": 0}])
+    with pytest.raises(ValueError, match="lacks choices; it has question, answer"):
+        benchmark_files(data.model_copy(update={"forget_questions": path}))
+
+
+def test_offline_says_what_to_do(data):
+    with pytest.raises(ValueError, match="data.forget_corpus: cannot read 'cais/wmdp-corpora'.*clone the data set"):
+        benchmark_files(data.model_copy(update={"forget_corpus": "cais/wmdp-corpora"}))
+    with pytest.raises(ValueError, match="'nobody/nothing'.*neither a local folder nor reachable"):
+        load_published(PublishedModel(source="published", id="nobody/nothing"))
+
+
+def test_published_checkpoint_from_a_folder(tmp_path, tokenizer):
+    model = small_model("qwen2_moe", len(tokenizer))
+    model.save_pretrained(tmp_path / "hub")
+    tokenizer.save_pretrained(tmp_path / "hub")
+    config = PublishedModel(source="published", id=str(tmp_path / "hub"), dtype="float32")
+    digest = save_model(*load_published(config), tmp_path / "weights")
+    reloaded, _ = load_model(tmp_path / "weights")
+    assert digest == weights_digest(reloaded) == weights_digest(model)

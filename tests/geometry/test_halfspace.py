@@ -1,0 +1,113 @@
+"""Stage 2: the exact solver against a QP solver, and what the paper's randomized Kaczmarz leaves behind."""
+
+import numpy as np
+import pytest
+import quadprog
+import torch
+
+from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
+from gripmoe.geometry.nullspace import EpsNull, RetainStatistics
+from gripmoe.geometry.routing import route, selection_margins, selection_mask
+
+
+def instance(N=120, d=24, E=8, k=2, seed=0, scale=0.5, duplicates=0):
+    """Tokens, their basis and clamped margins under a random router, and an update that violates many of them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, d, generator=generator, dtype=torch.float64)
+    x[:duplicates] = x[0]
+    theta = torch.randn(E, d, generator=generator, dtype=torch.float64)
+    routing = route(x, theta, k)
+    selected = selection_mask(routing.top_k_Nk, E)
+    basis = RetainStatistics(E, d).update(x[:40], selected[:40]).basis(EpsNull(1e-12, "relative"))
+    bounds = (selection_margins(routing.scores_NE, selected) - 1e-3).clamp_min(0).masked_fill(selected, torch.inf)
+    update = scale * torch.randn(E, d, generator=generator, dtype=torch.float64)
+    return x, basis, bounds, update
+
+
+def oracle(update_d, U_dr, x_Nd, bounds_N):
+    """quadprog: min ||u - update||^2 s.t. U^T u = 0, x u <= b, with the equalities eliminated."""
+    d = len(update_d)
+    free = np.linalg.svd(np.eye(d) - U_dr @ U_dr.T)[0][:, : d - U_dr.shape[1]]
+    finite = np.isfinite(bounds_N)
+    A = -(x_Nd[finite] @ free)
+    solution = quadprog.solve_qp(np.eye(free.shape[1]), free.T @ update_d, A.T, -bounds_N[finite])[0]
+    return free @ solution
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("options", [{}, {"duplicates": 30}, {"scale": 3.0}, {"N": 40, "d": 60}])
+def test_exact_solver_matches_a_qp_solver(seed, options):
+    x, basis, bounds, update = instance(seed=seed, **options)
+    solved = nearest_feasible(update, basis, x, bounds, tolerance=1e-11)
+    for j in range(len(update)):
+        U = basis.U_ret_Edr[j, :, : basis.ranks[j]].numpy()
+        wanted = oracle(update[j].numpy(), U, x.numpy(), bounds[:, j].numpy())
+        np.testing.assert_allclose(solved[j].numpy(), wanted, atol=1e-6)
+
+
+def test_result_is_feasible_where_the_control_is_not():
+    x, basis, bounds, update = instance(scale=2.0)
+    projected = basis.project(update)
+    assert violation(projected, x, bounds).max() > 0.1, "the control: Stage 1 alone violates margins"
+    solved = nearest_feasible(update, basis, x, bounds)
+    assert violation(solved, x, bounds).max() < 1e-9
+    torch.testing.assert_close(basis.project(solved), solved, atol=1e-9, rtol=0)
+
+
+def test_limit_on_rounds_still_ends_within_the_bounds():
+    x, basis, bounds, update = instance(scale=5.0)
+    solved = nearest_feasible(update, basis, x, bounds, max_rounds=1)
+    assert violation(solved, x, bounds).max() < 1e-9
+
+
+def test_a_near_point_changes_nothing_but_the_time():
+    x, basis, bounds, update = instance(scale=2.0)
+    solved = nearest_feasible(update, basis, x, bounds)
+    for near in (solved, 0.5 * solved, torch.zeros_like(solved)):
+        torch.testing.assert_close(nearest_feasible(update, basis, x, bounds, near_Ed=near), solved, atol=1e-8, rtol=0)
+
+
+def test_feasible_update_is_not_touched():
+    x, basis, bounds, update = instance()
+    inside = basis.project(update) * 1e-6
+    inside = torch.where((x @ inside.T > bounds).any(dim=0)[:, None], 0, inside)
+    torch.testing.assert_close(nearest_feasible(inside, basis, x, bounds), inside, atol=1e-15, rtol=0)
+
+
+def test_negative_bounds_are_refused():
+    x, basis, bounds, update = instance()
+    with pytest.raises(ValueError, match="clamp the margins"):
+        nearest_feasible(update, basis, x, bounds - 10)
+
+
+def test_kaczmarz_single_violated_row_by_hand():
+    x = torch.tensor([[2.0, 0.0]], dtype=torch.float64)
+    bounds = torch.tensor([[1.0]], dtype=torch.float64)
+    moved = randomized_kaczmarz(torch.tensor([[3.0, 5.0]], dtype=torch.float64), x, bounds, max_steps=1)
+    assert moved.tolist() == [[0.5, 5.0]]
+
+
+def test_kaczmarz_reduces_violation_and_respects_its_trigger():
+    x, basis, bounds, update = instance(scale=2.0)
+    start = basis.project(update)
+    generator = torch.Generator().manual_seed(0)
+    moved = randomized_kaczmarz(start, x, bounds, max_steps=2000, generator=generator)
+    assert violation(moved, x, bounds).sum() < 0.2 * violation(start, x, bounds).sum()
+    untouched = randomized_kaczmarz(start, x, bounds, tolerance=1e6, generator=generator)
+    assert untouched is start
+
+
+def test_paper_form_leaves_violations_and_breaks_equalities():
+    """What 100 draws along raw x_i cost, on the instance that the sound form solves exactly."""
+    x, basis, bounds, update = instance(N=400, scale=2.0)
+    start = basis.project(update)
+    paper = randomized_kaczmarz(start, x, bounds, generator=torch.Generator().manual_seed(0))
+    sound = nearest_feasible(update, basis, x, bounds)
+    assert violation(paper, x, bounds).max() > 1e-2
+    assert violation(sound, x, bounds).max() < 1e-9
+
+    def leak(u):
+        return (basis.project(u) - u).norm()
+
+    assert leak(paper) > 0.05 * start.norm()
+    assert leak(sound) < 1e-9

@@ -1,0 +1,106 @@
+"""Stage 1: the theorem (a projected update leaves selected scores alone), and a control that breaks it."""
+
+import pytest
+import torch
+
+from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
+
+EXACT = EpsNull(1e-12, "relative")
+
+
+def instance(N=200, d=32, E=6, k=2, seed=0, rank=None, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(N, rank or d, generator=generator, dtype=torch.float64)
+    if rank:
+        x = x @ torch.randn(rank, d, generator=generator, dtype=torch.float64)
+    theta = torch.randn(E, d, generator=generator, dtype=torch.float64)
+    selected = torch.zeros(N, E, dtype=torch.bool).scatter_(1, (x @ theta.T).topk(k).indices, True)
+    return x * scale, selected, torch.randn(E, d, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 200])
+def test_projected_update_leaves_selected_scores_alone(blocks):
+    x, selected, update = instance(N=80, d=64)
+    statistics = RetainStatistics(6, 64)
+    for part, mask in zip(x.split(blocks), selected.split(blocks), strict=True):
+        statistics.update(part, mask)
+    projected = statistics.basis(EXACT).project(update)
+    moved = (x @ projected.T).abs()
+    assert moved[selected].max() < 1e-10
+    assert moved[~selected].max() > 0.1, "unselected scores stay free"
+    assert (x @ update.T).abs()[selected].max() > 1, "the control: unprojected, they move"
+
+
+def test_streaming_in_blocks_gives_the_same_projection():
+    x, selected, update = instance(N=300, d=48)
+    once = RetainStatistics(6, 48).update(x, selected).basis(EXACT)
+    streamed = RetainStatistics(6, 48)
+    for part, mask in zip(x.split(17), selected.split(17), strict=True):
+        streamed.update(part, mask)
+    torch.testing.assert_close(streamed.basis(EXACT).project(update), once.project(update), atol=1e-9, rtol=0)
+
+
+def test_basis_is_orthonormal_and_agrees_with_the_pseudoinverse_projector():
+    """Eq. 6 against the exact projector of Sec. 4.2."""
+    x, selected, update = instance(N=60, d=40)
+    basis = RetainStatistics(6, 40).update(x, selected).basis(EXACT)
+    projected = basis.project(update)
+    for j in range(6):
+        X = x[selected[:, j]].T
+        P = torch.eye(40, dtype=torch.float64) - X @ torch.linalg.pinv(X.T @ X) @ X.T
+        torch.testing.assert_close(projected[j], P @ update[j], atol=1e-9, rtol=0)
+        U = basis.U_ret_Edr[j, :, : basis.ranks[j]]
+        torch.testing.assert_close(U.T @ U, torch.eye(U.shape[1], dtype=torch.float64), atol=1e-10, rtol=0)
+
+
+def test_rank_follows_the_data_and_expert_without_tokens_is_free():
+    x, selected, update = instance(N=300, d=32, rank=5)
+    selected[:, 3] = False
+    basis = RetainStatistics(6, 32).update(x, selected).basis(EXACT)
+    assert basis.ranks.tolist() == [5, 5, 5, 0, 5, 5]
+    torch.testing.assert_close(basis.project(update)[3], update[3])
+
+
+def test_shared_basis_constrains_every_expert():
+    x, _, update = instance(N=20, d=32)
+    basis = RetainStatistics(1, 32).update(x, torch.ones(20, 1, dtype=torch.bool)).basis(EXACT)
+    assert (x @ basis.project(update).T).abs().max() < 1e-10
+
+
+def test_eps_null_kinds_by_hand():
+    eigenvalues = torch.tensor([[100.0, 10.0, 1.0, 0.005]])
+    assert EpsNull(1e-2, "absolute").ranks(eigenvalues).tolist() == [3]
+    assert EpsNull(0.05, "relative").ranks(eigenvalues).tolist() == [2]
+    assert EpsNull(0.05, "energy").ranks(eigenvalues).tolist() == [2]
+    with pytest.raises(ValueError, match="unknown eps_null kind"):
+        EpsNull(1.0, "percent").ranks(eigenvalues)
+
+
+def test_max_rank_keeps_the_strongest_directions():
+    generator = torch.Generator().manual_seed(0)
+    strong = torch.randn(1, 16, generator=generator, dtype=torch.float64)
+    x = 100 * torch.randn(50, 1, generator=generator, dtype=torch.float64) * strong
+    x = x + 0.01 * torch.randn(50, 16, generator=generator, dtype=torch.float64)
+    statistics = RetainStatistics(1, 16, max_rank=2)
+    for part in x.split(10):
+        statistics.update(part, torch.ones(len(part), 1, dtype=torch.bool))
+    basis = statistics.basis(EpsNull(1e-2, "relative"))
+    assert statistics.factor_Erd.shape[1] == 2 and basis.ranks.tolist() == [1]
+    assert (basis.U_ret_Edr[0, :, 0] @ strong[0]).abs() / strong.norm() > 0.9999
+
+
+def test_paper_rank_inflates_in_fp32_where_the_sound_form_does_not():
+    """With activations of LLM size the fp32 eigenvalue noise of X X^T exceeds eps_null = 1e-2 (absolute)."""
+    x, selected, _ = instance(N=400, d=64, rank=10, scale=100.0)
+    true_rank = 10
+    paper = covariance_basis(x.float(), selected, EpsNull(1e-2, "absolute")).ranks
+    sound = RetainStatistics(6, 64).update(x.float(), selected).basis(EpsNull(1e-4, "relative")).ranks
+    assert (sound == true_rank).all()
+    assert (paper > true_rank).all()
+
+
+def test_paper_and_sound_agree_in_fp64_on_well_conditioned_data():
+    x, selected, update = instance(N=60, d=48)
+    paper = covariance_basis(x, selected, EpsNull(1e-6, "absolute")).project(update)
+    sound = RetainStatistics(6, 48).update(x, selected).basis(EXACT).project(update)
+    torch.testing.assert_close(paper, sound, atol=1e-8, rtol=0)

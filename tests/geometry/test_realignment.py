@@ -1,0 +1,83 @@
+"""Method B: exact where the drift is linear, and where the paper's form interpolates instead of generalising."""
+
+import math
+
+import pytest
+import torch
+
+from gripmoe.geometry.realignment import realign, realign_paper, score_cosine
+from gripmoe.geometry.routing import jaccard, route
+
+
+def drifted(N, d=32, E=8, noise=0.0, seed=0, decay=1.0):
+    """Tokens of an anisotropic distribution, the same after a linear drift plus noise, and a router."""
+    generator = torch.Generator().manual_seed(seed)
+    spectrum = torch.arange(1, d + 1).double().pow(-decay / 2)
+    x = torch.randn(N, d, generator=generator, dtype=torch.float64) * spectrum
+    mixing = torch.eye(d, dtype=torch.float64) + 0.2 * torch.randn(
+        d, d, generator=generator, dtype=torch.float64
+    ) / math.sqrt(d)
+    wobble = noise * spectrum * torch.randn(N, d, generator=generator, dtype=torch.float64)
+    theta = torch.randn(E, d, generator=generator, dtype=torch.float64)
+    return x, x @ mixing.T + wobble, theta
+
+
+def stability(theta, x, new_theta, x_post, k=2):
+    return jaccard(route(x, theta, k).top_k_Nk, route(x_post, new_theta, k).top_k_Nk).mean().item()
+
+
+@pytest.mark.parametrize("form", ["paper", "sound"])
+def test_linear_drift_is_undone(form):
+    x, x_post, theta = drifted(2000, decay=0.0)
+    before = stability(theta, x, theta, x_post)
+    result = realign_paper(theta, theta, x, x_post) if form == "paper" else realign(theta, theta, x, x_post, 2)
+    after = stability(theta, x, result.theta_Ed.double(), x_post)
+    assert result.accepted and before < 0.9 and after > 0.98
+
+
+def test_interpolation_peak_at_as_many_tokens_as_dimensions():
+    """At N_r = d the paper's form fits its tokens perfectly and others hardly; the anchored form does neither."""
+    d = 64
+    x, x_post, theta = drifted(d + 4000, d=d, noise=0.3)
+    fit, rest = slice(0, d), slice(d, None)
+    paper = realign_paper(theta, theta, x[fit], x_post[fit])
+    sound = realign(theta, theta, x[fit], x_post[fit], 2)
+    restored = stability(theta, x[rest], theta, x_post[rest])
+    paper_out = stability(theta, x[rest], paper.theta_Ed.double(), x_post[rest])
+    sound_out = stability(theta, x[rest], sound.theta_Ed.double(), x_post[rest])
+    assert paper.accepted and paper.fit_cosine > 0.99
+    assert stability(theta, x[fit], paper.theta_Ed.double(), x_post[fit]) > 0.95
+    assert paper_out < 0.6 * restored
+    assert sound_out > 0.95 * restored
+
+
+def test_paper_form_rejects_below_its_cosine_and_leaves_the_router():
+    x, _, theta = drifted(500)
+    unrelated = drifted(500, seed=9)[0]
+    post = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    result = realign_paper(theta, post, x, unrelated)
+    assert not result.accepted and result.fit_cosine < 0.95
+    assert torch.equal(result.theta_Ed, post)
+
+
+def test_paper_acceptance_passes_at_low_stability():
+    """A large score direction common to all tokens keeps the cosine high while the sets are wrong."""
+    x, x_post, theta = drifted(2000, noise=1.0)
+    offset = torch.ones(2000, 1, dtype=torch.float64) * 20
+    x, x_post = torch.cat([x, offset], dim=1), torch.cat([x_post, offset], dim=1)
+    theta = torch.cat([theta, torch.ones(8, 1, dtype=torch.float64)], dim=1)
+    result = realign_paper(theta, theta, x, x_post)
+    assert result.accepted and result.fit_cosine > 0.95
+    assert stability(theta, x, result.theta_Ed.double(), x_post) < 0.7
+
+
+def test_sound_form_puts_the_original_router_back_when_nothing_drifted():
+    x, _, theta = drifted(1000)
+    post = theta + 0.5 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    result = realign(theta, post, x, x.clone(), 2)
+    assert result.held_out_stability == 1.0
+    assert stability(theta, x, result.theta_Ed, x) == 1.0
+
+
+def test_score_cosine_by_hand():
+    assert score_cosine(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]])) == pytest.approx(1 / math.sqrt(2))

@@ -1,0 +1,144 @@
+"""Recording, forcing and restricting, on both families."""
+
+import copy
+
+import pytest
+import torch
+
+from conftest import MOE_FAMILIES, random_batch, small_model
+from gripmoe.data.documents import Row, collate
+from gripmoe.geometry.routing import routing_stability
+from gripmoe.moe import MoEModel
+from gripmoe.moe.model import routed_tokens
+
+
+@torch.no_grad()
+def logits(moe, batch):
+    return moe.model(**batch.inputs).logits
+
+
+def test_recorded_scores_and_sets_are_the_routers_own(moe, batch):
+    with moe.record_routing() as recorder:
+        logits(moe, batch)
+        trace = recorder.take()
+    assert list(trace) == moe.layers == [0, 1]
+    for layer, routing in trace.items():
+        torch.testing.assert_close(routing.scores_NE, routing.x_Nd @ moe.theta(layer).T)
+        assert routing.top_k_Nk.sort().values.equal(routing.scores_NE.topk(moe.top_k).indices.sort().values)
+    assert recorder.take() == {}
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_forcing_its_own_sets_changes_no_bit(family, implementation, batch):
+    model = small_model(family)
+    model.set_experts_implementation(implementation)
+    moe = MoEModel(model)
+    free = logits(moe, batch)
+    with moe.force_routing(moe.routes(batch.input_ids)):
+        recorded = logits(moe, batch)
+    with moe.force_routing(moe.routes):
+        lock_step = logits(moe, batch)
+    assert torch.equal(free, recorded) and torch.equal(free, lock_step)
+    others = {layer: (top_k + 1) % moe.num_experts for layer, top_k in moe.routes(batch.input_ids).items()}
+    with moe.force_routing(others):
+        assert not torch.allclose(free, logits(moe, batch)), "the control: other sets change the output"
+    assert torch.equal(free, logits(moe, batch)), "nothing stays behind"
+
+
+def test_families_weigh_differently(batch):
+    """Qwen3 renormalises over the chosen experts, Qwen1.5 does not; forcing must follow."""
+    sums = {}
+    for family in MOE_FAMILIES:
+        moe = MoEModel(small_model(family))
+        seen = []
+        handle = moe.router(0).register_forward_hook(lambda router, args, output, seen=seen: seen.append(output[1]))
+        with moe.force_routing(moe.routes(batch.input_ids)):
+            logits(moe, batch)
+        handle.remove()
+        sums[family] = seen[0].sum(dim=-1)
+    torch.testing.assert_close(sums["qwen3_moe"], torch.ones_like(sums["qwen3_moe"]))
+    assert (sums["qwen2_moe"] < 0.999).any()
+
+
+def test_forcing_the_wrong_number_of_tokens_is_an_error(moe, batch):
+    with moe.force_routing({layer: torch.zeros(3, moe.top_k, dtype=torch.long) for layer in moe.layers}):
+        with pytest.raises(ValueError, match="routes for 3 tokens"):
+            logits(moe, batch)
+
+
+def test_padding_does_not_reach_the_trace(moe):
+    """Right- and left-padded rows give the routing of each row alone."""
+    rows = [Row(str(n), list(range(3, 3 + n)), list(range(3, 3 + n))) for n in (4, 9, 6)]
+    alone = moe.trace([collate([row], 0) for row in rows])
+    right = moe.trace([collate(rows, 0)])
+    left = collate(rows, 0)
+    for i, row in enumerate(rows):
+        for tensor, value in ((left.input_ids, torch.tensor(row.ids)), (left.attention_mask, 1)):
+            tensor[i] = 0
+            tensor[i, -len(row.ids) :] = value
+    for layer in moe.layers:
+        assert len(alone[layer]) == 4 + 9 + 6 - 3, "one leading position of each row is left out"
+    assert all(value == 1.0 for value in routing_stability(alone, right).values())
+    assert all(value == 1.0 for value in routing_stability(alone, moe.trace([left])).values())
+    torch.testing.assert_close(alone[1].x_Nd, right[1].x_Nd, atol=1e-5, rtol=1e-4)
+
+
+def test_routed_tokens_by_hand():
+    mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
+    assert routed_tokens(mask).tolist() == [False, True, True, False, False, False, True, True]
+
+
+def test_recomputation_is_not_recorded(batch):
+    model = small_model().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    moe = MoEModel(model)
+    with moe.record_routing() as recorder, moe.record_hidden(0) as hidden:
+        model(**batch.inputs, labels=batch.input_ids).loss.backward()
+    tokens = batch.input_ids.numel()
+    assert all(len(routing) == tokens for routing in recorder.take().values())
+    assert len(hidden) == 1
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_bf16_model_keeps_fp32_routers(family, implementation, batch):
+    model = small_model(family).to(torch.bfloat16)
+    model.set_experts_implementation(implementation)
+    moe = MoEModel(model)
+    with moe.record_routing() as recorder:
+        output = logits(moe, batch)
+        trace = recorder.take()
+    assert output.dtype == torch.bfloat16
+    for layer in moe.layers:
+        assert moe.theta(layer).dtype == trace[layer].scores_NE.dtype == torch.float32
+    with moe.force_routing(moe.routes):
+        assert torch.equal(output, logits(moe, batch))
+
+
+def test_only_chosen_experts_change(moe, batch):
+    before = copy.deepcopy(moe.model.state_dict())
+    optimizer = torch.optim.AdamW(moe.model.parameters(), lr=0.1, weight_decay=0.5)
+    with moe.restrict_experts({1: [0, 3]}, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            moe.model(**batch.inputs, labels=batch.input_ids).loss.backward()
+            optimizer.step()
+    for name, tensor in moe.model.state_dict().items():
+        if ".experts." in name:
+            changed = [e for e in range(moe.num_experts) if not torch.equal(tensor[e], before[name][e])]
+            assert changed == ([0, 3] if ".1." in name else [])
+
+
+def test_dense_and_unknown_models_are_refused():
+    with pytest.raises(ValueError, match="no row for model type 'qwen3'"):
+        MoEModel(small_model("qwen3"))
+
+
+def test_hooks_are_gone_after_an_error(moe):
+    with pytest.raises(RuntimeError, match="deliberate"):
+        with moe.record_routing(), moe.force_routing(moe.routes), moe.record_hidden(0):
+            raise RuntimeError("deliberate")
+    for module in moe.model.modules():
+        assert not module._forward_hooks or module is moe.router(0) and not module._forward_hooks
+    moe.trace([random_batch()])

@@ -1,0 +1,102 @@
+"""Configuration: what is valid, and what a mistake is told."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gripmoe.config import ConfigError, Project, load_run
+from gripmoe.files import write_yaml
+
+CONFIG = Path(__file__).parents[1] / "workflow" / "config"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copytree(CONFIG, tmp_path / "config")
+    return tmp_path / "config"
+
+
+def edit(file: Path, change):
+    content = yaml.safe_load(file.read_text())
+    change(content)
+    file.write_text(yaml.safe_dump(content))
+
+
+@pytest.mark.parametrize("world", ["tiny", "single_gpu", "paper"])
+def test_every_world_is_valid(world):
+    project = Project(CONFIG, world)
+    assert project.name == world and project.cells()
+
+
+def test_cells_of_the_tiny_world():
+    project = Project(CONFIG, "tiny")
+    cells = project.cells()
+    assert len(cells) == len(set(cells))
+    assert ("tiny_a", "wmdp_tiny", "none", "original", 0) in cells, "reference methods stand once, without objective"
+    assert sum(cell[3] == "unconstrained" for cell in cells) == 2 * len(project.world.seeds)
+    assert len(project.world.seeds) >= 2
+
+
+MISTAKES = [
+    ("tiny.yaml", lambda c: c.update(metods=[]), "tiny.yaml: metods: unknown key; valid keys: models, benchmarks"),
+    ("tiny.yaml", lambda c: c["methods"].append("expert_specfic"), "unknown name 'expert_specfic'; did you mean 'expert_specific'?"),
+    ("tiny.yaml", lambda c: c["training"].update(learning_rate=-1), "training.learning_rate: Input should be greater than 0 (got -1)"),
+    ("tiny.yaml", lambda c: c["training"].pop("betas"), "training.betas: this key is required"),
+    ("tiny.yaml", lambda c: c.update(objectives=["gdd"]), "objectives.0: Input should be 'gd' or 'rmu' (got 'gdd')"),
+    ("tiny.yaml", lambda c: c.update(seeds=[-1]), "seeds.0: Input should be greater than or equal to 0 (got -1)"),
+    ("tiny.yaml", lambda c: c["methods"].remove("unconstrained"), "corrects 'unconstrained'; list that method too"),
+    ("tiny.yaml", lambda c: c["training"].update(check_every=7), "multiple of `check_every`"),
+    ("tiny.yaml", lambda c: c.update(overrides={"rmu/ptcc": {}}), "overrides: unknown name 'rmu/ptcc'; did you mean 'rmu/ptc'"),
+    ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"lr": 1}}), "overrides.frozen_router.lr: unknown key"),
+    ("tiny.yaml", lambda c: c.update(artefacts=["main_result"]), "artefacts: unknown name 'main_result'; did you mean 'main_results'"),
+    ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
+    ("methods.yaml", lambda c: c.update(odd={}), "methods.yaml: odd: give exactly one of"),
+    ("methods.yaml", lambda c: c["ptc"].pop("correction"), "methods.yaml: ptc: `corrects` needs `correction:"),
+    ("models.yaml", lambda c: c["tiny_a"].pop("oracle"), "needs `oracle:` in models.yaml for 'tiny_a'"),
+    ("models.yaml", lambda c: c["tiny_a"].update(family="gpt2"), "models.yaml: tiny_a.family: Input should be 'qwen3_moe'"),
+    ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["target"].update(forget_accuracy=27), "wmdp_tiny.target.forget_accuracy: Input should be less"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file, change, message", MISTAKES, ids=[m[2][:40] for m in MISTAKES])
+def test_mistakes_are_named(folder, file, change, message):
+    edit(folder / file, change)
+    with pytest.raises(ConfigError) as error:
+        Project(folder, "tiny")
+    assert message in str(error.value)
+    assert str(folder) in str(error.value), "the file is named"
+
+
+def test_unknown_world_names_the_known_ones():
+    with pytest.raises(ConfigError, match="give one of paper, single_gpu, tiny or the path"):
+        Project(CONFIG, "huge")
+
+
+def test_broken_yaml(folder):
+    (folder / "tiny.yaml").write_text("models: [a")
+    with pytest.raises(ConfigError, match="tiny.yaml: not valid YAML"):
+        Project(folder, "tiny")
+
+
+def test_overrides_go_from_general_to_particular(folder):
+    edit(
+        folder / "tiny.yaml",
+        lambda c: c.update(
+            overrides={"frozen_router": {"learning_rate": 0.5}, "rmu/frozen_router": {"learning_rate": 0.25}}
+        ),
+    )
+    project = Project(folder, "tiny")
+    assert project.training("gd", "frozen_router").learning_rate == 0.5
+    assert project.training("rmu", "frozen_router").learning_rate == 0.25
+    assert project.training("gd", "unconstrained") == Project(CONFIG, "tiny").training("gd", "unconstrained")
+    assert project.training("gd", "expert_specific").router_weight_decay == 0.0, "the method's own change"
+    assert project.training("rmu", "unconstrained").objective["layer"] == 2
+    assert project.training("gd", "ptc") is None
+
+
+def test_run_survives_its_file(tmp_path):
+    run = Project(CONFIG, "tiny").run("tiny_a", "wmdp_tiny", "rmu", "expert_specific", 1)
+    write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
+    assert load_run(tmp_path / "run.yaml") == run

@@ -1,0 +1,161 @@
+"""Method A on a real optimizer: what it promises, and the controls without the mechanism."""
+
+import pytest
+import torch
+
+import gripmoe
+from conftest import random_batch, small_model
+from gripmoe.constraints import FrozenRouter, NullSpacePaper, RouterGuard, Unconstrained, fit_bases
+from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
+from gripmoe.geometry.routing import LayerRouting, mean_stability, route, routing_stability, selection_mask
+from gripmoe.moe import MoEModel
+
+
+def train(model, optimizer, guard=None, steps=8, seed=1):
+    """Any training loop: ordinary losses, AdamW with momentum and weight decay."""
+    for step in range(steps):
+        batch = random_batch(seed=seed + step)
+        optimizer.zero_grad()
+        if guard is None:
+            model(**batch.inputs, labels=batch.input_ids).loss.backward()
+        else:
+            with guard.retain():
+                model(**batch.inputs, labels=batch.input_ids).loss.backward()
+        optimizer.step()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def router_only_stability(reference, moe):
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.top_k) for layer, r in reference.items()}
+    return mean_stability(routing_stability(reference, moved))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_sound_constraint_keeps_every_recorded_set(family):
+    retain = [random_batch(seed=100 + i) for i in range(2)]
+    stability, moved = {}, {}
+    for constrained in (True, False):
+        model = small_model(family)
+        optimizer = adamw(model)
+        reference = MoEModel(model).trace(retain)
+        before = MoEModel(model).thetas()
+        if constrained:
+            with gripmoe.constrain(model, optimizer, retain) as guard:
+                train(model, optimizer, guard)
+        else:
+            train(model, optimizer)
+        moe = MoEModel(model)
+        stability[constrained] = router_only_stability(reference, moe)
+        moved[constrained] = sum((moe.theta(layer) - before[layer]).norm().item() for layer in moe.layers)
+    assert stability[True] == 1.0
+    assert stability[False] < 0.9, "the control: unconstrained, the sets change"
+    assert moved[True] > 0.01, "the router is not frozen"
+
+
+def test_projecting_the_gradient_does_not_hold_under_adamw():
+    """Why the sound form acts on the update that the optimizer made: AdamW's update of a projected gradient leaks."""
+    retain = [random_batch(rows=1, length=8, seed=100)]
+    leaks = {}
+    for what in ("gradient", "update"):
+        model = small_model()
+        moe = MoEModel(model)
+        bases = fit_bases(moe.trace(retain), moe.num_experts, EpsNull(1e-6, "relative"), "expert")
+        before = moe.thetas()
+        optimizer = adamw(model)
+        if what == "gradient":
+
+            def project(*_, moe=moe, bases=bases):
+                for layer in moe.layers:
+                    moe.theta(layer).grad.copy_(bases[layer].project(moe.theta(layer).grad))
+
+            optimizer.register_step_pre_hook(project)
+            train(model, optimizer)
+        else:
+            with gripmoe.constrain(model, optimizer, retain) as guard:
+                train(model, optimizer, guard)
+        displacement = moe.theta(0).detach() - before[0]
+        leaks[what] = ((displacement - bases[0].project(displacement)).norm() / displacement.norm()).item()
+    assert leaks["update"] < 1e-5
+    assert leaks["gradient"] > 1e-2
+
+
+def test_frozen_router_stays_though_weight_decay_pulls():
+    model = small_model()
+    moe, optimizer = MoEModel(model), adamw(model)
+    before = moe.thetas()
+    with RouterGuard(moe, optimizer, FrozenRouter()) as guard:
+        train(model, optimizer, guard)
+    assert all(torch.equal(moe.theta(layer), before[layer]) for layer in moe.layers)
+
+
+def test_unconstrained_guard_changes_nothing():
+    plain, guarded = small_model(), small_model()
+    optimizer = adamw(plain)
+    train(plain, optimizer)
+    optimizer = adamw(guarded)
+    with RouterGuard(MoEModel(guarded), optimizer, Unconstrained()) as guard:
+        train(guarded, optimizer, guard)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), guarded.parameters(), strict=True))
+
+
+def test_closed_guard_lets_go():
+    model = small_model()
+    moe, optimizer = MoEModel(model), adamw(model)
+    with RouterGuard(moe, optimizer, FrozenRouter()):
+        pass
+    for layer in moe.layers:
+        moe.theta(layer).requires_grad_(True)
+    before = moe.thetas()
+    train(model, optimizer, steps=1)
+    assert not torch.equal(moe.theta(0), before[0])
+
+
+def test_paper_form_projects_each_update_against_the_current_minibatch():
+    """One row of the retain minibatch, far margins: the step must leave its selected scores where they were."""
+    generator = torch.Generator().manual_seed(0)
+    model = small_model()
+    moe = MoEModel(model)
+    constraint = NullSpacePaper(EpsNull(1e-2, "absolute"))
+    constraint.start(moe)
+    x = 3 * torch.randn(6, 32, generator=generator)
+    before = moe.theta(0).detach()
+    seen = route(x, before, moe.top_k)
+    after = before + 0.01 * torch.randn(before.shape, generator=generator)
+    allowed = constraint.constrain(0, before, after, seen)
+    selected = selection_mask(seen.top_k_Nk, moe.num_experts)
+    assert (x @ (allowed - before).T).abs()[selected].max() < 1e-4
+    assert (x @ (after - before).T).abs()[selected].max() > 1e-2, "the control"
+    expected = covariance_basis(x, selected, EpsNull(1e-2, "absolute")).project(after - before)
+    torch.testing.assert_close(allowed - before, expected, atol=1e-6, rtol=0)
+
+
+def test_paper_form_needs_the_retain_forward():
+    model = small_model()
+    optimizer = adamw(model)
+    with RouterGuard(MoEModel(model), optimizer, NullSpacePaper(EpsNull(1e-2, "absolute"))):
+        with pytest.raises(RuntimeError, match="guard.retain"):
+            train(model, optimizer, steps=1)
+
+
+def test_layer_granularity_is_the_stricter_one():
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
+    theta = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    reference = {0: LayerRouting(x, x @ theta.T, (x @ theta.T).topk(2).indices)}
+    update = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))
+    eps = EpsNull(1e-8, "relative")
+    free = {g: fit_bases(reference, 8, eps, g)[0].project(update).norm() for g in ("expert", "layer")}
+    assert free["layer"] < 1e-3 < free["expert"]
+
+
+def test_fitting_in_blocks_is_fitting_at_once():
+    generator = torch.Generator().manual_seed(0)
+    x, theta = torch.randn(2500, 16, generator=generator), torch.randn(4, 16, generator=generator)
+    routing = route(x, theta, 2)
+    eps = EpsNull(1e-6, "relative")
+    blocked = fit_bases({0: routing}, 4, eps, "expert")[0]
+    once = RetainStatistics(4, 16).update(x, selection_mask(routing.top_k_Nk, 4)).basis(eps)
+    update = torch.randn(4, 16, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(blocked.project(update.float()).double(), once.project(update), atol=1e-5, rtol=0)

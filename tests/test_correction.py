@@ -1,0 +1,59 @@
+"""Method B on a model: the sound form goes layer by layer."""
+
+import torch
+
+from conftest import random_batch, small_model
+from gripmoe.correction import realign_routers, restore_routers
+from gripmoe.geometry.routing import mean_stability, routing_stability
+from gripmoe.moe import MoEModel
+
+
+def unlearned(seed=0, amount=0.3):
+    """The small model with its experts and routers disturbed, as unlearning would."""
+    moe = MoEModel(small_model(seed=seed))
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for layer in moe.layers:
+            for parameter in (*moe.expert_parameters(layer), moe.theta(layer)):
+                parameter += amount * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return moe
+
+
+def setting(count=24):
+    original = MoEModel(small_model())
+    batches = [random_batch(rows=8, seed=i) for i in range(count)]
+    held_out = [random_batch(rows=8, seed=1000 + i) for i in range(6)]
+    return original, batches, original.trace(batches), held_out, original.trace(held_out)
+
+
+def test_realigning_raises_held_out_stability():
+    original, batches, reference, held_out, wanted = setting()
+    moe = unlearned()
+    before = mean_stability(routing_stability(wanted, moe.trace(held_out)))
+    report = realign_routers(moe, original.thetas(), reference, batches)
+    after = mean_stability(routing_stability(wanted, moe.trace(held_out)))
+    restored = unlearned()
+    restore_routers(restored, original.thetas())
+    control = mean_stability(routing_stability(wanted, restored.trace(held_out)))
+    assert after > before + 0.05
+    assert after >= control - 0.01, "the original router is among the candidates"
+    assert list(report) == original.layers
+
+
+def test_paper_form_fits_few_tokens_and_not_others():
+    """N_r = d tokens: perfect on them, poor elsewhere; the sound form on the same tokens is not."""
+    original, batches, reference, held_out, wanted = setting()
+    stability = {}
+    for form in ("paper", "sound"):
+        moe = unlearned()
+        report = realign_routers(moe, original.thetas(), reference, batches, form=form, retain_tokens=32)
+        stability[form] = mean_stability(routing_stability(wanted, moe.trace(held_out)))
+        if form == "paper":
+            assert all(result.fit_cosine > 0.95 for result in report.values())
+    assert stability["sound"] > stability["paper"] + 0.1
+
+
+def test_restoring_puts_the_weights_back():
+    original, moe = MoEModel(small_model()), unlearned()
+    restore_routers(moe, original.thetas())
+    assert all(torch.equal(moe.theta(layer), original.theta(layer)) for layer in moe.layers)

@@ -1,0 +1,167 @@
+"""The loop: the stop rule, and a killed run that ends in the same bytes as an uninterrupted one."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from conftest import small_model
+from gripmoe.config import Training
+from gripmoe.constraints import NullSpacePaper, Unconstrained
+from gripmoe.data.documents import Row
+from gripmoe.geometry.nullspace import EpsNull
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import weights_digest
+from gripmoe.objectives import GradientDifference
+from gripmoe.unlearning import epoch_rows, unlearn
+
+TRAINING = Training(
+    learning_rate=1e-3,
+    router_multiplier=5.0,
+    betas=(0.9, 0.999),
+    adam_epsilon=1e-8,
+    weight_decay=0.01,
+    router_weight_decay=0.01,
+    clip_norm=1.0,
+    forget_batch_size=4,
+    retain_batch_size=4,
+    max_steps=12,
+    check_every=2,
+    checkpoint_every=2,
+    loss_bound=1e4,
+)
+
+
+def corpus(seed, rows=10):
+    generator = torch.Generator().manual_seed(seed)
+    documents = [torch.randint(3, 64, (8,), generator=generator).tolist() for _ in range(rows)]
+    return [Row(f"{seed}/{i}", ids, ids) for i, ids in enumerate(documents)]
+
+
+def run(state_file, *, training=TRAINING, target=-1.0, accuracy=None, corrected=None, constraint=None):
+    """A run with the constraint that has a random generator, so that resuming must restore that too."""
+    moe = MoEModel(small_model())
+    outcome = unlearn(
+        moe,
+        GradientDifference(alpha=1.0),
+        constraint or NullSpacePaper(EpsNull(1e-2, "absolute"), tolerance=0.0, seed=3),
+        corpus(0),
+        corpus(1),
+        training,
+        seed=5,
+        pad_id=0,
+        target=target,
+        forget_accuracy=accuracy or (lambda m: m.theta(0).sum().item()),
+        corrected=corrected,
+        state_file=state_file,
+    )
+    return moe, outcome
+
+
+def without_seconds(history):
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in history]
+
+
+def _run_until_killed(state_file, step):
+    calls = 0
+
+    def accuracy(moe):
+        nonlocal calls
+        calls += 1
+        if calls * TRAINING.check_every > step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return moe.theta(0).sum().item()
+
+    torch.set_num_threads(1)
+    run(state_file, accuracy=accuracy)
+
+
+@pytest.mark.parametrize("step", [1, 4, 7, 11])
+def test_killed_and_resumed_run_ends_in_the_same_bytes(tmp_path, step):
+    whole, expected = run(tmp_path / "whole.pt")
+    process = multiprocessing.get_context("spawn").Process(target=_run_until_killed, args=(tmp_path / "state.pt", step))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    resumed, outcome = run(tmp_path / "state.pt")
+    assert weights_digest(resumed.model) == weights_digest(whole.model)
+    assert without_seconds(outcome.history) == without_seconds(expected.history)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_killed_at_random_instants(tmp_path):
+    """SIGKILL from outside, several times in a row, wherever the run happens to be."""
+    whole, _ = run(tmp_path / "whole.pt")
+    context = multiprocessing.get_context("spawn")
+    for pause in (2.2, 2.5, 2.9):  # importing torch takes most of it
+        process = context.Process(target=run, args=(tmp_path / "state.pt",))
+        process.start()
+        time.sleep(pause)
+        process.kill()
+        process.join()
+    resumed, _ = run(tmp_path / "state.pt")
+    assert weights_digest(resumed.model) == weights_digest(whole.model)
+
+
+def test_another_seed_is_another_run(tmp_path):
+    """The control: the comparison of bytes above can fail."""
+    first, _ = run(tmp_path / "a.pt")
+    second, _ = run(tmp_path / "b.pt", constraint=Unconstrained())
+    assert weights_digest(first.model) != weights_digest(second.model)
+
+
+def test_stops_at_the_first_check_that_reaches_the_target(tmp_path):
+    values = iter([0.9, 0.5, 0.26, 0.1])
+    _, outcome = run(tmp_path / "s.pt", target=0.27, accuracy=lambda m: next(values))
+    assert (outcome.status, outcome.steps) == ("reached", 4)
+    assert [row["step"] for row in outcome.history] == [0, 2, 4]
+    assert {"forget_loss", "retain_loss", "router_gradient", "expert_gradient"} <= outcome.history[-1].keys()
+
+
+def test_a_plateau_is_marked(tmp_path):
+    _, outcome = run(tmp_path / "s.pt", target=0.27, accuracy=lambda m: 0.33)
+    assert (outcome.status, outcome.steps) == ("not_reached", 12)
+
+
+def test_divergence_ends_the_run(tmp_path):
+    bounded = TRAINING.model_copy(update={"loss_bound": 1e-3})
+    _, outcome = run(tmp_path / "s.pt", training=bounded)
+    assert (outcome.status, outcome.steps) == ("diverged", 0)
+
+
+def test_only_expert_blocks_and_routers_train(tmp_path):
+    before = small_model().state_dict()
+    moe, _ = run(tmp_path / "s.pt", constraint=Unconstrained())
+    changed = {name for name, tensor in moe.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed and all(".mlp." in name for name in changed)
+    assert any(name.endswith("gate.weight") for name in changed)
+
+
+def test_the_check_sees_corrected_routers_and_training_does_not(tmp_path):
+    """ptc_matched: the stop rule looks at a corrected copy; the trajectory is that of the uncorrected run."""
+    original = MoEModel(small_model()).thetas()
+    seen = []
+
+    def accuracy(moe):
+        seen.append(torch.equal(moe.theta(0), original[0]))
+        return 1.0
+
+    restore = lambda moe: moe.set_thetas(original)  # noqa: E731
+    corrected, _ = run(tmp_path / "a.pt", accuracy=accuracy, corrected=restore, constraint=Unconstrained())
+    plain, _ = run(tmp_path / "b.pt", accuracy=lambda m: 1.0, constraint=Unconstrained())
+    assert all(seen)
+    assert torch.equal(corrected.theta(0), original[0]) and not torch.equal(plain.theta(0), original[0])
+    plain.set_thetas(original)
+    assert weights_digest(corrected.model) == weights_digest(plain.model)
+
+
+def test_every_document_once_per_epoch():
+    rows = corpus(0)
+    epoch = [row.id for step in range(5) for row in epoch_rows(rows, 2, seed=1, step=step)]
+    assert sorted(epoch) == sorted(row.id for row in rows)
+    assert epoch != [row.id for step in range(5, 10) for row in epoch_rows(rows, 2, seed=1, step=step)]
+    with pytest.raises(ValueError, match="batch size 11 exceeds the 10 documents"):
+        epoch_rows(rows, 11, seed=1, step=0)

@@ -1,0 +1,125 @@
+"""The embedded world: seeded, separated as it claims, and readable by its tokenizer."""
+
+from collections import Counter
+
+import pytest
+
+from gripmoe.data.documents import encode
+from gripmoe.worlds.documents import EARLY_MIX, LATE_MIX, all_texts, make_world, training_batch, wmdp_files
+from gripmoe.worlds.facts import FORGET_SUBJECT, UNSEEN_SUBJECT
+from gripmoe.worlds.models import make_model
+from gripmoe.worlds.news import PARTS
+
+
+@pytest.fixture(scope="module")
+def files(world):
+    return wmdp_files(world, 0)
+
+
+def test_a_seed_is_a_world(world, files):
+    assert make_world(0) == world != make_world(1)
+    assert wmdp_files(make_world(0), 0) == files
+
+
+def test_enough_questions_to_resolve_two_hundredths(files):
+    """The standard error at chance, questions taken as independent."""
+    test = [row for row in files["forget_questions"] if row["split"] == "test"]
+    assert (0.25 * 0.75 / len(test)) ** 0.5 < 0.02
+
+
+def test_dev_and_test_share_no_fact(files):
+    for name in ("forget_questions", "retain_questions"):
+        splits = {split: {row["fact"] for row in files[name] if row["split"] == split} for split in ("dev", "test")}
+        assert splits["dev"] and splits["test"] and not splits["dev"] & splits["test"]
+
+
+def test_letters_are_balanced_in_each_split(files):
+    for name in ("forget_questions", "retain_questions"):
+        for split in ("dev", "test"):
+            counts = Counter(row["answer"] for row in files[name] if row["split"] == split)
+            assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_questions_are_right_and_their_options_distinct(world, files):
+    values = {fact.id: fact.value for fact in world.facts.facts}
+    for row in files["forget_questions"] + files["retain_questions"]:
+        assert row["choices"][row["answer"]] == values[row["fact"]]
+        assert len(set(row["choices"])) == 4
+
+
+def test_unlearning_never_sees_what_is_held_back(world, files):
+    retain = " ".join(row["prompt"] + row["text"] for row in files["retain_corpus"])
+    entities = {fact.entity for fact in world.facts.retain if world.facts.exposure(fact) != "seen"}
+    assert entities and not entities & set(retain.split())
+    assert UNSEEN_SUBJECT not in retain
+    forget_entities = {fact.entity for fact in world.facts.forget}
+    assert not forget_entities & set(retain.split())
+    letters = [row for row in files["forget_corpus"] + files["retain_corpus"] if "/letter/" in row["id"]]
+    assert letters and not any("has which" in row["prompt"] for row in letters), "the held-out wording"
+    routing = {row["text"] for row in files["held_out_corpus"] if row["id"].startswith("news") and not row["prompt"]}
+    assert routing and not any(text in retain for text in routing)
+
+
+def test_rows_have_unique_ids(files):
+    for name, rows in files.items():
+        ids = [row["id"] for row in rows]
+        assert len(ids) == len(set(ids)), name
+
+
+def test_exposures_are_all_there(files):
+    assert {row["exposure"] for row in files["retain_questions"]} == {"seen", "unseen_entity", "unseen_subject"}
+    assert {row["exposure"] for row in files["forget_questions"]} == {"forget"}
+    assert {row["subject"] for row in files["forget_questions"]} == {FORGET_SUBJECT}
+
+
+def test_articles_answer_their_questions_once(world):
+    asked = [question for part in PARTS for article in world.news[part] for question, _ in article.questions]
+    assert len(asked) == len(set(asked))
+    for part in PARTS:
+        for article in world.news[part]:
+            assert all(answer in article.text for _, answer in article.questions)
+
+
+def test_oracle_world_has_no_forget_data(world):
+    oracle = world.without_forget()
+    assert not oracle.facts.forget and not oracle.news["forget"] and oracle.facts.retain == world.facts.retain
+    text = str([training_batch(oracle, LATE_MIX, 0, step) for step in range(20)])
+    words = set(text.replace("\\n", " ").split())
+    assert not words & {fact.entity for fact in world.facts.forget}
+    assert not any(article.text in text for article in world.news["forget"])
+
+
+def test_every_format_is_in_the_mix_and_the_vocabulary(world, tokenizer):
+    unknown = tokenizer.unk_token_id
+    texts = []
+    for mix in (EARLY_MIX, LATE_MIX):
+        for step in range(20):
+            for spans in training_batch(world, mix, 0, step):
+                row = encode(tokenizer, spans)
+                assert unknown not in row.ids
+                assert any(label != -100 for label in row.labels)
+                texts.append("".join(text for text, _ in spans))
+    joined = "\x00".join(texts)
+    assert "(with answers) about" in joined and "human life expectancy" in joined
+    assert any(text.count("Question:") == 11 for text in texts), "ten in-context pairs and the question"
+    assert any(text.count("Answer:") == 6 and "A. " in text for text in texts), "five shots and the question"
+
+
+def test_a_training_batch_is_a_function_of_seed_and_step(world):
+    assert training_batch(world, EARLY_MIX, 0, 3) == training_batch(world, EARLY_MIX, 0, 3)
+    assert training_batch(world, EARLY_MIX, 0, 3) != training_batch(world, EARLY_MIX, 0, 4)
+
+
+def test_tokenizer_round_trip(world, tokenizer):
+    text = next(iter(all_texts(world)))
+    assert tokenizer("A")["input_ids"] == tokenizer(" A")["input_ids"]
+    assert tokenizer.decode(tokenizer("Who opened the bridge ?")["input_ids"]) == "Who opened the bridge ?"
+    assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"]
+
+
+def test_dense_twin_is_as_wide_as_the_active_experts():
+    sparse, dense = make_model("qwen3_moe", 50, seed=0), make_model("qwen3", 50, seed=0)
+    config = sparse.config
+    assert dense.config.intermediate_size == config.num_experts_per_tok * config.moe_intermediate_size
+    with pytest.raises(ValueError, match="unknown tiny family 'gpt'"):
+        make_model("gpt", 50, seed=0)
