@@ -284,7 +284,8 @@ def attack(args) -> None:
     import tempfile
 
     from gripmoe.attacks.forcing import expert_forcing
-    from gripmoe.evaluation.choice import harness_answers, load_questions
+    from gripmoe.evaluation.choice import direct_answers, harness_answers, load_questions
+    from gripmoe.evaluation.report import load_answers
     from gripmoe.files import write_csv
     from gripmoe.moe import MoEModel
     from gripmoe.moe.storage import load_model
@@ -295,6 +296,8 @@ def attack(args) -> None:
         before, _ = load_model(args.model.parent / "weights")
         after, tokenizer = load_model(args.checkpoint.parent / "weights")
 
+        forget = load_questions(args.data / "forget_questions.jsonl", "test")
+
         def answer_all(moe, questions):
             return harness_answers(
                 moe.model, tokenizer, questions, work_folder=Path(work), batch_size=run.benchmark.evaluation_batch_size
@@ -304,9 +307,11 @@ def attack(args) -> None:
             MoEModel(before),
             MoEModel(after),
             tokenizer,
-            load_questions(args.data / "forget_questions.jsonl", "test"),
+            forget,
             load_questions(args.data / "retain_questions.jsonl", "dev"),
+            load_answers(args.answers, forget),
             answer_all,
+            lambda moe, questions: direct_answers(moe.model, tokenizer, questions),
             seed=run.seed,
         )
         write_csv(args.questions, result.questions)
@@ -357,7 +362,7 @@ def main(argv: list[str] | None = None) -> int:
     command(unlearn, "run", "model", "data", "trace", "output", optional=("bases",))
     command(realign, "run", "model", "checkpoint", "retain-corpus", "trace", "output")
     command(evaluate, "run", "model", "checkpoint", "data", "questions", "output")
-    command(attack, "run", "model", "checkpoint", "data", "questions", "output")
+    command(attack, "run", "model", "checkpoint", "data", "answers", "questions", "output")
     command(collect, "output").add_argument("cells", nargs="+", type=Path)
 
     args = parser.parse_args(argv)

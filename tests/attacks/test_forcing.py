@@ -28,7 +28,8 @@ def setting(world, tokenizer):
 
 def test_controls(setting):
     before, hidden, tokenizer, forget, retain, answer_all = setting
-    metrics = expert_forcing(before, hidden, tokenizer, forget, retain, answer_all).metrics
+    normal = answer_all(hidden, forget)
+    metrics = expert_forcing(before, hidden, tokenizer, forget, retain, normal, answer_all, answer_all).metrics
     assert metrics["own_sets_change_answers"] == 0
     assert metrics["original_forced_with_own_sets"] == metrics["original_forget_accuracy"]
     assert metrics["num_shifted"] == metrics["num_questions"] == len(forget)
@@ -52,7 +53,8 @@ def test_forcing_brings_first_layer_choices_back(setting):
 
 def test_nothing_shifts_without_a_change(setting):
     before, _, tokenizer, forget, retain, answer_all = setting
-    result = expert_forcing(before, before, tokenizer, forget, retain, answer_all)
+    normal = answer_all(before, forget)
+    result = expert_forcing(before, before, tokenizer, forget, retain, normal, answer_all, answer_all)
     assert result.metrics["num_shifted"] == 0 and result.metrics["recovery_rate"] == 0
     assert result.metrics["adversarial_recovery_rate"] != result.metrics["adversarial_recovery_rate"], (
         "no subset, no rate"

@@ -8,8 +8,8 @@ import yaml
 from conftest import small_model
 from gripmoe.data.formats import LETTERS
 from gripmoe.evaluation.choice import accuracy, direct_answers, harness_answers, harness_task, load_questions, prompt_of
-from gripmoe.evaluation.report import choice_metrics, question_results
-from gripmoe.files import write_jsonl
+from gripmoe.evaluation.report import choice_metrics, load_answers, question_results
+from gripmoe.files import write_csv, write_jsonl
 from gripmoe.worlds.documents import question_rows
 
 
@@ -64,6 +64,18 @@ def test_metrics_by_hand(questions):
     assert choice_metrics(questions, right)["retain_accuracy"] == accuracy(right) == 1.0
     rows = question_results(questions, right)
     assert rows[0]["correct"] == 1 and rows[0]["logprob_A"] == 0.0 and len(rows) == len(questions)
+
+
+def test_answers_survive_their_file(tmp_path, tokenizer, questions):
+    model = small_model(vocabulary_size=len(tokenizer))
+    answers = direct_answers(model, tokenizer, questions)
+    write_csv(tmp_path / "q.csv", question_results(questions, answers))
+    reloaded = load_answers(tmp_path / "q.csv", questions[::-1])
+    for a, b in zip(answers, reloaded[::-1], strict=True):
+        assert (a.id, a.chosen, a.correct) == (b.id, b.chosen, b.correct)
+        assert a.letter_logprobs == pytest.approx(b.letter_logprobs, abs=1e-6)
+    with pytest.raises(ValueError, match="no answer to question 'new' and 0 others"):
+        load_answers(tmp_path / "q.csv", [{"id": "new"}])
 
 
 def test_questions_of_a_split(tmp_path, questions):

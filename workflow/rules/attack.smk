@@ -6,7 +6,7 @@ rule attack:
         run=f"{CELL}/run.yaml",
         model=MODEL,
         checkpoint=cell_checkpoint,
-        evaluation=f"{CELL}/evaluation.json",
+        answers=f"{CELL}/questions.csv",
         data=multiext(f"{DATA}/", "forget_questions.jsonl", "retain_questions.jsonl"),
     output:
         metrics=f"{CELL}/attack.json",
@@ -26,4 +26,5 @@ rule attack:
         code=code_fingerprint("gripmoe.attacks.forcing"),
     shell:
         "gripmoe attack --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
+        " --answers {input.answers}"
         " --questions {output.questions} --output {output.metrics} > {log} 2>&1"

@@ -34,28 +34,30 @@ def expert_forcing(
     tokenizer,
     forget: Sequence[dict],
     retain: Sequence[dict],
+    normal: Sequence[Answer],
     answer_all: AnswerAll,
+    control_answers: AnswerAll,
     *,
     shifted_below: float = 0.999,
     seed: int = 0,
 ) -> ForcingResult:
     """Forces the original sets on the unlearned model and measures what comes back.
 
-    Reported: accuracy under forcing over all forget questions and over those whose routing shifted (mean Jaccard
-    similarity over prompt tokens and layers below `shifted_below`), as the paper defines recovery (forced accuracy on
-    the shifted subset minus normal accuracy on all) and on equal questions; what forcing turns right and what it
-    turns wrong. Controls: the original model forced with its own sets (a no-op), random sets (the floor), and forced
-    retain accuracy.
+    `normal` are the unlearned model's own answers to `forget`. `answer_all` asks a model (the harness, for what is
+    reported), `control_answers` asks it more cheaply. Reported: accuracy under forcing over all forget questions and
+    over those whose routing shifted (mean Jaccard similarity over prompt tokens and layers below `shifted_below`), as
+    the paper defines recovery (forced accuracy on the shifted subset minus normal accuracy on all) and on equal
+    questions; what forcing turns right and what it turns wrong. Controls: the original model forced with its own sets
+    (a no-op), random sets (the floor), and forced retain accuracy.
     """
-    normal = answer_all(after, forget)
     with after.force_routing(before.routes):
         forced = answer_all(after, forget)
         forced_retain = answer_all(after, retain)
     with after.force_routing(random_sets(after, seed)):
-        random_forced = answer_all(after, forget)
-    original = answer_all(before, forget)
+        random_forced = control_answers(after, forget)
+    original = control_answers(before, forget)
     with before.force_routing(before.routes):
-        original_forced = answer_all(before, forget)
+        original_forced = control_answers(before, forget)
 
     agreement = prompt_agreement(before, after, tokenizer, forget)
     questions = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from gripmoe.data.formats import LETTERS
 from gripmoe.evaluation.choice import Answer
@@ -52,4 +54,23 @@ def question_results(questions: Sequence[dict], answers: Sequence[Answer]) -> li
             },
         }
         for question, answer in zip(questions, answers, strict=True)
+    ]
+
+
+def load_answers(path: Path, questions: Sequence[dict]) -> list[Answer]:
+    """The answers to `questions`, in their order, from a file of question rows. Raises ValueError if one is missing."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = {row["id"]: row for row in csv.DictReader(file)}
+    missing = [question["id"] for question in questions if question["id"] not in rows]
+    if missing:
+        raise ValueError(f"{path}: no answer to question {missing[0]!r} and {len(missing) - 1} others; evaluate again")
+    return [
+        Answer(
+            question["id"],
+            int(row["chosen"]),
+            row["correct"] == "1",
+            tuple(float(row[f"logprob_{letter}"]) for letter in LETTERS),
+        )
+        for question in questions
+        for row in (rows[question["id"]],)
     ]
