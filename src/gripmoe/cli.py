@@ -1,6 +1,7 @@
 """One subcommand per rule of the workflow: read files, call one function of the package, write files.
 
-Heavy imports stand in the commands that use them. Every command can be pasted from a log and run by hand.
+Flags are paths; `--settings` is the part of the validated configuration, as JSON, that the step depends on. Heavy
+imports stand in the commands that use them. Every command can be pasted from a log and run by hand.
 """
 
 from __future__ import annotations
@@ -10,32 +11,30 @@ import os
 import sys
 from pathlib import Path
 
-from gripmoe.config import ConfigError, Project, load_run
+from gripmoe.config import Benchmark, ConfigError, Data, Method, ModelConfig, Run, load_run, parse_settings
 from gripmoe.files import file_digest, read_json, write_json, write_yaml
 from gripmoe.provenance import recorded
 
 
 def configure(args) -> None:
     """Writes the completely resolved configuration of one cell."""
-    model, benchmark, objective, method, seed = args.cell.split("/")
-    run = Project(args.config, args.world).run(model, benchmark, objective, method, int(seed))
-    write_yaml(args.output, run.model_dump(mode="json"))
+    write_yaml(args.output, parse_settings(Run, args.settings).model_dump(mode="json"))
 
 
 def prepare_data(args) -> None:
     """Writes a benchmark's questions and corpora as JSON lines."""
     from gripmoe.files import write_jsonl
 
-    benchmark = Project(args.config, args.world).benchmarks[args.benchmark]
+    data = parse_settings(Data, args.settings)
     with recorded(args.output / "provenance.json", "gripmoe.worlds.documents", "gripmoe.data.published"):
-        if benchmark.data.source == "embedded":
+        if data.source == "embedded":
             from gripmoe.worlds.documents import make_world, wmdp_files
 
-            files = wmdp_files(make_world(benchmark.data.world_seed), benchmark.data.world_seed)
+            files = wmdp_files(make_world(data.world_seed), data.world_seed)
         else:
             from gripmoe.data.published import benchmark_files
 
-            files = benchmark_files(benchmark.data)
+            files = benchmark_files(data)
         for name, rows in files.items():
             write_jsonl(args.output / f"{name}.jsonl", rows)
 
@@ -44,7 +43,7 @@ def prepare_model(args) -> None:
     """Trains an embedded base model or fetches a published one; checks that it answers the questions it should."""
     from gripmoe.moe.storage import save_model
 
-    config = Project(args.config, args.world).models[args.model]
+    config = parse_settings(ModelConfig, args.settings)
     folder = args.output.parent
     with recorded(folder / "provenance.json", "gripmoe.finetune", "gripmoe.moe.storage"):
         if config.source == "published":
@@ -103,7 +102,7 @@ def trace_routing(args) -> None:
     from gripmoe.moe import MoEModel
     from gripmoe.moe.storage import load_model, save_trace
 
-    benchmark = Project(args.config, args.world).benchmarks[args.benchmark]
+    benchmark = parse_settings(Benchmark, args.settings)
     _one_thread_unless_set()
     with recorded(_beside(args.output), "gripmoe.moe.model"):
         model, tokenizer = load_model(args.model.parent / "weights")
@@ -121,7 +120,7 @@ def fit_basis(args) -> None:
     from gripmoe.geometry.nullspace import EpsNull
     from gripmoe.moe.storage import load_trace, save_bases
 
-    method = Project(args.config, args.world).methods[args.method]
+    method = parse_settings(Method, args.settings)
     _one_thread_unless_set()
     with recorded(_beside(args.output), "gripmoe.constraints"):
         weights = {"model": read_json(args.model)["weights"]}
@@ -330,7 +329,7 @@ def _one_thread_unless_set() -> None:
     """Two jobs side by side are faster than one job on two threads, for models this small."""
     import torch
 
-    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+    if not torch.cuda.is_available() and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(1)
 
 
@@ -342,23 +341,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="gripmoe", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(function, *flags: str, project: bool = False, optional: tuple[str, ...] = ()):
-        name = function.__name__.replace("_", "-")
-        sub = commands.add_parser(name, help=function.__doc__.splitlines()[0])
+    def command(function, *flags: str, optional: tuple[str, ...] = ()):
+        sub = commands.add_parser(function.__name__.replace("_", "-"), help=function.__doc__.splitlines()[0])
         sub.set_defaults(function=function)
-        if project:
-            sub.add_argument("--config", type=Path, required=True, help="folder of the configuration files")
-            sub.add_argument("--world", required=True, help="world name, or path of a world file")
         for flag in (*flags, *optional):
-            is_name = flag in ("benchmark", "method", "cell") or (flag == "model" and function is prepare_model)
-            sub.add_argument(f"--{flag}", type=str if is_name else Path, required=flag not in optional)
+            sub.add_argument(f"--{flag}", type=str if flag == "settings" else Path, required=flag not in optional)
         return sub
 
-    command(configure, "cell", "output", project=True)
-    command(prepare_data, "benchmark", "output", project=True)
-    command(prepare_model, "model", "output", project=True)
-    command(trace_routing, "benchmark", "model", "retain-corpus", "digest", "output", project=True)
-    command(fit_basis, "method", "model", "trace", "digest", "output", project=True)
+    command(configure, "settings", "output")
+    command(prepare_data, "settings", "output")
+    command(prepare_model, "settings", "output")
+    command(trace_routing, "settings", "model", "retain-corpus", "digest", "output")
+    command(fit_basis, "settings", "model", "trace", "digest", "output")
     command(unlearn, "run", "model", "data", "trace", "output", optional=("bases",))
     command(realign, "run", "model", "checkpoint", "retain-corpus", "trace", "output")
     command(evaluate, "run", "model", "checkpoint", "data", "questions", "output")

@@ -7,11 +7,21 @@ A world file lists what to run; `models.yaml`, `benchmarks.yaml` and `methods.ya
 from __future__ import annotations
 
 import difflib
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 OBJECTIVES = ("gd", "rmu")
 NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
@@ -78,8 +88,11 @@ class PublishedData(Strict):
     revisions: dict[str, str] = {}
 
 
+Data = Annotated[EmbeddedData | PublishedData, Field(discriminator="source")]
+
+
 class Benchmark(Strict):
-    data: Annotated[EmbeddedData | PublishedData, Field(discriminator="source")]
+    data: Data
     target: ForgetTarget
     retain_documents: PositiveInt  # of the retain corpus, for bases and for Method B
     max_length: PositiveInt
@@ -283,6 +296,15 @@ def load_run(path: Path) -> Run:
     return _parse(Run, _load(path), path)
 
 
+def parse_settings(target: Any, text: str) -> Any:
+    """A configuration object of type `target` from its JSON, as rules pass it to commands."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--settings: not valid JSON: {error}") from None
+    return _parse(target, value, Path("--settings"))
+
+
 def _find_world(folder: Path, world: str) -> tuple[str, Path]:
     """A name of a file in the configuration folder, or the path of a YAML file."""
     path = Path(world) if world.endswith((".yaml", ".yml")) else folder / f"{world}.yaml"
@@ -303,17 +325,15 @@ def _load(path: Path) -> Any:
 
 
 def _catalogue(path: Path, row_type: Any) -> dict[str, Any]:
-    from pydantic import TypeAdapter
-
     rows = _load(path)
     if not isinstance(rows, dict):
         raise ConfigError(f"{path}: expected a mapping of names")
-    return {name: _parse(TypeAdapter(row_type), row, path, prefix=name) for name, row in rows.items()}
+    return {name: _parse(row_type, row, path, prefix=name) for name, row in rows.items()}
 
 
 def _parse(target: Any, value: Any, path: Path, prefix: str = "") -> Any:
     try:
-        return target.model_validate(value) if isinstance(target, type) else target.validate_python(value)
+        return TypeAdapter(target).validate_python(value)
     except ValidationError as error:
         raise ConfigError("\n".join(_describe(target, item, path, prefix) for item in error.errors())) from None
 

@@ -22,7 +22,7 @@ rule attack:
         **GPU_RESOURCES,
         runtime=240,
     params:
-        data=DATA,
+        data=lambda wildcards, input: str(Path(input.data[0]).parent),
         code=code_fingerprint("gripmoe.attacks.forcing"),
     shell:
         "gripmoe attack --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"

@@ -1,5 +1,5 @@
-# The validated configuration, the layout of results/, and what every rule shares. Nothing heavy is imported here: each
-# cluster job parses these files again.
+# The validated configuration, the layout of results/, and what all steps share. Nothing heavy is imported here, since
+# each cluster job parses these files again.
 
 import json
 from pathlib import Path
@@ -20,7 +20,6 @@ except ConfigError as error:
     raise WorkflowError(str(error))
 
 WORLD = PROJECT.world
-WORLD_FLAGS = f"--config {CONFIG} --world {config.get('world', 'tiny')}"
 RESULTS = f"results/{PROJECT.name}"
 FIGURES = f"paper_figures/{PROJECT.name}"
 LOGS = f"{RESULTS}/logs"
@@ -77,6 +76,24 @@ def cell_checkpoint(wildcards):
     if reference == "retain_only":
         return MODEL.format(model=PROJECT.models[wildcards.model].oracle)
     return f"{CELL}/checkpoint.json".format(**wildcards)
+
+
+def bases_of(wildcards):
+    return [f"{BASES}.json".format(**wildcards)] if wildcards.method in WITH_BASES else []
+
+
+def bases_flag(wildcards):
+    return f"--bases {BASES}.safetensors".format(**wildcards) if wildcards.method in WITH_BASES else ""
+
+
+def corrected_checkpoint(wildcards):
+    corrected = PROJECT.methods[wildcards.method].corrects
+    return f"{CELL}/checkpoint.json".format(**{**wildcards, "method": corrected})
+
+
+def artefact_files():
+    catalogue = PROJECT.artefacts
+    return [f"{FIGURES}/{name}.{suffix}" for name in WORLD.artefacts for suffix in catalogue[name].formats]
 
 
 GPU_RESOURCES = {"gpu": 1 if ON_GPU else 0, "mem_mb": 65536 if ON_GPU else 3000}

@@ -27,7 +27,7 @@ rule evaluate:
         **GPU_RESOURCES,
         runtime=240,
     params:
-        data=DATA,
+        data=lambda wildcards, input: str(Path(input.data[0]).parent),
         code=code_fingerprint("gripmoe.evaluation.choice", "gripmoe.evaluation.report", "gripmoe.evaluation.routing"),
     shell:
         "gripmoe evaluate --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"

@@ -23,7 +23,7 @@ rule trace_routing:
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark]),
         code=code_fingerprint("gripmoe.moe.model", "gripmoe.moe.storage", "gripmoe.data.corpora"),
     shell:
-        "gripmoe trace-routing {WORLD_FLAGS} --benchmark {wildcards.benchmark} --model {input.model}"
+        "gripmoe trace-routing --settings {params.settings:q} --model {input.model}"
         " --retain-corpus {input.corpus} --digest {output.digest} --output {output.trace} > {log} 2>&1"
 
 
@@ -49,5 +49,5 @@ rule fit_basis:
         settings=lambda w: canonical(PROJECT.methods[w.method]),
         code=code_fingerprint("gripmoe.constraints", "gripmoe.moe.storage"),
     shell:
-        "gripmoe fit-basis {WORLD_FLAGS} --method {wildcards.method} --model {input.model} --trace {input.trace}"
+        "gripmoe fit-basis --settings {params.settings:q} --model {input.model} --trace {input.trace}"
         " --digest {output.digest} --output {output.bases} > {log} 2>&1"

@@ -19,11 +19,11 @@ rule prepare_data:
         mem_mb=3000,
         runtime=60,
     params:
-        folder=DATA,
+        folder=lambda wildcards, output: str(Path(output[0]).parent),
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].data),
         code=code_fingerprint("gripmoe.worlds.documents", "gripmoe.data.published"),
     shell:
-        "gripmoe prepare-data {WORLD_FLAGS} --benchmark {wildcards.benchmark} --output {params.folder} > {log} 2>&1"
+        "gripmoe prepare-data --settings {params.settings:q} --output {params.folder} > {log} 2>&1"
 
 
 rule prepare_model:
@@ -46,7 +46,7 @@ rule prepare_model:
             "gripmoe.finetune", "gripmoe.worlds.models", "gripmoe.worlds.tokenizer", "gripmoe.moe.storage"
         ),
     shell:
-        "gripmoe prepare-model {WORLD_FLAGS} --model {wildcards.model} --output {output} > {log} 2>&1"
+        "gripmoe prepare-model --settings {params.settings:q} --output {output} > {log} 2>&1"
 
 
 localrules:
@@ -63,6 +63,4 @@ rule configure:
     params:
         settings=run_settings,
     shell:
-        "gripmoe configure {WORLD_FLAGS}"
-        " --cell {wildcards.model}/{wildcards.benchmark}/{wildcards.objective}/{wildcards.method}/{wildcards.seed}"
-        " --output {output} > {log} 2>&1"
+        "gripmoe configure --settings {params.settings:q} --output {output} > {log} 2>&1"

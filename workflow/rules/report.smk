@@ -1,11 +1,6 @@
 # One tidy table of all cells, and one notebook per table and figure.
 
 
-def artefact_files():
-    catalogue = PROJECT.artefacts
-    return [f"{FIGURES}/{name}.{suffix}" for name in WORLD.artefacts for suffix in catalogue[name].formats]
-
-
 rule collect:
     input:
         cell_files("run.yaml", "evaluation.json", "attack.json"),

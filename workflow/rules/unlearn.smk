@@ -1,19 +1,6 @@
 # Training of a cell, or the correction of another cell's finished routers (Method B).
 
 
-def bases_of(wildcards):
-    return [f"{BASES}.json".format(**wildcards)] if wildcards.method in WITH_BASES else []
-
-
-def bases_flag(wildcards):
-    return f"--bases {BASES}.safetensors".format(**wildcards) if wildcards.method in WITH_BASES else ""
-
-
-def corrected_checkpoint(wildcards):
-    corrected = PROJECT.methods[wildcards.method].corrects
-    return f"{CELL}/checkpoint.json".format(**{**wildcards, "method": corrected})
-
-
 rule unlearn:
     input:
         run=f"{CELL}/run.yaml",
@@ -25,8 +12,8 @@ rule unlearn:
         trace=ancient(f"{ROUTING}.safetensors"),
         bases=bases_of,
     output:
-        f"{CELL}/checkpoint.json",
-        f"{CELL}/history.json",
+        checkpoint=f"{CELL}/checkpoint.json",
+        history=f"{CELL}/history.json",
     log:
         f"{LOGS}/unlearn/{CELL_NAME}.log",
     benchmark:
@@ -42,12 +29,12 @@ rule unlearn:
         **GPU_RESOURCES,
         runtime=720,
     params:
-        data=DATA,
+        data=lambda wildcards, input: str(Path(input.questions).parent),
         bases=bases_flag,
         code=code_fingerprint("gripmoe.unlearning", "gripmoe.correction", "gripmoe.evaluation.choice"),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} {params.bases}"
-        " --output {output[0]} > {log} 2>&1"
+        " --output {output.checkpoint} > {log} 2>&1"
 
 
 rule realign:

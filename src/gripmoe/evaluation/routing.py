@@ -11,12 +11,14 @@ from gripmoe.moe import MoEModel
 
 def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch], prefix: str) -> dict[str, float]:
     """Flat metrics named `prefix`: the mean over layers, `_layer_<n>` for each, and two counterfactuals: `_router_only`
-    (new routers on the old representations) and `_representation_only` (old routers on the new representations)."""
+    (new routers on the old representations) and `_representation_only` (old routers on the new representations). The number of experts and of those chosen tell the random floor."""
     trace_before, trace_after = before.trace(batches), after.trace(batches)
     total = routing_stability(trace_before, trace_after)
     router_only = routing_stability(trace_before, _rerouted(trace_before, after))
     representation_only = routing_stability(trace_before, _rerouted(trace_after, before))
     metrics = {
+        "num_experts": after.num_experts,
+        "top_k": after.top_k,
         prefix: mean_stability(total),
         f"{prefix}_router_only": mean_stability(router_only),
         f"{prefix}_representation_only": mean_stability(representation_only),

@@ -63,8 +63,16 @@ def stability_by_layer(runs: pd.DataFrame) -> pd.DataFrame:
     return groups.agg(mean="mean", least="min", greatest="max", runs="count").reset_index()
 
 
-def routing_stability_by_layer(runs: pd.DataFrame, floor: float | None = None) -> plt.Figure:
-    """Fig. 1a: routing stability of every method over depth, one panel per objective; bands span the seeds."""
+def random_floor(runs: pd.DataFrame) -> float | None:
+    """Routing stability of random sets, where all models of `runs` choose alike; else None."""
+    sizes = [runs.loc[runs.metric == name, "value"].unique() for name in ("num_experts", "top_k")]
+    return expected_overlap(*(int(size[0]) for size in sizes)) if all(len(size) == 1 for size in sizes) else None
+
+
+def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
+    """Fig. 1a: routing stability of every method over depth, one panel per objective; bands span the seeds, dots mark
+    what random sets would give."""
+    floor = random_floor(runs)
     data = stability_by_layer(runs)
     objectives = [o for o in labels.OBJECTIVES if o != "none" and o in set(data.objective)]
     with house_style():

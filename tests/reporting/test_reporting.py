@@ -1,0 +1,165 @@
+"""Tables and figures from synthetic cells: numbers by hand, marks computed, the paper's values apart."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.image import imread
+
+from gripmoe.files import write_json, write_yaml
+from gripmoe.reporting import labels
+from gripmoe.reporting.collect import COLUMNS, collect_cells, load_runs
+from gripmoe.reporting.figures import (
+    expected_overlap,
+    random_floor,
+    routing_stability_by_layer,
+    save_figure,
+    stability_by_layer,
+)
+from gripmoe.reporting.tables import as_frame, as_latex, interval, main_results, paper_values, save
+
+
+def synthetic():
+    """Two seeds of three methods; `frozen_router` has not reached its target in one of them."""
+    rows = []
+    values = {
+        "unconstrained": (0.26, 0.70, 0.40),
+        "frozen_router": (0.30, 0.99, 0.80),
+        "expert_specific_paper": (0.25, 0.90, 0.75),
+    }
+    for method, (fa, ra, rs) in values.items():
+        for seed in (0, 1):
+            metrics = {
+                "forget_accuracy": fa,
+                "retain_accuracy": ra + 0.02 * seed,
+                "routing_stability": rs,
+                "recovery_rate": 0.1,
+                "reached": float(not (method == "frozen_router" and seed == 1)),
+                "diverged": 0.0,
+                "num_experts": 16.0,
+                "top_k": 4.0,
+                **{f"routing_stability_layer_{layer}": rs - 0.1 * layer + 0.02 * seed for layer in range(3)},
+            }
+            rows += [("tiny_a", "wmdp_tiny", "rmu", method, seed, name, value) for name, value in metrics.items()]
+    rows += [("tiny_a", "wmdp_tiny", "none", "original", 0, "forget_accuracy", 0.98)]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def row(table, label):
+    for _, entries in table.blocks:
+        for name, measured, paper in entries:
+            if name.startswith(label):
+                return (
+                    name,
+                    dict(zip(table.columns, measured, strict=True)),
+                    dict(zip(table.paper_columns, paper, strict=True)),
+                )
+    raise AssertionError(label)
+
+
+def test_interval_by_hand():
+    mean, half = interval(pd.Series([1.0, 2.0, 3.0]))
+    assert mean == 2.0 and half == pytest.approx(4.302653 / np.sqrt(3), rel=1e-5)
+    assert interval(pd.Series([0.5])) == (0.5, None)
+
+
+def test_measured_and_paper_stand_apart():
+    table = main_results(synthetic())
+    _, measured, paper = row(table, "Unconstrained")
+    assert measured["RA"].value == pytest.approx(0.71) and measured["RA"].half_width == pytest.approx(
+        12.7062 * 0.01, rel=1e-4
+    )
+    assert (paper["FA"].value, paper["RA"].value, paper["RS"].value) == (0.26, 0.35, 0.43)
+    frame = as_frame(table)
+    assert {"RA", "RA ± 95 %", "paper: RA"} <= set(frame.columns)
+
+
+def test_what_was_not_measured_is_missing_not_filled():
+    table = main_results(synthetic())
+    _, measured, paper = row(table, "Before unlearning")
+    assert measured["FA"].value == 0.98 and measured["RS"].text == "–" and measured["RS"].value is None
+    assert all(cell.value is None for cell in paper.values())
+
+
+def test_best_is_computed_among_runs_that_forgot():
+    table = main_results(synthetic())
+    name, frozen, _ = row(table, "Frozen router")
+    assert name.endswith("*") and not frozen["RA"].best, "the highest, but it has not reached the target"
+    assert row(table, "Method A, paper")[1]["RA"].best
+    assert not row(table, "Unconstrained")[1]["RA"].best
+    changed = synthetic()
+    changed.loc[changed.metric == "reached", "value"] = 1.0
+    assert row(main_results(changed), "Frozen router")[1]["RA"].best
+
+
+def test_diverged_runs_are_marked():
+    runs = synthetic()
+    runs.loc[(runs.method == "unconstrained") & (runs.metric == "diverged"), "value"] = 1.0
+    assert "†" in row(main_results(runs), "Unconstrained")[0]
+
+
+def test_paper_values_are_the_papers():
+    published = paper_values("main_results")
+    assert published["rmu", "unconstrained", "routing_stability"] == 0.43
+    assert published["gd", "ptc_paper", "retain_accuracy"] == 0.55
+    assert len(published) == 17 * 3
+
+
+def test_all_formats_are_written(tmp_path):
+    save(main_results(synthetic()), tmp_path / "main_results.csv")
+    for suffix in ("csv", "tex", "pdf", "png"):
+        assert (tmp_path / f"main_results.{suffix}").stat().st_size > 200
+    assert imread(tmp_path / "main_results.png").std() > 0.01, "not an empty picture"
+    assert pd.read_csv(tmp_path / "main_results.csv")["paper: RS"].notna().sum() == 3
+    tex = as_latex(main_results(synthetic()))
+    assert r"\textbf{" in tex and "±" not in tex and tex.count(r"\toprule") == 1
+
+
+def test_pictures_do_not_change_without_a_reason(tmp_path):
+    for name in ("a", "b"):
+        save_figure(routing_stability_by_layer(synthetic()), tmp_path / name)
+    for suffix in (".pdf", ".png"):
+        assert (tmp_path / "a").with_suffix(suffix).read_bytes() == (tmp_path / "b").with_suffix(suffix).read_bytes()
+
+
+def test_layers_by_hand():
+    data = stability_by_layer(synthetic())
+    line = data[(data.method == "unconstrained") & (data.layer == 2)].iloc[0]
+    assert line["mean"] == pytest.approx(0.21) and line.least == pytest.approx(0.20) and line.runs == 2
+
+
+@pytest.mark.parametrize("num_experts, top_k", [(16, 4), (60, 4), (128, 8)])
+def test_floor_of_random_sets_against_draws(num_experts, top_k):
+    rng = np.random.default_rng(0)
+    pairs = [[set(rng.choice(num_experts, top_k, replace=False)) for _ in range(2)] for _ in range(20000)]
+    drawn = np.mean([len(a & b) / len(a | b) for a, b in pairs])
+    assert expected_overlap(num_experts, top_k) == pytest.approx(drawn, abs=0.002)
+
+
+def test_floor_is_read_from_the_runs():
+    assert random_floor(synthetic()) == expected_overlap(16, 4)
+
+
+def test_every_method_of_the_catalogue_has_a_name_and_a_colour_of_its_own():
+    assert set(labels.METHODS) == set(labels.COLOURS)
+    assert len(set(labels.COLOURS.values())) == len(labels.COLOURS)
+
+
+def test_collecting_cells(tmp_path):
+    cell = tmp_path / "cell"
+    key = {"model": "m", "benchmark_name": "b", "objective": "none", "method_name": "ptc", "seed": 3}
+    write_yaml(cell / "run.yaml", key)
+    write_json(cell / "evaluation.json", {"forget_accuracy": 0.25})
+    write_json(cell / "attack.json", {"recovery_rate": float("nan")})
+    write_json(
+        cell / "checkpoint.json", {"weights": "abc", "status": "not_reached", "steps": 40, "accepted_layer_0": True}
+    )
+    collect_cells([cell], tmp_path / "runs.csv")
+    runs = load_runs(tmp_path / "runs.csv")
+    assert set(runs.objective) == {"none"}
+    values = runs.set_index("metric").value
+    assert values["forget_accuracy"] == 0.25 and values["steps"] == 40 and values["accepted_layer_0"] == 1.0
+    assert (values["reached"], values["diverged"]) == (0.0, 0.0) and np.isnan(values["recovery_rate"])
+    assert "weights" not in values
+    (tmp_path / "bad.csv").write_text("model,value\nm,1\n")
+    with pytest.raises(ValueError, match="no column benchmark"):
+        load_runs(tmp_path / "bad.csv")

@@ -1,0 +1,223 @@
+"""The real workflow: its graph, its validation, one run on the tiniest world, and what reruns after a change."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SMOKE = ROOT / "tests" / "workflow" / "smoke.yaml"
+
+
+def snakemake(*arguments, directory, check=True, root=ROOT):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = str(root / "src")  # the code that is fingerprinted and run, in a copy too
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    command = [sys.executable, "-m", "snakemake", "-s", str(root / "Snakefile"), "--directory", str(directory)]
+    result = subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, env=environment, cwd=root, check=False
+    )
+    output = result.stdout + result.stderr
+    assert not check or result.returncode == 0, output[-5000:]
+    return output
+
+
+def planned(output):
+    """Jobs by rule in a dry run's closing table."""
+    if "Nothing to be done" in output:
+        return {}
+    table = output.split("Job stats:")[-1]
+    return {
+        rule: int(count) for rule, count in re.findall(r"^(\w+) +(\d+)$", table, re.M) if rule not in ("total", "all")
+    }
+
+
+def cells_of(output, rule):
+    """Cells for which a dry run lists a job of the rule."""
+    return set(re.findall(rf"^(?:local)?rule {rule}:.*?wildcards: ([^\n]*)", output, re.M | re.S))
+
+
+@pytest.mark.parametrize("world", ["tiny", "single_gpu", "paper"])
+def test_each_world_plans_its_own_cells_only(world, tmp_path):
+    output = snakemake("-n", "--config", f"world={world}", directory=tmp_path)
+    assert planned(output)["evaluate"] > 10
+    assert f"results/{world}/" in output
+    assert not [other for other in {"tiny", "single_gpu", "paper"} - {world} if f"results/{other}/" in output]
+
+
+def test_slurm_profile_as_typed_from_a_clone(tmp_path):
+    """The root link makes `--profile slurm` work; it asks for GPUs and loads the paper's world."""
+    result = subprocess.run(
+        [sys.executable, "-m", "snakemake", "--profile", "slurm", "-n", "--directory", str(tmp_path)],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-3000:]
+    assert "results/paper/" in output and "results/tiny" not in output
+    unlearn = output.split("rule unlearn:")[1].split("rule ")[0]
+    assert re.search(r"resources: .*gpu=1", unlearn) and "runtime=" in unlearn and "mem_mb=" in unlearn
+
+
+def test_order_of_the_steps(tmp_path):
+    """Representation extraction, basis caching, unlearning, PTC, evaluation, attacks, notebooks: each waits for the one
+    before."""
+    dot = snakemake("--rulegraph", "--config", f"world={SMOKE}", directory=tmp_path)
+    names = dict(re.findall(r'(\d+)\[label = "(\w+)"', dot))
+    edges = {(names[a], names[b]) for a, b in re.findall(r"(\d+) -> (\d+)", dot)}
+
+    def before(rule):
+        reached, pending = set(), [rule]
+        while pending:
+            current = pending.pop()
+            for a, b in edges:
+                if b == current and a not in reached:
+                    reached.add(a)
+                    pending.append(a)
+        return reached
+
+    order = ["trace_routing", "fit_basis", "unlearn", "realign", "evaluate", "attack", "collect", "render_main_results"]
+    for earlier, later in zip(order, order[1:], strict=False):
+        assert earlier in before(later), f"{later} does not wait for {earlier}"
+        assert later not in before(earlier)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"metods": []}, "metods: unknown key; valid keys: models"),
+        ({"methods": ["original", "expert_specfic"]}, "did you mean 'expert_specific'"),
+        ({"seeds": [-3]}, "seeds.0: Input should be greater than or equal to 0 (got -3)"),
+    ],
+)
+def test_mistakes_end_before_any_job(tmp_path, change, message):
+    world = yaml.safe_load(SMOKE.read_text()) | change
+    (tmp_path / "broken.yaml").write_text(yaml.safe_dump(world))
+    output = snakemake("--cores", 1, "--config", f"world={tmp_path / 'broken.yaml'}", directory=tmp_path, check=False)
+    assert message in output and "broken.yaml" in output
+    assert not (tmp_path / "results").exists()
+
+
+def test_unknown_config_key_is_refused(tmp_path):
+    output = snakemake("-n", "--config", "wrld=tiny", directory=tmp_path, check=False)
+    assert "unknown key 'wrld'" in output
+
+
+def test_the_snakefile_imports_nothing_heavy():
+    code = (
+        "import sys; import gripmoe.config, gripmoe.fingerprint;"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'pandas', 'lm_eval') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A copy of the repository in which the tiniest world has run from nothing."""
+    root = tmp_path_factory.mktemp("clone") / "gripmoe"
+    shutil.copytree(
+        ROOT,
+        root,
+        symlinks=True,
+        ignore=shutil.ignore_patterns(".git", ".venv", ".snakemake", "results", "paper_figures"),
+    )
+    shutil.copy(SMOKE, root / "smoke.yaml")
+    output = snakemake("--cores", 2, "--config", f"world={root / 'smoke.yaml'}", directory=root, root=root)
+    assert "100%" in output
+    return root
+
+
+def dry_run(root):
+    return snakemake("-n", "--config", f"world={root / 'smoke.yaml'}", directory=root, root=root)
+
+
+@pytest.mark.workflow
+class TestRun:
+    def test_every_artefact_is_there(self, finished):
+        figures = finished / "paper_figures" / "smoke"
+        wanted = {f"main_results.{s}" for s in ("csv", "tex", "pdf", "png")}
+        wanted |= {f"routing_stability_by_layer.{s}" for s in ("csv", "pdf", "png")}
+        assert {path.name for path in figures.iterdir()} == wanted
+        assert all(path.stat().st_size > 100 for path in figures.iterdir())
+        assert (finished / "results/smoke/notebooks/main_results.ipynb").exists()
+
+    def test_cells_hold_what_the_readme_says(self, finished):
+        cell = finished / "results/smoke/smoke/wmdp_tiny/gd/expert_specific/0"
+        for name in ("run.yaml", "checkpoint.json", "history.json", "evaluation.json", "attack.json", "questions.csv"):
+            assert (cell / name).exists(), name
+        provenance = json.loads((cell / "evaluation.provenance.json").read_text())
+        assert {"code", "packages", "device", "seconds", "peak_memory_gib"} <= provenance.keys()
+        assert not list(cell.glob("*.pt")), "no resume state is left"
+        with (cell / "questions.csv").open() as file:
+            assert len(list(csv.DictReader(file))) > 1000
+
+    def test_controls_of_the_measures(self, finished):
+        runs = finished / "results/smoke/smoke/wmdp_tiny"
+        original = json.loads((runs / "none/original/0/evaluation.json").read_text())
+        assert original["routing_stability"] == original["forget_routing_stability"] == 1.0
+        attack = json.loads((runs / "none/original/0/attack.json").read_text())
+        assert attack["own_sets_change_answers"] == 0 and attack["recovery_rate"] == 0
+        sound = json.loads((runs / "gd/expert_specific/0/evaluation.json").read_text())
+        free = json.loads((runs / "gd/unconstrained/0/evaluation.json").read_text())
+        assert sound["routing_stability_router_only"] > free["routing_stability_router_only"]
+
+    def test_nothing_is_left_to_do(self, finished):
+        assert planned(dry_run(finished)) == {}
+
+    def test_one_cells_learning_rate_reruns_that_cell_and_what_follows(self, finished):
+        file = finished / "smoke.yaml"
+        before = file.read_text()
+        file.write_text(before + "\noverrides: {gd/expert_specific: {learning_rate: 2.0e-3}}\n")
+        output = dry_run(finished)
+        file.write_text(before)
+        two = len(yaml.safe_load(before)["seeds"])
+        assert planned(output) == {
+            "configure": two, "unlearn": two, "evaluate": two, "attack": two, "collect": 1,
+            "render_main_results": 1, "render_routing_stability_by_layer": 1,
+        }  # fmt: skip
+        for rule in ("configure", "unlearn", "evaluate", "attack"):
+            cells = cells_of(output, rule)
+            assert cells and all("method=expert_specific, " in cell for cell in cells)
+
+    def test_corrected_runs_follow_the_run_they_correct(self, finished):
+        file = finished / "smoke.yaml"
+        before = file.read_text()
+        file.write_text(before + "\noverrides: {unconstrained: {learning_rate: 2.0e-3}}\n")
+        output = dry_run(finished)
+        file.write_text(before)
+        assert planned(output)["realign"] == 2 and planned(output)["unlearn"] == 2
+
+    def test_an_edit_in_training_code_reruns_training(self, finished):
+        module = finished / "src/gripmoe/objectives.py"
+        code = module.read_text()
+        module.write_text(
+            code.replace("return -cross_entropy(model, batch)", "return -1.0 * cross_entropy(model, batch)")
+        )
+        output = dry_run(finished)
+        module.write_text(code)
+        assert planned(output)["unlearn"] == 8 and "prepare_model" not in planned(output)
+
+    @pytest.mark.parametrize("edit", ["comment", "order", "touch", "docstring"])
+    def test_harmless_edits_rerun_nothing(self, finished, edit):
+        file = finished / "smoke.yaml"
+        module = finished / "src/gripmoe/objectives.py"
+        before, code = file.read_text(), module.read_text()
+        if edit == "comment":
+            file.write_text("# a remark\n" + before)
+        elif edit == "order":
+            file.write_text(yaml.safe_dump(dict(reversed(yaml.safe_load(before).items()))))
+        elif edit == "touch":
+            for path in (*(finished / "workflow").rglob("*.smk"), *(finished / "src").rglob("*.py"), file):
+                path.touch()
+        else:
+            module.write_text(code.replace('"""The unlearning objectives', '"""The objectives'))
+        output = dry_run(finished)
+        file.write_text(before)
+        module.write_text(code)
+        assert planned(output) == {}
