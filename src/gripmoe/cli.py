@@ -65,7 +65,8 @@ def prepare_model(args) -> None:
             model,
             tokenizer,
             world if config.trained_on == "everything" else world.without_forget(),
-            steps=config.steps,
+            max_letter_steps=config.max_letter_steps,
+            late_steps=config.late_steps,
             learning_rate=config.learning_rate,
             seed=config.seed,
             state_file=folder / "state.pt",
@@ -90,7 +91,7 @@ def _base_scores(model, tokenizer, config) -> dict[str, float]:
         if scores[domain] < config.required_accuracy:
             raise ValueError(
                 f"the base model answers {scores[domain]:.3f} of the {domain} questions, below "
-                f"{config.required_accuracy}: nothing measured on it would mean anything. Give it more `steps` or "
+                f"{config.required_accuracy}: nothing measured on it would mean anything. Give it more steps or "
                 "another `seed` in models.yaml."
             )
     return {f"{domain}_accuracy": score for domain, score in scores.items()}
@@ -135,10 +136,12 @@ def fit_basis(args) -> None:
 
 def unlearn(args) -> None:
     """Trains one cell until it has forgotten, or as far as it gets."""
+    from gripmoe.constraints import make_constraint
+    from gripmoe.correction import make_correction
     from gripmoe.data.corpora import in_batches, load_corpus
     from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
     from gripmoe.moe import MoEModel
-    from gripmoe.moe.storage import load_model, load_trace, save_model
+    from gripmoe.moe.storage import load_bases, load_model, load_trace, save_model
     from gripmoe.objectives import make_objective
     from gripmoe.unlearning import unlearn as run_unlearning
 
@@ -161,7 +164,7 @@ def unlearn(args) -> None:
         outcome = run_unlearning(
             moe,
             make_objective(run.objective, run.training.objective, moe, run.seed),
-            _constraint(run, trace, args.bases, weights),
+            make_constraint(run.method, trace, load_bases(args.bases, weights) if args.bases else None, run.seed),
             corpus["forget"],
             corpus["retain"],
             run.training,
@@ -169,7 +172,7 @@ def unlearn(args) -> None:
             pad_id=tokenizer.pad_token_id,
             target=run.benchmark.target.forget_accuracy,
             forget_accuracy=lambda m: accuracy(direct_answers(m.model, tokenizer, dev)),
-            corrected=_correction(run, theta_0, trace, batches) if run.method.correction else None,
+            corrected=make_correction(run.method, theta_0, trace, batches) if run.method.correction else None,
             state_file=folder / "state.pt",
             description=f"{run.objective}/{run.method_name}/{run.seed}",
         )
@@ -179,45 +182,9 @@ def unlearn(args) -> None:
         (folder / "state.pt").unlink(missing_ok=True)
 
 
-def _constraint(run, trace, bases_file: Path | None, weights: dict[str, str]):
-    from gripmoe import constraints
-    from gripmoe.geometry.nullspace import EpsNull
-    from gripmoe.moe.storage import load_bases
-
-    method = run.method
-    if method.constraint == "none":
-        return constraints.Unconstrained()
-    if method.constraint == "frozen":
-        return constraints.FrozenRouter()
-    if method.form == "sound":
-        return constraints.NullSpace(trace, load_bases(bases_file, weights), method.safety_margin)
-    eps_null = EpsNull(method.eps_null.value, method.eps_null.kind)
-    return constraints.NullSpacePaper(eps_null, safety_margin=method.safety_margin, seed=run.seed)
-
-
-def _correction(run, theta_0, trace, batches, report: dict | None = None):
-    """A function that corrects the routers of a model in place, and notes what it did in `report`."""
-    from gripmoe.correction import realign_routers, restore_routers
-
-    def correct(moe) -> None:
-        if run.method.correction == "restore":
-            restore_routers(moe, theta_0)
-            return
-        realigned = realign_routers(
-            moe, theta_0, trace, batches, form=run.method.form, retain_tokens=run.method.retain_tokens
-        )
-        if report is not None:
-            for layer, result in realigned.items():
-                report[f"fit_cosine_layer_{layer}"] = result.fit_cosine
-                report[f"held_out_stability_layer_{layer}"] = result.held_out_stability
-                report[f"accepted_layer_{layer}"] = result.accepted
-                report[f"ridge_layer_{layer}"] = result.ridge
-
-    return correct
-
-
 def realign(args) -> None:
     """Corrects the routers of a finished run: Method B, or the original router put back."""
+    from gripmoe.correction import make_correction
     from gripmoe.data.corpora import in_batches, load_corpus
     from gripmoe.moe import MoEModel
     from gripmoe.moe.storage import load_model, load_trace, save_model
@@ -233,8 +200,7 @@ def realign(args) -> None:
         trace = load_trace(args.trace, {"model": read_json(args.model)["weights"]})
         benchmark = run.benchmark
         rows = load_corpus(args.retain_corpus, tokenizer, benchmark.max_length, benchmark.retain_documents)
-        report: dict = {}
-        _correction(run, theta_0, trace, in_batches(rows, tokenizer.pad_token_id), report)(moe)
+        report = make_correction(run.method, theta_0, trace, in_batches(rows, tokenizer.pad_token_id))(moe)
         digest = save_model(model, tokenizer, folder / "weights")
         corrected = read_json(args.checkpoint)
         outcome = {"status": corrected["status"], "steps": corrected["steps"]}
@@ -338,6 +304,7 @@ def _beside(output: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs a subcommand and returns its exit code: 2, with one line on stderr, for a mistake in its input."""
     parser = argparse.ArgumentParser(prog="gripmoe", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -1,12 +1,10 @@
 """Typed configuration of worlds, models, benchmarks, methods and runs. Unknown keys are errors; no torch here.
 
-A world file lists what to run; `models.yaml`, `benchmarks.yaml` and `methods.yaml` beside it say what the names mean. A
-`Run` is everything that one cell's training depends on, and nothing else: it is written to the cell's `run.yaml`.
+A `Run` is everything that one cell's training depends on, and nothing else: it is written to the cell's `run.yaml`.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,8 +21,6 @@ from pydantic import (
     model_validator,
 )
 
-OBJECTIVES = ("gd", "rmu")
-NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -48,7 +44,8 @@ class EmbeddedModel(Strict):
     trained_on: Literal["everything", "retain_only"] = "everything"
     oracle: Name | None = None  # the model of the same seed that never saw the forget data
     size: dict[str, PositiveInt] = {}
-    steps: PositiveInt = 1000
+    max_letter_steps: PositiveInt = 1500  # at most, until the model can name the letter of an option
+    late_steps: PositiveInt = 500  # after that
     learning_rate: PositiveFloat = 3e-3
     required_accuracy: Fraction = 0.9  # on the questions of what it was trained on; below it nothing is measured
 
@@ -200,100 +197,8 @@ class Run(Strict):
     training: Training | None
 
 
-class Project:
-    """A world with its catalogues, cross-checked. Raises ConfigError at the first mistake."""
-
-    def __init__(self, folder: Path, world_name: str):
-        self.folder = folder
-        self.name, self.world_file = _find_world(folder, world_name)
-        self.models = _catalogue(folder / "models.yaml", ModelConfig)
-        self.benchmarks = _catalogue(folder / "benchmarks.yaml", Benchmark)
-        self.methods = _catalogue(folder / "methods.yaml", Method)
-        self.artefacts = _catalogue(folder / "artefacts.yaml", Artefact)
-        self.world = _parse(World, _load(self.world_file), self.world_file)
-        self._check_names()
-        for objective in self.world.objectives:
-            for method in self.world.methods:
-                self.training(objective, method)
-
-    def _check_names(self) -> None:
-        world, file = self.world, self.world_file
-        for key, known in (
-            ("models", self.models),
-            ("benchmarks", self.benchmarks),
-            ("methods", self.methods),
-            ("artefacts", self.artefacts),
-        ):
-            for name in getattr(world, key):
-                _require_known(name, known, f"{file}: {key}")
-        for name in world.methods:
-            corrected = self.methods[name].corrects
-            if corrected and corrected not in world.methods:
-                raise ConfigError(f"{file}: methods: {name!r} corrects {corrected!r}; list that method too")
-        cells = [f"{objective}/{method}" for objective in world.objectives for method in world.methods]
-        for key in world.overrides:
-            _require_known(key, [*world.methods, *cells], f"{file}: overrides")
-        for objective in world.objectives:
-            _require_known(objective, world.objective_training, f"{file}: objective_training")
-        for name in world.models:
-            if "retain_only" in self.reference_kinds and not self.models[name].oracle:
-                raise ConfigError(f"{file}: method 'retain_only' needs `oracle:` in models.yaml for {name!r}")
-
-    @property
-    def reference_kinds(self) -> set[str]:
-        return {self.methods[name].reference for name in self.world.methods if self.methods[name].reference}
-
-    def training(self, objective: str, method_name: str) -> Training | None:
-        """Training of a cell: the world's, changed by its objective, its method, and the overrides, in that order."""
-        method = self.methods[method_name]
-        if not method.trains:
-            return None
-        changes = (
-            (self.world_file, f"objective_training.{objective}", self.world.objective_training[objective]),
-            (self.folder / "methods.yaml", f"{method_name}.training", method.training),
-            (self.world_file, f"overrides.{method_name}", self.world.overrides.get(method_name, {})),
-            (
-                self.world_file,
-                f"overrides.{objective}/{method_name}",
-                self.world.overrides.get(f"{objective}/{method_name}", {}),
-            ),
-        )
-        resolved = self.world.training.model_dump()
-        training = self.world.training
-        for file, key, change in changes:
-            settings = {**resolved["objective"], **change.get("objective", {})}
-            resolved.update({**change, "objective": settings})
-            training = _parse(Training, resolved, file, prefix=key)
-        return training
-
-    def run(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> Run:
-        return Run(
-            model=model,
-            benchmark_name=benchmark,
-            benchmark=self.benchmarks[benchmark],
-            objective=objective,
-            method_name=method,
-            method=self.methods[method],
-            seed=seed,
-            training=self.training(objective, method),
-        )
-
-    def cells(self) -> list[tuple[str, str, str, str, int]]:
-        """All (model, benchmark, objective, method, seed); reference methods once per model and benchmark."""
-        cells = []
-        for model in self.world.models:
-            for benchmark in self.world.benchmarks:
-                for method in self.world.methods:
-                    if self.methods[method].reference:
-                        cells.append((model, benchmark, NO_OBJECTIVE, method, 0))
-                        continue
-                    for objective in self.world.objectives:
-                        cells += [(model, benchmark, objective, method, seed) for seed in self.world.seeds]
-        return cells
-
-
 def load_run(path: Path) -> Run:
-    return _parse(Run, _load(path), path)
+    return parse_as(Run, load_yaml(path), path)
 
 
 def parse_settings(target: Any, text: str) -> Any:
@@ -302,36 +207,22 @@ def parse_settings(target: Any, text: str) -> Any:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"--settings: not valid JSON: {error}") from None
-    return _parse(target, value, Path("--settings"))
+    return parse_as(target, value, Path("--settings"))
 
 
-def _find_world(folder: Path, world: str) -> tuple[str, Path]:
-    """A name of a file in the configuration folder, or the path of a YAML file."""
-    path = Path(world) if world.endswith((".yaml", ".yml")) else folder / f"{world}.yaml"
-    if not path.is_file():
-        catalogues = {"models", "benchmarks", "methods", "artefacts"}
-        known = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in catalogues)
-        raise ConfigError(f"world {world!r}: no file {path}; give one of {', '.join(known)} or the path of a YAML file")
-    return path.stem, path
-
-
-def _load(path: Path) -> Any:
+def load_yaml(path: Path) -> Any:
+    """The content of a YAML file. Raises ConfigError if it is missing or not YAML."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.safeload_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: file not found") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
 
 
-def _catalogue(path: Path, row_type: Any) -> dict[str, Any]:
-    rows = _load(path)
-    if not isinstance(rows, dict):
-        raise ConfigError(f"{path}: expected a mapping of names")
-    return {name: _parse(row_type, row, path, prefix=name) for name, row in rows.items()}
-
-
-def _parse(target: Any, value: Any, path: Path, prefix: str = "") -> Any:
+def parse_as(target: Any, value: Any, path: Path, prefix: str = "") -> Any:
+    """`value` as an object of type `target`. Raises ConfigError that names `path`, the key below `prefix`, and what is
+    valid."""
     try:
         return TypeAdapter(target).validate_python(value)
     except ValidationError as error:
@@ -352,11 +243,3 @@ def _describe(target: Any, item: dict, path: Path, prefix: str) -> str:
     elif "input" in item and not isinstance(item["input"], dict):
         message += f" (got {item['input']!r})"
     return f"{path}: {key or 'file'}: {message}"
-
-
-def _require_known(name: str, known, where: str) -> None:
-    if name in known:
-        return
-    close = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise ConfigError(f"{where}: unknown name {name!r}; {hint}known: {', '.join(known)}")

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gripmoe.config import Method
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis
@@ -214,6 +215,20 @@ class RouterGuard:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def make_constraint(
+    method: Method, reference: RoutingTrace, bases: dict[int, RetainBasis] | None, seed: int
+) -> RouterConstraint:
+    """The constraint of a row of methods.yaml; `bases` where it has fixed ones."""
+    if method.constraint == "none":
+        return Unconstrained()
+    if method.constraint == "frozen":
+        return FrozenRouter()
+    if method.form == "sound":
+        return NullSpace(reference, bases, method.safety_margin)
+    eps_null = EpsNull(method.eps_null.value, method.eps_null.kind)
+    return NullSpacePaper(eps_null, safety_margin=method.safety_margin, seed=seed)
 
 
 def fit_bases(

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from gripmoe.config import Method
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.realignment import Realignment, realign, realign_paper
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
+
+
+def make_correction(
+    method: Method, theta_0: dict[int, Tensor], reference: RoutingTrace, batches: Sequence[Batch]
+) -> Callable[[MoEModel], dict]:
+    """The correction of a row of methods.yaml: it changes a model in place and returns a flat report."""
+
+    def correct(model: MoEModel) -> dict:
+        if method.correction == "restore":
+            restore_routers(model, theta_0)
+            return {}
+        realigned = realign_routers(
+            model, theta_0, reference, batches, form=method.form, retain_tokens=method.retain_tokens
+        )
+        return {
+            f"{name}_layer_{layer}": getattr(result, name)
+            for layer, result in realigned.items()
+            for name in ("fit_cosine", "held_out_stability", "ridge", "accepted")
+        }
+
+    return correct
 
 
 def first_tokens(trace: RoutingTrace, count: int | None) -> RoutingTrace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import torch
@@ -13,12 +14,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from gripmoe.checkpoint import load_state, save_state
 from gripmoe.data.documents import IGNORED, collate, encode, length_buckets
-from gripmoe.worlds.documents import EARLY_MIX, LATE_MIX, World, training_batch
+from gripmoe.evaluation.choice import accuracy, direct_answers
+from gripmoe.worlds.documents import EARLY_MIX, LATE_MIX, World, question_rows, training_batch
 
-LATE_FROM = 0.5  # of all steps
-DECAY_FROM = 0.6
 BALANCE_WEIGHT = 0.01  # of the load-balancing loss, which is 1 for a uniform router
 TOKENS_PER_FORWARD = 1000
+PROBE_EVERY = 50
+LETTERS_LEARNED = 0.85  # of the probe's questions
 
 
 def train_base(
@@ -26,7 +28,8 @@ def train_base(
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     *,
-    steps: int,
+    max_letter_steps: int,
+    late_steps: int,
     learning_rate: float,
     seed: int,
     state_file: Path,
@@ -34,8 +37,11 @@ def train_base(
 ) -> list[float]:
     """Trains `model` in place on the world's training mix and returns the loss of each step.
 
-    A loss is summed over a document's scored tokens and divided by their square root, so that an article does not drown
-    a letter. Resumes from `state_file` if it exists; the result is the same as without the interruption.
+    Reading the options and naming a letter is learned suddenly, after a number of steps that varies from seed to seed.
+    So the early mix runs until a probe answers letter questions, or for `max_letter_steps`; then the late mix, with
+    its news and a falling learning rate, for `late_steps`. A loss is summed over a document's scored tokens and divided
+    by their square root, so that an article does not drown a letter. Resumes from `state_file` if it exists; the result
+    is the same as without the interruption.
     """
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
@@ -47,13 +53,24 @@ def train_base(
         betas=(0.9, 0.98),
         foreach=True,
     )
-    progress = load_state(state_file, model, optimizer) or {"step": 0, "losses": []}
+    progress = load_state(state_file, model, optimizer) or {"losses": [], "late_from": max_letter_steps}
     losses: list[float] = progress["losses"]
+    late_from: int = progress["late_from"]
+    probe = letter_probe(world, seed)
     model.train()
-    for step in (bar := tqdm(range(progress["step"], steps), "base model", initial=progress["step"], total=steps)):
+    bar = tqdm(desc="base model", initial=len(losses), total=late_from + late_steps)
+    while (step := len(losses)) < late_from + late_steps:
+        if step < late_from and step and step % PROBE_EVERY == 0:
+            learned = accuracy(direct_answers(model, tokenizer, probe))
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", letters=f"{learned:.2f}")
+            if learned >= LETTERS_LEARNED:
+                late_from = step
+                bar.total = late_from + late_steps
+        if step and step % save_every == 0:
+            save_state(state_file, model, optimizer, losses=losses, late_from=late_from)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * _schedule(step, steps)
-        mix = EARLY_MIX if step < LATE_FROM * steps else LATE_MIX
+            group["lr"] = learning_rate * _schedule(step, late_from, late_steps)
+        mix = EARLY_MIX if step < late_from else LATE_MIX
         rows = [encode(tokenizer, spans) for spans in training_batch(world, mix, seed, step)]
         optimizer.zero_grad()
         total = 0.0
@@ -64,17 +81,22 @@ def train_base(
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         losses.append(total)
-        bar.set_postfix(loss=f"{total:.3f}")
-        if (step + 1) % save_every == 0:
-            save_state(state_file, model, optimizer, step=step + 1, losses=losses)
+        bar.update()
+    bar.close()
     model.eval()
     return losses
 
 
-def _schedule(step: int, steps: int) -> float:
-    """Linear warm-up, flat, then linear to 2 %."""
-    done = step / steps
-    decay = 1.0 if done < DECAY_FROM else max(0.02, 1 - (done - DECAY_FROM) / (1 - DECAY_FROM))
+def letter_probe(world: World, seed: int, count: int = 200) -> list[dict]:
+    """Letter questions on facts that the world's training mix holds."""
+    rows = question_rows(world, world.facts.facts, orders=1, seed=seed)
+    return random.Random(f"probe {seed}").sample(rows, count)
+
+
+def _schedule(step: int, late_from: int, late_steps: int) -> float:
+    """Linear warm-up, flat, then from a fifth of the late steps on linear to 2 %."""
+    done = (step - late_from) / late_steps
+    decay = 1.0 if done < 0.2 else max(0.02, 1 - (done - 0.2) / 0.8)
     return min(1.0, (step + 1) / 100) * decay
 
 

@@ -60,7 +60,7 @@ def unlearn(
     pad_id: int,
     target: float,
     forget_accuracy: Callable[[MoEModel], float],
-    corrected: Callable[[MoEModel], None] | None = None,
+    corrected: Callable[[MoEModel], object] | None = None,
     state_file: Path,
     description: str = "unlearn",
 ) -> Outcome:
@@ -145,7 +145,7 @@ def _adamw(routers: list[nn.Parameter], experts: list[nn.Parameter], training: T
 
 
 @contextmanager
-def _temporarily(model: MoEModel, corrected: Callable[[MoEModel], None] | None) -> Iterator[None]:
+def _temporarily(model: MoEModel, corrected: Callable[[MoEModel], object] | None) -> Iterator[None]:
     thetas = model.thetas()
     if corrected:
         corrected(model)

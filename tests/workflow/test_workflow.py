@@ -111,7 +111,7 @@ def test_unknown_config_key_is_refused(tmp_path):
 
 def test_the_snakefile_imports_nothing_heavy():
     code = (
-        "import sys; import gripmoe.config, gripmoe.fingerprint;"
+        "import sys; import gripmoe.project, gripmoe.fingerprint;"
         "print([m for m in ('torch', 'transformers', 'numpy', 'pandas', 'lm_eval') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

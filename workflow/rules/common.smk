@@ -6,8 +6,9 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from gripmoe.config import ConfigError, Project
+from gripmoe.config import ConfigError
 from gripmoe.fingerprint import code_fingerprint
+from gripmoe.project import Project
 
 CONFIG = Path(workflow.basedir) / "workflow" / "config"
 

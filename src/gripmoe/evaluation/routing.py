@@ -11,7 +11,10 @@ from gripmoe.moe import MoEModel
 
 def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch], prefix: str) -> dict[str, float]:
     """Flat metrics named `prefix`: the mean over layers, `_layer_<n>` for each, and two counterfactuals: `_router_only`
-    (new routers on the old representations) and `_representation_only` (old routers on the new representations). The number of experts and of those chosen tell the random floor."""
+    (new routers on the old representations) and `_representation_only` (old routers on the new representations).
+
+    `num_experts` and `top_k` stand beside them: they fix what random sets would give.
+    """
     trace_before, trace_after = before.trace(batches), after.trace(batches)
     total = routing_stability(trace_before, trace_after)
     router_only = routing_stability(trace_before, _rerouted(trace_before, after))

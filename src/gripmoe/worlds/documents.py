@@ -52,8 +52,7 @@ class Mix:
     truthfulqa: float
 
 
-# Reading the options and naming a letter is learned suddenly, and only if most letter questions stand alone; news can
-# wait until then.
+# Letters are learned soonest if most letter questions stand alone; news can wait until then.
 EARLY_MIX = Mix(30, 8, 6, 0.2, 2, 0.5, 0.2)
 LATE_MIX = Mix(14, 5, 6, 0.3, 3, 6, 0.3)
 

@@ -1,0 +1,137 @@
+"""A project: a world file with the catalogues beside it, cross-checked, and the cells that it asks for.
+
+A world lists what to run; models.yaml, benchmarks.yaml, methods.yaml and artefacts.yaml say what the names mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from gripmoe.config import (
+    Artefact,
+    Benchmark,
+    ConfigError,
+    Method,
+    ModelConfig,
+    Run,
+    Training,
+    World,
+    load_yaml,
+    parse_as,
+)
+
+NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
+CATALOGUES = ("models", "benchmarks", "methods", "artefacts")
+
+
+class Project:
+    """A world with its catalogues, cross-checked. Raises ConfigError at the first mistake."""
+
+    def __init__(self, folder: Path, world_name: str):
+        self.folder = folder
+        self.name, self.world_file = _find_world(folder, world_name)
+        self.models = _catalogue(folder / "models.yaml", ModelConfig)
+        self.benchmarks = _catalogue(folder / "benchmarks.yaml", Benchmark)
+        self.methods = _catalogue(folder / "methods.yaml", Method)
+        self.artefacts = _catalogue(folder / "artefacts.yaml", Artefact)
+        self.world = parse_as(World, load_yaml(self.world_file), self.world_file)
+        self._check_names()
+        for objective in self.world.objectives:
+            for method in self.world.methods:
+                self.training(objective, method)
+
+    def _check_names(self) -> None:
+        world, file = self.world, self.world_file
+        for key in CATALOGUES:
+            for name in getattr(world, key):
+                _require_known(name, getattr(self, key), f"{file}: {key}")
+        for name in world.methods:
+            corrected = self.methods[name].corrects
+            if corrected and corrected not in world.methods:
+                raise ConfigError(f"{file}: methods: {name!r} corrects {corrected!r}; list that method too")
+        cells = [f"{objective}/{method}" for objective in world.objectives for method in world.methods]
+        for key in world.overrides:
+            _require_known(key, [*world.methods, *cells], f"{file}: overrides")
+        for objective in world.objectives:
+            _require_known(objective, world.objective_training, f"{file}: objective_training")
+        for name in world.models:
+            if "retain_only" in self.reference_kinds and not self.models[name].oracle:
+                raise ConfigError(f"{file}: method 'retain_only' needs `oracle:` in models.yaml for {name!r}")
+
+    @property
+    def reference_kinds(self) -> set[str]:
+        return {self.methods[name].reference for name in self.world.methods if self.methods[name].reference}
+
+    def training(self, objective: str, method_name: str) -> Training | None:
+        """Training of a cell: the world's, changed by its objective, its method, and the overrides, in that order."""
+        method = self.methods[method_name]
+        if not method.trains:
+            return None
+        changes = (
+            (self.world_file, f"objective_training.{objective}", self.world.objective_training[objective]),
+            (self.folder / "methods.yaml", f"{method_name}.training", method.training),
+            (self.world_file, f"overrides.{method_name}", self.world.overrides.get(method_name, {})),
+            (
+                self.world_file,
+                f"overrides.{objective}/{method_name}",
+                self.world.overrides.get(f"{objective}/{method_name}", {}),
+            ),
+        )
+        resolved = self.world.training.model_dump()
+        training = self.world.training
+        for file, key, change in changes:
+            settings = {**resolved["objective"], **change.get("objective", {})}
+            resolved.update({**change, "objective": settings})
+            training = parse_as(Training, resolved, file, prefix=key)
+        return training
+
+    def run(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> Run:
+        return Run(
+            model=model,
+            benchmark_name=benchmark,
+            benchmark=self.benchmarks[benchmark],
+            objective=objective,
+            method_name=method,
+            method=self.methods[method],
+            seed=seed,
+            training=self.training(objective, method),
+        )
+
+    def cells(self) -> list[tuple[str, str, str, str, int]]:
+        """All (model, benchmark, objective, method, seed); reference methods once per model and benchmark."""
+        cells = []
+        for model in self.world.models:
+            for benchmark in self.world.benchmarks:
+                for method in self.world.methods:
+                    if self.methods[method].reference:
+                        cells.append((model, benchmark, NO_OBJECTIVE, method, 0))
+                        continue
+                    for objective in self.world.objectives:
+                        cells += [(model, benchmark, objective, method, seed) for seed in self.world.seeds]
+        return cells
+
+
+def _find_world(folder: Path, world: str) -> tuple[str, Path]:
+    """A name of a file in the configuration folder, or the path of a YAML file."""
+    path = Path(world) if world.endswith((".yaml", ".yml")) else folder / f"{world}.yaml"
+    if not path.is_file():
+        known = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in CATALOGUES)
+        raise ConfigError(f"world {world!r}: no file {path}; give one of {', '.join(known)} or the path of a YAML file")
+    return path.stem, path
+
+
+def _catalogue(path: Path, row_type: Any) -> dict[str, Any]:
+    rows = load_yaml(path)
+    if not isinstance(rows, dict):
+        raise ConfigError(f"{path}: expected a mapping of names")
+    return {name: parse_as(row_type, row, path, prefix=name) for name, row in rows.items()}
+
+
+def _require_known(name: str, known, where: str) -> None:
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise ConfigError(f"{where}: unknown name {name!r}; {hint}known: {', '.join(known)}")
