@@ -55,6 +55,19 @@ def test_sound_constraint_keeps_every_recorded_set(family):
     assert moved[True] > 0.01, "the router is not frozen"
 
 
+def test_plain_batches_of_a_data_loader_will_do():
+    """Mappings of tensors, with or without a mask, instead of the package's own batches."""
+    batch = random_batch(rows=3, seed=100)
+    model = small_model()
+    optimizer = adamw(model)
+    reference = MoEModel(model).trace([batch])
+    with gripmoe.constrain(model, optimizer, [{**batch.inputs, "labels": batch.labels}]):
+        train(model, optimizer)
+    assert router_only_stability(reference, MoEModel(model)) == 1.0
+    unpadded = {"input_ids": torch.tensor([[5, 6, 7]])}
+    assert all(len(routing) == 2 for routing in MoEModel(model).trace([unpadded]).values())
+
+
 def test_projecting_the_gradient_does_not_hold_under_adamw():
     """Why the sound form acts on the update that the optimizer made: AdamW's update of a projected gradient leaks."""
     retain = [random_batch(rows=1, length=8, seed=100)]

@@ -46,7 +46,7 @@ class EmbeddedModel(Strict):
     size: dict[str, PositiveInt] = {}
     max_letter_steps: PositiveInt = 1500  # at most, until the model can name the letter of an option
     late_steps: PositiveInt = 500  # after that
-    learning_rate: PositiveFloat = 3e-3
+    learning_rate: PositiveFloat = 1.5e-3
     required_accuracy: Fraction = 0.9  # on the questions of what it was trained on; below it nothing is measured
 
 

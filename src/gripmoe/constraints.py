@@ -5,7 +5,7 @@ N retain tokens, d hidden size, E experts, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, route, selection_margins, selection_mask
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import routed_tokens
+from gripmoe.moe.model import attention_mask_of, routed_tokens
 
 
 class RouterConstraint(Protocol):
@@ -179,7 +179,7 @@ class RouterGuard:
         masks: list[Tensor] = []
 
         def read_mask(module, args, kwargs):
-            masks.append(kwargs["attention_mask"])
+            masks.append(attention_mask_of(kwargs))
 
         handle = self.model.model.model.register_forward_pre_hook(read_mask, with_kwargs=True)
         try:
@@ -251,7 +251,7 @@ def fit_bases(
 def constrain(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    retain: Iterable[Batch],
+    retain: Iterable[Batch | Mapping[str, Tensor]],
     *,
     granularity: str = "expert",
     eps_null: EpsNull | None = None,
@@ -260,8 +260,9 @@ def constrain(
     """Method A, in its sound form, on any training loop: from now on the optimizer cannot change which experts the
     original router selects for the `retain` batches (Eq. 3).
 
-    `model` is a transformers MoE model of a known family, `optimizer` holds its routers among others. The routing of
-    `retain` is recorded once, here. Close the guard, or use it as a context manager, to lift the constraint.
+    `model` is a transformers MoE model of a known family, `optimizer` holds its routers among others, `retain` are
+    batches of input_ids and attention_mask. Their routing is recorded once, here. Close the guard, or use it as a
+    context manager, to lift the constraint.
     """
     moe = MoEModel(model)
     reference = moe.trace(retain)

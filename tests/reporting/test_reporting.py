@@ -88,6 +88,7 @@ def test_best_is_computed_among_runs_that_forgot():
     assert not row(table, "Unconstrained")[1]["RA"].best
     changed = synthetic()
     changed.loc[changed.metric == "reached", "value"] = 1.0
+    assert not any(cell["recovery"].best for _, cell, _ in [row(main_results(changed), "Unconstrained")]), "all equal"
     assert row(main_results(changed), "Frozen router")[1]["RA"].best
 
 
@@ -139,9 +140,10 @@ def test_floor_is_read_from_the_runs():
     assert random_floor(synthetic()) == expected_overlap(16, 4)
 
 
-def test_every_method_of_the_catalogue_has_a_name_and_a_colour_of_its_own():
+def test_every_method_has_a_name_and_a_look_of_its_own():
     assert set(labels.METHODS) == set(labels.COLOURS)
-    assert len(set(labels.COLOURS.values())) == len(labels.COLOURS)
+    looks = {(labels.colour(method), labels.line_style(method)) for method in labels.METHODS}
+    assert len(looks) == len(labels.METHODS)
 
 
 def test_collecting_cells(tmp_path):

@@ -115,17 +115,20 @@ class MoEModel:
             yield recorder
 
     @torch.no_grad()
-    def trace(self, batches: Iterable[Batch], skip_positions: int = 1) -> RoutingTrace:
+    def trace(self, batches: Iterable[Batch | Mapping[str, Tensor]], skip_positions: int = 1) -> RoutingTrace:
         """The routing of all batches, with padding and the first `skip_positions` positions (BOS, attention sink) left
-        out. Runs in eval mode and restores the mode."""
+        out. A batch is a `Batch`, or a mapping with input_ids and, if rows are padded, attention_mask. Runs in eval
+        mode and restores the mode. Raises ValueError if there are no batches."""
         was_training = self.model.training
         self.model.eval()
         parts: list[RoutingTrace] = []
         with self.record_routing() as recorder:
             for batch in batches:
-                batch = batch.to(self.model.device)
-                self.model.model(**batch.inputs)
-                parts.append(recorder.take(routed_tokens(batch.attention_mask, skip_positions)))
+                inputs = batch.inputs if isinstance(batch, Batch) else batch
+                input_ids = inputs["input_ids"].to(self.model.device)
+                mask = attention_mask_of(inputs).to(self.model.device)
+                self.model.model(input_ids=input_ids, attention_mask=mask)
+                parts.append(recorder.take(routed_tokens(mask, skip_positions)))
         self.model.train(was_training)
         if not parts:
             raise ValueError("nothing to trace: no batches were given")
@@ -228,6 +231,12 @@ class MoEModel:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def attention_mask_of(inputs: Mapping[str, Tensor]) -> Tensor:
+    """The (rows, positions) mask of a forward pass's inputs; all ones where none is given."""
+    mask = inputs.get("attention_mask")
+    return torch.ones_like(inputs["input_ids"]) if mask is None else mask
 
 
 def routed_tokens(attention_mask: Tensor, skip_positions: int = 1) -> Tensor:

@@ -82,7 +82,7 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
             ends = {}
             for method in [m for m in labels.METHODS if m in set(panel.method)]:
                 line = panel[panel.method == method].sort_values("layer")
-                style = "--" if method.endswith("_paper") or method == "restore_router" else "-"
+                style = labels.line_style(method)
                 axes.plot(line.layer, line["mean"], style, color=labels.colour(method), marker="o", markersize=2.2)
                 axes.fill_between(
                     line.layer, line.least, line.greatest, color=labels.colour(method), alpha=0.12, linewidth=0

@@ -25,11 +25,13 @@ COLOURS = {
     "frozen_router": "#0072b2",
     "restore_router": "#56b4e9",
     "expert_specific": "#009e73",
-    "expert_specific_paper": "#7fcfb9",
+    "expert_specific_paper": "#009e73",
     "ptc": "#cc79a7",
-    "ptc_paper": "#e5bcd3",
+    "ptc_paper": "#cc79a7",
     "ptc_matched": "#e69f00",
 }
+
+DASHED = {"expert_specific_paper", "ptc_paper"}  # the paper's form, in the colour of the sound one
 
 METRICS = {
     "forget_accuracy": "FA",
@@ -46,6 +48,10 @@ LOWER_IS_BETTER = {"forget_accuracy", "forced_forget_accuracy", "recovery_rate"}
 
 def method_label(method: str) -> str:
     return METHODS.get(method, method.replace("_", " "))
+
+
+def line_style(method: str) -> str:
+    return "--" if method in DASHED else "-"
 
 
 def colour(method: str) -> str:

@@ -67,7 +67,7 @@ def _measured(runs: pd.DataFrame, metric: str) -> Cell:
     if values.dropna().empty:
         return Cell(MISSING)
     mean, half_width = interval(values)
-    text = f"{mean:.2f}" if half_width is None else f"{mean:.2f} ± {half_width:.2f}"
+    text = f"{mean:.2f}" if half_width is None else f"{mean:.2f} ± {half_width:.2f}".replace("± 0.", "± .")
     return Cell(text, mean, half_width)
 
 
@@ -146,6 +146,8 @@ def _mark_best(block: list, metrics: list[str]) -> None:
         competing = [cell for cell in competing if cell.value is not None]
         if len(competing) < 2:
             continue
+        if len({round(cell.value, 2) for cell in competing}) == 1:
+            continue  # nothing to choose
         best = (min if metric in labels.LOWER_IS_BETTER else max)(round(cell.value, 2) for cell in competing)
         for cell in competing:
             cell.best = round(cell.value, 2) == best
@@ -196,9 +198,9 @@ def draw(table: Table) -> plt.Figure:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, PAPER_WIDTH), ylim=(-height, 0))
         axes.axis("off")
-        label_width = 1.58
-        measured_width = 0.585
-        paper_x = label_width + measured_width * len(table.columns) + 0.12
+        label_width = 1.5
+        measured_width = 0.53
+        paper_x = label_width + measured_width * len(table.columns) + 0.1
         paper_width = (PAPER_WIDTH - paper_x - 0.02) / max(1, len(table.paper_columns))
         measured_x = [label_width + measured_width * (i + 0.5) for i in range(len(table.columns))]
         paper_xs = [paper_x + paper_width * (i + 0.5) for i in range(len(table.paper_columns))]

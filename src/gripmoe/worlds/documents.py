@@ -53,7 +53,7 @@ class Mix:
 
 
 # Letters are learned soonest if most letter questions stand alone; news can wait until then.
-EARLY_MIX = Mix(30, 8, 6, 0.2, 2, 0.5, 0.2)
+EARLY_MIX = Mix(36, 8, 6, 0.2, 1, 0.3, 0.2)
 LATE_MIX = Mix(14, 5, 6, 0.3, 3, 6, 0.3)
 
 
