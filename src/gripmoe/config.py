@@ -213,7 +213,7 @@ def parse_settings(target: Any, text: str) -> Any:
 def load_yaml(path: Path) -> Any:
     """The content of a YAML file. Raises ConfigError if it is missing or not YAML."""
     try:
-        return yaml.safeload_yaml(path.read_text(encoding="utf-8"))
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: file not found") from None
     except yaml.YAMLError as error:
