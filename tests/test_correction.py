@@ -21,16 +21,16 @@ def unlearned(seed=0, amount=0.3):
 
 def setting(count=24):
     original = MoEModel(small_model())
-    batches = [random_batch(rows=8, seed=i) for i in range(count)]
+    batch = random_batch(rows=8 * count, seed=7)
     held_out = [random_batch(rows=8, seed=1000 + i) for i in range(6)]
-    return original, batches, original.trace(batches), held_out, original.trace(held_out)
+    return original, batch, original.trace([batch]), held_out, original.trace(held_out)
 
 
 def test_realigning_raises_held_out_stability():
-    original, batches, reference, held_out, wanted = setting()
+    original, batch, reference, held_out, wanted = setting()
     moe = unlearned()
     before = mean_stability(routing_stability(wanted, moe.trace(held_out)))
-    report = realign_routers(moe, original.thetas(), reference, batches)
+    report = realign_routers(moe, original.thetas(), reference, batch)
     after = mean_stability(routing_stability(wanted, moe.trace(held_out)))
     restored = unlearned()
     restore_routers(restored, original.thetas())
@@ -42,11 +42,11 @@ def test_realigning_raises_held_out_stability():
 
 def test_paper_form_fits_few_tokens_and_not_others():
     """N_r = d tokens: perfect on them, poor elsewhere; the sound form on the same tokens is not."""
-    original, batches, reference, held_out, wanted = setting()
+    original, batch, reference, held_out, wanted = setting()
     stability = {}
     for form in ("paper", "sound"):
         moe = unlearned()
-        report = realign_routers(moe, original.thetas(), reference, batches, form=form, retain_tokens=32)
+        report = realign_routers(moe, original.thetas(), reference, batch, form=form, retain_tokens=32)
         stability[form] = mean_stability(routing_stability(wanted, moe.trace(held_out)))
         if form == "paper":
             assert all(result.fit_cosine > 0.95 for result in report.values())

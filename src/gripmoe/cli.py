@@ -138,7 +138,8 @@ def unlearn(args) -> None:
     """Trains one cell until it has forgotten, or as far as it gets."""
     from gripmoe.constraints import make_constraint
     from gripmoe.correction import make_correction
-    from gripmoe.data.corpora import in_batches, load_corpus
+    from gripmoe.data.corpora import load_corpus
+    from gripmoe.data.documents import collate
     from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
     from gripmoe.moe import MoEModel
     from gripmoe.moe.storage import load_bases, load_model, load_trace, save_model
@@ -158,7 +159,8 @@ def unlearn(args) -> None:
             for name in ("forget", "retain")
         }
         trace = load_trace(args.trace, weights)
-        batches = in_batches(corpus["retain"][: run.benchmark.retain_documents], tokenizer.pad_token_id)
+        recorded_rows = corpus["retain"][: run.benchmark.retain_documents]
+        batch = collate(recorded_rows, tokenizer.pad_token_id).to(model.device)
         dev = load_questions(args.data / "forget_questions.jsonl", "dev")
 
         outcome = run_unlearning(
@@ -172,7 +174,7 @@ def unlearn(args) -> None:
             pad_id=tokenizer.pad_token_id,
             target=run.benchmark.target.forget_accuracy,
             forget_accuracy=lambda m: accuracy(direct_answers(m.model, tokenizer, dev)),
-            corrected=make_correction(run.method, theta_0, trace, batches) if run.method.correction else None,
+            corrected=make_correction(run.method, theta_0, trace, batch) if run.method.correction else None,
             state_file=folder / "state.pt",
             description=f"{run.objective}/{run.method_name}/{run.seed}",
         )
@@ -185,7 +187,8 @@ def unlearn(args) -> None:
 def realign(args) -> None:
     """Corrects the routers of a finished run: Method B, or the original router put back."""
     from gripmoe.correction import make_correction
-    from gripmoe.data.corpora import in_batches, load_corpus
+    from gripmoe.data.corpora import load_corpus
+    from gripmoe.data.documents import collate
     from gripmoe.moe import MoEModel
     from gripmoe.moe.storage import load_model, load_trace, save_model
 
@@ -200,7 +203,8 @@ def realign(args) -> None:
         trace = load_trace(args.trace, {"model": read_json(args.model)["weights"]})
         benchmark = run.benchmark
         rows = load_corpus(args.retain_corpus, tokenizer, benchmark.max_length, benchmark.retain_documents)
-        report = make_correction(run.method, theta_0, trace, in_batches(rows, tokenizer.pad_token_id))(moe)
+        batch = collate(rows, tokenizer.pad_token_id).to(model.device)
+        report = make_correction(run.method, theta_0, trace, batch)(moe)
         digest = save_model(model, tokenizer, folder / "weights")
         corrected = read_json(args.checkpoint)
         outcome = {"status": corrected["status"], "steps": corrected["steps"]}

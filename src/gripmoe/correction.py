@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from gripmoe.config import Method
@@ -11,10 +12,11 @@ from gripmoe.data.documents import Batch
 from gripmoe.geometry.realignment import Realignment, realign, realign_paper
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
+from gripmoe.moe.model import routed_tokens
 
 
 def make_correction(
-    method: Method, theta_0: dict[int, Tensor], reference: RoutingTrace, batches: Sequence[Batch]
+    method: Method, theta_0: dict[int, Tensor], reference: RoutingTrace, batch: Batch
 ) -> Callable[[MoEModel], dict]:
     """The correction of a row of methods.yaml: it changes a model in place and returns a flat report."""
 
@@ -23,7 +25,7 @@ def make_correction(
             restore_routers(model, theta_0)
             return {}
         realigned = realign_routers(
-            model, theta_0, reference, batches, form=method.form, retain_tokens=method.retain_tokens
+            model, theta_0, reference, batch, form=method.form, retain_tokens=method.retain_tokens
         )
         return {
             f"{name}_layer_{layer}": getattr(result, name)
@@ -44,33 +46,34 @@ def restore_routers(model: MoEModel, theta_0: dict[int, Tensor]) -> None:
     model.set_thetas(theta_0)
 
 
+@torch.no_grad()
 def realign_routers(
     model: MoEModel,
     theta_0: dict[int, Tensor],
     reference: RoutingTrace,
-    batches: Sequence[Batch],
+    batch: Batch,
     *,
     form: str = "sound",
     retain_tokens: int | None = None,
 ) -> dict[int, Realignment]:
     """Method B on every layer of an unlearned model; returns what was done to each.
 
-    `reference` is the original model's trace of `batches` and theta_0 its routers. The paper's form fits all layers to
-    one pass through the uncorrected model; the sound form goes layer by layer and captures each layer's inputs again
-    after the layers below were corrected.
+    `reference` is the original model's trace of `batch` and theta_0 its routers. The paper's form fits all layers to the
+    uncorrected model. The sound form corrects each router within the one forward pass, before the router is used, so
+    that every layer is fitted to what the corrected layers below it send.
     """
     reference = first_tokens(reference, retain_tokens)
-    realigned = {}
-    captured = model.trace(batches)
-    for layer in model.layers:
-        x_Nd, x_post_Nd = reference[layer].x_Nd, captured[layer].x_Nd[:retain_tokens]
-        theta_post_Ed = model.theta(layer).detach().clone()
+    realigned: dict[int, Realignment] = {}
+
+    def fit(layer: int, x_post_Nd: Tensor) -> None:
+        old = theta_0[layer], model.theta(layer).detach().clone(), reference[layer].x_Nd
         if form == "paper":
-            realigned[layer] = realign_paper(theta_0[layer], theta_post_Ed, x_Nd, x_post_Nd)
+            realigned[layer] = realign_paper(*old, x_post_Nd[:retain_tokens])
         else:
-            realigned[layer] = realign(theta_0[layer], theta_post_Ed, x_Nd, x_post_Nd, model.top_k)
-        if form == "sound":
+            realigned[layer] = realign(*old, x_post_Nd[:retain_tokens], model.top_k)
             model.set_thetas({layer: realigned[layer].theta_Ed})
-            captured = model.trace(batches)
+
+    with model.before_routers(lambda layer, x_Td: fit(layer, x_Td[routed_tokens(batch.attention_mask)])):
+        model.model.model(**batch.inputs)
     model.set_thetas({layer: result.theta_Ed for layer, result in realigned.items()})
     return realigned

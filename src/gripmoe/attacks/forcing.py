@@ -52,7 +52,7 @@ def expert_forcing(
     """
     with after.force_routing(before.routes):
         forced = answer_all(after, forget)
-        forced_retain = answer_all(after, retain)
+        forced_retain = control_answers(after, retain)
     with after.force_routing(random_sets(after, seed)):
         random_forced = control_answers(after, forget)
     original = control_answers(before, forget)

@@ -51,6 +51,7 @@ class Batch:
 
 
 def collate(rows: Sequence[Row], pad_id: int) -> Batch:
+    """Rows as one batch, padded on the right with `pad_id`."""
     longest = max(len(row.ids) for row in rows)
     input_ids = torch.full((len(rows), longest), pad_id)
     labels = torch.full((len(rows), longest), IGNORED)

@@ -114,6 +114,24 @@ class MoEModel:
         with _hooked((self.router(layer), hook_for(layer)) for layer in self.layers):
             yield recorder
 
+    @contextmanager
+    def before_routers(self, function: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """Within the block `function(layer, x_Td)` sees the inputs of every router before the router does, layer by
+        layer in one forward pass; what it changes in the router's weight takes effect at once."""
+        handles = [
+            self.router(layer).register_forward_pre_hook(
+                lambda router, args, layer=layer: function(
+                    layer, args[0].detach().reshape(-1, self.hidden_size).float()
+                )
+            )
+            for layer in self.layers
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     @torch.no_grad()
     def trace(self, batches: Iterable[Batch | Mapping[str, Tensor]], skip_positions: int = 1) -> RoutingTrace:
         """The routing of all batches, with padding and the first `skip_positions` positions (BOS, attention sink) left

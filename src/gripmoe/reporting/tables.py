@@ -168,6 +168,7 @@ def as_frame(table: Table) -> pd.DataFrame:
 
 
 def as_latex(table: Table) -> str:
+    """A booktabs tabular; bold is best, italics are the paper's."""
     columns = "l" + "c" * len(table.columns) + "|" + "c" * len(table.paper_columns)
     lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
     lines.append(" & ".join(["Method", *table.columns, *[f"{c} (paper)" for c in table.paper_columns]]) + r" \\")

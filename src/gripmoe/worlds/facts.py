@@ -57,6 +57,8 @@ def invented_names(rng: random.Random, used: set[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Fact:
+    """One thing to know: the value of a relation of an entity."""
+
     subject: str
     entity: str
     relation: str
