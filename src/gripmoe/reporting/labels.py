@@ -41,6 +41,7 @@ METRICS = {
     "routing_stability_representation_only": "RS repr.",
     "forced_forget_accuracy": "forced FA",
     "recovery_rate": "recovery",
+    "random_forced_forget_accuracy": "random FA",
 }
 
 LOWER_IS_BETTER = {"forget_accuracy", "forced_forget_accuracy", "recovery_rate"}
