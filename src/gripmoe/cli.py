@@ -158,7 +158,7 @@ def unlearn(args) -> None:
             name: load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, run.benchmark.max_length)
             for name in ("forget", "retain")
         }
-        trace = load_trace(args.trace, weights)
+        trace = load_trace(args.trace, weights, model.device)
         recorded_rows = corpus["retain"][: run.benchmark.retain_documents]
         batch = collate(recorded_rows, tokenizer.pad_token_id).to(model.device)
         dev = load_questions(args.data / "forget_questions.jsonl", "dev")
@@ -166,7 +166,9 @@ def unlearn(args) -> None:
         outcome = run_unlearning(
             moe,
             make_objective(run.objective, run.training.objective, moe, run.seed),
-            make_constraint(run.method, trace, load_bases(args.bases, weights) if args.bases else None, run.seed),
+            make_constraint(
+                run.method, trace, load_bases(args.bases, weights, model.device) if args.bases else None, run.seed
+            ),
             corpus["forget"],
             corpus["retain"],
             run.training,
@@ -200,7 +202,7 @@ def realign(args) -> None:
         theta_0 = MoEModel(original).thetas()
         model, _ = load_model(args.checkpoint.parent / "weights")
         moe = MoEModel(model)
-        trace = load_trace(args.trace, {"model": read_json(args.model)["weights"]})
+        trace = load_trace(args.trace, {"model": read_json(args.model)["weights"]}, model.device)
         benchmark = run.benchmark
         rows = load_corpus(args.retain_corpus, tokenizer, benchmark.max_length, benchmark.retain_documents)
         batch = collate(rows, tokenizer.pad_token_id).to(model.device)

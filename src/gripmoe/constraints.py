@@ -126,9 +126,10 @@ class NullSpacePaper(Unconstrained):
         self.safety_margin = safety_margin
         self.max_steps = max_steps
         self.tolerance = tolerance
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
 
     def start(self, model: MoEModel) -> None:
+        self.generator = torch.Generator(model.model.device).manual_seed(self.seed)
         self._theta_0 = model.thetas()
         self._top_k, self._num_experts = model.top_k, model.num_experts
 

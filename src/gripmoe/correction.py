@@ -59,8 +59,8 @@ def realign_routers(
     """Method B on every layer of an unlearned model; returns what was done to each.
 
     `reference` is the original model's trace of `batch` and theta_0 its routers. The paper's form fits all layers to
-    the uncorrected model. The sound form corrects each router within the one forward pass, before the router is used, so
-    that every layer is fitted to what the corrected layers below it send.
+    the uncorrected model. The sound form corrects each router within the one forward pass, before the router is
+    used, so that every layer is fitted to what the corrected layers below it send.
     """
     reference = first_tokens(reference, retain_tokens)
     realigned: dict[int, Realignment] = {}

@@ -35,6 +35,8 @@ def synthetic():
                 "recovery_rate": 0.1,
                 "reached": float(not (method == "frozen_router" and seed == 1)),
                 "diverged": 0.0,
+                "forget_target": 0.27,
+                "corrected_after": 0.0,
                 "num_experts": 16.0,
                 "top_k": 4.0,
                 **{f"routing_stability_layer_{layer}": rs - 0.1 * layer + 0.02 * seed for layer in range(3)},
@@ -90,6 +92,17 @@ def test_best_is_computed_among_runs_that_forgot():
     changed.loc[changed.metric == "reached", "value"] = 1.0
     assert not any(cell["recovery"].best for _, cell, _ in [row(main_results(changed), "Unconstrained")]), "all equal"
     assert row(main_results(changed), "Frozen router")[1]["RA"].best
+
+
+def test_forgetting_undone_by_a_correction_is_marked():
+    runs = synthetic()
+    chosen = runs.method == "unconstrained"
+    runs.loc[chosen & (runs.metric == "corrected_after"), "value"] = 1.0
+    assert row(main_results(runs), "Unconstrained")[0].endswith("Unconstrained ‡")
+    runs.loc[chosen & (runs.metric == "forget_accuracy"), "value"] = 0.92
+    runs.loc[chosen & (runs.metric == "retain_accuracy"), "value"] = 1.0
+    name, cells, _ = row(main_results(runs), "Unconstrained")
+    assert name.endswith("* ‡") and not cells["RA"].best, "the highest, but it has not forgotten"
 
 
 def test_diverged_runs_are_marked():
@@ -149,7 +162,8 @@ def test_every_method_has_a_name_and_a_look_of_its_own():
 def test_collecting_cells(tmp_path):
     cell = tmp_path / "cell"
     key = {"model": "m", "benchmark_name": "b", "objective": "none", "method_name": "ptc", "seed": 3}
-    write_yaml(cell / "run.yaml", key)
+    settings = {"benchmark": {"target": {"forget_accuracy": 0.27}}, "method": {"corrects": "unconstrained"}}
+    write_yaml(cell / "run.yaml", key | settings)
     write_json(cell / "evaluation.json", {"forget_accuracy": 0.25})
     write_json(cell / "attack.json", {"recovery_rate": float("nan")})
     write_json(
@@ -161,6 +175,7 @@ def test_collecting_cells(tmp_path):
     values = runs.set_index("metric").value
     assert values["forget_accuracy"] == 0.25 and values["steps"] == 40 and values["accepted_layer_0"] == 1.0
     assert (values["reached"], values["diverged"]) == (0.0, 0.0) and np.isnan(values["recovery_rate"])
+    assert (values["forget_target"], values["corrected_after"]) == (0.27, 1.0)
     assert "weights" not in values
     (tmp_path / "bad.csv").write_text("model,value\nm,1\n")
     with pytest.raises(ValueError, match="no column benchmark"):

@@ -66,9 +66,9 @@ def save_trace(path: Path, trace: RoutingTrace, metadata: dict[str, str]) -> Non
     _save(path, tensors, metadata)
 
 
-def load_trace(path: Path, metadata: dict[str, str]) -> RoutingTrace:
-    """A saved trace. Raises ValueError if it was not recorded as `metadata` says."""
-    tensors = _load(path, metadata)
+def load_trace(path: Path, metadata: dict[str, str], device: torch.device | str = "cpu") -> RoutingTrace:
+    """A saved trace on `device`. Raises ValueError if it was not recorded as `metadata` says."""
+    tensors = _load(path, metadata, device)
     layers = sorted({int(name.split(".")[0]) for name in tensors})
     return {
         layer: LayerRouting(
@@ -82,9 +82,9 @@ def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, st
     _save(path, {str(layer): basis.U_ret_Edr.cpu() for layer, basis in bases.items()}, metadata)
 
 
-def load_bases(path: Path, metadata: dict[str, str]) -> dict[int, RetainBasis]:
-    """Saved bases. Raises ValueError if they were not fitted as `metadata` says."""
-    return {int(layer): RetainBasis(U_ret_Edr) for layer, U_ret_Edr in sorted(_load(path, metadata).items())}
+def load_bases(path: Path, metadata: dict[str, str], device: torch.device | str = "cpu") -> dict[int, RetainBasis]:
+    """Saved bases on `device`. Raises ValueError if they were not fitted as `metadata` says."""
+    return {int(layer): RetainBasis(U_ret_Edr) for layer, U_ret_Edr in _load(path, metadata, device).items()}
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -92,8 +92,8 @@ def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
 
 
-def _load(path: Path, metadata: dict[str, str]) -> dict[str, torch.Tensor]:
-    with safe_open(path, framework="pt") as file:
+def _load(path: Path, metadata: dict[str, str], device: torch.device | str) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt", device=str(device)) as file:
         found = file.metadata() or {}
         for key, wanted in metadata.items():
             if found.get(key) != wanted:

@@ -23,7 +23,10 @@ def collect_cells(folders: Sequence[Path], output: Path) -> None:
         for folder in folders:
             run = read_yaml(folder / "run.yaml")
             key = [run["model"], run["benchmark_name"], run["objective"], run["method_name"], run["seed"]]
-            for metric, value in sorted(_metrics(folder).items()):
+            metrics = _metrics(folder)
+            metrics["forget_target"] = run["benchmark"]["target"]["forget_accuracy"]
+            metrics["corrected_after"] = run["method"]["corrects"] is not None
+            for metric, value in sorted(metrics.items()):
                 writer.writerow([*key, metric, float(value)])
 
 
