@@ -114,7 +114,7 @@ def main_results(runs: pd.DataFrame, methods: list[str] | None = None) -> Table:
         f"Mean ± 95 % t-interval over {seeds} unlearning seeds, {instances}; test questions, held-out retain tokens.",
         "FA forget, RA retain accuracy; RS routing stability, and with only the router or only its inputs changed;",
         "recovery: FA under the original expert sets minus FA. Bold: best in its block among runs that forgot enough.",
-        "* has not forgotten: target missed on dev questions, or exceeded by .05 on test; † diverged; ‡ corrected at the end.",
+        "* has not forgotten: target missed on dev, or exceeded by .05 on test; † diverged; ‡ corrected at the end.",
         "Right: the paper's own values (Qwen3-30B-A3B); – not measured here, or not in the paper.",
     ]
     return table
