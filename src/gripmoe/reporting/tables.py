@@ -36,7 +36,6 @@ class Cell:
 class Table:
     """`columns` are headings of the measured values, `paper_columns` those of the paper's; `blocks` group rows."""
 
-    title: str
     columns: list[str]
     paper_columns: list[str]
     blocks: list[tuple[str, list[tuple[str, list[Cell], list[Cell]]]]] = field(default_factory=list)
@@ -88,11 +87,7 @@ def main_results(runs: pd.DataFrame, methods: list[str] | None = None) -> Table:
     published = paper_values("main_results")
     methods = methods or [m for m in labels.METHODS if m in set(runs.method)]
     methods += [m for m in runs.method.unique() if m not in methods]
-    table = Table(
-        "WMDP-style forgetting in the embedded world" if _is_tiny(runs) else "WMDP-Cyber",
-        [labels.METRICS[m] for m in metrics],
-        [labels.METRICS[m] for m in metrics[:3]],
-    )
+    table = Table([labels.METRICS[m] for m in metrics], [labels.METRICS[m] for m in metrics[:3]])
     for objective in ("none", *[o for o in labels.OBJECTIVES if o != "none"]):
         block = []
         for method in methods:
@@ -118,10 +113,6 @@ def main_results(runs: pd.DataFrame, methods: list[str] | None = None) -> Table:
         "Right: the paper's own values (Qwen3-30B-A3B); – not measured here, or not in the paper.",
     ]
     return table
-
-
-def _is_tiny(runs: pd.DataFrame) -> bool:
-    return runs.model.str.startswith("tiny").all()
 
 
 FORGET_SLACK = 0.05  # from the dev split, on which runs stop, to the test split
