@@ -59,11 +59,20 @@ def test_rmu_gives_no_gradient_above_its_layer(batch):
 
 def test_unknown_objective():
     with pytest.raises(ValueError, match="unknown objective 'magic'"):
-        make_objective("magic", {}, MoEModel(small_model()), 0)
+        make_objective("magic", {}, MoEModel(small_model()), random_batch(), 0)
 
 
 def test_names_make_the_objectives():
     moe = MoEModel(small_model())
-    assert isinstance(make_objective("gd", {"alpha": 1.0}, moe, 0), GradientDifference)
-    rmu = make_objective("rmu", {"layer": 1, "steering": 3.0, "alpha": 2.0}, moe, 0)
+    assert isinstance(make_objective("gd", {"alpha": 1.0}, moe, random_batch(), 0), GradientDifference)
+    rmu = make_objective("rmu", {"layer": 1, "steering": 3.0, "alpha": 2.0}, moe, random_batch(), 0)
     assert rmu.layer == 1 and math.isclose(rmu.target_d.norm().item(), 3.0, rel_tol=1e-5)
+
+
+def test_kappa_follows_the_models_own_scale(batch):
+    moe = MoEModel(small_model())
+    with torch.no_grad():
+        hidden = moe.model(**batch.inputs, output_hidden_states=True).hidden_states[1]
+    mean_length = hidden.norm(dim=-1)[batch.attention_mask.bool()].mean().item()
+    rmu = make_objective("rmu", {"layer": 0, "kappa": 2.5, "alpha": 1.0}, moe, batch, 0)
+    assert math.isclose(rmu.target_d.norm().item(), 2.5 * mean_length, rel_tol=1e-4)

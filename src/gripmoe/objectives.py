@@ -47,8 +47,8 @@ class GradientDifference:
 class RepresentationMisdirection:
     """RMU: drive one layer's hidden states of forget tokens to a fixed random vector, hold those of retain tokens.
 
-    `steering` is c, the length of that vector, whose direction is drawn uniformly from [0, 1)^d as in the official
-    code; squares are averaged over d as there. Layers above `layer` get no gradient.
+    `steering` is c, the length of that vector; its direction is drawn uniformly from [0, 1)^d as in the official code,
+    and squares are averaged over d as there. Layers above `layer` get no gradient.
     """
 
     def __init__(self, hidden_size: int, *, layer: int, steering: float, alpha: float, seed: int):
@@ -57,29 +57,47 @@ class RepresentationMisdirection:
         self.layer = layer
         self.alpha = alpha
 
+    @classmethod
+    def relative(
+        cls, model: MoEModel, batch: Batch, *, layer: int, kappa: float, alpha: float, seed: int
+    ) -> RepresentationMisdirection:
+        """With c as `kappa` times the mean length of the layer's hidden states on `batch`: a fixed c means something
+        else in every model."""
+        with torch.no_grad():
+            lengths = hidden_states(model, layer, batch).norm(dim=-1)
+        mean_length = _masked_mean(lengths, batch.attention_mask).item()
+        return cls(model.hidden_size, layer=layer, steering=kappa * mean_length, alpha=alpha, seed=seed)
+
     def forget_loss(self, model, reference, batch) -> Tensor:
-        hidden = self._hidden(model, batch)
+        hidden = hidden_states(model, self.layer, batch)
         return _masked_mean((hidden - self.target_d.to(hidden)).square().mean(dim=-1), batch.attention_mask)
 
     def retain_loss(self, model, reference, batch) -> Tensor:
         with torch.no_grad():
-            wanted = self._hidden(reference, batch)
-        return _masked_mean((self._hidden(model, batch) - wanted).square().mean(dim=-1), batch.attention_mask)
+            wanted = hidden_states(reference, self.layer, batch)
+        return _masked_mean(
+            (hidden_states(model, self.layer, batch) - wanted).square().mean(dim=-1), batch.attention_mask
+        )
 
-    def _hidden(self, model: MoEModel, batch: Batch) -> Tensor:
-        with model.record_hidden(self.layer) as outputs:
-            model.model.model(**batch.inputs)
-        return outputs[0]
+
+def hidden_states(model: MoEModel, layer: int, batch: Batch) -> Tensor:
+    """Output of decoder layer `layer`, (rows, positions, d)."""
+    with model.record_hidden(layer) as outputs:
+        model.model.model(**batch.inputs)
+    return outputs[0]
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return (values * mask).sum() / mask.sum()
 
 
-def make_objective(name: str, settings: dict, model: MoEModel, seed: int) -> Objective:
-    """The objective of a run; `settings` are its own hyperparameters. Raises ValueError for an unknown name."""
+def make_objective(name: str, settings: dict, model: MoEModel, batch: Batch, seed: int) -> Objective:
+    """The objective of a run; `settings` are its own hyperparameters, `batch` retain documents that set RMU's scale.
+    Raises ValueError for an unknown name."""
     if name == "gd":
         return GradientDifference(**settings)
+    if name == "rmu" and "kappa" in settings:
+        return RepresentationMisdirection.relative(model, batch, seed=seed, **settings)
     if name == "rmu":
         return RepresentationMisdirection(model.hidden_size, seed=seed, **settings)
     raise ValueError(f"unknown objective {name!r}; gd or rmu")
