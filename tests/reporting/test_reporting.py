@@ -61,6 +61,7 @@ def row(table, label):
 def test_interval_by_hand():
     mean, half = interval(pd.Series([1.0, 2.0, 3.0]))
     assert mean == 2.0 and half == pytest.approx(4.302653 / np.sqrt(3), rel=1e-5)
+    assert interval(pd.Series([0.2, 0.6])) == pytest.approx((0.4, 0.2))
     assert interval(pd.Series([0.5])) == (0.5, None)
 
 
@@ -72,7 +73,7 @@ def test_measured_and_paper_stand_apart():
     )
     assert (paper["FA"].value, paper["RA"].value, paper["RS"].value) == (0.26, 0.35, 0.43)
     frame = as_frame(table)
-    assert {"RA", "RA ± 95 %", "paper: RA"} <= set(frame.columns)
+    assert {"RA", "RA ±", "paper: RA"} <= set(frame.columns)
 
 
 def test_what_was_not_measured_is_missing_not_filled():
@@ -80,6 +81,12 @@ def test_what_was_not_measured_is_missing_not_filled():
     _, measured, paper = row(table, "Before unlearning")
     assert measured["FA"].value == 0.98 and measured["RS"].text == "–" and measured["RS"].value is None
     assert all(cell.value is None for cell in paper.values())
+
+
+def test_no_negative_zero():
+    runs = synthetic()
+    runs.loc[runs.metric == "recovery_rate", "value"] = -0.001
+    assert row(main_results(runs), "Unconstrained")[1]["recovery"].text == "0.00 ± .00"
 
 
 def test_best_is_computed_among_runs_that_forgot():

@@ -43,10 +43,13 @@ class Table:
 
 
 def interval(values: pd.Series, level: float = 0.95) -> tuple[float, float | None]:
-    """Mean and half-width of its Student-t interval; no interval for fewer than two values."""
+    """Mean and half-width of an interval over runs: Student's t from three values on. Two values give half their
+    range, since their t-interval is wider than any measure here; one value gives none."""
     values = values.dropna()
     if len(values) < 2:
         return float(values.mean()), None
+    if len(values) == 2:
+        return float(values.mean()), float(values.max() - values.min()) / 2
     return float(values.mean()), float(stats.t.ppf((1 + level) / 2, len(values) - 1) * values.sem())
 
 
@@ -66,7 +69,9 @@ def _measured(runs: pd.DataFrame, metric: str) -> Cell:
     if values.dropna().empty:
         return Cell(MISSING)
     mean, half_width = interval(values)
-    text = f"{mean:.2f}" if half_width is None else f"{mean:.2f} ± {half_width:.2f}".replace("± 0.", "± .")
+    text = f"{round(mean, 2) + 0.0:.2f}"  # + 0.0: no negative zero
+    if half_width is not None:
+        text += f" ± {half_width:.2f}".replace("± 0.", "± .")
     return Cell(text, mean, half_width)
 
 
@@ -105,8 +110,10 @@ def main_results(runs: pd.DataFrame, methods: list[str] | None = None) -> Table:
             table.blocks.append((labels.OBJECTIVES[objective], block))
     seeds = runs.loc[runs.objective != "none", "seed"].nunique()
     instances = f"{runs.model.nunique()} base model{'s' if runs.model.nunique() > 1 else ''}"
+    runs_per_cell = seeds * runs.model.nunique()
+    spread = "half the range" if runs_per_cell == 2 else "95 % t-interval"
     table.notes = [
-        f"Mean ± 95 % t-interval over {seeds} unlearning seeds, {instances}; test questions, held-out retain tokens.",
+        f"Mean over {seeds} unlearning seeds, {instances}, ± {spread}; test questions, held-out retain tokens.",
         "FA forget, RA retain accuracy; RS routing stability, and with only the router or only its inputs changed;",
         "recovery: FA under the original expert sets minus FA. Bold: best in its block among runs that forgot enough.",
         "* has not forgotten: target missed on dev, or exceeded by .05 on test; † diverged; ‡ corrected at the end.",
@@ -157,7 +164,7 @@ def as_frame(table: Table) -> pd.DataFrame:
         for label, measured, paper in entries:
             row: dict = {"block": block, "row": label}
             for name, cell in zip(table.columns, measured, strict=True):
-                row |= {name: cell.value, f"{name} ± 95 %": cell.half_width}
+                row |= {name: cell.value, f"{name} ±": cell.half_width}
             for name, cell in zip(table.paper_columns, paper, strict=True):
                 row[f"paper: {name}"] = cell.value
             rows.append(row)
