@@ -173,7 +173,7 @@ class TestRun:
     def test_one_cells_learning_rate_reruns_that_cell_and_what_follows(self, finished):
         file = finished / "smoke.yaml"
         before = file.read_text()
-        file.write_text(before + "\noverrides: {gd/expert_specific: {learning_rate: 2.0e-3}}\n")
+        file.write_text(before + "\noverrides: {gd/expert_specific: {learning_rate: 1.0e-2}}\n")
         output = dry_run(finished)
         file.write_text(before)
         two = len(yaml.safe_load(before)["seeds"])
@@ -188,7 +188,7 @@ class TestRun:
     def test_corrected_runs_follow_the_run_they_correct(self, finished):
         file = finished / "smoke.yaml"
         before = file.read_text()
-        file.write_text(before + "\noverrides: {unconstrained: {learning_rate: 2.0e-3}}\n")
+        file.write_text(before + "\noverrides: {unconstrained: {learning_rate: 1.0e-2}}\n")
         output = dry_run(finished)
         file.write_text(before)
         assert planned(output)["realign"] == 2 and planned(output)["unlearn"] == 2
