@@ -46,6 +46,7 @@ def save_figure(figure: plt.Figure, stem: Path) -> None:
     for suffix, metadata in ((".pdf", {"CreationDate": None}), (".png", {"Software": None})):
         with house_style(), atomic_path(stem.with_suffix(suffix)) as temporary:
             figure.savefig(temporary, format=suffix[1:], metadata=metadata)
+    plt.close(figure)  # or a notebook shows it twice
 
 
 def expected_overlap(num_experts: int, top_k: int) -> float:
