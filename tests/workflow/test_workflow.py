@@ -148,7 +148,7 @@ class TestRun:
         assert (finished / "results/smoke/notebooks/main_results.ipynb").exists()
 
     def test_cells_hold_what_the_readme_says(self, finished):
-        cell = finished / "results/smoke/smoke/wmdp_tiny/gd/expert_specific/0"
+        cell = finished / "results/smoke/smoke/wmdp_smoke/gd/expert_specific/0"
         for name in ("run.yaml", "checkpoint.json", "history.json", "evaluation.json", "attack.json", "questions.csv"):
             assert (cell / name).exists(), name
         provenance = json.loads((cell / "evaluation.provenance.json").read_text())
@@ -158,7 +158,7 @@ class TestRun:
             assert len(list(csv.DictReader(file))) > 1000
 
     def test_controls_of_the_measures(self, finished):
-        runs = finished / "results/smoke/smoke/wmdp_tiny"
+        runs = finished / "results/smoke/smoke/wmdp_smoke"
         original = json.loads((runs / "none/original/0/evaluation.json").read_text())
         assert original["routing_stability"] == original["forget_routing_stability"] == 1.0
         attack = json.loads((runs / "none/original/0/attack.json").read_text())
@@ -166,6 +166,8 @@ class TestRun:
         sound = json.loads((runs / "gd/expert_specific/0/evaluation.json").read_text())
         free = json.loads((runs / "gd/unconstrained/0/evaluation.json").read_text())
         assert sound["routing_stability_router_only"] > free["routing_stability_router_only"]
+        steps = json.loads((runs / "gd/unconstrained/0/checkpoint.json").read_text())["steps"]
+        assert steps == 4, "every step was taken"
 
     def test_nothing_is_left_to_do(self, finished):
         assert planned(dry_run(finished)) == {}
