@@ -25,7 +25,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml envs/requirements.lock
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint envs/requirements.lock --editable '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/requirements.lock --editable '.[dev]'
 	touch $@
 
 figures: setup

@@ -8,7 +8,14 @@ from conftest import random_batch, small_model
 from gripmoe.config import EpsNullConfig, Method
 from gripmoe.constraints import FrozenRouter, NullSpacePaper, Unconstrained, fit_bases
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
-from gripmoe.geometry.routing import LayerRouting, mean_stability, route, routing_stability, selection_mask
+from gripmoe.geometry.routing import (
+    LayerRouting,
+    SelectionRule,
+    mean_stability,
+    route,
+    routing_stability,
+    selection_mask,
+)
 from gripmoe.guard import RouterGuard
 from gripmoe.moe import MoEModel
 
@@ -43,7 +50,7 @@ def adamw(model):
 
 
 def router_only_stability(reference, moe):
-    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.top_k) for layer, r in reference.items()}
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
     return mean_stability(routing_stability(reference, moved))
 
 
@@ -89,7 +96,7 @@ def test_projecting_the_gradient_does_not_hold_under_adamw():
     for what in ("gradient", "update"):
         model = small_model()
         moe = MoEModel(model)
-        bases = fit_bases(moe.trace(retain), moe.num_experts, null_space(1e-6))
+        bases = fit_bases(moe.trace(retain), moe.rules(), null_space(1e-6))
         before = moe.thetas()
         optimizer = adamw(model)
         if what == "gradient":
@@ -149,7 +156,7 @@ def test_paper_form_projects_each_update_against_the_current_minibatch():
     constraint.start(moe, [], [])
     x = 3 * torch.randn(6, 32, generator=generator)
     before = moe.theta(0).detach()
-    seen = route(x, before, moe.top_k)
+    seen = route(x, before, moe.rule(0))
     after = before + 0.01 * torch.randn(before.shape, generator=generator)
     allowed = constraint.constrain(0, before, after, seen)
     selected = selection_mask(seen.top_k_Nk, moe.num_experts)
@@ -173,15 +180,18 @@ def test_layer_granularity_is_the_stricter_one():
     reference = {0: LayerRouting(x, x @ theta.T, (x @ theta.T).topk(2).indices)}
     update = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))
     methods = {g: null_space(1e-8, granularity=g) for g in ("expert", "layer")}
-    free = {g: fit_bases(reference, 8, method)[0].project(update).norm() for g, method in methods.items()}
+    free = {
+        g: fit_bases(reference, {0: SelectionRule(2)}, method)[0].project(update).norm()
+        for g, method in methods.items()
+    }
     assert free["layer"] < 1e-3 < free["expert"]
 
 
 def test_fitting_in_blocks_is_fitting_at_once():
     generator = torch.Generator().manual_seed(0)
     x, theta = torch.randn(2500, 16, generator=generator), torch.randn(4, 16, generator=generator)
-    routing = route(x, theta, 2)
-    blocked = fit_bases({0: routing}, 4, null_space(1e-6))[0]
+    routing = route(x, theta, SelectionRule(2))
+    blocked = fit_bases({0: routing}, {0: SelectionRule(2)}, null_space(1e-6))[0]
     once = RetainStatistics(4, 16).update(x, selection_mask(routing.top_k_Nk, 4)).basis(EpsNull(1e-6, "relative"))
     update = torch.randn(4, 16, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(blocked.project(update.float()).double(), once.project(update), atol=1e-5, rtol=0)

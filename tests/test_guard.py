@@ -28,7 +28,7 @@ def loss_of(model, batch):
 
 def router_only_stability(reference, model):
     moe = MoEModel(model)
-    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.top_k) for layer, r in reference.items()}
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
     return mean_stability(routing_stability(reference, moved))
 
 

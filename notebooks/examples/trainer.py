@@ -27,6 +27,6 @@ with tempfile.TemporaryDirectory() as folder:
     ).train()
 
 moe = MoEModel(model)
-now = {layer: route(seen.x_Nd, moe.theta(layer).detach(), moe.top_k) for layer, seen in original.items()}
+now = {layer: route(seen.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, seen in original.items()}
 kept = mean_stability(routing_stability(original, now))
 print(f"selections of the original retain inputs that the trained router keeps: {kept:.3f}")

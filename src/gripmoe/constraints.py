@@ -5,7 +5,7 @@ N retain tokens, d hidden size, E experts, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from gripmoe.config import EpsNullConfig, Method
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis
-from gripmoe.geometry.routing import LayerRouting, RoutingTrace, route, selection_margins, selection_mask
+from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule, route
 from gripmoe.moe import MoEModel
 
 
@@ -85,6 +85,7 @@ class FrozenRouter(Unconstrained):
     """Theta never changes. Routing decisions still do, where upstream experts move the router's inputs (App. F.1)."""
 
     def start(self, model, forget, retain) -> None:
+        model.freeze_router_biases()
         for layer in model.layers:
             model.theta(layer).requires_grad_(False)
 
@@ -107,13 +108,12 @@ class NullSpace(Unconstrained):
         self.safety_margin = safety_margin
 
     def start(self, model, forget, retain) -> None:
+        model.freeze_router_biases()
         self._theta_0 = model.thetas()
         self._x_Nd, self._bounds_NE = {}, {}
         for layer, seen in self.reference.items():
             self._x_Nd[layer] = seen.x_Nd.double()
-            selected_NE = selection_mask(seen.top_k_Nk, model.num_experts)
-            bounds_NE = (selection_margins(seen.scores_NE, selected_NE) - self.safety_margin).clamp_min(0)
-            self._bounds_NE[layer] = bounds_NE.masked_fill(selected_NE, torch.inf).double()
+            self._bounds_NE[layer] = _bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0).double()
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         theta_0 = self._theta_0[layer]
@@ -141,19 +141,18 @@ class NullSpaceMinibatch(Unconstrained):
         self.safety_margin = safety_margin
 
     def start(self, model, forget, retain) -> None:
-        self._top_k, self._num_experts = model.top_k, model.num_experts
+        model.freeze_router_biases()
+        self._rules = {layer: model.rule(layer) for layer in model.layers}
 
     def penalty(self, kind, seen) -> float:
         return 0.0
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
-        current = route(seen.x_Nd, before_Ed, self._top_k)
-        basis = _basis(current, self._num_experts, self.eps_null[layer], self.granularity)
-        selected_NE = selection_mask(current.top_k_Nk, self._num_experts)
-        bounds_NE = (selection_margins(current.scores_NE, selected_NE) - self.safety_margin).clamp_min(0)
-        update_Ed = nearest_feasible(
-            after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE.masked_fill(selected_NE, torch.inf), tolerance=1e-6
-        )
+        rule = self._rules[layer]
+        current = route(seen.x_Nd, before_Ed, rule)
+        basis = _basis(current, rule, self.eps_null[layer], self.granularity)
+        bounds_NE = _bounds(current, rule, self.safety_margin).clamp_min(0)
+        update_Ed = nearest_feasible(after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
         return before_Ed + update_Ed
 
 
@@ -183,22 +182,23 @@ class NullSpacePaper(Unconstrained):
         self.seed = seed
 
     def start(self, model, forget, retain) -> None:
+        model.freeze_router_biases()
         self.generator = torch.Generator(model.model.device).manual_seed(self.seed)
         self._theta_0 = model.thetas()
-        self._top_k, self._num_experts = model.top_k, model.num_experts
+        self._rules = {layer: model.rule(layer) for layer in model.layers}
 
     def penalty(self, kind, seen) -> float:
         return 0.0
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
-        original = route(seen.x_Nd, self._theta_0[layer], self._top_k)
-        selected_NE = selection_mask(original.top_k_Nk, self._num_experts)
-        update_Ed = covariance_basis(seen.x_Nd, selected_NE, self.eps_null[layer]).project(after_Ed - before_Ed)
-        bounds_NE = selection_margins(original.scores_NE, selected_NE) - self.safety_margin
+        rule = self._rules[layer]
+        original = route(seen.x_Nd, self._theta_0[layer], rule)
+        held_NE = rule.held(original.scores_NE, original.top_k_Nk)
+        update_Ed = covariance_basis(seen.x_Nd, held_NE, self.eps_null[layer]).project(after_Ed - before_Ed)
         update_Ed = randomized_kaczmarz(
             update_Ed,
             seen.x_Nd,
-            bounds_NE.masked_fill(selected_NE, torch.inf),
+            _bounds(original, rule, self.safety_margin),
             max_steps=self.max_steps,
             tolerance=self.tolerance,
             generator=self.generator,
@@ -241,26 +241,32 @@ def eps_by_layer(config: EpsNullConfig, layers: Sequence[int]) -> dict[int, EpsN
 
 
 def fit_bases(
-    reference: RoutingTrace, num_experts: int, method: Method, max_rank: int | None = None
+    reference: RoutingTrace, rules: Mapping[int, SelectionRule], method: Method, max_rank: int | None = None
 ) -> dict[int, RetainBasis]:
     """The retain basis of each layer of a trace, per expert or, with granularity "layer", of all tokens for all
     experts (the full null space, Sec. 4.1)."""
     eps_null = eps_by_layer(method.eps_null, list(reference))
     return {
-        layer: _basis(seen, num_experts, eps_null[layer], method.granularity, max_rank)
+        layer: _basis(seen, rules[layer], eps_null[layer], method.granularity, max_rank)
         for layer, seen in reference.items()
     }
 
 
+def _bounds(seen: LayerRouting, rule: SelectionRule, safety_margin: float) -> Tensor:
+    """How much each score may rise; infinity for those that stage 1 holds."""
+    held_NE = rule.held(seen.scores_NE, seen.top_k_Nk)
+    return (rule.margins(seen.scores_NE, seen.top_k_Nk) - safety_margin).masked_fill(held_NE, torch.inf)
+
+
 def _basis(
-    seen: LayerRouting, num_experts: int, eps_null: EpsNull, granularity: str, max_rank: int | None = None
+    seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, granularity: str, max_rank: int | None = None
 ) -> RetainBasis:
-    selected_NE = selection_mask(seen.top_k_Nk, num_experts)
+    held_NE = rule.held(seen.scores_NE, seen.top_k_Nk)
     if granularity == "layer":
-        selected_NE = torch.ones_like(selected_NE[:, :1])
-    statistics = RetainStatistics(selected_NE.shape[1], seen.x_Nd.shape[1], max_rank)
+        held_NE = torch.ones_like(held_NE[:, :1])
+    statistics = RetainStatistics(held_NE.shape[1], seen.x_Nd.shape[1], max_rank)
     for start in range(0, len(seen), 1024):
-        statistics.update(seen.x_Nd[start : start + 1024], selected_NE[start : start + 1024])
+        statistics.update(seen.x_Nd[start : start + 1024], held_NE[start : start + 1024])
     return RetainBasis(statistics.basis(eps_null).U_ret_Edr.float())
 
 

@@ -70,7 +70,7 @@ def realign_routers(
         if form == "paper":
             realigned[layer] = realign_paper(*old, x_post_Nd[:retain_tokens])
         else:
-            realigned[layer] = realign(*old, x_post_Nd[:retain_tokens], model.top_k)
+            realigned[layer] = realign(*old, x_post_Nd[:retain_tokens], model.rule(layer))
             model.set_thetas({layer: realigned[layer].theta_Ed})
 
     with model.before_routers(lambda layer, x_Td: fit(layer, x_Td[routed_tokens(batch.attention_mask)])):

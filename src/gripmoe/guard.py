@@ -182,7 +182,7 @@ def constrain(
             )
     batches = [_as_batch(batch, moe.model.device) for batch in retain]
     reference = moe.trace(batches)
-    bases = fit_bases(reference, moe.num_experts, method) if method.has_bases else None
+    bases = fit_bases(reference, moe.rules(), method) if method.has_bases else None
     constraint = constraint_of(method, reference, bases, None, seed)
     constraint.start(moe, [], batches)
     return RouterGuard(moe, optimizer, constraint)

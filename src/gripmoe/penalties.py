@@ -14,7 +14,7 @@ from gripmoe.config import Method
 from gripmoe.constraints import FrozenRouter, RouterConstraint, Unconstrained, make_constraint
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.routing import RoutingTrace, jaccard, selection_mask
+from gripmoe.geometry.routing import RoutingTrace, jaccard, route, selection_mask
 from gripmoe.geometry.tracking import DualWeight
 from gripmoe.moe import MoEModel
 from gripmoe.reference import ReferenceCache
@@ -113,7 +113,7 @@ class Anchored(FrozenRouter):
 
     def start(self, model, forget, retain) -> None:
         super().start(model, forget, retain)
-        self._layers, self._top_k = model.layers, model.top_k
+        self._layers, self._rules = model.layers, model.rules()
         self._theta_0 = model.thetas()
         self._inputs, self._final = ReferenceCache(), ReferenceCache()
         self._inputs.fill(retain, lambda batch: _per_layer(model, batch, "x_Nd"), "original router inputs")
@@ -127,7 +127,7 @@ class Anchored(FrozenRouter):
         agreement = []
         for number, layer in enumerate(self._layers):
             before_Nd, now = inputs_NLd[:, number], seen.routing[layer]
-            before_Nk = (before_Nd @ self._theta_0[layer].T).topk(self._top_k, dim=-1).indices
+            before_Nk = route(before_Nd, self._theta_0[layer], self._rules[layer]).top_k_Nk
             agreement.append(jaccard(before_Nk, now.top_k_Nk).mean().item())
             if not self.final_only:
                 terms.append((now.x_Nd - before_Nd).square().sum() / before_Nd.square().sum())

@@ -172,7 +172,7 @@ def _trainable(model: MoEModel, scope: dict[int, list[int]] | None) -> tuple[lis
 
 def _stacked_sets(model: MoEModel, batch: Batch) -> Tensor:
     """The model's own expert sets, (rows, positions, L, k)."""
-    routes = model.routes(batch.input_ids)
+    routes = model.routes(**batch.inputs)
     return torch.stack([routes[layer].unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)
 
 

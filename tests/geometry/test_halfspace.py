@@ -7,7 +7,7 @@ import torch
 
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics
-from gripmoe.geometry.routing import route, selection_margins, selection_mask
+from gripmoe.geometry.routing import SelectionRule, route, selection_margins, selection_mask
 
 
 def instance(N=120, d=24, E=8, k=2, seed=0, scale=0.5, duplicates=0):
@@ -16,7 +16,7 @@ def instance(N=120, d=24, E=8, k=2, seed=0, scale=0.5, duplicates=0):
     x = torch.randn(N, d, generator=generator, dtype=torch.float64)
     x[:duplicates] = x[0]
     theta = torch.randn(E, d, generator=generator, dtype=torch.float64)
-    routing = route(x, theta, k)
+    routing = route(x, theta, SelectionRule(k))
     selected = selection_mask(routing.top_k_Nk, E)
     basis = RetainStatistics(E, d).update(x[:40], selected[:40]).basis(EpsNull(1e-12, "relative"))
     bounds = (selection_margins(routing.scores_NE, selected) - 1e-3).clamp_min(0).masked_fill(selected, torch.inf)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gripmoe.geometry.realignment import realign, realign_paper, score_cosine
-from gripmoe.geometry.routing import jaccard, route
+from gripmoe.geometry.routing import SelectionRule, jaccard, route
 
 
 def drifted(N, d=32, E=8, noise=0.0, seed=0, decay=1.0):
@@ -23,14 +23,22 @@ def drifted(N, d=32, E=8, noise=0.0, seed=0, decay=1.0):
 
 
 def stability(theta, x, new_theta, x_post, k=2):
-    return jaccard(route(x, theta, k).top_k_Nk, route(x_post, new_theta, k).top_k_Nk).mean().item()
+    return (
+        jaccard(route(x, theta, SelectionRule(k)).top_k_Nk, route(x_post, new_theta, SelectionRule(k)).top_k_Nk)
+        .mean()
+        .item()
+    )
 
 
 @pytest.mark.parametrize("form", ["paper", "sound"])
 def test_linear_drift_is_undone(form):
     x, x_post, theta = drifted(2000, decay=0.0)
     before = stability(theta, x, theta, x_post)
-    result = realign_paper(theta, theta, x, x_post) if form == "paper" else realign(theta, theta, x, x_post, 2)
+    result = (
+        realign_paper(theta, theta, x, x_post)
+        if form == "paper"
+        else realign(theta, theta, x, x_post, SelectionRule(2))
+    )
     after = stability(theta, x, result.theta_Ed.double(), x_post)
     assert result.accepted and before < 0.9 and after > 0.98
 
@@ -41,7 +49,7 @@ def test_interpolation_peak_at_as_many_tokens_as_dimensions():
     x, x_post, theta = drifted(d + 4000, d=d, noise=0.3)
     fit, rest = slice(0, d), slice(d, None)
     paper = realign_paper(theta, theta, x[fit], x_post[fit])
-    sound = realign(theta, theta, x[fit], x_post[fit], 2)
+    sound = realign(theta, theta, x[fit], x_post[fit], SelectionRule(2))
     restored = stability(theta, x[rest], theta, x_post[rest])
     paper_out = stability(theta, x[rest], paper.theta_Ed.double(), x_post[rest])
     sound_out = stability(theta, x[rest], sound.theta_Ed.double(), x_post[rest])
@@ -74,7 +82,7 @@ def test_paper_acceptance_passes_at_low_stability():
 def test_sound_form_puts_the_original_router_back_when_nothing_drifted():
     x, _, theta = drifted(1000)
     post = theta + 0.5 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    result = realign(theta, post, x, x.clone(), 2)
+    result = realign(theta, post, x, x.clone(), SelectionRule(2))
     assert result.held_out_stability == 1.0
     assert stability(theta, x, result.theta_Ed, x) == 1.0
 

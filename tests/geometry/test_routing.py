@@ -3,6 +3,7 @@ import torch
 
 from gripmoe.geometry.routing import (
     LayerRouting,
+    SelectionRule,
     jaccard,
     mean_stability,
     route,
@@ -35,7 +36,7 @@ def test_margins_by_hand():
 def test_margin_is_exactly_what_changes_the_set():
     generator = torch.Generator().manual_seed(0)
     x, theta = torch.randn(50, 8, generator=generator), torch.randn(6, 8, generator=generator)
-    routing = route(x, theta, 2)
+    routing = route(x, theta, SelectionRule(2))
     selected = selection_mask(routing.top_k_Nk, 6)
     margins = selection_margins(routing.scores_NE, selected)
     for expert in range(6):

@@ -100,11 +100,11 @@ def expert_forcing(
     return ForcingResult(metrics, questions)
 
 
-def random_sets(model: MoEModel, seed: int) -> Callable[[Tensor], Routes]:
+def random_sets(model: MoEModel, seed: int) -> Callable[..., Routes]:
     """Uniformly random distinct experts for every token: what forcing does whichever sets it forces."""
     generator = torch.Generator().manual_seed(seed)
 
-    def routes(input_ids: Tensor) -> Routes:
+    def routes(input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
         shape = (input_ids.numel(), model.num_experts)
         return {
             layer: torch.rand(shape, generator=generator).topk(model.top_k, dim=-1).indices.to(input_ids.device)

@@ -8,7 +8,7 @@ from gripmoe.constraints import fit_bases, held_trace
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.files import file_digest, read_json, write_json
 from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import load_model, load_trace, save_bases, save_trace
+from gripmoe.moe.storage import load_model, load_rules, load_trace, save_bases, save_trace
 from gripmoe.provenance import recorded
 
 
@@ -25,7 +25,7 @@ def trace_routing(args) -> None:
         for name, corpus, output in corpora:
             rows = load_corpus(corpus, tokenizer, benchmark.max_length, benchmark.retain_documents)
             trace = moe.trace(in_batches(rows, tokenizer.pad_token_id))
-            save_trace(output, trace, weights)
+            save_trace(output, trace, moe.rules(), weights)
             digest |= {f"{name}_sha256": file_digest(output), f"{name}_documents": len(rows)}
             digest[f"{name}_tokens"] = len(next(iter(trace.values())))
         write_json(args.digest, digest)
@@ -39,7 +39,7 @@ def fit_basis(args) -> None:
         weights = {"model": read_json(args.model)["weights"]}
         traces = load_trace(args.trace, weights), load_trace(args.forget_trace, weights)
         trace = held_trace(method, *traces)
-        bases = fit_bases(trace, next(iter(trace.values())).scores_NE.shape[1], method)
+        bases = fit_bases(trace, load_rules(args.trace), method)
         save_bases(args.output, bases, weights)
         ranks = {f"mean_rank_layer_{layer}": basis.ranks.double().mean().item() for layer, basis in bases.items()}
         write_json(args.digest, {**weights, "sha256": file_digest(args.output), **ranks})

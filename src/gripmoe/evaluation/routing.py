@@ -34,4 +34,4 @@ def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch
 
 
 def _rerouted(trace: RoutingTrace, model: MoEModel) -> RoutingTrace:
-    return {layer: route(r.x_Nd, model.theta(layer).detach(), model.top_k) for layer, r in trace.items()}
+    return {layer: route(r.x_Nd, model.theta(layer).detach(), model.rule(layer)) for layer, r in trace.items()}

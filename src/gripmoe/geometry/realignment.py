@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gripmoe.geometry.routing import jaccard, route
+from gripmoe.geometry.routing import SelectionRule, jaccard, route
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, math.inf)
 
@@ -64,7 +64,7 @@ def realign(
     theta_post_Ed: Tensor,
     x_Nd: Tensor,
     x_post_Nd: Tensor,
-    top_k: int,
+    rule: SelectionRule,
     *,
     ridges: tuple[float, ...] = RIDGES,
     held_out: float = 0.25,
@@ -82,7 +82,7 @@ def realign(
     residual_NE = (fit_x_Nd - fit_post_Nd) @ theta64_Ed.T
     gram_dd = fit_post_Nd.T @ fit_post_Nd
     eye_dd = torch.eye(len(gram_dd), dtype=gram_dd.dtype, device=gram_dd.device)
-    wanted_Nk = route(x_Nd[is_held_N], theta64_Ed, top_k).top_k_Nk
+    wanted_Nk = route(x_Nd[is_held_N], theta64_Ed, rule).top_k_Nk
 
     candidates: dict[float | None, Tensor] = {None: theta_post_Ed}
     for ridge in ridges:
@@ -94,7 +94,7 @@ def realign(
             candidates[ridge] = (theta64_Ed + shift_dE.T).to(dtype)
 
     def stability(candidate_Ed: Tensor) -> float:
-        got = route(x_post_Nd[is_held_N], candidate_Ed.double(), top_k)
+        got = route(x_post_Nd[is_held_N], candidate_Ed.double(), rule)
         return jaccard(wanted_Nk, got.top_k_Nk).mean().item()
 
     held_out_stability = {ridge: stability(candidate) for ridge, candidate in candidates.items()}

@@ -26,10 +26,81 @@ class LayerRouting:
 RoutingTrace = dict[int, LayerRouting]  # by decoder layer
 
 
-def route(x_Nd: Tensor, theta_Ed: Tensor, k: int) -> LayerRouting:
+@dataclass(frozen=True)
+class SelectionRule:
+    """How a linear router turns logits into sets: the `k` largest choice scores, and what some families add.
+
+    Choice scores are the logits (softmax keeps their order), or with `choice_bias_E` the sigmoid or softmax of the
+    logits (`squash`) plus that bias, which balances load. `logit_bias_E` is part of the logits themselves. With
+    `num_groups` > 1 only the experts of the `chosen_groups` best groups may be selected; a group is as good as the sum
+    of its `counted` largest choice scores.
+    """
+
+    k: int
+    logit_bias_E: Tensor | None = None
+    choice_bias_E: Tensor | None = None
+    squash: str = "none"  # none | sigmoid | softmax
+    num_groups: int = 1
+    chosen_groups: int = 1
+    counted: int = 1
+
+    def scores(self, x_Nd: Tensor, theta_Ed: Tensor) -> Tensor:
+        """The logits."""
+        scores_NE = x_Nd @ theta_Ed.T
+        return scores_NE if self.logit_bias_E is None else scores_NE + self.logit_bias_E.to(scores_NE)
+
+    def choice(self, scores_NE: Tensor) -> Tensor:
+        """What is compared between experts, groups aside."""
+        if self.squash == "sigmoid":
+            scores_NE = scores_NE.sigmoid()
+        elif self.squash == "softmax":
+            scores_NE = scores_NE.softmax(dim=-1)
+        return scores_NE if self.choice_bias_E is None else scores_NE + self.choice_bias_E.to(scores_NE)
+
+    def select(self, scores_NE: Tensor) -> Tensor:
+        """top_k_Nk: the chosen experts."""
+        choice_NE = self.choice(scores_NE)
+        if self.num_groups > 1:
+            choice_NE = choice_NE.masked_fill(~self._in_chosen_groups(choice_NE), -torch.inf)
+        return choice_NE.topk(self.k, dim=-1).indices
+
+    def held(self, scores_NE: Tensor, top_k_Nk: Tensor) -> Tensor:
+        """held_NE: whose score of a token must not change, or its set might: the chosen experts (the paper's I_j),
+        those that carry a chosen group, and with a bias on softmax probabilities all, for each moves all others."""
+        held_NE = selection_mask(top_k_Nk, scores_NE.shape[1])
+        if self.squash == "softmax" and self.choice_bias_E is not None and self.choice_bias_E.any():
+            return torch.ones_like(held_NE)
+        if self.num_groups > 1:
+            choice_NE = self.choice(scores_NE)
+            best = choice_NE.unflatten(1, (self.num_groups, -1)).topk(self.counted, dim=-1).indices
+            carries = torch.zeros_like(held_NE).unflatten(1, (self.num_groups, -1)).scatter(2, best, True).flatten(1)
+            held_NE = held_NE | (carries & self._in_chosen_groups(choice_NE))
+        return held_NE
+
+    def margins(self, scores_NE: Tensor, top_k_Nk: Tensor) -> Tensor:
+        """margins_NE, the paper's tau (Eq. 3): by how much a score may rise before its expert is selected; zero for
+        experts outside the chosen groups, which could otherwise carry their group. Meaningless where held."""
+        choice_NE = self.choice(scores_NE)
+        margins_NE = selection_margins(choice_NE, selection_mask(top_k_Nk, scores_NE.shape[1]))
+        if self.squash == "sigmoid":
+            # The probability at which expert j would tie, as a logit; one or more is never reached.
+            tie_NE = (margins_NE + scores_NE.sigmoid()).clamp(0, 1)
+            margins_NE = tie_NE.logit() - scores_NE
+        if self.num_groups > 1:
+            margins_NE = torch.where(self._in_chosen_groups(choice_NE), margins_NE, 0)
+        return margins_NE
+
+    def _in_chosen_groups(self, choice_NE: Tensor) -> Tensor:
+        grouped = choice_NE.unflatten(1, (self.num_groups, -1))
+        best = grouped.topk(self.counted, dim=-1).values.sum(dim=-1).topk(self.chosen_groups, dim=-1).indices
+        chosen = selection_mask(best, self.num_groups)
+        return chosen[..., None].expand_as(grouped).flatten(1)
+
+
+def route(x_Nd: Tensor, theta_Ed: Tensor, rule: SelectionRule) -> LayerRouting:
     """The routing that a linear router of weight theta_Ed would give to x_Nd."""
-    scores_NE = x_Nd @ theta_Ed.T
-    return LayerRouting(x_Nd, scores_NE, scores_NE.topk(k, dim=-1).indices)
+    scores_NE = rule.scores(x_Nd, theta_Ed)
+    return LayerRouting(x_Nd, scores_NE, rule.select(scores_NE))
 
 
 def selection_mask(top_k_Nk: Tensor, num_experts: int) -> Tensor:
@@ -39,7 +110,7 @@ def selection_mask(top_k_Nk: Tensor, num_experts: int) -> Tensor:
 
 
 def selection_margins(scores_NE: Tensor, selected_NE: Tensor) -> Tensor:
-    """margins_NE, the paper's tau: how far expert j's score lies below the lowest selected score of token i (Eq. 3).
+    """How far expert j's score lies below the lowest selected score of token i (Eq. 3).
 
     Zero or positive for experts outside the set; zero or negative within it, where the paper does not use it.
     """

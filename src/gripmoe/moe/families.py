@@ -1,28 +1,129 @@
 """What differs between architectures: one row each.
 
-A family fits if its routers are modules that return (logits, weights, indices) over a softmax of all experts, which is
-how transformers writes most of them; its `_can_record_outputs` table names the router class.
+A family fits if its routers are linear modules that return (logits, weights, indices), which is how transformers writes
+them; the model's `_can_record_outputs` table names their class. A row says how such a router chooses
+(`SelectionRule`) and how it weighs what it, or somebody else, chose.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from gripmoe.geometry.routing import SelectionRule
+
+Weigh = Callable[[nn.Module, Tensor, Tensor], Tensor]  # router, scores_TE, top_k_Tk -> weights_Tk
+
+
+def _plain(router: nn.Module) -> SelectionRule:
+    return SelectionRule(router.top_k)
+
+
+def _with_logit_bias(router: nn.Module) -> SelectionRule:
+    return SelectionRule(router.top_k, logit_bias_E=router.bias.detach())
+
+
+def _with_statistics(router: nn.Module) -> SelectionRule:
+    bias_E = router.moe_statics.e_score_correction_bias.detach().squeeze(0)
+    return SelectionRule(router.top_k, choice_bias_E=bias_E, squash="softmax")
+
+
+def _greedy_groups(router: nn.Module) -> SelectionRule:
+    if router.topk_method == "greedy":
+        return SelectionRule(router.top_k)
+    return SelectionRule(router.top_k, num_groups=router.num_group, chosen_groups=router.topk_group, counted=1)
+
+
+def _biased_groups(router: nn.Module) -> SelectionRule:
+    return SelectionRule(
+        router.top_k,
+        choice_bias_E=router.e_score_correction_bias.detach(),
+        squash="sigmoid",
+        num_groups=router.num_group,
+        chosen_groups=router.topk_group,
+        counted=2,
+    )
+
+
+def _softmax_of_all(scores_TE: Tensor, top_k_Tk: Tensor) -> Tensor:
+    return torch.softmax(scores_TE, dtype=torch.float, dim=-1).gather(1, top_k_Tk)
+
+
+def _probabilities(router, scores_TE, top_k_Tk):
+    return _softmax_of_all(scores_TE, top_k_Tk)
+
+
+def _renormalized(router, scores_TE, top_k_Tk):
+    weights_Tk = _softmax_of_all(scores_TE, top_k_Tk)
+    return weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
+
+
+def _renormalized_if_so_configured(router, scores_TE, top_k_Tk):
+    return (_renormalized if router.norm_topk_prob else _probabilities)(router, scores_TE, top_k_Tk)
+
+
+def _renormalized_above_minimum(router, scores_TE, top_k_Tk):
+    weights_Tk = _softmax_of_all(scores_TE, top_k_Tk)
+    return weights_Tk / weights_Tk.sum(dim=-1, keepdim=True).clamp(min=router.norm_min)
+
+
+def _softmax_of_chosen(router, scores_TE, top_k_Tk):
+    return torch.softmax(scores_TE.gather(1, top_k_Tk), dim=-1)
+
+
+def _scaled_probabilities(router, scores_TE, top_k_Tk):
+    return _softmax_of_all(scores_TE, top_k_Tk) * router.routed_scaling_factor
+
+
+def _scaled_sigmoids(router, scores_TE, top_k_Tk):
+    weights_Tk = scores_TE.sigmoid().gather(1, top_k_Tk)
+    if router.norm_topk_prob:
+        weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights_Tk * router.routed_scaling_factor
+
+
+def _sparse_mixer(router, scores_TE, top_k_Tk):
+    """Each chosen expert against those near it or above: its softmax among the experts that are not, relatively, more
+    than twice the jitter below it, one after the other."""
+    weights = []
+    for slot in range(top_k_Tk.shape[1]):
+        chosen_T1 = top_k_Tk[:, slot : slot + 1]
+        left_TE = scores_TE.scatter(1, top_k_Tk[:, :slot], -torch.inf)
+        own_T1 = left_TE.gather(1, chosen_T1)
+        far_TE = (own_T1 - scores_TE) / scores_TE.abs().clamp(min=own_T1) > 2 * router.router_jitter_noise
+        weights.append(left_TE.masked_fill(far_TE, -torch.inf).softmax(dim=-1).gather(1, chosen_T1))
+    return torch.cat(weights, dim=-1)
 
 
 @dataclass(frozen=True)
 class Family:
-    """`experts` and `router` are attribute names within the layer's MoE block."""
+    """How the routers of a family choose and weigh, and the name of the block's shared experts, if it has any."""
 
-    router: str = "gate"
-    experts: str = "experts"
+    weigh: Weigh
+    rule: Callable[[nn.Module], SelectionRule] = _plain
     shared_expert: str | None = None
 
 
 FAMILIES = {
-    "qwen3_moe": Family(),
-    "qwen2_moe": Family(shared_expert="shared_expert"),  # Qwen1.5-MoE; its checkpoints set norm_topk_prob: false
+    "qwen3_moe": Family(_renormalized_if_so_configured),
+    # Qwen1.5-MoE; its checkpoints set norm_topk_prob: false.
+    "qwen2_moe": Family(_renormalized_if_so_configured, shared_expert="shared_expert"),
+    "qwen3_next": Family(_renormalized_if_so_configured, shared_expert="shared_expert"),
+    "olmoe": Family(_renormalized_if_so_configured),
+    "mixtral": Family(_renormalized),
+    "minimax": Family(_renormalized),
+    "jamba": Family(_probabilities),
+    "granitemoe": Family(_softmax_of_chosen),
+    "gpt_oss": Family(_softmax_of_chosen, _with_logit_bias),
+    "phimoe": Family(_sparse_mixer),
+    "ernie4_5_moe": Family(_renormalized_above_minimum, _with_statistics, shared_expert="shared_experts"),
+    "deepseek_v2": Family(_scaled_probabilities, _greedy_groups, shared_expert="shared_experts"),
+    "deepseek_v3": Family(_scaled_sigmoids, _biased_groups, shared_expert="shared_experts"),
+    "glm4_moe": Family(_scaled_sigmoids, _biased_groups, shared_expert="shared_experts"),
+    "dots1": Family(_scaled_sigmoids, _biased_groups, shared_expert="shared_experts"),
 }
 
 
@@ -31,15 +132,15 @@ def family_of(model: nn.Module) -> Family:
     model_type = model.config.model_type
     if model_type not in FAMILIES:
         raise ValueError(
-            f"no row for model type {model_type!r} in gripmoe.moe.families (known: {', '.join(FAMILIES)}). "
-            "Add one if its routers return (logits, weights, indices) over a softmax of all experts."
+            f"no row for model type {model_type!r} in gripmoe.moe.families (known: {', '.join(FAMILIES)}). Add one if "
+            "its routers are linear and return (logits, weights, indices); a dense model has none to constrain."
         )
     return FAMILIES[model_type]
 
 
 def is_moe(model: nn.Module) -> bool:
     """Whether the model has experts; what family they are of is another question."""
-    return getattr(model.config, "num_experts", 0) > 0
+    return any(getattr(model.config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def router_class(model: nn.Module) -> type[nn.Module]:

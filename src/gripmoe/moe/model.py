@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gripmoe.data.documents import Batch
-from gripmoe.geometry.routing import LayerRouting, RoutingTrace
+from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.families import family_of, router_class
 
 Routes = dict[int, Tensor]  # by layer: top_k_Tk for every token of one forward pass
@@ -61,14 +61,18 @@ class MoEModel:
         self.family = family_of(model)
         target = router_class(model)
         self._blocks: dict[int, nn.Module] = {}
+        self._routers: dict[int, nn.Module] = {}
         for number, layer in enumerate(model.model.layers):
-            router = getattr(layer.mlp, self.family.router, None)
-            if isinstance(router, target):
-                self._blocks[number] = layer.mlp
-                _compute_in_fp32(router)
-        self.num_experts: int = model.config.num_experts
-        self.top_k: int = model.config.num_experts_per_tok
-        self.hidden_size: int = model.config.hidden_size
+            for block in layer.children():
+                for router in block.children():
+                    if isinstance(router, target):
+                        self._blocks[number], self._routers[number] = block, router
+                        _compute_in_fp32(router)
+        if not self._routers:
+            raise ValueError(f"{type(model).__name__}: no decoder layer has a {target.__name__} in a block of its own")
+        first = next(iter(self._routers.values()))
+        self.num_experts, self.hidden_size = first.weight.shape
+        self.top_k: int = first.top_k
 
     @property
     def layers(self) -> list[int]:
@@ -79,11 +83,25 @@ class MoEModel:
         return self._blocks[layer]
 
     def router(self, layer: int) -> nn.Module:
-        return getattr(self._blocks[layer], self.family.router)
+        return self._routers[layer]
+
+    def rule(self, layer: int) -> SelectionRule:
+        """How this router turns scores into sets."""
+        return self.family.rule(self._routers[layer])
+
+    def rules(self) -> dict[int, SelectionRule]:
+        return {layer: self.rule(layer) for layer in self.layers}
 
     def theta(self, layer: int) -> nn.Parameter:
         """Router weight of a layer, (E, d), fp32."""
         return self.router(layer).weight
+
+    def freeze_router_biases(self) -> None:
+        """What a router has besides its weight (GPT-OSS adds a bias to its logits) stays as it is from now on."""
+        for router in self._routers.values():
+            for parameter in router.parameters():
+                if parameter is not router.weight:
+                    parameter.requires_grad_(False)
 
     def thetas(self) -> dict[int, Tensor]:
         """A detached copy of every router weight."""
@@ -96,7 +114,7 @@ class MoEModel:
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
         """The fused expert tensors of a layer, each with the experts along dimension 0."""
-        return list(getattr(self._blocks[layer], self.family.experts).parameters())
+        return list(self._blocks[layer].experts.parameters())
 
     @contextmanager
     def record_routing(self) -> Iterator[RoutingRecorder]:
@@ -161,12 +179,13 @@ class MoEModel:
         }
 
     @contextmanager
-    def force_routing(self, routes: Routes | Callable[[Tensor], Routes]) -> Iterator[None]:
-        """Within the block every router selects the given experts instead of its own, weighted natively: softmax over
-        all experts, gathered, renormalised where the checkpoint says so. Forcing a model's own sets changes no bit.
+    def force_routing(self, routes: Routes | Callable[..., Routes]) -> Iterator[None]:
+        """Within the block every router selects the given experts instead of its own, weighted as its family weighs
+        (for most: softmax over all experts, gathered, renormalised). Forcing a model's own sets changes no bit.
 
         `routes` is a trace's top_k by layer for the tokens of each forward pass, or a function that yields it from the
-        pass's input_ids (rows, positions). Raises ValueError if the number of tokens does not match.
+        pass's input_ids and attention_mask (rows, positions; None where none was given). Raises ValueError if the
+        number of tokens does not match.
         """
         current: Routes | None = None if callable(routes) else routes
         asking = False  # a model forced to its own sets is asked for them unforced
@@ -175,7 +194,8 @@ class MoEModel:
             nonlocal current, asking
             if not asking:
                 asking = True
-                current = routes(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
+                input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+                current = routes(input_ids, kwargs.get("attention_mask"))
                 asking = False
 
         def hook_for(layer: int):
@@ -185,7 +205,8 @@ class MoEModel:
                 scores_TE, top_k_Tk = output[0], current[layer]
                 if len(scores_TE) != len(top_k_Tk):
                     raise ValueError(f"layer {layer}: routes for {len(top_k_Tk)} tokens, the pass has {len(scores_TE)}")
-                return scores_TE, self._native_weights(router, scores_TE, top_k_Tk).to(output[1].dtype), top_k_Tk
+                weights_Tk = self.family.weigh(router, scores_TE, top_k_Tk)
+                return scores_TE, weights_Tk.to(output[1].dtype), top_k_Tk
 
             return hook
 
@@ -197,27 +218,21 @@ class MoEModel:
             if reader:
                 reader.remove()
 
-    def _native_weights(self, router: nn.Module, scores_TE: Tensor, top_k_Tk: Tensor) -> Tensor:
-        weights_Tk = torch.softmax(scores_TE, dtype=torch.float, dim=-1).gather(1, top_k_Tk)
-        if router.norm_topk_prob:
-            weights_Tk = weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
-        return weights_Tk
-
     @contextmanager
     def without_blocks(self) -> Iterator[None]:
         """Within the block every MoE block adds nothing: what attention and embeddings know by themselves."""
 
         def hook(block, args, output):
-            return torch.zeros_like(output)
+            return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
 
         with _hooked((self.block(layer), hook) for layer in self.layers):
             yield
 
     @torch.no_grad()
-    def routes(self, input_ids: Tensor) -> Routes:
+    def routes(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
         """The sets this model itself selects on `input_ids`, every position included: what `force_routing` takes."""
         with self.record_routing() as recorder:
-            self.model.model(input_ids=input_ids)
+            self.model.model(input_ids=input_ids, attention_mask=attention_mask)
             return {layer: routing.top_k_Nk for layer, routing in recorder.take().items()}
 
     @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from gripmoe.config import PublishedModel
 from gripmoe.files import atomic_path
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.routing import LayerRouting, RoutingTrace
+from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -57,13 +59,31 @@ def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedT
     return model, tokenizer
 
 
-def save_trace(path: Path, trace: RoutingTrace, metadata: dict[str, str]) -> None:
+def save_trace(path: Path, trace: RoutingTrace, rules: Mapping[int, SelectionRule], metadata: dict[str, str]) -> None:
+    """A trace and the rules by which its sets were chosen."""
     tensors = {}
+    scalars = {}
     for layer, routing in trace.items():
+        for name, value in vars(rules[layer]).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{layer}.rule.{name}"] = value.cpu()
+            elif value is not None:
+                scalars.setdefault(str(layer), {})[name] = value
         tensors[f"{layer}.x_Nd"] = routing.x_Nd.cpu()
         tensors[f"{layer}.scores_NE"] = routing.scores_NE.cpu()
         tensors[f"{layer}.top_k_Nk"] = routing.top_k_Nk.to(torch.int16).cpu()
-    _save(path, tensors, metadata)
+    _save(path, tensors, {**metadata, "rules": json.dumps(scalars)})
+
+
+def load_rules(path: Path) -> dict[int, SelectionRule]:
+    """The rules that a saved trace's routers followed."""
+    with safe_open(path, framework="pt") as file:
+        scalars = json.loads(file.metadata()["rules"])
+        names = [name for name in file.keys() if ".rule." in name]
+        for name in names:
+            layer, _, field = name.split(".")
+            scalars[layer][field] = file.get_tensor(name)
+    return {int(layer): SelectionRule(**fields) for layer, fields in scalars.items()}
 
 
 def load_trace(path: Path, metadata: dict[str, str], device: torch.device | str = "cpu") -> RoutingTrace:

@@ -1,0 +1,220 @@
+"""Every family: a tiny random model of each, built from its own configuration."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import gripmoe
+from gripmoe.data.documents import Row, collate
+from gripmoe.geometry.routing import SelectionRule, jaccard, route, routing_stability
+from gripmoe.moe import MoEModel
+from gripmoe.moe.families import FAMILIES
+
+SMALL = dict(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=32,
+    moe_intermediate_size=16,
+    num_experts=8,
+    num_local_experts=8,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+GROUPS = dict(n_group=4, topk_group=2)
+LATENT = dict(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, qk_head_dim=16)
+PARTICULAR = {
+    "qwen2_moe": dict(shared_expert_intermediate_size=16),
+    "qwen3_next": dict(
+        shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    "minimax": dict(layer_types=["linear_attention", "full_attention"], block_size=8),
+    "jamba": dict(
+        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=1, expert_layer_offset=0, mamba_d_state=4
+    ),
+    "gpt_oss": dict(layer_types=["full_attention", "full_attention"]),
+    "ernie4_5_moe": dict(
+        moe_num_experts=8, moe_k=2, moe_layer_start_index=0, moe_num_shared_experts=1, moe_layer_end_index=1
+    ),
+    "deepseek_v2": dict(
+        first_k_dense_replace=1, n_shared_experts=1, topk_method="group_limited_greedy", **GROUPS, **LATENT
+    ),
+    "deepseek_v3": dict(first_k_dense_replace=1, n_shared_experts=1, **GROUPS, **LATENT | {"head_dim": 8}),
+    "glm4_moe": dict(first_k_dense_replace=1, n_shared_experts=1, **GROUPS),
+    "dots1": dict(first_k_dense_replace=1, n_shared_experts=1, layer_types=["full_attention"] * 2, **GROUPS),
+}
+
+
+def make(family: str):
+    """A model whose routers differ visibly between tokens, with biases where the family has any."""
+    defaults = AutoConfig.for_model(family)
+    wanted = {k: v for k, v in SMALL.items() if hasattr(defaults, k)} | PARTICULAR.get(family, {})
+    config = AutoConfig.for_model(family, **wanted)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    moe = MoEModel(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for layer in moe.layers:
+            router = moe.router(layer)
+            router.weight.copy_(0.3 * torch.randn(router.weight.shape, generator=generator))
+            for name, tensor in [*router.named_parameters(), *router.named_buffers()]:
+                if "bias" in name:
+                    tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+    return moe
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def moe(family):
+    return make(family)
+
+
+def rows(seed: int = 0, lengths=(9, 14, 12, 16)):
+    generator = torch.Generator().manual_seed(seed)
+    documents = [torch.randint(3, 64, (n,), generator=generator).tolist() for n in lengths]
+    return [Row(str(n), ids, ids) for n, ids in enumerate(documents)]
+
+
+def left_padded(batch):
+    moved = copy.deepcopy(batch)
+    for i, mask in enumerate(batch.attention_mask):
+        shift = int((mask == 0).sum())
+        moved.input_ids[i] = batch.input_ids[i].roll(shift)
+        moved.attention_mask[i] = mask.roll(shift)
+    return moved
+
+
+def test_every_family_has_routers_in_fp32_and_experts(moe, family):
+    assert moe.layers == ([1] if "first_k_dense_replace" in PARTICULAR.get(family, {}) else [0, 1])
+    assert (moe.num_experts, moe.top_k, moe.hidden_size) == (8, 2, 32)
+    for layer in moe.layers:
+        assert {len(p) for p in moe.expert_parameters(layer)} == {8}
+        shared = moe.family.shared_expert
+        assert shared is None or hasattr(moe.block(layer), shared)
+
+
+@pytest.mark.parametrize("pad", [lambda batch: batch, left_padded], ids=["right", "left"])
+def test_padding_does_not_change_what_is_recorded(moe, pad):
+    alone = moe.trace([collate([row], 0) for row in rows()])
+    padded = moe.trace([pad(collate(rows(), 0))])
+    for layer in moe.layers:
+        assert alone[layer].x_Nd.shape == padded[layer].x_Nd.shape
+        torch.testing.assert_close(alone[layer].x_Nd, padded[layer].x_Nd, atol=2e-5, rtol=1e-3)
+    assert min(routing_stability(alone, padded).values()) == 1.0
+
+
+def test_the_rule_selects_what_the_router_selected(moe):
+    trace = moe.trace([collate(rows(), 0)])
+    for layer, seen in trace.items():
+        rerouted = route(seen.x_Nd, moe.theta(layer).detach(), moe.rule(layer))
+        torch.testing.assert_close(rerouted.scores_NE, seen.scores_NE)
+        assert torch.equal(rerouted.top_k_Nk.sort().values, seen.top_k_Nk.sort().values)
+
+
+@torch.no_grad()
+def test_forcing_its_own_sets_changes_no_bit(moe):
+    batch = collate(rows(), 0)
+    free = moe.model(**batch.inputs).logits
+    with moe.force_routing(moe.routes):
+        assert torch.equal(free, moe.model(**batch.inputs).logits)
+    others = {layer: (top_k + 1) % 8 for layer, top_k in moe.routes(batch.input_ids).items()}
+    with moe.force_routing(others):
+        assert not torch.allclose(free, moe.model(**batch.inputs).logits), "the control: other sets change the output"
+    assert torch.equal(free, moe.model(**batch.inputs).logits), "nothing stays behind"
+
+
+def changed_sets(moe, seen_by_layer) -> float:
+    """Share of recorded sets that the routers of now would not select."""
+    agreement = [
+        jaccard(seen.top_k_Nk, route(seen.x_Nd, moe.theta(layer).detach(), moe.rule(layer)).top_k_Nk)
+        for layer, seen in seen_by_layer.items()
+    ]
+    return (torch.cat(agreement) < 1).double().mean().item()
+
+
+def trained(family: str, held: bool):
+    """A few steps with a learning rate that moves sets; returns the model and what it routed before."""
+    moe = make(family)
+    retain = [collate(rows(lengths=(6, 7)), 0)]
+    recorded = moe.trace(retain)
+    optimizer = torch.optim.AdamW(moe.model.parameters(), lr=0.05, weight_decay=0.1)
+    guard = gripmoe.constrain(moe.model, optimizer, retain=retain) if held else None
+    start = moe.thetas()
+    for step in range(3):
+        batch = collate(rows(seed=step + 1), 0)
+        optimizer.zero_grad()
+        moe.model(**batch.inputs, labels=batch.input_ids).loss.backward()
+        optimizer.step()
+    if guard:
+        guard.close()
+    moved = max((moe.theta(layer) - start[layer]).abs().max().item() for layer in moe.layers)
+    return moe, recorded, moved
+
+
+def test_a_constrained_update_keeps_every_recorded_set(family):
+    moe, recorded, moved = trained(family, held=True)
+    assert changed_sets(moe, recorded) == 0
+    assert moved > 1e-3, "the routers did move, where nothing was held"
+
+
+def test_control_an_unconstrained_update_does_not(family):
+    moe, recorded, _ = trained(family, held=False)
+    assert changed_sets(moe, recorded) > 0.1
+
+
+def test_group_limits_need_more_than_the_papers_margins():
+    """Margins of the plain rule let a whole group in; those of the group's own rule do not."""
+    grouped = SelectionRule(1, squash="sigmoid", num_groups=2, chosen_groups=1, counted=2)
+    scores_NE = torch.tensor([[2.0, 1.0, 1.9, 0.9]])  # the first group wins by the sum of its two best
+    top_k_Nk = grouped.select(scores_NE)
+    assert top_k_Nk.tolist() == [[0]]
+    plain = SelectionRule(1)
+    raised = scores_NE + plain.margins(scores_NE, top_k_Nk).masked_fill(plain.held(scores_NE, top_k_Nk), 0) * 0.999
+    assert plain.select(raised).tolist() == [[0]]
+    lowered = raised - torch.tensor([[0.0, 3.0, 0.0, 0.0]])
+    assert plain.select(lowered).tolist() == [[0]], "the plain rule lets what is not selected fall"
+    assert grouped.select(lowered).tolist() != [[0]]
+    assert grouped.held(scores_NE, top_k_Nk).tolist() == [[True, True, False, False]]
+    assert grouped.margins(scores_NE, top_k_Nk)[0, 2:].tolist() == [0, 0]
+
+
+def test_margins_of_a_biased_sigmoid_are_where_a_tie_is():
+    generator = torch.Generator().manual_seed(0)
+    rule = SelectionRule(2, choice_bias_E=0.2 * torch.randn(8, generator=generator).double(), squash="sigmoid")
+    scores_NE = torch.randn(50, 8, generator=generator).double()
+    top_k_Nk = rule.select(scores_NE)
+    margins_NE = rule.margins(scores_NE, top_k_Nk)
+    held_NE = rule.held(scores_NE, top_k_Nk)
+    lowest_N1 = rule.choice(scores_NE).gather(1, top_k_Nk).amin(dim=1, keepdim=True)
+    tied_NE = rule.choice(scores_NE + margins_NE)
+    reachable_NE = ~held_NE & margins_NE.isfinite()
+    assert (margins_NE[~held_NE] >= 0).all()
+    torch.testing.assert_close(tied_NE[reachable_NE], lowest_N1.expand_as(tied_NE)[reachable_NE])
+
+
+def test_a_family_that_does_not_fit_says_why():
+    config = AutoConfig.for_model("llama", **{k: SMALL[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers")})
+    config.num_attention_heads = config.num_key_value_heads = 2
+    config.intermediate_size = 32
+    with pytest.raises(ValueError, match="no row for model type 'llama'.*a dense model has none"):
+        MoEModel(AutoModelForCausalLM.from_config(config))
