@@ -110,6 +110,9 @@ def test_a_world_that_extends_another_shares_its_results(folder):
     assert set(base.cells()) < set(more.cells())
     extra = {cell[2] for cell in more.cells() if cell[3] == "anchored_replay"}
     assert extra == {"rmu"}, "under one objective only"
+    (folder / "most.yaml").write_text("extends: more\nseeds: [0, 1, 2]\n")
+    most = Project(folder, "most")
+    assert most.results_name == "tiny" and set(more.cells()) < set(most.cells())
 
 
 def test_a_correction_needs_what_it_corrects(folder):

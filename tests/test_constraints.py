@@ -6,7 +6,7 @@ import torch
 import gripmoe
 from conftest import random_batch, small_model
 from gripmoe.config import EpsNullConfig, Method
-from gripmoe.constraints import FrozenRouter, NullSpacePaper, Unconstrained, fit_bases
+from gripmoe.constraints import FrozenRouter, NullSpaceMinibatch, NullSpacePaper, Unconstrained, fit_bases
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
 from gripmoe.geometry.routing import (
     LayerRouting,
@@ -195,3 +195,31 @@ def test_fitting_in_blocks_is_fitting_at_once():
     once = RetainStatistics(4, 16).update(x, selection_mask(routing.top_k_Nk, 4)).basis(EpsNull(1e-6, "relative"))
     update = torch.randn(4, 16, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(blocked.project(update.float()).double(), once.project(update), atol=1e-5, rtol=0)
+
+
+def test_tracked_bases_remember_and_forget():
+    """A token of an earlier step stays held for a while: longer the less is forgotten; minibatch bases drop it."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoEModel(small_model())
+    theta = moe.theta(0).detach()
+    old, new = torch.randn(1, 32, generator=generator), torch.randn(40, 6, 32, generator=generator)
+    update = 0.01 * torch.randn(theta.shape, generator=generator)
+    selected = route(old, theta, moe.rule(0)).top_k_Nk[0]
+    moved = {}
+    for forgetting in (None, 0.5, 0.99):
+        eps_null = dict.fromkeys(range(2), EpsNull(1e-3, "relative"))
+        constraint = NullSpaceMinibatch(eps_null, "expert", forgetting=forgetting)
+        constraint.start(moe, [], [])
+        constraint.constrain(0, theta, theta, route(old, theta, moe.rule(0)))
+        moved[forgetting] = []
+        for x in new:
+            allowed = constraint.constrain(0, theta, theta + update, route(x, theta, moe.rule(0)))
+            moved[forgetting].append((old @ (allowed - theta).T)[0, selected].abs().max().item())
+        resumed = NullSpaceMinibatch(eps_null, "expert", forgetting=forgetting)
+        resumed.start(moe, [], [])
+        resumed.load_state(constraint.state())
+        step = 0, theta, theta + update, route(new[0], theta, moe.rule(0))
+        assert torch.equal(resumed.constrain(*step), constraint.constrain(*step))
+    assert moved[None][0] > 1e-3
+    assert moved[0.5][0] < 1e-5 and moved[0.99][0] < 1e-5
+    assert moved[0.5][-1] > moved[0.99][-1]

@@ -139,10 +139,12 @@ class Method(Strict):
     ) = None
     experts: Literal["all", "top_attributed"] = "all"  # which experts train: all, or one of the network (SEUF)
     replay: bool = False  # train under the original model's expert sets
+    critical_experts: PositiveInt | None = None  # per layer, whose retain signal is raised to their forget activity
     form: Literal["sound", "paper"] = "sound"
     granularity: Literal["expert", "layer"] = "expert"
     surface: Literal["retain", "forget", "combined"] = "retain"  # whose routing a null space holds
-    basis: Literal["original", "minibatch"] | None = None
+    basis: Literal["original", "minibatch", "tracked"] | None = None
+    forgetting: Fraction = 0.95  # of tracked bases: what a step leaves of the weight of those before
     eps_null: EpsNullConfig | None = None
     safety_margin: NonNegative = 1e-3
     weight: PositiveFloat = 1.0  # of a soft constraint

@@ -130,15 +130,28 @@ class NullSpace(Unconstrained):
 
 class NullSpaceMinibatch(Unconstrained):
     """Method A against the current retain minibatch, soundly: the optimizer's own update is replaced by the nearest one
-    that changes no set which the router of the step before selects for these tokens. Nothing holds other tokens."""
+    that changes no set which the router of the step before selects for these tokens. Nothing holds other tokens.
+
+    With `forgetting` bases are tracked: the tokens of earlier steps stay in them with a weight that falls by that
+    factor at every step, so selected scores are held (to first order) on directions seen lately, margins on the
+    minibatch alone.
+    """
 
     watches = frozenset({"retain"})
     needs_retain = True
 
-    def __init__(self, eps_null: dict[int, EpsNull], granularity: str, safety_margin: float = 1e-3):
+    def __init__(
+        self,
+        eps_null: dict[int, EpsNull],
+        granularity: str,
+        safety_margin: float = 1e-3,
+        forgetting: float | None = None,
+    ):
         self.eps_null = eps_null
         self.granularity = granularity
         self.safety_margin = safety_margin
+        self.forgetting = forgetting
+        self._factors: dict[int, Tensor] = {}
 
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()
@@ -150,10 +163,20 @@ class NullSpaceMinibatch(Unconstrained):
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         rule = self._rules[layer]
         current = route(seen.x_Nd, before_Ed, rule)
-        basis = _basis(current, rule, self.eps_null[layer], self.granularity)
+        basis, factor_Erd = _basis(
+            current, rule, self.eps_null[layer], self.granularity, earlier_Erd=self._factors.get(layer)
+        )
+        if self.forgetting:
+            self._factors[layer] = self.forgetting**0.5 * factor_Erd
         bounds_NE = _bounds(current, rule, self.safety_margin).clamp_min(0)
         update_Ed = nearest_feasible(after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
         return before_Ed + update_Ed
+
+    def state(self) -> dict:
+        return {"factors": self._factors}
+
+    def load_state(self, state: dict) -> None:
+        self._factors = dict(state.get("factors", {}))
 
 
 class NullSpacePaper(Unconstrained):
@@ -224,10 +247,10 @@ def make_constraint(
     if method.form == "paper":
         eps_null = eps_by_layer(method.eps_null, list(reference))
         return NullSpacePaper(eps_null, safety_margin=method.safety_margin, seed=seed)
-    if method.basis == "minibatch":
-        return NullSpaceMinibatch(
-            eps_by_layer(method.eps_null, list(reference)), method.granularity, method.safety_margin
-        )
+    if method.basis in ("minibatch", "tracked"):
+        eps_null = eps_by_layer(method.eps_null, list(reference))
+        forgetting = method.forgetting if method.basis == "tracked" else None
+        return NullSpaceMinibatch(eps_null, method.granularity, method.safety_margin, forgetting)
     return NullSpace(reference, bases, method.safety_margin)
 
 
@@ -247,7 +270,7 @@ def fit_bases(
     experts (the full null space, Sec. 4.1)."""
     eps_null = eps_by_layer(method.eps_null, list(reference))
     return {
-        layer: _basis(seen, rules[layer], eps_null[layer], method.granularity, max_rank)
+        layer: _basis(seen, rules[layer], eps_null[layer], method.granularity, max_rank)[0]
         for layer, seen in reference.items()
     }
 
@@ -259,15 +282,23 @@ def _bounds(seen: LayerRouting, rule: SelectionRule, safety_margin: float) -> Te
 
 
 def _basis(
-    seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, granularity: str, max_rank: int | None = None
-) -> RetainBasis:
+    seen: LayerRouting,
+    rule: SelectionRule,
+    eps_null: EpsNull,
+    granularity: str,
+    max_rank: int | None = None,
+    earlier_Erd: Tensor | None = None,
+) -> tuple[RetainBasis, Tensor]:
+    """The basis of the tokens seen and of those in `earlier_Erd`, the factor of an earlier call; and the factor."""
     held_NE = rule.held(seen.scores_NE, seen.top_k_Nk)
     if granularity == "layer":
         held_NE = torch.ones_like(held_NE[:, :1])
     statistics = RetainStatistics(held_NE.shape[1], seen.x_Nd.shape[1], max_rank)
+    if earlier_Erd is not None:
+        statistics.factor_Erd = earlier_Erd
     for start in range(0, len(seen), 1024):
         statistics.update(seen.x_Nd[start : start + 1024], held_NE[start : start + 1024])
-    return RetainBasis(statistics.basis(eps_null).U_ret_Edr.float())
+    return RetainBasis(statistics.basis(eps_null).U_ret_Edr.float()), statistics.factor_Erd
 
 
 def held_trace(method: Method, retain: RoutingTrace, forget: RoutingTrace) -> RoutingTrace:

@@ -65,7 +65,10 @@ class KullbackLeibler(GradientDifference):
         scored = batch.labels[:, 1:] != IGNORED
         wanted_Td = self._hidden.of(**batch.inputs)[:, :-1][scored]
         hidden_Td = final_hidden_states(model, batch)[:, :-1][scored]
-        return divergence(wanted_Td, hidden_Td, self._head, model.model.lm_head.weight) / scored.sum()
+        divergence_T = divergences(wanted_Td, hidden_Td, self._head, model.model.lm_head.weight)
+        return (
+            divergence_T.mean() if batch.weights is None else _token_mean(divergence_T, batch.weights[:, :-1][scored])
+        )
 
 
 class NegativePreference(GradientDifference):
@@ -123,7 +126,8 @@ class RepresentationMisdirection:
 
     def retain_loss(self, model, batch) -> Tensor:
         moved = hidden_states(model, self.layer, batch) - self._hidden.of(**batch.inputs)
-        return _token_mean(moved.square().mean(dim=-1), batch.attention_mask)
+        mask = batch.attention_mask if batch.weights is None else batch.weights
+        return _token_mean(moved.square().mean(dim=-1), mask)
 
 
 OBJECTIVES = {
@@ -161,24 +165,29 @@ def sequence_logprobs(model: MoEModel, batch: Batch) -> Tensor:
 
 
 def cross_entropy(model: MoEModel, batch: Batch) -> Tensor:
-    """Mean negative log-likelihood of the scored tokens."""
-    return -token_logprobs(model, batch).sum() / (batch.labels[:, 1:] != IGNORED).sum()
+    """Mean negative log-likelihood of the scored tokens; where tokens have weights, of their weighted mean. A weight
+    belongs to the token that predicts."""
+    logprobs, scored = token_logprobs(model, batch), batch.labels[:, 1:] != IGNORED
+    if batch.weights is None:
+        return -logprobs.sum() / scored.sum()
+    weights = batch.weights[:, :-1] * scored
+    return -(logprobs * weights).sum() / weights.sum()
 
 
 TOKENS_PER_CHUNK = 1024
 
 
-def divergence(wanted_Td: Tensor, hidden_Td: Tensor, wanted_head_Vd: Tensor, head_Vd: Tensor) -> Tensor:
-    """Sum over tokens of KL(wanted || current), from the head's inputs, in fp32. Logits are made for TOKENS_PER_CHUNK
+def divergences(wanted_Td: Tensor, hidden_Td: Tensor, wanted_head_Vd: Tensor, head_Vd: Tensor) -> Tensor:
+    """KL(wanted || current) of each token, (T,), from the head's inputs, in fp32. Logits are made for TOKENS_PER_CHUNK
     tokens at a time and made again in the backward pass, so that memory does not grow with the batch."""
 
     def of_chunk(wanted_Cd: Tensor, hidden_Cd: Tensor) -> Tensor:
         wanted_CV = (wanted_Cd @ wanted_head_Vd.T).float().log_softmax(dim=-1)
         current_CV = (hidden_Cd @ head_Vd.T).float().log_softmax(dim=-1)
-        return F.kl_div(current_CV, wanted_CV, log_target=True, reduction="sum")
+        return F.kl_div(current_CV, wanted_CV, log_target=True, reduction="none").sum(dim=-1)
 
     chunks = zip(wanted_Td.split(TOKENS_PER_CHUNK), hidden_Td.split(TOKENS_PER_CHUNK), strict=True)
-    return torch.stack([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+    return torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 def _token_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class Project:
         self.artefacts = _catalogue(folder / "artefacts.yaml", Artefact)
         content = load_yaml(self.world_file)
         self.results_name = self.name
-        if isinstance(content, dict) and "extends" in content:
+        while isinstance(content, dict) and "extends" in content:
             self.results_name, base_file = _find_world(folder, str(content.pop("extends")))
             content = {**load_yaml(base_file), **content}
         self.world = parse_as(World, content, self.world_file)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from gripmoe.calibration import routing_aware_weights
 from gripmoe.checkpoint import load_state, save_state
 from gripmoe.config import Training
 from gripmoe.constraints import RouterConstraint
@@ -65,6 +66,7 @@ def unlearn(
     scores: Callable[[MoEModel], dict[str, float]],
     scope: dict[int, list[int]] | None = None,
     replay: bool = False,
+    critical_experts: int | None = None,
     corrected: Callable[[MoEModel], object] | None = None,
     state_file: Path,
     description: str = "unlearn",
@@ -74,6 +76,7 @@ def unlearn(
 
     Expert blocks train, or only the experts of `scope` by layer, and routers as the constraint lets them; everything
     else is fixed. With `replay` every training pass uses the original model's expert sets, with live weights. With
+    `critical_experts` retain tokens weigh as `routing_aware_weights` says of so many experts per layer. With
     `corrected` (Method B, or the original routers) the check looks at corrected routers and the model ends corrected,
     while training goes on uncorrected. Resumes from `state_file`; on CPU the result is the same to the bit as without
     the interruption.
@@ -96,6 +99,7 @@ def unlearn(
     if replay:
         for batches in documents:
             original_sets.fill(batches, lambda batch: _stacked_sets(model, batch), "original sets")
+    weights = routing_aware_weights(model, *documents, critical_experts) if critical_experts else None
     optimizer = _adamw(routers, experts, training)
     measured = _Means()
 
@@ -135,6 +139,8 @@ def unlearn(
                 forget_loss = objective.forget_loss(model, forget_batch)
             (forget_loss + guard.penalty()).backward()
             retain_batch = batch(retain, training.retain_batch_size)
+            if weights:
+                retain_batch.weights = weights.of(**retain_batch.inputs)
             with replayed(retain_batch), guard.retain():
                 retain_loss = objective.retain_loss(model, retain_batch)
             (training.alpha_multiplier * objective.alpha * retain_loss + guard.penalty()).backward()

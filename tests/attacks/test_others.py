@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from conftest import small_model
-from gripmoe.attacks.prompts import dressed, five_shot, prompt_attacks
+from gripmoe.attacks.probes import last_states, probes
+from gripmoe.attacks.prompts import choices_shuffled, dressed, five_shot, prompt_attacks
 from gripmoe.attacks.quantization import quantized, rounded
 from gripmoe.attacks.relearning import relearning
-from gripmoe.attacks.restoration import restoration, restored
+from gripmoe.attacks.restoration import most_used_experts, restoration, restored, restored_experts
+from gripmoe.attacks.routers import noisy_sets, router_attacks, widened
 from gripmoe.data.documents import encode
 from gripmoe.data.formats import CLOTHES
 from gripmoe.evaluation.choice import accuracy, direct_answers, prompt_of
@@ -47,6 +49,62 @@ def test_restoring_everything_is_the_original_model_and_leaves_no_trace(setting)
         assert not torch.equal(after.expert_parameters(0)[0], before.expert_parameters(0)[0])
 
 
+def test_single_experts_come_back_and_go(setting):
+    before, after, _, _ = setting
+    own = weights_digest(after.model)
+    with restored_experts(before, after, {1: [2]}):
+        for original, current in zip(before.expert_parameters(1), after.expert_parameters(1), strict=True):
+            same = [e for e in range(after.num_experts) if torch.equal(original[e], current[e])]
+            assert same == [2]
+    assert weights_digest(after.model) == own
+
+
+def test_most_used_experts_are_those_of_the_prompts(setting, tokenizer):
+    before, _, questions, _ = setting
+    model = MoEModel(copy.deepcopy(before.model))
+    ids = torch.tensor([tokenizer(prompt_of(question))["input_ids"] for question in questions[:1]])
+    with torch.no_grad():
+        model.theta(0)[3:5] = 50 * model.trace([{"input_ids": ids}])[0].x_Nd.mean(dim=0)
+    chosen = most_used_experts(model, tokenizer, questions)
+    assert set(chosen[0]) == {3, 4} and len(chosen[1]) == 2
+
+
+def test_wider_and_noisy_routing_leave_no_trace(setting):
+    before, _, questions, ask = setting
+    plain = [a.letter_logprobs for a in ask(before, questions)]
+    with before.force_routing(noisy_sets(before, 0.0, seed=0)):
+        assert [a.letter_logprobs for a in ask(before, questions)] == plain, "no noise is no attack"
+    with before.force_routing(noisy_sets(before, 1.0, seed=0)):
+        assert [a.letter_logprobs for a in ask(before, questions)] != plain
+    with widened(before, 2):
+        ids = torch.tensor([[5, 6, 7]])
+        assert before.routes(ids)[0].shape == (3, 2 * before.top_k)
+    assert before.routes(ids)[0].shape == (3, before.top_k)
+    metrics = router_attacks(before, before, questions, ask)
+    assert metrics["wider_routing"] == metrics["wider_routing_original"]
+
+
+def test_a_probe_reads_what_is_there_and_nothing_else(setting, tokenizer, world):
+    """Where the words of a prompt give its letter away a probe must find it; where nothing does it cannot."""
+    before, _, _, _ = setting
+    rows = question_rows(world, world.facts.forget[:120], orders=1, seed=0)
+    words = rows[0]["choices"]
+    told = [{**row, "choices": [words[row["answer"]]] * 4} for row in rows]
+    generator = torch.Generator().manual_seed(0)
+    lies = [{**row, "answer": int(torch.randint(4, (), generator=generator))} for row in told]
+    states = last_states(before, tokenizer, told[:3])
+    assert states.shape == (3, 3, 32)
+    assert probes(before, tokenizer, told[:80], told[80:])["probe_best_layer"] > 0.5
+    assert probes(before, tokenizer, lies[:80], lies[80:])["probe_layer_2"] < 0.45
+
+
+def test_shuffled_choices_keep_the_answer_and_change_its_letter(setting):
+    for question in setting[2]:
+        moved = choices_shuffled(question)
+        assert moved["choices"][moved["answer"]] == question["choices"][question["answer"]]
+        assert moved["answer"] != question["answer"] and sorted(moved["choices"]) == sorted(question["choices"])
+
+
 def test_restoration_names_the_layer_that_was_changed(setting):
     before, _, questions, ask = setting
     broken = MoEModel(copy.deepcopy(before.model))
@@ -54,10 +112,12 @@ def test_restoration_names_the_layer_that_was_changed(setting):
         for parameter in broken.expert_parameters(1):
             parameter.mul_(-20)
     assert [a.letter_logprobs for a in ask(broken, questions)] != [a.letter_logprobs for a in ask(before, questions)]
-    metrics = restoration(before, broken, questions, ask)
+    metrics = restoration(before, broken, questions, ask, {1: [0, 1]})
     original = accuracy(ask(before, questions))
     assert metrics["restored_experts_layer_1"] == metrics["restored_experts_all"] == original
     assert metrics["restored_router_all"] == accuracy(ask(broken, questions))
+    assert metrics["transplanted_experts_layer_0"] == original
+    assert metrics["transplanted_experts_layer_1"] == accuracy(ask(broken, questions)), "it broke there"
     assert metrics["restored_experts_worst_layer"] >= original
 
 
@@ -87,7 +147,7 @@ def test_prompt_attack_compares_the_same_questions(setting, world):
     before, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
     metrics = prompt_attacks(before, after, questions, solved, ask)
-    names = ["five_shot", *CLOTHES]
+    names = ["five_shot", *CLOTHES, "choice_shuffle"]
     mean = sum(metrics[f"prompt_{name}"] for name in names) / len(names)
     assert metrics["prompt_recovery_rate"] == pytest.approx(mean - accuracy(ask(after, questions)))
     assert metrics["prompt_verse_original"] == accuracy(ask(before, questions, dressed(CLOTHES["verse"])))

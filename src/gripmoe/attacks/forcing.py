@@ -47,12 +47,14 @@ def expert_forcing(
     reported), `control_answers` asks it more cheaply. Reported: accuracy under forcing over all forget questions and
     over those whose routing shifted (mean Jaccard similarity over prompt tokens and layers below `shifted_below`), as
     the paper defines recovery (forced accuracy on the shifted subset minus normal accuracy on all) and on equal
-    questions; what forcing turns right and what it turns wrong. Controls: the original model forced with its own sets
-    (a no-op), random sets on both models, and forced retain accuracy.
+    questions; what forcing turns right and what it turns wrong; accuracy with the original gate weights too. Controls:
+    the original model forced with its own sets (a no-op), random sets on both models, and forced retain accuracy.
     """
     with after.force_routing(before.routes):
         forced = answer_all(after, forget)
         forced_retain = control_answers(after, retain)
+    with after.force_routing(before.weighted_routes):
+        recorded_weights = control_answers(after, forget)
     with after.force_routing(random_sets(after, seed)):
         random_forced = control_answers(after, forget)
     original = control_answers(before, forget)
@@ -82,6 +84,7 @@ def expert_forcing(
     metrics = {
         "forget_accuracy": accuracy(normal),
         "forced_forget_accuracy": accuracy(forced),
+        "forced_with_recorded_weights": accuracy(recorded_weights),
         "recovery_rate": accuracy(forced) - accuracy(normal),
         "adversarial_recovery_rate": mean(shifted, "forced"),
         "recovery_rate_paper": mean(shifted, "forced") - accuracy(normal),

@@ -13,6 +13,7 @@ from gripmoe.data.formats import CLOTHES, LETTERS, letter_description, letter_qu
 from gripmoe.evaluation.choice import Answer, accuracy, prompt_of
 from gripmoe.moe import MoEModel
 
+ORDER = (2, 3, 1, 0)  # of the choices when they are shuffled: no choice keeps its letter
 Prompt = Callable[[dict], str]
 
 
@@ -36,6 +37,12 @@ def five_shot(solved: Sequence[dict], seed: int) -> Prompt:
     return prompt
 
 
+def choices_shuffled(question: dict) -> dict:
+    """The question with its choices in another order, each under another letter."""
+    choices = [question["choices"][i] for i in ORDER]
+    return {**question, "choices": choices, "answer": ORDER.index(question["answer"])}
+
+
 def prompt_attacks(
     before: MoEModel,
     after: MoEModel,
@@ -45,13 +52,18 @@ def prompt_attacks(
     *,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Forget accuracy under five shots and under every template, of the unlearned and of the original model, and the
-    mean gain over the plain prompt on the same questions. `ask` answers questions in the prompts of a function."""
+    """Forget accuracy under five shots, under every template and with the choices in another order, of the unlearned
+    and of the original model, and the mean gain over the plain prompt on the same questions. `ask` answers questions in
+    the prompts of a function."""
     prompts = {"five_shot": five_shot(solved, seed)} | {name: dressed(text) for name, text in CLOTHES.items()}
+    names = [*prompts, "choice_shuffle"]
     plain = accuracy(ask(after, questions, prompt_of))
     metrics = {"prompt_plain": plain}
     for name, prompt in prompts.items():
         metrics[f"prompt_{name}"] = accuracy(ask(after, questions, prompt))
         metrics[f"prompt_{name}_original"] = accuracy(ask(before, questions, prompt))
-    metrics["prompt_recovery_rate"] = sum(metrics[f"prompt_{name}"] for name in prompts) / len(prompts) - plain
+    shuffled = [choices_shuffled(question) for question in questions]
+    metrics["prompt_choice_shuffle"] = accuracy(ask(after, shuffled, prompt_of))
+    metrics["prompt_choice_shuffle_original"] = accuracy(ask(before, shuffled, prompt_of))
+    metrics["prompt_recovery_rate"] = sum(metrics[f"prompt_{name}"] for name in names) / len(names) - plain
     return metrics

@@ -5,12 +5,13 @@ If a single original part returns the answers, they were not erased: they were m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from gripmoe.evaluation.choice import Answer, accuracy
+from gripmoe.data.documents import collate, encode, length_buckets
+from gripmoe.evaluation.choice import Answer, accuracy, prompt_of
 from gripmoe.moe import MoEModel
 
 PARTS = ("experts", "router")
@@ -37,14 +38,47 @@ def restored(before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Se
                 current.copy_(kept)
 
 
+@contextmanager
+def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Sequence[int]]) -> Iterator[None]:
+    """Within the block `after` has the original weights of single `experts` (by layer)."""
+    slices = [
+        (current, original, list(chosen))
+        for layer, chosen in experts.items()
+        for original, current in zip(before.expert_parameters(layer), after.expert_parameters(layer), strict=True)
+    ]
+    own = [current[chosen].detach().clone() for current, _, chosen in slices]
+    try:
+        with torch.no_grad():
+            for current, original, chosen in slices:
+                current[chosen] = original[chosen]
+        yield
+    finally:
+        with torch.no_grad():
+            for (current, _, chosen), kept in zip(slices, own, strict=True):
+                current[chosen] = kept
+
+
+def most_used_experts(model: MoEModel, tokenizer, questions: Sequence[dict], count: int = 2) -> dict[int, list[int]]:
+    """The `count` experts of each layer that `model` selects most often on the prompts of `questions`."""
+    rows = [encode(tokenizer, [(prompt_of(question), False)], question["id"]) for question in questions]
+    batches = [collate(rows, tokenizer.pad_token_id) for rows in length_buckets(rows, 4000)]
+    trace = model.trace(batches)
+    return {
+        layer: torch.bincount(seen.top_k_Nk.flatten(), minlength=model.num_experts).topk(count).indices.tolist()
+        for layer, seen in trace.items()
+    }
+
+
 def restoration(
     before: MoEModel,
     after: MoEModel,
     questions: Sequence[dict],
     answer_all: Callable[[MoEModel, Sequence[dict]], list[Answer]],
+    experts: Mapping[int, Sequence[int]],
 ) -> dict[str, float]:
     """Forget accuracy with the original experts or router of each layer, of all layers, and the highest that one
-    layer's part returns. Putting everything back is the original model."""
+    layer's part returns; with each of the single `experts` (by layer) and all of them; and conversely of the original
+    model with the unlearned experts of one layer. Putting everything back is the original model."""
     metrics = {}
     for part in PARTS:
         for layer in after.layers:
@@ -55,4 +89,15 @@ def restoration(
         )
         with restored(before, after, after.layers, [part]):
             metrics[f"restored_{part}_all"] = accuracy(answer_all(after, questions))
+    singles = []
+    for layer, chosen in experts.items():
+        for expert in chosen:
+            with restored_experts(before, after, {layer: [expert]}):
+                singles.append(accuracy(answer_all(after, questions)))
+    metrics["restored_single_expert"] = max(singles)
+    with restored_experts(before, after, experts):
+        metrics["restored_top_experts"] = accuracy(answer_all(after, questions))
+    for layer in after.layers:
+        with restored(after, before, [layer], ["experts"]):
+            metrics[f"transplanted_experts_layer_{layer}"] = accuracy(answer_all(before, questions))
     return metrics

@@ -7,10 +7,12 @@ import tempfile
 from pathlib import Path
 
 from gripmoe.attacks.forcing import expert_forcing
+from gripmoe.attacks.probes import probes
 from gripmoe.attacks.prompts import prompt_attacks
 from gripmoe.attacks.quantization import quantized
 from gripmoe.attacks.relearning import relearning
-from gripmoe.attacks.restoration import restoration
+from gripmoe.attacks.restoration import most_used_experts, restoration
+from gripmoe.attacks.routers import router_attacks
 from gripmoe.commands import beside, one_thread_unless_set
 from gripmoe.config import load_run
 from gripmoe.data.corpora import load_corpus
@@ -56,7 +58,9 @@ def attack(args) -> None:
             ask,
             seed=run.seed,
         )
-        metrics = result.metrics | restoration(before, after, sample, ask)
+        metrics = result.metrics | restoration(before, after, sample, ask, most_used_experts(before, tokenizer, dev))
+        metrics |= router_attacks(before, after, sample, ask, seed=run.seed)
+        metrics |= probes(after, tokenizer, dev, sample)
         metrics |= prompt_attacks(before, after, sample, dev, ask, seed=run.seed)
         for bits in (8, 4):
             with quantized(after, bits):

@@ -64,6 +64,7 @@ def unlearn(args) -> None:
             },
             scope={attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None,
             replay=method.replay,
+            critical_experts=method.critical_experts,
             corrected=make_correction(method, theta_0, trace, batch) if method.correction else None,
             state_file=folder / "state.pt",
             description=f"{run.objective}/{run.method_name}/{run.seed}",

@@ -35,16 +35,18 @@ def encode(tokenizer, spans: Iterable[Span], row_id: str = "", max_length: int |
 
 @dataclass
 class Batch:
-    """Right-padded rows: input_ids, attention_mask and labels, each (rows, longest)."""
+    """Right-padded rows: input_ids, attention_mask and labels, each (rows, longest); `weights` of the same shape, if
+    tokens do not count alike in a mean over them."""
 
     row_ids: list[str]
     input_ids: Tensor
     attention_mask: Tensor
     labels: Tensor
+    weights: Tensor | None = None
 
     def to(self, device) -> Batch:
-        moved = (tensor.to(device) for tensor in (self.input_ids, self.attention_mask, self.labels))
-        return Batch(self.row_ids, *moved)
+        tensors = (self.input_ids, self.attention_mask, self.labels, self.weights)
+        return Batch(self.row_ids, *(None if tensor is None else tensor.to(device) for tensor in tensors))
 
     @property
     def inputs(self) -> dict[str, Tensor]:

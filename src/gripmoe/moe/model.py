@@ -16,7 +16,8 @@ from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.families import family_of, router_class
 
-Routes = dict[int, Tensor]  # by layer: top_k_Tk for every token of one forward pass
+# By layer: top_k_Tk for every token of one forward pass, or a pair of it and weights_Tk to use with it.
+Routes = dict[int, Tensor | tuple[Tensor, Tensor]]
 
 
 def in_recomputation() -> bool:
@@ -181,7 +182,8 @@ class MoEModel:
     @contextmanager
     def force_routing(self, routes: Routes | Callable[..., Routes]) -> Iterator[None]:
         """Within the block every router selects the given experts instead of its own, weighted as its family weighs
-        (for most: softmax over all experts, gathered, renormalised). Forcing a model's own sets changes no bit.
+        (for most: softmax over all experts, gathered, renormalised) or with the weights given. Forcing a model's own
+        sets changes no bit.
 
         `routes` is a trace's top_k by layer for the tokens of each forward pass, or a function that yields it from the
         pass's input_ids and attention_mask (rows, positions; None where none was given). Raises ValueError if the
@@ -202,10 +204,12 @@ class MoEModel:
             def hook(router, args, output):
                 if asking:
                     return None
-                scores_TE, top_k_Tk = output[0], current[layer]
+                scores_TE, route = output[0], current[layer]
+                top_k_Tk, weights_Tk = route if isinstance(route, tuple) else (route, None)
                 if len(scores_TE) != len(top_k_Tk):
                     raise ValueError(f"layer {layer}: routes for {len(top_k_Tk)} tokens, the pass has {len(scores_TE)}")
-                weights_Tk = self.family.weigh(router, scores_TE, top_k_Tk)
+                if weights_Tk is None:
+                    weights_Tk = self.family.weigh(router, scores_TE, top_k_Tk)
                 return scores_TE, weights_Tk.to(output[1].dtype), top_k_Tk
 
             return hook
@@ -234,6 +238,16 @@ class MoEModel:
         with self.record_routing() as recorder:
             self.model.model(input_ids=input_ids, attention_mask=attention_mask)
             return {layer: routing.top_k_Nk for layer, routing in recorder.take().items()}
+
+    def weighted_routes(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
+        """The same sets with the weights that this model gives them."""
+        with torch.no_grad(), self.record_routing() as recorder:
+            self.model.model(input_ids=input_ids, attention_mask=attention_mask)
+            trace = recorder.take()
+        return {
+            layer: (r.top_k_Nk, self.family.weigh(self.router(layer), r.scores_NE, r.top_k_Nk))
+            for layer, r in trace.items()
+        }
 
     @contextmanager
     def record_hidden(self, layer: int) -> Iterator[list[Tensor]]:

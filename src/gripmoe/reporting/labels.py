@@ -74,9 +74,15 @@ METRICS = {
     "prompt_verse": "verse",
     "prompt_role_play": "role",
     "prompt_filler": "filler",
+    "prompt_choice_shuffle": "shuffled",
     "prompt_recovery_rate": "prompt rec.",
     "restored_router_all": "routers",
     "restored_experts_worst_layer": "experts, 1 l.",
+    "restored_single_expert": "1 expert",
+    "noisy_routing": "noise",
+    "wider_routing": "wider",
+    "probe_best_layer": "probe",
+    "forced_with_recorded_weights": "forced, weights",
     "quantized_4_bit": "4 bit",
     "relearned_after_5": "relearn 5",
     "relearned_after_20": "relearn 20",
@@ -97,6 +103,10 @@ METRIC_NOTES = {
     "prompt_recovery_rate": "mean over prompts minus plain",
     "restored_router_all": "all original routers put back",
     "restored_experts_worst_layer": "the original experts of the one layer that returns most",
+    "restored_single_expert": "one original expert, of the two that forget prompts use most in each layer",
+    "noisy_routing": "noise of half a standard deviation on router scores",
+    "probe_best_layer": "the right letter by a linear probe on other facts, best layer",
+    "prompt_choice_shuffle": "choices in another order",
     "time_ratio": "seconds of a step, as a multiple of the step without the constraint",
 }
 
@@ -105,7 +115,11 @@ LOWER_IS_BETTER = {
     "forced_forget_accuracy",
     "recovery_rate",
     "time_ratio",
-    *(name for name in METRICS if name.startswith(("prompt_", "restored_", "quantized_", "relearned_"))),
+    *(
+        name
+        for name in METRICS
+        if name.startswith(("prompt_", "restored_", "quantized_", "relearned_", "noisy_", "probe_", "forced_"))
+    ),
 }
 NEITHER_IS_BETTER = {"random_forced_forget_accuracy", "forget_routing_stability", "steps"}
 COUNTS = {"steps"}
