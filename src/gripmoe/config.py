@@ -50,6 +50,7 @@ class EmbeddedModel(Strict):
     learning_rate: PositiveFloat = 1.5e-3
     required_accuracy: Fraction = 0.9  # on the questions of what it was trained on; below it nothing is measured
     allowed_without_blocks: Fraction = 0.5  # of the forget questions, by attention and embeddings alone
+    attempts: PositiveInt = 3  # from `seed`, `seed` + 1000, ...: whether facts settle in experts is a matter of luck
 
 
 class PublishedModel(Strict):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from gripmoe.attacks.forcing import random_sets
 from gripmoe.commands import one_thread_unless_set
-from gripmoe.config import Data, ModelConfig, parse_settings
+from gripmoe.config import Data, EmbeddedModel, ModelConfig, parse_settings
 from gripmoe.data.published import benchmark_files
 from gripmoe.evaluation.choice import accuracy, direct_answers
-from gripmoe.files import write_json, write_jsonl
+from gripmoe.files import read_json, write_json, write_jsonl
 from gripmoe.finetune import train_base
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
@@ -40,27 +43,49 @@ def prepare_model(args) -> None:
             write_json(args.output, {"weights": digest, "id": config.id, "revision": config.revision or "main"})
             return
         one_thread_unless_set()
-        world = make_world(config.world_seed)
-        tokenizer = make_tokenizer(all_texts(world))
-        model = make_model(config.family, len(tokenizer), seed=config.seed, **config.size)
-        losses = train_base(
-            model,
-            tokenizer,
-            world if config.trained_on == "everything" else world.without_forget(),
-            max_early_steps=config.max_early_steps,
-            late_steps=config.late_steps,
-            learning_rate=config.learning_rate,
-            seed=config.seed,
-            state_file=folder / "state.pt",
-        )
-        digest = save_model(model, tokenizer, folder / "weights")
-        write_json(args.output, {"weights": digest, "final_loss": losses[-1], **_base_scores(model, tokenizer, config)})
-        (folder / "state.pt").unlink(missing_ok=True)
+        _train_embedded(config, folder, args.output)
 
 
-def _base_scores(model, tokenizer, config) -> dict[str, float]:
-    """Accuracy per domain, and what is left of it when the experts add nothing or are drawn at random. Raises
-    ValueError where the model knows too little of what it was trained on, or knows it without its experts."""
+def _train_embedded(config: EmbeddedModel, folder: Path, output: Path) -> None:
+    """Trains from one seed after the other until a model is fit for use; a seed that failed is not tried again when
+    the job is. Raises ValueError, with every fault, if all attempts fail."""
+    world = make_world(config.world_seed)
+    tokenizer = make_tokenizer(all_texts(world))
+    faults = []
+    for seed in range(config.seed, config.seed + 1000 * config.attempts, 1000):
+        failed = folder / f"failed_{seed}.json"
+        if not failed.exists():
+            state_file = folder / f"state_{seed}.pt"
+            model = make_model(config.family, len(tokenizer), seed=seed, **config.size)
+            losses = train_base(
+                model,
+                tokenizer,
+                world if config.trained_on == "everything" else world.without_forget(),
+                max_early_steps=config.max_early_steps,
+                late_steps=config.late_steps,
+                learning_rate=config.learning_rate,
+                seed=seed,
+                state_file=state_file,
+            )
+            scores, fault = _base_scores(model, tokenizer, config)
+            if not fault:
+                digest = save_model(model, tokenizer, folder / "weights")
+                write_json(output, {"weights": digest, "seed": seed, "final_loss": losses[-1], **scores})
+                state_file.unlink(missing_ok=True)
+                return
+            write_json(failed, {"fault": fault, **scores})
+            state_file.unlink(missing_ok=True)
+        faults.append(f"seed {seed}: {read_json(failed)['fault']}")
+        print(f"not fit for use, {faults[-1]}", file=sys.stderr, flush=True)
+    raise ValueError(
+        f"no base model to measure anything on. {'; '.join(faults)}. Give it more steps, more `attempts` or another "
+        f"`seed` in models.yaml, and delete {folder}"
+    )
+
+
+def _base_scores(model, tokenizer, config) -> tuple[dict[str, float], str | None]:
+    """Accuracy per domain, and what is left of it when the experts add nothing or are drawn at random; and what is
+    wrong with it: a model that knows too little of what it was trained on, or knows it without its experts."""
     files = wmdp_files(make_world(config.world_seed), config.world_seed)
     questions = {domain: files[f"{domain}_questions"] for domain in ("forget", "retain")}
 
@@ -71,24 +96,16 @@ def _base_scores(model, tokenizer, config) -> dict[str, float]:
         }
 
     measured = scores()
-    advice = "nothing measured on it would mean anything. Give it more steps or another `seed` in models.yaml."
-    trained = ("forget", "retain") if config.trained_on == "everything" else ("retain",)
-    for domain in trained:
+    for domain in ("forget", "retain") if config.trained_on == "everything" else ("retain",):
         if (known := measured[f"{domain}_accuracy"]) < config.required_accuracy:
-            raise ValueError(
-                f"the base model answers {known:.3f} of the {domain} questions, below "
-                f"{config.required_accuracy}: {advice}"
-            )
+            return measured, f"it answers {known:.3f} of the {domain} questions, below {config.required_accuracy}"
     if is_moe(model):
         moe = MoEModel(model)
         with moe.without_blocks():
             measured |= scores("_without_blocks")
         with moe.force_routing(random_sets(moe, seed=0)):
             measured |= scores("_random_experts")
-        known = measured["forget_accuracy_without_blocks"]
-        if known > config.allowed_without_blocks:
-            raise ValueError(
-                f"the base model answers {known:.3f} of the forget questions without any expert, above "
-                f"{config.allowed_without_blocks}: its experts hold too little to forget, and {advice}"
-            )
-    return measured
+        known, allowed = measured["forget_accuracy_without_blocks"], config.allowed_without_blocks
+        if known > allowed:
+            return measured, f"it answers {known:.3f} of the forget questions without any expert, above {allowed}"
+    return measured, None
