@@ -173,6 +173,8 @@ def constrain(
             raise ValueError(f"unknown method {method!r}; one of {', '.join(METHODS)}, or a gripmoe.config.Method")
         method = METHODS[method]
     moe = MoEModel(_unwrapped(model))
+    if not moe.layers:
+        raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
     if method.constraint == "null_space":
         held = {id(p) for group in _inner(optimizer).param_groups for p in group["params"]}
         missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in held]

@@ -169,7 +169,7 @@ def _trainable(model: MoEModel, scope: dict[int, list[int]] | None) -> tuple[lis
     if scope:
         experts = [p for layer in scope for p in model.expert_parameters(layer)]
     else:
-        blocks = [p for layer in model.layers for p in model.block(layer).parameters()]
+        blocks = [p for block in model.blocks for p in block.parameters()]
         experts = [p for p in blocks if all(p is not router for router in routers)]
     for parameter in routers + experts:
         parameter.requires_grad_(True)

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from conftest import SMALL
+from gripmoe.commands.attack import attack
+from gripmoe.commands.evaluate import evaluate
 from gripmoe.commands.geometry import fit_basis, trace_routing
 from gripmoe.commands.unlearn import realign, unlearn
 from gripmoe.config import Training
-from gripmoe.files import read_json, write_json, write_jsonl, write_yaml
+from gripmoe.files import read_json, read_jsonl, write_json, write_jsonl, write_yaml
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.project import Project
@@ -35,9 +37,12 @@ TRAINING = Training(
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, world, tokenizer):
+    return prepare("qwen3_moe", world, tokenizer, tmp_path_factory.mktemp("prepared"))
+
+
+def prepare(family, world, tokenizer, root):
     """A random model, a few documents and questions, and the original routing of them."""
-    root = tmp_path_factory.mktemp("prepared")
-    model = make_model("qwen3_moe", len(tokenizer), seed=0, **SMALL)
+    model = make_model(family, len(tokenizer), seed=0, **SMALL)
     write_json(root / "model" / "model.json", {"weights": save_model(model, tokenizer, root / "model" / "weights")})
     for name, rows in wmdp_files(world, 0).items():
         kept = [row for row in rows if row.get("split", "dev") == "dev"][:24]
@@ -128,3 +133,29 @@ def test_every_correction(method, prepared, tmp_path):
     status = read_json(root / "model" / "model.json")
     write_json(root / "model" / "model.json", {**status, "status": "reached", "steps": 3})
     assert run_cell(prepared, method, "gd", tmp_path)["steps"] == 3
+
+
+def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_path):
+    """What has no router is left out of its metrics, and nothing else."""
+    prepared = prepare("qwen3", world, tokenizer, tmp_path)
+    for name in ("forget", "retain"):
+        rows = [row for row in wmdp_files(world, 0)[f"{name}_questions"] if row["split"] == "test"][:8]
+        kept = read_jsonl(tmp_path / "data" / f"{name}_questions.jsonl")
+        write_jsonl(tmp_path / "data" / f"{name}_questions.jsonl", kept + rows)
+    write_jsonl(tmp_path / "data" / "held_out_corpus.jsonl", read_jsonl(tmp_path / "data" / "retain_corpus.jsonl"))
+    folder = tmp_path / "cell"
+    assert run_cell(prepared, "unconstrained", "gd", folder)["steps"] == 2
+    common = dict(
+        run=folder / "run.yaml", model=tmp_path / "model" / "model.json", checkpoint=folder / "checkpoint.json",
+        data=tmp_path / "data",
+    )  # fmt: skip
+    evaluate(Namespace(**common, questions=folder / "answers.csv", output=folder / "metrics.json"))
+    attack(
+        Namespace(
+            **common, answers=folder / "answers.csv", questions=folder / "forced.csv", output=folder / "attacks.json"
+        )
+    )
+    metrics, attacks = read_json(folder / "metrics.json"), read_json(folder / "attacks.json")
+    assert "forget_accuracy" in metrics and "routing_stability" not in metrics
+    assert {"probe_best_layer", "prompt_five_shot", "quantized_4_bit", "relearned_after_20"} <= attacks.keys()
+    assert not [name for name in attacks if "forced" in name or "restored" in name]

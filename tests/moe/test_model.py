@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import gripmoe
 from conftest import MOE_FAMILIES, random_batch, small_model
 from gripmoe.data.documents import Row, collate
 from gripmoe.geometry.routing import routing_stability
@@ -130,9 +131,12 @@ def test_only_chosen_experts_change(moe, batch):
             assert changed == ([0, 3] if ".1." in name else [])
 
 
-def test_dense_and_unknown_models_are_refused():
-    with pytest.raises(ValueError, match="no row for model type 'qwen3'"):
-        MoEModel(small_model("qwen3"))
+def test_a_dense_model_has_blocks_and_nothing_to_constrain(batch):
+    model = small_model("qwen3")
+    moe = MoEModel(model)
+    assert moe.layers == [] and len(moe.blocks) == 2 and moe.trace([batch]) == {}
+    with pytest.raises(ValueError, match="is dense: it has no routers"):
+        gripmoe.constrain(model, torch.optim.SGD(model.parameters(), lr=0.1), retain=[batch])
 
 
 def test_hooks_are_gone_after_an_error(moe):

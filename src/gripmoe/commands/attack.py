@@ -47,19 +47,23 @@ def attack(args) -> None:
         def ask(moe, questions, prompt=None):
             return direct_answers(moe.model, tokenizer, questions, prompt=prompt)
 
-        result = expert_forcing(
-            before,
-            after,
-            tokenizer,
-            forget,
-            load_questions(args.data / "retain_questions.jsonl", "dev"),
-            load_answers(args.answers, forget),
-            answer_all,
-            ask,
-            seed=run.seed,
-        )
-        metrics = result.metrics | restoration(before, after, sample, ask, most_used_experts(before, tokenizer, dev))
-        metrics |= router_attacks(before, after, sample, ask, seed=run.seed)
+        metrics: dict[str, float] = {}
+        forced = [{"id": question["id"], "fact": question["fact"]} for question in forget]
+        if after.layers:  # a dense model has no routers to force and no experts to put back
+            result = expert_forcing(
+                before,
+                after,
+                tokenizer,
+                forget,
+                load_questions(args.data / "retain_questions.jsonl", "dev"),
+                load_answers(args.answers, forget),
+                answer_all,
+                ask,
+                seed=run.seed,
+            )
+            metrics, forced = result.metrics, result.questions
+            metrics |= restoration(before, after, sample, ask, most_used_experts(before, tokenizer, dev))
+            metrics |= router_attacks(before, after, sample, ask, seed=run.seed)
         metrics |= probes(after, tokenizer, dev, sample)
         metrics |= prompt_attacks(before, after, sample, dev, ask, seed=run.seed)
         for bits in (8, 4):
@@ -71,5 +75,5 @@ def attack(args) -> None:
         known = [row for row in documents if row.id.rsplit("/", 1)[0] in facts or row.id.rsplit("/", 2)[0] in facts]
         curve = relearning(after, known or documents, sample, ask, pad_id=tokenizer.pad_token_id, seed=run.seed)
         metrics |= {f"relearned_after_{step}": value for step, value in curve.items()}
-        write_csv(args.questions, result.questions)
+        write_csv(args.questions, forced)
         write_json(args.output, metrics)

@@ -27,7 +27,7 @@ def trace_routing(args) -> None:
             trace = moe.trace(in_batches(rows, tokenizer.pad_token_id))
             save_trace(output, trace, moe.rules(), weights)
             digest |= {f"{name}_sha256": file_digest(output), f"{name}_documents": len(rows)}
-            digest[f"{name}_tokens"] = len(next(iter(trace.values())))
+            digest[f"{name}_tokens"] = max((len(seen) for seen in trace.values()), default=0)
         write_json(args.digest, digest)
 
 

@@ -102,12 +102,15 @@ def _sparse_mixer(router, scores_TE, top_k_Tk):
 class Family:
     """How the routers of a family choose and weigh, and the name of the block's shared experts, if it has any."""
 
-    weigh: Weigh
+    weigh: Weigh | None
     rule: Callable[[nn.Module], SelectionRule] = _plain
     shared_expert: str | None = None
 
 
+DENSE = Family(weigh=None)  # no routers at all: a baseline to unlearn from, nothing to constrain
+
 FAMILIES = {
+    "qwen3": DENSE,
     "qwen3_moe": Family(_renormalized_if_so_configured),
     # Qwen1.5-MoE; its checkpoints set norm_topk_prob: false.
     "qwen2_moe": Family(_renormalized_if_so_configured, shared_expert="shared_expert"),

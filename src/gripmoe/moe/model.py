@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
-from gripmoe.moe.families import family_of, router_class
+from gripmoe.moe.families import DENSE, family_of, router_class
 
 # By layer: top_k_Tk for every token of one forward pass, or a pair of it and weights_Tk to use with it.
 Routes = dict[int, Tensor | tuple[Tensor, Tensor]]
@@ -53,16 +53,21 @@ class RoutingRecorder:
 class MoEModel:
     """A transformers causal language model of a known MoE family.
 
-    `layers` are the decoder layers that have a router. Routers compute in fp32 whatever the model's dtype: in bf16 most
-    router coordinates never move at a usual learning rate, and near ties blur every measure of routing.
+    `layers` are the decoder layers that have a router; a dense model, which serves as a baseline, has none. Routers
+    compute in fp32 whatever the model's dtype: in bf16 most router coordinates never move at a usual learning rate, and
+    near ties blur every measure of routing.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.family = family_of(model)
-        target = router_class(model)
         self._blocks: dict[int, nn.Module] = {}
         self._routers: dict[int, nn.Module] = {}
+        if self.family is DENSE:
+            self._blocks = {number: layer.mlp for number, layer in enumerate(model.model.layers)}
+            self.num_experts, self.top_k, self.hidden_size = 0, 0, model.config.hidden_size
+            return
+        target = router_class(model)
         for number, layer in enumerate(model.model.layers):
             for block in layer.children():
                 for router in block.children():
@@ -77,7 +82,12 @@ class MoEModel:
 
     @property
     def layers(self) -> list[int]:
-        return list(self._blocks)
+        return list(self._routers)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Every MoE block; of a dense model every feed-forward block."""
+        return list(self._blocks.values())
 
     def block(self, layer: int) -> nn.Module:
         """The whole MoE block of a layer: router, experts, shared expert where there is one."""

@@ -54,6 +54,8 @@ def comparison(runs: pd.DataFrame, name: str) -> Table:
         for row in rows:
             objective = row.get("objective", block.get("objective"))
             cells = runs[(runs.objective == objective) & (runs.method == row["method"])]
+            if "model" in row:
+                cells = cells[cells.model == row["model"]]
             if cells.empty and "paper" not in row:
                 continue
             printed = row.get("paper", [None] * len(published))
