@@ -64,7 +64,7 @@ COMMANDS = (
         "attack a cell",
         ("run", "model", "checkpoint", "data", "answers", "questions", "output"),
     ),
-    Command("report", "collect", "gather all cells in one tidy table", ("output",), many="cells"),
+    Command("report", "collect", "gather all cells in tidy tables", ("output", "histories"), many="cells"),
 )
 
 

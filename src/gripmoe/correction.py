@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gripmoe.config import Method
 from gripmoe.data.documents import Batch
-from gripmoe.geometry.realignment import Realignment, realign, realign_paper
+from gripmoe.geometry.realignment import Realignment, holdout_stability, realign, realign_paper
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import routed_tokens
@@ -34,6 +34,27 @@ def make_correction(
         }
 
     return correct
+
+
+@torch.no_grad()
+def holdout_report(
+    model: MoEModel, theta_0: dict[int, Tensor], reference: RoutingTrace, batch: Batch
+) -> dict[str, float]:
+    """How Method B generalises on an uncorrected model, by the number of tokens it is fitted to, from an eighth of the
+    hidden size to half of all: mean over layers, both forms, on the tokens fitted and on others."""
+    after = model.trace([batch])
+    tokens = len(next(iter(after.values())))
+    sizes = [s for n in range(-3, 16) for s in (round(model.hidden_size * 2**n),) if 8 <= s <= tokens // 2]
+    report: dict[str, float] = {}
+    for form in ("paper", "sound"):
+        for layer, seen in after.items():
+            old = theta_0[layer], model.theta(layer), reference[layer].x_Nd, seen.x_Nd
+            curve = holdout_stability(*old, model.rule(layer), sizes, form)
+            for size, values in curve.items():
+                for where, value in zip(("fit", "other"), values, strict=True):
+                    name = f"holdout_{form}_{size}_{where}"
+                    report[name] = report.get(name, 0.0) + value / len(after)
+    return report
 
 
 def first_tokens(trace: RoutingTrace, count: int | None) -> RoutingTrace:

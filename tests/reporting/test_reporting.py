@@ -11,7 +11,7 @@ from matplotlib.image import imread
 import gripmoe.reporting
 from gripmoe.files import write_json, write_yaml
 from gripmoe.reporting import labels
-from gripmoe.reporting.collect import COLUMNS, collect_cells, load_runs
+from gripmoe.reporting.collect import COLUMNS, collect_cells, load_histories, load_runs
 from gripmoe.reporting.comparison import comparison, paper_values
 from gripmoe.reporting.figures import (
     expected_overlap,
@@ -194,20 +194,25 @@ def test_collecting_cells(tmp_path):
     cell = tmp_path / "cell"
     key = {"model": "m", "benchmark_name": "b", "objective": "none", "method_name": "ptc", "seed": 3}
     settings = {"benchmark": {"target": {"forget_accuracy": 0.27}}, "method": {"corrects": "unconstrained"}}
+    settings["training"] = {"learning_rate": 0.1, "betas": [0.9, 0.99], "objective": {"alpha": 2.0}}
     write_yaml(cell / "run.yaml", key | settings)
     write_json(cell / "evaluation.json", {"forget_accuracy": 0.25})
     write_json(cell / "attack.json", {"recovery_rate": float("nan")})
     write_json(
         cell / "checkpoint.json", {"weights": "abc", "status": "not_reached", "steps": 40, "accepted_layer_0": True}
     )
-    collect_cells([cell], tmp_path / "runs.csv")
+    write_json(cell / "history.json", [{"step": 10, "forget_accuracy": 0.5}])
+    collect_cells([cell], tmp_path / "runs_w.csv", tmp_path / "histories_w.csv")
+    history = load_histories(tmp_path / "runs_w.csv")
+    assert history[["method", "step", "metric", "value"]].values.tolist() == [["ptc", 10, "forget_accuracy", 0.5]]
+    (tmp_path / "runs_w.csv").rename(tmp_path / "runs.csv")
     runs = load_runs(tmp_path / "runs.csv")
     assert set(runs.objective) == {"none"}
     values = runs.set_index("metric").value
     assert values["forget_accuracy"] == 0.25 and values["steps"] == 40 and values["accepted_layer_0"] == 1.0
     assert (values["reached"], values["diverged"]) == (0.0, 0.0) and np.isnan(values["recovery_rate"])
     assert (values["forget_target"], values["corrected_after"]) == (0.27, 1.0)
-    assert "weights" not in values
+    assert "weights" not in values and (values["setting_learning_rate"], values["setting_alpha"]) == (0.1, 2.0)
     (tmp_path / "bad.csv").write_text("model,value\nm,1\n")
     with pytest.raises(ValueError, match="no column benchmark"):
         load_runs(tmp_path / "bad.csv")

@@ -23,6 +23,7 @@ except ConfigError as error:
 WORLD = PROJECT.world
 RESULTS = f"results/{PROJECT.results_name}"  # a world that extends another shares its cells
 RUNS = f"{RESULTS}/runs_{PROJECT.name}.csv"
+HISTORIES = f"{RESULTS}/histories_{PROJECT.name}.csv"  # of training, where notebooks look for it: beside RUNS
 FIGURES = f"paper_figures/{PROJECT.name}"
 LOGS = f"{RESULTS}/logs"
 BENCHMARKS = f"{RESULTS}/benchmarks"

@@ -1,11 +1,12 @@
-# One tidy table of all cells, and one notebook per table and figure.
+# Tidy tables of all cells, and one notebook per table and figure.
 
 
 rule collect:
     input:
         cell_files("run.yaml", "evaluation.json", "attack.json"),
     output:
-        RUNS,
+        runs=RUNS,
+        histories=HISTORIES,
     log:
         f"{LOGS}/collect_{PROJECT.name}.log",
     conda:
@@ -17,7 +18,7 @@ rule collect:
         cells=sorted(str(Path(file).parent) for file in cell_files("run.yaml")),
         code=code_fingerprint("gripmoe.reporting.collect"),
     shell:
-        "gripmoe collect {params.cells} --output {output} > {log} 2>&1"
+        "gripmoe collect {params.cells} --output {output.runs} --histories {output.histories} > {log} 2>&1"
 
 
 for artefact in WORLD.artefacts:
@@ -28,6 +29,7 @@ for artefact in WORLD.artefacts:
         input:
             notebook=f"{workflow.basedir}/notebooks/{artefact}.ipynb",
             runs=RUNS,
+            histories=HISTORIES,
         output:
             files=[f"{FIGURES}/{artefact}.{suffix}" for suffix in PROJECT.artefacts[artefact].formats],
             notebook=f"{RESULTS}/notebooks_{PROJECT.name}/{artefact}.ipynb",
@@ -43,6 +45,8 @@ for artefact in WORLD.artefacts:
                 "gripmoe.reporting.comparison",
                 "gripmoe.reporting.claims",
                 "gripmoe.reporting.figures",
+                "gripmoe.reporting.plots",
+                "gripmoe.illustrations",
                 "gripmoe.reporting.collect",
             ),
         shell:

@@ -1,4 +1,4 @@
-"""One tidy table of all cells."""
+"""Tidy tables of all cells."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from gripmoe.reporting.collect import collect_cells
 
 
 def collect(args) -> None:
-    """One tidy CSV of all cells: a row per (model, benchmark, objective, method, seed, metric)."""
+    """Tidy CSVs of all cells: a row per (model, benchmark, objective, method, seed, metric), and one per check."""
     with recorded(beside(args.output), "gripmoe.reporting.collect"):
-        collect_cells(args.cells, args.output)
+        collect_cells(args.cells, args.output, args.histories)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+
 from gripmoe.commands import beside, one_thread_unless_set
 from gripmoe.config import load_run
 from gripmoe.constraints import held_trace
-from gripmoe.correction import make_correction
+from gripmoe.correction import holdout_report, make_correction
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
@@ -49,10 +53,12 @@ def unlearn(args) -> None:
             attributed = attributed_expert(forget_trace, [layer for layer in moe.layers if layer <= last])
         bases = load_bases(args.bases, weights, model.device) if args.bases else None
 
+        held = held_trace(method, trace, forget_trace)
+        constraint = constraint_of(method, held, bases, attributed, run.seed)
         outcome = run_unlearning(
             moe,
             objective,
-            constraint_of(method, held_trace(method, trace, forget_trace), bases, attributed, run.seed),
+            constraint,
             corpus["forget"],
             corpus["retain"],
             run.training,
@@ -71,7 +77,8 @@ def unlearn(args) -> None:
         )
         digest = save_model(model, tokenizer, folder / "weights")
         write_json(folder / "history.json", outcome.history)
-        write_json(args.output, {"weights": digest, "status": outcome.status, "steps": outcome.steps, **costs(outcome)})
+        ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps}
+        write_json(args.output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(constraint) / 1e6})
         (folder / "state.pt").unlink(missing_ok=True)
 
 
@@ -83,6 +90,26 @@ def costs(outcome: Outcome) -> dict[str, float]:
     seconds = sum(row["seconds"] for row in rows) / len(rows)
     constraint = sum(row["constraint_seconds"] for row in rows) / len(rows)
     return {"seconds_per_step": seconds, "time_ratio": seconds / (seconds - constraint)}
+
+
+def held_bytes(thing: object) -> int:
+    """Bytes of the tensors that an object keeps, in itself and in what it is made of; shared storage counts once."""
+    storages: dict[int, int] = {}
+    waiting, known = [thing], set()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in known:
+            continue
+        known.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, Mapping):
+            waiting += item.values()
+        elif isinstance(item, (list, tuple)):
+            waiting += item
+        elif type(item).__module__.startswith("gripmoe.") and not isinstance(item, MoEModel):
+            waiting += vars(item).values()
+    return sum(storages.values())
 
 
 def realign(args) -> None:
@@ -99,7 +126,8 @@ def realign(args) -> None:
         benchmark = run.benchmark
         rows = load_corpus(args.retain_corpus, tokenizer, benchmark.max_length, benchmark.retain_documents)
         batch = collate(rows, tokenizer.pad_token_id).to(model.device)
-        report = make_correction(run.method, theta_0, trace, batch)(moe)
+        report = holdout_report(moe, theta_0, trace, batch) if run.method.form == "paper" else {}
+        report |= make_correction(run.method, theta_0, trace, batch)(moe)
         digest = save_model(model, tokenizer, folder / "weights")
         corrected = read_json(args.checkpoint)
         outcome = {"status": corrected["status"], "steps": corrected["steps"]}

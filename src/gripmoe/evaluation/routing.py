@@ -22,6 +22,7 @@ def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch
     metrics = {
         "num_experts": after.num_experts,
         "top_k": after.top_k,
+        "hidden_size": after.hidden_size,
         prefix: mean_stability(total),
         f"{prefix}_router_only": mean_stability(router_only),
         f"{prefix}_representation_only": mean_stability(representation_only),

@@ -7,6 +7,7 @@ unlearned one, for the same tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,28 @@ class Realignment:
     held_out_stability: float | None
     ridge: float | None
     accepted: bool
+
+
+def holdout_stability(
+    theta_Ed: Tensor,
+    theta_post_Ed: Tensor,
+    x_Nd: Tensor,
+    x_post_Nd: Tensor,
+    rule: SelectionRule,
+    sizes: Sequence[int],
+    form: str,
+) -> dict[int, tuple[float, float]]:
+    """Routing stability of a `form` ("paper" or "sound") fitted to the first so many tokens: on those, and on the
+    second half of all, which no fit sees. The paper's acceptance is lifted: it is what this looks at."""
+    half = len(x_Nd) // 2
+    wanted_Nk = route(x_Nd, theta_Ed, rule).top_k_Nk
+    stability = {}
+    for size in sizes:
+        old = theta_Ed, theta_post_Ed, x_Nd[:size], x_post_Nd[:size]
+        result = realign_paper(*old, accept=-math.inf) if form == "paper" else realign(*old, rule)
+        agreement_N = jaccard(wanted_Nk, route(x_post_Nd, result.theta_Ed.to(x_post_Nd), rule).top_k_Nk)
+        stability[size] = agreement_N[:size].mean().item(), agreement_N[half:].mean().item()
+    return stability
 
 
 def score_cosine(wanted_NE: Tensor, got_NE: Tensor) -> float:

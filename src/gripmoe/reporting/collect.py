@@ -1,4 +1,4 @@
-"""All cells in one tidy table: a row per cell and metric."""
+"""All cells in tidy tables: a row per cell and metric, and one per cell, check of the stop rule and metric."""
 
 from __future__ import annotations
 
@@ -12,25 +12,34 @@ from gripmoe.files import atomic_path, read_json, read_yaml
 
 KEYS = ["model", "benchmark", "objective", "method", "seed"]
 COLUMNS = [*KEYS, "metric", "value"]
+HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
 
 
-def collect_cells(folders: Sequence[Path], output: Path) -> None:
-    """Reads what each cell folder holds and writes `output`. Numbers only: the status of a run becomes `reached` and
-    `diverged`, and truths are 0 or 1."""
-    with atomic_path(output) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+def collect_cells(folders: Sequence[Path], output: Path, histories: Path) -> None:
+    """Reads what each cell folder holds and writes both tables. Numbers only: the status of a run becomes `reached` and
+    `diverged`, truths are 0 or 1, and training settings are metrics named setting_..."""
+    rows, history_rows = [], []
+    for folder in folders:
+        run = read_yaml(folder / "run.yaml")
+        key = [run["model"], run["benchmark_name"], run["objective"], run["method_name"], run["seed"]]
+        metrics = _metrics(folder, run)
+        rows += [[*key, metric, float(value)] for metric, value in sorted(metrics.items())]
+        if (folder / "history.json").exists():
+            for check in read_json(folder / "history.json"):
+                step = check.pop("step")
+                history_rows += [[*key, step, metric, float(value)] for metric, value in sorted(check.items())]
+    _write(output, COLUMNS, rows)
+    _write(histories, HISTORY_COLUMNS, history_rows)
+
+
+def _write(path: Path, columns: list[str], rows: list[list]) -> None:
+    with atomic_path(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for folder in folders:
-            run = read_yaml(folder / "run.yaml")
-            key = [run["model"], run["benchmark_name"], run["objective"], run["method_name"], run["seed"]]
-            metrics = _metrics(folder)
-            metrics["forget_target"] = run["benchmark"]["target"]["forget_accuracy"]
-            metrics["corrected_after"] = run["method"]["corrects"] is not None
-            for metric, value in sorted(metrics.items()):
-                writer.writerow([*key, metric, float(value)])
+        writer.writerow(columns)
+        writer.writerows(rows)
 
 
-def _metrics(folder: Path) -> dict[str, float]:
+def _metrics(folder: Path, run: dict) -> dict[str, float]:
     # Forget accuracy stands in both files; the attack's own count comes from the same questions and model.
     metrics = {**read_json(folder / "attack.json"), **read_json(folder / "evaluation.json")}
     checkpoint = folder / "checkpoint.json"
@@ -42,7 +51,21 @@ def _metrics(folder: Path) -> dict[str, float]:
             "diverged": int(outcome["status"] == "diverged"),
         }
         metrics |= {name: value for name, value in outcome.items() if isinstance(value, (bool, int, float))}
+    bases = folder.parents[2] / "bases" / f"{run['method_name']}.json"
+    if bases.exists():
+        metrics |= {name: value for name, value in read_json(bases).items() if name.startswith("mean_rank_")}
+    settings = run.get("training") or {}
+    for name, value in {**settings, **settings.get("objective", {})}.items():
+        if isinstance(value, int | float):
+            metrics[f"setting_{name}"] = value
+    metrics["forget_target"] = run["benchmark"]["target"]["forget_accuracy"]
+    metrics["corrected_after"] = run["method"]["corrects"] is not None
     return metrics
+
+
+def load_histories(runs: Path) -> pd.DataFrame:
+    """The table of checks that belongs to the table of `runs`."""
+    return pd.read_csv(runs.with_name(runs.name.replace("runs_", "histories_", 1)), dtype={"value": float})
 
 
 def load_runs(path: Path) -> pd.DataFrame:

@@ -79,6 +79,8 @@ def _with_all_methods(rows: list[dict], runs: pd.DataFrame) -> list[dict]:
 
 
 def _text(metric: str, value: float) -> str:
+    if metric.startswith("setting_"):
+        return f"{value:g}"
     if metric in labels.COUNTS:
         return f"{value:.0f}"
     return f"{round(value, 2) + 0.0:.2f}" + ("×" if metric == "time_ratio" else "")  # + 0.0: no negative zero
@@ -92,7 +94,7 @@ def _measured(runs: pd.DataFrame, metric: str) -> Cell:
     values = runs.loc[runs.metric == metric, "value"]
     if values.dropna().empty:
         return Cell(MISSING)
-    mean, half_width = interval(values)
+    mean, half_width = (values.iloc[0], None) if metric.startswith("setting_") else interval(values)
     text = _text(metric, mean)
     if half_width is not None:
         text += f" ± {_text(metric, half_width)}".replace("± 0.", "± .")

@@ -87,6 +87,13 @@ METRICS = {
     "relearned_after_5": "relearn 5",
     "relearned_after_20": "relearn 20",
     "steps": "steps",
+    "seconds_per_step": "s per step",
+    "constraint_megabytes": "MB held",
+    "setting_learning_rate": "learning rate",
+    "setting_router_multiplier": "× for routers",
+    "setting_forget_batch_size": "batch",
+    "setting_weight_decay": "decay",
+    "setting_max_steps": "max. steps",
 }
 
 METRIC_NOTES = {
@@ -107,10 +114,13 @@ METRIC_NOTES = {
     "noisy_routing": "noise of half a standard deviation on router scores",
     "probe_best_layer": "the right letter by a linear probe on other facts, best layer",
     "prompt_choice_shuffle": "choices in another order",
+    "constraint_megabytes": "tensors that the constraint keeps",
+    "setting_router_multiplier": "learning rate of routers as a multiple",
     "time_ratio": "seconds of a step, as a multiple of the step without the constraint",
 }
 
 LOWER_IS_BETTER = {
+    "constraint_megabytes",
     "forget_accuracy",
     "forced_forget_accuracy",
     "recovery_rate",
@@ -121,7 +131,7 @@ LOWER_IS_BETTER = {
         if name.startswith(("prompt_", "restored_", "quantized_", "relearned_", "noisy_", "probe_", "forced_"))
     ),
 }
-NEITHER_IS_BETTER = {"random_forced_forget_accuracy", "forget_routing_stability", "steps"}
+NEITHER_IS_BETTER = {"random_forced_forget_accuracy", "forget_routing_stability", "steps", "seconds_per_step"}
 COUNTS = {"steps"}
 
 

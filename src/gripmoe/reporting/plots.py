@@ -1,0 +1,127 @@
+"""The figures that are drawn from the tidy tables, beside routing stability by layer."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from gripmoe.reporting import labels
+from gripmoe.reporting.figures import PAPER_WIDTH, house_style
+
+RUN = ["model", "benchmark", "objective", "method", "seed"]
+SHOWN = [  # of all methods, in figures that have no room for more
+    "unconstrained",
+    "frozen_router",
+    "router_l2",
+    "expert_specific_paper",
+    "expert_specific",
+    "ptc_matched",
+    "anchored",
+]
+
+
+def forget_utility_tradeoff(histories: pd.DataFrame) -> plt.Figure:
+    """Retain against forget accuracy on dev questions along training (the paper's Figure 2): one line per method, the
+    mean over runs at every check that all of them reached; a dot where it ends. Up and to the left is better."""
+    wide = histories.pivot_table(index=[*RUN, "step"], columns="metric", values="value").reset_index()
+    objectives = [o for o in labels.OBJECTIVES if o in set(wide.objective)]
+    methods = [m for m in SHOWN if m in set(wide.method)]
+    with house_style():
+        figure, panels = plt.subplots(
+            1, len(objectives), figsize=(PAPER_WIDTH, 2.3), sharex=True, sharey=True, squeeze=False
+        )
+        for axes, objective in zip(panels[0], objectives, strict=True):
+            for method in methods:
+                runs = wide[(wide.objective == objective) & (wide.method == method)]
+                if runs.empty:
+                    continue
+                complete = runs.groupby("step").filter(lambda at, all_runs=runs: len(at) == _num_runs(all_runs))
+                line = complete.groupby("step")[["forget_accuracy", "retain_accuracy"]].mean()
+                style = dict(color=labels.colour(method), label=labels.method_label(method))
+                axes.plot(line.forget_accuracy, line.retain_accuracy, labels.line_style(method), alpha=0.8, **style)
+                axes.plot(*line.iloc[-1], "o", color=labels.colour(method), markersize=3.5)
+            axes.axvline(0.25, color="0.6", linewidth=0.7, linestyle=":")
+            axes.set_title(labels.OBJECTIVES[objective])
+            axes.set_xlabel("forget accuracy (dev)")
+        panels[0][0].set_ylabel("retain accuracy (dev)")
+        _legend_below(figure, panels[0][0])
+    return figure
+
+
+def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
+    """Forget accuracy as the model is (filled), under the original expert sets (open) and with one layer's original
+    experts put back (cross), for every method (the paper's Figure 1b); the band is the oracle's range of the three,
+    which no method can be asked to stay below."""
+    marks = {
+        "forget_accuracy": ("o", True, "as it is"),
+        "forced_forget_accuracy": ("o", False, "original sets forced"),
+        "restored_experts_worst_layer": ("x", True, "one layer's experts put back"),
+    }
+    means = runs[runs.metric.isin(marks)].groupby(["objective", "method", "metric"]).value.mean().unstack("metric")
+    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in means.index.get_level_values(0)]
+    present = set(means.index.get_level_values("method"))
+    methods = [m for m in labels.METHODS if m in present and m not in ("original", "retain_only")]
+    with house_style():
+        height = 0.9 + 0.17 * len(methods)
+        figure, panels = plt.subplots(
+            1, len(objectives), figsize=(PAPER_WIDTH, height), sharex=True, sharey=True, squeeze=False
+        )
+        for axes, objective in zip(panels[0], objectives, strict=True):
+            for y, method in enumerate(reversed(methods)):
+                if (objective, method) not in means.index:
+                    continue
+                row = means.loc[(objective, method)]
+                axes.plot([row.min(), row.max()], [y, y], color=labels.colour(method), linewidth=0.8)
+                for metric, (marker, filled, _) in marks.items():
+                    face = labels.colour(method) if filled else "white"
+                    axes.plot(row[metric], y, marker, color=labels.colour(method), markerfacecolor=face, markersize=4)
+            if ("none", "retain_only") in means.index:
+                floor = means.loc[("none", "retain_only")]
+                axes.axvspan(floor.min(), floor.max(), color="0.9", zorder=0, linewidth=0)
+            axes.set_title(labels.OBJECTIVES[objective])
+            axes.set_xlabel("forget accuracy")
+            axes.set_xlim(0, 1.02)
+        panels[0][0].set_yticks(range(len(methods)), [labels.method_label(m) for m in reversed(methods)])
+        for marker, filled, text in marks.values():
+            face = "0.3" if filled else "white"
+            panels[0][0].plot([], [], marker, color="0.3", markerfacecolor=face, markersize=4, label=text)
+        panels[0][0].plot([], [], color="0.85", linewidth=5, label="retain-only oracle")
+        _legend_below(figure, panels[0][0], columns=4)
+    return figure
+
+
+def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
+    """Method B by the number of tokens it is fitted to: routing stability on those tokens and on others, for the
+    paper's form and the sound one, with the hidden size marked."""
+    found = runs[runs.metric.str.startswith("holdout_")].copy()
+    found[["form", "tokens", "where"]] = found.metric.str.extract(r"holdout_(paper|sound)_(\d+)_(fit|other)")
+    found["tokens"] = found.tokens.astype(int)
+    means = found.groupby(["form", "where", "tokens"]).value.mean()
+    hidden = runs.loc[runs.metric == "hidden_size", "value"]
+    with house_style():
+        figure, axes = plt.subplots(figsize=(PAPER_WIDTH * 0.62, 2.2))
+        for form, method in (("paper", "ptc_paper"), ("sound", "ptc")):
+            for where, style in (("fit", ":"), ("other", "-")):
+                line = means[form, where]
+                text = f"{'paper' if form == 'paper' else 'sound'}, {'its own' if where == 'fit' else 'other'} tokens"
+                colour = labels.colour("expert_specific" if form == "sound" else method)
+                axes.plot(line.index, line.values, style, marker="o", markersize=2.5, color=colour, label=text)
+        if not hidden.empty:
+            axes.axvline(hidden.iloc[0], color="0.6", linewidth=0.7, linestyle="--")
+            axes.text(hidden.iloc[0] * 1.05, 0.02, "as many as dimensions", fontsize=5.5, color="0.4")
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="retain tokens fitted to", ylabel="routing stability", ylim=(0, 1.03))
+        axes.legend(frameon=False, fontsize=5.8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.tight_layout()
+    return figure
+
+
+def _num_runs(runs: pd.DataFrame) -> int:
+    return len(runs[RUN].drop_duplicates())
+
+
+def _legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4) -> None:
+    handles, names = axes.get_legend_handles_labels()
+    rows = -(-len(names) // columns)
+    figure.tight_layout(rect=(0, 0.17 * rows / figure.get_figheight(), 1, 1))
+    figure.legend(handles, names, loc="lower center", ncol=columns, frameon=False, fontsize=5.8)
