@@ -1,6 +1,9 @@
+import subprocess
+import sys
+
 import pytest
 
-from gripmoe.files import atomic_path, read_json, write_csv, write_json
+from gripmoe.files import atomic_path, exclusive, read_json, write_csv, write_json
 
 
 def test_failed_write_leaves_the_old_file(tmp_path):
@@ -17,3 +20,27 @@ def test_failed_write_leaves_the_old_file(tmp_path):
 def test_csv_needs_rows(tmp_path):
     with pytest.raises(ValueError, match="no rows"):
         write_csv(tmp_path / "x.csv", [])
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from gripmoe.files import exclusive
+with exclusive(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_process_works_in_a_folder_and_a_dead_one_does_not_count(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=rf"process {holder.pid} on .* works on it"):
+            with exclusive(tmp_path):
+                pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with exclusive(tmp_path):
+        pass

@@ -64,6 +64,8 @@ COMMANDS = (
         "attack a cell",
         ("run", "model", "checkpoint", "data", "answers", "questions", "output"),
     ),
+    Command("report", "manifest", "write what artefacts are made of", ("runs", "histories", "output"), many="files"),
+    Command("report", "verify", "recompute the checksums of a manifest", ("manifest",)),
     Command("report", "collect", "gather all cells in tidy tables", ("output", "histories"), many="cells"),
 )
 

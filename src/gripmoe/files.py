@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,28 @@ def atomic_path(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Within the block this process alone works in `folder`: two trainers of one cell would overwrite each other's
+    checkpoints. The lock is the kernel's, so a dead owner's is gone with it. Raises ValueError, naming the owner."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise ValueError(
+                f"{folder}: {file.read() or 'another process'} works on it; wait for it, or stop it and start again: "
+                "the run resumes from its checkpoint"
+            ) from None
+        file.seek(0)
+        file.truncate()
+        job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+        file.write(f"process {os.getpid()} on {socket.gethostname()}{job}")
+        file.flush()
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

@@ -80,8 +80,9 @@ def test_wider_and_noisy_routing_leave_no_trace(setting):
         ids = torch.tensor([[5, 6, 7]])
         assert before.routes(ids)[0].shape == (3, 2 * before.top_k)
     assert before.routes(ids)[0].shape == (3, before.top_k)
-    metrics = router_attacks(before, before, questions, ask)
-    assert metrics["wider_routing"] == metrics["wider_routing_original"]
+    metrics = router_attacks(before, questions, ask)
+    assert set(metrics) == {"wider_routing", "noisy_routing"}
+    assert [a.letter_logprobs for a in ask(before, questions)] == plain
 
 
 def test_a_probe_reads_what_is_there_and_nothing_else(setting, tokenizer, world):
@@ -144,13 +145,13 @@ def test_shots_never_tell_the_fact(setting, world):
 
 
 def test_prompt_attack_compares_the_same_questions(setting, world):
-    before, after, questions, ask = setting
+    _, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
-    metrics = prompt_attacks(before, after, questions, solved, ask)
+    metrics = prompt_attacks(after, questions, solved, ask)
     names = ["five_shot", *CLOTHES, "choice_shuffle"]
     mean = sum(metrics[f"prompt_{name}"] for name in names) / len(names)
     assert metrics["prompt_recovery_rate"] == pytest.approx(mean - accuracy(ask(after, questions)))
-    assert metrics["prompt_verse_original"] == accuracy(ask(before, questions, dressed(CLOTHES["verse"])))
+    assert metrics["prompt_verse"] == accuracy(ask(after, questions, dressed(CLOTHES["verse"])))
 
 
 def test_rounding_by_hand():

@@ -1,5 +1,7 @@
 """Stage 2: the exact solver against a QP solver, and what the paper's randomized Kaczmarz leaves behind."""
 
+import itertools
+
 import numpy as np
 import pytest
 import quadprog
@@ -111,3 +113,60 @@ def test_paper_form_leaves_violations_and_breaks_equalities():
 
     assert leak(paper) > 0.05 * start.norm()
     assert leak(sound) < 1e-9
+
+
+def hoffman_constant(x_Nd):
+    """The best L with dist(u, S) <= L ||(A u - b)_+|| for every b: the greatest 1 / sigma_min over subsets of rows that
+    are independent, by enumeration."""
+    count, d = x_Nd.shape
+    best = 0.0
+    for size in range(1, min(count, d) + 1):
+        for rows in itertools.combinations(range(count), size):
+            smallest = torch.linalg.svdvals(x_Nd[list(rows)])[-1].item()
+            if smallest > 1e-9:
+                best = max(best, 1 / smallest)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kaczmarz_converges_at_the_rate_of_theorem_1(seed):
+    """Inequalities alone: the expected squared distance after one draw, exactly over all rows, is at most
+    1 - 1 / (L^2 ||A||_F^2) of the one before; and no much better rate could be claimed of all starting points."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    bounds = torch.rand(5, 1, generator=generator, dtype=torch.float64)
+    no_basis = RetainStatistics(1, 3).basis(EpsNull(1e-12, "relative"))
+    rate = 1 - 1 / (hoffman_constant(x) ** 2 * x.square().sum().item())
+
+    def squared_distance(u_1d):
+        return (u_1d - nearest_feasible(u_1d, no_basis, x, bounds, tolerance=1e-12)).square().sum().item()
+
+    ratios = []
+    for _ in range(200):
+        start = 5 * torch.randn(1, 3, generator=generator, dtype=torch.float64)
+        before = squared_distance(start)
+        if before < 1e-6:
+            continue
+        after = 0.0
+        for i in range(5):
+            moved = randomized_kaczmarz(start, x[i : i + 1], bounds[i : i + 1], max_steps=1, tolerance=0.0)
+            after += squared_distance(moved) * (x[i].square().sum() / x.square().sum()).item()
+        ratios.append(after / before)
+    assert len(ratios) > 50
+    assert max(ratios) <= rate + 1e-9
+    assert max(ratios) > 0.5 * rate, "the bound says something"
+
+
+def test_raw_steps_do_not_converge_where_equalities_must_hold_too():
+    """The mixed case: one equality and one inequality whose token is not orthogonal to it. Draws along the raw token
+    satisfy the inequality and leave the equality behind for good; along the projected token both hold."""
+    held, other = torch.tensor([[1.0, 0.0]]).double(), torch.tensor([[1.0, 1.0]]).double()
+    basis = RetainStatistics(1, 2).update(held, torch.ones(1, 1, dtype=torch.bool)).basis(EpsNull(1e-12, "relative"))
+    bounds = torch.tensor([[0.5]]).double()
+    start = basis.project(torch.tensor([[0.7, 2.0]]).double())
+    raw = randomized_kaczmarz(start, other, bounds, max_steps=1000, tolerance=0.0)
+    sound = nearest_feasible(start, basis, other, bounds, tolerance=1e-12)
+    assert violation(raw, other, bounds).item() < 1e-9
+    assert abs((raw @ held.T).item()) == pytest.approx(0.75)
+    assert violation(sound, other, bounds).item() < 1e-9 and abs((sound @ held.T).item()) < 1e-12
+    torch.testing.assert_close(sound, torch.tensor([[0.0, 0.5]]).double())

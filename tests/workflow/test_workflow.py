@@ -14,6 +14,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "tests" / "workflow" / "smoke.yaml"
+SMOKE_ARTEFACTS = yaml.safe_load(SMOKE.read_text())["artefacts"]
+ARTEFACTS = ROOT / "workflow" / "config" / "artefacts.yaml"
 
 
 def snakemake(*arguments, directory, check=True, root=ROOT):
@@ -141,8 +143,8 @@ def dry_run(root):
 class TestRun:
     def test_every_artefact_is_there(self, finished):
         figures = finished / "paper_figures" / "smoke"
-        wanted = {f"main_results.{s}" for s in ("csv", "tex", "pdf", "png")}
-        wanted |= {f"routing_stability_by_layer.{s}" for s in ("csv", "pdf", "png")}
+        formats = {name: entry["formats"] for name, entry in yaml.safe_load(ARTEFACTS.read_text()).items()}
+        wanted = {f"{name}.{suffix}" for name in SMOKE_ARTEFACTS for suffix in formats[name]} | {"manifest.json"}
         assert {path.name for path in figures.iterdir()} == wanted
         assert all(path.stat().st_size > 100 for path in figures.iterdir())
         assert (finished / "results/smoke/notebooks_smoke/main_results.ipynb").exists()
@@ -169,6 +171,16 @@ class TestRun:
         steps = json.loads((runs / "gd/unconstrained/0/checkpoint.json").read_text())["steps"]
         assert steps == 4, "every step was taken"
 
+    def test_the_manifest_verifies_and_the_report_holds_every_artefact(self, finished):
+        verify = [sys.executable, "-m", "gripmoe.cli", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
+        environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
+        result = subprocess.run(verify, capture_output=True, text=True, cwd=finished, env=environment, check=False)
+        assert result.returncode == 0, result.stderr
+        page = finished / "report.html"
+        snakemake("--report", page, "--config", f"world={finished / 'smoke.yaml'}", directory=finished, root=finished)
+        html = page.read_text()
+        assert all(f"{name}.png" in html for name in SMOKE_ARTEFACTS) and "manifest.json" in html
+
     def test_nothing_is_left_to_do(self, finished):
         assert planned(dry_run(finished)) == {}
 
@@ -181,7 +193,7 @@ class TestRun:
         two = len(yaml.safe_load(before)["seeds"])
         assert planned(output) == {
             "configure": two, "unlearn": two, "evaluate": two, "attack": two, "collect": 1,
-            "render_main_results": 1, "render_routing_stability_by_layer": 1,
+            "manifest": 1, **{f"render_{name}": 1 for name in SMOKE_ARTEFACTS},
         }  # fmt: skip
         for rule in ("configure", "unlearn", "evaluate", "attack"):
             cells = cells_of(output, rule)

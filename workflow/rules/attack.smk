@@ -20,7 +20,7 @@ rule attack:
     threads: 1
     resources:
         **GPU_RESOURCES,
-        runtime=240,
+        runtime=growing(240),
     params:
         data=lambda wildcards, input: str(Path(input.data[0]).parent),
         code=code_fingerprint(

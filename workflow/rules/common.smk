@@ -25,6 +25,7 @@ RESULTS = f"results/{PROJECT.results_name}"  # a world that extends another shar
 RUNS = f"{RESULTS}/runs_{PROJECT.name}.csv"
 HISTORIES = f"{RESULTS}/histories_{PROJECT.name}.csv"  # of training, where notebooks look for it: beside RUNS
 FIGURES = f"paper_figures/{PROJECT.name}"
+MANIFEST = f"{FIGURES}/manifest.json"
 LOGS = f"{RESULTS}/logs"
 BENCHMARKS = f"{RESULTS}/benchmarks"
 DATA = f"{RESULTS}/data/{{benchmark}}"
@@ -99,5 +100,10 @@ def artefact_files():
     return [f"{FIGURES}/{name}.{suffix}" for name in WORLD.artefacts for suffix in catalogue[name].formats]
 
 
-GPU_RESOURCES = {"gpu": 1 if ON_GPU else 0, "mem_mb": 65536 if ON_GPU else 3000}
+def growing(amount):
+    """A resource that grows with every attempt: what ran out of memory or time gets more when it is tried again."""
+    return lambda wildcards, attempt: amount * attempt
+
+
+GPU_RESOURCES = {"gpu": 1 if ON_GPU else 0, "mem_mb": growing(65536 if ON_GPU else 3000)}
 ENVIRONMENT = f"{workflow.basedir}/envs/environment.yaml"

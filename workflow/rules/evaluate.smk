@@ -25,7 +25,7 @@ rule evaluate:
     threads: 1
     resources:
         **GPU_RESOURCES,
-        runtime=240,
+        runtime=growing(240),
     params:
         data=lambda wildcards, input: str(Path(input.data[0]).parent),
         code=code_fingerprint("gripmoe.evaluation.choice", "gripmoe.evaluation.report", "gripmoe.evaluation.routing"),

@@ -20,7 +20,7 @@ rule trace_routing:
     threads: 1
     resources:
         **GPU_RESOURCES,
-        runtime=60,
+        runtime=growing(60),
     params:
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark]),
         code=code_fingerprint("gripmoe.moe.model", "gripmoe.moe.storage", "gripmoe.data.corpora"),
@@ -48,7 +48,7 @@ rule fit_basis:
     threads: 1
     resources:
         **GPU_RESOURCES,
-        runtime=60,
+        runtime=growing(60),
     params:
         settings=lambda w: canonical(PROJECT.methods[w.method]),
         code=code_fingerprint("gripmoe.constraints", "gripmoe.moe.storage"),

@@ -16,8 +16,8 @@ rule prepare_data:
     conda:
         ENVIRONMENT
     resources:
-        mem_mb=3000,
-        runtime=60,
+        mem_mb=growing(3000),
+        runtime=growing(60),
     params:
         folder=lambda wildcards, output: str(Path(output[0]).parent),
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].data),
@@ -39,7 +39,7 @@ rule prepare_model:
     threads: 1
     resources:
         **GPU_RESOURCES,
-        runtime=240,
+        runtime=growing(240),
     params:
         settings=lambda w: canonical(PROJECT.models[w.model]),
         code=code_fingerprint(

@@ -12,8 +12,8 @@ rule collect:
     conda:
         ENVIRONMENT
     resources:
-        mem_mb=2000,
-        runtime=30,
+        mem_mb=growing(2000),
+        runtime=growing(30),
     params:
         cells=sorted(str(Path(file).parent) for file in cell_files("run.yaml")),
         code=code_fingerprint("gripmoe.reporting.collect"),
@@ -31,15 +31,27 @@ for artefact in WORLD.artefacts:
             runs=RUNS,
             histories=HISTORIES,
         output:
-            files=[f"{FIGURES}/{artefact}.{suffix}" for suffix in PROJECT.artefacts[artefact].formats],
+            files=[
+                (
+                    report(
+                        f"{FIGURES}/{artefact}.png",
+                        caption="../report/artefact.rst",
+                        category="Tables" if "tex" in PROJECT.artefacts[artefact].formats else "Figures",
+                        labels={"artefact": artefact.replace("_", " "), "world": PROJECT.name},
+                    )
+                    if suffix == "png"
+                    else f"{FIGURES}/{artefact}.{suffix}"
+                )
+                for suffix in PROJECT.artefacts[artefact].formats
+            ],
             notebook=f"{RESULTS}/notebooks_{PROJECT.name}/{artefact}.ipynb",
         log:
             f"{LOGS}/render_{PROJECT.name}/{artefact}.log",
         conda:
             ENVIRONMENT
         resources:
-            mem_mb=2000,
-            runtime=30,
+            mem_mb=growing(2000),
+            runtime=growing(30),
         params:
             code=code_fingerprint(
                 "gripmoe.reporting.comparison",
@@ -51,3 +63,24 @@ for artefact in WORLD.artefacts:
             ),
         shell:
             "papermill {input.notebook} {output.notebook} -p runs {input.runs} -p output {output.files[0]} > {log} 2>&1"
+
+
+rule manifest:
+    input:
+        artefacts=artefact_files(),
+        notebooks=[f"{workflow.basedir}/notebooks/{artefact}.ipynb" for artefact in WORLD.artefacts],
+        runs=RUNS,
+        histories=HISTORIES,
+    output:
+        report(MANIFEST, caption="../report/manifest.rst", category="Provenance"),
+    log:
+        f"{LOGS}/manifest_{PROJECT.name}.log",
+    conda:
+        ENVIRONMENT
+    resources:
+        mem_mb=growing(2000),
+        runtime=growing(10),
+    params:
+        code=code_fingerprint("gripmoe.reporting.manifest"),
+    shell:
+        "gripmoe manifest {input.artefacts} {input.notebooks} --runs {input.runs} --histories {input.histories} --output {output} > {log} 2>&1"

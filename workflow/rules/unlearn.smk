@@ -28,7 +28,7 @@ rule unlearn:
     threads: 1
     resources:
         **GPU_RESOURCES,
-        runtime=720,
+        runtime=growing(720),
     params:
         data=lambda wildcards, input: str(Path(input.questions).parent),
         bases=bases_flag,
@@ -62,7 +62,7 @@ rule realign:
     threads: 1
     resources:
         **GPU_RESOURCES,
-        runtime=120,
+        runtime=growing(120),
     params:
         code=code_fingerprint("gripmoe.correction"),
     shell:

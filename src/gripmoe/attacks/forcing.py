@@ -48,7 +48,7 @@ def expert_forcing(
     over those whose routing shifted (mean Jaccard similarity over prompt tokens and layers below `shifted_below`), as
     the paper defines recovery (forced accuracy on the shifted subset minus normal accuracy on all) and on equal
     questions; what forcing turns right and what it turns wrong; accuracy with the original gate weights too. Controls:
-    the original model forced with its own sets (a no-op), random sets on both models, and forced retain accuracy.
+    the original model forced with its own sets (a no-op), random sets, and forced retain accuracy.
     """
     with after.force_routing(before.routes):
         forced = answer_all(after, forget)
@@ -58,8 +58,6 @@ def expert_forcing(
     with after.force_routing(random_sets(after, seed)):
         random_forced = control_answers(after, forget)
     original = control_answers(before, forget)
-    with before.force_routing(random_sets(before, seed)):
-        original_random = control_answers(before, forget)
     with before.force_routing(before.routes):
         original_forced = control_answers(before, forget)
 
@@ -95,7 +93,6 @@ def expert_forcing(
         "right_to_wrong": sum(row["normal"] and not row["forced"] for row in questions),
         "forced_retain_accuracy": accuracy(forced_retain),
         "random_forced_forget_accuracy": accuracy(random_forced),
-        "original_random_forced": accuracy(original_random),
         "original_forget_accuracy": accuracy(original),
         "original_forced_with_own_sets": accuracy(original_forced),
         "own_sets_change_answers": sum(a != b for a, b in zip(original, original_forced, strict=True)),

@@ -1,7 +1,7 @@
 """Black-box prompt attacks (Sec. 5.4, after Jang et al.): the same questions in other clothes.
 
 Every rewriter is a template, so the attack needs no second model. A variant counts only as far as the original model
-still answers under it, so its accuracy there is reported beside.
+still answers under it: its own row in the tables says so.
 """
 
 from __future__ import annotations
@@ -44,26 +44,22 @@ def choices_shuffled(question: dict) -> dict:
 
 
 def prompt_attacks(
-    before: MoEModel,
-    after: MoEModel,
+    model: MoEModel,
     questions: Sequence[dict],
     solved: Sequence[dict],
     ask: Callable[[MoEModel, Sequence[dict], Prompt], list[Answer]],
     *,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Forget accuracy under five shots, under every template and with the choices in another order, of the unlearned
-    and of the original model, and the mean gain over the plain prompt on the same questions. `ask` answers questions in
-    the prompts of a function."""
+    """Forget accuracy under five shots, under every template and with the choices in another order, and the mean gain
+    over the plain prompt on the same questions. `ask` answers questions in the prompts of a function."""
     prompts = {"five_shot": five_shot(solved, seed)} | {name: dressed(text) for name, text in CLOTHES.items()}
     names = [*prompts, "choice_shuffle"]
-    plain = accuracy(ask(after, questions, prompt_of))
+    plain = accuracy(ask(model, questions, prompt_of))
     metrics = {"prompt_plain": plain}
     for name, prompt in prompts.items():
-        metrics[f"prompt_{name}"] = accuracy(ask(after, questions, prompt))
-        metrics[f"prompt_{name}_original"] = accuracy(ask(before, questions, prompt))
+        metrics[f"prompt_{name}"] = accuracy(ask(model, questions, prompt))
     shuffled = [choices_shuffled(question) for question in questions]
-    metrics["prompt_choice_shuffle"] = accuracy(ask(after, shuffled, prompt_of))
-    metrics["prompt_choice_shuffle_original"] = accuracy(ask(before, shuffled, prompt_of))
+    metrics["prompt_choice_shuffle"] = accuracy(ask(model, shuffled, prompt_of))
     metrics["prompt_recovery_rate"] = sum(metrics[f"prompt_{name}"] for name in names) / len(names) - plain
     return metrics

@@ -45,18 +45,17 @@ def noisy_sets(model: MoEModel, scale: float, seed: int) -> Callable[..., Routes
 
 
 def router_attacks(
-    before: MoEModel,
-    after: MoEModel,
+    model: MoEModel,
     questions: Sequence[dict],
     ask: Callable[[MoEModel, Sequence[dict]], list[Answer]],
     *,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Forget accuracy with twice the experts per token and with noisy gates, and what that leaves of the original."""
+    """Forget accuracy with twice the experts per token and with noisy gates; what that leaves of knowledge in itself,
+    the original model's row says."""
     metrics = {}
-    for model, suffix in ((after, ""), (before, "_original")):
-        with widened(model, 2):
-            metrics[f"wider_routing{suffix}"] = accuracy(ask(model, questions))
-        with model.force_routing(noisy_sets(model, 0.5, seed)):
-            metrics[f"noisy_routing{suffix}"] = accuracy(ask(model, questions))
+    with widened(model, 2):
+        metrics["wider_routing"] = accuracy(ask(model, questions))
+    with model.force_routing(noisy_sets(model, 0.5, seed)):
+        metrics["noisy_routing"] = accuracy(ask(model, questions))
     return metrics

@@ -63,9 +63,9 @@ def attack(args) -> None:
             )
             metrics, forced = result.metrics, result.questions
             metrics |= restoration(before, after, sample, ask, most_used_experts(before, tokenizer, dev))
-            metrics |= router_attacks(before, after, sample, ask, seed=run.seed)
+            metrics |= router_attacks(after, sample, ask, seed=run.seed)
         metrics |= probes(after, tokenizer, dev, sample)
-        metrics |= prompt_attacks(before, after, sample, dev, ask, seed=run.seed)
+        metrics |= prompt_attacks(after, sample, dev, ask, seed=run.seed)
         for bits in (8, 4):
             with quantized(after, bits):
                 metrics[f"quantized_{bits}_bit"] = accuracy(ask(after, sample))

@@ -10,7 +10,7 @@ from gripmoe.commands import one_thread_unless_set
 from gripmoe.config import Data, EmbeddedModel, ModelConfig, parse_settings
 from gripmoe.data.published import benchmark_files
 from gripmoe.evaluation.choice import accuracy, direct_answers
-from gripmoe.files import read_json, write_json, write_jsonl
+from gripmoe.files import exclusive, read_json, write_json, write_jsonl
 from gripmoe.finetune import train_base
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
@@ -37,7 +37,7 @@ def prepare_model(args) -> None:
     """Trains an embedded base model or fetches a published one; checks that it answers the questions it should."""
     config = parse_settings(ModelConfig, args.settings)
     folder = args.output.parent
-    with recorded(folder / "provenance.json", "gripmoe.finetune", "gripmoe.moe.storage"):
+    with exclusive(folder), recorded(folder / "provenance.json", "gripmoe.finetune", "gripmoe.moe.storage"):
         if config.source == "published":
             digest = save_model(*load_published(config), folder / "weights")
             write_json(args.output, {"weights": digest, "id": config.id, "revision": config.revision or "main"})

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import sys
+
 from gripmoe.commands import beside
+from gripmoe.files import write_json
 from gripmoe.provenance import recorded
 from gripmoe.reporting.collect import collect_cells
+from gripmoe.reporting.manifest import manifest as manifest_of
+from gripmoe.reporting.manifest import mismatches
 
 
 def collect(args) -> None:
     """Tidy CSVs of all cells: a row per (model, benchmark, objective, method, seed, metric), and one per check."""
     with recorded(beside(args.output), "gripmoe.reporting.collect"):
         collect_cells(args.cells, args.output, args.histories)
+
+
+def manifest(args) -> None:
+    """What the tables and figures of a world were made of."""
+    write_json(args.output, manifest_of(args.files, args.runs, args.histories))
+
+
+def verify(args) -> None:
+    """Recomputes the checksums of a manifest. Raises ValueError if anything does not match."""
+    if faults := mismatches(args.manifest):
+        for fault in faults:
+            print(fault, file=sys.stderr)
+        raise ValueError(f"{args.manifest}: {len(faults)} mismatches; run the workflow again")
+    print(f"{args.manifest}: all files are as they were written")

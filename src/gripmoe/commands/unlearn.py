@@ -13,7 +13,7 @@ from gripmoe.correction import holdout_report, make_correction
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
-from gripmoe.files import read_json, write_json
+from gripmoe.files import exclusive, read_json, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_bases, load_model, load_trace, save_model
 from gripmoe.objectives import make_objective
@@ -30,7 +30,7 @@ def unlearn(args) -> None:
     run = load_run(args.run)
     folder = args.output.parent
     one_thread_unless_set()
-    with recorded(beside(args.output), "gripmoe.unlearning", "gripmoe.correction"):
+    with exclusive(folder), recorded(beside(args.output), "gripmoe.unlearning", "gripmoe.correction"):
         model, tokenizer = load_model(args.model.parent / "weights")
         weights = {"model": read_json(args.model)["weights"]}
         moe = MoEModel(model)

@@ -94,6 +94,8 @@ def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
     """Method B by the number of tokens it is fitted to: routing stability on those tokens and on others, for the
     paper's form and the sound one, with the hidden size marked."""
     found = runs[runs.metric.str.startswith("holdout_")].copy()
+    if found.empty:
+        return nothing("no finished run was refitted in the paper's form (ptc_paper)")
     found[["form", "tokens", "where"]] = found.metric.str.extract(r"holdout_(paper|sound)_(\d+)_(fit|other)")
     found["tokens"] = found.tokens.astype(int)
     means = found.groupby(["form", "where", "tokens"]).value.mean()
@@ -113,6 +115,14 @@ def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
         axes.set(xlabel="retain tokens fitted to", ylabel="routing stability", ylim=(0, 1.03))
         axes.legend(frameon=False, fontsize=5.8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         figure.tight_layout()
+    return figure
+
+
+def nothing(reason: str) -> plt.Figure:
+    """In place of a figure that has nothing to show."""
+    with house_style():
+        figure = plt.figure(figsize=(PAPER_WIDTH * 0.62, 1.0))
+        figure.text(0.5, 0.5, f"not measured: {reason}", ha="center", va="center", fontsize=6.5, color="0.4")
     return figure
 
 

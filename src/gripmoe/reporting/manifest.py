@@ -1,0 +1,51 @@
+"""What every table and figure was made of, and whether it still is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from gripmoe.files import file_digest, read_json
+from gripmoe.fingerprint import code_fingerprint
+from gripmoe.reporting.collect import KEYS, load_runs
+
+CODE = ("gripmoe.reporting.comparison", "gripmoe.reporting.claims", "gripmoe.reporting.plots", "gripmoe.illustrations")
+
+
+def manifest(files: Sequence[Path], runs: Path, histories: Path) -> dict:
+    """Checksums of `files` (artefacts and notebooks) and of the tables they come from; the cells behind them with the
+    provenance that each step wrote: code, packages, device."""
+    cells = load_runs(runs)[KEYS].drop_duplicates()
+    return {
+        "code": code_fingerprint(*CODE),
+        "files": {str(file): file_digest(file) for file in (*sorted(files), runs, histories)},
+        "seeds": sorted({int(seed) for seed in cells.seed}),
+        "cells": {"/".join(map(str, cell)): _provenance(runs.parent, cell) for cell in cells.itertuples(index=False)},
+    }
+
+
+def _provenance(results: Path, cell: pd.Series) -> dict:
+    folder = results.joinpath(*map(str, cell))
+    steps = {file.name.removesuffix(".provenance.json"): read_json(file) for file in folder.glob("*.provenance.json")}
+    weights = folder / "checkpoint.json"
+    kept = ("code", "packages", "device", "python")
+    return {
+        "steps": {name: {key: record.get(key) for key in kept} for name, record in sorted(steps.items())},
+        "weights": read_json(weights)["weights"] if weights.exists() else None,
+    }
+
+
+def mismatches(path: Path) -> list[str]:
+    """What a manifest says and the files no longer do, one line each."""
+    written = read_json(path)
+    faults = []
+    for name, digest in written["files"].items():
+        if not Path(name).exists():
+            faults.append(f"{name}: missing")
+        elif file_digest(Path(name)) != digest:
+            faults.append(f"{name}: changed since the manifest was written")
+    if code_fingerprint(*CODE) != written["code"]:
+        faults.append("the code that draws and judges has changed")
+    return faults

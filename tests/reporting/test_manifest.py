@@ -1,0 +1,42 @@
+"""A manifest notices what is no longer what it was made of."""
+
+import pytest
+
+from gripmoe.files import write_json
+from gripmoe.reporting.collect import HISTORY_COLUMNS
+from gripmoe.reporting.manifest import manifest, mismatches
+
+
+@pytest.fixture
+def written(tmp_path):
+    runs, histories = tmp_path / "runs_w.csv", tmp_path / "histories_w.csv"
+    runs.write_text("model,benchmark,objective,method,seed,metric,value\nm,b,gd,ptc,3,forget_accuracy,0.25\n")
+    histories.write_text(",".join(HISTORY_COLUMNS) + "\n")
+    cell = tmp_path / "m" / "b" / "gd" / "ptc" / "3"
+    write_json(cell / "evaluation.provenance.json", {"code": "abc", "device": "CPU", "seconds": 3})
+    write_json(cell / "checkpoint.json", {"weights": "123"})
+    figure = tmp_path / "figure.png"
+    figure.write_bytes(b"picture")
+    write_json(tmp_path / "manifest.json", manifest([figure], runs, histories))
+    return tmp_path
+
+
+def test_it_names_the_code_and_weights_behind_each_cell(written):
+    record = manifest([], written / "runs_w.csv", written / "histories_w.csv")
+    cell = record["cells"]["m/b/gd/ptc/3"]
+    assert cell["weights"] == "123" and cell["steps"]["evaluation"]["code"] == "abc" and record["seeds"] == [3]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda folder: None, None),
+        (lambda folder: (folder / "figure.png").write_bytes(b"other"), "figure.png: changed"),
+        (lambda folder: (folder / "figure.png").unlink(), "figure.png: missing"),
+        (lambda folder: (folder / "runs_w.csv").write_text("model\n"), "runs_w.csv: changed"),
+    ],
+)
+def test_a_change_is_found(written, change, fault):
+    change(written)
+    faults = mismatches(written / "manifest.json")
+    assert faults == [] if fault is None else len(faults) == 1 and fault in faults[0]

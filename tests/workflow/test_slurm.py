@@ -1,0 +1,149 @@
+"""The workflow on a real SLURM (one node on loopback, two made-up GPUs), while everything in it dies once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "slurm"
+WORLD = SCRIPTS / "world.yaml"
+CELLS = "results/world/smoke/wmdp_smoke/gd"
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
+ON_SLURM = [
+    "--profile", "slurm", "--default-resources", "slurm_account=research", "slurm_partition=gpu", "mem_mb=2000",
+    "runtime=10", "--set-resources", "unlearn:gpu=1", "--latency-wait", "10",
+    "--slurm-init-seconds-before-status-checks", "3", "--seconds-between-status-checks", "3",
+]  # fmt: skip
+pytestmark = pytest.mark.workflow
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """The environment of a running cluster; skips, and so is reported as not run, where none can be installed."""
+    if os.geteuid() != 0:
+        pytest.skip("not run: a SLURM of one's own needs root")
+    installed = subprocess.run([SCRIPTS / "install.sh"], capture_output=True, text=True, check=False)
+    if installed.returncode:
+        pytest.skip(f"not run: no SLURM packages: {installed.stderr.strip()[-200:]}")
+    folder = tmp_path_factory.mktemp("slurm")
+    for parent in [folder, *folder.parents][:4]:
+        parent.chmod(0o755)  # the database's user must get in
+    try:
+        started = subprocess.run(
+            [SCRIPTS / "start.sh", folder], capture_output=True, text=True, check=False, timeout=180
+        )
+        logs = "".join(file.read_text(errors="replace")[-1500:] for file in (folder / "log").glob("*.log"))
+        assert started.returncode == 0 and "idle" in started.stdout, started.stdout + started.stderr + logs
+        yield {**ENVIRONMENT, "SLURM_CONF": str(folder / "slurm.conf")}
+    finally:
+        subprocess.run([SCRIPTS / "stop.sh", folder], capture_output=True, check=False)
+
+
+def head(folder, environment, *arguments):
+    """A head process of the workflow in `folder`, in a session of its own."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "snakemake", "-s", ROOT / "Snakefile", "--directory", folder]
+    log = open(folder / "head.log", "a")
+    return subprocess.Popen(
+        [*map(str, command), *arguments, "--config", f"world={WORLD}"],
+        cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True,
+    )  # fmt: skip
+
+
+def ended(process, folder, seconds=400):
+    return process.wait(seconds), (folder / "head.log").read_text()[-6000:]
+
+
+def queue(environment):
+    """Jobs that run: (id, state, comment)."""
+    listing = subprocess.run(
+        ["squeue", "-h", "-o", "%i|%T|%k"], capture_output=True, text=True, env=environment, check=True
+    ).stdout
+    return [tuple(line.split("|")) for line in listing.splitlines()]
+
+
+def until(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.5)
+    raise AssertionError("waited in vain")
+
+
+def trainers(folder):
+    """Process ids of trainers at work in `folder`."""
+    found = subprocess.run(["pgrep", "-f", "bin/gripmoe unlearn"], capture_output=True, text=True, check=False).stdout
+    return [int(p) for p in found.split() if os.path.realpath(f"/proc/{p}/cwd") == os.path.realpath(folder)]
+
+
+def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
+    """A cell is preempted and requeued, another trainer is killed, then the head. The next head refuses to start beside
+    the jobs that are left; once they are gone it ends, with the weights of an uninterrupted run on no cluster."""
+    plain = tmp_path / "plain"
+    code, log = ended(head(plain, ENVIRONMENT, "--cores", "2"), plain)
+    assert code == 0, log
+
+    folder = tmp_path / "slurm"
+    first = head(folder, slurm, *ON_SLURM)
+    cells = [folder / CELLS / name / "0" for name in ("unconstrained", "expert_specific")]
+    until(lambda: any((cell / "state.pt").exists() for cell in cells), 240)
+
+    running = [job for job, state, comment in queue(slurm) if state == "RUNNING" and "unlearn" in comment]
+    described = subprocess.run(
+        ["scontrol", "show", "job", running[0]], capture_output=True, text=True, env=slurm, check=True
+    ).stdout
+    assert "gres/gpu=1" in described and "Partition=gpu" in described
+    subprocess.run(
+        ["sbatch", "-A", "research", "-p", "high", "--exclusive", "--mem=100", "-o", "/dev/null", "--wrap", "sleep 3"],
+        env=slurm, check=True, capture_output=True,
+    )  # fmt: skip
+
+    def requeued():
+        shown = (
+            subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, env=slurm, check=False)
+            for job in running
+        )
+        return any("Restarts=1" in result.stdout for result in shown)
+
+    until(requeued)
+    killed = until(lambda: trainers(folder), 180)[0]
+    time.sleep(3)
+    if os.path.exists(f"/proc/{killed}"):
+        os.kill(killed, signal.SIGKILL)  # of the profile's retries one takes over
+    until(lambda: [pid for pid in trainers(folder) if pid != killed], 180)
+
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    left = [job for job, _, comment in queue(slurm) if comment.startswith("rule_")]
+    assert left, "the jobs outlive their head"
+    unlocked = head(folder, slurm, "--profile", "slurm", "--unlock")
+    assert ended(unlocked, folder)[0] == 0
+    code, log = ended(head(folder, slurm, *ON_SLURM), folder)
+    assert code != 0 and "still in the queue" in log and left[0] in log
+
+    subprocess.run(["scancel", *left], env=slurm, check=True)
+    until(lambda: not queue(slurm))
+    ended(head(folder, slurm, "--profile", "slurm", "--unlock"), folder)
+    code, log = ended(head(folder, slurm, *ON_SLURM), folder)
+    assert code == 0, log
+
+    for name in ("unconstrained", "expert_specific"):
+        through, without = (json.loads((f / CELLS / name / "0/checkpoint.json").read_text()) for f in (folder, plain))
+        assert (through["weights"], through["steps"]) == (without["weights"], without["steps"])
+    states = subprocess.run(
+        ["sacct", "-X", "-n", "-o", "State"], capture_output=True, text=True, env=slurm, check=True
+    ).stdout.split()
+    assert states.count("COMPLETED") >= 8, states
+    assert list((folder / "logs" / "slurm").rglob("*.log")), "what jobs print is kept"

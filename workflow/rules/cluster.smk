@@ -1,0 +1,31 @@
+# A head that was killed leaves its jobs in the queue. A new one would submit the same cells again beside them, so it
+# looks before it starts. (Each trainer also locks its cell.)
+
+import os
+import shutil
+import subprocess
+
+
+def orphans():
+    """Jobs of an earlier run in this folder that are still in the queue, one line each."""
+    if not shutil.which("squeue"):
+        return []
+    queue = subprocess.run(
+        ["squeue", "--me", "--noheader", "--format=%i|%T|%Z|%k"], capture_output=True, text=True, check=False
+    )
+    jobs = [line.split("|", 3) for line in queue.stdout.splitlines() if line.count("|") >= 3]
+    own = os.environ.get("SLURM_JOB_ID")
+    return [
+        f"{job} ({state}): {comment}"
+        for job, state, folder, comment in jobs
+        if folder == os.getcwd() and comment.startswith("rule_") and job != own
+    ]
+
+
+onstart:
+    if left := orphans():
+        raise WorkflowError(
+            "jobs of an earlier run are still in the queue:\n  "
+            + "\n  ".join(left)
+            + "\nWait until they have ended, or scancel them; then start again, and they resume from their checkpoints."
+        )
