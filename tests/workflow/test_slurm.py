@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,20 +27,20 @@ ON_SLURM = [
     "runtime=10", "--set-resources", "unlearn:gpu=1", "--latency-wait", "10",
     "--slurm-init-seconds-before-status-checks", "3", "--seconds-between-status-checks", "3",
 ]  # fmt: skip
+HEADS: list[subprocess.Popen] = []
 pytestmark = pytest.mark.workflow
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
+def slurm():
     """The environment of a running cluster; skips, and so is reported as not run, where none can be installed."""
-    if os.geteuid() != 0:
-        pytest.skip("not run: a SLURM of one's own needs root")
+    if os.environ.get("GRIPMOE_TEST_SLURM") != "1" or os.geteuid() != 0:
+        pytest.skip("not run: as root, with GRIPMOE_TEST_SLURM=1, this installs SLURM and starts a cluster on loopback")
     installed = subprocess.run([SCRIPTS / "install.sh"], capture_output=True, text=True, check=False)
     if installed.returncode:
         pytest.skip(f"not run: no SLURM packages: {installed.stderr.strip()[-200:]}")
-    folder = tmp_path_factory.mktemp("slurm")
-    for parent in [folder, *folder.parents][:4]:
-        parent.chmod(0o755)  # the database's user must get in
+    folder = Path(tempfile.mkdtemp(prefix="gripmoe-slurm-"))  # where the database's user gets in
+    folder.chmod(0o755)
     try:
         started = subprocess.run(
             [SCRIPTS / "start.sh", folder], capture_output=True, text=True, check=False, timeout=180
@@ -47,7 +49,11 @@ def slurm(tmp_path_factory):
         assert started.returncode == 0 and "idle" in started.stdout, started.stdout + started.stderr + logs
         yield {**ENVIRONMENT, "SLURM_CONF": str(folder / "slurm.conf")}
     finally:
+        for process in HEADS:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
         subprocess.run([SCRIPTS / "stop.sh", folder], capture_output=True, check=False)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def head(folder, environment, *arguments):
@@ -55,10 +61,12 @@ def head(folder, environment, *arguments):
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "snakemake", "-s", ROOT / "Snakefile", "--directory", folder]
     log = open(folder / "head.log", "a")
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*map(str, command), *arguments, "--config", f"world={WORLD}"],
         cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True,
     )  # fmt: skip
+    HEADS.append(process)
+    return process
 
 
 def ended(process, folder, seconds=400):
@@ -73,13 +81,13 @@ def queue(environment):
     return [tuple(line.split("|")) for line in listing.splitlines()]
 
 
-def until(condition, seconds=120):
+def until(condition, what, seconds=120):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := condition():
             return found
         time.sleep(0.5)
-    raise AssertionError("waited in vain")
+    raise AssertionError(f"waited in vain for {what}")
 
 
 def trainers(folder):
@@ -98,7 +106,7 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
     folder = tmp_path / "slurm"
     first = head(folder, slurm, *ON_SLURM)
     cells = [folder / CELLS / name / "0" for name in ("unconstrained", "expert_specific")]
-    until(lambda: any((cell / "state.pt").exists() for cell in cells), 240)
+    until(lambda: any((cell / "state.pt").exists() for cell in cells), "a checkpoint", 240)
 
     running = [job for job, state, comment in queue(slurm) if state == "RUNNING" and "unlearn" in comment]
     described = subprocess.run(
@@ -117,12 +125,12 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
         )
         return any("Restarts=1" in result.stdout for result in shown)
 
-    until(requeued)
-    killed = until(lambda: trainers(folder), 180)[0]
+    until(requeued, "the requeue")
+    killed = until(lambda: trainers(folder), "a trainer after the preemption", 180)[0]
     time.sleep(3)
     if os.path.exists(f"/proc/{killed}"):
         os.kill(killed, signal.SIGKILL)  # of the profile's retries one takes over
-    until(lambda: [pid for pid in trainers(folder) if pid != killed], 180)
+    until(lambda: [pid for pid in trainers(folder) if pid != killed], "another trainer", 180)
 
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
@@ -134,7 +142,7 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
     assert code != 0 and "still in the queue" in log and left[0] in log
 
     subprocess.run(["scancel", *left], env=slurm, check=True)
-    until(lambda: not queue(slurm))
+    until(lambda: not queue(slurm), "an empty queue")
     ended(head(folder, slurm, "--profile", "slurm", "--unlock"), folder)
     code, log = ended(head(folder, slurm, *ON_SLURM), folder)
     assert code == 0, log

@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
 # Starts a cluster of one node on loopback: accounting, two made-up GPUs, a partition that may be preempted and one that
-# preempts. Everything lives in the folder given; SLURM_CONF=FOLDER/slurm.conf is how commands find it.
+# preempts. Everything lives in the folder given. Commands within jobs find it by /etc/slurm/slurm.conf, since the
+# executor clears SLURM_CONF; so this refuses to run on a machine that has a SLURM already.
 set -euo pipefail
 base=$(realpath "$1")
 host=$(hostname -s)
+if [ -e /etc/slurm/slurm.conf ]; then
+    echo "this machine has a SLURM already: /etc/slurm/slurm.conf" >&2
+    exit 1
+fi
 mkdir -p "$base"/{state,spool,log,run,db,dev}
 chmod 755 "$base"
 
@@ -64,8 +69,8 @@ AccountingStoragePort=16819
 AccountingStorageTRES=gres/gpu
 DefMemPerCPU=512
 NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) RealMemory=$memory Gres=gpu:h100:2 State=UNKNOWN
-PartitionName=gpu Nodes=$host Default=YES MaxTime=60 PriorityTier=1 PreemptMode=REQUEUE State=UP
-PartitionName=high Nodes=$host MaxTime=60 PriorityTier=10 PreemptMode=OFF State=UP
+PartitionName=gpu Nodes=$host Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE State=UP
+PartitionName=high Nodes=$host MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF State=UP
 END
 cat > "$base/slurmdbd.conf" << END
 AuthType=auth/munge
@@ -82,6 +87,8 @@ StorageLoc=slurm_acct
 END
 chmod 600 "$base/slurmdbd.conf"
 export SLURM_CONF="$base/slurm.conf"
+mkdir -p /etc/slurm
+ln -sf "$base/slurm.conf" /etc/slurm/slurm.conf
 
 # slurmdbd finds the database by the client library's default socket.
 mkdir -p /run/mysqld

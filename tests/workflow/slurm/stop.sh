@@ -9,4 +9,5 @@ for daemon in slurmd slurmctld slurmdbd; do
 done
 [ -e "$base/started_mariadb" ] && kill "$(cat /run/mysqld/mysqld.pid)"
 [ -e "$base/started_munge" ] && pkill -x munged
+[ "$(readlink /etc/slurm/slurm.conf)" = "$base/slurm.conf" ] && rm /etc/slurm/slurm.conf
 exit 0
