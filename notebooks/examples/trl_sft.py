@@ -1,4 +1,4 @@
-"""Method A in a TRL trainer: the callback of the Trainer example, in supervised finetuning of a chat-like corpus."""
+"""Method A in a TRL trainer: the callback of the Trainer example, in supervised finetuning."""
 
 import tempfile
 
@@ -12,7 +12,7 @@ from gripmoe.worlds.documents import all_texts, make_world
 from gripmoe.worlds.models import make_model
 from gripmoe.worlds.tokenizer import make_tokenizer
 
-texts = all_texts(make_world(0))
+texts = list(all_texts(make_world(0)))
 tokenizer = make_tokenizer(texts)
 model = make_model("qwen3_moe", vocabulary_size=len(tokenizer), seed=0)
 retain = [tokenizer([text], return_tensors="pt") for text in texts[100:110]]
