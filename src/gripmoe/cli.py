@@ -21,6 +21,7 @@ class Command(NamedTuple):
     flags: tuple[str, ...]
     optional: tuple[str, ...] = ()
     many: str | None = None  # a positional argument that takes several paths
+    values: tuple[tuple[str, type, object], ...] = ()  # flags that are no paths: name, type, default
 
 
 COMMANDS = (
@@ -64,6 +65,18 @@ COMMANDS = (
         "attack a cell",
         ("run", "model", "checkpoint", "data", "answers", "questions", "output"),
     ),
+    Command(
+        "plan",
+        "plan",
+        "what a world has left to do, what it costs, whether it fits",
+        (),
+        values=(
+            ("world", str, "tiny"),
+            ("config", Path, Path("workflow/config")),
+            ("gpu-memory", float, 141.0),
+            ("budget", float, None),
+        ),
+    ),
     Command("report", "manifest", "write what artefacts are made of", ("runs", "histories", "output"), many="files"),
     Command("report", "verify", "recompute the checksums of a manifest", ("manifest",)),
     Command("report", "collect", "gather all cells in tidy tables", ("output", "histories"), many="cells"),
@@ -80,6 +93,8 @@ def main(argv: list[str] | None = None) -> int:
         for flag in (*command.flags, *command.optional):
             kind = str if flag == "settings" else Path
             sub.add_argument(f"--{flag}", type=kind, required=flag not in command.optional)
+        for flag, kind, default in command.values:
+            sub.add_argument(f"--{flag}", type=kind, default=default, help=f"default: {default}")
         if command.many:
             sub.add_argument(command.many, nargs="+", type=Path)
 

@@ -53,12 +53,22 @@ class EmbeddedModel(Strict):
     attempts: PositiveInt = 3  # from `seed`, `seed` + 1000, ...: whether facts settle in experts is a matter of luck
 
 
+class Sizes(Strict):
+    """Numbers of parameters, for planning: all, those of the MoE blocks, those active per token; and of layers."""
+
+    total: PositiveFloat
+    blocks: PositiveFloat
+    active: PositiveFloat
+    layers: PositiveInt
+
+
 class PublishedModel(Strict):
     """A checkpoint of the hub, or a local folder of the same layout."""
 
     source: Literal["published"]
     id: str
     revision: str | None = None
+    parameters: Sizes | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     oracle: None = None
 

@@ -1,0 +1,46 @@
+"""What a world will cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from gripmoe.planning import check_budget, jobs_left, memory_needed
+from gripmoe.project import Project
+
+
+def plan(args) -> None:
+    """Prints jobs and hours by rule, and memory against `--gpu-memory`. Raises ValueError above `--budget` hours, or if
+    a model does not fit."""
+    project = Project(args.config, args.world)
+    jobs = jobs_left(project, Path("results") / project.results_name)
+    by_rule = defaultdict(list)
+    for job in jobs:
+        by_rule[job.rule].append(job)
+    print(f"{'rule':<16}{'jobs':>6}{'hours each':>12}{'hours':>9}  from")
+    for rule, listed in by_rule.items():
+        hours = sum(job.hours for job in listed)
+        source = "recorded benchmarks" if all(job.recorded for job in listed) else "estimate"
+        if 0 < sum(job.recorded for job in listed) < len(listed):
+            source = "recorded benchmarks and estimate"
+        print(f"{rule:<16}{len(listed):>6}{hours / len(listed):>12.3f}{hours:>9.2f}  {source}")
+    print(f"{'all':<16}{len(jobs):>6}{'':>12}{sum(job.hours for job in jobs):>9.2f}")
+    too_large = []
+    for need in memory_needed(project):
+        fits = need.total <= args.gpu_memory
+        print(
+            f"{need.model}, {need.objective}: {need.weights:.0f} GB weights + {need.gradients:.0f} gradients + "
+            f"{need.states:.0f} AdamW states = {need.total:.0f} GB of {args.gpu_memory:g}: "
+            f"{'fits' if fits else 'does not fit'}"
+        )
+        if not fits:
+            too_large.append(need)
+    check_budget(jobs, args.budget)
+    if too_large:
+        names = ", ".join(f"{need.model} under {need.objective}" for need in too_large)
+        fitting = [f"{n.model} under {n.objective}" for n in memory_needed(project) if n.total <= args.gpu_memory]
+        raise ValueError(
+            f"one GPU of {args.gpu_memory:g} GB does not hold {names}"
+            + (f"; it holds {', '.join(fitting)}" if fitting else "")
+            + ". Take a smaller model or an objective that trains fewer layers."
+        )

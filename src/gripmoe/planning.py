@@ -1,0 +1,126 @@
+"""What a world still has to compute, what that costs, and whether it fits: before anything is submitted.
+
+Seconds come from the benchmarks that earlier jobs recorded; where there are none, from arithmetic on the model's size.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gripmoe.config import PublishedModel
+from gripmoe.project import Project
+
+FLOPS = 1.0e14  # of one GPU in eager MoE code, a tenth of what an H100 or H200 can do in bf16
+TINY_SECONDS = {"prepare_model": 420, "unlearn": 45, "realign": 5, "evaluate": 12, "attack": 32}  # two laptop cores
+BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES = 2, 2, 4  # bf16; AdamW keeps two states in the dtype of the parameter
+QUESTIONS, QUESTION_TOKENS = 16_000, 150  # WMDP-Cyber and MMLU
+ATTACK_PASSES = 3.0  # what all attacks ask, as a multiple of one evaluation
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job that has not run: its rule, its cell, and how long it will take."""
+
+    rule: str
+    cell: str
+    hours: float
+    recorded: bool
+
+
+def jobs_left(project: Project, results: Path) -> list[Job]:
+    """Training, correction, evaluation and attack of every cell of the world, and base models, whose output is not
+    there. What is there but out of date only Snakemake knows (`snakemake -n`)."""
+    left = []
+
+    def add(rule: str, cell: tuple, output: Path) -> None:
+        if not output.exists():
+            hours, recorded = _hours(project, results, rule, cell)
+            left.append(Job(rule, ".".join(map(str, cell)), hours, recorded))
+
+    for name in dict.fromkeys([*project.world.models, *_oracles(project)]):
+        add("prepare_model", (name,), results / "models" / name / "model.json")
+    for cell in project.cells():
+        folder = results.joinpath(*map(str, cell))
+        method = project.methods[cell[3]]
+        if not method.reference:
+            add("unlearn" if method.trains else "realign", cell, folder / "checkpoint.json")
+        add("evaluate", cell, folder / "evaluation.json")
+        add("attack", cell, folder / "attack.json")
+    return left
+
+
+def _oracles(project: Project) -> list[str]:
+    return [m.oracle for m in (project.models[name] for name in project.world.models) if m.oracle]
+
+
+def _hours(project: Project, results: Path, rule: str, cell: tuple) -> tuple[float, bool]:
+    """Hours of a job: recorded of the same cell with another seed, else of the same rule and model, else estimated."""
+    folder = results / "benchmarks" / rule
+    name = ".".join(map(str, cell[:-1])) if len(cell) > 1 else cell[0]
+    for pattern in (f"{name}.*.tsv", f"{cell[0]}.*.tsv", f"{cell[0]}.tsv"):
+        seconds = [_recorded_seconds(file) for file in folder.glob(pattern)]
+        if seconds:
+            return sum(seconds) / len(seconds) / 3600, True
+    model = project.models[cell[0]]
+    if not isinstance(model, PublishedModel):
+        return TINY_SECONDS[rule] / 3600, False
+    if not model.parameters or rule == "prepare_model":
+        return 0.5, False
+    benchmark = project.benchmarks[cell[1]]
+    evaluation = QUESTIONS * QUESTION_TOKENS * 2 * model.parameters.active
+    flops = {"evaluate": evaluation, "attack": ATTACK_PASSES * evaluation, "realign": evaluation / 10}
+    if rule == "unlearn":
+        training = project.training(cell[2], cell[3])
+        tokens = (training.forget_batch_size + training.retain_batch_size) * benchmark.max_length
+        return training.max_steps * tokens * 6 * model.parameters.active / FLOPS / 3600, False
+    return flops[rule] / FLOPS / 3600, False
+
+
+def _recorded_seconds(file: Path) -> float:
+    with file.open(newline="") as lines:
+        return float(next(csv.DictReader(lines, delimiter="\t"))["s"])
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GB that training needs at least (activations come on top), with the arithmetic."""
+
+    model: str
+    objective: str
+    weights: float
+    gradients: float
+    states: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.states
+
+
+def memory_needed(project: Project) -> list[Memory]:
+    """Of every published model and objective: all weights, and gradients and AdamW states of the MoE blocks that train
+    (RMU: those up to its layer). Embedded models need next to nothing."""
+    needs = []
+    for name in project.world.models:
+        model = project.models[name]
+        if not isinstance(model, PublishedModel) or not model.parameters:
+            continue
+        sizes = model.parameters
+        for objective in project.world.objectives:
+            settings = project.training(objective, "unconstrained").objective
+            layers = settings["layer"] + 1 if objective == "rmu" else sizes.layers
+            trained = sizes.blocks * layers / sizes.layers
+            parts = sizes.total * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES
+            needs.append(Memory(name, objective, *(part / 1e9 for part in parts)))
+    return needs
+
+
+def check_budget(jobs: Sequence[Job], budget: float | None) -> None:
+    """Raises ValueError, with the most expensive jobs, if all take more hours than `budget`."""
+    total = sum(job.hours for job in jobs)
+    if budget is not None and total > budget:
+        worst = sorted(jobs, key=lambda job: -job.hours)[:5]
+        listed = "; ".join(f"{job.rule} {job.cell} {job.hours:.2f} h" for job in worst)
+        raise ValueError(f"{total:.1f} hours exceed the budget of {budget:g}. Most expensive: {listed}")

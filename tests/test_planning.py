@@ -1,0 +1,57 @@
+"""Plans: what is left, by recorded time where there is one; what fits; a budget that refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gripmoe.files import write_json
+from gripmoe.planning import check_budget, jobs_left, memory_needed
+from gripmoe.project import Project
+
+CONFIG = Path(__file__).parents[1] / "workflow" / "config"
+
+
+def test_what_is_there_is_not_planned(tmp_path):
+    project = Project(CONFIG, "tiny")
+    everything = jobs_left(project, tmp_path)
+    cell = next(cell for cell in project.cells() if cell[3] == "unconstrained")
+    write_json(tmp_path.joinpath(*map(str, cell), "checkpoint.json"), {})
+    left = jobs_left(project, tmp_path)
+    assert [job.rule for job in set(everything) - set(left)] == ["unlearn"]
+    assert {job.rule for job in everything} == {"prepare_model", "unlearn", "realign", "evaluate", "attack"}
+    assert sum(job.rule == "attack" for job in everything) == len(project.cells())
+
+
+def test_recorded_seconds_come_before_estimates(tmp_path):
+    project = Project(CONFIG, "tiny")
+    file = tmp_path / "benchmarks" / "unlearn" / "tiny_a.wmdp_tiny.gd.anchored.7.tsv"
+    file.parent.mkdir(parents=True)
+    file.write_text("s\th:m:s\n7200.0\t2:00:00\n")
+    hours = {job.cell: (job.hours, job.recorded) for job in jobs_left(project, tmp_path) if job.rule == "unlearn"}
+    assert hours["tiny_a.wmdp_tiny.gd.anchored.0"] == (2.0, True), "another seed of the same cell"
+    assert hours["tiny_a.wmdp_tiny.rmu.anchored.0"] == (2.0, True), "the same model and rule, for want of better"
+
+
+def test_memory_by_hand_and_rmu_needs_less():
+    needs = {(need.model, need.objective): need for need in memory_needed(Project(CONFIG, "paper"))}
+    full = needs["qwen3_30b_a3b", "gd"]
+    assert (full.weights, full.gradients, full.states) == pytest.approx((61.0, 58.0, 116.0))
+    assert needs["qwen3_30b_a3b", "rmu"].total == pytest.approx(61 + 29 * 8 / 48 * 6)
+
+
+def test_a_budget_refuses_and_names_the_expensive(tmp_path):
+    jobs = jobs_left(Project(CONFIG, "paper"), tmp_path)
+    check_budget(jobs, None)
+    with pytest.raises(ValueError, match=r"exceed the budget of 1\. Most expensive: unlearn qwen3_30b_a3b"):
+        check_budget(jobs, 1.0)
+
+
+def test_the_command_says_what_does_not_fit(tmp_path):
+    command = [sys.executable, "-m", "gripmoe.cli", "plan", "--world", "paper", "--config", str(CONFIG)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert result.returncode == 2 and "does not hold qwen3_30b_a3b under gd" in result.stderr
+    assert "it holds qwen3_30b_a3b under rmu" in result.stderr and "unlearn" in result.stdout
+    roomy = subprocess.run([*command, "--gpu-memory", "300"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert roomy.returncode == 0
