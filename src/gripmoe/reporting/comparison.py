@@ -126,11 +126,14 @@ def _mark_best(block: list, metrics: list[str]) -> None:
         competing = [cell for cell in competing if cell.value is not None]
         if len(competing) < 2:
             continue
-        if len({round(cell.value, 2) for cell in competing}) == 1:
+        lower = metric in labels.LOWER_IS_BETTER
+        floor = labels.CHANCE if lower and metric not in labels.SHARES else float("-inf")
+        values = [max(round(cell.value, 2), floor) for cell in competing]
+        if len(set(values)) == 1:
             continue  # nothing to choose
-        best = (min if metric in labels.LOWER_IS_BETTER else max)(round(cell.value, 2) for cell in competing)
-        for cell in competing:
-            cell.best = round(cell.value, 2) == best
+        best = (min if lower else max)(values)
+        for cell, value in zip(competing, values, strict=True):
+            cell.best = value == best
 
 
 def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
@@ -151,7 +154,9 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     }
     explained = [note for sign, note in signs.items() if sign in texts]
     best = any(cell.best for _, entries in table.blocks for _, measured, _ in entries for cell in measured)
-    explained += ["bold: best in its block among runs that forgot enough"] * best
+    explained += [
+        f"bold: best in its block among runs that forgot enough, accuracies up to {labels.CHANCE} alike"
+    ] * best
     if table.paper_columns:
         explained.append("right: the paper's own values")
     cells = [cell for _, entries in table.blocks for _, measured, paper in entries for cell in (*measured, *paper)]

@@ -77,15 +77,15 @@ METRICS = {
     "prompt_choice_shuffle": "shuffled",
     "prompt_recovery_rate": "prompt rec.",
     "restored_router_all": "routers",
-    "restored_experts_worst_layer": "experts, 1 l.",
+    "restored_experts_worst_layer": "1 layer",
     "restored_single_expert": "1 expert",
     "noisy_routing": "noise",
     "wider_routing": "wider",
     "probe_best_layer": "probe",
     "forced_with_recorded_weights": "forced, weights",
     "quantized_4_bit": "4 bit",
-    "relearned_after_5": "relearn 5",
-    "relearned_after_20": "relearn 20",
+    "relearned_after_5": "learn 5",
+    "relearned_after_20": "learn 20",
     "steps": "steps",
     "seconds_per_step": "s per step",
     "constraint_megabytes": "MB held",
@@ -119,6 +119,7 @@ METRIC_NOTES = {
     "time_ratio": "seconds of a step, as a multiple of the step without the constraint",
 }
 
+CHANCE = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike
 LOWER_IS_BETTER = {
     "constraint_megabytes",
     "forget_accuracy",
@@ -131,6 +132,7 @@ LOWER_IS_BETTER = {
         if name.startswith(("prompt_", "restored_", "quantized_", "relearned_", "noisy_", "probe_", "forced_"))
     ),
 }
+SHARES = {"recovery_rate", "prompt_recovery_rate", "time_ratio", "constraint_megabytes"}  # lower is better, no accuracy
 NEITHER_IS_BETTER = {"random_forced_forget_accuracy", "forget_routing_stability", "steps", "seconds_per_step"}
 COUNTS = {"steps"}
 

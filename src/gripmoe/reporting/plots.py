@@ -22,7 +22,8 @@ SHOWN = [  # of all methods, in figures that have no room for more
 
 def forget_utility_tradeoff(histories: pd.DataFrame) -> plt.Figure:
     """Retain against forget accuracy on dev questions along training (the paper's Figure 2): one line per method, the
-    mean over runs at every check that all of them reached; a dot where it ends. Up and to the left is better."""
+    mean over runs at every check that all of them reached, and a dot at the mean of their last checks. Up and to the
+    left is better."""
     wide = histories.pivot_table(index=[*RUN, "step"], columns="metric", values="value").reset_index()
     objectives = [o for o in labels.OBJECTIVES if o in set(wide.objective)]
     methods = [m for m in SHOWN if m in set(wide.method)]
@@ -36,7 +37,9 @@ def forget_utility_tradeoff(histories: pd.DataFrame) -> plt.Figure:
                 if runs.empty:
                     continue
                 complete = runs.groupby("step").filter(lambda at, all_runs=runs: len(at) == _num_runs(all_runs))
-                line = complete.groupby("step")[["forget_accuracy", "retain_accuracy"]].mean()
+                accuracies = ["forget_accuracy", "retain_accuracy"]
+                last = runs.sort_values("step").groupby(RUN).tail(1)[accuracies].mean()
+                line = pd.concat([complete.groupby("step")[accuracies].mean(), last.to_frame().T])
                 style = dict(color=labels.colour(method), label=labels.method_label(method))
                 axes.plot(line.forget_accuracy, line.retain_accuracy, labels.line_style(method), alpha=0.8, **style)
                 axes.plot(*line.iloc[-1], "o", color=labels.colour(method), markersize=3.5)

@@ -121,8 +121,9 @@ def draw(table: Table) -> plt.Figure:
             axes.text(middle, y, "paper", ha="center", va="center", style="italic", fontsize=6.5, color="0.4")
             y -= line
         axes.text(0.04, y, table.heading, ha="left", va="center", fontsize=7)
+        heading_size = 6.5 if len(table.columns) < 9 else 5.4
         for x, name in zip(measured_x, table.columns, strict=True):
-            axes.text(x, y, name, ha="center", va="center", fontsize=6.5)
+            axes.text(x, y, name, ha="center", va="center", fontsize=heading_size)
         for x, name in zip(paper_xs, table.paper_columns, strict=True):
             axes.text(x, y, name, ha="center", va="center", fontsize=6.5, color="0.4")
         axes.plot([0, PAPER_WIDTH], [-0.035, -0.035], color="black", linewidth=0.9)
