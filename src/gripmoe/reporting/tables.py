@@ -121,7 +121,8 @@ def draw(table: Table) -> plt.Figure:
             axes.text(middle, y, "paper", ha="center", va="center", style="italic", fontsize=6.5, color="0.4")
             y -= line
         axes.text(0.04, y, table.heading, ha="left", va="center", fontsize=7)
-        heading_size = 6.5 if len(table.columns) < 9 else 5.4
+        crowded = len(table.columns) >= 9
+        heading_size = 5.4 if crowded else 6.5
         for x, name in zip(measured_x, table.columns, strict=True):
             axes.text(x, y, name, ha="center", va="center", fontsize=heading_size)
         for x, name in zip(paper_xs, table.paper_columns, strict=True):
@@ -138,7 +139,9 @@ def draw(table: Table) -> plt.Figure:
                 axes.text(0.12 if block else 0.04, y, label, ha="left", va="center", fontsize=table.label_size)
                 for x, cell in zip(measured_x, measured, strict=True):
                     weight = "bold" if cell.best else "normal"
-                    axes.text(x, y, cell.text, ha="center", va="center", fontsize=6, weight=weight)
+                    text = cell.text.replace("0.", ".").replace(" ± ", "±") if crowded else cell.text
+                    size = 5.2 if crowded else 6
+                    axes.text(x, y, text, ha="center", va="center", fontsize=size, weight=weight)
                 for x, cell in zip(paper_xs, paper, strict=True):
                     axes.text(x, y, cell.text, ha="center", va="center", fontsize=6, color="0.4", style="italic")
         if table.paper_columns:
