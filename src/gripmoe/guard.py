@@ -155,7 +155,8 @@ def constrain(
     `model` is a transformers MoE model of a known family, or one that accelerate has prepared; `optimizer` holds its
     routers among others and may be wrapped by accelerate. `retain` are batches of input_ids (rows, positions) and, if
     rows are padded, attention_mask; the original routing of these tokens is recorded once, here, so call this before
-    training. `method` is a name of METHODS or a `Method`:
+    training. To resume, call this on the original model once more, then load the weights, the optimizer and
+    `guard.state_dict()`. `method` is a name of METHODS or a `Method`:
 
     - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
       retain tokens, whatever momentum or weight decay add. Needs nothing in the loop.
