@@ -199,6 +199,27 @@ class TestRun:
             cells = cells_of(output, rule)
             assert cells and all("method=expert_specific, " in cell for cell in cells)
 
+    def test_status_and_why_know_the_cells(self, finished):
+        def run(*arguments):
+            command = [sys.executable, "-m", "gripmoe.cli", *arguments, "--world", str(finished / "smoke.yaml")]
+            environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
+            environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+            return subprocess.run(
+                command, capture_output=True, text=True, cwd=finished, env=environment, check=True
+            ).stdout
+
+        cells = len(list((finished / "results").glob("smoke/smoke/*/*/*/*/run.yaml")))
+        assert run("status") == f"{cells} done\n"
+        cell = "smoke.wmdp_smoke.gd.unconstrained.0"
+        assert run("why", "--cell", cell) == f"nothing of {cell} would run\n"
+        evaluation = finished / "results/smoke" / cell.replace(".", "/") / "evaluation.json"
+        kept = evaluation.rename(evaluation.with_suffix(".kept"))
+        try:
+            assert f"{cell:<48} evaluate" in run("status") and f"{cells - 1} done" in run("status")
+            assert "evaluate: Missing output files" in run("why", "--cell", cell)
+        finally:
+            kept.rename(evaluation)
+
     def test_corrected_runs_follow_the_run_they_correct(self, finished):
         file = finished / "smoke.yaml"
         before = file.read_text()

@@ -1,11 +1,14 @@
-"""What a world will cost."""
+"""What a world will cost, where it stands, and why a cell would run again."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import re
+import subprocess
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from gripmoe.planning import check_budget, jobs_left, memory_needed
+from gripmoe.progress import cell_status
 from gripmoe.project import Project
 
 
@@ -44,3 +47,37 @@ def plan(args) -> None:
             + (f"; it holds {', '.join(fitting)}" if fitting else "")
             + ". Take a smaller model or an objective that trains fewer layers."
         )
+
+
+def status(args) -> None:
+    """Prints one line per cell that is not done, with the last line of its log, and how many are."""
+    project = Project(args.config, args.world)
+    results = Path("results") / project.results_name
+    counts: Counter[str] = Counter()
+    for cell in project.cells():
+        phase, detail = cell_status(project, results, cell)
+        counts[phase] += 1
+        if phase != "done":
+            print(f"{'.'.join(map(str, cell)):<48} {phase:<9} {detail}")
+    print(", ".join(f"{count} {phase}" for phase, count in counts.items()))
+
+
+def why(args) -> None:
+    """Prints, for every job of a cell (model.benchmark.objective.method.seed, or the beginning of that) that Snakemake
+    would run, its rule and the reason. Raises ValueError if Snakemake refuses."""
+    dry = subprocess.run(
+        ["snakemake", "-n", "--config", f"world={args.world}"], capture_output=True, text=True, check=False
+    )
+    output = dry.stdout + dry.stderr
+    if dry.returncode:
+        raise ValueError(output.strip()[-1500:])
+    found = 0
+    for block in re.split(r"\n(?=(?:local)?rule )", output):
+        names = re.search(r"wildcards: (.*)", block)
+        cell = ".".join(part.split("=", 1)[1] for part in names[1].split(", ")) if names else ""
+        reason = re.search(r"reason: (.*)", block)
+        if cell and reason and f"{cell}.".startswith(f"{args.cell}."):
+            print(f"{cell} {re.match(r'(?:local)?rule (.*?):', block)[1]}: {reason[1]}")
+            found += 1
+    if not found:
+        print(f"nothing of {args.cell} would run")

@@ -1,0 +1,40 @@
+"""Where every cell of a world stands, from its files and logs: the same on a laptop and on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gripmoe.files import read_json
+from gripmoe.project import Project
+
+TAIL = 4000  # bytes of a log that hold its last progress bar
+
+
+def cell_status(project: Project, results: Path, cell: tuple) -> tuple[str, str]:
+    """The next phase of a cell (train, correct, evaluate, attack, done) and what is known of it: the last line of the
+    log of that phase, or how training ended."""
+    folder = results.joinpath(*map(str, cell))
+    method = project.methods[cell[3]]
+    steps = [("evaluate", "evaluate", "evaluation.json"), ("attack", "attack", "attack.json")]
+    if method.trains:
+        steps.insert(0, ("train", "unlearn", "checkpoint.json"))
+    elif method.corrects:
+        steps.insert(0, ("correct", "realign", "checkpoint.json"))
+    for phase, rule, output in steps:
+        if not (folder / output).exists():
+            return phase, last_line(results / "logs" / rule / f"{'.'.join(map(str, cell))}.log")
+    checkpoint = folder / "checkpoint.json"
+    ended = read_json(checkpoint) if checkpoint.exists() else {}
+    accuracy = read_json(folder / "evaluation.json")["forget_accuracy"]
+    return "done", f"{ended.get('status', '')} {ended.get('steps', '')} forget accuracy {accuracy:.3f}".strip()
+
+
+def last_line(log: Path) -> str:
+    """What a log or progress bar says last; nothing if there is no log."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        text = file.read().decode(errors="replace")
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
