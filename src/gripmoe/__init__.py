@@ -7,10 +7,14 @@
 from __future__ import annotations
 
 __version__ = "0.1.0"
-__all__ = ["constrain", "realign", "remember", "trainer_callback"]
+__all__ = ["constrain", "realign", "remember", "reparameterize", "trainer_callback"]
 
 
 def __getattr__(name: str):
+    if name == "reparameterize":
+        from gripmoe.reparameterization import reparameterize
+
+        return reparameterize
     if name in __all__:
         from gripmoe import guard
 

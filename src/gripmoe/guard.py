@@ -173,7 +173,7 @@ def constrain(
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; one of {', '.join(METHODS)}, or a gripmoe.config.Method")
         method = METHODS[method]
-    moe = MoEModel(_unwrapped(model))
+    moe = MoEModel(unwrapped(model))
     if not moe.layers:
         raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
     if method.constraint == "null_space":
@@ -183,7 +183,7 @@ def constrain(
             raise ValueError(
                 f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain"
             )
-    batches = [_as_batch(batch, moe.model.device) for batch in retain]
+    batches = [as_batch(batch, moe.model.device) for batch in retain]
     reference = moe.trace(batches)
     bases = fit_bases(reference, moe.rules(), method) if method.has_bases else None
     constraint = constraint_of(method, reference, bases, None, seed)
@@ -203,8 +203,8 @@ class Original:
 def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -> Original:
     """Records the original routers and their retain inputs; call it before unlearning. `retain` as in `constrain`; at
     least four tokens per hidden dimension are advisable (App. D)."""
-    moe = MoEModel(_unwrapped(model))
-    batch = collate_inputs([_as_batch(batch, moe.model.device) for batch in retain])
+    moe = MoEModel(unwrapped(model))
+    batch = collate_inputs([as_batch(batch, moe.model.device) for batch in retain])
     return Original(moe.thetas(), moe.trace([batch]), batch)
 
 
@@ -216,7 +216,7 @@ def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dic
     for an unknown form."""
     if form not in ("sound", "paper"):
         raise ValueError(f"unknown form {form!r}; sound or paper")
-    return realign_routers(MoEModel(_unwrapped(model)), original.theta_0, original.reference, original.batch, form=form)
+    return realign_routers(MoEModel(unwrapped(model)), original.theta_0, original.reference, original.batch, form=form)
 
 
 def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], *, method: str | Method = "expert_specific"):
@@ -242,12 +242,14 @@ def _inner(optimizer) -> torch.optim.Optimizer:
     return _inner(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, below what accelerate or data parallelism wrap around it."""
     inner = getattr(model, "module", None)
-    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
-def _as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
+def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
+    """A batch of any data loader, with row ids and labels of its own if it has none."""
     if isinstance(batch, Batch):
         return batch.to(device)
     ids, mask = batch["input_ids"], attention_mask_of(batch)

@@ -1,0 +1,65 @@
+"""Routers that cannot leave the null space (App. B.2): Theta = Theta_0 + P (W - Theta_0) with a free W.
+
+Only Stage 1: selected scores of retain tokens stay, and nothing holds the others below their margins, so selections may
+still change where an unselected score rises; `gripmoe.constrain` holds both. What this has for it is that no hook runs
+at a step, and that any optimizer, momentum and weight decay act on W alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from gripmoe.constraints import fit_bases
+from gripmoe.data.documents import Batch
+from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.guard import METHODS, as_batch, unwrapped
+from gripmoe.moe import MoEModel
+
+
+class InNullSpace(nn.Module):
+    """W (E, d) to the router weight: its displacement from the original one, projected row by row."""
+
+    def __init__(self, theta_0_Ed: Tensor, basis: RetainBasis):
+        super().__init__()
+        self.register_buffer("theta_0_Ed", theta_0_Ed.detach().clone(), persistent=False)
+        self.register_buffer("U_ret_Edr", basis.U_ret_Edr.to(theta_0_Ed), persistent=False)
+
+    def forward(self, w_Ed: Tensor) -> Tensor:
+        return self.theta_0_Ed + RetainBasis(self.U_ret_Edr).project(w_Ed - self.theta_0_Ed)
+
+    def right_inverse(self, theta_Ed: Tensor) -> Tensor:
+        return theta_Ed
+
+
+@contextmanager
+def reparameterize(
+    model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]], *, method: str = "expert_specific"
+) -> Iterator[nn.Module]:
+    """Within the block every router of `model` is reparameterized; when it ends, routers are plain weights again, where
+    training has left them. `retain` and the thresholds of `method`, which must have fixed bases, as in
+    `gripmoe.constrain`.
+
+    Make the optimizer within the block, from `model.parameters()`: it must hold W. Raises ValueError for a method
+    without fixed bases.
+    """
+    if method not in METHODS or not METHODS[method].has_bases:
+        fixed = ", ".join(name for name, row in METHODS.items() if row.has_bases)
+        raise ValueError(f"method {method!r} has no fixed bases; one of {fixed}")
+    moe = MoEModel(unwrapped(model))
+    reference = moe.trace([as_batch(batch, moe.model.device) for batch in retain])
+    bases = fit_bases(reference, moe.rules(), METHODS[method])
+    moe.freeze_router_biases()
+    routers = [(moe.router(layer), bases[layer]) for layer in moe.layers]
+    for router, basis in routers:
+        parametrize.register_parametrization(router, "weight", InNullSpace(router.weight, basis))
+    try:
+        yield model
+    finally:
+        for router, _ in routers:
+            with torch.no_grad():
+                parametrize.remove_parametrizations(router, "weight", leave_parametrized=True)

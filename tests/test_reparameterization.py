@@ -1,0 +1,59 @@
+"""Routers that cannot leave the null space: what they hold, what they do not, and what stays behind."""
+
+import pytest
+import torch
+
+import gripmoe
+from conftest import random_batch, small_model
+from gripmoe.geometry.routing import selection_mask
+from gripmoe.moe import MoEModel
+
+RETAIN = [random_batch(rows=2, seed=50)]
+
+
+def trained(model):
+    """Steps with momentum and weight decay, which a projected gradient would not survive."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    for step in range(6):
+        batch = random_batch(seed=step)
+        optimizer.zero_grad()
+        model(**batch.inputs, labels=batch.input_ids).loss.backward()
+        optimizer.step()
+
+
+def selected_scores_moved(model, original) -> float:
+    moe = MoEModel(model)
+    return max(
+        (seen.x_Nd @ moe.theta(layer).T - seen.scores_NE)[selection_mask(seen.top_k_Nk, moe.num_experts)].abs().max()
+        for layer, seen in original.items()
+    ).item()
+
+
+def test_selected_scores_stay_under_adamw_and_margins_are_nobodys_business():
+    model, control = small_model(), small_model()
+    original = MoEModel(model).trace(RETAIN)
+    start = MoEModel(model).thetas()
+    with gripmoe.reparameterize(model, RETAIN):
+        trained(model)
+    trained(control)
+    assert selected_scores_moved(model, original) < 1e-3
+    assert selected_scores_moved(control, original) > 0.5, "the control"
+    assert (MoEModel(model).theta(0) - start[0]).abs().max() > 0.01, "the router did move"
+
+
+def test_routers_are_plain_weights_again():
+    model = small_model()
+    names = set(model.state_dict())
+    batch = random_batch()
+    with gripmoe.reparameterize(model, RETAIN):
+        trained(model)
+        inside = model(**batch.inputs).logits.detach()
+    assert set(model.state_dict()) == names
+    assert isinstance(MoEModel(model).theta(0), torch.nn.Parameter)
+    torch.testing.assert_close(model(**batch.inputs).logits, inside)
+
+
+def test_a_method_without_fixed_bases_is_refused():
+    with pytest.raises(ValueError, match="one of expert_specific, full_null_space"):
+        with gripmoe.reparameterize(small_model(), RETAIN, method="anchored"):
+            pass
