@@ -197,6 +197,18 @@ def test_fitting_in_blocks_is_fitting_at_once():
     torch.testing.assert_close(blocked.project(update.float()).double(), once.project(update), atol=1e-5, rtol=0)
 
 
+def test_bands_count_layers_of_the_whole_trace_also_for_one_of_them():
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -3, 32)
+    theta = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    reference = dict.fromkeys(range(3), route(x, theta, SelectionRule(2)))
+    eps_null = EpsNullConfig(value=1e-1, kind="relative", bands={"late": 1e-9})
+    method = Method(constraint="null_space", basis="original", eps_null=eps_null)
+    rules = dict.fromkeys(range(3), SelectionRule(2))
+    ranks = {layer: basis.ranks.sum() for layer, basis in fit_bases(reference, rules, method).items()}
+    assert ranks[0] == ranks[1] < ranks[2]
+    assert fit_bases(reference, rules, method, only=[2])[2].ranks.sum() == ranks[2]
+
+
 def test_tracked_bases_remember_and_forget():
     """A token of an earlier step stays held for a while: longer the less is forgotten; minibatch bases drop it."""
     generator = torch.Generator().manual_seed(0)

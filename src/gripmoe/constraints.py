@@ -102,9 +102,11 @@ class NullSpace(Unconstrained):
     by the nearest point in it, so what the optimizer adds (momentum, weight decay) is constrained too.
     """
 
-    def __init__(self, reference: RoutingTrace, bases: dict[int, RetainBasis], safety_margin: float = 1e-3):
+    def __init__(self, reference: RoutingTrace, bases: Mapping[int, RetainBasis], safety_margin: float = 1e-3):
         self.reference = reference
-        self.bases = {layer: RetainBasis(basis.U_ret_Edr.double()) for layer, basis in bases.items()}
+        if isinstance(bases, dict):  # not a store, which keeps what it may
+            bases = {layer: RetainBasis(basis.U_ret_Edr.double()) for layer, basis in bases.items()}
+        self.bases = bases
         self.safety_margin = safety_margin
 
     def start(self, model, forget, retain) -> None:
@@ -237,7 +239,7 @@ class NullSpacePaper(Unconstrained):
 
 
 def make_constraint(
-    method: Method, reference: RoutingTrace, bases: dict[int, RetainBasis] | None, seed: int
+    method: Method, reference: RoutingTrace, bases: Mapping[int, RetainBasis] | None, seed: int
 ) -> RouterConstraint:
     """The hard constraint of a row of methods.yaml; `bases` where it has fixed ones."""
     if method.constraint == "none":
@@ -264,14 +266,18 @@ def eps_by_layer(config: EpsNullConfig, layers: Sequence[int]) -> dict[int, EpsN
 
 
 def fit_bases(
-    reference: RoutingTrace, rules: Mapping[int, SelectionRule], method: Method, max_rank: int | None = None
+    reference: RoutingTrace,
+    rules: Mapping[int, SelectionRule],
+    method: Method,
+    max_rank: int | None = None,
+    only: Sequence[int] | None = None,
 ) -> dict[int, RetainBasis]:
-    """The retain basis of each layer of a trace, per expert or, with granularity "layer", of all tokens for all
-    experts (the full null space, Sec. 4.1)."""
+    """The retain basis of each layer of a trace (or `only` of some), per expert or, with granularity "layer", of all
+    tokens for all experts (the full null space, Sec. 4.1)."""
     eps_null = eps_by_layer(method.eps_null, list(reference))
     return {
-        layer: _basis(seen, rules[layer], eps_null[layer], method.granularity, max_rank)[0]
-        for layer, seen in reference.items()
+        layer: _basis(reference[layer], rules[layer], eps_null[layer], method.granularity, max_rank)[0]
+        for layer in (reference if only is None else only)
     }
 
 

@@ -10,18 +10,22 @@ lets stand. It keeps no global state and changes nothing else in the loop.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from gripmoe.basis_store import BasisStore
 from gripmoe.config import EpsNullConfig, Method
 from gripmoe.constraints import RouterConstraint, Seen, fit_bases
 from gripmoe.correction import realign_routers
 from gripmoe.data.documents import Batch, collate_inputs
+from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.realignment import Realignment
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
@@ -149,6 +153,9 @@ def constrain(
     *,
     method: str | Method = "expert_specific",
     seed: int = 0,
+    cache: Path | None = None,
+    hot_bytes: float = float("inf"),
+    warm_bytes: float = float("inf"),
 ) -> RouterGuard:
     """Holds the routers of `model` while `optimizer` trains it (Method A; Eq. 3, Alg. 1).
 
@@ -166,6 +173,9 @@ def constrain(
     - "anchored" (ours): a frozen router and a penalty on what its inputs become; retain passes within
       `with guard.retain():`, on documents of `retain`, and `guard.penalty()` added to the loss.
     - "frozen_router": the control.
+
+    `cache` is a folder for the bases of methods that have fixed ones: they are found there by the next run on the same
+    model and documents, and with `hot_bytes` and `warm_bytes` (device, host) need not fit memory (App. D).
 
     Raises ValueError for an unknown family or method, or an optimizer without the routers.
     """
@@ -185,7 +195,17 @@ def constrain(
             )
     batches = [as_batch(batch, moe.model.device) for batch in retain]
     reference = moe.trace(batches)
-    bases = fit_bases(reference, moe.rules(), method) if method.has_bases else None
+    bases = None
+    if method.has_bases and cache is None:
+        bases = fit_bases(reference, moe.rules(), method)
+    elif method.has_bases:
+
+        def fit(layer: int) -> RetainBasis:
+            return fit_bases(reference, moe.rules(), method, only=[layer])[layer]
+
+        metadata = {"reference": _digest(reference), "method": method.model_dump_json()}
+        limits = {"hot_bytes": hot_bytes, "warm_bytes": warm_bytes, "device": moe.model.device}
+        bases = BasisStore(Path(cache), moe.layers, fit, metadata, **limits)
     constraint = constraint_of(method, reference, bases, None, seed)
     constraint.start(moe, [], batches)
     return RouterGuard(moe, optimizer, constraint)
@@ -234,6 +254,16 @@ def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], *, method: 
             self.guard.close()
 
     return GuardCallback()
+
+
+def _digest(reference: RoutingTrace) -> str:
+    """A checksum of what the original routers saw and selected: of model and retain documents together."""
+    digest = hashlib.sha256()
+    for layer, seen in reference.items():
+        for tensor in (seen.x_Nd, seen.top_k_Nk):
+            digest.update(f"{layer} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _inner(optimizer) -> torch.optim.Optimizer:

@@ -5,7 +5,7 @@ N tokens that count, d hidden size, E experts, L MoE layers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -155,7 +155,7 @@ def _per_layer(model: MoEModel, batch: Batch, field: str) -> Tensor:
 def constraint_of(
     method: Method,
     reference: RoutingTrace,
-    bases: dict[int, RetainBasis] | None,
+    bases: Mapping[int, RetainBasis] | None,
     attributed: tuple[int, int] | None,
     seed: int,
 ) -> RouterConstraint:

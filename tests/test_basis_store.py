@@ -1,0 +1,103 @@
+"""The tiers hold what they may, files that cannot be trusted are fitted again, and results never differ."""
+
+import pytest
+import torch
+
+import gripmoe
+from conftest import random_batch, small_model
+from gripmoe.basis_store import BasisStore
+from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.moe import MoEModel
+
+D, EXPERTS = 16, 4
+BYTES = D * 3 * 4  # of one basis of rank 3 in fp32
+
+
+def fitted(layer: int) -> RetainBasis:
+    generator = torch.Generator().manual_seed(layer)
+    U = torch.linalg.qr(torch.randn(EXPERTS, D, 3, generator=generator)).Q
+    return RetainBasis(torch.cat([U, torch.zeros(EXPERTS, D, 1)], dim=2))  # padded, as fits are
+
+
+def store(folder, metadata=None, **limits):
+    return BasisStore(folder, [0, 1], fitted, metadata or {"model": "abc"}, **limits)
+
+
+def same(basis: RetainBasis, layer: int) -> bool:
+    return torch.equal(basis.U_ret_Edr, fitted(layer).U_ret_Edr[..., :3])
+
+
+def test_computed_once_then_found_on_disk_and_in_memory(tmp_path):
+    first = store(tmp_path)
+    assert same(first[0], 0) and first.counts["computed"] == 1 and first.counts["bytes_written"] == EXPERTS * BYTES
+    assert same(first[0], 0) and first.counts["hot"] == EXPERTS
+    second = store(tmp_path)
+    assert same(second[0], 0) and second.counts["computed"] == 0 and second.counts["cold"] == EXPERTS
+    assert list(second) == [0, 1] and len(second) == 2
+    with pytest.raises(KeyError):
+        second[7]
+
+
+@pytest.mark.parametrize(("hot", "warm", "expected"), [(2, 4, "warm"), (0, 4, "warm"), (0, 0, "cold"), (4, 0, "hot")])
+def test_limits_are_kept(tmp_path, hot, warm, expected):
+    limited = store(tmp_path, hot_bytes=hot * BYTES, warm_bytes=warm * BYTES)
+    for _ in range(3):
+        assert same(limited[1], 1)
+        assert limited._hot.used <= hot * BYTES and limited._warm.used <= warm * BYTES
+    assert limited.counts[expected] >= EXPERTS
+    assert limited.counts["computed"] == 1
+
+
+def test_least_recently_used_goes_first(tmp_path):
+    limited = store(tmp_path, hot_bytes=2 * BYTES, warm_bytes=0)
+    limited[0]
+    for expert in (0, 1, 0, 2):  # 1 was used less recently than 0 when 2 came
+        limited.of((0, expert))
+    before = limited.counts["hot"]
+    limited.of((0, 0))
+    assert limited.counts["hot"] == before + 1
+    limited.of((0, 1))
+    assert limited.counts["hot"] == before + 1
+
+
+@pytest.mark.parametrize("fault", ["truncated", "flipped", "other model", "no file"])
+def test_what_cannot_be_trusted_is_fitted_again(tmp_path, fault):
+    store(tmp_path)[0]
+    file = tmp_path / "0.2.safetensors"
+    metadata = {"model": "abc"}
+    if fault == "truncated":
+        file.write_bytes(file.read_bytes()[:-40])
+    elif fault == "flipped":
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 0xFF
+        file.write_bytes(content)
+    elif fault == "other model":
+        metadata = {"model": "xyz"}
+    else:
+        file.unlink()
+    again = store(tmp_path, metadata)
+    if fault == "no file":
+        again._num_experts[0] = EXPERTS
+        assert same(again[0], 0)
+    else:
+        with pytest.warns(UserWarning, match="fitted again"):
+            assert same(again[0], 0)
+    assert again.counts["computed"] == 1
+
+
+def test_a_guard_over_a_store_holds_what_one_without_does(tmp_path):
+    """Bases from disk, nothing kept in memory: the same routers to the bit."""
+    routers = []
+    for cache in (None, tmp_path / "bases"):
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        limits = {"cache": cache, "hot_bytes": 0, "warm_bytes": 0} if cache else {}
+        with gripmoe.constrain(model, optimizer, [random_batch(seed=9)], **limits) as guard:
+            for step in range(3):
+                batch = random_batch(seed=step)
+                optimizer.zero_grad()
+                model(**batch.inputs, labels=batch.input_ids).loss.backward()
+                optimizer.step()
+        routers.append(MoEModel(model).thetas())
+    assert all(torch.equal(routers[0][layer], routers[1][layer]) for layer in routers[0])
+    assert guard.constraint.bases.counts["cold"] > 0
