@@ -162,6 +162,7 @@ class Method(Strict):
     routing_stability: Fraction = 0.95  # that an anchor holds on retain batches
     anchor_floor: NonNegative = 1.0  # of an anchor's weight
     final_only: bool = False  # anchor the final hidden state alone
+    tracked: bool = False  # an anchor's router follows its inputs instead of being frozen
     correction: Literal["restore", "realign"] | None = None  # of the routers, when training has ended
     corrects: Name | None = None  # the method whose finished run is corrected; else the stop rule sees the correction
     retain_tokens: PositiveInt | None = None  # N_r of Method B; all recorded tokens if absent

@@ -41,6 +41,7 @@ METHODS = {
     "expert_specific_minibatch": Method(constraint="null_space", basis="minibatch", eps_null=RELATIVE),
     "expert_specific_paper": Method(constraint="null_space", form="paper", basis="minibatch", eps_null=ABSOLUTE),
     "anchored": Method(constraint="anchor"),
+    "anchored_tracked": Method(constraint="anchor", tracked=True),
 }
 
 
@@ -171,7 +172,8 @@ def constrain(
     - "expert_specific_paper", "expert_specific_minibatch": each step against the current retain batch, whose forward
       pass runs within `with guard.retain():`.
     - "anchored" (ours): a frozen router and a penalty on what its inputs become; retain passes within
-      `with guard.retain():`, on documents of `retain`, and `guard.penalty()` added to the loss.
+      `with guard.retain():`, on documents of `retain`, and `guard.penalty()` added to the loss. "anchored_tracked": a
+      router that follows its inputs by recursive least squares instead.
     - "frozen_router": the control.
 
     `cache` is a folder for the bases of methods that have fixed ones: they are found there by the next run on the same

@@ -15,7 +15,7 @@ from gripmoe.constraints import FrozenRouter, RouterConstraint, Unconstrained, m
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import RoutingTrace, jaccard, route, selection_mask
-from gripmoe.geometry.tracking import DualWeight
+from gripmoe.geometry.tracking import DualWeight, RouterTracker
 from gripmoe.moe import MoEModel
 from gripmoe.reference import ReferenceCache
 
@@ -102,19 +102,25 @@ class Anchored(FrozenRouter):
 
     with x_l the original router inputs, h the final normed hidden state, ratios of sums over the batch. lambda is a
     dual variable: it grows while the routing stability of the retain batch is below `routing_stability`, and falls to
-    `floor` while it is above. With `final_only` just the last term counts (a control).
+    `floor` while it is above. With `final_only` just the last term counts (a control). With `tracked` the router is not
+    frozen but refitted after every step, by recursive least squares on the retain tokens of the step.
     """
 
     watches = frozenset({"retain"})
 
-    def __init__(self, routing_stability: float, floor: float, final_only: bool = False):
+    def __init__(self, routing_stability: float, floor: float, final_only: bool = False, tracked: bool = False):
         self.weight = DualWeight(1 - routing_stability, floor)
         self.final_only = final_only
+        self.needs_retain = self.tracked = tracked
+        self._trackers: dict[int, RouterTracker] = {}
 
     def start(self, model, forget, retain) -> None:
         super().start(model, forget, retain)
         self._layers, self._rules = model.layers, model.rules()
         self._theta_0 = model.thetas()
+        if self.tracked:
+            self._trackers = {layer: RouterTracker(theta) for layer, theta in self._theta_0.items()}
+        self._wanted: dict[int, list[Tensor]] = {layer: [] for layer in self._trackers}
         self._inputs, self._final = ReferenceCache(), ReferenceCache()
         self._inputs.fill(retain, lambda batch: _per_layer(model, batch, "x_Nd"), "original router inputs")
         self._final.fill(retain, lambda batch: model.model.model(**batch.inputs).last_hidden_state, "original states")
@@ -127,20 +133,33 @@ class Anchored(FrozenRouter):
         agreement = []
         for number, layer in enumerate(self._layers):
             before_Nd, now = inputs_NLd[:, number], seen.routing[layer]
-            before_Nk = route(before_Nd, self._theta_0[layer], self._rules[layer]).top_k_Nk
-            agreement.append(jaccard(before_Nk, now.top_k_Nk).mean().item())
+            original = route(before_Nd, self._theta_0[layer], self._rules[layer])
+            agreement.append(jaccard(original.top_k_Nk, now.top_k_Nk).mean().item())
+            if self.tracked:
+                self._wanted[layer].append(before_Nd @ self._theta_0[layer].T)
             if not self.final_only:
                 terms.append((now.x_Nd - before_Nd).square().sum() / before_Nd.square().sum())
         penalty = self.weight.value * 10 / len(self._layers) * torch.stack(terms).sum()
         self.weight.update(1 - sum(agreement) / len(agreement))
         return penalty
 
+    def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
+        if not self.tracked:
+            return before_Ed
+        wanted_NE = torch.cat(self._wanted[layer])
+        self._wanted[layer] = []
+        return self._trackers[layer].update(seen.x_Nd, wanted_NE).to(after_Ed.dtype)
+
     def state(self) -> dict:
-        return {"weight": self.weight.value}
+        trackers = {layer: (tracker.gram_dd, tracker.cross_Ed) for layer, tracker in self._trackers.items()}
+        return {"weight": self.weight.value, "trackers": trackers}
 
     def load_state(self, state: dict) -> None:
         if state:
             self.weight.value = state["weight"]
+            for layer, (gram_dd, cross_Ed) in state["trackers"].items():
+                self._trackers[layer].gram_dd = gram_dd.to(self._trackers[layer].gram_dd)
+                self._trackers[layer].cross_Ed = cross_Ed.to(self._trackers[layer].cross_Ed)
 
 
 def _per_layer(model: MoEModel, batch: Batch, field: str) -> Tensor:
@@ -167,5 +186,5 @@ def constraint_of(
     if method.constraint == "routing_scores":
         return RoutingScores(method.weight)
     if method.constraint == "anchor":
-        return Anchored(method.routing_stability, method.anchor_floor, method.final_only)
+        return Anchored(method.routing_stability, method.anchor_floor, method.final_only, method.tracked)
     return make_constraint(method, reference, bases, seed)
