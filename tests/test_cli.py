@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from gripmoe.cli import main
 
 
@@ -12,10 +14,11 @@ def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys):
     assert "world_sed: unknown key" in capsys.readouterr().err
 
 
-def test_prepared_data_is_the_same_every_time(tmp_path):
-    settings = json.dumps({"source": "embedded", "world_seed": 0})
+@pytest.mark.parametrize("kind", ["letters", "news"])
+def test_prepared_data_is_the_same_every_time(kind, tmp_path):
+    settings = json.dumps({"source": "embedded", "kind": kind, "world_seed": 0})
     contents = []
     for name in ("a", "b"):
         assert main(["prepare-data", "--settings", settings, "--output", str(tmp_path / name)]) == 0
         contents.append({path.name: path.read_bytes() for path in (tmp_path / name).glob("*.jsonl")})
-    assert contents[0] == contents[1] and len(contents[0]) == 5
+    assert contents[0] == contents[1] and len(contents[0]) == 6

@@ -71,7 +71,8 @@ def test_mistakes_are_named(folder, file, change, message):
 
 def test_unknown_world_names_the_known_ones():
     with pytest.raises(
-        ConfigError, match="give one of paper, record, single_gpu, tiny, tiny_all, tiny_dense, tiny_shared or the path"
+        ConfigError,
+        match="give one of paper, record, single_gpu, tiny, tiny_all, tiny_dense, tiny_muse, tiny_shared or the path",
     ):
         Project(CONFIG, "huge")
 
@@ -90,12 +91,14 @@ def test_overrides_go_from_general_to_particular(folder):
         ),
     )
     project = Project(folder, "tiny")
-    assert project.training("gd", "frozen_router").learning_rate == 0.5
-    assert project.training("rmu", "frozen_router").learning_rate == 0.25
-    assert project.training("gd", "unconstrained") == Project(CONFIG, "tiny").training("gd", "unconstrained")
-    assert project.training("gd", "expert_specific").router_weight_decay == 0.0, "the method's own change"
-    assert project.training("rmu", "unconstrained").objective["layer"] == 2
-    assert project.training("gd", "ptc") is None
+    assert project.training("gd", "frozen_router", "wmdp_tiny").learning_rate == 0.5
+    assert project.training("rmu", "frozen_router", "wmdp_tiny").learning_rate == 0.25
+    assert project.training("gd", "unconstrained", "wmdp_tiny") == Project(CONFIG, "tiny").training(
+        "gd", "unconstrained", "wmdp_tiny"
+    )
+    assert project.training("gd", "expert_specific", "wmdp_tiny").router_weight_decay == 0.0, "the method's own change"
+    assert project.training("rmu", "unconstrained", "wmdp_tiny").objective["layer"] == 2
+    assert project.training("gd", "ptc", "wmdp_tiny") is None
 
 
 def test_run_survives_its_file(tmp_path):

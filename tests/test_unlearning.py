@@ -53,7 +53,7 @@ def run(state_file, *, training=TRAINING, target=-1.0, accuracy=None, corrected=
         training,
         seed=5,
         pad_id=0,
-        target=target,
+        targets={"forget_accuracy": target},
         scores=lambda m: {"forget_accuracy": (accuracy or (lambda m: m.theta(0).sum().item()))(m)},
         corrected=corrected,
         state_file=state_file,

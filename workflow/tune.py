@@ -22,11 +22,15 @@ from gripmoe.files import read_json, write_yaml
 from gripmoe.project import Project
 
 CONFIG = Path(__file__).parent / "config"
+RETAIN = {"letters": "retain_accuracy", "news": "knowmem_retain"}  # what is to be high among runs that have forgotten
+SCORES = ("forget_accuracy", "verbmem", "knowmem_forget", *RETAIN.values())
 
 
-def trial(project: Project, results: Path, objective: str, method: str, seed: int, change: dict, axes: dict) -> dict:
-    """Dev scores of one setting; `change` is of Training, `axes` of the method."""
-    model, benchmark = project.world.models[0], project.world.benchmarks[0]
+def trial(
+    project: Project, benchmark: str, results: Path, objective: str, method: str, seed: int, change: dict, axes: dict
+) -> dict:
+    """Dev scores of one setting on the first model of a benchmark; `change` is of Training, `axes` of the method."""
+    model = next(name for name in project.world.models if project.fits(name, benchmark))
     run = project.run(model, benchmark, objective, method, seed)
     settings = run.training.model_dump()
     settings |= {**change, "objective": {**settings["objective"], **change.get("objective", {})}}
@@ -34,7 +38,8 @@ def trial(project: Project, results: Path, objective: str, method: str, seed: in
         update={"training": type(run.training)(**settings), "method": run.method.model_copy(update=axes)}
     )
     name = "_".join(f"{key}-{value}" for key, value in {**change, **axes}.items())
-    folder = results / "tuning" / objective / method / "".join(c if c.isalnum() or c in "-._" else "" for c in name)
+    name = "".join(c if c.isalnum() or c in "-._" else "" for c in name)
+    folder = results / "tuning" / benchmark / objective / method / name
     routing = results / model / benchmark / "routing"
     traces = {"trace": routing.with_suffix(".safetensors"), "forget_trace": Path(f"{routing}_forget.safetensors")}
     weights = results / "models" / model / "model.json"
@@ -45,9 +50,11 @@ def trial(project: Project, results: Path, objective: str, method: str, seed: in
             axes_of = run.method.model_dump_json()
             fit_basis(Namespace(settings=axes_of, model=weights, digest=folder / "bases.json", output=bases, **traces))
         data, output = results / "data" / benchmark, folder / "checkpoint.json"
-        unlearn(Namespace(run=folder / "run.yaml", model=weights, data=data, bases=bases, output=output, **traces))
+        files = {"run": folder / "run.yaml", "model": weights, "data": data, "bases": bases, "output": output}
+        oracle = project.models[model].oracle
+        unlearn(Namespace(**files, reference=results / "models" / oracle / "model.json" if oracle else None, **traces))
     last, outcome = read_json(folder / "history.json")[-1], read_json(folder / "checkpoint.json")
-    scores = {key: last[key] for key in ("forget_accuracy", "retain_accuracy")}
+    scores = {key: last[key] for key in SCORES if key in last}
     return {"objective": objective, "method": method, "setting": name, **scores, **outcome, "weights": None}
 
 
@@ -55,10 +62,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", default="tiny")
     parser.add_argument("--results", type=Path, default=Path("results/tiny"))
+    parser.add_argument("--benchmark", default="wmdp_tiny")
     parser.add_argument("--objectives", nargs="*", help="all if absent")
     parser.add_argument("--methods", nargs="*", help="all if absent")
     args = parser.parse_args()
     project, tuning = Project(CONFIG, args.world), load_yaml(Path(__file__).with_name("tuning.yaml"))
+    tuning |= tuning["benchmarks"].get(args.benchmark, {})
     trials = [
         (objective, "unconstrained", change, {})
         for objective, changes in tuning["objectives"].items()
@@ -71,7 +80,7 @@ def main() -> None:
         for value in knob["values"]
     ]
     rows = [
-        trial(project, args.results, objective, method, tuning["seed"], change, axes)
+        trial(project, args.benchmark, args.results, objective, method, tuning["seed"], change, axes)
         for objective, method, change, axes in trials
         if objective in (args.objectives or tuning["objectives"]) and method in (args.methods or [method])
     ]
@@ -80,8 +89,8 @@ def main() -> None:
     for _, group in table.groupby(["objective", "method"]):
         reached = group[group.status == "reached"]
         if len(reached):
-            table.loc[reached.retain_accuracy.idxmax(), "chosen"] = True
-    name = "_".join(["tuning", *(args.objectives or []), *(args.methods or [])])
+            table.loc[reached[RETAIN[project.benchmarks[args.benchmark].data.kind]].idxmax(), "chosen"] = True
+    name = "_".join([args.benchmark, *(args.objectives or []), *(args.methods or [])])
     table.to_csv(args.results / "tuning" / f"{name}.csv", index=False)
     print(table.to_string(index=False))
 

@@ -13,7 +13,8 @@ from gripmoe.config import ConfigError
 
 
 class Command(NamedTuple):
-    """`function` of `gripmoe.commands.<module>`, imported when it is called; flags take a path, --settings JSON."""
+    """`function` of `gripmoe.commands.<module>`, imported when it is called. Flags take a path, --settings and
+    --benchmark JSON."""
 
     module: str
     function: str
@@ -28,6 +29,12 @@ COMMANDS = (
     Command("configure", "configure", "write the resolved configuration of a cell", ("settings", "output")),
     Command("prepare", "prepare_data", "write a benchmark's questions and corpora", ("settings", "output")),
     Command("prepare", "prepare_model", "train an embedded model or fetch a published one", ("settings", "output")),
+    Command(
+        "prepare",
+        "finetune_model",
+        "finetune a base model on the documents of a news benchmark",
+        ("settings", "benchmark", "model", "data", "output"),
+    ),
     Command(
         "geometry",
         "trace_routing",
@@ -45,7 +52,7 @@ COMMANDS = (
         "unlearn",
         "train a cell until it has forgotten",
         ("run", "model", "data", "trace", "forget-trace", "output"),
-        optional=("bases",),
+        optional=("bases", "reference"),
     ),
     Command(
         "unlearn",
@@ -58,6 +65,7 @@ COMMANDS = (
         "evaluate",
         "measure a cell",
         ("run", "model", "checkpoint", "data", "questions", "output"),
+        optional=("reference",),
     ),
     Command(
         "attack",
@@ -99,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
         sub = subparsers.add_parser(command.function.replace("_", "-"), help=command.help)
         sub.set_defaults(chosen=command)
         for flag in (*command.flags, *command.optional):
-            kind = str if flag == "settings" else Path
+            kind = str if flag in ("settings", "benchmark") else Path
             sub.add_argument(f"--{flag}", type=kind, required=flag not in command.optional)
         for flag, kind, default in command.values:
             sub.add_argument(f"--{flag}", type=kind, default=default, help=f"default: {default}")

@@ -73,7 +73,22 @@ class PublishedModel(Strict):
     oracle: None = None
 
 
-ModelConfig = Annotated[EmbeddedModel | PublishedModel, Field(discriminator="source")]
+class FinetunedModel(Strict):
+    """A model of this catalogue, finetuned here on the documents of a news benchmark until it recites them."""
+
+    source: Literal["finetuned"]
+    base: Name
+    benchmark: Name
+    trained_on: Literal["everything", "retain_only"] = "everything"
+    oracle: Name | None = None
+    epochs: PositiveInt
+    learning_rate: PositiveFloat
+    batch_size: PositiveInt
+    seed: int = 0
+    required: Annotated[float, Field(ge=0, le=100)] = 0.0  # of VerbMem and KnowMem, on what it was trained on
+
+
+ModelConfig = Annotated[EmbeddedModel | PublishedModel | FinetunedModel, Field(discriminator="source")]
 
 
 class ForgetTarget(Strict):
@@ -82,31 +97,74 @@ class ForgetTarget(Strict):
     forget_accuracy: Fraction
 
 
+class ReferenceTarget(Strict):
+    """Training stops at the first check at which VerbMem and KnowMem of what is to be forgotten, on the dev split, are
+    at most so many points above those of the retain-only model."""
+
+    points_above_reference: NonNegative
+
+
 class EmbeddedData(Strict):
+    """Letter questions on invented facts, or invented news."""
+
     source: Literal["embedded"]
+    kind: Literal["letters", "news"] = "letters"
     world_seed: int = 0
+
+
+class PublishedNews(Strict):
+    """MUSE-News by hub id, or a local folder of the same layout."""
+
+    source: Literal["muse"]
+    repository: str
+    revision: str | None = None
+    kind: Literal["news"] = "news"
 
 
 class PublishedData(Strict):
     """Hub ids or local folders of the same schema; `revision` pins each hub id."""
 
     source: Literal["published"]
+    kind: Literal["letters"] = "letters"
     forget_questions: str
     retain_questions: str
     forget_corpus: str
     retain_corpus: str
+    truthfulqa: str = "truthfulqa/truthful_qa"
     revisions: dict[str, str] = {}
 
 
-Data = Annotated[EmbeddedData | PublishedData, Field(discriminator="source")]
+Data = Annotated[EmbeddedData | PublishedData | PublishedNews, Field(discriminator="source")]
 
 
 class Benchmark(Strict):
+    """What is forgotten and retained, when it counts as forgotten, and how much of it is read at once."""
+
     data: Data
-    target: ForgetTarget
+    target: ForgetTarget | ReferenceTarget
     retain_documents: PositiveInt  # of the retain corpus, for bases and for Method B
-    max_length: PositiveInt
+    max_length: (
+        PositiveInt  # of a document in tokens; letters: the rest is left out, news: it becomes further documents
+    )
     evaluation_batch_size: PositiveInt
+    few_shot_questions: PositiveInt = 100  # letters: of the retain questions, asked below five solved ones
+    strip_prompts: bool = False  # news: without the space that ends KnowMem's prompts
+
+    @model_validator(mode="after")
+    def _target_of_its_kind(self) -> Benchmark:
+        wanted = ReferenceTarget if self.is_news else ForgetTarget
+        if not isinstance(self.target, wanted):
+            raise ValueError(f"`target` of {self.data.kind} is given by `{next(iter(wanted.model_fields))}`")
+        return self
+
+    @property
+    def is_news(self) -> bool:
+        return self.data.kind == "news"
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How its corpora become rows of tokens."""
+        return {"max_length": self.max_length, "whole": self.is_news}
 
 
 class EpsNullConfig(Strict):
@@ -199,7 +257,8 @@ class Artefact(Strict):
 
 
 class World(Strict):
-    """What to run. `overrides` change Training for a method, or for "objective/method"."""
+    """What to run. Training is changed by `objective_training`, then on a benchmark by `benchmark_training` (under all
+    objectives, then under one), then by the method, then by `overrides` for a method or for "objective/method"."""
 
     models: list[Name] = Field(min_length=1)
     benchmarks: list[Name] = Field(min_length=1)
@@ -209,6 +268,7 @@ class World(Strict):
     seeds: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     training: Training
     objective_training: dict[ObjectiveName, dict[str, Any]]
+    benchmark_training: dict[Name, dict[Literal["all"] | ObjectiveName, dict[str, Any]]] = {}
     overrides: dict[str, dict[str, Any]] = {}
     artefacts: list[Name]
 
@@ -268,7 +328,11 @@ def parse_as(target: Any, value: Any, path: Path, prefix: str = "") -> Any:
 
 
 def _describe(target: Any, item: dict, path: Path, prefix: str) -> str:
-    keys = [str(part) for part in item["loc"] if part not in ("embedded", "published")]
+    keys = [
+        str(part)
+        for part in item["loc"]
+        if part not in ("embedded", "published", "muse", "finetuned", "ForgetTarget", "ReferenceTarget")
+    ]
     key = ".".join(part for part in (prefix, *keys) if part)
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":

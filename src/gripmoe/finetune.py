@@ -1,24 +1,27 @@
-"""Training of the embedded world's base models: the one to unlearn from, its retain-only oracle, the dense twin."""
+"""Training of models to unlearn from: the embedded world's base models and oracles, and finetuning on news."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from gripmoe.checkpoint import load_state, save_state
-from gripmoe.data.documents import IGNORED, collate, encode, length_buckets
+from gripmoe.data.documents import IGNORED, Row, collate, encode, length_buckets
 from gripmoe.data.formats import knowmem_prompt
 from gripmoe.evaluation.choice import accuracy, direct_answers
+from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
+from gripmoe.objectives import cross_entropy
+from gripmoe.unlearning import epoch_rows
 from gripmoe.worlds.documents import (
     FACT_MIX,
     LATE_MIX,
@@ -154,6 +157,41 @@ def answer_probe(world: World, tokenizer, seed: int, count: int = 200) -> Callab
         return (model.lm_head(last).argmax(dim=-1).cpu() == wanted).double().mean().item()
 
     return probe
+
+
+def finetune(
+    model: PreTrainedModel,
+    rows: Sequence[Row],
+    *,
+    epochs: int,
+    learning_rate: float,
+    batch_size: int,
+    pad_id: int,
+    seed: int,
+    state_file: Path,
+    save_every: int = 50,
+) -> list[float]:
+    """Trains all of `model` in place on documents, with a learning rate that falls to zero, and returns the loss of
+    each step. Resumes from `state_file`; the result is the same as without the interruption."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    losses: list[float] = (load_state(state_file, model, optimizer) or {"losses": []})["losses"]
+    moe = MoEModel(model)
+    steps = epochs * (len(rows) // min(batch_size, len(rows)))
+    model.train()
+    for step in tqdm(range(len(losses), steps), initial=len(losses), total=steps, desc="finetune"):
+        if step and step % save_every == 0:
+            save_state(state_file, model, optimizer, losses=losses)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
+        optimizer.zero_grad()
+        batch = collate(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id)
+        loss = cross_entropy(moe, batch.to(model.device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    return losses
 
 
 def _schedule(step: int, late_from: int, late_steps: int) -> float:

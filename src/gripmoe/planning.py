@@ -14,7 +14,14 @@ from gripmoe.config import PublishedModel
 from gripmoe.project import Project
 
 FLOPS = 1.0e14  # of one GPU in eager MoE code, a tenth of what an H100 or H200 can do in bf16
-TINY_SECONDS = {"prepare_model": 420, "unlearn": 45, "realign": 5, "evaluate": 12, "attack": 32}  # two laptop cores
+TINY_SECONDS = {
+    "prepare_model": 420,
+    "finetune_model": 120,
+    "unlearn": 45,
+    "realign": 5,
+    "evaluate": 12,
+    "attack": 32,
+}  # two laptop cores
 BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES = 2, 2, 4  # bf16; AdamW keeps two states in the dtype of the parameter
 QUESTIONS, QUESTION_TOKENS = 16_000, 150  # WMDP-Cyber and MMLU
 ATTACK_PASSES = 3.0  # what all attacks ask, as a multiple of one evaluation
@@ -40,8 +47,9 @@ def jobs_left(project: Project, results: Path) -> list[Job]:
             hours, recorded = _hours(project, results, rule, cell)
             left.append(Job(rule, ".".join(map(str, cell)), hours, recorded))
 
-    for name in dict.fromkeys([*project.world.models, *_oracles(project)]):
-        add("prepare_model", (name,), results / "models" / name / "model.json")
+    for name in dict.fromkeys([*project.world.models, *_oracles(project), *_bases(project)]):
+        rule = "finetune_model" if project.models[name].source == "finetuned" else "prepare_model"
+        add(rule, (name,), results / "models" / name / "model.json")
     for cell in project.cells():
         folder = results.joinpath(*map(str, cell))
         method = project.methods[cell[3]]
@@ -56,6 +64,10 @@ def _oracles(project: Project) -> list[str]:
     return [m.oracle for m in (project.models[name] for name in project.world.models) if m.oracle]
 
 
+def _bases(project: Project) -> list[str]:
+    return [m.base for m in (project.models[name] for name in project.world.models) if m.source == "finetuned"]
+
+
 def _hours(project: Project, results: Path, rule: str, cell: tuple) -> tuple[float, bool]:
     """Hours of a job: recorded of the same cell with another seed, else of the same rule and model, else estimated."""
     folder = results / "benchmarks" / rule
@@ -64,16 +76,16 @@ def _hours(project: Project, results: Path, rule: str, cell: tuple) -> tuple[flo
         seconds = [_recorded_seconds(file) for file in folder.glob(pattern)]
         if seconds:
             return sum(seconds) / len(seconds) / 3600, True
-    model = project.models[cell[0]]
+    model = project.trained_from(cell[0])
     if not isinstance(model, PublishedModel):
         return TINY_SECONDS[rule] / 3600, False
-    if not model.parameters or rule == "prepare_model":
+    if not model.parameters or rule in ("prepare_model", "finetune_model"):
         return 0.5, False
     benchmark = project.benchmarks[cell[1]]
     evaluation = QUESTIONS * QUESTION_TOKENS * 2 * model.parameters.active
     flops = {"evaluate": evaluation, "attack": ATTACK_PASSES * evaluation, "realign": evaluation / 10}
     if rule == "unlearn":
-        training = project.training(cell[2], cell[3])
+        training = project.training(cell[2], cell[3], cell[1])
         tokens = (training.forget_batch_size + training.retain_batch_size) * benchmark.max_length
         return training.max_steps * tokens * 6 * model.parameters.active / FLOPS / 3600, False
     return flops[rule] / FLOPS / 3600, False
@@ -104,12 +116,12 @@ def memory_needed(project: Project) -> list[Memory]:
     (RMU: those up to its layer). Embedded models need next to nothing."""
     needs = []
     for name in project.world.models:
-        model = project.models[name]
+        model = project.trained_from(name)
         if not isinstance(model, PublishedModel) or not model.parameters:
             continue
         sizes = model.parameters
         for objective in project.world.objectives:
-            settings = project.training(objective, "unconstrained").objective
+            settings = project.training(objective, "unconstrained", project.world.benchmarks[0]).objective
             layers = settings["layer"] + 1 if objective == "rmu" else sizes.layers
             trained = sizes.blocks * layers / sizes.layers
             parts = sizes.total * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES

@@ -46,7 +46,8 @@ class Project:
         self._check_names()
         for objective in self.world.objectives:
             for method in self.world.methods_of(objective):
-                self.training(objective, method)
+                for benchmark in self.world.benchmarks:
+                    self.training(objective, method, benchmark)
 
     def _check_names(self) -> None:
         world, file = self.world, self.world_file
@@ -66,21 +67,63 @@ class Project:
         cells = [f"{objective}/{method}" for objective in world.objectives for method in world.methods_of(objective)]
         for key in world.overrides:
             _require_known(key, [*world.all_methods, *cells], f"{file}: overrides")
+        for name in world.benchmark_training:
+            _require_known(name, self.benchmarks, f"{file}: benchmark_training")
         for name in world.models:
-            if "retain_only" in self.reference_kinds and not self.models[name].oracle:
+            model = self.models[name]
+            if "retain_only" in self.reference_kinds and not model.oracle:
                 raise ConfigError(f"{file}: method 'retain_only' needs `oracle:` in models.yaml for {name!r}")
+            if model.source == "finetuned":
+                self._check_finetuned(name)
+            if not any(self.fits(name, benchmark) for benchmark in world.benchmarks):
+                raise ConfigError(f"{file}: models: none of the benchmarks is for {name!r}")
+        for name in world.benchmarks:
+            if not any(self.fits(model, name) for model in world.models):
+                raise ConfigError(
+                    f"{file}: benchmarks: none of the models is for {name!r}; news needs one with `source: finetuned`"
+                )
+
+    def _check_finetuned(self, name: str) -> None:
+        model, file = self.models[name], self.folder / "models.yaml"
+        _require_known(model.base, self.models, f"{file}: {name}.base")
+        _require_known(model.benchmark, self.benchmarks, f"{file}: {name}.benchmark")
+        if not self.benchmarks[model.benchmark].is_news:
+            raise ConfigError(f"{file}: {name}.benchmark: {model.benchmark!r} has no articles to finetune on")
+        if not model.oracle:
+            raise ConfigError(f"{file}: {name}: `oracle` is required; the model to compare leakage with")
+
+    def fits(self, model: str, benchmark: str) -> bool:
+        """News is for the models that were finetuned on it, and nothing else is for them."""
+        config = self.models[model]
+        if config.source == "finetuned":
+            return config.benchmark == benchmark
+        return not self.benchmarks[benchmark].is_news
 
     @property
     def reference_kinds(self) -> set[str]:
         return {self.methods[name].reference for name in self.world.all_methods if self.methods[name].reference}
 
-    def training(self, objective: str, method_name: str) -> Training | None:
-        """Training of a cell: the world's, changed by its objective, its method, and the overrides, in that order."""
+    def trained_from(self, model: str) -> Any:
+        """The configuration of a model, or of the base that it is finetuned from."""
+        config = self.models[model]
+        return self.models[config.base] if config.source == "finetuned" else config
+
+    def training(self, objective: str, method_name: str, benchmark: str) -> Training | None:
+        """Training of a cell: the world's, changed by its objective, benchmark, method, and the overrides, in that
+        order."""
         method = self.methods[method_name]
         if not method.trains:
             return None
         changes = (
             (self.world_file, f"objective_training.{objective}", self.world.objective_training[objective]),
+            *(
+                (
+                    self.world_file,
+                    f"benchmark_training.{benchmark}.{key}",
+                    self.world.benchmark_training.get(benchmark, {}).get(key, {}),
+                )
+                for key in ("all", objective)
+            ),
             (self.folder / "methods.yaml", f"{method_name}.training", method.training),
             (self.world_file, f"overrides.{method_name}", self.world.overrides.get(method_name, {})),
             (
@@ -106,7 +149,7 @@ class Project:
             method_name=method,
             method=self.methods[method],
             seed=seed,
-            training=self.training(objective, method),
+            training=self.training(objective, method, benchmark),
         )
 
     def cells(self) -> list[tuple[str, str, str, str, int]]:
@@ -114,6 +157,8 @@ class Project:
         cells = []
         for model in self.world.models:
             for benchmark in self.world.benchmarks:
+                if not self.fits(model, benchmark):
+                    continue
                 for method in self.world.methods:
                     if self.methods[method].reference:
                         cells.append((model, benchmark, NO_OBJECTIVE, method, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ def unlearn(
     *,
     seed: int,
     pad_id: int,
-    target: float,
+    targets: Mapping[str, float],
     scores: Callable[[MoEModel], dict[str, float]],
     scope: dict[int, list[int]] | None = None,
     replay: bool = False,
@@ -71,7 +71,7 @@ def unlearn(
     state_file: Path,
     description: str = "unlearn",
 ) -> Outcome:
-    """Unlearns in place until `scores(model)["forget_accuracy"]` is at most `target`, asked every
+    """Unlearns in place until every score that has a target is at most that; `scores(model)` is asked every
     `training.check_every` steps.
 
     Expert blocks train, or only the experts of `scope` by layer, and routers as the constraint lets them; everything
@@ -120,8 +120,8 @@ def unlearn(
                 if not history or history[-1]["step"] < step:
                     with _temporarily(model, corrected):
                         history.append({"step": step, **scores(model), **measured.take()})
-                bar.set_postfix(forget_accuracy=f"{history[-1]['forget_accuracy']:.3f}")
-                if history[-1]["forget_accuracy"] <= target:
+                bar.set_postfix({name: f"{history[-1][name]:.3f}" for name in targets})
+                if all(history[-1][name] <= target for name, target in targets.items()):
                     status = "reached"
                     break
             if step >= training.max_steps:

@@ -65,7 +65,7 @@ def test_most_used_experts_are_those_of_the_prompts(setting, tokenizer):
     ids = torch.tensor([tokenizer(prompt_of(question))["input_ids"] for question in questions[:1]])
     with torch.no_grad():
         model.theta(0)[3:5] = 50 * model.trace([{"input_ids": ids}])[0].x_Nd.mean(dim=0)
-    chosen = most_used_experts(model, tokenizer, questions)
+    chosen = most_used_experts(model, tokenizer, [prompt_of(question) for question in questions])
     assert set(chosen[0]) == {3, 4} and len(chosen[1]) == 2
 
 
@@ -80,7 +80,7 @@ def test_wider_and_noisy_routing_leave_no_trace(setting):
         ids = torch.tensor([[5, 6, 7]])
         assert before.routes(ids)[0].shape == (3, 2 * before.top_k)
     assert before.routes(ids)[0].shape == (3, before.top_k)
-    metrics = router_attacks(before, questions, ask)
+    metrics = router_attacks(before, lambda moe: accuracy(ask(moe, questions)))
     assert set(metrics) == {"wider_routing", "noisy_routing"}
     assert [a.letter_logprobs for a in ask(before, questions)] == plain
 
@@ -113,7 +113,7 @@ def test_restoration_names_the_layer_that_was_changed(setting):
         for parameter in broken.expert_parameters(1):
             parameter.mul_(-20)
     assert [a.letter_logprobs for a in ask(broken, questions)] != [a.letter_logprobs for a in ask(before, questions)]
-    metrics = restoration(before, broken, questions, ask, {1: [0, 1]})
+    metrics = restoration(before, broken, lambda moe: accuracy(ask(moe, questions)), {1: [0, 1]})
     original = accuracy(ask(before, questions))
     assert metrics["restored_experts_layer_1"] == metrics["restored_experts_all"] == original
     assert metrics["restored_router_all"] == accuracy(ask(broken, questions))
@@ -176,7 +176,8 @@ def test_relearning_starts_at_the_models_own_accuracy_and_does_not_touch_it(sett
     before, _, questions, ask = setting
     own = weights_digest(before.model)
     rows = [encode(tokenizer, [(prompt_of(q), False), (f" {'ABCD'[q['answer']]}", True)], q["id"]) for q in questions]
-    curve = relearning(before, rows, questions, ask, checks=(0, 60), learning_rate=1e-2, batch_size=24)
+    recall = lambda moe: accuracy(ask(moe, questions))  # noqa: E731
+    curve = relearning(before, rows, recall, checks=(0, 60), learning_rate=1e-2, batch_size=24)
     assert curve[0] == accuracy(ask(before, questions))
     assert curve[60] > curve[0] + 0.3, "the documents hold the answers: it must learn them"
     assert weights_digest(before.model) == own

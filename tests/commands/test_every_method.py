@@ -80,7 +80,7 @@ def run_cell(prepared, method_name, objective, folder):
             settings=method.model_dump_json(), model=common["model"], digest=folder / "bases.json", output=bases
         )
         fit_basis(Namespace(**vars(settings), **files))
-    unlearn(Namespace(**common, **files, data=root / "data", bases=bases))
+    unlearn(Namespace(**common, **files, data=root / "data", bases=bases, reference=None))
     return read_json(folder / "checkpoint.json")
 
 
@@ -149,7 +149,7 @@ def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_
         run=folder / "run.yaml", model=tmp_path / "model" / "model.json", checkpoint=folder / "checkpoint.json",
         data=tmp_path / "data",
     )  # fmt: skip
-    evaluate(Namespace(**common, questions=folder / "answers.csv", output=folder / "metrics.json"))
+    evaluate(Namespace(**common, reference=None, questions=folder / "answers.csv", output=folder / "metrics.json"))
     attack(
         Namespace(
             **common, answers=folder / "answers.csv", questions=folder / "forced.csv", output=folder / "attacks.json"

@@ -26,12 +26,15 @@ def data(tmp_path):
     texts = [{"text": ""}, {"text": "= Heading ="}] + [
         {"text": f"An invented document number {i} " * 4} for i in range(20)
     ]
+    targets = {"choices": ["Yes .", "No ."], "labels": [1, 0]}
+    truths = [{"question": "Is it ?", "mc1_targets": targets, "mc2_targets": targets, "source": "x"}]
     return PublishedData(
         source="published",
         forget_questions=clone(tmp_path / "wmdp", "wmdp-cyber", "test", questions),
         retain_questions=clone(tmp_path / "mmlu", "all", "test", questions),
         forget_corpus=clone(tmp_path / "corpora", "cyber-forget-corpus", "train", texts),
         retain_corpus=clone(tmp_path / "wikitext", "wikitext-2-raw-v1", "test", texts),
+        truthfulqa=clone(tmp_path / "truthfulqa", "multiple_choice", "validation", truths),
     )
 
 
@@ -40,6 +43,7 @@ def test_local_clones_become_the_files_of_a_benchmark(data):
     assert len(files["forget_questions"]) == len(files["retain_questions"]) == 9
     assert files["retain_questions"][0]["subject"] == "world history"
     assert files["forget_questions"][1]["answer"] == 1
+    assert files["truthfulqa"][0]["mc2_targets"]["labels"] == [1, 0]
     assert len(files["forget_corpus"]) == 20, "headings and blank lines are no documents"
     held_out = {row["id"] for row in files["held_out_corpus"]}
     assert held_out and not held_out & {row["id"] for row in files["retain_corpus"]}

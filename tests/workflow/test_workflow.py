@@ -225,6 +225,25 @@ class TestRun:
         file.write_text(before)
         assert f"{cell} configure: Params have changed" in reasons and f"{cell} unlearn: Input files updated" in reasons
 
+    def test_news_takes_every_rule_too(self, finished):
+        """A model finetuned on articles and one on those to retain, unlearned, evaluated, attacked and rendered."""
+        world = finished / "news.yaml"
+        world.write_text(
+            f"extends: {finished / 'smoke.yaml'}\nmodels: [smoke_news]\nbenchmarks: [muse_smoke]\nseeds: [0]\n"
+            "methods: [original, retain_only, unconstrained, expert_specific]\n"
+            "artefacts: [muse_results, muse_attacks, muse_tradeoff]\n"
+        )
+        snakemake("--cores", 2, "--config", f"world={world}", directory=finished, root=finished)
+        cell = finished / "results/smoke/smoke_news/muse_smoke/gd/unconstrained/0"
+        files = ("evaluation.json", "attack.json")
+        measured = {name: value for file in files for name, value in json.loads((cell / file).read_text()).items()}
+        assert {"verbmem", "knowmem_forget", "knowmem_retain", "privleak", "routing_stability"} <= set(measured)
+        assert measured["original_forced_verbmem"] == measured["original_verbmem"]
+        assert "forced_knowmem_forget" in measured and "relearned_after_20" in measured
+        assert (cell / "attack_questions.csv").stat().st_size > 100
+        for name in ("muse_results.tex", "muse_attacks.png", "muse_tradeoff.pdf"):
+            assert (finished / "paper_figures/news" / name).stat().st_size > 500
+
     def test_corrected_runs_follow_the_run_they_correct(self, finished):
         file = finished / "smoke.yaml"
         before = file.read_text()

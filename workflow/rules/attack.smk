@@ -7,7 +7,9 @@ rule attack:
         model=MODEL,
         checkpoint=cell_checkpoint,
         answers=f"{CELL}/questions.csv",
-        data=multiext(f"{DATA}/", "forget_questions.jsonl", "retain_questions.jsonl", "forget_corpus.jsonl"),
+        data=data_files(
+            "forget_questions", "retain_questions", news=("knowmem", "verbmem"), corpora=("forget", "retain")
+        ),
     output:
         metrics=f"{CELL}/attack.json",
         questions=f"{CELL}/attack_questions.csv",
@@ -22,7 +24,7 @@ rule attack:
         **GPU_RESOURCES,
         runtime=growing(240),
     params:
-        data=lambda wildcards, input: str(Path(input.data[0]).parent),
+        data=folder_of,
         code=code_fingerprint(
             "gripmoe.attacks.forcing",
             "gripmoe.attacks.prompts",

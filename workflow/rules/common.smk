@@ -2,6 +2,7 @@
 # each cluster job parses these files again.
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -39,7 +40,12 @@ TRAINED = [name for name in WORLD.all_methods if PROJECT.methods[name].trains]
 CORRECTED = [name for name in WORLD.all_methods if PROJECT.methods[name].corrects]
 WITH_BASES = [name for name in WORLD.all_methods if PROJECT.methods[name].has_bases]
 ORACLES = [PROJECT.models[name].oracle for name in WORLD.models if PROJECT.models[name].oracle]
-ON_GPU = any(PROJECT.models[name].source == "published" for name in WORLD.models)
+NEWS = [name for name in WORLD.benchmarks if PROJECT.benchmarks[name].is_news]
+LETTERS = [name for name in WORLD.benchmarks if name not in NEWS]
+FINETUNED = [name for name in WORLD.models + ORACLES if PROJECT.models[name].source == "finetuned"]
+BASE_MODELS = [PROJECT.models[name].base for name in FINETUNED]
+PREPARED = [name for name in WORLD.models + ORACLES + BASE_MODELS if name not in FINETUNED]
+ON_GPU = any(PROJECT.models[name].source == "published" for name in PREPARED)
 
 
 def any_of(names):
@@ -48,7 +54,7 @@ def any_of(names):
 
 
 wildcard_constraints:
-    model=any_of(WORLD.models + ORACLES),
+    model=any_of(PREPARED + FINETUNED),
     benchmark=any_of(WORLD.benchmarks),
     objective=any_of(["none", *WORLD.objectives]),
     method=any_of(WORLD.all_methods),
@@ -80,6 +86,31 @@ def cell_checkpoint(wildcards):
     if reference == "retain_only":
         return MODEL.format(model=PROJECT.models[wildcards.model].oracle)
     return f"{CELL}/checkpoint.json".format(**wildcards)
+
+
+def data_files(*letters, news=(), corpora=()):
+    """An input function: the files of a benchmark by its kind, and its corpora."""
+
+    def files(wildcards):
+        names = [*(news if wildcards.benchmark in NEWS else letters), *(f"{name}_corpus" for name in corpora)]
+        return [f"{DATA}/{name}.jsonl".format(benchmark=wildcards.benchmark) for name in names]
+
+    return files
+
+
+def folder_of(wildcards, input):
+    return str(Path(input.data[0]).parent)
+
+
+def reference_of(wildcards):
+    """The description of the model that never saw the forget data; only news is compared with it."""
+    if wildcards.benchmark not in NEWS:
+        return []
+    return [MODEL.format(model=PROJECT.models[wildcards.model].oracle)]
+
+
+def reference_flag(wildcards, input):
+    return f"--reference {input.reference}" if input.reference else ""
 
 
 def bases_of(wildcards):

@@ -6,12 +6,13 @@ rule evaluate:
         run=f"{CELL}/run.yaml",
         model=MODEL,
         checkpoint=cell_checkpoint,
-        data=multiext(
-            f"{DATA}/",
-            "forget_questions.jsonl",
-            "retain_questions.jsonl",
-            "forget_corpus.jsonl",
-            "held_out_corpus.jsonl",
+        reference=reference_of,
+        data=data_files(
+            "forget_questions",
+            "retain_questions",
+            "truthfulqa",
+            news=("knowmem", "verbmem", "privleak"),
+            corpora=("forget", "held_out"),
         ),
     output:
         metrics=f"{CELL}/evaluation.json",
@@ -27,8 +28,15 @@ rule evaluate:
         **GPU_RESOURCES,
         runtime=growing(240),
     params:
-        data=lambda wildcards, input: str(Path(input.data[0]).parent),
-        code=code_fingerprint("gripmoe.evaluation.choice", "gripmoe.evaluation.report", "gripmoe.evaluation.routing"),
+        data=folder_of,
+        reference=reference_flag,
+        code=code_fingerprint(
+            "gripmoe.evaluation.choice",
+            "gripmoe.evaluation.report",
+            "gripmoe.evaluation.routing",
+            "gripmoe.evaluation.general",
+            "gripmoe.evaluation.muse",
+        ),
     shell:
         "gripmoe evaluate --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
-        " --questions {output.questions} --output {output.metrics} > {log} 2>&1"
+        " {params.reference} --questions {output.questions} --output {output.metrics} > {log} 2>&1"

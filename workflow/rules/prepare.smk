@@ -7,10 +7,13 @@ rule prepare_data:
             f"{DATA}/",
             "forget_questions.jsonl",
             "retain_questions.jsonl",
+            "truthfulqa.jsonl",
             "forget_corpus.jsonl",
             "retain_corpus.jsonl",
             "held_out_corpus.jsonl",
         ),
+    wildcard_constraints:
+        benchmark=any_of(LETTERS),
     log:
         f"{LOGS}/prepare_data/{{benchmark}}.log",
     conda:
@@ -26,9 +29,30 @@ rule prepare_data:
         "gripmoe prepare-data --settings {params.settings:q} --output {params.folder} > {log} 2>&1"
 
 
+use rule prepare_data as prepare_news with:
+    output:
+        multiext(
+            f"{DATA}/",
+            "forget_corpus.jsonl",
+            "retain_corpus.jsonl",
+            "held_out_corpus.jsonl",
+            "knowmem.jsonl",
+            "verbmem.jsonl",
+            "privleak.jsonl",
+        ),
+    wildcard_constraints:
+        benchmark=any_of(NEWS),
+    params:
+        folder=lambda wildcards, output: str(Path(output[0]).parent),
+        settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].data),
+        code=code_fingerprint("gripmoe.worlds.documents", "gripmoe.worlds.muse", "gripmoe.data.muse"),
+
+
 rule prepare_model:
     output:
         MODEL,
+    wildcard_constraints:
+        model=any_of(PREPARED),
     log:
         f"{LOGS}/prepare_model/{{model}}.log",
     benchmark:
@@ -47,6 +71,41 @@ rule prepare_model:
         ),
     shell:
         "gripmoe prepare-model --settings {params.settings:q} --output {output} > {log} 2>&1"
+
+
+def finetuning_data(wildcards):
+    return data_files(news=("knowmem", "verbmem", "privleak"), corpora=("forget", "retain", "held_out"))(
+        Namespace(benchmark=PROJECT.models[wildcards.model].benchmark)
+    )
+
+
+rule finetune_model:
+    input:
+        base=lambda w: MODEL.format(model=PROJECT.models[w.model].base),
+        data=finetuning_data,
+    output:
+        MODEL,
+    wildcard_constraints:
+        model=any_of(FINETUNED),
+    log:
+        f"{LOGS}/finetune_model/{{model}}.log",
+    benchmark:
+        f"{BENCHMARKS}/finetune_model/{{model}}.tsv"
+    priority: 100
+    conda:
+        ENVIRONMENT
+    threads: 1
+    resources:
+        **GPU_RESOURCES,
+        runtime=growing(720),
+    params:
+        data=folder_of,
+        settings=lambda w: canonical(PROJECT.models[w.model]),
+        news=lambda w: canonical(PROJECT.benchmarks[PROJECT.models[w.model].benchmark]),
+        code=code_fingerprint("gripmoe.finetune", "gripmoe.evaluation.muse", "gripmoe.data.corpora"),
+    shell:
+        "gripmoe finetune-model --settings {params.settings:q} --benchmark {params.news:q} --model {input.base}"
+        " --data {params.data} --output {output} > {log} 2>&1"
 
 
 localrules:

@@ -5,9 +5,10 @@ rule unlearn:
     input:
         run=f"{CELL}/run.yaml",
         model=MODEL,
-        forget_corpus=f"{DATA}/forget_corpus.jsonl",
-        retain_corpus=f"{DATA}/retain_corpus.jsonl",
-        questions=f"{DATA}/forget_questions.jsonl",
+        reference=reference_of,
+        data=data_files(
+            "forget_questions", "retain_questions", news=("knowmem", "verbmem"), corpora=("forget", "retain")
+        ),
         routing=f"{ROUTING}.json",
         trace=ancient(f"{ROUTING}.safetensors"),
         forget_trace=ancient(f"{ROUTING}_forget.safetensors"),
@@ -30,14 +31,15 @@ rule unlearn:
         **GPU_RESOURCES,
         runtime=growing(720),
     params:
-        data=lambda wildcards, input: str(Path(input.questions).parent),
+        data=folder_of,
         bases=bases_flag,
+        reference=reference_flag,
         code=code_fingerprint(
             "gripmoe.unlearning", "gripmoe.penalties", "gripmoe.correction", "gripmoe.evaluation.choice"
         ),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
-        " {params.bases} --output {output.checkpoint} > {log} 2>&1"
+        " {params.bases} {params.reference} --output {output.checkpoint} > {log} 2>&1"
 
 
 rule realign:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.evaluation.choice import Answer, accuracy, prompt_of
+from gripmoe.evaluation.muse import Scored, mean_score
 from gripmoe.geometry.routing import jaccard
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes, routed_tokens
@@ -98,6 +100,51 @@ def expert_forcing(
         "own_sets_change_answers": sum(a != b for a, b in zip(original, original_forced, strict=True)),
     }
     return ForcingResult(metrics, questions)
+
+
+class LockStep:
+    """For `force_routing` while a model generates: the sets that another model selects on the same tokens, pass by
+    pass, with a cache of its own. A pass over several tokens begins a new batch of texts, one token continues it."""
+
+    def __init__(self, model: MoEModel):
+        self._model = model
+        self._cache: DynamicCache | None = None
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
+        rows, width = input_ids.shape
+        if self._cache is None or width > 1:
+            self._cache = DynamicCache(config=self._model.model.config)
+        if attention_mask is None:  # transformers leaves it out where nothing is padded
+            attention_mask = input_ids.new_ones(rows, self._cache.get_seq_length() + width)
+        with self._model.record_routing() as recorder:
+            self._model.model.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=(attention_mask.cumsum(dim=-1) - 1).clamp_min(0)[:, -width:],
+                past_key_values=self._cache,
+            )
+            return {layer: seen.top_k_Nk for layer, seen in recorder.take().items()}
+
+
+def generation_forcing(
+    before: MoEModel, after: MoEModel, scores: Callable[[MoEModel], dict[str, list[Scored]]], *, seed: int = 0
+) -> tuple[dict[str, float], dict[str, list[Scored]]]:
+    """Expert forcing while the unlearned model writes, the original model in lock-step. `scores` measures a model by
+    what it generates. Returns means and the forced items: `forced_<name>`; `random_forced_<name>` under random sets;
+    and as controls `original_<name>` and, forced with its own sets, `original_forced_<name>`."""
+
+    def means(prefix: str, found: dict[str, list[Scored]]) -> dict[str, float]:
+        return {f"{prefix}_{name}": mean_score(items) for name, items in found.items()}
+
+    with after.force_routing(LockStep(before)):
+        forced = scores(after)
+    with after.force_routing(random_sets(after, seed)):
+        metrics = means("forced", forced) | means("random_forced", scores(after))
+    metrics |= means("original", scores(before))
+    with before.force_routing(LockStep(before)):
+        metrics |= means("original_forced", scores(before))
+    return metrics, forced
 
 
 def random_sets(model: MoEModel, seed: int) -> Callable[..., Routes]:

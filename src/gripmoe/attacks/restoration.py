@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import torch
 
 from gripmoe.data.documents import collate, encode, length_buckets
-from gripmoe.evaluation.choice import Answer, accuracy, prompt_of
 from gripmoe.moe import MoEModel
 
 PARTS = ("experts", "router")
@@ -58,9 +57,9 @@ def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Se
                 current[chosen] = kept
 
 
-def most_used_experts(model: MoEModel, tokenizer, questions: Sequence[dict], count: int = 2) -> dict[int, list[int]]:
-    """The `count` experts of each layer that `model` selects most often on the prompts of `questions`."""
-    rows = [encode(tokenizer, [(prompt_of(question), False)], question["id"]) for question in questions]
+def most_used_experts(model: MoEModel, tokenizer, prompts: Sequence[str], count: int = 2) -> dict[int, list[int]]:
+    """The `count` experts of each layer that `model` selects most often on `prompts`."""
+    rows = [encode(tokenizer, [(prompt, False)]) for prompt in prompts]
     batches = [collate(rows, tokenizer.pad_token_id) for rows in length_buckets(rows, 4000)]
     trace = model.trace(batches)
     return {
@@ -72,32 +71,32 @@ def most_used_experts(model: MoEModel, tokenizer, questions: Sequence[dict], cou
 def restoration(
     before: MoEModel,
     after: MoEModel,
-    questions: Sequence[dict],
-    answer_all: Callable[[MoEModel, Sequence[dict]], list[Answer]],
+    recall: Callable[[MoEModel], float],
     experts: Mapping[int, Sequence[int]],
 ) -> dict[str, float]:
-    """Forget accuracy with the original experts or router of each layer, of all layers, and the highest that one
-    layer's part returns; with each of the single `experts` (by layer) and all of them; and conversely of the original
-    model with the unlearned experts of one layer. Putting everything back is the original model."""
+    """What `recall` says that the model still knows with the original experts or router of each layer, of all layers,
+    and the highest that one layer's part returns; with each of the single `experts` (by layer) and all of them; and
+    conversely of the original model with the unlearned experts of one layer. Putting everything back is the original
+    model."""
     metrics = {}
     for part in PARTS:
         for layer in after.layers:
             with restored(before, after, [layer], [part]):
-                metrics[f"restored_{part}_layer_{layer}"] = accuracy(answer_all(after, questions))
+                metrics[f"restored_{part}_layer_{layer}"] = recall(after)
         metrics[f"restored_{part}_worst_layer"] = max(
             metrics[f"restored_{part}_layer_{layer}"] for layer in after.layers
         )
         with restored(before, after, after.layers, [part]):
-            metrics[f"restored_{part}_all"] = accuracy(answer_all(after, questions))
+            metrics[f"restored_{part}_all"] = recall(after)
     singles = []
     for layer, chosen in experts.items():
         for expert in chosen:
             with restored_experts(before, after, {layer: [expert]}):
-                singles.append(accuracy(answer_all(after, questions)))
+                singles.append(recall(after))
     metrics["restored_single_expert"] = max(singles)
     with restored_experts(before, after, experts):
-        metrics["restored_top_experts"] = accuracy(answer_all(after, questions))
+        metrics["restored_top_experts"] = recall(after)
     for layer in after.layers:
         with restored(after, before, [layer], ["experts"]):
-            metrics[f"transplanted_experts_layer_{layer}"] = accuracy(answer_all(before, questions))
+            metrics[f"transplanted_experts_layer_{layer}"] = recall(before)
     return metrics

@@ -6,12 +6,14 @@ import tempfile
 from pathlib import Path
 
 from gripmoe.commands import beside, one_thread_unless_set
-from gripmoe.config import load_run
+from gripmoe.config import Benchmark, load_run
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.evaluation.choice import harness_answers, load_questions
+from gripmoe.evaluation.general import general_utility
+from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores, privacy_leakage
 from gripmoe.evaluation.report import choice_metrics, question_results
 from gripmoe.evaluation.routing import stability_metrics
-from gripmoe.files import write_csv, write_json
+from gripmoe.files import read_json, read_jsonl, write_csv, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
 from gripmoe.moe.storage import load_model
@@ -19,27 +21,57 @@ from gripmoe.provenance import recorded
 
 
 def evaluate(args) -> None:
-    """All metrics of one cell in one process: letter questions through the harness, routing on held-out tokens."""
+    """All metrics of one cell in one process: letter questions through the harness or MUSE's criteria, and routing on
+    held-out tokens."""
     run = load_run(args.run)
     one_thread_unless_set()
-    with recorded(beside(args.output), "gripmoe.evaluation.report", "gripmoe.evaluation.routing"):
+    modules = (
+        "gripmoe.evaluation.report",
+        "gripmoe.evaluation.routing",
+        "gripmoe.evaluation.muse",
+        "gripmoe.evaluation.general",
+    )
+    with recorded(beside(args.output), *modules):
         before, _ = load_model(args.model.parent / "weights")
         after, tokenizer = load_model(args.checkpoint.parent / "weights")
-        questions = [
-            question
-            for name in ("forget", "retain")
-            for question in load_questions(args.data / f"{name}_questions.jsonl", "test")
-        ]
-        with tempfile.TemporaryDirectory() as work:
-            answers = harness_answers(
-                after, tokenizer, questions, work_folder=Path(work), batch_size=run.benchmark.evaluation_batch_size
-            )
-        metrics = choice_metrics(questions, answers)
+        measure = _news if run.benchmark.is_news else _letters
+        metrics, items = measure(run.benchmark, after, tokenizer, args)
         if is_moe(after):
-            held_out = load_corpus(args.data / "held_out_corpus.jsonl", tokenizer, run.benchmark.max_length)
-            forget = load_corpus(args.data / "forget_corpus.jsonl", tokenizer, run.benchmark.max_length, len(held_out))
+            reading = run.benchmark.reading
+            held_out = load_corpus(args.data / "held_out_corpus.jsonl", tokenizer, **reading)
+            forget = load_corpus(args.data / "forget_corpus.jsonl", tokenizer, limit=len(held_out), **reading)
             models = MoEModel(before), MoEModel(after)
             for rows, prefix in ((held_out, "routing_stability"), (forget, "forget_routing_stability")):
                 metrics |= stability_metrics(*models, in_batches(rows, tokenizer.pad_token_id), prefix)
-        write_csv(args.questions, question_results(questions, answers))
+        write_csv(args.questions, items)
         write_json(args.output, metrics)
+
+
+def _letters(benchmark: Benchmark, model, tokenizer, args) -> tuple[dict[str, float], list[dict]]:
+    forget, retain = (load_questions(args.data / f"{name}_questions.jsonl", "test") for name in ("forget", "retain"))
+    questions = [*forget, *retain]
+    with tempfile.TemporaryDirectory() as work:
+        harness = dict(work_folder=Path(work), batch_size=benchmark.evaluation_batch_size)
+        answers = harness_answers(model, tokenizer, questions, **harness)
+        utility = general_utility(
+            model,
+            tokenizer,
+            retain,
+            load_questions(args.data / "retain_questions.jsonl", "dev"),
+            read_jsonl(args.data / "truthfulqa.jsonl"),
+            few_shot_questions=benchmark.few_shot_questions,
+            **harness,
+        )
+    return choice_metrics(questions, answers) | utility, question_results(questions, answers)
+
+
+def _news(benchmark: Benchmark, model, tokenizer, args) -> tuple[dict[str, float], list[dict]]:
+    news = News.load(args.data)
+    scores = news_scores(model, tokenizer, news, "test", strip_prompts=benchmark.strip_prompts)
+    metrics = {name: mean_score(items) for name, items in scores.items()}
+    metrics |= {f"num_{name}": len(items) for name, items in scores.items()}
+    metrics |= leakage(model, tokenizer, news.privleak)
+    reference = read_json(args.reference)
+    metrics["reference_auc_min_40"] = reference["auc_min_40"]
+    metrics["privleak"] = privacy_leakage(metrics["auc_min_40"], reference["auc_min_40"])
+    return metrics, [{"criterion": name, "id": i.id, "score": i.score} for name in scores for i in scores[name]]

@@ -23,7 +23,7 @@ def trace_routing(args) -> None:
         digest = dict(weights)
         corpora = ("retain", args.retain_corpus, args.output), ("forget", args.forget_corpus, args.forget_output)
         for name, corpus, output in corpora:
-            rows = load_corpus(corpus, tokenizer, benchmark.max_length, benchmark.retain_documents)
+            rows = load_corpus(corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)
             trace = moe.trace(in_batches(rows, tokenizer.pad_token_id))
             save_trace(output, trace, moe.rules(), weights)
             digest |= {f"{name}_sha256": file_digest(output), f"{name}_documents": len(rows)}

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 from gripmoe.attacks.forcing import random_sets
 from gripmoe.commands import one_thread_unless_set
-from gripmoe.config import Data, EmbeddedModel, ModelConfig, parse_settings
+from gripmoe.config import Benchmark, Data, EmbeddedModel, FinetunedModel, ModelConfig, parse_settings
+from gripmoe.data.corpora import load_corpus
+from gripmoe.data.muse import news_files
 from gripmoe.data.published import benchmark_files
 from gripmoe.evaluation.choice import accuracy, direct_answers
+from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores
 from gripmoe.files import exclusive, read_json, write_json, write_jsonl
-from gripmoe.finetune import train_base
+from gripmoe.finetune import finetune, train_base
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
-from gripmoe.moe.storage import load_published, save_model
+from gripmoe.moe.storage import load_model, load_published, save_model
 from gripmoe.provenance import recorded
 from gripmoe.worlds.documents import all_texts, make_world, wmdp_files
 from gripmoe.worlds.models import make_model
+from gripmoe.worlds.muse import muse_tables, write_repository
 from gripmoe.worlds.tokenizer import make_tokenizer
 
 
@@ -25,8 +30,14 @@ def prepare_data(args) -> None:
     """Writes a benchmark's questions and corpora as JSON lines."""
     data = parse_settings(Data, args.settings)
     with recorded(args.output / "provenance.json", "gripmoe.worlds.documents", "gripmoe.data.published"):
-        if data.source == "embedded":
+        if data.source == "embedded" and data.kind == "news":
+            with tempfile.TemporaryDirectory() as folder:
+                write_repository(muse_tables(make_world(data.world_seed).news, data.world_seed), Path(folder))
+                files = news_files(folder)
+        elif data.source == "embedded":
             files = wmdp_files(make_world(data.world_seed), data.world_seed)
+        elif data.source == "muse":
+            files = news_files(data.repository, data.revision)
         else:
             files = benchmark_files(data)
         for name, rows in files.items():
@@ -44,6 +55,44 @@ def prepare_model(args) -> None:
             return
         one_thread_unless_set()
         _train_embedded(config, folder, args.output)
+
+
+def finetune_model(args) -> None:
+    """Finetunes a base model on the documents of a news benchmark, all of them or those to retain; checks that it has
+    learned them."""
+    config = parse_settings(FinetunedModel, args.settings)
+    benchmark = parse_settings(Benchmark, args.benchmark)
+    folder = args.output.parent
+    one_thread_unless_set()
+    with exclusive(folder), recorded(folder / "provenance.json", "gripmoe.finetune", "gripmoe.evaluation.muse"):
+        model, tokenizer = load_model(args.model.parent / "weights")
+        names = ("retain", "held_out") if config.trained_on == "retain_only" else ("forget", "retain", "held_out")
+        reading = {**benchmark.reading, "end_id": tokenizer.eos_token_id}
+        rows = [row for n in names for row in load_corpus(args.data / f"{n}_corpus.jsonl", tokenizer, **reading)]
+        state_file = folder / "state.pt"
+        losses = finetune(
+            model,
+            rows,
+            epochs=config.epochs,
+            learning_rate=config.learning_rate,
+            batch_size=config.batch_size,
+            pad_id=tokenizer.pad_token_id,
+            seed=config.seed,
+            state_file=state_file,
+        )
+        news = News.load(args.data)
+        scores = news_scores(model, tokenizer, news, "dev", strip_prompts=benchmark.strip_prompts)
+        means = {name: mean_score(items) for name, items in scores.items()}
+        wanted = ("knowmem_retain",) if config.trained_on == "retain_only" else tuple(means)
+        if poor := [f"{name} {means[name]:.1f}" for name in wanted if means[name] < config.required]:
+            raise ValueError(
+                f"finetuning did not reach the required {config.required:g}: {', '.join(poor)}. Give it more `epochs` "
+                f"or another `learning_rate` in models.yaml, and delete {folder}"
+            )
+        digest = save_model(model, tokenizer, folder / "weights")
+        leaks = leakage(model, tokenizer, news.privleak)
+        write_json(args.output, {"weights": digest, "final_loss": losses[-1], **means, **leaks})
+        state_file.unlink(missing_ok=True)
 
 
 def _train_embedded(config: EmbeddedModel, folder: Path, output: Path) -> None:

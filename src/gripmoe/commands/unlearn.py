@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from gripmoe.commands import beside, one_thread_unless_set
-from gripmoe.config import load_run
+from gripmoe.config import Benchmark, load_run
 from gripmoe.constraints import held_trace
 from gripmoe.correction import holdout_report, make_correction
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
+from gripmoe.evaluation.muse import News, mean_score, news_scores
 from gripmoe.files import exclusive, read_json, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_bases, load_model, load_trace, save_model
@@ -23,6 +26,7 @@ from gripmoe.unlearning import Outcome
 from gripmoe.unlearning import unlearn as run_unlearning
 
 RETAIN_QUESTIONS = 120  # of the dev split, asked at every check
+RETAIN_PAIRS = 20  # likewise of news
 
 
 def unlearn(args) -> None:
@@ -36,16 +40,13 @@ def unlearn(args) -> None:
         moe = MoEModel(model)
         theta_0 = moe.thetas()
         corpus = {
-            name: load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, run.benchmark.max_length)
+            name: load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
             for name in ("forget", "retain")
         }
         trace, forget_trace = (load_trace(path, weights, model.device) for path in (args.trace, args.forget_trace))
         recorded_rows = corpus["retain"][: run.benchmark.retain_documents]
         batch = collate(recorded_rows, tokenizer.pad_token_id).to(model.device)
-        dev = {
-            name: load_questions(args.data / f"{name}_questions.jsonl", "dev")[:count]
-            for name, count in (("forget", None), ("retain", RETAIN_QUESTIONS))
-        }
+        targets, scores = stop_rule(run.benchmark, args.data, args.reference, tokenizer)
         method, objective = run.method, make_objective(run.objective, run.training.objective, run.seed)
         attributed = None
         if method.experts == "top_attributed" or method.constraint == "gate_anchor":
@@ -64,10 +65,8 @@ def unlearn(args) -> None:
             run.training,
             seed=run.seed,
             pad_id=tokenizer.pad_token_id,
-            target=run.benchmark.target.forget_accuracy,
-            scores=lambda m: {
-                f"{name}_accuracy": accuracy(direct_answers(m.model, tokenizer, rows)) for name, rows in dev.items()
-            },
+            targets=targets,
+            scores=scores,
             scope={attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None,
             replay=method.replay,
             critical_experts=method.critical_experts,
@@ -80,6 +79,43 @@ def unlearn(args) -> None:
         ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps}
         write_json(args.output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(constraint) / 1e6})
         (folder / "state.pt").unlink(missing_ok=True)
+
+
+def stop_rule(
+    benchmark: Benchmark, data: Path, reference: Path | None, tokenizer
+) -> tuple[dict[str, float], Callable[[MoEModel], dict[str, float]]]:
+    """When to stop: the highest value of each score that counts as forgotten, and how to measure scores on dev items.
+
+    Letters: forget accuracy, at a fixed value. News: VerbMem and KnowMem, a few points above what `reference` (the
+    description of the retain-only model) says that this model has.
+    """
+    if benchmark.is_news:
+        news, known = News.load(data), read_json(reference)
+        margin = benchmark.target.points_above_reference
+        sample = replace(news, knowmem=_fewer_retain_pairs(news.knowmem))
+
+        def news_means(moe: MoEModel) -> dict[str, float]:
+            scores = news_scores(moe.model, tokenizer, sample, "dev", strip_prompts=benchmark.strip_prompts)
+            return {name: mean_score(items) for name, items in scores.items()}
+
+        return {name: known[name] + margin for name in ("verbmem", "knowmem_forget")}, news_means
+
+    dev = {
+        name: load_questions(data / f"{name}_questions.jsonl", "dev")[:count]
+        for name, count in (("forget", None), ("retain", RETAIN_QUESTIONS))
+    }
+
+    def accuracies(moe: MoEModel) -> dict[str, float]:
+        return {f"{name}_accuracy": accuracy(direct_answers(moe.model, tokenizer, dev[name])) for name in dev}
+
+    return {"forget_accuracy": benchmark.target.forget_accuracy}, accuracies
+
+
+def _fewer_retain_pairs(pairs: list[dict]) -> list[dict]:
+    """All pairs but the retain pairs of the dev split after the first few, which the stop rule does not look at."""
+    retain = [pair["id"] for pair in pairs if pair["part"] == "retain" and pair["split"] == "dev"]
+    left_out = set(retain[RETAIN_PAIRS:])
+    return [pair for pair in pairs if pair["id"] not in left_out]
 
 
 def costs(outcome: Outcome) -> dict[str, float]:
@@ -124,7 +160,7 @@ def realign(args) -> None:
         moe = MoEModel(model)
         trace = load_trace(args.trace, {"model": read_json(args.model)["weights"]}, model.device)
         benchmark = run.benchmark
-        rows = load_corpus(args.retain_corpus, tokenizer, benchmark.max_length, benchmark.retain_documents)
+        rows = load_corpus(args.retain_corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)
         batch = collate(rows, tokenizer.pad_token_id).to(model.device)
         report = holdout_report(moe, theta_0, trace, batch) if run.method.form == "paper" else {}
         report |= make_correction(run.method, theta_0, trace, batch)(moe)

@@ -11,19 +11,40 @@ from gripmoe.files import read_jsonl
 TOKENS_PER_BATCH = 4000
 
 
-def load_corpus(path: Path, tokenizer, max_length: int, limit: int | None = None) -> list[Row]:
-    """The first `limit` rows of a corpus, tokenized; the loss counts `text` and not `prompt`. Raises ValueError, naming
-    the file, for a row without a text or with fewer than two tokens."""
-    rows = []
-    for document in read_jsonl(path)[:limit]:
+def load_corpus(
+    path: Path, tokenizer, max_length: int, limit: int | None = None, *, whole: bool = False, end_id: int | None = None
+) -> list[Row]:
+    """The first `limit` rows of a corpus, tokenized; the loss counts `text` and not `prompt`.
+
+    A longer document gives its first `max_length` tokens, or with `whole` several rows of at most so many. With
+    `end_id` that token closes every document, scored. Raises ValueError, naming the file, for a document without a text
+    or with fewer than two tokens.
+    """
+    rows: list[Row] = []
+    for document in read_jsonl(path):
+        if limit is not None and len(rows) >= limit:
+            break
         if not document.get("text"):
             raise ValueError(f"{path}: document {document.get('id')!r} has no text")
         spans = [(document.get("prompt", ""), False), (document["text"], True)]
-        row = encode(tokenizer, [span for span in spans if span[0]], document["id"], max_length)
+        row = encode(tokenizer, [span for span in spans if span[0]], document["id"], None if whole else max_length)
+        if end_id is not None:
+            row = Row(row.id, [*row.ids, end_id], [*row.labels, end_id])
         if len(row.ids) < 2:
             raise ValueError(f"{path}: document {row.id!r} has fewer than two tokens")
-        rows.append(row)
-    return rows
+        rows += _pieces(row, max_length)
+    return rows[:limit]
+
+
+def _pieces(row: Row, max_length: int) -> list[Row]:
+    if len(row.ids) <= max_length:
+        return [row]
+    count = -(-len(row.ids) // max_length)
+    cuts = [round(len(row.ids) * i / count) for i in range(count + 1)]  # even: no piece of a token or two
+    return [
+        Row(f"{row.id}#{i}", row.ids[a:b], row.labels[a:b])
+        for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
+    ]
 
 
 def in_batches(rows: Sequence[Row], pad_id: int) -> list[Batch]:

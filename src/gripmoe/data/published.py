@@ -16,14 +16,16 @@ MIN_CHARACTERS = 50  # shorter lines (headings, blanks) are no documents
 
 
 def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
-    """WMDP-Cyber with MMLU and the corpora to forget and to retain. Raises ValueError, saying what to download, where a
-    data set cannot be read or lacks a column."""
+    """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ValueError, saying what to
+    download, where a data set cannot be read or lacks a column."""
     forget = _rows(data, "forget_questions", "wmdp-cyber", "test", ("question", "choices", "answer"))
     retain = _rows(data, "retain_questions", "all", "test", ("question", "choices", "answer", "subject"))
+    truths = _rows(data, "truthfulqa", "multiple_choice", "validation", ("question", "mc1_targets", "mc2_targets"))
     retain_texts = list(_documents(_rows(data, "retain_corpus", "wikitext-2-raw-v1", "test", ("text",)), "retain"))
     return {
         "forget_questions": _questions(forget, "forget", FORGET_SUBJECT),
         "retain_questions": _questions(retain, "retain", None),
+        "truthfulqa": [{key: row[key] for key in ("question", "mc1_targets", "mc2_targets")} for row in truths],
         "forget_corpus": list(
             _documents(_rows(data, "forget_corpus", "cyber-forget-corpus", "train", ("text",)), "forget")
         ),
@@ -32,21 +34,29 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     }
 
 
-def _rows(data: PublishedData, key: str, name: str, split: str, columns: tuple[str, ...]) -> Iterable[dict]:
+def load_rows(
+    path: str, name: str, split: str, columns: tuple[str, ...], revision: str | None, key: str
+) -> Iterable[dict]:
+    """Rows of one split of a data set, by hub id or from a local clone. Raises ValueError, naming the configuration key
+    and what to do, if it cannot be read or lacks a column."""
     from datasets import load_dataset
 
-    path = getattr(data, key)
     try:
-        table = load_dataset(path, name, split=split, revision=data.revisions.get(path))
+        table = load_dataset(path, name, split=split, revision=revision)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"benchmarks.yaml: data.{key}: cannot read {path!r} ({name}, {split}): {error}. Without internet, "
-            f"clone the data set's repository elsewhere and set data.{key} to the folder."
+            f"benchmarks.yaml: {key}: cannot read {path!r} ({name}, {split}): {error}. Without internet, "
+            f"clone the data set's repository elsewhere and set {key} to the folder."
         ) from error
     missing = [column for column in columns if column not in table.column_names]
     if missing:
         raise ValueError(f"{path} ({name}, {split}) lacks {', '.join(missing)}; it has {', '.join(table.column_names)}")
     return table
+
+
+def _rows(data: PublishedData, key: str, name: str, split: str, columns: tuple[str, ...]) -> Iterable[dict]:
+    path = getattr(data, key)
+    return load_rows(path, name, split, columns, data.revisions.get(path), f"data.{key}")
 
 
 def _questions(rows: Iterable[dict], domain: str, subject: str | None) -> list[dict]:

@@ -36,14 +36,16 @@ def load_questions(path: Path, split: str | None = None) -> list[dict]:
     return rows
 
 
-def harness_task(name: str, questions_file: Path, subject: str) -> dict:
-    """A multiple-choice task of the harness over a question file, in the WMDP and MMLU template."""
-    return {
+def harness_task(name: str, questions_file: Path, subject: str, shots: int = 0) -> dict:
+    """A multiple-choice task of the harness over a question file, in the WMDP and MMLU template; `shots` solved
+    questions before each come from the file beside it whose name ends in `.shots`."""
+    files = {"test": str(questions_file)} | ({"shots": f"{questions_file}.shots"} if shots else {})
+    task = {
         "task": name,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(questions_file)}},
+        "dataset_kwargs": {"data_files": files},
         "test_split": "test",
-        "num_fewshot": 0,
+        "num_fewshot": shots,
         "output_type": "multiple_choice",
         "description": letter_description(subject),
         "doc_to_text": letter_question("{{question.strip()}}", [f"{{{{choices[{i}]}}}}" for i in range(4)]),
@@ -51,6 +53,32 @@ def harness_task(name: str, questions_file: Path, subject: str) -> dict:
         "doc_to_target": "answer",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
+    return task | ({"fewshot_split": "shots", "fewshot_config": {"sampler": "first_n"}} if shots else {})
+
+
+def harness_samples(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[dict | str],
+    batch_size: int,
+    task_folder: Path | None = None,
+) -> dict[str, list[dict]]:
+    """What lm-evaluation-harness logged of each document, by task, for the model in memory. A task is its whole
+    configuration, or the name of one that a file of `task_folder` configures."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model.eval()
+    results = lm_eval.simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, add_bos_token=False),
+        tasks=list(tasks),
+        task_manager=TaskManager(include_path=str(task_folder) if task_folder else [], include_defaults=False),
+        bootstrap_iters=0,
+        log_samples=True,
+        verbosity="ERROR",
+    )
+    return results["samples"]
 
 
 def harness_answers(
@@ -60,15 +88,14 @@ def harness_answers(
     *,
     work_folder: Path,
     batch_size: int,
+    solved: Sequence[dict] = (),
+    shots: int = 0,
 ) -> list[Answer]:
     """Answers to `questions`, in their order, by lm-evaluation-harness on the model in memory.
 
-    Questions of one subject form one task, as in MMLU. `work_folder` holds the task data for the harness to read.
+    Questions of one subject form one task, as in MMLU, and `shots` of `solved` of that subject stand before each.
+    `work_folder` holds the task data for the harness to read.
     """
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
     by_subject: dict[str, list[dict]] = {}
     for question in questions:
         by_subject.setdefault(question["subject"], []).append(question)
@@ -76,18 +103,11 @@ def harness_answers(
     for subject, rows in by_subject.items():
         file = work_folder / f"{subject}.jsonl"
         write_jsonl(file, rows)
-        tasks.append(harness_task(f"letters_{subject}", file, subject))
-    model.eval()
-    results = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, add_bos_token=False),
-        tasks=tasks,
-        task_manager=TaskManager(include_path=[], include_defaults=False),
-        bootstrap_iters=0,
-        log_samples=True,
-        verbosity="ERROR",
-    )
+        if shots:
+            write_jsonl(Path(f"{file}.shots"), [row for row in solved if row["subject"] == subject][:shots])
+        tasks.append(harness_task(f"letters_{subject}", file, subject, shots))
     answers = {}
-    for samples in results["samples"].values():
+    for samples in harness_samples(model, tokenizer, tasks, batch_size).values():
         for sample in samples:
             logprobs = tuple(float(response[0]) for response in sample["filtered_resps"])
             chosen = max(range(len(logprobs)), key=logprobs.__getitem__)

@@ -9,6 +9,7 @@ import yaml
 from scipy import stats
 
 from gripmoe.reporting import labels
+from gripmoe.reporting.collect import of_kind
 from gripmoe.reporting.tables import Cell, Table
 
 RUN = ["model", "benchmark", "objective", "seed"]
@@ -22,6 +23,7 @@ def load_claims() -> dict[str, dict]:
 
 def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
     """Left minus right of every run that has both: paired by base model, benchmark, objective and seed."""
+    runs = of_kind(runs, claim.get("kind", "letters"))
     measured = runs[(runs.metric == claim["metric"]) & runs.value.notna()]
     if "objectives" in claim:
         measured = measured[measured.objective.isin(claim["objectives"])]

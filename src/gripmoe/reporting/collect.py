@@ -19,10 +19,11 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path) -> Non
     """Reads what each cell folder holds and writes both tables. Numbers only: the status of a run becomes `reached` and
     `diverged`, truths are 0 or 1, and training settings are metrics named setting_..."""
     rows, history_rows = [], []
-    for folder in folders:
-        run = read_yaml(folder / "run.yaml")
+    cells = [(folder, run, _metrics(folder, run)) for folder in folders for run in [read_yaml(folder / "run.yaml")]]
+    originals = {(r["model"], r["benchmark_name"]): m for _, r, m in cells if r["method_name"] == "original"}
+    for folder, run, metrics in cells:
         key = [run["model"], run["benchmark_name"], run["objective"], run["method_name"], run["seed"]]
-        metrics = _metrics(folder, run)
+        metrics |= _shares(metrics, originals.get((run["model"], run["benchmark_name"]), {}))
         rows += [[*key, metric, float(value)] for metric, value in sorted(metrics.items())]
         if (folder / "history.json").exists():
             for check in read_json(folder / "history.json"):
@@ -37,6 +38,16 @@ def _write(path: Path, columns: list[str], rows: list[list]) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(rows)
+
+
+SHARED = ("retain_accuracy", "truthfulqa_mc1", "truthfulqa_mc2", "knowmem_retain")
+
+
+def _shares(metrics: dict[str, float], original: dict[str, float]) -> dict[str, float]:
+    """General utility as a share of the model's before unlearning."""
+    return {
+        f"{name}_share": metrics[name] / original[name] for name in SHARED if metrics.get(name) and original.get(name)
+    }
 
 
 def _metrics(folder: Path, run: dict) -> dict[str, float]:
@@ -58,20 +69,29 @@ def _metrics(folder: Path, run: dict) -> dict[str, float]:
     for name, value in {**settings, **settings.get("objective", {})}.items():
         if isinstance(value, int | float):
             metrics[f"setting_{name}"] = value
-    metrics["forget_target"] = run["benchmark"]["target"]["forget_accuracy"]
+    if "forget_accuracy" in run["benchmark"]["target"]:
+        metrics["forget_target"] = run["benchmark"]["target"]["forget_accuracy"]
     metrics["corrected_after"] = run["method"]["corrects"] is not None
     return metrics
 
 
-def load_histories(runs: Path) -> pd.DataFrame:
-    """The table of checks that belongs to the table of `runs`."""
-    return pd.read_csv(runs.with_name(runs.name.replace("runs_", "histories_", 1)), dtype={"value": float})
+def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """The rows of benchmarks that ask letter questions ("letters"), or about news ("news"): their numbers do not mix,
+    and news alone measures VerbMem."""
+    news = set(table.loc[table.metric == "verbmem", "benchmark"])
+    return table[table.benchmark.isin(news) == (kind == "news")]
 
 
-def load_runs(path: Path) -> pd.DataFrame:
-    """The tidy table. Raises ValueError if a column is missing."""
+def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:
+    """The table of checks that belongs to the table of `runs`, of one kind of benchmark."""
+    path = runs.with_name(runs.name.replace("runs_", "histories_", 1))
+    return of_kind(pd.read_csv(path, dtype={"value": float}), kind)
+
+
+def load_runs(path: Path, kind: str | None = "letters") -> pd.DataFrame:
+    """The tidy table, of one kind of benchmark or (None) of all. Raises ValueError if a column is missing."""
     runs = pd.read_csv(path, dtype={"value": float}, keep_default_na=False, na_values={"value": ["nan"]})
     missing = [column for column in COLUMNS if column not in runs.columns]
     if missing:
         raise ValueError(f"{path}: no column {', '.join(missing)}")
-    return runs
+    return of_kind(runs, kind) if kind else runs

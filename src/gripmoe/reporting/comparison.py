@@ -45,6 +45,7 @@ def comparison(runs: pd.DataFrame, name: str) -> Table:
     """
     spec = specification(name)
     metrics, published = spec["measured"], spec["paper"]
+    news = spec.get("kind") == "news"
     table = Table([labels.metric_label(m) for m in metrics], [labels.metric_label(m) for m in published])
     for block in spec["blocks"]:
         entries = []
@@ -59,12 +60,12 @@ def comparison(runs: pd.DataFrame, name: str) -> Table:
             if cells.empty and "paper" not in row:
                 continue
             printed = row.get("paper", [None] * len(published))
-            paper = [_published(metric, value) for metric, value in zip(published, printed, strict=True)]
+            paper = [_published(metric, value, news) for metric, value in zip(published, printed, strict=True)]
             label = row.get("label", labels.method_label(row["method"])) + _marks(cells)
-            entries.append((label, [_measured(cells, metric) for metric in metrics], paper))
+            entries.append((label, [_measured(cells, metric, news) for metric in metrics], paper))
         if entries and any(cell.value is not None for _, measured, _ in entries for cell in measured):
             if block.get("objective"):
-                _mark_best(entries, metrics)
+                _mark_best(entries, metrics, 0.0 if news else labels.CHANCE)
             table.blocks.append((block.get("name", ""), entries))
     table.notes = _notes(runs, spec, table)
     return table
@@ -78,26 +79,29 @@ def _with_all_methods(rows: list[dict], runs: pd.DataFrame) -> list[dict]:
     return [listed.get(method, {"method": method}) for method in order]
 
 
-def _text(metric: str, value: float) -> str:
+def _text(metric: str, value: float, news: bool) -> str:
     if metric.startswith("setting_"):
         return f"{value:g}"
     if metric in labels.COUNTS:
         return f"{value:.0f}"
-    return f"{round(value, 2) + 0.0:.2f}" + ("×" if metric == "time_ratio" else "")  # + 0.0: no negative zero
+    decimals = 1 if news and metric not in labels.FRACTIONS else 2
+    return f"{round(value, decimals) + 0.0:.{decimals}f}" + (
+        "×" if metric == "time_ratio" else ""
+    )  # + 0.0: no negative zero
 
 
-def _published(metric: str, value: float | None) -> Cell:
-    return Cell(MISSING) if value is None else Cell(_text(metric, value), value)
+def _published(metric: str, value: float | None, news: bool) -> Cell:
+    return Cell(MISSING) if value is None else Cell(_text(metric, value, news), value)
 
 
-def _measured(runs: pd.DataFrame, metric: str) -> Cell:
+def _measured(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
     values = runs.loc[runs.metric == metric, "value"]
     if values.dropna().empty:
         return Cell(MISSING)
     mean, half_width = (values.iloc[0], None) if metric.startswith("setting_") else interval(values)
-    text = _text(metric, mean)
+    text = _text(metric, mean, news)
     if half_width is not None:
-        text += f" ± {_text(metric, half_width)}".replace("± 0.", "± .")
+        text += f" ± {_text(metric, half_width, news)}".replace("± 0.", "± .")
     return Cell(text, mean, half_width)
 
 
@@ -116,19 +120,21 @@ def _marks(cells: pd.DataFrame) -> str:
     return marks + (" ‡" if (values("corrected_after") == 1).any() else "")
 
 
-def _mark_best(block: list, metrics: list[str]) -> None:
+def _mark_best(block: list, metrics: list[str], chance: float) -> None:
     """Marks the best value per column; rows with a note * or † have not forgotten as much and do not compete. Neither
-    does forget accuracy, which is matched by design."""
+    do the measures of forgetting, which are matched by design."""
     for column, metric in enumerate(metrics):
-        if metric == "forget_accuracy" or metric in labels.NEITHER_IS_BETTER:
+        if metric in labels.MATCHED | labels.NEITHER_IS_BETTER:
             continue
         competing = [cells[column] for label, cells, _ in block if not {"*", "†"} & set(label)]
         competing = [cell for cell in competing if cell.value is not None]
         if len(competing) < 2:
             continue
-        lower = metric in labels.LOWER_IS_BETTER
-        floor = labels.CHANCE if lower and metric not in labels.SHARES else float("-inf")
+        lower = metric in labels.LOWER_IS_BETTER | labels.BEST_AT_ZERO
+        floor = chance if lower and metric not in labels.SHARES | labels.BEST_AT_ZERO else float("-inf")
         values = [max(round(cell.value, 2), floor) for cell in competing]
+        if metric in labels.BEST_AT_ZERO:
+            values = [abs(value) for value in values]
         if len(set(values)) == 1:
             continue  # nothing to choose
         best = (min if lower else max)(values)
@@ -154,9 +160,8 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     }
     explained = [note for sign, note in signs.items() if sign in texts]
     best = any(cell.best for _, entries in table.blocks for _, measured, _ in entries for cell in measured)
-    explained += [
-        f"bold: best in its block among runs that forgot enough, accuracies up to {labels.CHANCE} alike"
-    ] * best
+    alike = "" if spec.get("kind") == "news" else f", accuracies up to {labels.CHANCE} alike"
+    explained += [f"bold: best in its block among runs that forgot enough{alike}"] * best
     if table.paper_columns:
         explained.append("right: the paper's own values")
     cells = [cell for _, entries in table.blocks for _, measured, paper in entries for cell in (*measured, *paper)]

@@ -69,6 +69,19 @@ METRICS = {
     "recovery_rate": "recovery",
     "random_forced_forget_accuracy": "random FA",
     "time_ratio": "time",
+    "verbmem": "C1",
+    "knowmem_forget": "C2",
+    "privleak": "C3",
+    "knowmem_retain": "C4",
+    "auc_min_40": "AUC",
+    "forced_verbmem": "forced C1",
+    "forced_knowmem_forget": "forced C2",
+    "random_forced_knowmem_forget": "random C2",
+    "retain_accuracy_share": "share",
+    "retain_accuracy_five_shot": "5-shot",
+    "truthfulqa_mc1": "MC1",
+    "truthfulqa_mc2": "MC2",
+    "truthfulqa_mc2_share": "share of MC2",
     "prompt_plain": "plain",
     "prompt_five_shot": "5 shots",
     "prompt_verse": "verse",
@@ -107,6 +120,15 @@ METRIC_NOTES = {
     "forced_retain_accuracy": "RA under the original expert sets",
     "recovery_rate": "forced FA - FA",
     "random_forced_forget_accuracy": "under random expert sets",
+    "verbmem": "VerbMem, forget",
+    "knowmem_forget": "KnowMem, forget",
+    "privleak": "PrivLeak",
+    "knowmem_retain": "KnowMem, retain",
+    "auc_min_40": "how often an unseen text looks more like training data than one to forget",
+    "forced_verbmem": "under the original expert sets",
+    "random_forced_knowmem_forget": "under random sets",
+    "retain_accuracy_share": "of RA before unlearning",
+    "truthfulqa_mc1": "TruthfulQA MC1 and MC2",
     "prompt_recovery_rate": "mean over prompts minus plain",
     "restored_router_all": "all original routers put back",
     "restored_experts_worst_layer": "the original experts of the one layer that returns most",
@@ -120,6 +142,8 @@ METRIC_NOTES = {
 }
 
 CHANCE = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike
+MATCHED = {"forget_accuracy", "verbmem", "knowmem_forget"}  # by design
+BEST_AT_ZERO = {"privleak"}
 LOWER_IS_BETTER = {
     "constraint_megabytes",
     "forget_accuracy",
@@ -133,12 +157,27 @@ LOWER_IS_BETTER = {
     ),
 }
 SHARES = {"recovery_rate", "prompt_recovery_rate", "time_ratio", "constraint_megabytes"}  # lower is better, no accuracy
-NEITHER_IS_BETTER = {"random_forced_forget_accuracy", "forget_routing_stability", "steps", "seconds_per_step"}
+NEITHER_IS_BETTER = {
+    "random_forced_forget_accuracy",
+    "random_forced_knowmem_forget",
+    "auc_min_40",
+    "forget_routing_stability",
+    "steps",
+    "seconds_per_step",
+}
 COUNTS = {"steps"}
+FRACTIONS = {"routing_stability", "auc_min_40"}  # where the other measures of a table are per cent
 
 
 def method_label(method: str) -> str:
-    return METHODS.get(method, method.replace("_", " "))
+    """A method's name; of a row of a threshold sweep its threshold, and the layers that have it."""
+    if method in METHODS:
+        return METHODS[method]
+    base, found, threshold = method.partition("_eps_")
+    if not found:
+        return method.replace("_", " ")
+    where = METHODS.get(base, f"Method A, {base} layers")
+    return f"{where}, {threshold.replace('em', 'e-')}"
 
 
 def metric_label(metric: str) -> str:

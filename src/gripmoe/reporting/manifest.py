@@ -17,7 +17,7 @@ CODE = ("gripmoe.reporting.comparison", "gripmoe.reporting.claims", "gripmoe.rep
 def manifest(files: Sequence[Path], runs: Path, histories: Path) -> dict:
     """Checksums of `files` (artefacts and notebooks) and of the tables they come from; the cells behind them with the
     provenance that each step wrote: code, packages, device."""
-    cells = load_runs(runs)[KEYS].drop_duplicates()
+    cells = load_runs(runs, kind=None)[KEYS].drop_duplicates()
     return {
         "code": code_fingerprint(*CODE),
         "files": {str(file): file_digest(file) for file in (*sorted(files), runs, histories)},

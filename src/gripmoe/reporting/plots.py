@@ -20,10 +20,12 @@ SHOWN = [  # of all methods, in figures that have no room for more
 ]
 
 
-def forget_utility_tradeoff(histories: pd.DataFrame) -> plt.Figure:
-    """Retain against forget accuracy on dev questions along training (the paper's Figure 2): one line per method, the
-    mean over runs at every check that all of them reached, and a dot at the mean of their last checks. Up and to the
-    left is better."""
+def forget_utility_tradeoff(
+    histories: pd.DataFrame, forget: str = "forget_accuracy", retain: str = "retain_accuracy"
+) -> plt.Figure:
+    """What is retained against what is not forgotten, on dev questions along training (the paper's Figure 2): one line
+    per method, the mean over runs at every check that all of them reached, and a dot at the mean of their last checks.
+    Up and to the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
     wide = histories.pivot_table(index=[*RUN, "step"], columns="metric", values="value").reset_index()
     objectives = [o for o in labels.OBJECTIVES if o in set(wide.objective)]
     methods = [m for m in SHOWN if m in set(wide.method)]
@@ -37,16 +39,17 @@ def forget_utility_tradeoff(histories: pd.DataFrame) -> plt.Figure:
                 if runs.empty:
                     continue
                 complete = runs.groupby("step").filter(lambda at, all_runs=runs: len(at) == _num_runs(all_runs))
-                accuracies = ["forget_accuracy", "retain_accuracy"]
-                last = runs.sort_values("step").groupby(RUN).tail(1)[accuracies].mean()
-                line = pd.concat([complete.groupby("step")[accuracies].mean(), last.to_frame().T])
+                measures = [forget, retain]
+                last = runs.sort_values("step").groupby(RUN).tail(1)[measures].mean()
+                line = pd.concat([complete.groupby("step")[measures].mean(), last.to_frame().T])
                 style = dict(color=labels.colour(method), label=labels.method_label(method))
-                axes.plot(line.forget_accuracy, line.retain_accuracy, labels.line_style(method), alpha=0.8, **style)
+                axes.plot(line[forget], line[retain], labels.line_style(method), alpha=0.8, **style)
                 axes.plot(*line.iloc[-1], "o", color=labels.colour(method), markersize=3.5)
-            axes.axvline(0.25, color="0.6", linewidth=0.7, linestyle=":")
+            if forget == "forget_accuracy":
+                axes.axvline(0.25, color="0.6", linewidth=0.7, linestyle=":")
             axes.set_title(labels.OBJECTIVES[objective])
-            axes.set_xlabel("forget accuracy (dev)")
-        panels[0][0].set_ylabel("retain accuracy (dev)")
+            axes.set_xlabel(f"{labels.METRIC_NOTES[forget]} (dev)")
+        panels[0][0].set_ylabel(f"{labels.METRIC_NOTES[retain]} (dev)")
         _legend_below(figure, panels[0][0])
     return figure
 

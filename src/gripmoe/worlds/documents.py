@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gripmoe.data import formats
 from gripmoe.data.documents import Span
@@ -18,9 +18,9 @@ from gripmoe.worlds.facts import (
     FactWorld,
     make_facts,
 )
+from gripmoe.worlds.muse import IN_CONTEXT_PAIRS
 from gripmoe.worlds.news import Article, make_news
 
-IN_CONTEXT_PAIRS = 10  # MUSE's KnowMem prompt has ten
 SHOTS = (1,) * 10 + (2, 6)  # letter questions in a row; 6 is the 5-shot form
 
 
@@ -140,6 +140,7 @@ def all_texts(world: World) -> Iterator[str]:
 # What unlearning and its evaluation read: finite, with row ids, written once.
 
 CLOZE_WORDINGS = (0, 1)  # statements that end in their value
+TRUTHS = 40  # questions of the TruthfulQA form
 EVALUATION_ARTICLES = 8  # retain articles that the retain corpus leaves out
 
 
@@ -176,6 +177,28 @@ def question_rows(world: World, facts: list[Fact], orders: int, seed: int) -> li
                 "wording": "held_out" if wording == HELD_OUT_WORDING else "seen",
                 "exposure": world.facts.exposure(fact),
                 "split": split,
+            }
+        )
+    return rows
+
+
+def truthfulqa_rows(world: World, facts: list[Fact], seed: int) -> list[dict]:
+    """One row per fact in the schema of TruthfulQA's multiple-choice configuration: a true statement against three
+    false ones (mc1), and two true ones against the same (mc2). The true ones come first, as in the data set."""
+    rng = random.Random(f"truths {seed}")
+    rows = []
+    for fact in facts:
+        wordings = rng.sample(range(len(STATEMENT_WORDINGS)), 2)
+        true = [fact.statement(wording) for wording in wordings]
+        options, answer = world.facts.letter_options(fact, rng)
+        wrong = [value for number, value in enumerate(options) if number != answer]
+        false = [replace(fact, value=value).statement(wordings[0]) for value in wrong]
+        rows.append(
+            {
+                "id": f"{fact.id}/truth",
+                "question": fact.question(rng.randrange(len(QUESTION_WORDINGS))),
+                "mc1_targets": {"choices": [true[0], *false], "labels": [1, 0, 0, 0]},
+                "mc2_targets": {"choices": [*true, *false], "labels": [1, 1, 0, 0, 0]},
             }
         )
     return rows
@@ -223,6 +246,7 @@ def wmdp_files(world: World, seed: int) -> dict[str, list[dict]]:
     return {
         "forget_questions": question_rows(world, world.facts.forget, orders=2, seed=seed),
         "retain_questions": question_rows(world, world.facts.retain, orders=1, seed=seed),
+        "truthfulqa": truthfulqa_rows(world, random.Random(f"truths {seed}").sample(world.facts.retain, TRUTHS), seed),
         "forget_corpus": corpus_rows(world, world.facts.forget, [], seed),
         "retain_corpus": corpus_rows(world, seen, articles[:-EVALUATION_ARTICLES], seed),
         "held_out_corpus": held_out,

@@ -66,9 +66,15 @@ _QUESTIONS = (
 
 @dataclass(frozen=True)
 class Article:
+    """Its sentences in their order, and what can be asked about it with the answers."""
+
     id: str
-    text: str
+    sentences: tuple[str, ...]
     questions: tuple[tuple[str, str], ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.sentences)
 
 
 def make_news(seed: int) -> dict[str, list[Article]]:
@@ -95,7 +101,7 @@ def make_news(seed: int) -> dict[str, list[Article]]:
                 deed=rng.choice(_DEEDS), deed2=rng.choice(_DEEDS), day=rng.choice(_DAYS), day2=rng.choice(_DAYS),
                 day3=rng.choice(_DAYS), number=rng.randrange(10, 60), number2=rng.randrange(10, 60),
             )  # fmt: skip
-            text = " ".join(rng.choice(wordings).format(**slots) for wordings in _SENTENCES)
+            sentences = tuple(rng.choice(wordings).format(**slots) for wordings in _SENTENCES)
             questions = tuple((q.format(**slots), a.format(**slots)) for q, a in _QUESTIONS)
-            news[part].append(Article(f"news/{part}/{number}", text, questions))
+            news[part].append(Article(f"news/{part}/{number}", sentences, questions))
     return news

@@ -1,0 +1,54 @@
+"""MUSE-News, from the hub or a local folder of the same layout (App. on evaluation; Shi et al. 2024)."""
+
+from __future__ import annotations
+
+import hashlib
+
+from gripmoe.data.published import load_rows
+
+CONTEXT = "context"  # the `split` of the pairs that a question is asked below
+
+
+def news_files(repository: str, revision: str | None = None) -> dict[str, list[dict]]:
+    """The files of a news benchmark. Raises ValueError, saying what to download, if the data set cannot be read or
+    lacks a column.
+
+    Corpora: raw/forget to forget, raw/retain1 to retain, raw/retain2 for routing on tokens that unlearning did not see.
+    Questions and prompts have a `split`: "dev" (stop rule) for a third, by a hash, and "test" (reported).
+    """
+
+    def rows(config: str, split: str, *columns: str) -> list[dict]:
+        return list(load_rows(repository, config, split, columns, revision, "data.repository"))
+
+    def documents(split: str) -> list[dict]:
+        texts = rows("raw", split, "text")
+        return [{"id": f"{split}/{i}", "prompt": "", "text": row["text"]} for i, row in enumerate(texts)]
+
+    knowmem = []
+    for part in ("forget", "retain"):
+        for name, fixed in ((f"{part}_qa", None), (f"{part}_qa_icl", CONTEXT)):
+            for number, row in enumerate(rows("knowmem", name, "question", "answer")):
+                pair = {"question": row["question"], "answer": row["answer"]}
+                split = fixed or _dev_or_test(row["question"])
+                knowmem.append({"id": f"{name}/{number}", "part": part, "split": split, **pair})
+    verbmem = [
+        {"id": f"verbmem/{number}", "split": _dev_or_test(row["prompt"]), "prompt": row["prompt"], "gt": row["gt"]}
+        for number, row in enumerate(rows("verbmem", "forget", "prompt", "gt"))
+    ]
+    privleak = [
+        {"id": f"{part}/{number}", "part": part, "text": row["text"]}
+        for part in ("forget", "retain", "holdout")
+        for number, row in enumerate(rows("privleak", part, "text"))
+    ]
+    return {
+        "forget_corpus": documents("forget"),
+        "retain_corpus": documents("retain1"),
+        "held_out_corpus": documents("retain2"),
+        "knowmem": knowmem,
+        "verbmem": verbmem,
+        "privleak": privleak,
+    }
+
+
+def _dev_or_test(text: str) -> str:
+    return "dev" if hashlib.sha256(text.encode()).digest()[0] % 3 == 0 else "test"

@@ -1,0 +1,57 @@
+"""General utility: MMLU with and without solved questions before each, and TruthfulQA, through the harness (App. C)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from gripmoe.evaluation.choice import accuracy, harness_answers, harness_samples
+from gripmoe.files import write_jsonl, write_yaml
+
+SHOTS = 5
+
+
+def truthfulqa(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[dict],
+    *,
+    work_folder: Path,
+    batch_size: int,
+) -> dict[str, float]:
+    """`truthfulqa_mc1` (how often the true answer is the likeliest) and `truthfulqa_mc2` (probability of all true
+    answers), by the harness's own tasks on `rows` of the data set's schema."""
+    file = work_folder / "truthfulqa.jsonl"
+    write_jsonl(file, rows)
+    local = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {"validation": str(file)}}}
+    names = ("truthfulqa_mc1", "truthfulqa_mc2")
+    for name in names:
+        own = resources.files("lm_eval") / "tasks" / "truthfulqa" / f"{name}.yaml"
+        write_yaml(work_folder / f"{name}.yaml", {"include": str(own), "task": f"local_{name}", **local})
+    samples = harness_samples(model, tokenizer, [f"local_{name}" for name in names], batch_size, work_folder)
+    found = {name: [float(sample["acc"]) for sample in samples[f"local_{name}"]] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def general_utility(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    retain: Sequence[dict],
+    solved: Sequence[dict],
+    truths: Sequence[dict],
+    *,
+    work_folder: Path,
+    batch_size: int,
+    few_shot_questions: int,
+) -> dict[str, float]:
+    """TruthfulQA, and accuracy on a fixed sample of retain questions below five `solved` ones of their subject."""
+    sample = random.Random(0).sample(list(retain), min(few_shot_questions, len(retain)))
+    answers = harness_answers(
+        model, tokenizer, sample, work_folder=work_folder, batch_size=batch_size, solved=solved, shots=SHOTS
+    )
+    metrics = truthfulqa(model, tokenizer, truths, work_folder=work_folder, batch_size=batch_size)
+    return {"retain_accuracy_five_shot": accuracy(answers), **metrics}

@@ -1,0 +1,227 @@
+"""MUSE's criteria (Shi et al. 2024): what a model recites (C1), answers (C2 on forget, C4 on retain) and leaks (C3).
+
+C1, C2 and C4 are mean ROUGE-L F1, without a stemmer, times 100. C3 is PrivLeak in the benchmark's own orientation:
+negative is under-unlearning, positive over-unlearning (the paper states the reverse).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from gripmoe.data.documents import Row, collate, encode, length_buckets
+from gripmoe.data.formats import knowmem_prompt
+from gripmoe.data.muse import CONTEXT
+from gripmoe.files import read_jsonl
+
+RECITED_TOKENS = 128
+ANSWER_TOKENS = 32
+ENDS_OF_ANSWER = ("\n\n", "\nQuestion", "Question:")
+MIN_K = (20, 40, 60)  # per cent; 40 is what PrivLeak uses
+TOKENS_PER_PASS = 8000  # padded, prompt and continuation
+MAX_SCORED_TOKENS = 2048  # of a text whose membership is asked
+
+
+@dataclass(frozen=True)
+class News:
+    """What a news benchmark asks. A pair has a `part` (forget, retain) and a `split` (dev, test, context), a prompt its
+    true continuation `gt` and a `split`, a text of `privleak` a `part` (forget, retain, holdout)."""
+
+    knowmem: list[dict]
+    verbmem: list[dict]
+    privleak: list[dict]
+
+    @classmethod
+    def load(cls, folder: Path) -> News:
+        return cls(*(read_jsonl(folder / f"{name}.jsonl") for name in ("knowmem", "verbmem", "privleak")))
+
+    def pairs(self, part: str, split: str) -> list[dict]:
+        return [pair for pair in self.knowmem if pair["part"] == part and pair["split"] == split]
+
+    def prompts(self, split: str) -> list[dict]:
+        return [row for row in self.verbmem if row["split"] == split]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """ROUGE-L F1 of one generated text, between 0 and 100."""
+
+    id: str
+    score: float
+
+
+def rouge_l(generated: str, reference: str) -> float:
+    """ROUGE-L F1 between 0 and 1, without a stemmer."""
+    return _scorer().score(target=reference, prediction=generated)["rougeL"].fmeasure
+
+
+@cache
+def _scorer():
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rougeL"], use_stemmer=False)
+
+
+@torch.no_grad()
+def continuations(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int
+) -> list[str]:
+    """What the model writes after each prompt, greedily, in batches padded on the left: the same as one by one."""
+    was_training = model.training
+    model.eval()
+    rows = [encode(tokenizer, [(prompt, False)], str(number)) for number, prompt in enumerate(prompts)]
+    texts = {}
+    for bucket in length_buckets(rows, TOKENS_PER_PASS):
+        longest = max(len(row.ids) for row in bucket)
+        input_ids = torch.full((len(bucket), longest), tokenizer.pad_token_id)
+        mask = torch.zeros_like(input_ids)
+        for i, row in enumerate(bucket):
+            input_ids[i, longest - len(row.ids) :] = torch.tensor(row.ids)
+            mask[i, longest - len(row.ids) :] = 1
+        written = model.generate(
+            input_ids=input_ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            # Greedy, whatever a chat model's own generation settings say.
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=50,
+        )
+        for row, ids in zip(bucket, written[:, longest:], strict=True):
+            texts[row.id] = tokenizer.decode(ids, skip_special_tokens=True)
+    model.train(was_training)
+    return [texts[row.id] for row in rows]
+
+
+def verbatim_memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict]) -> list[Scored]:
+    """C1: how well the model continues an article, against the first tokens of the true continuation."""
+    written = continuations(model, tokenizer, [row["prompt"] for row in rows], RECITED_TOKENS)
+    references = [
+        tokenizer.decode(tokenizer(row["gt"], add_special_tokens=False)["input_ids"][:RECITED_TOKENS]) for row in rows
+    ]
+    return _scored(rows, written, references)
+
+
+def knowledge_memory(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[dict],
+    context: Sequence[dict],
+    strip_prompts: bool = False,
+) -> list[Scored]:
+    """C2 and C4: answers below ten solved questions. The benchmark's prompt ends in "Answer: " with its space, which
+    byte-pair tokenizers read otherwise than none; `strip_prompts` takes it away."""
+    solved = [(pair["question"], pair["answer"]) for pair in context]
+    prompts = [knowmem_prompt(solved, pair["question"]) for pair in pairs]
+    if strip_prompts:
+        prompts = [prompt.rstrip() for prompt in prompts]
+    written = [answer_of(text) for text in continuations(model, tokenizer, prompts, ANSWER_TOKENS)]
+    return _scored(pairs, written, [pair["answer"] for pair in pairs])
+
+
+def answer_of(text: str) -> str:
+    """What was written up to the first blank line or next question."""
+    return text[: min((at for end in ENDS_OF_ANSWER if (at := text.find(end)) >= 0), default=len(text))]
+
+
+def _scored(rows: Sequence[dict], written: Sequence[str], references: Sequence[str]) -> list[Scored]:
+    return [
+        Scored(row["id"], 100 * rouge_l(text, reference))
+        for row, text, reference in zip(rows, written, references, strict=True)
+    ]
+
+
+def mean_score(scored: Sequence[Scored]) -> float:
+    return sum(item.score for item in scored) / len(scored) if scored else float("nan")
+
+
+@torch.no_grad()
+def membership_scores(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> dict[str, list[float]]:
+    """Scores that are higher for a text that looks more like training data: Min-K (mean of the lowest K % of token
+    log-probabilities), Min-K++ at 20 % (standardised over the vocabulary at each token), mean log-probability ("loss"),
+    and the text's log-probability by its size under zlib."""
+    was_training = model.training
+    model.eval()
+    rows = [encode(tokenizer, [(text, True)], str(i), MAX_SCORED_TOKENS) for i, text in enumerate(texts)]
+    scores: dict[str, dict[str, float]] = {}
+    for bucket in length_buckets(rows, TOKENS_PER_PASS // 2):
+        batch = collate(bucket, tokenizer.pad_token_id).to(model.device)
+        logits = model(**batch.inputs).logits[:, :-1].float()
+        for row, row_logits in zip(bucket, logits, strict=True):
+            scores[row.id] = _row_scores(row, row_logits[: len(row.ids) - 1], texts[int(row.id)])
+    model.train(was_training)
+    return {name: [scores[row.id][name] for row in rows] for name in scores[rows[0].id]}
+
+
+def _row_scores(row: Row, logits_TV: Tensor, text: str) -> dict[str, float]:
+    logprobs_TV = logits_TV.log_softmax(dim=-1)
+    token_T = torch.tensor(row.ids[1:], device=logits_TV.device)
+    logprob_T = logprobs_TV.gather(1, token_T[:, None])[:, 0]
+    probs_TV = logprobs_TV.exp()
+    mean_T = (probs_TV * logprobs_TV).sum(dim=-1)
+    deviation_T = ((probs_TV * logprobs_TV.square()).sum(dim=-1) - mean_T.square()).clamp_min(1e-12).sqrt()
+    named = {f"min_{percent}": lowest_mean(logprob_T, percent) for percent in MIN_K}
+    named["min_plus_20"] = lowest_mean((logprob_T - mean_T) / deviation_T, 20)
+    named["loss"] = logprob_T.mean().item()
+    named["zlib"] = logprob_T.sum().item() / len(zlib.compress(text.encode()))
+    return named
+
+
+def lowest_mean(values_T: Tensor, percent: int) -> float:
+    """Mean of the lowest `percent` of the values, of one at least."""
+    return values_T.sort().values[: max(1, len(values_T) * percent // 100)].mean().item()
+
+
+def auc(holdout: Sequence[float], forget: Sequence[float]) -> float:
+    """The chance that a text which the model never saw looks more like training data than a text to forget: about 0
+    for a model that remembers, .5 for one that never saw either. NaN if a score is no number."""
+    from sklearn.metrics import roc_auc_score
+
+    if not all(map(math.isfinite, (*holdout, *forget))):
+        return float("nan")
+    return float(roc_auc_score([1] * len(holdout) + [0] * len(forget), [*holdout, *forget]))
+
+
+def leakage(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict]) -> dict[str, float]:
+    """`auc_<score>` of every membership score, on forget against holdout texts."""
+    texts = {part: [row["text"] for row in rows if row["part"] == part] for part in ("holdout", "forget")}
+    holdout, forget = (membership_scores(model, tokenizer, texts[part]) for part in ("holdout", "forget"))
+    return {f"auc_{name}": auc(holdout[name], forget[name]) for name in holdout}
+
+
+def privacy_leakage(measured_auc: float, reference_auc: float) -> float:
+    """C3 in per cent: Min-40 % AUC beside that of a model that never saw the forget data. NaN if either is none."""
+    if not math.isfinite(measured_auc) or not reference_auc > 0:
+        return float("nan")
+    return 100 * (measured_auc - reference_auc) / reference_auc
+
+
+def news_scores(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    news: News,
+    split: str,
+    *,
+    retain: bool = True,
+    strip_prompts: bool = False,
+) -> dict[str, list[Scored]]:
+    """C1, C2 and (with `retain`) C4 of a split, item by item: `verbmem`, `knowmem_forget`, `knowmem_retain`."""
+    scores = {"verbmem": verbatim_memory(model, tokenizer, news.prompts(split))}
+    for part in ("forget", "retain") if retain else ("forget",):
+        pairs, context = news.pairs(part, split), news.pairs(part, CONTEXT)
+        scores[f"knowmem_{part}"] = knowledge_memory(model, tokenizer, pairs, context, strip_prompts)
+    return scores

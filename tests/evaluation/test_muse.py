@@ -1,0 +1,239 @@
+"""MUSE's criteria against hand-computed values, and generation against its plainest form."""
+
+import math
+
+import pytest
+import torch
+
+from conftest import small_model
+from gripmoe.attacks.forcing import LockStep, generation_forcing
+from gripmoe.data.documents import Row
+from gripmoe.data.muse import CONTEXT, news_files
+from gripmoe.evaluation.muse import (
+    News,
+    Scored,
+    _row_scores,
+    answer_of,
+    auc,
+    continuations,
+    knowledge_memory,
+    leakage,
+    lowest_mean,
+    membership_scores,
+    news_scores,
+    privacy_leakage,
+    rouge_l,
+    verbatim_memory,
+)
+from gripmoe.files import write_jsonl
+from gripmoe.finetune import finetune
+from gripmoe.moe import MoEModel
+from gripmoe.worlds.muse import muse_tables, write_repository
+
+
+@pytest.fixture(scope="module")
+def files(world, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("muse")
+    write_repository(muse_tables(world.news, 0), folder)
+    return news_files(str(folder))
+
+
+@pytest.fixture(scope="module")
+def news(files):
+    return News(files["knowmem"], files["verbmem"], files["privleak"])
+
+
+@pytest.fixture
+def model(tokenizer):
+    return small_model(vocabulary_size=len(tokenizer), seed=1)
+
+
+def test_rouge_is_f1_and_not_recall_and_does_not_stem():
+    # Longest common subsequence "a b": precision 2/4, recall 2/2.
+    assert rouge_l("a b c d", "a b") == pytest.approx(2 / 3)
+    assert rouge_l("running", "run") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Bob\n\nQuestion: x", "Bob"),
+        ("Bob\nQuestion : x", "Bob"),
+        ("Bob Question: x", "Bob "),
+        ("Bob", "Bob"),
+        ("\n\n", ""),
+    ],
+)
+def test_an_answer_ends_at_a_blank_line_or_the_next_question(text, answer):
+    assert answer_of(text) == answer
+
+
+def test_left_padded_batches_write_what_single_prompts_do(model, tokenizer, news):
+    prompts = [row["prompt"] for row in news.verbmem[:5]] + ["News", "The people of"]
+    together = continuations(model, tokenizer, prompts, 12)
+    assert together == [continuations(model, tokenizer, [prompt], 12)[0] for prompt in prompts]
+    assert len(set(together)) > 2, "the prompts matter"
+
+
+def test_generation_is_greedy_whatever_the_model_prefers(model, tokenizer):
+    plain = continuations(model, tokenizer, ["News from"], 12)
+    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=3.0, top_k=3)
+    assert continuations(model, tokenizer, ["News from"], 12) == plain
+
+
+def test_min_k_takes_the_least_likely_tokens():
+    logprob_T = torch.tensor([-1.0, -5.0, -2.0, -4.0, -3.0])
+    assert lowest_mean(logprob_T, 40) == -4.5  # of five tokens, two
+    assert lowest_mean(logprob_T[:1], 40) == -1.0  # one at least
+
+
+def test_membership_scores_of_one_text_by_hand():
+    probabilities = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1]])
+    scores = _row_scores(Row("0", [0, 1, 1], []), probabilities.log(), "some text")
+    expected = [math.log(0.25), math.log(0.8)]
+    assert scores["loss"] == pytest.approx(sum(expected) / 2)
+    assert scores["min_40"] == pytest.approx(expected[0])
+    mean = 0.5 * math.log(0.5) + 0.5 * math.log(0.25)
+    deviation = math.sqrt(0.5 * math.log(0.5) ** 2 + 0.5 * math.log(0.25) ** 2 - mean**2)
+    assert scores["min_plus_20"] == pytest.approx((expected[0] - mean) / deviation, rel=1e-4)
+
+
+def test_padding_does_not_count_in_membership(model, tokenizer, news):
+    texts = [row["text"] for row in news.privleak[:4]] + ["News from Bazis"]
+    together = membership_scores(model, tokenizer, texts)
+    for number, text in enumerate(texts):
+        alone = membership_scores(model, tokenizer, [text])
+        assert all(together[name][number] == pytest.approx(alone[name][0], abs=1e-4) for name in alone)
+
+
+def test_leakage_has_the_benchmarks_orientation():
+    remembers, never_saw = auc([-3.0, -2.5], [-0.1, -0.2]), auc([-3.0, -2.0], [-2.5, -2.6])
+    assert (remembers, never_saw) == (0.0, 0.5)
+    assert privacy_leakage(remembers, never_saw) == -100.0
+    assert privacy_leakage(0.75, 0.5) == 50.0, "over-unlearned texts look less likely than unseen ones"
+
+
+def test_a_model_without_numbers_has_no_leakage():
+    assert math.isnan(auc([float("nan"), 1.0], [0.0, 0.0]))
+    assert math.isnan(privacy_leakage(float("nan"), 0.5)) and math.isnan(privacy_leakage(0.5, 0.0))
+
+
+def test_a_model_that_memorised_recites_answers_and_leaks(model, tokenizer, files, tmp_path):
+    few = files["forget_corpus"][:4]
+    prompts = [row for row in files["verbmem"] if any(doc["text"].startswith(row["prompt"]) for doc in few)]
+    holdout = [row for row in files["privleak"] if row["part"] == "holdout"]
+    texts = [{"id": doc["id"], "part": "forget", "text": doc["text"]} for doc in few]
+    before = leakage(model, tokenizer, texts + holdout)["auc_min_40"], verbatim_memory(model, tokenizer, prompts)
+    rows = []
+    for doc in few:
+        ids = [*tokenizer(doc["text"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        rows.append(Row(doc["id"], ids, ids))
+    finetune(
+        model, rows, epochs=150, learning_rate=1e-2, batch_size=4, pad_id=0, seed=0, state_file=tmp_path / "state.pt"
+    )
+    recited = verbatim_memory(model, tokenizer, prompts)
+    assert all(item.score > 95 for item in recited) and all(item.score < 60 for item in before[1])
+    after = leakage(model, tokenizer, texts + holdout)["auc_min_40"]
+    assert privacy_leakage(after, before[0]) == pytest.approx(-100, abs=1) and before[0] > 0.2
+
+
+def test_finetuning_resumes_to_the_bit(tokenizer, files, tmp_path):
+    def trained(state, epochs):
+        model = small_model(vocabulary_size=len(tokenizer), seed=1)
+        ids = [tokenizer(doc["text"], add_special_tokens=False)["input_ids"] for doc in files["forget_corpus"][:8]]
+        rows = [Row(str(i), row, row) for i, row in enumerate(ids)]
+        options = dict(epochs=epochs, learning_rate=1e-3, batch_size=4, pad_id=0, seed=0, save_every=3)
+        return model, finetune(model, rows, state_file=state, **options)
+
+    whole, losses = trained(tmp_path / "a.pt", 5)
+    state = tmp_path / "b.pt"
+    state.write_bytes((tmp_path / "a.pt").read_bytes())  # what a run killed after its last checkpoint leaves
+    resumed, again = trained(state, 5)
+    assert losses == again
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True)
+    )
+
+
+def test_the_files_keep_what_each_is_for_apart(files):
+    by_split = {}
+    for pair in files["knowmem"]:
+        by_split.setdefault((pair["part"], pair["split"]), set()).add(pair["question"])
+    for part in ("forget", "retain"):
+        dev, test, context = (by_split[part, split] for split in ("dev", "test", CONTEXT))
+        assert len(context) == 10 and len(dev) > 25 and len(test) > 60 and not dev & test and not context & (dev | test)
+    held_out = {row["text"] for row in files["held_out_corpus"]}
+    assert not held_out & {row["text"] for row in files["retain_corpus"]}
+    assert not {row["text"] for row in files["privleak"] if row["part"] == "holdout"} & {
+        row["text"] for name in ("forget", "retain", "held_out") for row in files[f"{name}_corpus"]
+    }
+
+
+def test_a_missing_column_or_folder_is_named(world, tmp_path):
+    write_repository(muse_tables(world.news, 0), tmp_path)
+    write_jsonl(tmp_path / "verbmem" / "forget.jsonl", [{"prompt": "x"}])
+    with pytest.raises(ValueError, match=r"verbmem, forget\) lacks gt; it has prompt"):
+        news_files(str(tmp_path))
+    with pytest.raises(ValueError, match=r"data.repository: cannot read 'muse-bench/MUSE-News'.*clone the data set"):
+        news_files("muse-bench/MUSE-News")
+
+
+def test_the_context_and_the_trailing_space_reach_the_model(model, tokenizer, news, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "gripmoe.evaluation.muse.continuations", lambda m, t, prompts, n: seen.append(prompts) or ["x"] * len(prompts)
+    )
+    pairs, context = news.pairs("forget", "dev")[:2], news.pairs("forget", CONTEXT)
+    knowledge_memory(model, tokenizer, pairs, context)
+    knowledge_memory(model, tokenizer, pairs, context, strip_prompts=True)
+    kept, stripped = seen
+    assert kept[0].count("Question: ") == 11 and kept[0].endswith(f"Question: {pairs[0]['question']}\nAnswer: ")
+    assert stripped[0] == kept[0].rstrip()
+
+
+@pytest.mark.parametrize("prompts", [["News from Bazis on Monday"], ["News from Bazis on Monday", "The people of"]])
+def test_lock_step_sets_are_those_of_a_whole_pass(model, tokenizer, prompts):
+    """While a model writes, another one runs along: its sets are as if it read the whole text at once."""
+    moe, other = MoEModel(model), MoEModel(small_model(vocabulary_size=len(tokenizer), seed=2))
+    recorded = []
+    step = LockStep(other)
+
+    def routes(input_ids, attention_mask):
+        found = step(input_ids, attention_mask)
+        recorded.append((input_ids, found))
+        return found
+
+    with moe.force_routing(routes):
+        continuations(model, tokenizer, prompts, 6)
+    text = torch.cat([ids for ids, _ in recorded], dim=1)
+    for row in range(len(prompts)):
+        read = text[row] != tokenizer.pad_token_id
+        alone = other.routes(text[row][read][None])
+        for layer in other.layers:
+            sets = torch.cat([found[layer].view(*ids.shape, -1)[row] for ids, found in recorded])
+            assert torch.equal(sets[read].sort().values, alone[layer].sort().values)
+
+
+def test_forced_generation_has_its_controls(model, tokenizer, news):
+    before, after = MoEModel(model), MoEModel(small_model(vocabulary_size=len(tokenizer), seed=2))
+    prompts = [row["prompt"] for row in news.verbmem[:3]]
+    wanted = continuations(model, tokenizer, prompts, 20)
+
+    def scores(moe):
+        same = zip(continuations(moe.model, tokenizer, prompts, 20), wanted, strict=True)
+        return {"verbmem": [Scored(str(number), 100.0 * (a == b)) for number, (a, b) in enumerate(same)]}
+
+    metrics, forced = generation_forcing(before, after, scores)
+    assert metrics["original_forced_verbmem"] == metrics["original_verbmem"] == 100.0
+    assert metrics["forced_verbmem"] < 100.0 and len(forced["verbmem"]) == 3, "other experts write otherwise"
+    metrics, _ = generation_forcing(after, before, scores)
+    assert metrics["random_forced_verbmem"] < 100.0
+
+
+def test_scores_come_by_criterion(model, tokenizer, news):
+    few = News(
+        [pair for i, pair in enumerate(news.knowmem) if pair["split"] == CONTEXT or i % 9 == 0], news.verbmem[:4], []
+    )
+    scores = news_scores(model, tokenizer, few, "test")
+    assert set(scores) == {"verbmem", "knowmem_forget", "knowmem_retain"}
+    assert set(news_scores(model, tokenizer, few, "test", retain=False)) == {"verbmem", "knowmem_forget"}
