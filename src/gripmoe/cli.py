@@ -93,9 +93,9 @@ COMMANDS = (
         values=(("world", str, "tiny"), ("config", Path, Path("workflow/config"))),
     ),
     Command("plan", "why", "why a cell would run again", (), values=(("world", str, "tiny"), ("cell", str, ""))),
-    Command("report", "manifest", "write what artefacts are made of", ("runs", "histories", "output"), many="files"),
+    Command("report", "manifest", "write what artefacts are made of", ("runs", "output"), many="files"),
     Command("report", "verify", "recompute the checksums of a manifest", ("manifest",)),
-    Command("report", "collect", "gather all cells in tidy tables", ("output", "histories"), many="cells"),
+    Command("report", "collect", "gather all cells in tidy tables", ("output", "histories", "answers"), many="cells"),
 )
 
 

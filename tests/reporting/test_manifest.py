@@ -17,12 +17,12 @@ def written(tmp_path):
     write_json(cell / "checkpoint.json", {"weights": "123"})
     figure = tmp_path / "figure.png"
     figure.write_bytes(b"picture")
-    write_json(tmp_path / "manifest.json", manifest([figure], runs, histories))
+    write_json(tmp_path / "manifest.json", manifest([figure, histories], runs))
     return tmp_path
 
 
 def test_it_names_the_code_and_weights_behind_each_cell(written):
-    record = manifest([], written / "runs_w.csv", written / "histories_w.csv")
+    record = manifest([], written / "runs_w.csv")
     cell = record["cells"]["m/b/gd/ptc/3"]
     assert cell["weights"] == "123" and cell["steps"]["evaluation"]["code"] == "abc" and record["seeds"] == [3]
 

@@ -9,7 +9,7 @@ import yaml
 from matplotlib.image import imread
 
 import gripmoe.reporting
-from gripmoe.files import write_json, write_yaml
+from gripmoe.files import write_csv, write_json, write_yaml
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import COLUMNS, collect_cells, load_histories, load_runs
 from gripmoe.reporting.comparison import comparison, paper_values
@@ -20,6 +20,7 @@ from gripmoe.reporting.figures import (
     save_figure,
     stability_by_layer,
 )
+from gripmoe.reporting.paired import load_answers
 from gripmoe.reporting.tables import as_frame, as_latex, interval, save
 
 COMPARISONS = Path(gripmoe.reporting.__file__).with_name("comparisons.yaml")
@@ -202,7 +203,12 @@ def test_collecting_cells(tmp_path):
         cell / "checkpoint.json", {"weights": "abc", "status": "not_reached", "steps": 40, "accepted_layer_0": True}
     )
     write_json(cell / "history.json", [{"step": 10, "forget_accuracy": 0.5}])
-    collect_cells([cell], tmp_path / "runs_w.csv", tmp_path / "histories_w.csv")
+    asked = {"id": "q/0", "fact": "q", "exposure": "forget", "chosen": 2, "correct": 1, "wording": "seen"}
+    write_csv(cell / "questions.csv", [asked])
+    tables = (tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers"))
+    collect_cells([cell], *tables)
+    (answer,) = load_answers(tmp_path / "runs_w.csv").to_dict("records")
+    assert (answer["method"], answer["fact"], answer["chosen"], answer["correct"]) == ("ptc", "q", 2, 1)
     history = load_histories(tmp_path / "runs_w.csv")
     assert history[["method", "step", "metric", "value"]].values.tolist() == [["ptc", 10, "forget_accuracy", 0.5]]
     (tmp_path / "runs_w.csv").rename(tmp_path / "runs.csv")

@@ -3,10 +3,11 @@
 
 rule collect:
     input:
-        cell_files("run.yaml", "evaluation.json", "attack.json"),
+        cell_files("run.yaml", "evaluation.json", "questions.csv", "attack.json"),
     output:
         runs=RUNS,
         histories=HISTORIES,
+        answers=ANSWERS,
     log:
         f"{LOGS}/collect_{PROJECT.name}.log",
     conda:
@@ -18,7 +19,8 @@ rule collect:
         cells=sorted(str(Path(file).parent) for file in cell_files("run.yaml")),
         code=code_fingerprint("gripmoe.reporting.collect"),
     shell:
-        "gripmoe collect {params.cells} --output {output.runs} --histories {output.histories} > {log} 2>&1"
+        "gripmoe collect {params.cells} --output {output.runs} --histories {output.histories}"
+        " --answers {output.answers} > {log} 2>&1"
 
 
 for artefact in WORLD.artefacts:
@@ -30,6 +32,7 @@ for artefact in WORLD.artefacts:
             notebook=f"{workflow.basedir}/notebooks/{artefact}.ipynb",
             runs=RUNS,
             histories=HISTORIES,
+            answers=ANSWERS,
         output:
             files=[
                 (
@@ -56,6 +59,7 @@ for artefact in WORLD.artefacts:
             code=code_fingerprint(
                 "gripmoe.reporting.comparison",
                 "gripmoe.reporting.claims",
+                "gripmoe.reporting.paired",
                 "gripmoe.reporting.figures",
                 "gripmoe.reporting.plots",
                 "gripmoe.illustrations",
@@ -70,7 +74,7 @@ rule manifest:
         artefacts=artefact_files(),
         notebooks=[f"{workflow.basedir}/notebooks/{artefact}.ipynb" for artefact in WORLD.artefacts],
         runs=RUNS,
-        histories=HISTORIES,
+        tables=[HISTORIES, ANSWERS],
     output:
         report(MANIFEST, caption="../report/manifest.rst", category="Provenance"),
     log:
@@ -83,4 +87,5 @@ rule manifest:
     params:
         code=code_fingerprint("gripmoe.reporting.manifest"),
     shell:
-        "gripmoe manifest {input.artefacts} {input.notebooks} --runs {input.runs} --histories {input.histories} --output {output} > {log} 2>&1"
+        "gripmoe manifest {input.artefacts} {input.notebooks} {input.tables} --runs {input.runs} --output {output}"
+        " > {log} 2>&1"

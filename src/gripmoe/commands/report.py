@@ -13,14 +13,14 @@ from gripmoe.reporting.manifest import mismatches
 
 
 def collect(args) -> None:
-    """Tidy CSVs of all cells: a row per (model, benchmark, objective, method, seed, metric), and one per check."""
+    """Tidy CSVs of all cells: a row per cell and metric, per cell and check, per cell and letter question."""
     with recorded(beside(args.output), "gripmoe.reporting.collect"):
-        collect_cells(args.cells, args.output, args.histories)
+        collect_cells(args.cells, args.output, args.histories, args.answers)
 
 
 def manifest(args) -> None:
     """What the tables and figures of a world were made of."""
-    write_json(args.output, manifest_of(args.files, args.runs, args.histories))
+    write_json(args.output, manifest_of(args.files, args.runs))
 
 
 def verify(args) -> None:

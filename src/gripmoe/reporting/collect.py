@@ -1,4 +1,5 @@
-"""All cells in tidy tables: a row per cell and metric, and one per cell, check of the stop rule and metric."""
+"""All cells in tidy tables: a row per cell and metric; per cell, check of the stop rule and metric; per cell and letter
+question."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from gripmoe.files import atomic_path, read_json, read_yaml
 KEYS = ["model", "benchmark", "objective", "method", "seed"]
 COLUMNS = [*KEYS, "metric", "value"]
 HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
+ANSWER_COLUMNS = ["id", "fact", "exposure", "chosen", "correct"]
 
 
-def collect_cells(folders: Sequence[Path], output: Path, histories: Path) -> None:
-    """Reads what each cell folder holds and writes both tables. Numbers only: the status of a run becomes `reached` and
-    `diverged`, truths are 0 or 1, and training settings are metrics named setting_..."""
-    rows, history_rows = [], []
+def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answers: Path) -> None:
+    """Reads what each cell folder holds and writes the three tables. Numbers only: the status of a run becomes
+    `reached` and `diverged`, truths are 0 or 1, and training settings are metrics named setting_..."""
+    rows, history_rows, answer_rows = [], [], []
     cells = [(folder, run, _metrics(folder, run)) for folder in folders for run in [read_yaml(folder / "run.yaml")]]
     originals = {(r["model"], r["benchmark_name"]): m for _, r, m in cells if r["method_name"] == "original"}
     for folder, run, metrics in cells:
@@ -29,7 +31,11 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path) -> Non
             for check in read_json(folder / "history.json"):
                 step = check.pop("step")
                 history_rows += [[*key, step, metric, float(value)] for metric, value in sorted(check.items())]
+        with (folder / "questions.csv").open(newline="", encoding="utf-8") as file:
+            asked = [row for row in csv.DictReader(file) if "chosen" in row]  # letter questions
+        answer_rows += [[*key, *(row[column] for column in ANSWER_COLUMNS)] for row in asked]
     _write(output, COLUMNS, rows)
+    _write(answers, [*KEYS, *ANSWER_COLUMNS], answer_rows)
     _write(histories, HISTORY_COLUMNS, history_rows)
 
 

@@ -11,16 +11,22 @@ from gripmoe.files import file_digest, read_json
 from gripmoe.fingerprint import code_fingerprint
 from gripmoe.reporting.collect import KEYS, load_runs
 
-CODE = ("gripmoe.reporting.comparison", "gripmoe.reporting.claims", "gripmoe.reporting.plots", "gripmoe.illustrations")
+CODE = (
+    "gripmoe.reporting.comparison",
+    "gripmoe.reporting.paired",
+    "gripmoe.reporting.claims",
+    "gripmoe.reporting.plots",
+    "gripmoe.illustrations",
+)
 
 
-def manifest(files: Sequence[Path], runs: Path, histories: Path) -> dict:
-    """Checksums of `files` (artefacts and notebooks) and of the tables they come from; the cells behind them with the
-    provenance that each step wrote: code, packages, device."""
+def manifest(files: Sequence[Path], runs: Path) -> dict:
+    """Checksums of `files` (artefacts, notebooks, the tables they come from) and of `runs`; the cells behind them with
+    the provenance that each step wrote: code, packages, device."""
     cells = load_runs(runs, kind=None)[KEYS].drop_duplicates()
     return {
         "code": code_fingerprint(*CODE),
-        "files": {str(file): file_digest(file) for file in (*sorted(files), runs, histories)},
+        "files": {str(file): file_digest(file) for file in (*sorted(files), runs)},
         "seeds": sorted({int(seed) for seed in cells.seed}),
         "cells": {"/".join(map(str, cell)): _provenance(runs.parent, cell) for cell in cells.itertuples(index=False)},
     }

@@ -96,6 +96,21 @@ def as_latex(table: Table) -> str:
     return text
 
 
+def as_markdown(table: Table) -> str:
+    """A Markdown table per block with its name above, then the notes; bold is best, italics are the paper's."""
+    headings = [table.heading, *table.columns, *[f"*{name} (paper)*" for name in table.paper_columns]]
+    lines = []
+    for block, entries in table.blocks:
+        lines += [f"**{block}**", ""] if block else []
+        lines += [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+        for label, measured, paper in entries:
+            texts = [f"**{cell.text}**" if cell.best else cell.text for cell in measured]
+            texts += [f"*{cell.text}*" for cell in paper]
+            lines.append(f"| {' | '.join([label.replace('*', chr(92) + '*'), *texts])} |")
+        lines.append("")
+    return "\n".join([*lines, *(note.replace("*", "\\*") for note in table.notes), ""])
+
+
 def draw(table: Table) -> plt.Figure:
     """The table as a figure of a paper's text width."""
     notes = [line for note in table.notes for line in textwrap.wrap(note, NOTE_CHARACTERS)]

@@ -1,0 +1,59 @@
+"""Writes docs/record/: the tables of measured runs as Markdown, and the numbers behind them as one compact CSV.
+
+python workflow/record.py results/tiny/runs_record.csv [more tables of runs]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from gripmoe.files import write_text
+from gripmoe.reporting.claims import claims_table, load_claims
+from gripmoe.reporting.collect import KEYS, load_runs, of_kind
+from gripmoe.reporting.comparison import comparison, specification
+from gripmoe.reporting.tables import as_markdown
+
+OUTPUT = Path(__file__).parents[1] / "docs" / "record"
+TABLES = {
+    "main_results": "Main results",
+    "drift_decomposition": "Where routing stability goes",
+    "expert_forcing": "Expert forcing",
+    "attack_matrix": "Every attack on every method",
+    "blackbox_attacks": "Black-box prompts",
+    "threshold_sensitivity": "The threshold of the null space",
+    "constraint_ablation": "Forms of the constraint",
+    "factorial": "Hardness and breadth",
+    "constraint_surface": "Which routing is held",
+    "general_utility": "General utility",
+    "muse_results": "MUSE",
+    "muse_attacks": "Attacks on forgotten news",
+    "seuf_comparison": "A model with a shared expert",
+    "dense_baseline": "Mixture of experts and dense twin",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, help="tables that `gripmoe collect` wrote")
+    args = parser.parse_args()
+    runs = pd.concat([load_runs(path, kind=None) for path in args.runs]).drop_duplicates([*KEYS, "metric"])
+    parts = ["# Tables of the record\n"]
+    shown = {claim["metric"] for claim in load_claims().values()} | {"reached", "diverged", "forget_target", "steps"}
+    for name, title in TABLES.items():
+        spec = specification(name)
+        table = comparison(of_kind(runs, spec.get("kind", "letters")), name)
+        if any(cell.value is not None for _, entries in table.blocks for _, cells, _ in entries for cell in cells):
+            parts.append(f"## {title}\n\n{as_markdown(table)}")
+            shown |= set(spec["measured"])
+    parts.append(f"## Statements\n\n{as_markdown(claims_table(runs))}")
+    write_text(OUTPUT / "tables.md", "\n".join(parts))
+    compact = runs[runs.metric.isin(shown)].sort_values([*KEYS, "metric"])
+    write_text(OUTPUT / "runs.csv", compact.to_csv(index=False, float_format="%.4g"))
+    print(f"{len(runs[KEYS].drop_duplicates())} cells, {len(compact)} numbers in {OUTPUT}")
+
+
+if __name__ == "__main__":
+    main()
