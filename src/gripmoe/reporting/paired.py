@@ -85,7 +85,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     table.notes = [
         f"Differences to {labels.method_label(against).lower()} on the same test questions; 95 % bootstrap intervals,"
         f" {RESAMPLES} resamples of runs and of facts within runs; p: exact McNemar test, the largest of a run.",
-        "letter: share of the letter given most on forget questions; shuffled: forget accuracy with choices in another order.",
+        "letter: share of the letter given most on forget questions; shuffled: FA with choices in another order.",
     ]
     return table
 
