@@ -11,6 +11,7 @@ from gripmoe.data.documents import Row, collate
 from gripmoe.geometry.routing import routing_stability
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import routed_tokens
+from gripmoe.moe.storage import load_routers
 
 
 @torch.no_grad()
@@ -146,3 +147,20 @@ def test_hooks_are_gone_after_an_error(moe):
     for module in moe.model.modules():
         assert not module._forward_hooks or module is moe.router(0) and not module._forward_hooks
     moe.trace([random_batch()])
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+def test_routers_alone_are_read_from_a_saved_model(moe, shard_size, tmp_path):
+    moe.model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size == "20KB")
+    other = MoEModel(copy.deepcopy(moe.model))
+    with torch.no_grad():
+        for layer in other.layers:
+            other.theta(layer).zero_()
+    thetas = load_routers(tmp_path, other)
+    assert all(torch.equal(thetas[layer], moe.theta(layer)) for layer in moe.layers) and thetas.keys() == set(
+        moe.layers
+    )
+    small_model("qwen3").save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match="another model"):
+        load_routers(tmp_path / "dense", other)

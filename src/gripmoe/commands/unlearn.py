@@ -18,7 +18,7 @@ from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
 from gripmoe.evaluation.muse import News, mean_score, news_scores
 from gripmoe.files import exclusive, read_json, write_json
 from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import load_bases, load_model, load_trace, save_model
+from gripmoe.moe.storage import load_bases, load_model, load_routers, load_trace, save_model
 from gripmoe.objectives import make_objective
 from gripmoe.penalties import attributed_expert, constraint_of
 from gripmoe.provenance import recorded
@@ -149,15 +149,15 @@ def held_bytes(thing: object) -> int:
 
 
 def realign(args) -> None:
-    """Corrects the routers of a finished run: Method B, or the original router put back."""
+    """Corrects the routers of a finished run: Method B, or the original router put back. Of the original model only the
+    routers are read; what it saw was recorded."""
     run = load_run(args.run)
     folder = args.output.parent
     one_thread_unless_set()
     with recorded(beside(args.output), "gripmoe.correction"):
-        original, tokenizer = load_model(args.model.parent / "weights")
-        theta_0 = MoEModel(original).thetas()
-        model, _ = load_model(args.checkpoint.parent / "weights")
+        model, tokenizer = load_model(args.checkpoint.parent / "weights")
         moe = MoEModel(model)
+        theta_0 = load_routers(args.model.parent / "weights", moe)
         trace = load_trace(args.trace, {"model": read_json(args.model)["weights"]}, model.device)
         benchmark = run.benchmark
         rows = load_corpus(args.retain_corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)

@@ -17,6 +17,7 @@ from gripmoe.config import PublishedModel
 from gripmoe.files import atomic_path
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
+from gripmoe.moe.model import MoEModel
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -44,6 +45,22 @@ def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
     return model, AutoTokenizer.from_pretrained(folder)
+
+
+def load_routers(folder: Path, like: MoEModel) -> dict[int, torch.Tensor]:
+    """Router weights, (E, d) in fp32 by layer, of the model saved in `folder`, which has the architecture of `like`:
+    nothing else of it is read. Raises ValueError if a router is not there."""
+    names = {id(parameter): name for name, parameter in like.model.named_parameters()}
+    wanted = {layer: names[id(like.theta(layer))] for layer in like.layers}
+    index = folder / "model.safetensors.index.json"
+    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else {}
+    thetas = {}
+    for layer, name in wanted.items():
+        with safe_open(folder / shards.get(name, "model.safetensors"), framework="pt") as file:
+            if name not in file.keys():
+                raise ValueError(f"{folder}: no tensor {name!r}; it is another model than the one to correct")
+            thetas[layer] = file.get_tensor(name).float().to(like.model.device)
+    return thetas
 
 
 def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
