@@ -41,6 +41,12 @@ def test_memory_by_hand_and_rmu_needs_less():
     assert needs["qwen3_30b_a3b", "rmu"].total == pytest.approx(61 + 29 * 8 / 48 * 6)
 
 
+def test_finetuning_on_news_trains_everything():
+    needs = {(need.model, need.objective): need for need in memory_needed(Project(CONFIG, "single_gpu_muse"))}
+    assert needs["olmoe_news", "finetuning"].total == pytest.approx(6.9 * 8)
+    assert needs["olmoe_news", "rmu"].total < needs["olmoe_news", "gd"].total < 6.9 * 8
+
+
 def test_a_budget_refuses_and_names_the_expensive(tmp_path):
     jobs = jobs_left(Project(CONFIG, "paper"), tmp_path)
     check_budget(jobs, None)

@@ -118,6 +118,7 @@ class PublishedNews(Strict):
     source: Literal["muse"]
     repository: str
     revision: str | None = None
+    rows: dict[str, PositiveInt] = {}  # "config/split": how many there have to be
     kind: Literal["news"] = "news"
 
 
@@ -132,6 +133,7 @@ class PublishedData(Strict):
     retain_corpus: str
     truthfulqa: str = "truthfulqa/truthful_qa"
     revisions: dict[str, str] = {}
+    rows: dict[str, PositiveInt] = {}  # how many rows each of them has to have
 
 
 Data = Annotated[EmbeddedData | PublishedData | PublishedNews, Field(discriminator="source")]

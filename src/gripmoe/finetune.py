@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from gripmoe.checkpoint import load_state, save_state
+from gripmoe.data.corpora import in_batches
 from gripmoe.data.documents import IGNORED, Row, collate, encode, length_buckets
 from gripmoe.data.formats import knowmem_prompt
 from gripmoe.evaluation.choice import accuracy, direct_answers
@@ -184,12 +185,15 @@ def finetune(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
         optimizer.zero_grad()
-        batch = collate(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id)
-        loss = cross_entropy(moe, batch.to(model.device))
-        loss.backward()
+        batches = in_batches(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id)
+        scored = [int((batch.labels[:, 1:] != IGNORED).sum()) for batch in batches]
+        losses.append(0.0)
+        for batch, count in zip(batches, scored, strict=True):  # as one batch, in passes of bounded memory
+            loss = cross_entropy(moe, batch.to(model.device)) * (count / sum(scored))
+            loss.backward()
+            losses[-1] += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        losses.append(loss.item())
     model.eval()
     return losses
 

@@ -113,13 +113,16 @@ class Memory:
 
 def memory_needed(project: Project) -> list[Memory]:
     """Of every published model and objective: all weights, and gradients and AdamW states of the MoE blocks that train
-    (RMU: those up to its layer). Embedded models need next to nothing."""
+    (RMU: those up to its layer); finetuning on news trains everything. Embedded models need next to nothing."""
     needs = []
     for name in project.world.models:
         model = project.trained_from(name)
         if not isinstance(model, PublishedModel) or not model.parameters:
             continue
         sizes = model.parameters
+        if project.models[name].source == "finetuned":
+            parts = (sizes.total * each / 1e9 for each in (BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES))
+            needs.append(Memory(name, "finetuning", *parts))
         for objective in project.world.objectives:
             settings = project.training(objective, "unconstrained", project.world.benchmarks[0]).objective
             layers = settings["layer"] + 1 if objective == "rmu" else sizes.layers

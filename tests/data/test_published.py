@@ -55,6 +55,11 @@ def test_missing_column_is_named(data, tmp_path):
         benchmark_files(data.model_copy(update={"forget_questions": path}))
 
 
+def test_a_wrong_number_of_rows_is_named(data):
+    with pytest.raises(ValueError, match="has 9 rows, benchmarks.yaml: data.rows says 1987"):
+        benchmark_files(data.model_copy(update={"rows": {"forget_questions": 1987}}))
+
+
 def test_offline_says_what_to_do(data):
     with pytest.raises(ValueError, match="data.forget_corpus: cannot read 'cais/wmdp-corpora'.*clone the data set"):
         benchmark_files(data.model_copy(update={"forget_corpus": "cais/wmdp-corpora"}))

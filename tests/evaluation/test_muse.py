@@ -155,6 +155,18 @@ def test_finetuning_resumes_to_the_bit(tokenizer, files, tmp_path):
     )
 
 
+def test_a_batch_in_several_passes_is_one_step(tokenizer, files, tmp_path, monkeypatch):
+    def losses(tokens):
+        monkeypatch.setattr("gripmoe.data.corpora.TOKENS_PER_BATCH", tokens)
+        model = small_model(vocabulary_size=len(tokenizer), seed=1)
+        ids = [tokenizer(doc["text"], add_special_tokens=False)["input_ids"] for doc in files["forget_corpus"][30:38]]
+        rows = [Row(str(i), row, row) for i, row in enumerate(ids)]
+        options = dict(epochs=3, learning_rate=1e-3, batch_size=8, pad_id=0, seed=0)
+        return finetune(model, rows, state_file=tmp_path / str(tokens), **options)
+
+    assert losses(300) == pytest.approx(losses(100000), rel=1e-4)
+
+
 def test_the_files_keep_what_each_is_for_apart(files):
     by_split = {}
     for pair in files["knowmem"]:
@@ -174,6 +186,9 @@ def test_a_missing_column_or_folder_is_named(world, tmp_path):
     write_jsonl(tmp_path / "verbmem" / "forget.jsonl", [{"prompt": "x"}])
     with pytest.raises(ValueError, match=r"verbmem, forget\) lacks gt; it has prompt"):
         news_files(str(tmp_path))
+    write_repository(muse_tables(world.news, 0), tmp_path / "short")
+    with pytest.raises(ValueError, match=r"raw, forget\) has \d+ rows, .*data.rows says 889: an incomplete download"):
+        news_files(str(tmp_path / "short"), expected={"raw/forget": 889})
     with pytest.raises(ValueError, match=r"data.repository: cannot read 'muse-bench/MUSE-News'.*clone the data set"):
         news_files("muse-bench/MUSE-News")
 

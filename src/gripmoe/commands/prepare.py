@@ -37,7 +37,7 @@ def prepare_data(args) -> None:
         elif data.source == "embedded":
             files = wmdp_files(make_world(data.world_seed), data.world_seed)
         elif data.source == "muse":
-            files = news_files(data.repository, data.revision)
+            files = news_files(data.repository, data.revision, data.rows)
         else:
             files = benchmark_files(data)
         for name, rows in files.items():

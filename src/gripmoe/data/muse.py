@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 from gripmoe.data.published import load_rows
 
 CONTEXT = "context"  # the `split` of the pairs that a question is asked below
 
 
-def news_files(repository: str, revision: str | None = None) -> dict[str, list[dict]]:
-    """The files of a news benchmark. Raises ValueError, saying what to download, if the data set cannot be read or
-    lacks a column.
+def news_files(
+    repository: str, revision: str | None = None, expected: Mapping[str, int] | None = None
+) -> dict[str, list[dict]]:
+    """The files of a news benchmark. Raises ValueError, saying what to download, if the data set cannot be read, lacks
+    a column, or has not the `expected` number of rows ("config/split": number).
 
     Corpora: raw/forget to forget, raw/retain1 to retain, raw/retain2 for routing on tokens that unlearning did not see.
     Questions and prompts have a `split`: "dev" (stop rule) for a third, by a hash, and "test" (reported).
     """
 
     def rows(config: str, split: str, *columns: str) -> list[dict]:
-        return list(load_rows(repository, config, split, columns, revision, "data.repository"))
+        count = (expected or {}).get(f"{config}/{split}")
+        key = "data.repository"
+        return list(load_rows(repository, config, split, columns, revision=revision, key=key, expected=count))
 
     def documents(split: str) -> list[dict]:
         texts = rows("raw", split, "text")

@@ -35,10 +35,17 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
 
 
 def load_rows(
-    path: str, name: str, split: str, columns: tuple[str, ...], revision: str | None, key: str
+    path: str,
+    name: str,
+    split: str,
+    columns: tuple[str, ...],
+    *,
+    revision: str | None,
+    key: str,
+    expected: int | None = None,
 ) -> Iterable[dict]:
     """Rows of one split of a data set, by hub id or from a local clone. Raises ValueError, naming the configuration key
-    and what to do, if it cannot be read or lacks a column."""
+    and what to do, if it cannot be read, lacks a column, or has not the `expected` number of rows."""
     from datasets import load_dataset
 
     try:
@@ -51,12 +58,18 @@ def load_rows(
     missing = [column for column in columns if column not in table.column_names]
     if missing:
         raise ValueError(f"{path} ({name}, {split}) lacks {', '.join(missing)}; it has {', '.join(table.column_names)}")
+    if expected is not None and len(table) != expected:
+        raise ValueError(
+            f"{path} ({name}, {split}) has {len(table)} rows, benchmarks.yaml: data.rows says {expected}: an "
+            "incomplete download or another revision. Download it again, or correct data.rows."
+        )
     return table
 
 
 def _rows(data: PublishedData, key: str, name: str, split: str, columns: tuple[str, ...]) -> Iterable[dict]:
     path = getattr(data, key)
-    return load_rows(path, name, split, columns, data.revisions.get(path), f"data.{key}")
+    revision, expected = data.revisions.get(path), data.rows.get(key)
+    return load_rows(path, name, split, columns, revision=revision, key=f"data.{key}", expected=expected)
 
 
 def _questions(rows: Iterable[dict], domain: str, subject: str | None) -> list[dict]:
