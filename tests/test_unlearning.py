@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from conftest import small_model
 from gripmoe.config import Training
@@ -16,6 +17,7 @@ from gripmoe.geometry.nullspace import EpsNull
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.objectives import GradientDifference
+from gripmoe.penalties import Anchored
 from gripmoe.unlearning import epoch_rows, unlearn
 
 TRAINING = Training(
@@ -63,6 +65,25 @@ def run(state_file, *, training=TRAINING, target=-1.0, accuracy=None, corrected=
 
 def without_seconds(history):
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in history]
+
+
+@pytest.mark.parametrize("constraint", [None, "anchor"])
+def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path, constraint, monkeypatch):
+    """Not the constraint either, whose penalty is on what routers see in the passes that are computed twice."""
+    passes = []
+    forward = Qwen3MoeSparseMoeBlock.forward
+    monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", lambda *args: passes.append(1) or forward(*args))
+    digests, histories, counts = [], [], []
+    for again in (False, True):
+        chosen = Anchored(routing_stability=0.9, floor=1.0) if constraint else None
+        training = TRAINING.model_copy(update={"gradient_checkpointing": again})
+        moe, outcome = run(tmp_path / f"{again}.pt", training=training, constraint=chosen)
+        counts.append(len(passes))
+        passes.clear()
+        digests.append(weights_digest(moe.model))
+        histories.append(without_seconds(outcome.history))
+    assert digests[0] == digests[1] and histories[0] == histories[1]
+    assert counts[1] > 1.4 * counts[0], "blocks are computed again"
 
 
 def _run_until_killed(state_file, step):

@@ -190,6 +190,7 @@ class Training(Strict):
     max_steps: PositiveInt
     check_every: PositiveInt
     checkpoint_every: PositiveInt
+    gradient_checkpointing: bool = False  # activations are computed again in the backward pass, for large models
     loss_bound: PositiveFloat  # a retain loss above it, or no number, ends the run as diverged
     objective: dict[str, int | float] = {}
     alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight

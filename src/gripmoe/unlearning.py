@@ -101,6 +101,8 @@ def unlearn(
             original_sets.fill(batches, lambda batch: _stacked_sets(model, batch), "original sets")
     weights = routing_aware_weights(model, *documents, critical_experts) if critical_experts else None
     optimizer = _adamw(routers, experts, training)
+    if training.gradient_checkpointing:
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
     measured = _Means()
 
     def replayed(batch: Batch):
@@ -156,6 +158,8 @@ def unlearn(
             measured.add(**losses, **gradients, **objective.monitor, **times)
             bar.update()
         bar.close()
+    if training.gradient_checkpointing:
+        model.model.gradient_checkpointing_disable()
     if corrected:
         corrected(model)
     model.model.eval().requires_grad_(True)
