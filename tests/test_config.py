@@ -31,12 +31,41 @@ def test_every_world_is_valid(world):
     assert project.name == world and project.cells()
 
 
+def test_news_goes_with_the_models_finetuned_on_it(folder):
+    world = "extends: tiny\nmodels: [tiny_a, tiny_news]\nbenchmarks: [wmdp_tiny, muse_tiny]\n"
+    (folder / "both.yaml").write_text(world)
+    pairs = {cell[:2] for cell in Project(folder, "both").cells()}
+    assert pairs == {("tiny_a", "wmdp_tiny"), ("tiny_news", "muse_tiny")}
+    (folder / "none.yaml").write_text("extends: tiny\nbenchmarks: [wmdp_tiny, muse_tiny]\n")
+    with pytest.raises(ConfigError, match="none of the models is for 'muse_tiny'; news needs one with `source: finetu"):
+        Project(folder, "none")
+    edit(folder / "models.yaml", lambda c: c["tiny_news"].update(benchmark="wmdp_tiny"))
+    with pytest.raises(ConfigError, match="tiny_news.benchmark: 'wmdp_tiny' has no articles to finetune on"):
+        Project(folder, "both")
+
+
+def test_a_benchmark_has_the_target_of_its_kind(folder):
+    edit(folder / "benchmarks.yaml", lambda c: c["muse_tiny"].update(target={"forget_accuracy": 0.3}))
+    with pytest.raises(ConfigError, match="muse_tiny: `target` of news is given by `points_above_reference`"):
+        Project(folder, "tiny")
+
+
+def test_a_benchmark_changes_training(folder):
+    project = Project(folder, "tiny")
+    assert project.training("gd", "frozen_router", "muse_tiny").learning_rate == 1e-4
+    assert project.training("gd", "frozen_router", "wmdp_tiny").learning_rate == 5e-4
+    assert project.training("gd", "anchored", "muse_tiny").max_steps == 600, "the method has the last word"
+    edit(folder / "tiny.yaml", lambda c: c.update(benchmark_training={"muse_tinny": {}}))
+    with pytest.raises(ConfigError, match="benchmark_training: unknown name 'muse_tinny'; did you mean 'muse_tiny'"):
+        Project(folder, "tiny")
+
+
 def test_cells_of_the_tiny_world():
     project = Project(CONFIG, "tiny")
     cells = project.cells()
     assert len(cells) == len(set(cells))
     assert ("tiny_a", "wmdp_tiny", "none", "original", 0) in cells, "reference methods stand once, without objective"
-    assert sum(cell[3] == "unconstrained" for cell in cells) == 2 * len(project.world.seeds)
+    assert sum(cell[3] == "unconstrained" for cell in cells) == len(project.world.objectives) * len(project.world.seeds)
 
 
 MISTAKES = [
@@ -48,7 +77,7 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c.update(seeds=[-1]), "seeds.0: Input should be greater than or equal to 0 (got -1)"),
     ("tiny.yaml", lambda c: c["methods"].remove("unconstrained"), "corrects 'unconstrained'; list that method too"),
     ("tiny.yaml", lambda c: c["training"].update(check_every=7), "multiple of `check_every`"),
-    ("tiny.yaml", lambda c: c.update(overrides={"rmu/ptcc": {}}), "overrides: unknown name 'rmu/ptcc'; did you mean 'rmu/ptc'"),
+    ("tiny.yaml", lambda c: c.update(overrides={"gd/ptcc": {}}), "overrides: unknown name 'gd/ptcc'; did you mean 'gd/ptc'"),
     ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"lr": 1}}), "overrides.frozen_router.lr: unknown key"),
     ("tiny.yaml", lambda c: c.update(artefacts=["main_result"]), "artefacts: unknown name 'main_result'; did you mean 'main_results'"),
     ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
@@ -87,7 +116,8 @@ def test_overrides_go_from_general_to_particular(folder):
     edit(
         folder / "tiny.yaml",
         lambda c: c.update(
-            overrides={"frozen_router": {"learning_rate": 0.5}, "rmu/frozen_router": {"learning_rate": 0.25}}
+            objectives=["gd", "rmu"],
+            overrides={"frozen_router": {"learning_rate": 0.5}, "rmu/frozen_router": {"learning_rate": 0.25}},
         ),
     )
     project = Project(folder, "tiny")
@@ -108,10 +138,10 @@ def test_run_survives_its_file(tmp_path):
 
 
 def test_a_world_that_extends_another_shares_its_results(folder):
-    (folder / "more.yaml").write_text("extends: tiny\nseeds: [0, 1]\nextra_methods: {rmu: [anchored_replay]}\n")
+    (folder / "more.yaml").write_text("extends: tiny\nobjectives: [gd, rmu]\nextra_methods: {rmu: [anchored_replay]}\n")
     base, more = Project(folder, "tiny"), Project(folder, "more")
     assert more.results_name == base.name == "tiny" and more.name == "more"
-    assert more.world.training == base.world.training and more.world.seeds == [0, 1]
+    assert more.world.training == base.world.training and more.world.objectives == ["gd", "rmu"]
     assert set(base.cells()) < set(more.cells())
     extra = {cell[2] for cell in more.cells() if cell[3] == "anchored_replay"}
     assert extra == {"rmu"}, "under one objective only"
@@ -121,7 +151,9 @@ def test_a_world_that_extends_another_shares_its_results(folder):
 
 
 def test_a_correction_needs_what_it_corrects(folder):
-    world = "extends: tiny\nmethods: [original]\nextra_methods: {gd: [unconstrained], rmu: [ptc]}\n"
+    world = (
+        "extends: tiny\nobjectives: [gd, rmu]\nmethods: [original]\nextra_methods: {gd: [unconstrained], rmu: [ptc]}\n"
+    )
     (folder / "broken.yaml").write_text(world)
     with pytest.raises(ConfigError, match="'ptc' corrects 'unconstrained'"):
         Project(folder, "broken")

@@ -31,7 +31,7 @@ def test_recorded_seconds_come_before_estimates(tmp_path):
     file.write_text("s\th:m:s\n7200.0\t2:00:00\n")
     hours = {job.cell: (job.hours, job.recorded) for job in jobs_left(project, tmp_path) if job.rule == "unlearn"}
     assert hours["tiny_a.wmdp_tiny.gd.anchored.0"] == (2.0, True), "another seed of the same cell"
-    assert hours["tiny_a.wmdp_tiny.rmu.anchored.0"] == (2.0, True), "the same model and rule, for want of better"
+    assert hours["tiny_a.wmdp_tiny.gd.frozen_router.0"] == (2.0, True), "the same model and rule, for want of better"
 
 
 def test_memory_by_hand_and_rmu_needs_less():

@@ -119,6 +119,9 @@ def test_the_snakefile_imports_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
+TRAINING_ON = ["unlearn", "realign", "evaluate", "attack", "collect", "manifest"]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A copy of the repository in which the tiniest world has run from nothing."""
@@ -252,15 +255,54 @@ class TestRun:
         file.write_text(before)
         assert planned(output)["realign"] == 4 and planned(output)["unlearn"] == 2
 
-    def test_an_edit_in_training_code_reruns_training(self, finished):
-        module = finished / "src/gripmoe/objectives.py"
-        code = module.read_text()
-        module.write_text(
-            code.replace("return -cross_entropy(model, batch)", "return -1.0 * cross_entropy(model, batch)")
-        )
-        output = dry_run(finished)
-        module.write_text(code)
-        assert planned(output)["unlearn"] == 8 and "prepare_model" not in planned(output)
+    @pytest.mark.parametrize(
+        ("file", "old", "new", "rules"),
+        [
+            # An edit in one objective: training, not the base model; in what all steps read: all but the data.
+            ("src/gripmoe/objectives.py", "return -cross_entropy(", "return -1.0 * cross_entropy(", TRAINING_ON),
+            ("src/gripmoe/moe/model.py", "return list(self._routers)", "return [*self._routers]", ["prepare_model"]),
+            ("src/gripmoe/correction.py", "import torch\n", "import torch\n\nUNUSED = 1\n", TRAINING_ON),
+            ("src/gripmoe/evaluation/report.py", "return [\n", "return 1 * [\n", ["evaluate", "collect"]),
+            ("src/gripmoe/attacks/restoration.py", '("experts", "router")', '("router", "experts")', ["attack"]),
+            ("src/gripmoe/reporting/labels.py", "CHANCE = 0.27", "CHANCE = 0.28", ["render_main_results", "manifest"]),
+            # One notebook's text: that notebook. What nothing here uses: nothing.
+            ("notebooks/main_results.ipynb", "# Main results", "# The main results", ["render_main_results"]),
+            ("workflow/config/methods.yaml", "anchored:", "unused: {constraint: none}\nanchored:", []),
+            ("workflow/config/models.yaml", "qwen3_30b_a3b:", "another:", []),
+            ("workflow/config/tiny.yaml", "learning_rate: 1.0e-3", "learning_rate: 2.0e-3", []),
+        ],
+        ids=lambda value: value.rsplit("/", 1)[-1] if isinstance(value, str) and "/" in value else None,
+    )
+    def test_an_edit_reruns_what_it_affects(self, finished, file, old, new, rules):
+        path = finished / file
+        before = path.read_text()
+        assert before.count(old) >= 1
+        path.write_text(before.replace(old, new, 1))
+        plan = planned(dry_run(finished))
+        path.write_text(before)
+        assert set(rules) <= set(plan) and bool(rules) == bool(plan)
+        if rules == TRAINING_ON:
+            assert "prepare_model" not in plan and "trace_routing" not in plan
+        elif rules == ["attack"]:
+            assert not {"unlearn", "evaluate"} & set(plan)
+        elif rules == ["render_main_results"]:
+            assert set(plan) == {"render_main_results", "manifest"}
+
+    def test_lost_metadata_hides_no_change_from_verify(self, finished):
+        """Without Snakemake's own records it sees no changed parameter; the manifest still does."""
+        records = finished / ".snakemake" / "metadata"
+        aside = records.rename(records.with_name("aside"))
+        module = finished / "src/gripmoe/reporting/labels.py"
+        before = module.read_text()
+        module.write_text(before.replace("CHANCE = 0.27", "CHANCE = 0.28"))
+        plan = planned(dry_run(finished))
+        verify = [sys.executable, "-m", "gripmoe.cli", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
+        environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
+        verified = subprocess.run(verify, capture_output=True, text=True, cwd=finished, env=environment, check=False)
+        module.write_text(before)
+        shutil.rmtree(records, ignore_errors=True)
+        aside.rename(records)
+        assert plan == {} and verified.returncode == 2 and "has changed" in verified.stderr
 
     @pytest.mark.parametrize("edit", ["comment", "order", "touch", "docstring"])
     def test_harmless_edits_rerun_nothing(self, finished, edit):
