@@ -41,7 +41,12 @@ def main() -> None:
     args = parser.parse_args()
     runs = pd.concat([load_runs(path, kind=None) for path in args.runs]).drop_duplicates([*KEYS, "metric"])
     parts = ["# Tables of the record\n"]
-    shown = {claim["metric"] for claim in load_claims().values()} | {"reached", "diverged", "forget_target", "steps"}
+    shown = {claim["metric"] for claim in load_claims().values()} | {
+        "reached",
+        "diverged",
+        "forget_accuracy_target",
+        "steps",
+    }
     for name, title in TABLES.items():
         spec = specification(name)
         table = comparison(of_kind(runs, spec.get("kind", "letters")), name)

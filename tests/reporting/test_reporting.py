@@ -11,7 +11,7 @@ from matplotlib.image import imread
 import gripmoe.reporting
 from gripmoe.files import write_csv, write_json, write_yaml
 from gripmoe.reporting import labels
-from gripmoe.reporting.collect import COLUMNS, collect_cells, load_histories, load_runs
+from gripmoe.reporting.collect import COLUMNS, collect_cells, load_histories, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, paper_values
 from gripmoe.reporting.figures import (
     expected_overlap,
@@ -21,7 +21,7 @@ from gripmoe.reporting.figures import (
     stability_by_layer,
 )
 from gripmoe.reporting.paired import load_answers
-from gripmoe.reporting.tables import as_frame, as_latex, interval, save
+from gripmoe.reporting.tables import as_frame, as_latex, interval, save, without_zeros
 
 COMPARISONS = Path(gripmoe.reporting.__file__).with_name("comparisons.yaml")
 
@@ -43,7 +43,7 @@ def synthetic():
                 "recovery_rate": 0.1,
                 "reached": float(not (method == "frozen_router" and seed == 1)),
                 "diverged": 0.0,
-                "forget_target": 0.27,
+                "forget_accuracy_target": 0.27,
                 "corrected_after": 0.0,
                 "num_experts": 16.0,
                 "top_k": 4.0,
@@ -217,8 +217,56 @@ def test_collecting_cells(tmp_path):
     values = runs.set_index("metric").value
     assert values["forget_accuracy"] == 0.25 and values["steps"] == 40 and values["accepted_layer_0"] == 1.0
     assert (values["reached"], values["diverged"]) == (0.0, 0.0) and np.isnan(values["recovery_rate"])
-    assert (values["forget_target"], values["corrected_after"]) == (0.27, 1.0)
+    assert (values["forget_accuracy_target"], values["corrected_after"]) == (0.27, 1.0)
     assert "weights" not in values and (values["setting_learning_rate"], values["setting_alpha"]) == (0.1, 2.0)
     (tmp_path / "bad.csv").write_text("model,value\nm,1\n")
     with pytest.raises(ValueError, match="no column benchmark"):
         load_runs(tmp_path / "bad.csv")
+
+
+def test_short_numbers_lose_the_zero_before_the_point_and_no_other():
+    assert without_zeros("100.0 ± 0.05, -0.25, 30.4, 0.5") == "100.0 ± .05, -.25, 30.4, .5"
+
+
+def news(method, objective="gd", seed=0, **metrics):
+    known = {"verbmem": 25.0, "knowmem_forget": 10.0, "privleak": -60.0, "knowmem_retain": 50.0, "corrected_after": 0.0}
+    known |= {"routing_stability": 0.6, "reached": 1.0, "diverged": 0.0} | metrics
+    known |= {"verbmem_target": 28.0, "knowmem_forget_target": 15.0}
+    return [("tiny_news", "muse_tiny", objective, method, seed, name, value) for name, value in known.items()]
+
+
+def test_news_has_marks_and_best_values_of_its_own():
+    rows = news("unconstrained") + news("anchored", privleak=20.0, knowmem_retain=80.0)
+    rows += news("ptc", verbmem=96.0, corrected_after=1.0, privleak=0.0, knowmem_retain=88.0)
+    runs = pd.concat([synthetic(), pd.DataFrame(rows, columns=COLUMNS)])
+    table = comparison(of_kind(runs, "news"), "muse_results")
+    assert all("Frozen" not in label for _, entries in table.blocks for label, _, _ in entries), "letters stay out"
+    name, cells, _ = row(table, "Method B, sound")
+    assert name.endswith("* ‡") and not cells["C4"].best and not cells["C3"].best, "it recites the articles again"
+    _, cells, _ = row(table, "Anchored")
+    assert cells["C3"].best and cells["C4"].best and not cells["C1"].best, "nearest to zero; C1 is matched by design"
+    assert cells["C4"].text == "80.0" and cells["RS"].text == "0.60"
+    assert not of_kind(runs, "letters").metric.isin(["verbmem"]).any()
+
+
+def test_what_counts_as_forgotten_on_news_comes_from_the_oracle(tmp_path):
+    def cell(method, **metrics):
+        folder = tmp_path / method
+        run = {"model": "m", "benchmark_name": "n", "objective": "none", "method_name": method, "seed": 0}
+        settings = {"benchmark": {"target": {"points_above_reference": 5}}, "method": {"corrects": None}}
+        write_yaml(folder / "run.yaml", run | settings)
+        write_json(folder / "evaluation.json", metrics)
+        write_json(folder / "attack.json", {})
+        write_csv(folder / "questions.csv", [{"criterion": "verbmem", "id": "0", "score": 1.0}])
+        return folder
+
+    folders = [
+        cell("original", verbmem=100.0, knowmem_forget=65.0, knowmem_retain=80.0),
+        cell("retain_only", verbmem=22.0, knowmem_forget=12.0, knowmem_retain=90.0),
+        cell("ptc", verbmem=60.0, knowmem_forget=30.0, knowmem_retain=40.0),
+    ]
+    collect_cells(folders, *(tmp_path / f"{name}_n.csv" for name in ("runs", "histories", "answers")))
+    values = load_runs(tmp_path / "runs_n.csv", "news").set_index(["method", "metric"]).value
+    assert values["ptc", "verbmem_target"] == 27.0 and values["ptc", "knowmem_forget_target"] == 17.0
+    assert values["ptc", "knowmem_retain_share"] == 0.5 and values["retain_only", "knowmem_retain_share"] == 1.125
+    assert load_answers(tmp_path / "runs_n.csv").empty and load_runs(tmp_path / "runs_n.csv").empty

@@ -13,7 +13,8 @@ import yaml
 from gripmoe.reporting import labels
 from gripmoe.reporting.tables import MISSING, Cell, Table, interval
 
-FORGET_SLACK = 0.05  # from the dev split, on which runs stop, to the test split
+# From the dev split, on which runs stop, to the test split.
+FORGET_SLACK = {"forget_accuracy": 0.05, "verbmem": 5.0, "knowmem_forget": 5.0}
 
 
 def specification(name: str) -> dict:
@@ -91,7 +92,9 @@ def _text(metric: str, value: float, news: bool) -> str:
 
 
 def _published(metric: str, value: float | None, news: bool) -> Cell:
-    return Cell(MISSING) if value is None else Cell(_text(metric, value, news), value)
+    if value is None:
+        return Cell(MISSING)
+    return Cell(_text(metric, value, news and abs(value) >= 1), value)  # as it prints them
 
 
 def _measured(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
@@ -111,7 +114,9 @@ def _marks(cells: pd.DataFrame) -> str:
     def values(metric: str) -> pd.Series:
         return cells.loc[cells.metric == metric, "value"]
 
-    above_target = values("forget_accuracy").mean() > values("forget_target").max() + FORGET_SLACK
+    above_target = any(
+        values(measure).mean() > values(f"{measure}_target").max() + slack for measure, slack in FORGET_SLACK.items()
+    )
     marks = ""
     if (values("diverged") == 1).any():
         marks += " †"
@@ -154,7 +159,7 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     ]
     texts = " ".join(label for _, entries in table.blocks for label, _, _ in entries)
     signs = {
-        "*": "* has not forgotten: target missed on dev, or exceeded by .05 on test",
+        "*": "* has not forgotten: target missed on dev, or exceeded by .05 (C1, C2: 5 points) on test",
         "†": "† diverged",
         "‡": "‡ corrected at the end",
     }

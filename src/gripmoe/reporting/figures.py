@@ -71,17 +71,22 @@ def random_floor(runs: pd.DataFrame) -> float | None:
 
 
 def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
-    """Fig. 1a: routing stability of every method over depth, one panel per objective; bands span the seeds, dots mark
-    what random sets would give."""
+    """Fig. 1a: routing stability over depth of every method that has a colour of its own, one panel per objective;
+    bands span the seeds, dots mark what random sets would give."""
     floor = random_floor(runs)
     data = stability_by_layer(runs)
     objectives = [o for o in labels.OBJECTIVES if o != "none" and o in set(data.objective)]
     with house_style():
-        figure, panels = plt.subplots(1, len(objectives), figsize=(PAPER_WIDTH, 2.5), sharey=True, squeeze=False)
-        for axes, objective in zip(panels[0], objectives, strict=True):
+        columns = min(2, len(objectives))
+        rows = -(-len(objectives) // columns)
+        size = (PAPER_WIDTH * (0.62 if columns == 1 else 1.0), 2.4 * rows)
+        figure, panels = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
+        for unused in panels.flat[len(objectives) :]:
+            unused.axis("off")
+        for axes, objective in zip(panels.flat, objectives, strict=False):
             panel = data[data.objective == objective]
             ends = {}
-            for method in [m for m in labels.METHODS if m in set(panel.method)]:
+            for method in [m for m in labels.METHODS if m in set(panel.method) & set(labels.COLOURS)]:
                 line = panel[panel.method == method].sort_values("layer")
                 style = labels.line_style(method)
                 axes.plot(line.layer, line["mean"], style, color=labels.colour(method), marker="o", markersize=2.2)
@@ -97,8 +102,9 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
             axes.set_xticks(sorted(panel.layer.unique()))
             axes.set_ylim(0, 1.03)
             _label_ends(axes, ends)
-        panels[0][0].set_ylabel("routing stability")
-        figure.tight_layout(w_pad=1.5)
+        for axes in panels[:, 0]:
+            axes.set_ylabel("routing stability")
+        figure.tight_layout(w_pad=1.5, h_pad=1.5)
     return figure
 
 

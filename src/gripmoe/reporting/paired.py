@@ -9,7 +9,7 @@ import pandas as pd
 from scipy import stats
 
 from gripmoe.reporting import labels
-from gripmoe.reporting.tables import MISSING, Cell, Table
+from gripmoe.reporting.tables import MISSING, Cell, Table, without_zeros
 
 RUN = ["model", "benchmark", "seed"]
 RESAMPLES = 4000
@@ -96,6 +96,6 @@ def _cells(found: dict[str, float] | None) -> list[Cell]:
     p = found["p"]
     return [
         Cell(f"{round(found['difference'], 2) + 0.0:+.2f}", found["difference"]),
-        Cell(f"{found['low']:+.2f} .. {found['high']:+.2f}".replace("0.", "."), found["high"] - found["low"]),
+        Cell(without_zeros(f"{found['low']:+.2f} .. {found['high']:+.2f}"), found["high"] - found["low"]),
         Cell("< .001" if p < 0.001 else f"{p:.3f}"[1:] if p < 1 else "1", p),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,6 +97,11 @@ def as_latex(table: Table) -> str:
     return text
 
 
+def without_zeros(text: str) -> str:
+    """Numbers below one without the zero before their point."""
+    return re.sub(r"(?<![\d.])0\.", ".", text)
+
+
 def as_markdown(table: Table) -> str:
     """A Markdown table per block with its name above, then the notes; bold is best, italics are the paper's."""
     headings = [table.heading, *table.columns, *[f"*{name} (paper)*" for name in table.paper_columns]]
@@ -123,7 +129,10 @@ def draw(table: Table) -> plt.Figure:
         axes.set(xlim=(0, PAPER_WIDTH), ylim=(-height, 0))
         axes.axis("off")
         label_width = table.label_width
-        measured_width = 0.53 if table.paper_columns else (PAPER_WIDTH - label_width - 0.05) / len(table.columns)
+        many = len(table.paper_columns) > 4
+        measured_width = 0.4 if many else 0.53
+        if not table.paper_columns:
+            measured_width = (PAPER_WIDTH - label_width - 0.05) / len(table.columns)
         paper_x = label_width + measured_width * len(table.columns) + 0.1
         paper_width = (PAPER_WIDTH - paper_x - 0.02) / max(1, len(table.paper_columns))
         measured_x = [label_width + measured_width * (i + 0.5) for i in range(len(table.columns))]
@@ -154,11 +163,12 @@ def draw(table: Table) -> plt.Figure:
                 axes.text(0.12 if block else 0.04, y, label, ha="left", va="center", fontsize=table.label_size)
                 for x, cell in zip(measured_x, measured, strict=True):
                     weight = "bold" if cell.best else "normal"
-                    text = cell.text.replace("0.", ".").replace(" ± ", "±") if crowded else cell.text
+                    text = without_zeros(cell.text).replace(" ± ", "±") if crowded else cell.text
                     size = 5.2 if crowded else 6
                     axes.text(x, y, text, ha="center", va="center", fontsize=size, weight=weight)
                 for x, cell in zip(paper_xs, paper, strict=True):
-                    axes.text(x, y, cell.text, ha="center", va="center", fontsize=6, color="0.4", style="italic")
+                    size = 5.2 if many else 6
+                    axes.text(x, y, cell.text, ha="center", va="center", fontsize=size, color="0.4", style="italic")
         if table.paper_columns:
             axes.plot([paper_x - 0.04] * 2, [-0.06, y - line / 2], color="0.6", linewidth=0.4)
         y -= line / 2 + 0.02
