@@ -67,7 +67,7 @@ rule prepare_model:
     params:
         settings=lambda w: canonical(PROJECT.models[w.model]),
         code=code_fingerprint(
-            "gripmoe.finetune", "gripmoe.worlds.models", "gripmoe.worlds.tokenizer", "gripmoe.moe.storage"
+            "gripmoe.pretrain", "gripmoe.worlds.models", "gripmoe.worlds.tokenizer", "gripmoe.moe.storage"
         ),
     shell:
         "gripmoe prepare-model --settings {params.settings:q} --output {output} > {log} 2>&1"

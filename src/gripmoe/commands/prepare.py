@@ -15,10 +15,11 @@ from gripmoe.data.published import benchmark_files
 from gripmoe.evaluation.choice import accuracy, direct_answers
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores
 from gripmoe.files import exclusive, read_json, write_json, write_jsonl
-from gripmoe.finetune import finetune, train_base
+from gripmoe.finetune import finetune
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
 from gripmoe.moe.storage import load_model, load_published, save_model
+from gripmoe.pretrain import train_base
 from gripmoe.provenance import recorded
 from gripmoe.worlds.documents import all_texts, make_world, wmdp_files
 from gripmoe.worlds.models import make_model
@@ -48,7 +49,7 @@ def prepare_model(args) -> None:
     """Trains an embedded base model or fetches a published one; checks that it answers the questions it should."""
     config = parse_settings(ModelConfig, args.settings)
     folder = args.output.parent
-    with exclusive(folder), recorded(folder / "provenance.json", "gripmoe.finetune", "gripmoe.moe.storage"):
+    with exclusive(folder), recorded(folder / "provenance.json", "gripmoe.pretrain", "gripmoe.moe.storage"):
         if config.source == "published":
             digest = save_model(*load_published(config), folder / "weights")
             write_json(args.output, {"weights": digest, "id": config.id, "revision": config.revision or "main"})
