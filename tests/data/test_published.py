@@ -1,5 +1,7 @@
 """The real loaders on small local clones of the data sets' schema, with invented rows."""
 
+import copy
+
 import pytest
 
 from conftest import small_model
@@ -75,3 +77,10 @@ def test_published_checkpoint_from_a_folder(tmp_path, tokenizer):
     digest = save_model(*load_published(config), tmp_path / "weights")
     reloaded, _ = load_model(tmp_path / "weights")
     assert digest == weights_digest(reloaded) == weights_digest(model)
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path, tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.pad_token = None
+    save_model(small_model(vocabulary_size=len(tokenizer)), bare, tmp_path / "model")
+    assert load_model(tmp_path / "model")[1].pad_token_id == tokenizer.eos_token_id

@@ -41,10 +41,14 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
 
 def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode."""
+    """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode. A tokenizer without a
+    padding token (Mixtral's) pads with its end-of-text token, which no attention mask lets be seen."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
 
 
 def load_routers(folder: Path, like: MoEModel) -> dict[int, torch.Tensor]:
