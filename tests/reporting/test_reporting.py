@@ -270,3 +270,15 @@ def test_what_counts_as_forgotten_on_news_comes_from_the_oracle(tmp_path):
     assert values["ptc", "verbmem_target"] == 27.0 and values["ptc", "knowmem_forget_target"] == 17.0
     assert values["ptc", "knowmem_retain_share"] == 0.5 and values["retain_only", "knowmem_retain_share"] == 1.125
     assert load_answers(tmp_path / "runs_n.csv").empty and load_runs(tmp_path / "runs_n.csv").empty
+
+
+def test_a_table_without_any_of_the_papers_rows_has_no_columns_for_them():
+    runs = synthetic()
+    assert comparison(runs, "expert_forcing").paper_columns, "RMU is in the paper"
+    alone = comparison(runs.assign(objective=runs.objective.replace("rmu", "gd")), "expert_forcing")
+    assert alone.paper_columns == [] and all(not paper for _, entries in alone.blocks for _, _, paper in entries)
+
+
+def test_what_attacks_return_of_forgotten_things_is_to_be_low_and_of_retained_ones_high():
+    assert {"forced_forget_accuracy", "forced_verbmem", "restored_router_all"} <= labels.LOWER_IS_BETTER
+    assert not [name for name in labels.LOWER_IS_BETTER if "retain" in name]

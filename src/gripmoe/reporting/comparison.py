@@ -68,6 +68,9 @@ def comparison(runs: pd.DataFrame, name: str) -> Table:
             if block.get("objective"):
                 _mark_best(entries, metrics, 0.0 if news else labels.CHANCE)
             table.blocks.append((block.get("name", ""), entries))
+    if not any(cell.value is not None for _, entries in table.blocks for _, _, paper in entries for cell in paper):
+        table.paper_columns = []  # the paper has none of the rows that were measured
+        table.blocks = [(name, [(label, cells, []) for label, cells, _ in entries]) for name, entries in table.blocks]
     table.notes = _notes(runs, spec, table)
     return table
 

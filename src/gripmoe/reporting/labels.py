@@ -154,6 +154,7 @@ LOWER_IS_BETTER = {
         name
         for name in METRICS
         if name.startswith(("prompt_", "restored_", "quantized_", "relearned_", "noisy_", "probe_", "forced_"))
+        and name != "forced_retain_accuracy"
     ),
 }
 SHARES = {"recovery_rate", "prompt_recovery_rate", "time_ratio", "constraint_megabytes"}  # lower is better, no accuracy

@@ -150,7 +150,8 @@ def draw(table: Table) -> plt.Figure:
         for x, name in zip(measured_x, table.columns, strict=True):
             axes.text(x, y, name, ha="center", va="center", fontsize=heading_size)
         for x, name in zip(paper_xs, table.paper_columns, strict=True):
-            axes.text(x, y, name, ha="center", va="center", fontsize=6.5, color="0.4")
+            size = 6.5 if len(name) < 5 else 4.8
+            axes.text(x, y, name, ha="center", va="center", fontsize=size, color="0.4")
         axes.plot([0, PAPER_WIDTH], [-0.035, -0.035], color="black", linewidth=0.9)
         for block, entries in table.blocks:
             axes.plot([0, PAPER_WIDTH], [y - line / 2 - 0.01] * 2, color="black", linewidth=0.4)
