@@ -34,17 +34,32 @@ def test_recorded_seconds_come_before_estimates(tmp_path):
     assert hours["tiny_a.wmdp_tiny.gd.frozen_router.0"] == (2.0, True), "the same model and rule, for want of better"
 
 
+def needs_of(project):
+    return {(need.model, need.objective): need for need in memory_needed(project)}
+
+
+def changed(world, **changes):
+    project = Project(CONFIG, world)
+    project.world = project.world.model_copy(update=changes)
+    return project
+
+
 def test_memory_by_hand_and_rmu_needs_less():
-    needs = {(need.model, need.objective): need for need in memory_needed(Project(CONFIG, "paper"))}
-    full = needs["qwen3_30b_a3b", "gd"]
+    """29 of 30.5 billion parameters train, of them the experts that are shared; RMU trains 8 of 48 layers."""
+    plain = Project(CONFIG, "paper").world.training.model_copy(update={"optimizer": "adamw"})
+    full = needs_of(changed("paper", training=plain, processes={}))["qwen3_30b_a3b", "gd"]
     assert (full.weights, full.gradients, full.states) == pytest.approx((61.0, 58.0, 116.0))
-    assert needs["qwen3_30b_a3b", "rmu"].total == pytest.approx(61 + 29 * 8 / 48 * 6)
+    needs = needs_of(Project(CONFIG, "paper"))
+    shared = needs["qwen3_30b_a3b", "gd"]
+    assert (shared.weights, shared.gradients, shared.states) == pytest.approx((3.0 + 29.0, 29.0, 29.0))
+    assert needs["qwen3_30b_a3b", "rmu"].total == pytest.approx(32 + 29 * 8 / 48 * 2)
+    assert needs["qwen3_30b_a3b", "evaluation"].total == pytest.approx(61.0), "on one GPU"
 
 
 def test_finetuning_on_news_trains_everything():
-    needs = {(need.model, need.objective): need for need in memory_needed(Project(CONFIG, "single_gpu_muse"))}
-    assert needs["olmoe_news", "finetuning"].total == pytest.approx(6.9 * 8)
-    assert needs["olmoe_news", "rmu"].total < needs["olmoe_news", "gd"].total < 6.9 * 8
+    needs = needs_of(Project(CONFIG, "single_gpu_muse"))
+    assert needs["olmoe_news", "finetuning"].total == pytest.approx(6.9 * 6)
+    assert needs["olmoe_news", "rmu"].total < needs["olmoe_news", "gd"].total < 6.9 * 6
 
 
 def test_a_budget_refuses_and_names_the_expensive(tmp_path):
@@ -57,7 +72,7 @@ def test_a_budget_refuses_and_names_the_expensive(tmp_path):
 def test_the_command_says_what_does_not_fit(tmp_path):
     command = [sys.executable, "-m", "gripmoe.cli", "plan", "--world", "paper", "--config", str(CONFIG)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert result.returncode == 2 and "does not hold qwen3_30b_a3b under gd" in result.stderr
-    assert "it holds qwen3_30b_a3b under rmu" in result.stderr and "unlearn" in result.stdout
-    roomy = subprocess.run([*command, "--gpu-memory", "300"], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert roomy.returncode == 0
+    assert result.returncode == 0 and "qwen3_30b_a3b, gd, 2 GPUs: 32 GB weights + 29 gradients" in result.stdout
+    tight = subprocess.run([*command, "--gpu-memory", "80"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert tight.returncode == 2 and "do not hold qwen3_30b_a3b under gd" in tight.stderr
+    assert "they hold qwen3_30b_a3b under evaluation, qwen3_30b_a3b under rmu" in tight.stderr

@@ -10,6 +10,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from conftest import small_model
+from gripmoe import distributed
 from gripmoe.config import Training
 from gripmoe.constraints import NullSpacePaper, Unconstrained
 from gripmoe.data.documents import Row
@@ -186,3 +187,9 @@ def test_every_document_once_per_epoch():
     assert epoch != [row.id for step in range(5, 10) for row in epoch_rows(rows, 2, seed=1, step=step)]
     with pytest.raises(ValueError, match="batch size 11 exceeds the 10 documents"):
         epoch_rows(rows, 11, seed=1, step=0)
+
+
+def test_a_batch_that_cannot_be_split_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed, "processes", lambda: 3)
+    with pytest.raises(ValueError, match="forget_batch_size 4 cannot be split over 3 processes"):
+        run(tmp_path / "state.pt")

@@ -1,4 +1,8 @@
-"""The state of an interrupted run: one file, replaced atomically, removed when the run has ended."""
+"""The state of an interrupted run, replaced atomically, removed when the run has ended.
+
+It is one file, or a numbered part from each of the processes that train together and one file, written when all parts
+of a number are there, that names it.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,73 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from gripmoe import distributed
 from gripmoe.files import atomic_path
 
 
 def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **progress) -> None:
     """Everything a loop needs to go on: weights, optimizer states, and `progress` (plain values and tensors)."""
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": progress}
+    others = distributed.processes()
+    state = {
+        "processes": others,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "progress": progress,
+    }
+    if others == 1:
+        _save(path, state)
+        return
+    parts = _parts(path)
+    number = 1 + max((int(part.name.split(".")[-2]) for part in parts), default=0)
+    number = int(distributed.from_first_(torch.tensor(number)))
+    _save(_part(path, number), state)
+    distributed.wait_for_all()
+    if distributed.is_first():
+        _save(path, {"processes": others, "number": number})
+    distributed.wait_for_all()
+    for part in parts:
+        if part != _part(path, number):
+            part.unlink()
+
+
+def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict | None:
+    """Restores weights and optimizer in place and returns the progress; None if there is nothing to resume. Raises
+    ValueError if another number of processes saved the state."""
+    if not path.exists():
+        return None
+    state = _load(path)
+    if state["processes"] != distributed.processes():
+        raise ValueError(
+            f"{path} was saved by {state['processes']} processes and cannot be resumed by {distributed.processes()}: "
+            "start as many, or delete the file to train from the beginning"
+        )
+    if distributed.processes() > 1:
+        state = _load(_part(path, state["number"]))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["progress"]
+
+
+def remove_state(path: Path) -> None:
+    """Of a run that has ended: its result says all that is to be known. Each process removes its own."""
+    if distributed.is_first():
+        path.unlink(missing_ok=True)
+    for part in _parts(path):
+        part.unlink()
+
+
+def _part(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{distributed.rank()}.{number}.part")
+
+
+def _parts(path: Path) -> list[Path]:
+    return list(path.parent.glob(f"{path.name}.{distributed.rank()}.*.part"))
+
+
+def _save(path: Path, state: dict) -> None:
     with atomic_path(path) as temporary:
         torch.save(state, temporary)
 
 
-def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict | None:
-    """Restores weights and optimizer in place and returns the progress; None if there is nothing to resume."""
-    if not path.exists():
-        return None
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    return state["progress"]
+def _load(path: Path) -> dict:
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -53,6 +53,7 @@ COMMANDS = (
         "train a cell until it has forgotten",
         ("run", "model", "data", "trace", "forget-trace", "output"),
         optional=("bases", "reference"),
+        values=(("processes", int, 1),),
     ),
     Command(
         "unlearn",
@@ -115,6 +116,9 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument(command.many, nargs="+", type=Path)
 
     args = parser.parse_args(argv)
+    if getattr(args, "processes", 1) > 1 and "WORLD_SIZE" not in os.environ:  # torchrun calls this again, in each
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.processes}"]
+        os.execv(sys.executable, [*torchrun, "-m", "--", "gripmoe.cli", *(sys.argv[1:] if argv is None else argv)])
     module = importlib.import_module(f"gripmoe.commands.{args.chosen.module}")
     try:
         getattr(module, args.chosen.function)(args)

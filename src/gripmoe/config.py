@@ -23,6 +23,7 @@ from pydantic import (
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 ObjectiveName = Literal["gd", "kl", "npo", "rmu"]
+Optimizer = Literal["adamw", "adamw_8bit"]  # the latter also rounds bf16 weights stochastically
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -83,6 +84,7 @@ class FinetunedModel(Strict):
     oracle: Name | None = None
     epochs: PositiveInt
     learning_rate: PositiveFloat
+    optimizer: Optimizer = "adamw"
     batch_size: PositiveInt
     seed: int = 0
     required: Annotated[float, Field(ge=0, le=100)] = 0.0  # of VerbMem and KnowMem, on what it was trained on
@@ -182,6 +184,7 @@ class Training(Strict):
     router_multiplier: NonNegative  # learning rate of the routers, as a multiple
     betas: tuple[Fraction, Fraction]
     adam_epsilon: PositiveFloat
+    optimizer: Optimizer = "adamw"
     weight_decay: NonNegative
     router_weight_decay: NonNegative
     clip_norm: PositiveFloat
@@ -273,6 +276,7 @@ class World(Strict):
     objective_training: dict[ObjectiveName, dict[str, Any]]
     benchmark_training: dict[Name, dict[Literal["all"] | ObjectiveName, dict[str, Any]]] = {}
     overrides: dict[str, dict[str, Any]] = {}
+    processes: dict[Name, PositiveInt] = {}  # that train a model together, a GPU each; one if it is not named
     artefacts: list[Name]
 
     @property

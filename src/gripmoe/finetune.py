@@ -15,6 +15,7 @@ from gripmoe.data.corpora import in_batches
 from gripmoe.data.documents import IGNORED, Row
 from gripmoe.moe import MoEModel
 from gripmoe.objectives import cross_entropy
+from gripmoe.optimizer import make_adamw
 from gripmoe.unlearning import epoch_rows
 
 
@@ -24,6 +25,7 @@ def finetune(
     *,
     epochs: int,
     learning_rate: float,
+    optimizer: str = "adamw",
     batch_size: int,
     pad_id: int,
     seed: int,
@@ -32,17 +34,17 @@ def finetune(
 ) -> list[float]:
     """Trains all of `model` in place on documents, with a learning rate that falls to zero, and returns the loss of
     each step. Resumes from `state_file`; the result is the same as without the interruption."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
-    losses: list[float] = (load_state(state_file, model, optimizer) or {"losses": []})["losses"]
+    adamw = make_adamw(optimizer, [{"params": list(model.parameters())}], lr=learning_rate, weight_decay=0.0)
+    losses: list[float] = (load_state(state_file, model, adamw) or {"losses": []})["losses"]
     moe = MoEModel(model)
     steps = epochs * (len(rows) // min(batch_size, len(rows)))
     model.train()
     for step in tqdm(range(len(losses), steps), initial=len(losses), total=steps, desc="finetune"):
         if step and step % save_every == 0:
-            save_state(state_file, model, optimizer, losses=losses)
-        for group in optimizer.param_groups:
+            save_state(state_file, model, adamw, losses=losses)
+        for group in adamw.param_groups:
             group["lr"] = learning_rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
-        optimizer.zero_grad()
+        adamw.zero_grad()
         batches = in_batches(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id)
         scored = [int((batch.labels[:, 1:] != IGNORED).sum()) for batch in batches]
         losses.append(0.0)
@@ -51,6 +53,7 @@ def finetune(
             loss.backward()
             losses[-1] += loss.item()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        torch.manual_seed(1_000_000 * seed + step)  # of stochastic rounding, the same wherever it is resumed
+        adamw.step()
     model.eval()
     return losses

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from gripmoe import distributed
 from gripmoe.basis_store import BasisStore
 from gripmoe.config import EpsNullConfig, Method
 from gripmoe.constraints import RouterConstraint, Seen, fit_bases
@@ -124,6 +125,7 @@ class RouterGuard:
             theta = self.model.theta(layer)
             seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None
             theta.copy_(self.constraint.constrain(layer, before_Ed, theta.detach().clone(), seen))
+            distributed.from_first_(theta.data)
         self._seen = []
         self.seconds += time.perf_counter() - started
 
@@ -293,5 +295,6 @@ def _detached(routing: LayerRouting) -> LayerRouting:
 
 
 def _joined(parts: list[LayerRouting]) -> LayerRouting:
+    """What all processes saw in all passes."""
     fields = zip(*((part.x_Nd, part.scores_NE, part.top_k_Nk) for part in parts), strict=True)
-    return parts[0] if len(parts) == 1 else LayerRouting(*(torch.cat(tensors) for tensors in fields))
+    return LayerRouting(*(distributed.gathered(torch.cat(tensors)) for tensors in fields))

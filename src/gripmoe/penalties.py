@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from gripmoe import distributed
 from gripmoe.config import Method
 from gripmoe.constraints import FrozenRouter, RouterConstraint, Unconstrained, make_constraint
 from gripmoe.data.documents import Batch
@@ -140,13 +141,13 @@ class Anchored(FrozenRouter):
             if not self.final_only:
                 terms.append((now.x_Nd - before_Nd).square().sum() / before_Nd.square().sum())
         penalty = self.weight.value * 10 / len(self._layers) * torch.stack(terms).sum()
-        self.weight.update(1 - sum(agreement) / len(agreement))
+        self.weight.update(1 - distributed.average(sum(agreement) / len(agreement)))
         return penalty
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         if not self.tracked:
             return before_Ed
-        wanted_NE = torch.cat(self._wanted[layer])
+        wanted_NE = distributed.gathered(torch.cat(self._wanted[layer]))
         self._wanted[layer] = []
         return self._trackers[layer].update(seen.x_Nd, wanted_NE).to(after_Ed.dtype)
 

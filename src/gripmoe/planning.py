@@ -22,7 +22,8 @@ TINY_SECONDS = {
     "evaluate": 12,
     "attack": 32,
 }  # two laptop cores
-BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES = 2, 2, 4  # bf16; AdamW keeps two states in the dtype of the parameter
+BYTES_WEIGHT, BYTES_GRADIENT = 2, 2  # bf16
+BYTES_STATES = {"adamw": 4, "adamw_8bit": 2}  # two states in the dtype of the parameter, or in 8 bits
 QUESTIONS, QUESTION_TOKENS = 16_000, 150  # WMDP-Cyber and MMLU
 ATTACK_PASSES = 3.0  # what all attacks ask, as a multiple of one evaluation
 
@@ -98,10 +99,11 @@ def _recorded_seconds(file: Path) -> float:
 
 @dataclass(frozen=True)
 class Memory:
-    """GB that training needs at least (activations come on top), with the arithmetic."""
+    """GB that a step needs at least on each of its GPUs (activations come on top), with the arithmetic."""
 
     model: str
-    objective: str
+    objective: str  # or what else is done with the model
+    gpus: int
     weights: float
     gradients: float
     states: float
@@ -112,23 +114,27 @@ class Memory:
 
 
 def memory_needed(project: Project) -> list[Memory]:
-    """Of every published model and objective: all weights, and gradients and AdamW states of the MoE blocks that train
-    (RMU: those up to its layer); finetuning on news trains everything. Embedded models need next to nothing."""
+    """Of every published model: all its weights wherever it is traced, evaluated and attacked; under an objective also
+    gradients and AdamW states of the MoE blocks that train (RMU: those up to its layer), all of these divided by the
+    processes that share the model. Finetuning on news trains everything. Embedded models need next to nothing."""
     needs = []
     for name in project.world.models:
         model = project.trained_from(name)
         if not isinstance(model, PublishedModel) or not model.parameters:
             continue
-        sizes = model.parameters
+        sizes, gpus = model.parameters, project.world.processes.get(name, 1)
+        needs.append(Memory(name, "evaluation", 1, sizes.total * BYTES_WEIGHT / 1e9, 0.0, 0.0))
         if project.models[name].source == "finetuned":
-            parts = (sizes.total * each / 1e9 for each in (BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES))
-            needs.append(Memory(name, "finetuning", *parts))
+            each = (BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES[project.models[name].optimizer])
+            needs.append(Memory(name, "finetuning", 1, *(sizes.total * part / 1e9 for part in each)))
+        benchmark = next(b for b in project.world.benchmarks if project.fits(name, b))
         for objective in project.world.objectives:
-            settings = project.training(objective, "unconstrained", project.world.benchmarks[0]).objective
-            layers = settings["layer"] + 1 if objective == "rmu" else sizes.layers
-            trained = sizes.blocks * layers / sizes.layers
-            parts = sizes.total * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES
-            needs.append(Memory(name, objective, *(part / 1e9 for part in parts)))
+            training = project.training(objective, "unconstrained", benchmark)
+            layers = training.objective["layer"] + 1 if objective == "rmu" else sizes.layers
+            trained = sizes.blocks * layers / sizes.layers / gpus
+            held = sizes.total - sizes.blocks + sizes.blocks / gpus
+            parts = held * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES[training.optimizer]
+            needs.append(Memory(name, objective, gpus, *(part / 1e9 for part in parts)))
     return needs
 
 

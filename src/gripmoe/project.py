@@ -67,6 +67,9 @@ class Project:
         cells = [f"{objective}/{method}" for objective in world.objectives for method in world.methods_of(objective)]
         for key in world.overrides:
             _require_known(key, [*world.all_methods, *cells], f"{file}: overrides")
+        for name in world.processes:
+            _require_known(name, world.models, f"{file}: processes")
+            self._check_processes(name)
         for name in world.benchmark_training:
             _require_known(name, self.benchmarks, f"{file}: benchmark_training")
         for name in world.models:
@@ -82,6 +85,16 @@ class Project:
                 raise ConfigError(
                     f"{file}: benchmarks: none of the models is for {name!r}; news needs one with `source: finetuned`"
                 )
+
+    def _check_processes(self, model: str) -> None:
+        for name, benchmark, objective, method, _ in self.cells():
+            training = self.training(objective, method, benchmark) if name == model else None
+            for key in ("forget_batch_size", "retain_batch_size") if training else ():
+                if getattr(training, key) % self.processes(model, method):
+                    raise ConfigError(
+                        f"{self.world_file}: processes.{model}: {key} of {objective}/{method} is "
+                        f"{getattr(training, key)}, which {self.processes(model, method)} processes cannot share"
+                    )
 
     def _check_finetuned(self, name: str) -> None:
         model, file = self.models[name], self.folder / "models.yaml"
@@ -107,6 +120,10 @@ class Project:
         """The configuration of a model, or of the base that it is finetuned from."""
         config = self.models[model]
         return self.models[config.base] if config.source == "finetuned" else config
+
+    def processes(self, model: str, method: str) -> int:
+        """How many train a cell together: as many as the world gives the model, or one if one expert trains."""
+        return 1 if self.methods[method].experts == "top_attributed" else self.world.processes.get(model, 1)
 
     def training(self, objective: str, method_name: str, benchmark: str) -> Training | None:
         """Training of a cell: the world's, changed by its objective, benchmark, method, and the overrides, in that

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from gripmoe import distributed
 from gripmoe.calibration import routing_aware_weights
 from gripmoe.checkpoint import load_state, save_state
 from gripmoe.config import Training
@@ -22,6 +24,7 @@ from gripmoe.data.documents import Batch, Row, collate, length_buckets
 from gripmoe.guard import RouterGuard
 from gripmoe.moe import MoEModel
 from gripmoe.objectives import Objective
+from gripmoe.optimizer import make_adamw
 from gripmoe.reference import ReferenceCache
 
 TOKENS_PER_PASS = 4000  # padded, where nothing is trained
@@ -80,11 +83,19 @@ def unlearn(
     `corrected` (Method B, or the original routers) the check looks at corrected routers and the model ends corrected,
     while training goes on uncorrected. Resumes from `state_file`; on CPU the result is the same to the bit as without
     the interruption.
+
+    Under torchrun every process calls this with the same arguments and a model of which `shard_experts` has made it a
+    part: each trains on its rows of every batch and takes part in every check.
     """
     device = model.model.device
+    others = distributed.processes()
+    for name in ("forget_batch_size", "retain_batch_size"):
+        if getattr(training, name) % others:
+            raise ValueError(f"{name} {getattr(training, name)} cannot be split over {others} processes")
 
     def batch(rows: Sequence[Row], size: int) -> Batch:
-        return collate(epoch_rows(rows, size, seed, step), pad_id).to(device)
+        own = epoch_rows(rows, size, seed, step)[distributed.rank() :: others]
+        return collate(own, pad_id).to(device)
 
     def used(rows: Sequence[Row], size: int) -> list[Batch]:
         drawn = {row.id: row for n in range(training.max_steps) for row in epoch_rows(rows, size, seed, n)}
@@ -112,11 +123,11 @@ def unlearn(
         return model.force_routing({layer: sets[:, number] for number, layer in enumerate(model.layers)})
 
     restricted = model.restrict_experts(scope, optimizer) if scope else nullcontext()
+    progress = load_state(state_file, model.model, optimizer) or {"step": 0, "history": [], "constraint": {}}
     with restricted, RouterGuard(model, optimizer, constraint) as guard:
-        progress = load_state(state_file, model.model, optimizer) or {"step": 0, "history": [], "constraint": {}}
         guard.load_state_dict(progress["constraint"])
         step, history = progress["step"], progress["history"]
-        bar = tqdm(total=training.max_steps, initial=step, desc=description)
+        bar = tqdm(total=training.max_steps, initial=step, desc=description, disable=not distributed.is_first())
         while True:
             if step % training.check_every == 0:
                 if not history or history[-1]["step"] < step:
@@ -146,16 +157,18 @@ def unlearn(
             with replayed(retain_batch), guard.retain():
                 retain_loss = objective.retain_loss(model, retain_batch)
             (training.alpha_multiplier * objective.alpha * retain_loss + guard.penalty()).backward()
-            losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item()}
+            losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **objective.monitor}
+            losses = {name: distributed.average(loss) for name, loss in losses.items()}
             if not math.isfinite(losses["forget_loss"]) or not losses["retain_loss"] <= training.loss_bound:
                 status = "diverged"
                 break
             gradients = {"router_gradient": _rms_gradient(routers), "expert_gradient": _rms_gradient(experts)}
-            nn.utils.clip_grad_norm_(routers + experts, training.clip_norm)
+            _clip_gradients(routers + experts, training.clip_norm)
+            torch.manual_seed(1_000_000 * seed + step)  # of stochastic rounding, the same wherever it is resumed
             optimizer.step()
             step += 1
             times = {"seconds": time.perf_counter() - started, "constraint_seconds": guard.seconds - spent}
-            measured.add(**losses, **gradients, **objective.monitor, **times)
+            measured.add(**losses, **gradients, **times)
             bar.update()
         bar.close()
     if training.gradient_checkpointing:
@@ -186,13 +199,26 @@ def _stacked_sets(model: MoEModel, batch: Batch) -> Tensor:
     return torch.stack([routes[layer].unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)
 
 
-def _adamw(routers: list[nn.Parameter], experts: list[nn.Parameter], training: Training) -> torch.optim.AdamW:
+def _adamw(routers: list[nn.Parameter], experts: list[nn.Parameter], training: Training) -> torch.optim.Optimizer:
     router_rate = training.learning_rate * training.router_multiplier
     groups = [
-        {"params": experts, "lr": training.learning_rate, "weight_decay": training.weight_decay},
-        {"params": routers, "lr": router_rate, "weight_decay": training.router_weight_decay},
+        {"params": alike, "lr": training.learning_rate, "weight_decay": training.weight_decay}
+        for alike in _by_sharding(experts)
     ]
-    return torch.optim.AdamW(groups, betas=training.betas, eps=training.adam_epsilon, foreach=True)
+    groups.append({"params": routers, "lr": router_rate, "weight_decay": training.router_weight_decay})
+    return make_adamw(training.optimizer, groups, betas=training.betas, eps=training.adam_epsilon)
+
+
+def _by_sharding(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Whole parameters and sharded ones apart: no operation on several tensors at once takes both."""
+    parts = [p for p in parameters if not isinstance(p, DTensor)], [p for p in parameters if isinstance(p, DTensor)]
+    return [part for part in parts if part]
+
+
+def _clip_gradients(parameters: list[nn.Parameter], clip_norm: float) -> None:
+    norm = distributed.total_norm([p.grad for p in parameters if p.grad is not None])
+    for alike in _by_sharding(parameters):
+        nn.utils.clip_grads_with_norm_(alike, clip_norm, norm)
 
 
 @contextmanager
@@ -210,8 +236,7 @@ def _rms_gradient(parameters: list[nn.Parameter]) -> float:
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return 0.0
-    squares = sum(g.square().sum().item() for g in gradients)
-    return math.sqrt(squares / sum(g.numel() for g in gradients))
+    return distributed.total_norm(gradients).item() / math.sqrt(sum(g.numel() for g in gradients))
 
 
 class _Means:

@@ -1,5 +1,8 @@
 """Every row of the catalogue through the commands that the rules call, and what each must change."""
 
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -117,6 +120,30 @@ def test_seuf_trains_one_expert_and_its_router(prepared, tmp_path):
     assert sorted(experts.values()) == [0, 1] and {layer for layer, moved in routers.items() if moved} == {
         layer for layer, count in experts.items() if count
     }
+
+
+def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_path):
+    """Documents differ in length, so a mean over each process's tokens weighs them a little differently."""
+    alone = run_cell(prepared, "expert_specific", "gd", tmp_path)
+    root, _, files = prepared
+    (tmp_path / "two").mkdir()
+    flags = {
+        **dict(run=tmp_path / "run.yaml", model=root / "model/model.json", data=root / "data", trace=files["trace"]),
+        **{"forget-trace": files["forget_trace"], "bases": tmp_path / "bases.safetensors"},
+        **dict(output=tmp_path / "two/checkpoint.json", processes=2),
+    }
+    command = [sys.executable, "-m", "gripmoe.cli", "unlearn", *(f"--{name}={value}" for name, value in flags.items())]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    together = read_json(tmp_path / "two/checkpoint.json")
+    assert (together["steps"], together["status"]) == (alone["steps"], alone["status"])
+    (_, one), (_, two) = (read_json(folder / "history.json") for folder in (tmp_path, tmp_path / "two"))
+    assert two["retain_loss"] == pytest.approx(one["retain_loss"], rel=0.02)
+    kept = {".lock", "checkpoint.json", "checkpoint.provenance.json", "history.json", "weights"}
+    assert {file.name for file in (tmp_path / "two").iterdir()} == kept
+    before, after = (MoEModel(load_model(f / "weights")[0]).thetas() for f in (root / "model", tmp_path / "two"))
+    assert any(not torch.equal(before[layer], after[layer]) for layer in before)
 
 
 def test_frozen_routers_are_frozen(prepared, tmp_path):

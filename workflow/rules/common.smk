@@ -138,5 +138,9 @@ def growing(amount):
     return lambda wildcards, attempt: amount * attempt
 
 
+def processes_of(wildcards):
+    return PROJECT.processes(wildcards.model, wildcards.method)
+
+
 GPU_RESOURCES = {"gpu": 1 if ON_GPU else 0, "mem_mb": growing(65536 if ON_GPU else 3000)}
 ENVIRONMENT = f"{workflow.basedir}/envs/environment.yaml"

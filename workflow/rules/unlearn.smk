@@ -26,9 +26,11 @@ rule unlearn:
     priority: 10
     conda:
         ENVIRONMENT
-    threads: 1
+    threads: processes_of
     resources:
-        **GPU_RESOURCES,
+        gpu=lambda wildcards: processes_of(wildcards) if ON_GPU else 0,
+        mem_mb=lambda wildcards, attempt: GPU_RESOURCES["mem_mb"](wildcards, attempt) * processes_of(wildcards),
+        processes=processes_of,
         runtime=growing(720),
     params:
         data=folder_of,
@@ -39,6 +41,7 @@ rule unlearn:
         ),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
+        " --processes {resources.processes}"
         " {params.bases} {params.reference} --output {output.checkpoint} > {log} 2>&1"
 
 

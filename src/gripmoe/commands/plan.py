@@ -32,8 +32,9 @@ def plan(args) -> None:
     for need in memory_needed(project):
         fits = need.total <= args.gpu_memory
         print(
-            f"{need.model}, {need.objective}: {need.weights:.0f} GB weights + {need.gradients:.0f} gradients + "
-            f"{need.states:.0f} AdamW states = {need.total:.0f} GB of {args.gpu_memory:g}: "
+            f"{need.model}, {need.objective}, {need.gpus} GPU{'s' * (need.gpus > 1)}: {need.weights:.0f} GB weights + "
+            f"{need.gradients:.0f} gradients + {need.states:.0f} AdamW states = {need.total:.0f} GB of "
+            f"{args.gpu_memory:g} on each: "
             f"{'fits' if fits else 'does not fit'}"
         )
         if not fits:
@@ -43,9 +44,10 @@ def plan(args) -> None:
         names = ", ".join(f"{need.model} under {need.objective}" for need in too_large)
         fitting = [f"{n.model} under {n.objective}" for n in memory_needed(project) if n.total <= args.gpu_memory]
         raise ValueError(
-            f"one GPU of {args.gpu_memory:g} GB does not hold {names}"
-            + (f"; it holds {', '.join(fitting)}" if fitting else "")
-            + ". Take a smaller model or an objective that trains fewer layers."
+            f"GPUs of {args.gpu_memory:g} GB do not hold {names}"
+            + (f"; they hold {', '.join(fitting)}" if fitting else "")
+            + ". Give the model more `processes` in the world file, or take `optimizer: adamw_8bit`, a smaller model "
+            "or an objective that trains fewer layers."
         )
 
 

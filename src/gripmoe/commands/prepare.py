@@ -76,6 +76,7 @@ def finetune_model(args) -> None:
             rows,
             epochs=config.epochs,
             learning_rate=config.learning_rate,
+            optimizer=config.optimizer,
             batch_size=config.batch_size,
             pad_id=tokenizer.pad_token_id,
             seed=config.seed,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from gripmoe import distributed
+from gripmoe.checkpoint import remove_state
 from gripmoe.commands import beside, one_thread_unless_set
 from gripmoe.config import Benchmark, load_run
 from gripmoe.constraints import held_trace
@@ -18,6 +21,7 @@ from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
 from gripmoe.evaluation.muse import News, mean_score, news_scores
 from gripmoe.files import exclusive, read_json, write_json
 from gripmoe.moe import MoEModel
+from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_bases, load_model, load_routers, load_trace, save_model
 from gripmoe.objectives import make_objective
 from gripmoe.penalties import attributed_expert, constraint_of
@@ -30,14 +34,18 @@ RETAIN_PAIRS = 20  # likewise of news
 
 
 def unlearn(args) -> None:
-    """Trains one cell until it has forgotten, or as far as it gets."""
+    """Trains one cell until it has forgotten, or as far as it gets; under torchrun in several processes together."""
     run = load_run(args.run)
     folder = args.output.parent
     one_thread_unless_set()
-    with exclusive(folder), recorded(beside(args.output), "gripmoe.unlearning", "gripmoe.correction"):
+    with distributed.launched(), ExitStack() as writing:
+        if distributed.is_first():
+            writing.enter_context(exclusive(folder))
+            writing.enter_context(recorded(beside(args.output), "gripmoe.unlearning", "gripmoe.correction"))
         model, tokenizer = load_model(args.model.parent / "weights")
         weights = {"model": read_json(args.model)["weights"]}
         moe = MoEModel(model)
+        shard_experts(moe)
         theta_0 = moe.thetas()
         corpus = {
             name: load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
@@ -75,10 +83,12 @@ def unlearn(args) -> None:
             description=f"{run.objective}/{run.method_name}/{run.seed}",
         )
         digest = save_model(model, tokenizer, folder / "weights")
-        write_json(folder / "history.json", outcome.history)
-        ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps}
-        write_json(args.output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(constraint) / 1e6})
-        (folder / "state.pt").unlink(missing_ok=True)
+        if distributed.is_first():
+            write_json(folder / "history.json", outcome.history)
+            ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps}
+            write_json(args.output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(constraint) / 1e6})
+        distributed.wait_for_all()
+        remove_state(folder / "state.pt")
 
 
 def stop_rule(

@@ -13,37 +13,48 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from gripmoe import distributed
 from gripmoe.config import PublishedModel
 from gripmoe.files import atomic_path
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.model import MoEModel
+from gripmoe.moe.sharding import whole_state
 
 
 def weights_digest(model: PreTrainedModel) -> str:
     """A checksum of every parameter and buffer, name by name."""
+    return _digest(whole_state(model))
+
+
+def _digest(state: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in sorted(state.items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """Writes a folder that plain transformers reloads, in place of what was there; returns the weights' digest."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
-    return weights_digest(model)
+    """Writes a folder that plain transformers reloads, in place of what was there; returns the weights' digest. Of
+    several processes that share the model the first does so."""
+    state = whole_state(model)
+    if distributed.is_first():
+        temporary = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        model.save_pretrained(temporary, state_dict=state)
+        tokenizer.save_pretrained(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    return _digest(state)
 
 
 def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode. A tokenizer without a
-    padding token (Mixtral's) pads with its end-of-text token, which no attention mask lets be seen."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    padding token (Mixtral's) pads with its end-of-text token, which no attention mask lets be seen.
+
+    On the GPU if there is one; for several processes on the CPU, as no GPU need hold what they will share."""
+    device = "cuda" if torch.cuda.is_available() and distributed.processes() == 1 else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.pad_token is None:

@@ -1,0 +1,97 @@
+"""Several processes that train one model together: who am I, and what do all know? Without effect in one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """Joins the process group if torchrun has started several processes, one per GPU where there are GPUs."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield
+        return
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes files."""
+    return rank() == 0
+
+
+def wait_for_all() -> None:
+    """Goes on when every process has come here."""
+    if processes() > 1:
+        dist.barrier()
+
+
+@torch.no_grad()
+def gathered(local_N: Tensor) -> Tensor:
+    """The rows of every process, those of the first one first; processes may have different numbers of them."""
+    if processes() == 1:
+        return local_N
+    counts = [torch.zeros(1, dtype=torch.int64, device=local_N.device) for _ in range(processes())]
+    dist.all_gather(counts, torch.tensor([len(local_N)], device=local_N.device))
+    longest = max(int(count) for count in counts)
+    padded = local_N.new_zeros(longest, *local_N.shape[1:])
+    padded[: len(local_N)] = local_N
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
+
+@torch.no_grad()
+def averaged_(tensor: Tensor) -> Tensor:
+    """The mean of a tensor over all processes, in place."""
+    if processes() > 1:
+        dist.all_reduce(tensor)
+        tensor /= processes()
+    return tensor
+
+
+def average(value: float) -> float:
+    """The mean of a number over all processes."""
+    if processes() == 1:
+        return value
+    return averaged_(torch.tensor(value, dtype=torch.float64)).item()
+
+
+@torch.no_grad()
+def from_first_(tensor: Tensor) -> Tensor:
+    """What the first process has, in place."""
+    if processes() > 1:
+        dist.broadcast(tensor, src=0)
+    return tensor
+
+
+def total_norm(tensors: list[Tensor]) -> Tensor:
+    """The 2-norm of all tensors together; of those that are sharded, of all shards."""
+    sharded = [tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor)]
+    norm = torch.nn.utils.get_total_norm([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
+    if not sharded:
+        return norm
+    squared = torch.nn.utils.get_total_norm(sharded).double().square()
+    dist.all_reduce(squared)
+    return (squared + norm.double().square().to(squared.device)).sqrt()

@@ -1,0 +1,50 @@
+"""One model over several GPUs: experts sharded (FSDP2), everything else, routers included, on each of them.
+
+Experts are 95 % of the weights of a large mixture; what remains is small enough to be everywhere, and code that looks
+at a router finds a plain fp32 parameter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from gripmoe import distributed
+from gripmoe.moe.model import MoEModel
+
+
+def shard_experts(model: MoEModel) -> None:
+    """Splits the experts of every layer over all processes, moves the rest to this process's device, and averages its
+    gradients in every backward pass, as those of the experts are. Without other processes, does nothing.
+
+    Each process then gives its own rows to the model, as many forward passes as the others. Call this before the
+    optimizer is made and before the first forward pass, on a model that is on the CPU if one GPU does not hold it.
+    """
+    if distributed.processes() == 1:
+        return
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(kind, (distributed.processes(),))
+    for layer in model.layers:
+        fully_shard(model.block(layer).experts, mesh=mesh, reshard_after_forward=True)
+    model.model.to(kind)
+    for parameter in model.model.parameters():
+        if not isinstance(parameter, DTensor):
+            distributed.from_first_(parameter.data)
+            averaged = parameter.requires_grad
+            parameter.requires_grad_(True)  # or no hook can be registered
+            parameter.register_post_accumulate_grad_hook(_average_gradient)
+            parameter.requires_grad_(averaged)
+
+
+def _average_gradient(parameter: torch.nn.Parameter) -> None:
+    distributed.averaged_(parameter.grad)
+
+
+def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state: of a sharded model gathered on the CPU of the first process, and empty in all others."""
+    if distributed.processes() == 1:
+        return model.state_dict()
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

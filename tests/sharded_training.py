@@ -1,0 +1,89 @@
+"""What test_distributed.py runs in one process and, under torchrun, in two: `python sharded_training.py FOLDER`."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from conftest import small_model
+from gripmoe import distributed
+from gripmoe.checkpoint import remove_state
+from gripmoe.config import EpsNullConfig, Method, Training
+from gripmoe.constraints import fit_bases
+from gripmoe.data.documents import Row, collate
+from gripmoe.guard import METHODS
+from gripmoe.moe import MoEModel, sharding
+from gripmoe.moe.storage import save_model
+from gripmoe.objectives import make_objective
+from gripmoe.penalties import constraint_of
+from gripmoe.unlearning import unlearn
+
+TRAINING = Training(
+    learning_rate=1e-3, router_multiplier=5.0, betas=(0.9, 0.999), adam_epsilon=1e-8, weight_decay=0.01,
+    router_weight_decay=0.01, clip_norm=1.0, forget_batch_size=2, retain_batch_size=4, max_steps=6, check_every=2,
+    checkpoint_every=2, loss_bound=1e4,
+)  # fmt: skip
+CASES = {
+    "unconstrained": Method(constraint="none"),
+    "expert_specific": METHODS["expert_specific"],
+    "expert_specific_minibatch": METHODS["expert_specific_minibatch"],
+    "anchored_tracked": METHODS["anchored_tracked"],
+    "router_l2": Method(constraint="router_l2"),
+    "adamw_8bit": Method(constraint="none"),
+}
+RESUMED = ("anchored_tracked", "adamw_8bit")
+NEAR_TIES = EpsNullConfig(value=1e-2, kind="relative")  # so that no direction is decided by a rounding error
+
+
+class Tokenizer:
+    def save_pretrained(self, folder):
+        pass
+
+
+def documents(seed: int) -> list[Row]:
+    """Of one length: then the mean over all tokens is the mean of the processes' means."""
+    ids = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [Row(f"{seed}/{i}", row, row) for i, row in enumerate(ids)]
+
+
+def train(name: str, folder: Path, steps: int = 6) -> dict:
+    """The whole model after training, its digest as written, routers as each process has them, and the last losses."""
+    moe = MoEModel(small_model("qwen2_moe"))
+    sharding.shard_experts(moe)
+    forget, retain = documents(0), documents(1)
+    method, optimizer = CASES[name], "adamw_8bit" if name == "adamw_8bit" else "adamw"
+    if method.eps_null:
+        method = method.model_copy(update={"eps_null": NEAR_TIES})
+    reference = moe.trace([collate(retain, 0)])
+    bases = fit_bases(reference, moe.rules(), method) if method.has_bases else None
+    outcome = unlearn(
+        moe, make_objective("npo", {"alpha": 1.0, "beta": 0.1}, 0),
+        constraint_of(method, reference, bases, None, 0), forget, retain,
+        TRAINING.model_copy(update={"max_steps": steps, "optimizer": optimizer}), seed=0, pad_id=0,
+        targets={"accuracy": -1.0}, scores=lambda model: {"accuracy": 1.0}, state_file=folder / f"{name}.pt",
+    )  # fmt: skip
+    thetas = torch.stack([moe.theta(layer).detach() for layer in moe.layers])
+    state = {key: value.clone() for key, value in sharding.whole_state(moe.model).items()}
+    digest = save_model(moe.model, Tokenizer(), folder / name)
+    losses = {key: value for key, value in outcome.history[-1].items() if "seconds" not in key}
+    return {"state": state, "digest": digest, "thetas": distributed.gathered(thetas[None]), "losses": losses}
+
+
+def main(folder: Path) -> None:
+    with distributed.launched():
+        results = {name: train(name, folder) for name in CASES}
+        for name in RESUMED:
+            remove_state(folder / f"{name}.pt")
+            distributed.wait_for_all()
+            train(name, folder, steps=4)  # leaves the state of step 2
+            results[f"{name} resumed"] = train(name, folder)
+        remove_state(folder / "unconstrained.pt")
+        distributed.wait_for_all()
+        sharding._average_gradient = lambda parameter: None
+        results["not averaged"] = train("unconstrained", folder)
+        if distributed.is_first():
+            torch.save(results, folder / "results.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

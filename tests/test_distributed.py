@@ -1,0 +1,95 @@
+"""Two processes that share a model train it as one does: on CPU, over gloo."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from conftest import small_model
+from gripmoe import distributed
+from gripmoe.checkpoint import save_state
+from sharded_training import CASES, RESUMED, train
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # or torchao compiles its optimizer, which takes longer than all else
+PROGRAM = Path(__file__).with_name("sharded_training.py")
+
+
+def largest_difference(one, other):
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """What two processes found, and where they wrote it."""
+    folder = tmp_path_factory.mktemp("shared")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*command, PROGRAM, folder], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return folder, torch.load(folder / "results.pt")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: train(name, folder) for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_model_is_the_one_of_a_single_process(name, shared, alone):
+    """States in 8 bits turn a rounding error into another of 256 values: there, a twentieth of what was moved."""
+    two, one = shared[1][name], alone[name]
+    original = small_model("qwen2_moe").state_dict()
+    allowed = largest_difference(one["state"], original) / 20 if name == "adamw_8bit" else 1e-6
+    assert largest_difference(two["state"], one["state"]) < allowed
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4 if allowed == 1e-6 else 1e-2)
+
+
+def test_without_averaged_gradients_it_is_not(shared, alone):
+    found = shared[1]["not averaged"]["state"]
+    assert largest_difference(found, alone["unconstrained"]["state"]) > 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_process_has_the_same_routers_to_the_bit(name, shared):
+    first, second = shared[1][name]["thetas"]
+    assert torch.equal(first, second)
+
+
+def test_what_is_written_is_the_whole_model(shared):
+    folder, results = shared
+    written = AutoModelForCausalLM.from_pretrained(folder / "router_l2").state_dict()
+    assert largest_difference(written, results["router_l2"]["state"]) == 0
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_two_processes_resume_where_two_were_stopped(name, shared):
+    results = shared[1]
+    assert results[f"{name} resumed"]["digest"] == results[name]["digest"]
+
+
+def test_a_part_that_was_not_finished_by_all_is_passed_over(tmp_path, monkeypatch):
+    """The first of two processes died before it wrote part 2; it is written again, and what is left is removed."""
+    (tmp_path / "state.pt.0.1.part").touch()
+    monkeypatch.setattr(distributed, "processes", lambda: 2)
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setattr(distributed, "wait_for_all", lambda: None)
+    monkeypatch.setattr(distributed, "from_first_", lambda tensor: torch.tensor(2))
+    for number in (1, 2):
+        (tmp_path / f"state.pt.1.{number}.part").touch()
+    layer = torch.nn.Linear(2, 2)
+    save_state(tmp_path / "state.pt", layer, torch.optim.AdamW(layer.parameters()), step=3)
+    assert {file.name for file in tmp_path.iterdir()} == {"state.pt.0.1.part", "state.pt.1.2.part"}
+    assert (tmp_path / "state.pt.1.2.part").stat().st_size > 0
+
+
+def test_one_process_does_not_resume_what_two_have_saved(shared):
+    with pytest.raises(ValueError, match="saved by 2 processes.*delete the file"):
+        train("anchored_tracked", shared[0])
