@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 __version__ = "0.1.0"
-__all__ = ["constrain", "realign", "remember", "reparameterize", "trainer_callback"]
+__all__ = ["constrain", "realign", "remember", "reparameterize", "shard_experts", "trainer_callback"]
 
 
 def __getattr__(name: str):
@@ -15,6 +15,10 @@ def __getattr__(name: str):
         from gripmoe.reparameterization import reparameterize
 
         return reparameterize
+    if name == "shard_experts":
+        from gripmoe.moe.sharding import shard_experts
+
+        return shard_experts
     if name in __all__:
         from gripmoe import guard
 

@@ -181,6 +181,9 @@ def constrain(
     `cache` is a folder for the bases of methods that have fixed ones: they are found there by the next run on the same
     model and documents, and with `hot_bytes` and `warm_bytes` (device, host) need not fit memory (App. D).
 
+    In several processes (data parallel, or `shard_experts`) every one calls this with the same `retain`; what each sees
+    of the retain pass is gathered, and routers stay equal to the bit.
+
     Raises ValueError for an unknown family or method, or an optimizer without the routers.
     """
     if isinstance(method, str):

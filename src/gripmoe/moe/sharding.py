@@ -16,7 +16,7 @@ from gripmoe import distributed
 from gripmoe.moe.model import MoEModel
 
 
-def shard_experts(model: MoEModel) -> None:
+def shard_experts(model: MoEModel | torch.nn.Module) -> None:
     """Splits the experts of every layer over all processes, moves the rest to this process's device, and averages its
     gradients in every backward pass, as those of the experts are. Without other processes, does nothing.
 
@@ -26,6 +26,7 @@ def shard_experts(model: MoEModel) -> None:
     if distributed.processes() == 1:
         return
     kind = "cuda" if torch.cuda.is_available() else "cpu"
+    model = model if isinstance(model, MoEModel) else MoEModel(model)
     mesh = init_device_mesh(kind, (distributed.processes(),))
     for layer in model.layers:
         fully_shard(model.block(layer).experts, mesh=mesh, reshard_after_forward=True)
