@@ -14,8 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "slurm"
-WORLD = SCRIPTS / "world.yaml"
-CELLS = "results/world/smoke/wmdp_smoke/gd"
+WORLD, LONG = SCRIPTS / "world.yaml", SCRIPTS / "long.yaml"
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
@@ -56,13 +55,17 @@ def slurm():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def head(folder, environment, *arguments):
+def cell(folder, world, method):
+    return folder / "results" / world.stem / "smoke" / "wmdp_smoke" / "gd" / method / "0"
+
+
+def head(folder, environment, *arguments, world=WORLD):
     """A head process of the workflow in `folder`, in a session of its own."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "snakemake", "-s", ROOT / "Snakefile", "--directory", folder]
     log = open(folder / "head.log", "a")
     process = subprocess.Popen(
-        [*map(str, command), *arguments, "--config", f"world={WORLD}"],
+        [*map(str, command), *arguments, "--config", f"world={world}"],
         cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True,
     )  # fmt: skip
     HEADS.append(process)
@@ -96,6 +99,20 @@ def trainers(folder):
     return [int(p) for p in found.split() if os.path.realpath(f"/proc/{p}/cwd") == os.path.realpath(folder)]
 
 
+def accounts(environment):
+    """Every job that has been: (comment, state)."""
+    listing = subprocess.run(
+        ["sacct", "-X", "-n", "-P", "-o", "Comment,State"], capture_output=True, text=True, env=environment, check=True
+    ).stdout
+    return [tuple(line.rsplit("|", 1)) for line in listing.splitlines()]
+
+
+def assert_same(one, other):
+    """Two cells ended at the same step with the same weights."""
+    ended = [json.loads((folder / "checkpoint.json").read_text()) for folder in (one, other)]
+    assert (ended[0]["weights"], ended[0]["steps"]) == (ended[1]["weights"], ended[1]["steps"])
+
+
 def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
     """A cell is preempted and requeued, another trainer is killed, then the head. The next head refuses to start beside
     the jobs that are left; once they are gone it ends, with the weights of an uninterrupted run on no cluster."""
@@ -105,8 +122,8 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
 
     folder = tmp_path / "slurm"
     first = head(folder, slurm, *ON_SLURM)
-    cells = [folder / CELLS / name / "0" for name in ("unconstrained", "expert_specific")]
-    until(lambda: any((cell / "state.pt").exists() for cell in cells), "a checkpoint", 240)
+    cells = [cell(folder, WORLD, name) for name in ("unconstrained", "expert_specific")]
+    until(lambda: any((each / "state.pt").exists() for each in cells), "a checkpoint", 240)
 
     running = [job for job, state, comment in queue(slurm) if state == "RUNNING" and "unlearn" in comment]
     described = subprocess.run(
@@ -148,10 +165,25 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
     assert code == 0, log
 
     for name in ("unconstrained", "expert_specific"):
-        through, without = (json.loads((f / CELLS / name / "0/checkpoint.json").read_text()) for f in (folder, plain))
-        assert (through["weights"], through["steps"]) == (without["weights"], without["steps"])
-    states = subprocess.run(
-        ["sacct", "-X", "-n", "-o", "State"], capture_output=True, text=True, env=slurm, check=True
-    ).stdout.split()
+        assert_same(cell(folder, WORLD, name), cell(plain, WORLD, name))
+    states = [state for _, state in accounts(slurm)]
     assert states.count("COMPLETED") >= 8, states
     assert list((folder / "logs" / "slurm").rglob("*.log")), "what jobs print is kept"
+
+
+def test_what_runs_out_of_memory_and_of_time_gets_more_and_resumes(slurm, tmp_path):
+    """A training cell gets too little memory at first, then a minute that is not enough, then enough of both."""
+    plain, folder = tmp_path / "plain", tmp_path / "slurm"
+    wanted = cell(Path(), LONG, "unconstrained") / "checkpoint.json"
+    limits = ["--set-resources", "unlearn:gpu=1", "unlearn:mem_mb=400*attempt", "unlearn:runtime=max(1,2*attempt-3)"]
+    alone = head(plain, ENVIRONMENT, str(wanted), "--cores", "1", world=LONG)
+    clustered = head(folder, slurm, str(wanted), *ON_SLURM, *limits, world=LONG)
+    until(lambda: (folder / wanted).with_name("state.pt").exists(), "a checkpoint", 240)
+    for process, where in ((clustered, folder), (alone, plain)):
+        code, log = ended(process, where, 600)
+        assert code == 0, log
+    assert_same((folder / wanted).parent, (plain / wanted).parent)
+    states = [state for comment, state in accounts(slurm) if comment.startswith("rule_unlearn")]
+    assert states[-3:] == ["FAILED", "TIMEOUT", "COMPLETED"], states  # without cgroups memory is a failure like others
+    jobs = sorted((folder / "logs" / "slurm").rglob("rule_unlearn/**/*.log"), key=lambda log: int(log.stem))
+    assert "exceeded memory limit" in jobs[0].read_text() and "DUE TO TIME LIMIT" in jobs[1].read_text()

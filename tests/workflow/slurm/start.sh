@@ -67,6 +67,7 @@ AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
 AccountingStoragePort=16819
 AccountingStorageTRES=gres/gpu
+AccountingStoreFlags=job_comment
 DefMemPerCPU=512
 NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) RealMemory=$memory Gres=gpu:h100:2 State=UNKNOWN
 PartitionName=gpu Nodes=$host Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE State=UP
