@@ -9,13 +9,14 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export HF_HUB_OFFLINE ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup figures figures-all record report test lint format clean
+.PHONY: help setup gpu figures figures-all record report test lint format clean
 
 help:
 	@echo "make figures   tables and figures of the tiny world, from nothing, into paper_figures/tiny"
 	@echo "make figures-all   every table and figure of the tiny world at one seed; shares what figures has computed"
 	@echo "make record    the same over seeds and base models; hours, resumes where it was"
 	@echo "make report    one HTML page of what has been rendered"
+	@echo "make gpu       adds what models that train in bf16 need"
 	@echo "make test      unit tests, then the workflow on its tiniest configuration"
 	@echo "make lint      ruff, snakefmt, snakemake --lint, import contracts"
 	@echo "make clean     removes results of the tiny world (trained models too)"
@@ -42,7 +43,10 @@ record: setup
 report: setup
 	snakemake --profile workflow/profiles/tiny --cores 1 --config world=$(WORLD) --report paper_figures/$(WORLD)/report.html
 
-test: setup
+gpu: setup
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/gpu.lock
+
+test: gpu
 	pytest -n $(CORES) -m "not workflow"
 	pytest -m workflow
 

@@ -39,5 +39,7 @@ def test_rounding_to_the_nearest_does_not():
 
 def test_without_torchao_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ValueError, match=r"needs torchao: pip install 'gripmoe\[gpu\]', or set `optimizer: adamw`"):
+    with pytest.raises(
+        ValueError, match=r"needs torchao: run `make gpu` or pip install 'gripmoe\[gpu\]', or take `adamw`"
+    ):
         make_adamw("adamw_8bit", [{"params": [torch.nn.Parameter(torch.zeros(2))]}])

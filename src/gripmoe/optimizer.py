@@ -19,6 +19,6 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
         from torchao.optim import AdamW8bit
     except ImportError:
         raise ValueError(
-            "optimizer 'adamw_8bit' needs torchao: pip install 'gripmoe[gpu]', or set `optimizer: adamw`"
+            "optimizer 'adamw_8bit' needs torchao: run `make gpu` or pip install 'gripmoe[gpu]', or take `adamw`"
         ) from None
     return AdamW8bit(groups, bf16_stochastic_round=True, **settings)
