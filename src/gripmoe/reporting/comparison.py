@@ -153,7 +153,9 @@ def _mark_best(block: list, metrics: list[str], chance: float) -> None:
 def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     seeds = runs.loc[runs.objective != "none", "seed"].nunique()
     models = runs.model.nunique()
-    spread = {1: "", 2: " ± half the range,"}.get(seeds * models, " ± 95 % t-interval,")
+    of_one_model = any("model" in row for block in spec["blocks"] for row in block["rows"])
+    runs_in_row = seeds * (1 if of_one_model else models)
+    spread = {1: "", 2: " ± half the range,"}.get(runs_in_row, " ± 95 % t-interval,")
     shown = {labels.metric_label(m): labels.METRIC_NOTES.get(m) for m in spec["measured"]}
     notes = [
         f"Mean over {seeds} unlearning seed{'s' if seeds > 1 else ''}, {models} base model{'s' if models > 1 else ''},"
