@@ -47,6 +47,7 @@ gpu: setup
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/gpu.lock
 
 test: gpu
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/test.lock
 	pytest -n $(CORES) -m "not workflow"
 	pytest -m workflow
 

@@ -42,5 +42,6 @@ def test_one_process_works_in_a_folder_and_a_dead_one_does_not_count(tmp_path):
     finally:
         holder.kill()
         holder.wait()
+    (tmp_path / ".state.pt.7.tmp").write_text("what a killed process had begun to write")
     with exclusive(tmp_path):
-        pass
+        assert [file.name for file in tmp_path.iterdir()] == [".lock"]

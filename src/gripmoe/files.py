@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +34,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """Within the block this process alone works in `folder`: two trainers of one cell would overwrite each other's
-    checkpoints. The lock is the kernel's, so a dead owner's is gone with it. Raises ValueError, naming the owner."""
+    checkpoints. The lock is the kernel's, so a dead owner's is gone with it; what it has left half-written is removed.
+    Raises ValueError, naming the owner."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
         try:
@@ -49,6 +51,8 @@ def exclusive(folder: Path) -> Iterator[None]:
         job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
         file.write(f"process {os.getpid()} on {socket.gethostname()}{job}")
         file.flush()
+        for half in folder.glob(".*.tmp"):
+            half.unlink() if half.is_file() else shutil.rmtree(half)
         yield
 
 

@@ -138,6 +138,24 @@ def finished(tmp_path_factory):
     return root
 
 
+@pytest.fixture
+def chromium():
+    """A page of the system's Chromium, and lists for what it asks for and what goes wrong; skips, and so is reported as
+    not run, where there is none and none may be installed."""
+    browsers = ("chromium", "chromium-browser", "google-chrome")
+    if not any(map(shutil.which, browsers)) and os.environ.get("GRIPMOE_TEST_BROWSER") == "1" and os.geteuid() == 0:
+        subprocess.run(["apt-get", "update", "-qq"], check=False)
+        subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium"], check=False)
+    executable = next(filter(None, map(shutil.which, browsers)), None)
+    if not executable:
+        pytest.skip("not run: no Chromium; as root, with GRIPMOE_TEST_BROWSER=1, this installs one")
+    api = pytest.importorskip("playwright.sync_api", reason="not run: envs/test.lock is not installed")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser.new_page(viewport={"width": 1400, "height": 900}), [], []
+        browser.close()
+
+
 def dry_run(root):
     return snakemake("-n", "--config", f"world={root / 'smoke.yaml'}", directory=root, root=root)
 
@@ -183,6 +201,23 @@ class TestRun:
         snakemake("--report", page, "--config", f"world={finished / 'smoke.yaml'}", directory=finished, root=finished)
         html = page.read_text()
         assert all(f"{name}.png" in html for name in SMOKE_ARTEFACTS) and "manifest.json" in html
+
+    def test_the_report_shows_an_artefact_and_where_it_comes_from_in_a_browser(self, finished, chromium):
+        """From the file alone: it loads nothing else."""
+        page, asked, errors = chromium
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto((finished / "report.html").as_uri())
+        page.get_by_text("Tables", exact=True).first.click()
+        show, explain = page.locator("tr", has_text="main results").locator("a").all()
+        show.click()
+        page.wait_for_function("[...document.images].some(image => image.naturalWidth > 1000)")
+        explain.click()
+        page.get_by_text("runs_smoke.csv").wait_for()
+        assert "main_results.ipynb" in page.inner_text("body")
+        page.screenshot(path=finished / "report.png")
+        assert (finished / "report.png").stat().st_size > 50_000
+        assert not errors and not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
 
     def test_nothing_is_left_to_do(self, finished):
         assert planned(dry_run(finished)) == {}
