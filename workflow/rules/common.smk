@@ -1,6 +1,7 @@
 # The validated configuration, the layout of results/, and what all steps share. Nothing heavy is imported here, since
 # each cluster job parses these files again.
 
+import gc
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -10,6 +11,9 @@ from snakemake.exceptions import WorkflowError
 from gripmoe.config import ConfigError
 from gripmoe.fingerprint import code_fingerprint
 from gripmoe.project import Project
+
+# The graph of a large world is millions of objects that stay: looking among them for garbage took an eighth of the time.
+gc.set_threshold(500_000, 20, 100)
 
 CONFIG = Path(workflow.basedir) / "workflow" / "config"
 
@@ -142,5 +146,13 @@ def processes_of(wildcards):
     return PROJECT.processes(wildcards.model, wildcards.method)
 
 
-GPU_RESOURCES = {"gpu": 1 if ON_GPU else 0, "mem_mb": growing(65536 if ON_GPU else 3000)}
+MEMORY = 65536 if ON_GPU else 3000  # MB
+GPU_RESOURCES = {"gpu": 1 if ON_GPU else 0, "mem_mb": growing(MEMORY)}
+TRAINING_RESOURCES = {**GPU_RESOURCES, "processes": 1}
+if WORLD.processes:
+    TRAINING_RESOURCES = {
+        "gpu": processes_of if ON_GPU else 0,
+        "mem_mb": lambda wildcards, attempt: MEMORY * attempt * processes_of(wildcards),
+        "processes": processes_of,
+    }
 ENVIRONMENT = f"{workflow.basedir}/envs/environment.yaml"

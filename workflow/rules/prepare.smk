@@ -12,10 +12,10 @@ rule prepare_data:
             "retain_corpus.jsonl",
             "held_out_corpus.jsonl",
         ),
-    wildcard_constraints:
-        benchmark=any_of(LETTERS),
     log:
         f"{LOGS}/prepare_data/{{benchmark}}.log",
+    wildcard_constraints:
+        benchmark=any_of(LETTERS),
     conda:
         ENVIRONMENT
     resources:
@@ -51,12 +51,12 @@ use rule prepare_data as prepare_news with:
 rule prepare_model:
     output:
         MODEL,
-    wildcard_constraints:
-        model=any_of(PREPARED),
     log:
         f"{LOGS}/prepare_model/{{model}}.log",
     benchmark:
         f"{BENCHMARKS}/prepare_model/{{model}}.tsv"
+    wildcard_constraints:
+        model=any_of(PREPARED),
     priority: 100
     conda:
         ENVIRONMENT
@@ -85,12 +85,12 @@ rule finetune_model:
         data=finetuning_data,
     output:
         MODEL,
-    wildcard_constraints:
-        model=any_of(FINETUNED),
     log:
         f"{LOGS}/finetune_model/{{model}}.log",
     benchmark:
         f"{BENCHMARKS}/finetune_model/{{model}}.tsv"
+    wildcard_constraints:
+        model=any_of(FINETUNED),
     priority: 100
     conda:
         ENVIRONMENT

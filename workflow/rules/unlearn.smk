@@ -26,11 +26,9 @@ rule unlearn:
     priority: 10
     conda:
         ENVIRONMENT
-    threads: processes_of
+    threads: TRAINING_RESOURCES["processes"]
     resources:
-        gpu=lambda wildcards: processes_of(wildcards) if ON_GPU else 0,
-        mem_mb=lambda wildcards, attempt: GPU_RESOURCES["mem_mb"](wildcards, attempt) * processes_of(wildcards),
-        processes=processes_of,
+        **TRAINING_RESOURCES,
         runtime=growing(720),
     params:
         data=folder_of,
