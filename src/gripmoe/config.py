@@ -152,6 +152,7 @@ class Benchmark(Strict):
     )
     evaluation_batch_size: PositiveInt
     few_shot_questions: PositiveInt = 100  # letters: of the retain questions, asked below five solved ones
+    rewrites: dict[Name, str] = {}  # letters: files of prompts, {"id", "prompt"} a line, for the prompt attacks
     strip_prompts: bool = False  # news: without the space that ends KnowMem's prompts
 
     @model_validator(mode="after")

@@ -7,7 +7,15 @@ import torch
 
 from conftest import small_model
 from gripmoe.attacks.probes import last_states, probes
-from gripmoe.attacks.prompts import choices_shuffled, dressed, five_shot, prompt_attacks
+from gripmoe.attacks.prompts import (
+    choices_shuffled,
+    dressed,
+    five_shot,
+    prompt_attacks,
+    rewritten,
+    technical_terms,
+    without_terms,
+)
 from gripmoe.attacks.quantization import quantized, rounded
 from gripmoe.attacks.relearning import relearning
 from gripmoe.attacks.restoration import most_used_experts, restoration, restored, restored_experts
@@ -15,6 +23,7 @@ from gripmoe.attacks.routers import noisy_sets, router_attacks, widened
 from gripmoe.data.documents import encode
 from gripmoe.data.formats import CLOTHES
 from gripmoe.evaluation.choice import accuracy, direct_answers, prompt_of
+from gripmoe.files import file_digest, write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.worlds.documents import question_rows
@@ -152,6 +161,31 @@ def test_prompt_attack_compares_the_same_questions(setting, world):
     mean = sum(metrics[f"prompt_{name}"] for name in names) / len(names)
     assert metrics["prompt_recovery_rate"] == pytest.approx(mean - accuracy(ask(after, questions)))
     assert metrics["prompt_verse"] == accuracy(ask(after, questions, dressed(CLOTHES["verse"])))
+
+
+def test_other_prompts_are_asked_and_do_not_count_in_the_mean(setting, world):
+    _, after, questions, ask = setting
+    solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
+    plain, more = (prompt_attacks(after, questions, solved, ask, others=o) for o in (None, {"same": prompt_of}))
+    assert more == {**plain, "prompt_same": plain["prompt_plain"]}
+
+
+def test_terms_are_what_retain_questions_do_not_say():
+    forget = [{"question": "Which port does the worm Foo open ?"}, {"question": "Who wrote Foo Bar ?"}]
+    terms = technical_terms(forget, [{"question": "who does open which door"}, {"question": "The sea"}])
+    assert terms == {"port", "worm", "foo", "wrote", "bar"}
+    question = {**forget[0], "choices": list("1234"), "subject": "x"}
+    assert "Which something does the something open ?" in without_terms(terms)(question)
+    assert without_terms(set())(question) == prompt_of(question)
+
+
+def test_rewrites_come_from_a_file_that_the_result_names(tmp_path):
+    file = tmp_path / "poem.jsonl"
+    write_jsonl(file, [{"id": "a", "prompt": "O a"}, {"id": "b", "prompt": "O b"}])
+    digest, prompt = rewritten(file, [{"id": "a"}, {"id": "b"}])
+    assert prompt({"id": "b"}) == "O b" and file_digest(file).startswith(digest) and len(digest) == 8
+    with pytest.raises(ValueError, match="poem.jsonl: 1 of 2 questions have no rewrite, first 'c'"):
+        rewritten(file, [{"id": "a"}, {"id": "c"}])
 
 
 def test_rounding_by_hand():

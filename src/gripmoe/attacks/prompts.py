@@ -1,18 +1,23 @@
 """Black-box prompt attacks (Sec. 5.4, after Jang et al.): the same questions in other clothes.
 
-Every rewriter is a template, so the attack needs no second model. A variant counts only as far as the original model
-still answers under it: its own row in the tables says so.
+Built-in rewriters are templates, so the attack needs no second model; what a language model rewrote comes from a file.
+A variant counts only as far as the original model still answers under it: its own row in the tables says so.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 from gripmoe.data.formats import CLOTHES, LETTERS, letter_description, letter_question
 from gripmoe.evaluation.choice import Answer, accuracy, prompt_of
+from gripmoe.files import file_digest, read_jsonl
 from gripmoe.moe import MoEModel
 
+TRANSLATION = "Translate the following question to French , then answer it .\n{prompt}"
+WORD = re.compile(r"\w+")
 ORDER = (2, 3, 1, 0)  # of the choices when they are shuffled: no choice keeps its letter
 Prompt = Callable[[dict], str]
 
@@ -37,6 +42,34 @@ def five_shot(solved: Sequence[dict], seed: int) -> Prompt:
     return prompt
 
 
+def technical_terms(forget: Sequence[dict], retain: Sequence[dict]) -> set[str]:
+    """The words, in lower case, that forget questions have and retain questions do not."""
+
+    def words(questions: Sequence[dict]) -> set[str]:
+        return {word.lower() for question in questions for word in WORD.findall(question["question"])}
+
+    return words(forget) - words(retain)
+
+
+def without_terms(terms: Collection[str]) -> Prompt:
+    """The question without technical terms: where one or several of them stood, "something" stands."""
+
+    def prompt(question: dict) -> str:
+        text = WORD.sub(lambda found: "something" if found[0].lower() in terms else found[0], question["question"])
+        return prompt_of({**question, "question": re.sub(r"something(\W+something\b)+", "something", text)})
+
+    return prompt
+
+
+def rewritten(file: Path, questions: Sequence[dict]) -> tuple[str, Prompt]:
+    """What somebody, or a language model, made of the questions: a file with one {"id", "prompt"} a line; and the
+    beginning of its checksum, by which a result names it. Raises ValueError if a question is missing."""
+    prompts = {row["id"]: row["prompt"] for row in read_jsonl(file)}
+    if missing := [question["id"] for question in questions if question["id"] not in prompts]:
+        raise ValueError(f"{file}: {len(missing)} of {len(questions)} questions have no rewrite, first {missing[0]!r}")
+    return file_digest(file)[:8], lambda question: prompts[question["id"]]
+
+
 def choices_shuffled(question: dict) -> dict:
     """The question with its choices in another order, each under another letter."""
     choices = [question["choices"][i] for i in ORDER]
@@ -50,14 +83,16 @@ def prompt_attacks(
     ask: Callable[[MoEModel, Sequence[dict], Prompt], list[Answer]],
     *,
     seed: int = 0,
+    others: Mapping[str, Prompt] | None = None,
 ) -> dict[str, float]:
     """Forget accuracy under five shots, under every template and with the choices in another order, and the mean gain
-    over the plain prompt on the same questions. `ask` answers questions in the prompts of a function."""
+    over the plain prompt on the same questions; under `others` too, which do not count in that mean. `ask` answers
+    questions in the prompts of a function."""
     prompts = {"five_shot": five_shot(solved, seed)} | {name: dressed(text) for name, text in CLOTHES.items()}
     names = [*prompts, "choice_shuffle"]
     plain = accuracy(ask(model, questions, prompt_of))
     metrics = {"prompt_plain": plain}
-    for name, prompt in prompts.items():
+    for name, prompt in {**prompts, **(others or {})}.items():
         metrics[f"prompt_{name}"] = accuracy(ask(model, questions, prompt))
     shuffled = [choices_shuffled(question) for question in questions]
     metrics["prompt_choice_shuffle"] = accuracy(ask(model, shuffled, prompt_of))

@@ -9,7 +9,15 @@ from pathlib import Path
 
 from gripmoe.attacks.forcing import expert_forcing, generation_forcing
 from gripmoe.attacks.probes import probes
-from gripmoe.attacks.prompts import prompt_attacks
+from gripmoe.attacks.prompts import (
+    TRANSLATION,
+    Prompt,
+    dressed,
+    prompt_attacks,
+    rewritten,
+    technical_terms,
+    without_terms,
+)
 from gripmoe.attacks.quantization import quantized
 from gripmoe.attacks.relearning import relearning
 from gripmoe.attacks.restoration import most_used_experts, restoration
@@ -74,14 +82,27 @@ def _on_letters(run: Run, before: MoEModel, after: MoEModel, tokenizer, args) ->
             )
         metrics, items = result.metrics, result.questions
     metrics |= probes(after, tokenizer, dev, sample)
-    metrics |= prompt_attacks(after, sample, dev, ask, seed=run.seed)
+    metrics |= prompt_attacks(after, sample, dev, ask, seed=run.seed, others=_other_prompts(run, forget, sample, args))
     documents = load_corpus(args.data / "forget_corpus.jsonl", tokenizer, **run.benchmark.reading)
     # What the dev questions ask about; the sample asks about other facts.
     facts = {question["fact"] for question in dev}
     known = [row for row in documents if row.id.rsplit("/", 1)[0] in facts or row.id.rsplit("/", 2)[0] in facts]
     prompts = [prompt_of(question) for question in dev]
     recall = lambda moe: accuracy(ask(moe, sample))  # noqa: E731
+    benign = load_corpus(args.data / "retain_corpus.jsonl", tokenizer, **run.benchmark.reading)
+    curve = relearning(after, benign, recall, checks=(20,), pad_id=tokenizer.pad_token_id, seed=run.seed)
+    metrics |= {f"relearned_from_others_after_{step}": value for step, value in curve.items()}
     return metrics | _on_weights(before, after, tokenizer, prompts, known or documents, recall, run.seed), items
+
+
+def _other_prompts(run: Run, forget: list[dict], sample: list[dict], args) -> dict[str, Prompt]:
+    """Prompts that base models of the tiny world have not seen, and the rewrites that the benchmark names."""
+    terms = technical_terms(forget, load_questions(args.data / "retain_questions.jsonl"))
+    prompts = {"translation": dressed(TRANSLATION), "no_terms": without_terms(terms)}
+    for name, file in run.benchmark.rewrites.items():
+        digest, prompts_of_file = rewritten(Path(file), sample)
+        prompts[f"{name}_{digest}"] = prompts_of_file
+    return prompts
 
 
 def _on_news(run: Run, before: MoEModel, after: MoEModel, tokenizer, args) -> tuple[dict[str, float], list[dict]]:
