@@ -1,5 +1,6 @@
 """What bf16 does to AdamW at the paper's learning rate, and what stochastic rounding does about it."""
 
+import io
 import os
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from gripmoe.optimizer import make_adamw
+from gripmoe.planning import BYTES_STATES
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its step, which takes longer than all else
 
@@ -35,6 +37,18 @@ def test_stochastic_rounding_goes_as_far_as_fp32_on_average():
 def test_rounding_to_the_nearest_does_not():
     far, stuck = moved("adamw", torch.bfloat16)
     assert stuck > 0.3 and abs(far - 1) > 0.1
+
+
+@pytest.mark.parametrize("kind", sorted(BYTES_STATES))
+def test_states_take_what_the_plan_says(kind):
+    """In 8 bits a little more, for the scale of every 256 values."""
+    weight = torch.nn.Parameter(torch.zeros(64, 1024, dtype=torch.bfloat16))
+    optimizer = make_adamw(kind, [{"params": [weight]}], lr=1e-3)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save([state for state in optimizer.state[weight].values() if state.numel() > 1], file)
+    assert file.tell() / weight.numel() == pytest.approx(BYTES_STATES[kind], rel=0.1)
 
 
 def test_without_torchao_it_says_what_to_install(monkeypatch):

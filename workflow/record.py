@@ -1,6 +1,7 @@
 """Writes docs/record/: the tables of measured runs as Markdown, and the numbers behind them as one compact CSV.
 
-python workflow/record.py results/tiny/runs_record.csv [more tables of runs]
+python workflow/record.py results/tiny/runs_record.csv [more tables of runs] \
+    --table seuf_comparison results/tiny/runs_tiny_shared.csv --table dense_baseline results/tiny/runs_tiny_dense.csv
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ TABLES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="tables that `gripmoe collect` wrote")
+    parser.add_argument(
+        "--table", nargs=2, action="append", default=[], metavar=("NAME", "RUNS"), help="a table of runs of its own"
+    )
     args = parser.parse_args()
     runs = pd.concat([load_runs(path, kind=None) for path in args.runs]).drop_duplicates([*KEYS, "metric"])
+    of_their_own = {name: load_runs(Path(path), kind=None) for name, path in args.table}
     parts = ["# Tables of the record\n"]
     shown = {claim["metric"] for claim in load_claims().values()} | {
         "reached",
@@ -49,12 +54,13 @@ def main() -> None:
     }
     for name, title in TABLES.items():
         spec = specification(name)
-        table = comparison(of_kind(runs, spec.get("kind", "letters")), name)
+        table = comparison(of_kind(of_their_own.get(name, runs), spec.get("kind", "letters")), name)
         if any(cell.value is not None for _, entries in table.blocks for _, cells, _ in entries for cell in cells):
             parts.append(f"## {title}\n\n{as_markdown(table)}")
             shown |= set(spec["measured"])
     parts.append(f"## Statements\n\n{as_markdown(claims_table(runs))}")
     write_text(OUTPUT / "tables.md", "\n".join(parts))
+    runs = pd.concat([runs, *of_their_own.values()]).drop_duplicates([*KEYS, "metric"])
     compact = runs[runs.metric.isin(shown)].sort_values([*KEYS, "metric"])
     write_text(OUTPUT / "runs.csv", compact.to_csv(index=False, float_format="%.4g"))
     print(f"{len(runs[KEYS].drop_duplicates())} cells, {len(compact)} numbers in {OUTPUT}")
