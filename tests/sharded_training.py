@@ -30,7 +30,9 @@ CASES = {
     "anchored_tracked": METHODS["anchored_tracked"],
     "router_l2": Method(constraint="router_l2"),
     "adamw_8bit": Method(constraint="none"),
+    "checkpointed": Method(constraint="router_l2"),
 }
+CHANGES = {"adamw_8bit": {"optimizer": "adamw_8bit"}, "checkpointed": {"gradient_checkpointing": True}}
 RESUMED = ("anchored_tracked", "adamw_8bit")
 NEAR_TIES = EpsNullConfig(value=1e-2, kind="relative")  # so that no direction is decided by a rounding error
 
@@ -51,7 +53,7 @@ def train(name: str, folder: Path, steps: int = 6) -> dict:
     moe = MoEModel(small_model("qwen2_moe"))
     sharding.shard_experts(moe)
     forget, retain = documents(0), documents(1)
-    method, optimizer = CASES[name], "adamw_8bit" if name == "adamw_8bit" else "adamw"
+    method = CASES[name]
     if method.eps_null:
         method = method.model_copy(update={"eps_null": NEAR_TIES})
     reference = moe.trace([collate(retain, 0)])
@@ -59,7 +61,7 @@ def train(name: str, folder: Path, steps: int = 6) -> dict:
     outcome = unlearn(
         moe, make_objective("npo", {"alpha": 1.0, "beta": 0.1}, 0),
         constraint_of(method, reference, bases, None, 0), forget, retain,
-        TRAINING.model_copy(update={"max_steps": steps, "optimizer": optimizer}), seed=0, pad_id=0,
+        TRAINING.model_copy(update={"max_steps": steps, **CHANGES.get(name, {})}), seed=0, pad_id=0,
         targets={"accuracy": -1.0}, scores=lambda model: {"accuracy": 1.0}, state_file=folder / f"{name}.pt",
     )  # fmt: skip
     thetas = torch.stack([moe.theta(layer).detach() for layer in moe.layers])

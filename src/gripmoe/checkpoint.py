@@ -17,14 +17,14 @@ from gripmoe.files import atomic_path
 
 def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **progress) -> None:
     """Everything a loop needs to go on: weights, optimizer states, and `progress` (plain values and tensors)."""
-    others = distributed.processes()
+    processes = distributed.processes()
     state = {
-        "processes": others,
+        "processes": processes,
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "progress": progress,
     }
-    if others == 1:
+    if processes == 1:
         _save(path, state)
         return
     parts = _parts(path)
@@ -33,7 +33,7 @@ def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *
     _save(_part(path, number), state)
     distributed.wait_for_all()
     if distributed.is_first():
-        _save(path, {"processes": others, "number": number})
+        _save(path, {"processes": processes, "number": number})
     distributed.wait_for_all()
     for part in parts:
         if part != _part(path, number):

@@ -88,13 +88,15 @@ def unlearn(
     part: each trains on its rows of every batch and takes part in every check.
     """
     device = model.model.device
-    others = distributed.processes()
+    processes = distributed.processes()
+    if scope and processes > 1:
+        raise ValueError("a method that trains one expert needs one process: there is nothing to share")
     for name in ("forget_batch_size", "retain_batch_size"):
-        if getattr(training, name) % others:
-            raise ValueError(f"{name} {getattr(training, name)} cannot be split over {others} processes")
+        if getattr(training, name) % processes:
+            raise ValueError(f"{name} {getattr(training, name)} cannot be split over {processes} processes")
 
     def batch(rows: Sequence[Row], size: int) -> Batch:
-        own = epoch_rows(rows, size, seed, step)[distributed.rank() :: others]
+        own = epoch_rows(rows, size, seed, step)[distributed.rank() :: processes]
         return collate(own, pad_id).to(device)
 
     def used(rows: Sequence[Row], size: int) -> list[Batch]:
