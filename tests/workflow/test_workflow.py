@@ -63,8 +63,11 @@ def test_slurm_profile_as_typed_from_a_clone(tmp_path):
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-3000:]
     assert "results/paper/" in output and "results/tiny" not in output
-    unlearn = output.split("rule unlearn:")[1].split("rule ")[0]
-    assert re.search(r"resources: .*gpu=1", unlearn) and "runtime=" in unlearn and "mem_mb=" in unlearn
+    for unlearn in output.split("rule unlearn:")[1:]:
+        unlearn = unlearn.split("rule ")[0]
+        gpus = 2 if "model=qwen3_30b_a3b" in unlearn and "method=seuf" not in unlearn else 1
+        assert re.search(rf"resources: .*gpu={gpus}, ", unlearn) and f"--processes {gpus}" in unlearn
+        assert "runtime=" in unlearn and f"mem_mb={65536 * gpus}" in unlearn
 
 
 def test_order_of_the_steps(tmp_path):

@@ -39,6 +39,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     """Writes a folder that plain transformers reloads, in place of what was there; returns the weights' digest. Of
     several processes that share the model the first does so."""
     state = whole_state(model)
+    digest = _digest(state)  # before save_pretrained, which takes the state apart
     if distributed.is_first():
         temporary = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -46,7 +47,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
-    return _digest(state)
+    return digest
 
 
 def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
