@@ -130,7 +130,8 @@ def draw(table: Table) -> plt.Figure:
         axes.axis("off")
         label_width = table.label_width
         many = len(table.paper_columns) > 4
-        measured_width = 0.4 if many else 0.53
+        room = PAPER_WIDTH - label_width - 0.12 - 0.25 * len(table.paper_columns)
+        measured_width = min(0.4 if many else 0.53, room / len(table.columns))
         if not table.paper_columns:
             measured_width = (PAPER_WIDTH - label_width - 0.05) / len(table.columns)
         paper_x = label_width + measured_width * len(table.columns) + 0.1
@@ -145,7 +146,7 @@ def draw(table: Table) -> plt.Figure:
             axes.text(middle, y, "paper", ha="center", va="center", style="italic", fontsize=6.5, color="0.4")
             y -= line
         axes.text(0.04, y, table.heading, ha="left", va="center", fontsize=7)
-        crowded = len(table.columns) >= 9
+        crowded = len(table.columns) >= 9 or measured_width < 0.37
         heading_size = 5.4 if crowded else 6.5
         for x, name in zip(measured_x, table.columns, strict=True):
             axes.text(x, y, name, ha="center", va="center", fontsize=heading_size)
