@@ -1,0 +1,67 @@
+"""Every notebook, executed on a small fixture: seed 0 of the record, with invented histories, answers and layers."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+CELL = ["model", "benchmark", "objective", "method", "seed"]
+PER_LAYER = ("routing_stability", "routing_stability_router_only", "routing_stability_representation_only")
+OF_NEWS = ("verbmem", "knowmem_forget", "knowmem_retain")
+OF_LETTERS = ("forget_accuracy", "retain_accuracy")
+OF_BOTH = ("router_gradient", "expert_gradient", "forget_loss", "retain_loss", "seconds", "constraint_seconds")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The table of runs; what notebooks find beside it lies beside it."""
+    folder = tmp_path_factory.mktemp("results")
+    record = pd.read_csv(ROOT / "docs" / "record" / "runs.csv")
+    record = record[(record.seed == 0) & (record.model != "tiny_b")]
+    cells = record[CELL].drop_duplicates()
+
+    def invented(columns: dict) -> pd.DataFrame:
+        """Every cell with every combination of the columns' values, and a number."""
+        combinations = pd.DataFrame(itertools.product(*columns.values()), columns=list(columns))
+        table = cells.merge(combinations, how="cross")
+        return table.assign(value=[(7 * number % 10) / 10 for number in range(len(table))])
+
+    layers = invented({"metric": [f"{name}_layer_{layer}" for name in PER_LAYER for layer in range(4)]})
+    pd.concat([record, layers]).to_csv(folder / "runs_record.csv", index=False)
+    histories = invented({"step": [0, 10, 20], "metric": [*OF_NEWS, *OF_LETTERS, *OF_BOTH]})
+    of_the_other = histories.metric.isin(OF_LETTERS).where(
+        histories.benchmark == "muse_tiny", histories.metric.isin(OF_NEWS)
+    )
+    histories[~of_the_other].to_csv(folder / "histories_record.csv", index=False)
+    answers = invented({"exposure": ["forget", "held_out"], "fact": ["a", "b", "c"], "order": [0, 1]})
+    answers["id"] = answers.fact + answers.order.astype(str) + answers.exposure
+    answers["chosen"], answers["correct"] = (10 * answers.value).astype(int) % 4, (answers.value > 0.4).astype(int)
+    answers[[*CELL, "id", "fact", "exposure", "chosen", "correct"]].to_csv(folder / "answers_record.csv", index=False)
+    return folder / "runs_record.csv"
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_executed(notebook, runs, tmp_path):
+    output = tmp_path / f"{notebook.stem}.png"
+    namespace: dict = {}
+    for cell in cells_of(notebook):
+        is_parameters = "parameters" in cell["metadata"].get("tags", [])
+        code = f"runs, output = {str(runs)!r}, {str(output)!r}" if is_parameters else "".join(cell["source"])
+        exec(compile(code, notebook.name, "exec"), namespace)
+    assert output.stat().st_size > 5000 and output.with_suffix(".pdf").exists()
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_has_no_outputs_and_no_logic(notebook):
+    cells = cells_of(notebook)
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    assert not {"def", "class", "for", "if", "lambda"} & set(code.split())
+
+
+def cells_of(notebook: Path) -> list[dict]:
+    return [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
