@@ -103,11 +103,13 @@ def figures(prepared: dict, root: Path, faults: int, seed: int) -> dict:
         counts["results lost"] += outcome(folder) != expected
         counts["files left over"] += len({file.name for file in folder.iterdir()} ^ FILES)
     duplicates = sum(count for name, count in counts.items() if "DUPLICATE" in name)
-    return {"faults": injected, "cells": cells, "resumed": resumed, "duplicates": duplicates, **sorted_(counts)}
-
-
-def sorted_(counts: Counter) -> dict:
-    return dict(sorted(counts.items()))
+    return {
+        "faults": injected,
+        "cells": cells,
+        "resumed": resumed,
+        "duplicates": duplicates,
+        **dict(sorted(counts.items())),
+    }
 
 
 if __name__ == "__main__":
