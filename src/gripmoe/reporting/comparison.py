@@ -107,7 +107,9 @@ def _measured(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
     mean, half_width = (values.iloc[0], None) if metric.startswith("setting_") else interval(values)
     text = _text(metric, mean, news)
     if half_width is not None:
-        text += f" ± {_text(metric, half_width, news)}".replace("± 0.", "± .")
+        unit = "×" if text.endswith("×") else ""
+        half = _text(metric, half_width, news).removesuffix(unit).removeprefix("0" if half_width < 1 else "")
+        text = f"{text.removesuffix(unit)} ± {half}{unit}"
     return Cell(text, mean, half_width)
 
 

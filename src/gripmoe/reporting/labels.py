@@ -105,11 +105,11 @@ METRICS = {
     "steps": "steps",
     "seconds_per_step": "s per step",
     "constraint_megabytes": "MB held",
-    "setting_learning_rate": "learning rate",
-    "setting_router_multiplier": "× for routers",
+    "setting_learning_rate": "rate",
+    "setting_router_multiplier": "router ×",
     "setting_forget_batch_size": "batch",
     "setting_weight_decay": "decay",
-    "setting_max_steps": "max. steps",
+    "setting_max_steps": "most",
 }
 
 METRIC_NOTES = {
@@ -146,7 +146,10 @@ METRIC_NOTES = {
     "relearned_after_5": "after 5 steps of finetuning on other forget documents",
     "relearned_after_20": "after 20 steps of finetuning on other forget documents",
     "constraint_megabytes": "tensors that the constraint keeps",
-    "setting_router_multiplier": "learning rate of routers as a multiple",
+    "setting_learning_rate": "learning rate",
+    "setting_router_multiplier": "that of routers as a multiple",
+    "setting_weight_decay": "weight decay",
+    "setting_max_steps": "steps at most",
     "time_ratio": "seconds of a step, as a multiple of the step without the constraint",
 }
 
