@@ -7,6 +7,7 @@ rule attack:
         model=MODEL,
         checkpoint=cell_checkpoint,
         answers=f"{CELL}/questions.csv",
+        rewrites=rewrites_of if REWRITES else [],
         data=data_files(
             "forget_questions", "retain_questions", news=("knowmem", "verbmem"), corpora=("forget", "retain")
         ),

@@ -48,6 +48,9 @@ WITH_BASES = [name for name in WORLD.all_methods if PROJECT.methods[name].has_ba
 ORACLES = [PROJECT.models[name].oracle for name in WORLD.models if PROJECT.models[name].oracle]
 NEWS = [name for name in WORLD.benchmarks if PROJECT.benchmarks[name].is_news]
 LETTERS = [name for name in WORLD.benchmarks if name not in NEWS]
+REWRITES = {
+    name: list(PROJECT.benchmarks[name].rewrites.values()) for name in LETTERS if PROJECT.benchmarks[name].rewrites
+}
 FINETUNED = [name for name in WORLD.models + ORACLES if PROJECT.models[name].source == "finetuned"]
 BASE_MODELS = [PROJECT.models[name].base for name in FINETUNED]
 PREPARED = [name for name in WORLD.models + ORACLES + BASE_MODELS if name not in FINETUNED]
@@ -106,6 +109,11 @@ def data_files(*letters, news=(), corpora=()):
 
 def folder_of(wildcards, input):
     return str(Path(input.data[0]).parent)
+
+
+def rewrites_of(wildcards):
+    """The files of rewritten prompts that a benchmark names."""
+    return REWRITES.get(wildcards.benchmark, [])
 
 
 def reference_of(wildcards):
