@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import small_model
-from gripmoe.attacks.probes import last_states, probes
+from gripmoe.attacks.probes import expert_probes, last_router_inputs, last_states, probes
 from gripmoe.attacks.prompts import (
     choices_shuffled,
     dressed,
@@ -106,6 +106,30 @@ def test_a_probe_reads_what_is_there_and_nothing_else(setting, tokenizer, world)
     assert states.shape == (3, 3, 32)
     assert probes(before, tokenizer, told[:80], told[80:])["probe_best_layer"] > 0.5
     assert probes(before, tokenizer, lies[:80], lies[80:])["probe_layer_2"] < 0.45
+    chosen = {0: [1], 1: [0, 3]}
+    assert expert_probes(before, tokenizer, told[:80], told[80:], chosen)["probe_expert_layer_1"] > 0.5
+    assert expert_probes(before, tokenizer, lies[:80], lies[80:], chosen)["probe_best_expert"] < 0.45
+
+
+def test_an_expert_that_is_empty_tells_nothing(setting, tokenizer, world):
+    before, _, questions, _ = setting
+    model = MoEModel(copy.deepcopy(before.model))
+    with torch.no_grad():
+        for parameter in model.expert_parameters(1):
+            parameter[2] = 0
+    wanted = [{**question, "answer": position % 4} for position, question in enumerate(questions)]
+    by_luck = expert_probes(model, tokenizer, wanted, wanted, {1: [2]})
+    assert by_luck == {"probe_expert_layer_1": 0.25, "probe_best_expert": 0.25}
+    assert expert_probes(model, tokenizer, wanted, wanted, {1: [2, 3]})["probe_best_expert"] > 0.25
+
+
+def test_router_inputs_are_those_of_the_prompt_alone(setting, tokenizer):
+    before, _, questions, _ = setting
+    together = last_router_inputs(before, tokenizer, questions)
+    alone = torch.tensor([tokenizer(prompt_of(questions[3]))["input_ids"]])
+    trace = before.trace([{"input_ids": alone}])
+    for position, layer in enumerate(before.layers):
+        torch.testing.assert_close(torch.from_numpy(together[3, position]), trace[layer].x_Nd[-1], atol=2e-5, rtol=1e-3)
 
 
 def test_shuffled_choices_keep_the_answer_and_change_its_letter(setting):

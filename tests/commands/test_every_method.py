@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conftest import SMALL
+from gripmoe.attacks import suite
 from gripmoe.commands.attack import attack
 from gripmoe.commands.evaluate import evaluate
 from gripmoe.commands.geometry import fit_basis, trace_routing
@@ -162,7 +163,11 @@ def test_every_correction(method, prepared, tmp_path):
     assert run_cell(prepared, method, "gd", tmp_path)["steps"] == 3
 
 
-def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_path):
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_path, monkeypatch):
     """What has no router is left out of its metrics, and nothing else."""
     prepared = prepare("qwen3", world, tokenizer, tmp_path)
     for name in ("forget", "retain"):
@@ -177,11 +182,17 @@ def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_
         data=tmp_path / "data",
     )  # fmt: skip
     evaluate(Namespace(**common, reference=None, questions=folder / "answers.csv", output=folder / "metrics.json"))
-    attack(
-        Namespace(
-            **common, answers=folder / "answers.csv", questions=folder / "forced.csv", output=folder / "attacks.json"
-        )
+    arguments = Namespace(
+        **common, answers=folder / "answers.csv", questions=folder / "forced.csv", output=folder / "attacks.json"
     )
+    monkeypatch.setattr(suite, "quantization", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        attack(arguments)
+    assert (folder / "attack_state.json").exists() and not (folder / "attacks.json").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(suite, "probes", interrupted)  # made before the interruption, so not again
+    attack(arguments)
+    assert not (folder / "attack_state.json").exists()
     metrics, attacks = read_json(folder / "metrics.json"), read_json(folder / "attacks.json")
     assert "forget_accuracy" in metrics and "routing_stability" not in metrics
     assert {"probe_best_layer", "prompt_five_shot", "quantized_4_bit", "relearned_after_20"} <= attacks.keys()

@@ -143,6 +143,17 @@ def test_forcing_its_own_sets_changes_no_bit(moe):
     assert torch.equal(free, moe.model(**batch.inputs).logits), "nothing stays behind"
 
 
+@torch.no_grad()
+def test_the_experts_of_a_layer_are_the_sum_of_single_ones(moe):
+    for layer, seen in moe.trace([collate(rows(), 0)]).items():
+        weights = torch.rand(seen.top_k_Nk.shape)
+        alone = torch.stack([moe.expert_output(layer, expert, seen.x_Nd) for expert in range(8)], dim=1)
+        chosen = alone.gather(1, seen.top_k_Nk[..., None].expand(-1, -1, alone.shape[-1]))
+        together = moe.block(layer).experts(seen.x_Nd, seen.top_k_Nk, weights)
+        torch.testing.assert_close((chosen * weights[..., None]).sum(dim=1), together, atol=1e-5, rtol=1e-4)
+        assert not torch.allclose(alone[:, 0], alone[:, 1]), "the control: experts differ"
+
+
 def changed_sets(moe, seen_by_layer) -> float:
     """Share of recorded sets that the routers of now would not select."""
     agreement = [

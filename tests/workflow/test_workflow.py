@@ -302,6 +302,10 @@ class TestRun:
             ("src/gripmoe/correction.py", "import torch\n", "import torch\n\nUNUSED = 1\n", TRAINING_ON),
             ("src/gripmoe/evaluation/report.py", "return [\n", "return 1 * [\n", ["evaluate", "collect"]),
             ("src/gripmoe/attacks/restoration.py", '("experts", "router")', '("router", "experts")', ["attack"]),
+            # Which attacks are made, and when a run has forgotten.
+            ("src/gripmoe/attacks/suite.py", "SAMPLE = 240", "SAMPLE = 241", ["attack"]),
+            ("src/gripmoe/attacks/routers.py", "0.5, seed", "0.6, seed", ["attack"]),
+            ("src/gripmoe/evaluation/stopping.py", "QUESTIONS = 120", "QUESTIONS = 121", ["unlearn"]),
             ("src/gripmoe/reporting/labels.py", "CHANCE = 0.27", "CHANCE = 0.28", ["render_main_results", "manifest"]),
             # One notebook's text: that notebook. What nothing here uses: nothing.
             ("notebooks/main_results.ipynb", "# Main results", "# The main results", ["render_main_results"]),

@@ -26,13 +26,7 @@ rule attack:
         runtime=growing(240),
     params:
         data=folder_of,
-        code=code_fingerprint(
-            "gripmoe.attacks.forcing",
-            "gripmoe.attacks.prompts",
-            "gripmoe.attacks.quantization",
-            "gripmoe.attacks.relearning",
-            "gripmoe.attacks.restoration",
-        ),
+        code=code_fingerprint("gripmoe.attacks.suite"),
     shell:
         "gripmoe attack --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
         " --answers {input.answers}"

@@ -35,7 +35,11 @@ rule unlearn:
         bases=bases_flag,
         reference=reference_flag,
         code=code_fingerprint(
-            "gripmoe.unlearning", "gripmoe.penalties", "gripmoe.correction", "gripmoe.evaluation.choice"
+            "gripmoe.unlearning",
+            "gripmoe.penalties",
+            "gripmoe.correction",
+            "gripmoe.evaluation.stopping",
+            "gripmoe.moe.sharding",
         ),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"

@@ -6,12 +6,12 @@ The original model runs in lock-step on the same tokens, so every token of every
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from gripmoe.attacks import Found
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.evaluation.choice import Answer, accuracy, prompt_of
 from gripmoe.evaluation.muse import Scored, mean_score
@@ -20,14 +20,6 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes, routed_tokens
 
 AnswerAll = Callable[[MoEModel, Sequence[dict]], list[Answer]]
-
-
-@dataclass(frozen=True)
-class ForcingResult:
-    """Flat metrics, and one row per forget question with what each run answered."""
-
-    metrics: dict[str, float]
-    questions: list[dict]
 
 
 def expert_forcing(
@@ -42,7 +34,7 @@ def expert_forcing(
     *,
     shifted_below: float = 0.999,
     seed: int = 0,
-) -> ForcingResult:
+) -> Found:
     """Forces the original sets on the unlearned model and measures what comes back.
 
     `normal` are the unlearned model's own answers to `forget`. `answer_all` asks a model (the harness, for what is
@@ -50,7 +42,8 @@ def expert_forcing(
     over those whose routing shifted (mean Jaccard similarity over prompt tokens and layers below `shifted_below`), as
     the paper defines recovery (forced accuracy on the shifted subset minus normal accuracy on all) and on equal
     questions; what forcing turns right and what it turns wrong; accuracy with the original gate weights too. Controls:
-    the original model forced with its own sets (a no-op), random sets, and forced retain accuracy.
+    the original model forced with its own sets (a no-op), random sets, and forced retain accuracy. An item per forget
+    question says what each run answered.
     """
     with after.force_routing(before.routes):
         forced = answer_all(after, forget)
@@ -99,7 +92,7 @@ def expert_forcing(
         "original_forced_with_own_sets": accuracy(original_forced),
         "own_sets_change_answers": sum(a != b for a, b in zip(original, original_forced, strict=True)),
     }
-    return ForcingResult(metrics, questions)
+    return Found(metrics, questions)
 
 
 class LockStep:

@@ -2,44 +2,99 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from torch import Tensor
 
-from gripmoe.data.documents import collate, encode, length_buckets
+from gripmoe.data.documents import Batch, collate, encode, length_buckets
 from gripmoe.evaluation.choice import prompt_of
 from gripmoe.moe import MoEModel
+
+STRENGTH = 0.01  # the inverse of the ridge penalty
 
 
 @torch.no_grad()
 def last_states(model: MoEModel, tokenizer, questions: Sequence[dict]) -> np.ndarray:
     """What every layer sends out at the last token of each prompt, (questions, L + 1, d); the first entry is the
     embedding."""
+
+    def states(batch: Batch) -> Tensor:
+        output = model.model.model(**batch.inputs, output_hidden_states=True)
+        return torch.stack(output.hidden_states, dim=2)
+
+    return _at_last_tokens(model, tokenizer, questions, states)
+
+
+@torch.no_grad()
+def last_router_inputs(model: MoEModel, tokenizer, questions: Sequence[dict]) -> np.ndarray:
+    """What the router and the experts of every MoE layer see at the last token of each prompt, (questions, layers,
+    d)."""
+
+    def inputs(batch: Batch) -> Tensor:
+        with model.record_routing() as recorder:
+            model.model.model(**batch.inputs)
+            seen = recorder.take()
+        return torch.stack([seen[layer].x_Nd.unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)
+
+    return _at_last_tokens(model, tokenizer, questions, inputs)
+
+
+def _at_last_tokens(model: MoEModel, tokenizer, questions: Sequence[dict], states) -> np.ndarray:
+    """`states(batch)`, (rows, positions, ...), at the last token of each question's prompt, in the questions' order."""
     rows = [encode(tokenizer, [(prompt_of(question), False)], question["id"]) for question in questions]
-    states = {}
+    found = {}
     for bucket in length_buckets(rows, 4000):
         batch = collate(bucket, tokenizer.pad_token_id).to(model.model.device)
-        output = model.model.model(**batch.inputs, output_hidden_states=True)
         last = batch.attention_mask.sum(dim=1) - 1
-        stacked = torch.stack(output.hidden_states, dim=2)[torch.arange(len(bucket)), last]
-        states.update(zip(batch.row_ids, stacked.float().cpu().numpy(), strict=True))
-    return np.stack([states[question["id"]] for question in questions])
+        at_last = states(batch)[torch.arange(len(bucket)), last]
+        found.update(zip(batch.row_ids, at_last.float().cpu().numpy(), strict=True))
+    return np.stack([found[question["id"]] for question in questions])
 
 
-def probes(
-    model: MoEModel, tokenizer, fitted_on: Sequence[dict], questions: Sequence[dict], *, strength: float = 0.01
-) -> dict[str, float]:
+def probes(model: MoEModel, tokenizer, fitted_on: Sequence[dict], questions: Sequence[dict]) -> dict[str, float]:
     """Accuracy of a logistic regression from each layer's last state to the right letter, fitted on `fitted_on` and
     asked about `questions`, which are about other facts; and the best layer's."""
-    states, wanted = last_states(model, tokenizer, fitted_on), [question["answer"] for question in fitted_on]
-    asked, right = last_states(model, tokenizer, questions), [question["answer"] for question in questions]
-    metrics = {}
-    for layer in range(states.shape[1]):
-        probe = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=500))
-        metrics[f"probe_layer_{layer}"] = float(probe.fit(states[:, layer], wanted).score(asked[:, layer], right))
-    metrics["probe_best_layer"] = max(metrics.values())
-    return metrics
+    states, asked = (last_states(model, tokenizer, rows) for rows in (fitted_on, questions))
+    metrics = {
+        f"probe_layer_{layer}": _score(states[:, layer], fitted_on, asked[:, layer], questions)
+        for layer in range(states.shape[1])
+    }
+    return metrics | {"probe_best_layer": max(metrics.values())}
+
+
+def expert_probes(
+    model: MoEModel,
+    tokenizer,
+    fitted_on: Sequence[dict],
+    questions: Sequence[dict],
+    experts: Mapping[int, Sequence[int]],
+) -> dict[str, float]:
+    """The same from what each of the `experts` (by layer) by itself makes of the last token, selected or not: the best
+    expert of each layer and of all. The best of many is above chance by luck, that of a model that never knew as well.
+    """
+    states, asked = (last_router_inputs(model, tokenizer, rows) for rows in (fitted_on, questions))
+
+    def scores(layer: int, position: int) -> Iterator[float]:
+        for expert in experts[layer]:
+            made, made_asked = (
+                model.expert_output(layer, expert, torch.from_numpy(x[:, position])) for x in (states, asked)
+            )
+            yield _score(made.cpu().numpy(), fitted_on, made_asked.cpu().numpy(), questions)
+
+    metrics = {
+        f"probe_expert_layer_{layer}": max(scores(layer, position))
+        for position, layer in enumerate(model.layers)
+        if layer in experts
+    }
+    return metrics | {"probe_best_expert": max(metrics.values())}
+
+
+def _score(states: np.ndarray, fitted_on: Sequence[dict], asked: np.ndarray, questions: Sequence[dict]) -> float:
+    probe = make_pipeline(StandardScaler(), LogisticRegression(C=STRENGTH, max_iter=500))
+    probe.fit(states, [question["answer"] for question in fitted_on])
+    return float(probe.score(asked, [question["answer"] for question in questions]))

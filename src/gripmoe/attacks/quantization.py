@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -40,3 +40,14 @@ def quantized(model: MoEModel, bits: int) -> Iterator[None]:
         with torch.no_grad():
             for matrix, kept in zip(matrices, own, strict=True):
                 matrix.copy_(kept)
+
+
+def quantization(
+    model: MoEModel, recall: Callable[[MoEModel], float], bits: Sequence[int] = (8, 4)
+) -> dict[str, float]:
+    """What `recall` says that the model still knows with rounded weights."""
+    metrics = {}
+    for count in bits:
+        with quantized(model, count):
+            metrics[f"quantized_{count}_bit"] = recall(model)
+    return metrics

@@ -1,6 +1,7 @@
 """Component restoration (ours): one original part put back into the unlearned model. Where does the knowledge sit?
 
-If a single original part returns the answers, they were not erased: they were made unreadable at one place.
+If a single original part returns the answers, they were not erased: they were made unreadable at one place. Unlearning
+trains experts and routers; attention is the original's in every cell, so there is nothing of it to put back.
 """
 
 from __future__ import annotations

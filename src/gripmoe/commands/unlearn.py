@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from gripmoe import distributed
 from gripmoe.checkpoint import remove_state
 from gripmoe.commands import beside, one_thread_unless_set
-from gripmoe.config import Benchmark, load_run
+from gripmoe.config import load_run
 from gripmoe.constraints import held_trace
 from gripmoe.correction import holdout_report, make_correction
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
-from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
-from gripmoe.evaluation.muse import News, mean_score, news_scores
+from gripmoe.evaluation.stopping import stop_rule
 from gripmoe.files import exclusive, read_json, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.sharding import shard_experts
@@ -28,9 +25,6 @@ from gripmoe.penalties import attributed_expert, constraint_of
 from gripmoe.provenance import recorded
 from gripmoe.unlearning import Outcome
 from gripmoe.unlearning import unlearn as run_unlearning
-
-RETAIN_QUESTIONS = 120  # of the dev split, asked at every check
-RETAIN_PAIRS = 20  # likewise of news
 
 
 def unlearn(args) -> None:
@@ -89,43 +83,6 @@ def unlearn(args) -> None:
             write_json(args.output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(constraint) / 1e6})
         distributed.wait_for_all()
         remove_state(folder / "state.pt")
-
-
-def stop_rule(
-    benchmark: Benchmark, data: Path, reference: Path | None, tokenizer
-) -> tuple[dict[str, float], Callable[[MoEModel], dict[str, float]]]:
-    """When to stop: the highest value of each score that counts as forgotten, and how to measure scores on dev items.
-
-    Letters: forget accuracy, at a fixed value. News: VerbMem and KnowMem, a few points above what `reference` (the
-    description of the retain-only model) says that this model has.
-    """
-    if benchmark.is_news:
-        news, known = News.load(data), read_json(reference)
-        margin = benchmark.target.points_above_reference
-        sample = replace(news, knowmem=_fewer_retain_pairs(news.knowmem))
-
-        def news_means(moe: MoEModel) -> dict[str, float]:
-            scores = news_scores(moe.model, tokenizer, sample, "dev", strip_prompts=benchmark.strip_prompts)
-            return {name: mean_score(items) for name, items in scores.items()}
-
-        return {name: known[name] + margin for name in ("verbmem", "knowmem_forget")}, news_means
-
-    dev = {
-        name: load_questions(data / f"{name}_questions.jsonl", "dev")[:count]
-        for name, count in (("forget", None), ("retain", RETAIN_QUESTIONS))
-    }
-
-    def accuracies(moe: MoEModel) -> dict[str, float]:
-        return {f"{name}_accuracy": accuracy(direct_answers(moe.model, tokenizer, dev[name])) for name in dev}
-
-    return {"forget_accuracy": benchmark.target.forget_accuracy}, accuracies
-
-
-def _fewer_retain_pairs(pairs: list[dict]) -> list[dict]:
-    """All pairs but the retain pairs of the dev split after the first few, which the stop rule does not look at."""
-    retain = [pair["id"] for pair in pairs if pair["part"] == "retain" and pair["split"] == "dev"]
-    left_out = set(retain[RETAIN_PAIRS:])
-    return [pair for pair in pairs if pair["id"] not in left_out]
 
 
 def costs(outcome: Outcome) -> dict[str, float]:

@@ -127,6 +127,14 @@ class MoEModel:
         """The fused expert tensors of a layer, each with the experts along dimension 0."""
         return list(self._blocks[layer].experts.parameters())
 
+    @torch.no_grad()
+    def expert_output(self, layer: int, expert: int, x_Nd: Tensor) -> Tensor:
+        """What one expert by itself makes of its layer's router inputs, whoever is selected, (N, d), fp32."""
+        experts = self._blocks[layer].experts
+        x_Nd = x_Nd.to(next(experts.parameters()))
+        chosen_N1 = torch.full((len(x_Nd), 1), expert, device=x_Nd.device)
+        return experts(x_Nd, chosen_N1, torch.ones_like(chosen_N1, dtype=x_Nd.dtype)).float()
+
     @contextmanager
     def record_routing(self) -> Iterator[RoutingRecorder]:
         """Within the block every forward pass is recorded, with its graph: detach what you keep."""

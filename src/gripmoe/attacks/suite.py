@@ -1,0 +1,181 @@
+"""Every attack on a cell, by name. What an attack asks again and again is a sample, the same for every cell."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from gripmoe.attacks import Attack, Found
+from gripmoe.attacks.forcing import expert_forcing, generation_forcing
+from gripmoe.attacks.probes import expert_probes, probes
+from gripmoe.attacks.prompts import (
+    TRANSLATION,
+    Prompt,
+    dressed,
+    prompt_attacks,
+    rewritten,
+    technical_terms,
+    without_terms,
+)
+from gripmoe.attacks.quantization import quantization
+from gripmoe.attacks.relearning import relearning
+from gripmoe.attacks.restoration import most_used_experts, restoration
+from gripmoe.attacks.routers import router_attacks
+from gripmoe.config import Benchmark, Run
+from gripmoe.data.corpora import load_corpus
+from gripmoe.data.documents import Row
+from gripmoe.data.muse import CONTEXT
+from gripmoe.evaluation.choice import Answer, accuracy, direct_answers, harness_answers, load_questions, prompt_of
+from gripmoe.evaluation.muse import News, Scored, knowledge_memory, mean_score, news_scores
+from gripmoe.files import read_json, write_json
+from gripmoe.moe import MoEModel
+
+SAMPLE = 240  # forget questions for the attacks that ask many times; accuracy near chance is known to .03
+PAIRS = 32  # of news, likewise
+PROBED_EXPERTS = 16  # of each layer, those that forget prompts use most
+
+
+def run_attacks(
+    attacks: Mapping[str, Attack], state_file: Path, identity: Mapping[str, Any], description: str = ""
+) -> Found:
+    """Makes one attack after the other and keeps in `state_file` what each has found. Those that it holds for the same
+    `identity` (JSON: models, settings, data, code) are not made again; remove it when the result is safe."""
+    kept = read_json(state_file) if state_file.exists() else {}
+    found = kept["found"] if kept.get("identity") == identity else {}
+    for name, attack in (bar := tqdm(attacks.items(), desc=description)):
+        bar.set_postfix_str(name)
+        if name not in found:
+            found[name] = asdict(attack())
+            write_json(state_file, {"identity": identity, "found": found})
+    return Found(
+        {name: value for attack in attacks for name, value in found[attack]["metrics"].items()},
+        [item for attack in attacks for item in found[attack]["items"]],
+    )
+
+
+def letter_attacks(
+    run: Run, before: MoEModel, after: MoEModel, tokenizer, data: Path, answers: Callable[[list[dict]], list[Answer]]
+) -> dict[str, Attack]:
+    """Forced experts on every test question, through the harness; the others on a sample, asked directly. `answers` are
+    the unlearned model's own to some questions. A dense model has no routers to force and no experts to put back."""
+    forget, dev = (load_questions(data / "forget_questions.jsonl", split) for split in ("test", "dev"))
+    retain = load_questions(data / "retain_questions.jsonl", "dev")
+    sample = random.Random(0).sample(forget, min(SAMPLE, len(forget)))
+    documents, benign = (
+        load_corpus(data / f"{n}_corpus.jsonl", tokenizer, **run.benchmark.reading) for n in ("forget", "retain")
+    )
+    # What the dev questions ask about; the sample asks about other facts.
+    facts = {question["fact"] for question in dev}
+    known = [row for row in documents if row.id.rsplit("/", 1)[0] in facts or row.id.rsplit("/", 2)[0] in facts]
+    prompts = [prompt_of(question) for question in dev]
+
+    def ask(moe, questions, prompt=None):
+        return direct_answers(moe.model, tokenizer, questions, prompt=prompt)
+
+    def recall(moe):
+        return accuracy(ask(moe, sample))
+
+    def forcing() -> Found:
+        with tempfile.TemporaryDirectory() as folder:
+            size = run.benchmark.evaluation_batch_size
+            return expert_forcing(
+                before,
+                after,
+                tokenizer,
+                forget,
+                retain,
+                answers(forget),
+                lambda moe, rows: harness_answers(
+                    moe.model, tokenizer, rows, work_folder=Path(folder), batch_size=size
+                ),
+                ask,
+                seed=run.seed,
+            )
+
+    def single_experts() -> Found:
+        experts = most_used_experts(before, tokenizer, prompts, min(PROBED_EXPERTS, after.num_experts))
+        return Found(expert_probes(after, tokenizer, dev, sample, experts))
+
+    def other_documents() -> Found:
+        curve = relearning(after, benign, recall, checks=(20,), pad_id=tokenizer.pad_token_id, seed=run.seed)
+        return Found({f"relearned_from_others_after_{step}": value for step, value in curve.items()})
+
+    others = _other_prompts(run.benchmark, forget, sample, data)
+    questions = [{"id": question["id"], "fact": question["fact"]} for question in forget]
+    return {
+        "expert forcing": forcing if after.layers else lambda: Found({}, questions),
+        "probes": lambda: Found(probes(after, tokenizer, dev, sample)),
+        **({"probes of single experts": single_experts} if after.layers else {}),
+        "prompts": lambda: Found(prompt_attacks(after, sample, dev, ask, seed=run.seed, others=others)),
+        "relearning from other documents": other_documents,
+        **_attacks_on_weights(before, after, tokenizer, prompts, known or documents, recall, run.seed),
+    }
+
+
+def news_attacks(run: Run, before: MoEModel, after: MoEModel, tokenizer, data: Path) -> dict[str, Attack]:
+    """Forced experts on every test item of VerbMem and KnowMem; the others on a sample of KnowMem."""
+    news = News.load(data)
+    context, pairs = news.pairs("forget", CONTEXT), news.pairs("forget", "test")[:PAIRS]
+    # Benign: what holds the answers would teach them to any model.
+    documents = load_corpus(data / "retain_corpus.jsonl", tokenizer, **run.benchmark.reading)
+    prompts = [row["prompt"] for row in news.prompts("dev")]
+
+    def scores(moe):
+        return news_scores(moe.model, tokenizer, news, "test", retain=False, strip_prompts=run.benchmark.strip_prompts)
+
+    def recall(moe):
+        return mean_score(knowledge_memory(moe.model, tokenizer, pairs, context, run.benchmark.strip_prompts))
+
+    def forcing() -> Found:
+        metrics: dict[str, float] = {}
+        forced: dict[str, list[Scored]] = {}
+        if after.layers:
+            metrics, forced = generation_forcing(before, after, scores, seed=run.seed)
+        return Found(
+            metrics, [{"criterion": n, "id": item.id, "forced": item.score} for n in forced for item in forced[n]]
+        )
+
+    on_weights = _attacks_on_weights(before, after, tokenizer, prompts, documents, recall, run.seed)
+    return {"expert forcing": forcing, **on_weights}
+
+
+def _other_prompts(benchmark: Benchmark, forget: list[dict], sample: list[dict], data: Path) -> dict[str, Prompt]:
+    """Prompts that base models of the tiny world have not seen, and the rewrites that the benchmark names."""
+    terms = technical_terms(forget, load_questions(data / "retain_questions.jsonl"))
+    prompts = {"translation": dressed(TRANSLATION), "no_terms": without_terms(terms)}
+    for name, file in benchmark.rewrites.items():
+        digest, prompts_of_file = rewritten(Path(file), sample)
+        prompts[f"{name}_{digest}"] = prompts_of_file
+    return prompts
+
+
+def _attacks_on_weights(
+    before: MoEModel,
+    after: MoEModel,
+    tokenizer,
+    prompts: Sequence[str],
+    documents: Sequence[Row],
+    recall: Callable[[MoEModel], float],
+    seed: int,
+) -> dict[str, Attack]:
+    """What `recall` finds when parts are put back, routers disturbed, weights rounded or trained again."""
+
+    def restored() -> Found:
+        return Found(restoration(before, after, recall, most_used_experts(before, tokenizer, prompts)))
+
+    def relearned() -> Found:
+        curve = relearning(after, documents, recall, pad_id=tokenizer.pad_token_id, seed=seed)
+        return Found({f"relearned_after_{step}": value for step, value in curve.items()})
+
+    on_routers = {"restoration": restored, "routers": lambda: Found(router_attacks(after, recall, seed=seed))}
+    return {
+        **(on_routers if after.layers else {}),
+        "quantisation": lambda: Found(quantization(after, recall)),
+        "relearning": relearned,
+    }
