@@ -11,7 +11,7 @@ from matplotlib.image import imread
 import gripmoe.reporting
 from gripmoe.files import write_csv, write_json, write_yaml
 from gripmoe.reporting import labels
-from gripmoe.reporting.collect import COLUMNS, collect_cells, load_histories, load_runs, of_kind
+from gripmoe.reporting.collect import COLUMNS, at_equal_forgetting, collect_cells, load_histories, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, paper_values
 from gripmoe.reporting.figures import (
     expected_overlap,
@@ -222,6 +222,19 @@ def test_collecting_cells(tmp_path):
     (tmp_path / "bad.csv").write_text("model,value\nm,1\n")
     with pytest.raises(ValueError, match="no column benchmark"):
         load_runs(tmp_path / "bad.csv")
+
+
+def test_equal_forgetting_by_hand():
+    history = [
+        {"step": 0, "forget_accuracy": 0.9, "retain_accuracy": 1.0},
+        {"step": 10, "forget_accuracy": 0.5, "retain_accuracy": 0.8},
+        {"step": 20, "forget_accuracy": 0.1, "retain_accuracy": 0.4},
+        {"step": 30, "forget_accuracy": 0.3, "retain_accuracy": 0.2},
+    ]
+    assert at_equal_forgetting(history, 0.2) == {"retain_accuracy_at_target": pytest.approx(0.5)}
+    assert at_equal_forgetting(history, 0.5) == {"retain_accuracy_at_target": pytest.approx(0.8)}
+    assert at_equal_forgetting(history, 0.05) == at_equal_forgetting(history, None) == {}
+    assert at_equal_forgetting([{"step": 0, "verbmem": 90.0}, {"step": 5, "verbmem": 10.0}], 0.2) == {}
 
 
 def test_short_numbers_lose_the_zero_before_the_point_and_no_other():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pandas as pd
@@ -32,11 +33,12 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answer
         metrics |= _shares(metrics, originals.get(pair, {})) | _targets(
             run["benchmark"]["target"], oracles.get(pair, {})
         )
+        history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
+        metrics |= at_equal_forgetting(history, metrics.get("forget_accuracy_target"))
         rows += [[*key, metric, float(value)] for metric, value in sorted(metrics.items())]
-        if (folder / "history.json").exists():
-            for check in read_json(folder / "history.json"):
-                step = check.pop("step")
-                history_rows += [[*key, step, metric, float(value)] for metric, value in sorted(check.items())]
+        for check in history:
+            step = check.pop("step")
+            history_rows += [[*key, step, metric, float(value)] for metric, value in sorted(check.items())]
         with (folder / "questions.csv").open(newline="", encoding="utf-8") as file:
             asked = [row for row in csv.DictReader(file) if "chosen" in row]  # letter questions
         answer_rows += [[*key, *(row[column] for column in ANSWER_COLUMNS)] for row in asked]
@@ -58,6 +60,18 @@ def _targets(target: dict[str, float], oracle: dict[str, float]) -> dict[str, fl
         return {"forget_accuracy_target": target["forget_accuracy"]}
     margin, measures = target["points_above_reference"], ("verbmem", "knowmem_forget")
     return {f"{measure}_target": oracle[measure] + margin for measure in measures if measure in oracle}
+
+
+def at_equal_forgetting(history: Sequence[dict[str, float]], target: float | None) -> dict[str, float]:
+    """Dev retain accuracy where dev forget accuracy first meets the target, between two checks by interpolation: runs
+    stop at the check after that, some further below than others. Nothing if it never does."""
+    for before, after in pairwise(history):
+        high, low = before.get("forget_accuracy"), after.get("forget_accuracy")
+        if target is not None and high is not None and low <= target < high:
+            share = (high - target) / (high - low)
+            retained = [check["retain_accuracy"] for check in (before, after)]
+            return {"retain_accuracy_at_target": retained[0] + share * (retained[1] - retained[0])}
+    return {}
 
 
 SHARED = ("retain_accuracy", "truthfulqa_mc1", "truthfulqa_mc2", "knowmem_retain")
