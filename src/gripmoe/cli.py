@@ -93,6 +93,13 @@ COMMANDS = (
         (),
         values=(("world", str, "tiny"), ("config", Path, Path("workflow/config"))),
     ),
+    Command(
+        "pin",
+        "pin",
+        "which revisions of models and data to write into the catalogues",
+        (),
+        values=(("world", str, "tiny"), ("config", Path, Path("workflow/config"))),
+    ),
     Command("plan", "why", "why a cell would run again", (), values=(("world", str, "tiny"), ("cell", str, ""))),
     Command("report", "manifest", "write what artefacts are made of", ("runs", "output"), many="files"),
     Command("report", "verify", "recompute the checksums of a manifest", ("manifest",)),

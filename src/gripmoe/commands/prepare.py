@@ -51,8 +51,11 @@ def prepare_model(args) -> None:
     folder = args.output.parent
     with exclusive(folder), recorded(folder / "provenance.json", "gripmoe.pretrain", "gripmoe.moe.storage"):
         if config.source == "published":
-            digest = save_model(*load_published(config), folder / "weights")
-            write_json(args.output, {"weights": digest, "id": config.id, "revision": config.revision or "main"})
+            model, tokenizer = load_published(config)
+            commit = getattr(model.config, "_commit_hash", None)  # of the hub; a local folder has none
+            digest = save_model(model, tokenizer, folder / "weights")
+            source = {"id": config.id, "revision": config.revision or "main", "commit": commit}
+            write_json(args.output, {"weights": digest, **source})
             return
         one_thread_unless_set()
         _train_embedded(config, folder, args.output)

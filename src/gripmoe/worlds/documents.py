@@ -65,7 +65,7 @@ def training_batch(world: World, mix: Mix, seed: int, step: int) -> list[list[Sp
     """The documents of one step: all formats, with fresh option orders, distractors and wordings every time."""
     rng = random.Random(f"training {seed} {step}")
     facts = world.facts.facts
-    by_subject = {fact.subject: world.facts.of(fact.subject) for fact in facts}
+    by_subject = {subject: world.facts.of(subject) for subject in {fact.subject for fact in facts}}
     articles = world.news["forget"] + world.news["retain"]
 
     def wording() -> int:
