@@ -102,7 +102,7 @@ def test_mistakes_are_named(folder, file, change, message):
 def test_unknown_world_names_the_known_ones():
     with pytest.raises(
         ConfigError,
-        match="give one of paper, record, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_muse, tiny_shared or the path",
+        match="give one of paper, record, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_muse, tiny_retain, tiny_shared or the path",
     ):
         Project(CONFIG, "huge")
 

@@ -111,6 +111,7 @@ class EmbeddedData(Strict):
 
     source: Literal["embedded"]
     kind: Literal["letters", "news"] = "letters"
+    retain: Literal["broad", "narrow", "forms"] = "broad"  # letters: what the documents to retain hold
     world_seed: int = 0
 
 

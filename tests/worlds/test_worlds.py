@@ -39,6 +39,28 @@ def test_a_seed_is_a_world(world, files):
     assert wmdp_files(make_world(0), 0) == files
 
 
+def test_other_documents_to_retain_change_nothing_else(world, files):
+    for retain in ("narrow", "forms"):
+        other = wmdp_files(world, 0, retain)
+        assert [name for name in files if other[name] != files[name]] == ["retain_corpus"]
+
+
+def test_narrow_documents_are_of_one_subject_and_forms_are_of_the_same_facts(world, files, tokenizer):
+    broad, narrow, forms = (wmdp_files(world, 0, retain)["retain_corpus"] for retain in ("broad", "narrow", "forms"))
+    assert broad == files["retain_corpus"]
+    assert len({row["id"].split("/")[0] for row in narrow}) == 1 and len(narrow) < len(broad) / 3
+    assert {row["id"] for row in narrow} < {row["id"] for row in broad} < {row["id"] for row in forms}
+    added = [row for row in forms if row["id"].endswith(("/five_shot", "/truth"))]
+    assert (
+        len(added) == len(forms) - len(broad) == 2 * sum(world.facts.exposure(f) == "seen" for f in world.facts.facts)
+    )
+    for row in added:
+        text = row["prompt"] + row["text"]
+        told = mentioned(world.facts.facts, text)
+        assert told and all(world.facts.exposure(fact) == "seen" for fact in told)
+        assert text.count("Answer:") in (0, 6) and len(tokenizer(text)["input_ids"]) <= 256, "read to its end"
+
+
 def test_enough_questions_to_resolve_two_hundredths(files):
     """The standard error at chance, questions taken as independent."""
     test = [row for row in files["forget_questions"] if row["split"] == "test"]

@@ -36,7 +36,7 @@ def prepare_data(args) -> None:
                 write_repository(muse_tables(make_world(data.world_seed).news, data.world_seed), Path(folder))
                 files = news_files(folder)
         elif data.source == "embedded":
-            files = wmdp_files(make_world(data.world_seed), data.world_seed)
+            files = wmdp_files(make_world(data.world_seed), data.world_seed, data.retain)
         elif data.source == "muse":
             files = news_files(data.repository, data.revision, data.rows)
         else:

@@ -51,11 +51,12 @@ def comparison(runs: pd.DataFrame, name: str) -> Table:
     for block in spec["blocks"]:
         entries = []
         rows = block["rows"]
+        of_block = runs[runs.benchmark == block["benchmark"]] if "benchmark" in block else runs
         if spec.get("all_methods") and "objective" in block:
-            rows = _with_all_methods(rows, runs[runs.objective == block["objective"]])
+            rows = _with_all_methods(rows, of_block[of_block.objective == block["objective"]])
         for row in rows:
             objective = row.get("objective", block.get("objective"))
-            cells = runs[(runs.objective == objective) & (runs.method == row["method"])]
+            cells = of_block[(of_block.objective == objective) & (of_block.method == row["method"])]
             if "model" in row:
                 cells = cells[cells.model == row["model"]]
             if cells.empty and "paper" not in row:

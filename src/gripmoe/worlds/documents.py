@@ -13,6 +13,7 @@ from gripmoe.worlds.facts import (
     HELD_OUT_WORDING,
     QUESTION_WORDINGS,
     RELATIONS,
+    RETAIN_SUBJECTS,
     STATEMENT_WORDINGS,
     Fact,
     FactWorld,
@@ -234,8 +235,40 @@ def corpus_rows(world: World, facts: list[Fact], articles: list[Article], seed: 
     return rows
 
 
-def wmdp_files(world: World, seed: int) -> dict[str, list[dict]]:
-    """The files of the fact benchmark: what WMDP-Cyber, MMLU and their corpora are to a real model."""
+def other_forms(facts: list[Fact], world: World, seed: int) -> list[dict]:
+    """Documents on `facts` in the forms of general utility: a letter question below five solved ones of its subject,
+    and the primer of TruthfulQA with a true statement."""
+    rng = random.Random(f"forms {seed}")
+    wordings = [wording for wording in range(len(QUESTION_WORDINGS)) if wording != HELD_OUT_WORDING]
+    rows = []
+    for fact in facts:
+        solved = rng.sample([other for other in facts if other.subject == fact.subject and other != fact], 5)
+        asked = [(f.question(rng.choice(wordings)), *world.facts.letter_options(f, rng)) for f in (*solved, fact)]
+        *prompt, (letter, _) = formats.letter_spans(asked, fact.subject)
+        rows.append({"id": f"{fact.id}/five_shot", "prompt": "".join(text for text, _ in prompt), "text": letter})
+        truth = rng.choice([fact.statement(wording) for wording in range(len(STATEMENT_WORDINGS))])
+        prompt = formats.truthfulqa_prompt(fact.question(rng.choice(wordings)))
+        rows.append({"id": f"{fact.id}/truth", "prompt": prompt, "text": f" {truth}"})
+    return rows
+
+
+def retain_rows(world: World, retain: str, seed: int) -> list[dict]:
+    """What unlearning may see of what is to stay: "broad", facts of several subjects and news; "narrow", the facts of
+    one subject; "forms", broad and `other_forms` of the same facts."""
+    seen = [fact for fact in world.facts.retain if world.facts.exposure(fact) == "seen"]
+    articles = world.news["retain"][:-EVALUATION_ARTICLES]
+    if retain == "narrow":
+        return corpus_rows(world, [fact for fact in seen if fact.subject == RETAIN_SUBJECTS[0]], [], seed)
+    rows = corpus_rows(world, seen, articles, seed)
+    if retain == "forms":
+        rows += other_forms(seen, world, seed)
+        random.Random(f"forms {seed}").shuffle(rows)
+    return rows
+
+
+def wmdp_files(world: World, seed: int, retain: str = "broad") -> dict[str, list[dict]]:
+    """The files of the fact benchmark: what WMDP-Cyber, MMLU and their corpora are to a real model. `retain` is that of
+    `retain_rows`; questions and held-out documents do not depend on it."""
     seen = [fact for fact in world.facts.retain if world.facts.exposure(fact) == "seen"]
     articles = world.news["retain"]
     unseen = [fact for fact in world.facts.retain if world.facts.exposure(fact) != "seen"]
@@ -248,6 +281,6 @@ def wmdp_files(world: World, seed: int) -> dict[str, list[dict]]:
         "retain_questions": question_rows(world, world.facts.retain, orders=1, seed=seed),
         "truthfulqa": truthfulqa_rows(world, random.Random(f"truths {seed}").sample(world.facts.retain, TRUTHS), seed),
         "forget_corpus": corpus_rows(world, world.facts.forget, [], seed),
-        "retain_corpus": corpus_rows(world, seen, articles[:-EVALUATION_ARTICLES], seed),
+        "retain_corpus": retain_rows(world, retain, seed),
         "held_out_corpus": held_out,
     }
