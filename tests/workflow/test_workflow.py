@@ -147,8 +147,9 @@ def chromium():
     not run, where there is none and none may be installed."""
     browsers = ("chromium", "chromium-browser", "google-chrome")
     if not any(map(shutil.which, browsers)) and os.environ.get("GRIPMOE_TEST_BROWSER") == "1" and os.geteuid() == 0:
-        subprocess.run(["apt-get", "update", "-qq"], check=False)
-        subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium"], check=False)
+        apt = ["apt-get", "-o", "DPkg::Lock::Timeout=600", "-qq"]  # SLURM may be being installed
+        subprocess.run([*apt, "update"], check=False)
+        subprocess.run([*apt, "install", "-y", "--no-install-recommends", "chromium"], check=False)
     executable = next(filter(None, map(shutil.which, browsers)), None)
     if not executable:
         pytest.skip("not run: no Chromium; as root, with GRIPMOE_TEST_BROWSER=1, this installs one")
@@ -164,6 +165,7 @@ def dry_run(root):
 
 
 @pytest.mark.workflow
+@pytest.mark.xdist_group("finished")  # one process, so that the run is made once
 class TestRun:
     def test_every_artefact_is_there(self, finished):
         figures = finished / "paper_figures" / "smoke"

@@ -11,5 +11,7 @@ if [ ! -e "$policy" ]; then
     trap 'rm -f "$policy"' EXIT
 fi
 packages=(slurm-wlm slurm-wlm-basic-plugins slurmdbd munge mariadb-server)
-apt-get install -qq -y --no-install-recommends "${packages[@]}" > /dev/null \
-    || { apt-get update -qq && apt-get install -qq -y --no-install-recommends "${packages[@]}" > /dev/null; }
+# Another test may be installing its own.
+apt=(apt-get -qq -o DPkg::Lock::Timeout=600)
+"${apt[@]}" install -y --no-install-recommends "${packages[@]}" > /dev/null \
+    || { "${apt[@]}" update && "${apt[@]}" install -y --no-install-recommends "${packages[@]}" > /dev/null; }
