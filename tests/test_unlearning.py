@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from gripmoe.data.documents import Row
 from gripmoe.geometry.nullspace import EpsNull
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
-from gripmoe.objectives import GradientDifference
+from gripmoe.objectives import GradientDifference, RepresentationMisdirection
 from gripmoe.penalties import Anchored
 from gripmoe.unlearning import epoch_rows, unlearn
 
@@ -44,12 +45,12 @@ def corpus(seed, rows=10):
     return [Row(f"{seed}/{i}", ids, ids) for i, ids in enumerate(documents)]
 
 
-def run(state_file, *, training=TRAINING, target=-1.0, accuracy=None, corrected=None, constraint=None):
+def run(state_file, *, training=TRAINING, target=-1.0, accuracy=None, corrected=None, constraint=None, objective=None):
     """A run with the constraint that has a random generator, so that resuming must restore that too."""
     moe = MoEModel(small_model())
     outcome = unlearn(
         moe,
-        GradientDifference(alpha=1.0),
+        objective or GradientDifference(alpha=1.0),
         constraint or NullSpacePaper(dict.fromkeys(range(2), EpsNull(1e-2, "absolute")), tolerance=0.0, seed=3),
         corpus(0),
         corpus(1),
@@ -85,6 +86,28 @@ def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path, constraint,
         histories.append(without_seconds(outcome.history))
     assert digests[0] == digests[1] and histories[0] == histories[1]
     assert counts[1] > 1.4 * counts[0], "blocks are computed again"
+
+
+@pytest.mark.parametrize("constraint, passes_per_step", [(Unconstrained(), (1, 1)), (None, (1, 2))])
+def test_layers_after_the_one_that_a_loss_looks_at_do_not_run(tmp_path, constraint, passes_per_step, monkeypatch):
+    """And nothing else changes. A constraint that looks at the retain pass sees all of its layers."""
+    training = TRAINING.model_copy(update={"loss_bound": 1e9, "check_every": TRAINING.max_steps})
+    passes = []
+    forward = Qwen3MoeSparseMoeBlock.forward
+    monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", lambda *args: passes.append(1) or forward(*args))
+    digests, counts = [], []
+    for shorter in (True, False):
+        if not shorter:
+            monkeypatch.setattr(MoEModel, "only_layers", lambda self, count: nullcontext())
+        rmu = RepresentationMisdirection(layer=0, alpha=1.0, kappa=2.0, seed=0)
+        moe, _ = run(tmp_path / f"{shorter}.pt", training=training, constraint=constraint, objective=rmu)
+        digests.append(weights_digest(moe.model))
+        counts.append(len(passes))
+        passes.clear()
+    saved = counts[1] - counts[0]
+    in_training = training.max_steps * (4 - sum(passes_per_step))
+    assert digests[0] == digests[1] and in_training <= saved <= in_training + 2, "and one or two in the references"
+    assert digests[0] != weights_digest(small_model()), "the control: it trained"
 
 
 def _run_until_killed(state_file, step):

@@ -23,10 +23,11 @@ Batches = Sequence[Batch]
 
 class Objective(Protocol):
     """`start` sees the model before unlearning and the documents that training will use. `monitor` holds numbers of the
-    last step that a history should keep."""
+    last step that a history should keep; `last_layer` is the last one that the losses look at, or None for the head."""
 
     alpha: float
     monitor: dict[str, float]
+    last_layer: int | None
 
     def start(self, model: MoEModel, forget: Batches, retain: Batches) -> None: ...
 
@@ -37,6 +38,8 @@ class Objective(Protocol):
 
 class GradientDifference:
     """GD: ascend on forget tokens, descend on retain tokens."""
+
+    last_layer = None
 
     def __init__(self, alpha: float):
         self.alpha = alpha
@@ -106,13 +109,15 @@ class RepresentationMisdirection:
     ):
         if (kappa is None) == (steering is None):
             raise ValueError("rmu: give one of `kappa` (relative) and `steering` (the absolute c)")
-        self.layer, self.alpha, self.seed = layer, alpha, seed
+        self.layer = self.last_layer = layer
+        self.alpha, self.seed = alpha, seed
         self.kappa, self.steering = kappa, steering
         self.monitor: dict[str, float] = {}
 
     def start(self, model, forget, retain) -> None:
         self._hidden = ReferenceCache()
-        self._hidden.fill(retain, lambda batch: hidden_states(model, self.layer, batch), "RMU reference")
+        with model.only_layers(self.layer + 1):
+            self._hidden.fill(retain, lambda batch: hidden_states(model, self.layer, batch), "RMU reference")
         if self.steering is None:
             lengths = [self._hidden.of(**batch.inputs).norm(dim=-1)[batch.attention_mask.bool()] for batch in retain]
             self.steering = self.kappa * torch.cat(lengths).mean().item()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gripmoe.config import PublishedModel
+from gripmoe.config import PublishedModel, Sizes, Training
 from gripmoe.project import Project
 
 FLOPS = 1.0e14  # of one GPU in eager MoE code, a tenth of what an H100 or H200 can do in bf16
@@ -88,8 +88,14 @@ def _hours(project: Project, results: Path, rule: str, cell: tuple) -> tuple[flo
     if rule == "unlearn":
         training = project.training(cell[2], cell[3], cell[1])
         tokens = (training.forget_batch_size + training.retain_batch_size) * benchmark.max_length
-        return training.max_steps * tokens * 6 * model.parameters.active / FLOPS / 3600, False
+        share = _trained_layers(cell[2], training, model.parameters) / model.parameters.layers
+        return training.max_steps * tokens * 6 * model.parameters.active * share / FLOPS / 3600, False
     return flops[rule] / FLOPS / 3600, False
+
+
+def _trained_layers(objective: str, training: Training, sizes: Sizes) -> int:
+    """RMU neither trains nor runs what comes after its layer, unless a constraint looks there."""
+    return training.objective["layer"] + 1 if objective == "rmu" else sizes.layers
 
 
 def _recorded_seconds(file: Path) -> float:
@@ -130,8 +136,7 @@ def memory_needed(project: Project) -> list[Memory]:
         benchmark = next(b for b in project.world.benchmarks if project.fits(name, b))
         for objective in project.world.objectives:
             training = project.training(objective, "unconstrained", benchmark)
-            layers = training.objective["layer"] + 1 if objective == "rmu" else sizes.layers
-            trained = sizes.blocks * layers / sizes.layers / gpus
+            trained = sizes.blocks * _trained_layers(objective, training, sizes) / sizes.layers / gpus
             held = sizes.total - sizes.blocks + sizes.blocks / gpus
             parts = held * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES[training.optimizer]
             needs.append(Memory(name, objective, gpus, *(part / 1e9 for part in parts)))

@@ -124,6 +124,11 @@ def unlearn(
         sets = original_sets.of(**batch.inputs).flatten(0, 1)
         return model.force_routing({layer: sets[:, number] for number, layer in enumerate(model.layers)})
 
+    def needed_layers(kind: str):
+        if objective.last_layer is None or kind in constraint.watches:
+            return nullcontext()
+        return model.only_layers(objective.last_layer + 1)
+
     restricted = model.restrict_experts(scope, optimizer) if scope else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {"step": 0, "history": [], "constraint": {}}
     with restricted, RouterGuard(model, optimizer, constraint) as guard:
@@ -150,13 +155,13 @@ def unlearn(
             model.model.train()
             optimizer.zero_grad()
             forget_batch = batch(forget, training.forget_batch_size)
-            with replayed(forget_batch), guard.forget():
+            with needed_layers("forget"), replayed(forget_batch), guard.forget():
                 forget_loss = objective.forget_loss(model, forget_batch)
             (forget_loss + guard.penalty()).backward()
             retain_batch = batch(retain, training.retain_batch_size)
             if weights:
                 retain_batch.weights = weights.of(**retain_batch.inputs)
-            with replayed(retain_batch), guard.retain():
+            with needed_layers("retain"), replayed(retain_batch), guard.retain():
                 retain_loss = objective.retain_loss(model, retain_batch)
             (training.alpha_multiplier * objective.alpha * retain_loss + guard.penalty()).backward()
             losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **objective.monitor}

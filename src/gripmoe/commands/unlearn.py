@@ -52,7 +52,7 @@ def unlearn(args) -> None:
         method, objective = run.method, make_objective(run.objective, run.training.objective, run.seed)
         attributed = None
         if method.experts == "top_attributed" or method.constraint == "gate_anchor":
-            last = getattr(objective, "layer", moe.layers[-1])
+            last = moe.layers[-1] if objective.last_layer is None else objective.last_layer
             attributed = attributed_expert(forget_trace, [layer for layer in moe.layers if layer <= last])
         bases = load_bases(args.bases, weights, model.device) if args.bases else None
 

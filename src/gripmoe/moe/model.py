@@ -241,6 +241,18 @@ class MoEModel:
                 reader.remove()
 
     @contextmanager
+    def only_layers(self, count: int) -> Iterator[None]:
+        """Within the block a forward pass ends after the first `count` decoder layers (and the last norm): all that a
+        loss on an earlier hidden state needs."""
+        decoder = self.model.model
+        layers = decoder.layers
+        decoder.layers = layers[:count]
+        try:
+            yield
+        finally:
+            decoder.layers = layers
+
+    @contextmanager
     def without_blocks(self) -> Iterator[None]:
         """Within the block every MoE block adds nothing: what attention and embeddings know by themselves."""
 
