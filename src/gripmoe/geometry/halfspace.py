@@ -72,42 +72,55 @@ def nearest_feasible(
         raise ValueError("bounds must be >= 0, or u = 0 is not feasible; clamp the margins")
     basis = RetainBasis(basis.U_ret_Edr.double())
     x_Nd, bounds_NE = x_Nd.double(), bounds_NE.double()
-    start_Ed = basis.project(update_Ed.double())
-    rows_M = (x_Nd @ start_Ed.T > bounds_NE + tolerance).any(dim=0).nonzero()[:, 0]
-    if len(rows_M) == 0:
-        return start_Ed.to(update_Ed.dtype)
-    U_Mdr = basis.U_ret_Edr if len(basis.U_ret_Edr) == 1 else basis.U_ret_Edr[rows_M]
-    start_Md, bounds_NM = start_Ed[rows_M], bounds_NE[:, rows_M]
-    active_NM = torch.zeros_like(bounds_NM, dtype=torch.bool)
-    if near_Ed is not None:
-        active_NM = x_Nd @ near_Ed[rows_M].double().T > bounds_NM - 1e-6
-    solved_Md = _solve_rows(start_Md, RetainBasis(U_Mdr), x_Nd, bounds_NM, active_NM, tolerance, max_rounds)
-    return start_Ed.index_copy(0, rows_M, solved_Md).to(update_Ed.dtype)
+    u_Ed = start_Ed = basis.project(update_Ed.double())
+    reached_NE = start_NE = x_Nd @ start_Ed.T
+    excess_NE = start_NE - bounds_NE
+    pending_E = (excess_NE > tolerance).any(dim=0)
+    active_NE = torch.zeros_like(bounds_NE, dtype=torch.bool)
+    if near_Ed is not None and pending_E.any():
+        active_NE = (x_Nd @ near_Ed.double().T > bounds_NE - 1e-6) & pending_E
+        excess_NE = excess_NE.masked_fill(active_NE, -torch.inf)
+    for _ in range(max_rounds):
+        if not pending_E.any():
+            break
+        worst = excess_NE.topk(min(ADDED_PER_ROUND, len(x_Nd)), dim=0)
+        entering = active_NE.gather(0, worst.indices) | (worst.values > tolerance)
+        active_NE = active_NE.scatter(0, worst.indices, entering)
+        # To gather most of the bases takes longer than to solve all rows again.
+        rows_M = slice(None) if 2 * pending_E.sum() > len(pending_E) else pending_E.nonzero()[:, 0]
+        U_Mdr = basis.U_ret_Edr if len(basis.U_ret_Edr) == 1 else basis.U_ret_Edr[rows_M]
+        solved_Md, active_NM = _on_active(
+            start_Ed[rows_M], start_NE[:, rows_M], U_Mdr, x_Nd, bounds_NE[:, rows_M], active_NE[:, rows_M]
+        )
+        u_Ed, reached_NE = u_Ed.clone(), reached_NE.clone()
+        u_Ed[rows_M], active_NE[:, rows_M], reached_NE[:, rows_M] = solved_Md, active_NM, x_Nd @ solved_Md.T
+        excess_NE = (reached_NE - bounds_NE).masked_fill(active_NE, -torch.inf)
+        pending_E = (excess_NE > tolerance).any(dim=0)
+    # What the limit on rounds has left, and rounding: towards 0, which is feasible.
+    allowed_NE = torch.where(reached_NE > bounds_NE, bounds_NE / reached_NE.clamp_min(1e-300), 1)
+    return (u_Ed * allowed_NE.amin(dim=0)[:, None]).to(update_Ed.dtype)
 
 
 ADDED_PER_ROUND = 32  # violated constraints that enter at once, per row
 
 
-def _solve_rows(start_Md, basis, x_Nd, bounds_NM, active_NM, tolerance, max_rounds) -> Tensor:
-    u_Md = start_Md
-    for _ in range(max_rounds):
-        excess_NM = (x_Nd @ u_Md.T - bounds_NM).masked_fill(active_NM, -torch.inf)
-        worst = excess_NM.topk(min(ADDED_PER_ROUND, len(x_Nd)), dim=0)
-        added = worst.values > tolerance
-        if not added.any() and u_Md is not start_Md:
-            break
-        active_NM = active_NM.scatter(0, worst.indices, active_NM.gather(0, worst.indices) | added)
-        index_Mm, valid_Mm = _padded_indices(active_NM)
-        x_Mmd = x_Nd[index_Mm]
-        inside_Mmr = x_Mmd @ basis.U_ret_Edr
-        gram_Mmm = x_Mmd @ x_Mmd.transpose(1, 2) - inside_Mmr @ inside_Mmr.transpose(1, 2)
-        gap_Mm = (x_Mmd @ start_Md[..., None])[..., 0] - bounds_NM.T.gather(1, index_Mm)
-        # A row within the retain span has no direction left to move along, and cannot be violated.
-        usable_Mm = valid_Mm & (gram_Mmm.diagonal(dim1=1, dim2=2) > 1e-10 * x_Mmd.square().sum(dim=-1))
-        multipliers_Mm = _nonnegative_quadratic(gram_Mmm, gap_Mm, usable_Mm)
-        u_Md = start_Md - basis.project((multipliers_Mm[:, None, :] @ x_Mmd)[:, 0])
-        active_NM = torch.zeros_like(active_NM).scatter(0, index_Mm.T, (multipliers_Mm > 0).T)
-    return _shrunk_into_bounds(u_Md, x_Nd, bounds_NM)
+def _on_active(
+    start_Md: Tensor, start_NM: Tensor, U_Mdr: Tensor, x_Nd: Tensor, bounds_NM: Tensor, active_NM: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The nearest points to `start_Md` that respect the active constraints, and which of these they touch. `start_NM`
+    is <start_j, x_i>; U_Mdr may be one basis for all rows."""
+    index_Mm, valid_Mm = _padded_indices(active_NM)
+    x_Mmd = x_Nd[index_Mm]
+    inside_Mmr = x_Mmd @ U_Mdr
+    whole_Mmm = x_Mmd @ x_Mmd.transpose(1, 2)
+    gram_Mmm = whole_Mmm - inside_Mmr @ inside_Mmr.transpose(1, 2)
+    gap_Mm = start_NM.T.gather(1, index_Mm) - bounds_NM.T.gather(1, index_Mm)
+    # A row within the retain span has no direction left to move along, and cannot be violated.
+    usable_Mm = valid_Mm & (gram_Mmm.diagonal(dim1=1, dim2=2) > 1e-10 * whole_Mmm.diagonal(dim1=1, dim2=2))
+    multipliers_Mm = _nonnegative_quadratic(gram_Mmm, gap_Mm, usable_Mm)
+    along_M1m = multipliers_Mm[:, None, :]
+    u_Md = start_Md - (along_M1m @ x_Mmd - (along_M1m @ inside_Mmr) @ U_Mdr.transpose(1, 2))[:, 0]
+    return u_Md, torch.zeros_like(active_NM).scatter(0, index_Mm.T, (multipliers_Mm > 0).T)
 
 
 def _nonnegative_quadratic(gram_Mmm: Tensor, gap_Mm: Tensor, usable_Mm: Tensor, max_exchanges: int = 200) -> Tensor:
@@ -146,9 +159,3 @@ def _padded_indices(active_NM: Tensor) -> tuple[Tensor, Tensor]:
     width = max(1, int(counts_M.max()))
     index_mM = active_NM.to(torch.int8).topk(width, dim=0).indices
     return index_mM.T, torch.arange(width, device=index_mM.device) < counts_M[:, None]
-
-
-def _shrunk_into_bounds(u_Md: Tensor, x_Nd: Tensor, bounds_NM: Tensor) -> Tensor:
-    reached_NM = x_Nd @ u_Md.T
-    allowed_NM = torch.where(reached_NM > bounds_NM, bounds_NM / reached_NM.clamp_min(1e-300), 1)
-    return u_Md * allowed_NM.amin(dim=0)[:, None]
