@@ -96,8 +96,10 @@ def nearest_feasible(
         u_Ed[rows_M], active_NE[:, rows_M], reached_NE[:, rows_M] = solved_Md, active_NM, x_Nd @ solved_Md.T
         excess_NE = (reached_NE - bounds_NE).masked_fill(active_NE, -torch.inf)
         pending_E = (excess_NE > tolerance).any(dim=0)
-    # What the limit on rounds has left, and rounding: towards 0, which is feasible.
-    allowed_NE = torch.where(reached_NE > bounds_NE, bounds_NE / reached_NE.clamp_min(1e-300), 1)
+    # What the limit on rounds has left: towards 0, which is feasible. Rounding is no violation: where a bound is 0, it
+    # would cost the whole row.
+    too_far_NE = reached_NE > bounds_NE + tolerance
+    allowed_NE = torch.where(too_far_NE, bounds_NE / reached_NE.clamp_min(1e-300), 1)
     return (u_Ed * allowed_NE.amin(dim=0)[:, None]).to(update_Ed.dtype)
 
 
