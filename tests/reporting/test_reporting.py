@@ -89,6 +89,14 @@ def test_what_was_not_measured_is_missing_not_filled():
     assert all(cell.value is None for cell in paper.values())
 
 
+def test_counts_that_do_not_vary_say_so():
+    runs = synthetic()
+    steps = runs[runs.metric == "forget_accuracy"].assign(metric="steps", value=130.0)
+    table = comparison(pd.concat([runs, steps]), "cost")
+    texts = [cells[0].text for _, entries in table.blocks for _, cells, _ in entries]
+    assert set(texts) == {"130 ± 0", "–"}
+
+
 def test_no_negative_zero():
     runs = synthetic()
     runs.loc[runs.metric == "recovery_rate", "value"] = -0.001

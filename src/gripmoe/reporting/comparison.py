@@ -109,7 +109,8 @@ def _measured(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
     text = _text(metric, mean, news)
     if half_width is not None:
         unit = "×" if text.endswith("×") else ""
-        half = _text(metric, half_width, news).removesuffix(unit).removeprefix("0" if half_width < 1 else "")
+        half = _text(metric, half_width, news).removesuffix(unit)
+        half = half[1:] if half.startswith("0.") else half
         text = f"{text.removesuffix(unit)} ± {half}{unit}"
     return Cell(text, mean, half_width)
 
