@@ -8,7 +8,7 @@ import quadprog
 import torch
 
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
-from gripmoe.geometry.nullspace import EpsNull, RetainStatistics
+from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics
 from gripmoe.geometry.routing import SelectionRule, route, selection_margins, selection_mask
 
 
@@ -170,3 +170,15 @@ def test_raw_steps_do_not_converge_where_equalities_must_hold_too():
     assert abs((raw @ held.T).item()) == pytest.approx(0.75)
     assert violation(sound, other, bounds).item() < 1e-9 and abs((sound @ held.T).item()) < 1e-12
     torch.testing.assert_close(sound, torch.tensor([[0.0, 0.5]]).double())
+
+
+def test_rounding_at_a_bound_of_zero_does_not_cost_the_row():
+    generator = torch.Generator().manual_seed(0)
+    x_Nd = torch.randn(6, 16, generator=generator, dtype=torch.float64)
+    span = torch.linalg.qr(x_Nd.T).Q
+    update_Ed = torch.randn(3, 16, generator=generator, dtype=torch.float64)
+    update_Ed -= update_Ed @ span @ span.T
+    assert 0 < (x_Nd @ update_Ed.T).max() < 1e-12, "up to rounding it touches every bound"
+    basis = RetainBasis(torch.zeros(1, 16, 1, dtype=torch.float64))
+    held = nearest_feasible(update_Ed, basis, x_Nd, torch.zeros(6, 3, dtype=torch.float64))
+    torch.testing.assert_close(held, update_Ed)
