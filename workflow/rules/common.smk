@@ -107,6 +107,12 @@ def data_files(*letters, news=(), corpora=()):
     return files
 
 
+def finetuning_data(wildcards):
+    return data_files(news=("knowmem", "verbmem", "privleak"), corpora=("forget", "retain", "held_out"))(
+        Namespace(benchmark=PROJECT.models[wildcards.model].benchmark)
+    )
+
+
 def folder_of(wildcards, input):
     return str(Path(input.data[0]).parent)
 

@@ -73,12 +73,6 @@ rule prepare_model:
         "gripmoe prepare-model --settings {params.settings:q} --output {output} > {log} 2>&1"
 
 
-def finetuning_data(wildcards):
-    return data_files(news=("knowmem", "verbmem", "privleak"), corpora=("forget", "retain", "held_out"))(
-        Namespace(benchmark=PROJECT.models[wildcards.model].benchmark)
-    )
-
-
 rule finetune_model:
     input:
         base=lambda w: MODEL.format(model=PROJECT.models[w.model].base),
