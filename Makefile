@@ -49,7 +49,7 @@ gpu: setup
 test: gpu
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/test.lock
 	pytest -n $(CORES) -m "not workflow"
-	pytest -n $(CORES) --dist loadgroup -m workflow
+	pytest -n $(CORES) --dist loadfile -m workflow
 
 lint: setup
 	ruff check . && ruff format --check .

@@ -27,7 +27,7 @@ ON_SLURM = [
     "--slurm-init-seconds-before-status-checks", "3", "--seconds-between-status-checks", "3",
 ]  # fmt: skip
 HEADS: list[subprocess.Popen] = []
-pytestmark = [pytest.mark.workflow, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.workflow
 
 
 @pytest.fixture(scope="module")

@@ -141,6 +141,14 @@ def finished(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def report(finished):
+    """The page of that run: every artefact in one file."""
+    page = finished / "report.html"
+    snakemake("--report", page, "--config", f"world={finished / 'smoke.yaml'}", directory=finished, root=finished)
+    return page
+
+
 @pytest.fixture
 def chromium():
     """A page of the system's Chromium, and lists for what it asks for and what goes wrong; skips, and so is reported as
@@ -165,7 +173,6 @@ def dry_run(root):
 
 
 @pytest.mark.workflow
-@pytest.mark.xdist_group("finished")  # one process, so that the run is made once
 class TestRun:
     def test_every_artefact_is_there(self, finished):
         figures = finished / "paper_figures" / "smoke"
@@ -197,22 +204,20 @@ class TestRun:
         steps = json.loads((runs / "gd/unconstrained/0/checkpoint.json").read_text())["steps"]
         assert steps == 4, "every step was taken"
 
-    def test_the_manifest_verifies_and_the_report_holds_every_artefact(self, finished):
+    def test_the_manifest_verifies_and_the_report_holds_every_artefact(self, finished, report):
         verify = [sys.executable, "-m", "gripmoe.cli", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
         environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
         result = subprocess.run(verify, capture_output=True, text=True, cwd=finished, env=environment, check=False)
         assert result.returncode == 0, result.stderr
-        page = finished / "report.html"
-        snakemake("--report", page, "--config", f"world={finished / 'smoke.yaml'}", directory=finished, root=finished)
-        html = page.read_text()
+        html = report.read_text()
         assert all(f"{name}.png" in html for name in SMOKE_ARTEFACTS) and "manifest.json" in html
 
-    def test_the_report_shows_an_artefact_and_where_it_comes_from_in_a_browser(self, finished, chromium):
+    def test_the_report_shows_an_artefact_and_where_it_comes_from_in_a_browser(self, report, chromium):
         """From the file alone: it loads nothing else."""
         page, asked, errors = chromium
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto((finished / "report.html").as_uri())
+        page.goto(report.as_uri())
         page.get_by_text("Tables", exact=True).first.click()
         show, explain = page.locator("tr", has_text="main results").locator("a").all()
         show.click()
