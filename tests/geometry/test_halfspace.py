@@ -173,12 +173,12 @@ def test_raw_steps_do_not_converge_where_equalities_must_hold_too():
 
 
 def test_rounding_at_a_bound_of_zero_does_not_cost_the_row():
+    """Solved rows touch their bounds up to 1e-11; shrunk for that, nothing would be left where a bound is 0."""
     generator = torch.Generator().manual_seed(0)
     x_Nd = torch.randn(6, 16, generator=generator, dtype=torch.float64)
-    span = torch.linalg.qr(x_Nd.T).Q
-    update_Ed = torch.randn(3, 16, generator=generator, dtype=torch.float64)
-    update_Ed -= update_Ed @ span @ span.T
-    assert 0 < (x_Nd @ update_Ed.T).max() < 1e-12, "up to rounding it touches every bound"
+    update_Ed = torch.randn(40, 16, generator=generator, dtype=torch.float64)
     basis = RetainBasis(torch.zeros(1, 16, 1, dtype=torch.float64))
-    held = nearest_feasible(update_Ed, basis, x_Nd, torch.zeros(6, 3, dtype=torch.float64))
-    torch.testing.assert_close(held, update_Ed)
+    held = nearest_feasible(update_Ed, basis, x_Nd, torch.zeros(6, 40, dtype=torch.float64))
+    reached = x_Nd @ held.T
+    assert 0 < reached.max() < 1e-9, "some touch their bounds from above"
+    assert held.norm(dim=1).min() > 0.1 * update_Ed.norm(dim=1).min()

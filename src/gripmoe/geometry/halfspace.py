@@ -75,7 +75,7 @@ def nearest_feasible(
     u_Ed = start_Ed = basis.project(update_Ed.double())
     reached_NE = start_NE = x_Nd @ start_Ed.T
     excess_NE = start_NE - bounds_NE
-    pending_E = (excess_NE > tolerance).any(dim=0)
+    pending_E = violated_E = (excess_NE > tolerance).any(dim=0)
     active_NE = torch.zeros_like(bounds_NE, dtype=torch.bool)
     if near_Ed is not None and pending_E.any():
         active_NE = (x_Nd @ near_Ed.double().T > bounds_NE - 1e-6) & pending_E
@@ -96,9 +96,10 @@ def nearest_feasible(
         u_Ed[rows_M], active_NE[:, rows_M], reached_NE[:, rows_M] = solved_Md, active_NM, x_Nd @ solved_Md.T
         excess_NE = (reached_NE - bounds_NE).masked_fill(active_NE, -torch.inf)
         pending_E = (excess_NE > tolerance).any(dim=0)
-    # What the limit on rounds has left: towards 0, which is feasible. Rounding is no violation: where a bound is 0, it
-    # would cost the whole row.
-    too_far_NE = reached_NE > bounds_NE + tolerance
+    # What the limit on rounds has left: towards 0, which is feasible. What regularising the solve leaves is no
+    # violation (routers in fp32 round coarser): at a bound of 0 it would cost the whole row. Rows never violated stay.
+    rounding_NE = 1e-9 * x_Nd.norm(dim=1)[:, None] * start_Ed.norm(dim=1)
+    too_far_NE = (reached_NE > bounds_NE + rounding_NE) & violated_E
     allowed_NE = torch.where(too_far_NE, bounds_NE / reached_NE.clamp_min(1e-300), 1)
     return (u_Ed * allowed_NE.amin(dim=0)[:, None]).to(update_Ed.dtype)
 
