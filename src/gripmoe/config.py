@@ -148,9 +148,8 @@ class Benchmark(Strict):
     data: Data
     target: ForgetTarget | ReferenceTarget
     retain_documents: PositiveInt  # of the retain corpus, for bases and for Method B
-    max_length: (
-        PositiveInt  # of a document in tokens; letters: the rest is left out, news: it becomes further documents
-    )
+    # Of a document in tokens. Letters: the rest is left out; news: it becomes further documents.
+    max_length: PositiveInt
     evaluation_batch_size: PositiveInt
     few_shot_questions: PositiveInt = 100  # letters: of the retain questions, asked below five solved ones
     rewrites: dict[Name, str] = {}  # letters: files of prompts, {"id", "prompt"} a line, for the prompt attacks
