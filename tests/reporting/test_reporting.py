@@ -1,5 +1,6 @@
 """Tables and figures from synthetic cells: numbers by hand, marks computed, the paper's values apart."""
 
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from gripmoe.reporting.figures import (
     stability_by_layer,
 )
 from gripmoe.reporting.paired import load_answers
-from gripmoe.reporting.tables import as_frame, as_latex, interval, save, without_zeros
+from gripmoe.reporting.tables import as_frame, as_latex, draw, interval, save, without_zeros
 
 COMPARISONS = Path(gripmoe.reporting.__file__).with_name("comparisons.yaml")
 
@@ -151,6 +152,31 @@ def test_every_table_is_complete_and_its_columns_have_names():
                 assert ("paper" in row) == ("line" in row), (name, row)
                 assert len(row.get("paper", table["paper"])) == len(table["paper"]), (name, row)
                 assert row["method"] in labels.METHODS or "label" in row, (name, row)
+
+
+@pytest.mark.parametrize("name", yaml.safe_load(COMPARISONS.read_text(encoding="utf-8")))
+def test_no_two_texts_of_a_drawn_table_overlap(name):
+    """With intervals everywhere, every row marked, nothing missing."""
+    spec = yaml.safe_load(COMPARISONS.read_text(encoding="utf-8"))[name]
+    benchmark = "muse_tiny" if spec.get("kind") == "news" else "wmdp_tiny"
+    marks = {"reached": 0.0, "forget_accuracy_target": 0.25}
+    rows = [
+        (entry.get("model", "tiny_a"), benchmark, entry.get("objective", block.get("objective")), entry["method"], seed)
+        + (metric, value + seed / 10)
+        for block in spec["blocks"]
+        for entry in block["rows"]
+        for metric, value in (dict.fromkeys(spec["measured"], 0.277) | marks).items()
+        for seed in (0, 1)
+    ]
+    figure = draw(comparison(pd.DataFrame(rows, columns=COLUMNS), name))
+    boxes = [(text.get_text(), text.get_window_extent()) for text in figure.axes[0].texts]
+    assert len(boxes) >= len(spec["measured"])
+    overlapping = [
+        (first, second)
+        for (first, a), (second, b) in combinations(boxes, 2)
+        if min(a.x1, b.x1) > max(a.x0, b.x0) and min(a.y1, b.y1) - max(a.y0, b.y0) > 0.3 * min(a.height, b.height)
+    ]
+    assert not overlapping
 
 
 def test_unknown_table():

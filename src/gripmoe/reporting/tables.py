@@ -146,10 +146,11 @@ def draw(table: Table) -> plt.Figure:
             axes.text(middle, y, "paper", ha="center", va="center", style="italic", fontsize=6.5, color="0.4")
             y -= line
         axes.text(0.04, y, table.heading, ha="left", va="center", fontsize=7)
-        crowded = len(table.columns) >= 9 or measured_width < 0.37
+        crowded = len(table.columns) >= 9 or measured_width < 0.41
         heading_size = 5.4 if crowded else 6.5
         for x, name in zip(measured_x, table.columns, strict=True):
-            axes.text(x, y, name, ha="center", va="center", fontsize=heading_size)
+            name = "\n".join(textwrap.wrap(name, 8)) if crowded else name
+            axes.text(x, y, name, ha="center", va="center", fontsize=heading_size, linespacing=0.95)
         for x, name in zip(paper_xs, table.paper_columns, strict=True):
             size = 6.5 if len(name) < 5 else 4.8
             axes.text(x, y, name, ha="center", va="center", fontsize=size, color="0.4")
