@@ -15,12 +15,12 @@ from gripmoe.project import Project
 
 FLOPS = 1.0e14  # of one GPU in eager MoE code, a tenth of what an H100 or H200 can do in bf16
 TINY_SECONDS = {
-    "prepare_model": 420,
+    "prepare_model": 480,
     "finetune_model": 120,
-    "unlearn": 45,
+    "unlearn": 55,
     "realign": 5,
-    "evaluate": 12,
-    "attack": 32,
+    "evaluate": 20,
+    "attack": 45,
 }  # two laptop cores
 BYTES_WEIGHT, BYTES_GRADIENT = 2, 2  # bf16
 BYTES_STATES = {"adamw": 4, "adamw_8bit": 2}  # two states in the dtype of the parameter, or in 8 bits
