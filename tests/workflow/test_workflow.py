@@ -225,7 +225,7 @@ class TestRun:
         explain.click()
         page.get_by_text("runs_smoke.csv").wait_for()
         assert "main_results.ipynb" in page.inner_text("body")
-        page.screenshot(path=finished / "report.png")
+        page.screenshot(path=report.with_suffix(".png"))
         assert (finished / "report.png").stat().st_size > 50_000
         assert not errors and not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
 
