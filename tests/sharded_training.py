@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from conftest import small_model
-from gripmoe import distributed
+from gripmoe import distributed, objectives
 from gripmoe.checkpoint import remove_state
 from gripmoe.config import EpsNullConfig, Method, Training
 from gripmoe.constraints import fit_bases
@@ -29,10 +29,20 @@ CASES = {
     "expert_specific_minibatch": METHODS["expert_specific_minibatch"],
     "anchored_tracked": METHODS["anchored_tracked"],
     "router_l2": Method(constraint="router_l2"),
+    "routing_scores": Method(constraint="routing_scores"),
+    "gd": Method(constraint="none"),
+    "rmu": Method(constraint="none"),
+    "kl": Method(constraint="none"),
     "adamw_8bit": Method(constraint="none"),
     "checkpointed": Method(constraint="router_l2"),
 }
 CHANGES = {"adamw_8bit": {"optimizer": "adamw_8bit"}, "checkpointed": {"gradient_checkpointing": True}}
+OBJECTIVES = {
+    "gd": {"alpha": 1.0},
+    "kl": {"alpha": 1.0},
+    "npo": {"alpha": 1.0, "beta": 0.1},
+    "rmu": {"alpha": 1.0, "layer": 1, "kappa": 2.0},
+}
 RESUMED = ("anchored_tracked", "adamw_8bit")
 NEAR_TIES = EpsNullConfig(value=1e-2, kind="relative")  # so that no direction is decided by a rounding error
 
@@ -43,8 +53,9 @@ class Tokenizer:
 
 
 def documents(seed: int) -> list[Row]:
-    """Of one length: then the mean over all tokens is the mean of the processes' means."""
-    ids = torch.randint(3, 64, (6, 12), generator=torch.Generator().manual_seed(seed)).tolist()
+    """Of different lengths: the mean over all tokens is not the mean of the processes' means."""
+    ids = torch.randint(3, 64, (6, 14), generator=torch.Generator().manual_seed(seed)).tolist()
+    ids = [row[: 9 + i] for i, row in enumerate(ids)]
     return [Row(f"{seed}/{i}", row, row) for i, row in enumerate(ids)]
 
 
@@ -53,13 +64,13 @@ def train(name: str, folder: Path, steps: int = 6) -> dict:
     moe = MoEModel(small_model("qwen2_moe"))
     sharding.shard_experts(moe)
     forget, retain = documents(0), documents(1)
-    method = CASES[name]
+    method, objective = CASES[name], name if name in OBJECTIVES else "npo"
     if method.eps_null:
         method = method.model_copy(update={"eps_null": NEAR_TIES})
     reference = moe.trace([collate(retain, 0)])
     bases = fit_bases(reference, moe.rules(), method) if method.has_bases else None
     outcome = unlearn(
-        moe, make_objective("npo", {"alpha": 1.0, "beta": 0.1}, 0),
+        moe, make_objective(objective, OBJECTIVES[objective], 0),
         constraint_of(method, reference, bases, None, 0), forget, retain,
         TRAINING.model_copy(update={"max_steps": steps, **CHANGES.get(name, {})}), seed=0, pad_id=0,
         targets={"accuracy": -1.0}, scores=lambda model: {"accuracy": 1.0}, state_file=folder / f"{name}.pt",
@@ -81,8 +92,14 @@ def main(folder: Path) -> None:
             results[f"{name} resumed"] = train(name, folder)
         remove_state(folder / "unconstrained.pt")
         distributed.wait_for_all()
+        average_gradient = sharding._average_gradient
         sharding._average_gradient = lambda parameter: None
         results["not averaged"] = train("unconstrained", folder)
+        sharding._average_gradient = average_gradient
+        objectives._token_mean = lambda values, mask: (values * mask).sum() / mask.sum()
+        remove_state(folder / "gd.pt")
+        distributed.wait_for_all()
+        results["means of means"] = train("gd", folder)
         if distributed.is_first():
             torch.save(results, folder / "results.pt")
 

@@ -101,3 +101,14 @@ def test_a_guard_over_a_store_holds_what_one_without_does(tmp_path):
         routers.append(MoEModel(model).thetas())
     assert all(torch.equal(routers[0][layer], routers[1][layer]) for layer in routers[0])
     assert guard.constraint.bases.counts["cold"] > 0
+
+
+def test_files_of_another_number_of_experts_are_fitted_again(tmp_path):
+    """As "full_null_space" leaves them, or a job that was killed while it wrote."""
+    shared = BasisStore(tmp_path, [0, 1], lambda layer: RetainBasis(fitted(layer).U_ret_Edr[:1]), {"model": "shared"})
+    assert len(shared[0].U_ret_Edr) == 1
+    with pytest.warns(UserWarning, match="fitted again"):
+        assert same(store(tmp_path)[0], 0)
+    for expert in (0, 2):
+        (tmp_path / f"0.{expert}.safetensors").unlink()
+        assert same(store(tmp_path)[0], 0)

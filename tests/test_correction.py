@@ -1,5 +1,7 @@
 """Method B on a model: the sound form goes layer by layer."""
 
+import copy
+
 import torch
 
 from conftest import random_batch, small_model
@@ -57,3 +59,20 @@ def test_restoring_puts_the_weights_back():
     original, moe = MoEModel(small_model()), unlearned()
     restore_routers(moe, original.thetas())
     assert all(torch.equal(moe.theta(layer), original.theta(layer)) for layer in moe.layers)
+
+
+def test_routers_are_refitted_in_eval_mode():
+    """Dropout would blur what they are fitted to; the mode is what it was afterwards."""
+    original, batch, reference, *_ = setting()
+    ends = []
+    for training in (False, True):
+        moe = MoEModel(copy.deepcopy(original.model))
+        for layer in moe.model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        with torch.no_grad():
+            moe.expert_parameters(0)[0].mul_(1.3)
+        moe.model.train(training)
+        realign_routers(moe, original.thetas(), reference, batch)
+        assert moe.model.training is training
+        ends.append(moe.thetas())
+    assert all(torch.equal(ends[0][layer], ends[1][layer]) for layer in ends[0])

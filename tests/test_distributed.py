@@ -44,12 +44,19 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_model_is_the_one_of_a_single_process(name, shared, alone):
-    """States in 8 bits turn a rounding error into another of 256 values: there, a twentieth of what was moved."""
+    """Up to a thousandth of what was moved. States in 8 bits turn a rounding error into another of 256 values: there,
+    up to a twentieth."""
     two, one = shared[1][name], alone[name]
-    original = small_model("qwen2_moe").state_dict()
-    allowed = largest_difference(one["state"], original) / 20 if name == "adamw_8bit" else 1e-6
-    assert largest_difference(two["state"], one["state"]) < allowed
-    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4 if allowed == 1e-6 else 1e-2)
+    moved = largest_difference(one["state"], small_model("qwen2_moe").state_dict())
+    in_8_bits = name == "adamw_8bit"
+    assert largest_difference(two["state"], one["state"]) < moved / (20 if in_8_bits else 1000)
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-2 if in_8_bits else 1e-4)
+
+
+def test_means_of_means_are_another_loss(shared, alone):
+    """Documents are of different lengths."""
+    moved = largest_difference(alone["gd"]["state"], small_model("qwen2_moe").state_dict())
+    assert largest_difference(shared[1]["means of means"]["state"], alone["gd"]["state"]) > moved / 20
 
 
 def test_without_averaged_gradients_it_is_not(shared, alone):

@@ -3,7 +3,9 @@
 import accelerate
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerState, TrainingArguments
 
 import gripmoe
 from conftest import random_batch, small_model
@@ -213,3 +215,83 @@ def test_realigning_brings_routing_back():
     report = gripmoe.realign(model, original)
     assert mean_stability(routing_stability(original.reference, moe.trace(retain))) > 0.99 > before + 0.2
     assert set(report) == {0, 1}
+
+
+def left_padded(batch):
+    moved = collate_inputs([batch])
+    for i, mask in enumerate(batch.attention_mask):
+        shift = int((mask == 0).sum())
+        moved.input_ids[i], moved.attention_mask[i] = batch.input_ids[i].roll(shift), mask.roll(shift)
+    return moved
+
+
+@pytest.mark.parametrize("method", ["anchored", Method(constraint="routing_scores")], ids=["anchored", "scores"])
+def test_references_belong_to_their_tokens(method):
+    """On an untouched model there is nothing to pay: on whichever side rows are padded, of a mixed batch too."""
+    model = small_model()
+    guard = gripmoe.constrain(model, adamw(model), RETAIN, method=method)
+    for batch, rows in ((RETAIN[0], None), (left_padded(RETAIN[0]), None), (RETAIN[0], [True, False, True, False])):
+        with guard.retain(rows=None if rows is None else torch.tensor(rows)):
+            model(**batch.inputs)
+        assert abs(guard.penalty().item()) < 1e-6
+    with guard.retain(rows=torch.tensor([False] * 4)):
+        model(**RETAIN[0].inputs)
+    assert guard.penalty() == 0, "none of its rows is to be retained"
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(2)
+    with guard.retain():
+        model(**RETAIN[0].inputs)
+    assert guard.penalty().item() > 0.01
+
+
+def test_a_closed_guard_leaves_routers_free():
+    model = small_model()
+    with gripmoe.constrain(model, adamw(model), RETAIN, method="frozen_router"):
+        assert not model.model.layers[0].mlp.gate.weight.requires_grad
+    assert model.model.layers[0].mlp.gate.weight.requires_grad
+
+
+def test_what_a_guard_cannot_do_is_refused():
+    model = small_model()
+    for method in (
+        Method(constraint="gate_anchor"),
+        Method(reference="original"),
+        METHODS["expert_specific"].model_copy(update={"surface": "forget"}),
+        Method(constraint="none", replay=True),
+    ):
+        with pytest.raises(ValueError, match="cannot do"):
+            gripmoe.constrain(model, adamw(model), RETAIN, method=method)
+
+
+def test_a_resumed_trainer_is_refused():
+    model = small_model()
+    callback = gripmoe.trainer_callback(RETAIN)
+    with pytest.raises(ValueError, match="resumes at step 4"):
+        callback.on_train_begin(None, TrainerState(global_step=4), None, model=model, optimizer=adamw(model))
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ["expert_specific", "frozen_router", "anchored"])
+def test_data_parallel_training(method, process_group):
+    """A method that freezes routers has to do so before the model is wrapped, and says so."""
+    if method != "expert_specific":
+        model = small_model()
+        with pytest.raises(ValueError, match="before it wraps"):
+            gripmoe.constrain(DistributedDataParallel(model), adamw(model), RETAIN, method=method)
+        assert model.model.layers[0].mlp.gate.weight.requires_grad
+    model = small_model()
+    optimizer = adamw(model)
+    guard = gripmoe.constrain(model, optimizer, RETAIN, method=method)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)  # not every expert is used in every step
+    for _ in range(3):
+        optimizer.zero_grad()
+        with guard.retain():
+            loss = loss_of(wrapped, RETAIN[0])
+        (loss + guard.penalty()).backward()
+        optimizer.step()

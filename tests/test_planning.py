@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gripmoe.files import write_json
-from gripmoe.planning import check_budget, jobs_left, memory_needed
+from gripmoe.planning import check_budget, disk_needed, jobs_left, memory_needed
 from gripmoe.project import Project
 
 CONFIG = Path(__file__).parents[1] / "workflow" / "config"
@@ -53,7 +53,23 @@ def test_memory_by_hand_and_rmu_needs_less():
     shared = needs["qwen3_30b_a3b", "gd"]
     assert (shared.weights, shared.gradients, shared.states) == pytest.approx((3.0 + 29.0, 29.0, 29.0))
     assert needs["qwen3_30b_a3b", "rmu"].total == pytest.approx(32 + 29 * 8 / 48 * 2)
-    assert needs["qwen3_30b_a3b", "evaluation"].total == pytest.approx(61.0), "on one GPU"
+    assert needs["qwen3_30b_a3b", "evaluation"].total == pytest.approx(122.0), "it and the original, on one GPU"
+    assert ("qwen3_30b_a3b", "relearning") not in needs
+    assert needs_of(Project(CONFIG, "single_gpu"))["olmoe", "relearning"].total == pytest.approx(6.9 * 6)
+
+
+def test_disk_by_hand():
+    """Eleven methods under four objectives and three seeds, of two models."""
+    assert disk_needed(Project(CONFIG, "paper")) == pytest.approx(11 * 4 * 3 * (61.0 + 28.6))
+    assert disk_needed(Project(CONFIG, "tiny")) == 0
+
+
+def test_step_limits_of_the_tiny_world_stay_there():
+    assert Project(CONFIG, "tiny").training("gd", "anchored", "wmdp_tiny").max_steps == 600
+    paper = Project(CONFIG, "paper")
+    assert {paper.training("gd", m, "wmdp_cyber").max_steps for m in ("anchored", "ptc_matched", "unconstrained")} == {
+        10000
+    }
 
 
 def test_finetuning_on_news_trains_everything():
@@ -74,5 +90,7 @@ def test_the_command_says_what_does_not_fit(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert result.returncode == 0 and "qwen3_30b_a3b, gd, 2 GPUs: 32 GB weights + 29 gradients" in result.stdout
     tight = subprocess.run([*command, "--gpu-memory", "80"], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert tight.returncode == 2 and "do not hold qwen3_30b_a3b under gd" in tight.stderr
-    assert "they hold qwen3_30b_a3b under evaluation, qwen3_30b_a3b under rmu" in tight.stderr
+    assert (
+        tight.returncode == 2 and "do not hold qwen3_30b_a3b under evaluation, qwen3_30b_a3b under gd" in tight.stderr
+    )
+    assert "they hold qwen3_30b_a3b under rmu" in tight.stderr

@@ -216,3 +216,18 @@ def test_a_batch_that_cannot_be_split_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(distributed, "processes", lambda: 3)
     with pytest.raises(ValueError, match="forget_batch_size 4 cannot be split over 3 processes"):
         run(tmp_path / "state.pt")
+
+
+def test_replay_and_recomputed_activations_go_together(tmp_path):
+    """What is computed again in the backward pass is forced to the same sets."""
+    ends = []
+    for recomputed in (False, True):
+        moe = MoEModel(small_model())
+        training = TRAINING.model_copy(update={"gradient_checkpointing": recomputed, "max_steps": 4})
+        unlearn(
+            moe, GradientDifference(alpha=1.0), Unconstrained(), corpus(0), corpus(1), training, seed=5, pad_id=0,
+            targets={"a": -1.0}, scores=lambda m: {"a": 1.0}, replay=True, state_file=tmp_path / f"{recomputed}.pt",
+        )  # fmt: skip
+        ends.append(moe.model.state_dict())
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][name], msg=name)

@@ -60,9 +60,8 @@ class BasisStore(Mapping[int, RetainBasis]):
     def __getitem__(self, layer: int) -> RetainBasis:
         if layer not in self.layers:
             raise KeyError(layer)
-        if layer not in self._num_experts:
-            self._num_experts[layer] = len(list(self.folder.glob(f"{layer}.*.safetensors"))) or self._fit(layer)
-        bases = [self.of((layer, expert)) for expert in range(self._num_experts[layer])]
+        bases = [self.of((layer, 0))]  # which knows how many there are
+        bases += [self.of((layer, expert)) for expert in range(1, self._num_experts[layer])]
         width = max(basis.shape[1] for basis in bases)
         padded = [torch.nn.functional.pad(basis, (0, width - basis.shape[1])) for basis in bases]
         return RetainBasis(torch.stack(padded))
@@ -89,18 +88,18 @@ class BasisStore(Mapping[int, RetainBasis]):
     def _file(self, key: Key) -> Path:
         return self.folder / f"{key[0]}.{key[1]}.safetensors"
 
-    def _fit(self, layer: int) -> int:
-        """Computes and writes a layer; returns its number of experts, 1 where all share one basis."""
+    def _fit(self, layer: int) -> None:
+        """Computes and writes a layer; one file where all experts share one basis."""
         fitted = self.compute(layer)
+        experts = len(fitted.U_ret_Edr)
         self.counts["computed"] += 1
         for expert, (U_dr, rank) in enumerate(zip(fitted.U_ret_Edr.cpu(), fitted.ranks.tolist(), strict=True)):
             kept = U_dr[:, :rank].contiguous()
-            metadata = {**self.metadata, "layer": str(layer), "checksum": _checksum(kept)}
+            metadata = {**self.metadata, "layer": str(layer), "experts": str(experts), "checksum": _checksum(kept)}
             with atomic_path(self._file((layer, expert))) as temporary:
                 save_file({"U_ret": kept}, temporary, metadata)
             self.counts["bytes_written"] += kept.nbytes
-        self._num_experts[layer] = len(fitted.U_ret_Edr)
-        return len(fitted.U_ret_Edr)
+        self._num_experts[layer] = experts
 
     def _read(self, key: Key) -> Tensor | None:
         file = self._file(key)
@@ -115,14 +114,15 @@ class BasisStore(Mapping[int, RetainBasis]):
         for name, wanted in {**self.metadata, "layer": str(key[0])}.items():
             if found.get(name) != wanted:
                 return self._distrust(file, f"{name} is {found.get(name)!r}, not {wanted!r}")
-        if found.get("checksum") != _checksum(basis):
+        if found.get("checksum") != _checksum(basis) or "experts" not in found:
             return self._distrust(file, "its content does not match its checksum")
+        self._num_experts[key[0]] = int(found["experts"])
         self.counts["bytes_read"] += basis.nbytes
         return basis
 
     def _distrust(self, file: Path, why: str) -> None:
         warnings.warn(f"{file}: {why}; its layer is fitted again", stacklevel=2)
-        file.unlink()
+        file.unlink(missing_ok=True)
 
 
 class _Tier:

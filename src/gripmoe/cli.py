@@ -72,7 +72,7 @@ COMMANDS = (
         "attack",
         "attack",
         "attack a cell",
-        ("run", "model", "checkpoint", "data", "answers", "questions", "output"),
+        ("settings", "run", "model", "checkpoint", "data", "answers", "questions", "output"),
     ),
     Command(
         "plan",

@@ -206,6 +206,15 @@ class Training(Strict):
         return self
 
 
+class Relearning(Strict):
+    """Finetuning as an attack: all parameters train."""
+
+    learning_rate: PositiveFloat
+    optimizer: Optimizer = "adamw"
+    batch_size: PositiveInt = 16
+    gradient_checkpointing: bool = False
+
+
 class Method(Strict):
     """Independent axes; a named row of methods.yaml is one point in their space."""
 
@@ -277,6 +286,7 @@ class World(Strict):
     objective_training: dict[ObjectiveName, dict[str, Any]]
     benchmark_training: dict[Name, dict[Literal["all"] | ObjectiveName, dict[str, Any]]] = {}
     overrides: dict[str, dict[str, Any]] = {}
+    relearning: Relearning | None = None  # an attack that is left out without it
     processes: dict[Name, PositiveInt] = {}  # that train a model together, a GPU each; one if it is not named
     artefacts: list[Name]
 

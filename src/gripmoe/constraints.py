@@ -99,13 +99,12 @@ class NullSpace(Unconstrained):
     With D the router's displacement since the start, x_0, S_0 and tau_0 recorded once from the original model: D_j
     x_0 = 0 for the tokens that select j, D_j x_0 <= max(tau_0 - safety_margin, 0) for all others (Eq. 3). This
     polyhedron is fixed, contains D = 0, and needs nothing of the current forward pass. After each step D is replaced
-    by the nearest point in it, so what the optimizer adds (momentum, weight decay) is constrained too.
+    by the nearest point in it, so what the optimizer adds (momentum, weight decay) is constrained too. The equalities
+    hold on the basis: in directions that eps_null counts as none, selected scores may still move.
     """
 
     def __init__(self, reference: RoutingTrace, bases: Mapping[int, RetainBasis], safety_margin: float = 1e-3):
         self.reference = reference
-        if isinstance(bases, dict):  # not a store, which keeps what it may
-            bases = {layer: RetainBasis(basis.U_ret_Edr.double()) for layer, basis in bases.items()}
         self.bases = bases
         self.safety_margin = safety_margin
 
@@ -113,9 +112,10 @@ class NullSpace(Unconstrained):
         model.freeze_router_biases()
         self._theta_0 = model.thetas()
         self._x_Nd, self._bounds_NE = {}, {}
-        for layer, seen in self.reference.items():
-            self._x_Nd[layer] = seen.x_Nd.double()
-            self._bounds_NE[layer] = _bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0).double()
+        for layer, recorded in self.reference.items():
+            seen = recorded.to(model.model.device)
+            self._x_Nd[layer] = seen.x_Nd
+            self._bounds_NE[layer] = _bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0)
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         theta_0 = self._theta_0[layer]
@@ -310,9 +310,5 @@ def _basis(
 def held_trace(method: Method, retain: RoutingTrace, forget: RoutingTrace) -> RoutingTrace:
     """The tokens whose routing a null space holds: retain tokens, or as the method's `surface` says (App. F)."""
     if method.surface == "combined":
-        fields = ("x_Nd", "scores_NE", "top_k_Nk")
-        return {
-            layer: LayerRouting(*(torch.cat([getattr(retain[layer], f), getattr(forget[layer], f)]) for f in fields))
-            for layer in retain
-        }
+        return {layer: LayerRouting.joined([retain[layer], forget[layer]]) for layer in retain}
     return forget if method.surface == "forget" else retain

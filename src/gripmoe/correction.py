@@ -48,7 +48,7 @@ def holdout_report(
     report: dict[str, float] = {}
     for form in ("paper", "sound"):
         for layer, seen in after.items():
-            old = theta_0[layer], model.theta(layer), reference[layer].x_Nd, seen.x_Nd
+            old = theta_0[layer], model.theta(layer), reference[layer].x_Nd.to(seen.x_Nd.device), seen.x_Nd
             curve = holdout_stability(*old, model.rule(layer), sizes, form)
             for size, values in curve.items():
                 for where, value in zip(("fit", "other"), values, strict=True):
@@ -79,22 +79,24 @@ def realign_routers(
 ) -> dict[int, Realignment]:
     """Method B on every layer of an unlearned model; returns what was done to each.
 
-    `reference` is the original model's trace of `batch` and theta_0 its routers. The paper's form fits all layers to
-    the uncorrected model. The sound form corrects each router within the one forward pass, before the router is
-    used, so that every layer is fitted to what the corrected layers below it send.
+    `reference` is the original model's trace of `batch`, on any device, and theta_0 its routers. The paper's form fits
+    all layers to the uncorrected model. The sound form corrects each router within the one forward pass, before the
+    router is used, so that every layer is fitted to what the corrected layers below it send.
     """
     reference = first_tokens(reference, retain_tokens)
     realigned: dict[int, Realignment] = {}
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
-        old = theta_0[layer], model.theta(layer).detach().clone(), reference[layer].x_Nd
+        x_pre_Nd = reference[layer].x_Nd.to(x_post_Nd.device)
+        old = theta_0[layer], model.theta(layer).detach().clone(), x_pre_Nd
         if form == "paper":
             realigned[layer] = realign_paper(*old, x_post_Nd[:retain_tokens])
         else:
             realigned[layer] = realign(*old, x_post_Nd[:retain_tokens], model.rule(layer))
             model.set_thetas({layer: realigned[layer].theta_Ed})
 
-    with model.before_routers(lambda layer, x_Td: fit(layer, x_Td[routed_tokens(batch.attention_mask)])):
+    keep = routed_tokens(batch.attention_mask)
+    with model.evaluating(), model.before_routers(lambda layer, x_Td: fit(layer, x_Td[keep])):
         model.model.model(**batch.inputs)
     model.set_thetas({layer: result.theta_Ed for layer, result in realigned.items()})
     return realigned

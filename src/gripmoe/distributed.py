@@ -73,9 +73,25 @@ def averaged_(tensor: Tensor) -> Tensor:
 
 def average(value: float) -> float:
     """The mean of a number over all processes."""
+    return averaged_(_number(value)).item() if processes() > 1 else value
+
+
+def share(count: int) -> float:
+    """What makes a mean over `count` things of this process its part of the mean over all, once processes are averaged:
+    1 where all have equally many."""
+    return count / average(float(count)) if processes() > 1 else 1.0
+
+
+def agreed(values: dict[str, float]) -> dict[str, float]:
+    """The numbers of the first process, so that all decide alike."""
     if processes() == 1:
-        return value
-    return averaged_(torch.tensor(value, dtype=torch.float64)).item()
+        return values
+    return dict(zip(values, from_first_(_number(list(values.values()))).tolist(), strict=True))
+
+
+def _number(value: float | list[float]) -> Tensor:
+    """On a device that every backend can reach."""
+    return torch.tensor(value, dtype=torch.float64, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 @torch.no_grad()

@@ -34,9 +34,9 @@ def finetune(
 ) -> list[float]:
     """Trains all of `model` in place on documents, with a learning rate that falls to zero, and returns the loss of
     each step. Resumes from `state_file`; the result is the same as without the interruption."""
+    moe = MoEModel(model)  # its routers are in fp32 from here on, and so are their states
     adamw = make_adamw(optimizer, [{"params": list(model.parameters())}], lr=learning_rate, weight_decay=0.0)
     losses: list[float] = (load_state(state_file, model, adamw) or {"losses": []})["losses"]
-    moe = MoEModel(model)
     steps = epochs * (len(rows) // min(batch_size, len(rows)))
     model.train()
     for step in tqdm(range(len(losses), steps), initial=len(losses), total=steps, desc="finetune"):

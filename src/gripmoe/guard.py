@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gripmoe import distributed
 from gripmoe.basis_store import BasisStore
@@ -35,6 +36,7 @@ from gripmoe.penalties import constraint_of
 
 RELATIVE = EpsNullConfig(value=1e-4, kind="relative")
 ABSOLUTE = EpsNullConfig(value=1e-2, kind="absolute")
+UNABLE = ("reference", "experts", "replay", "critical_experts", "surface", "correction", "corrects")  # of a Method
 METHODS = {
     "frozen_router": Method(constraint="frozen"),
     "expert_specific": Method(constraint="null_space", basis="original", eps_null=RELATIVE),
@@ -66,6 +68,7 @@ class RouterGuard:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        self._thawed: list[nn.Parameter] = []  # when the constraint is lifted
 
     def retain(self, rows: Tensor | None = None):
         """Marks a forward pass of retain data; of a batch that holds other data too, `rows` (bool, one entry per row)
@@ -98,6 +101,8 @@ class RouterGuard:
                 if rows is not None:
                     mask = mask * rows[:, None].to(mask)
                 keep = routed_tokens(mask)
+                if not keep.any():  # of a mixed batch none of whose rows is one to retain
+                    return
                 seen = Seen(recorder.take(keep), hidden[0].flatten(0, 1)[keep], inputs[0]["input_ids"], mask, keep)
                 self._penalties.append(self.constraint.penalty(kind, seen))
                 if kind == "retain" and self.constraint.needs_retain:
@@ -141,6 +146,8 @@ class RouterGuard:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for parameter in self._thawed:
+            parameter.requires_grad_(True)
 
     def __enter__(self) -> RouterGuard:
         return self
@@ -169,7 +176,8 @@ def constrain(
     `guard.state_dict()`. `method` is a name of METHODS or a `Method`:
 
     - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
-      retain tokens, whatever momentum or weight decay add. Needs nothing in the loop.
+      retain tokens, whatever momentum or weight decay add, up to directions that `eps_null` counts as none. Needs
+      nothing in the loop.
     - "full_null_space": no router row may change its score of any retain token (Sec. 4.1).
     - "expert_specific_paper", "expert_specific_minibatch": each step against the current retain batch, whose forward
       pass runs within `with guard.retain():`.
@@ -184,12 +192,19 @@ def constrain(
     In several processes (data parallel, or `shard_experts`) every one calls this with the same `retain`; what each sees
     of the retain pass is gathered, and routers stay equal to the bit.
 
-    Raises ValueError for an unknown family or method, or an optimizer without the routers.
+    Raises ValueError for an unknown family or method, one that is more than a constraint on routers, or an optimizer
+    without the routers.
     """
     if isinstance(method, str):
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; one of {', '.join(METHODS)}, or a gripmoe.config.Method")
         method = METHODS[method]
+    unable = {name for name in UNABLE if getattr(method, name) != Method.model_fields[name].default}
+    if method.constraint in (None, "gate_anchor") or unable:
+        raise ValueError(
+            f"a guard holds routers on `retain` while they train; it cannot do {method.constraint or ''} "
+            f"{', '.join(sorted(unable))}".rstrip()
+        )
     moe = MoEModel(unwrapped(model))
     if not moe.layers:
         raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
@@ -214,8 +229,18 @@ def constrain(
         limits = {"hot_bytes": hot_bytes, "warm_bytes": warm_bytes, "device": moe.model.device}
         bases = BasisStore(Path(cache), moe.layers, fit, metadata, **limits)
     constraint = constraint_of(method, reference, bases, None, seed)
-    constraint.start(moe, [], batches)
-    return RouterGuard(moe, optimizer, constraint)
+    trained = [p for layer in moe.layers for p in moe.router(layer).parameters() if p.requires_grad]
+    with moe.evaluating():
+        constraint.start(moe, [], batches)
+    guard = RouterGuard(moe, optimizer, constraint)
+    guard._thawed = [parameter for parameter in trained if not parameter.requires_grad]
+    if guard._thawed and isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+        guard.close()
+        raise ValueError(
+            "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it wraps "
+            "the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
+        )
+    return guard
 
 
 @dataclass(frozen=True)
@@ -255,6 +280,11 @@ def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], *, method: 
         guard: RouterGuard | None = None
 
         def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+            if state.global_step:
+                raise ValueError(
+                    f"training resumes at step {state.global_step}: its routers are not the original ones any more. "
+                    "Call gripmoe.constrain on the original model, then load weights, optimizer and guard.state_dict()"
+                )
             self.guard = constrain(model, optimizer, retain, method=method)
 
         def on_train_end(self, args, state, control, **kwargs):
@@ -299,5 +329,4 @@ def _detached(routing: LayerRouting) -> LayerRouting:
 
 def _joined(parts: list[LayerRouting]) -> LayerRouting:
     """What all processes saw in all passes."""
-    fields = zip(*((part.x_Nd, part.scores_NE, part.top_k_Nk) for part in parts), strict=True)
-    return LayerRouting(*(distributed.gathered(torch.cat(tensors)) for tensors in fields))
+    return LayerRouting(*map(distributed.gathered, vars(LayerRouting.joined(parts)).values()))

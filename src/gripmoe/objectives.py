@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gripmoe import distributed
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.moe import MoEModel
 from gripmoe.reference import ReferenceCache, final_hidden_states, hidden_states
@@ -69,9 +70,8 @@ class KullbackLeibler(GradientDifference):
         wanted_Td = self._hidden.of(**batch.inputs)[:, :-1][scored]
         hidden_Td = final_hidden_states(model, batch)[:, :-1][scored]
         divergence_T = divergences(wanted_Td, hidden_Td, self._head, model.model.lm_head.weight)
-        return (
-            divergence_T.mean() if batch.weights is None else _token_mean(divergence_T, batch.weights[:, :-1][scored])
-        )
+        weights_T = torch.ones_like(divergence_T) if batch.weights is None else batch.weights[:, :-1][scored]
+        return _token_mean(divergence_T, weights_T)
 
 
 class NegativePreference(GradientDifference):
@@ -173,10 +173,7 @@ def cross_entropy(model: MoEModel, batch: Batch) -> Tensor:
     """Mean negative log-likelihood of the scored tokens; where tokens have weights, of their weighted mean. A weight
     belongs to the token that predicts."""
     logprobs, scored = token_logprobs(model, batch), batch.labels[:, 1:] != IGNORED
-    if batch.weights is None:
-        return -logprobs.sum() / scored.sum()
-    weights = batch.weights[:, :-1] * scored
-    return -(logprobs * weights).sum() / weights.sum()
+    return _token_mean(-logprobs, scored if batch.weights is None else batch.weights[:, :-1] * scored)
 
 
 TOKENS_PER_CHUNK = 1024
@@ -196,4 +193,5 @@ def divergences(wanted_Td: Tensor, hidden_Td: Tensor, wanted_head_Vd: Tensor, he
 
 
 def _token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    return (values * mask).sum() / mask.sum()
+    """Over the tokens of all processes, once their gradients are averaged: each may have another number of them."""
+    return (values * mask).sum() / distributed.averaged_(mask.sum().float())

@@ -58,7 +58,8 @@ class GateAnchor(Unconstrained):
         gate_NE = seen.routing[self.layer].scores_NE.softmax(dim=-1)
         wanted_E = torch.zeros_like(gate_NE[0])
         wanted_E[self.expert] = 1
-        return self.weight * (gate_NE - wanted_E).square().sum(dim=-1).mean()
+        distance = (gate_NE - wanted_E).square().sum(dim=-1).mean()
+        return self.weight * distance * distributed.share(len(gate_NE))
 
 
 def attributed_expert(trace: RoutingTrace, layers: Sequence[int]) -> tuple[int, int]:
@@ -92,8 +93,9 @@ class RoutingScores(Unconstrained):
         distances = []
         for number, layer in enumerate(self._layers):
             wanted_NE = wanted_NLE[:, number]
-            distances.append((seen.routing[layer].scores_NE - wanted_NE).square().mean() / wanted_NE.var())
-        return self.weight * torch.stack(distances).mean()
+            moved = (seen.routing[layer].scores_NE - wanted_NE).square().mean()
+            distances.append(moved / distributed.gathered(wanted_NE).var())
+        return self.weight * torch.stack(distances).mean() * distributed.share(len(wanted_NLE))
 
 
 class Anchored(FrozenRouter):
@@ -129,7 +131,7 @@ class Anchored(FrozenRouter):
     def penalty(self, kind, seen) -> Tensor:
         documents = seen.input_ids, seen.attention_mask
         final_Nd = self._final.of(*documents).flatten(0, 1)[seen.keep]
-        terms = [(seen.hidden_Nd - final_Nd).square().sum() / final_Nd.square().sum()]
+        terms = [(seen.hidden_Nd - final_Nd).square().sum() / distributed.averaged_(final_Nd.square().sum())]
         inputs_NLd = self._inputs.of(*documents).flatten(0, 1)[seen.keep]
         agreement = []
         for number, layer in enumerate(self._layers):
@@ -139,9 +141,11 @@ class Anchored(FrozenRouter):
             if self.tracked:
                 self._wanted[layer].append(before_Nd @ self._theta_0[layer].T)
             if not self.final_only:
-                terms.append((now.x_Nd - before_Nd).square().sum() / before_Nd.square().sum())
+                moved = (now.x_Nd - before_Nd).square().sum()
+                terms.append(moved / distributed.averaged_(before_Nd.square().sum()))
         penalty = self.weight.value * 10 / len(self._layers) * torch.stack(terms).sum()
-        self.weight.update(1 - distributed.average(sum(agreement) / len(agreement)))
+        stability = sum(agreement) / len(agreement) * distributed.share(len(final_Nd))
+        self.weight.update(1 - distributed.average(stability))
         return penalty
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:

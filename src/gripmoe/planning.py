@@ -120,19 +120,22 @@ class Memory:
 
 
 def memory_needed(project: Project) -> list[Memory]:
-    """Of every published model: all its weights wherever it is traced, evaluated and attacked; under an objective also
+    """Of every published model: its weights and the original's where it is evaluated and attacked; under an objective
     gradients and AdamW states of the MoE blocks that train (RMU: those up to its layer), all of these divided by the
-    processes that share the model. Finetuning on news trains everything. Embedded models need next to nothing."""
+    processes that share the model. Finetuning on news and relearning train everything. Embedded models need next to
+    nothing."""
     needs = []
     for name in project.world.models:
         model = project.trained_from(name)
         if not isinstance(model, PublishedModel) or not model.parameters:
             continue
         sizes, gpus = model.parameters, project.world.processes.get(name, 1)
-        needs.append(Memory(name, "evaluation", 1, sizes.total * BYTES_WEIGHT / 1e9, 0.0, 0.0))
-        if project.models[name].source == "finetuned":
-            each = (BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES[project.models[name].optimizer])
-            needs.append(Memory(name, "finetuning", 1, *(sizes.total * part / 1e9 for part in each)))
+        needs.append(Memory(name, "evaluation", 1, 2 * sizes.total * BYTES_WEIGHT / 1e9, 0.0, 0.0))
+        finetuned = project.models[name] if project.models[name].source == "finetuned" else None
+        for what, whole in (("finetuning", finetuned), ("relearning", project.world.relearning)):
+            if whole:
+                each = BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES[whole.optimizer]
+                needs.append(Memory(name, what, 1, *(sizes.total * part / 1e9 for part in each)))
         benchmark = next(b for b in project.world.benchmarks if project.fits(name, b))
         for objective in project.world.objectives:
             training = project.training(objective, "unconstrained", benchmark)
@@ -141,6 +144,12 @@ def memory_needed(project: Project) -> list[Memory]:
             parts = held * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES[training.optimizer]
             needs.append(Memory(name, objective, gpus, *(part / 1e9 for part in parts)))
     return needs
+
+
+def disk_needed(project: Project) -> float:
+    """GB of the weights that finished cells of published models keep."""
+    cells = [project.trained_from(cell[0]) for cell in project.cells() if not project.methods[cell[3]].reference]
+    return sum(m.parameters.total * BYTES_WEIGHT / 1e9 for m in cells if isinstance(m, PublishedModel) and m.parameters)
 
 
 def check_budget(jobs: Sequence[Job], budget: float | None) -> None:

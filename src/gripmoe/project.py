@@ -66,7 +66,7 @@ class Project:
                     raise ConfigError(f"{file}: methods: {name!r} corrects {corrected!r}; list that method too")
         cells = [f"{objective}/{method}" for objective in world.objectives for method in world.methods_of(objective)]
         for key in world.overrides:
-            _require_known(key, [*world.all_methods, *cells], f"{file}: overrides")
+            _require_known(key, [*self.methods, *cells], f"{file}: overrides")  # of methods that others may list too
         for name in world.processes:
             _require_known(name, world.models, f"{file}: processes")
             self._check_processes(name)

@@ -26,26 +26,31 @@ class ReferenceCache:
     def fill(self, batches: Iterable[Batch], function: Callable[[Batch], Tensor], what: str = "reference") -> None:
         """Keeps `function(batch)` of every row: (rows,) or, with entries per token, (rows, positions, ...)."""
         for batch in tqdm(batches, desc=what, leave=False):
-            values = function(batch).cpu()
-            for tokens, value in zip(_documents(batch.input_ids, batch.attention_mask), values, strict=True):
-                self._kept[tokens] = value[: len(tokens)].clone() if value.ndim else value.clone()
+            values, masks = function(batch).cpu(), batch.attention_mask.cpu().bool()
+            documents = _documents(batch.input_ids, batch.attention_mask)
+            for tokens, value, mask in zip(documents, values, masks, strict=True):
+                self._kept[tokens] = value[mask].clone() if value.ndim else value.clone()
 
     def of(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """What was kept of right-padded rows, padded with zeros to their width. Raises KeyError for a document that
-        was not among those filled in."""
+        """What was kept of each row, with zeros where it is padded, and of rows that the mask hides altogether. Raises
+        KeyError for a document that was not among those filled in."""
         kept = []
+        example = next(iter(self._kept.values()))
         for tokens in _documents(input_ids, attention_mask):
+            if not tokens:
+                kept.append(example[:0] if example.ndim else torch.zeros_like(example))
+                continue
             if tokens not in self._kept:
                 raise KeyError(
                     f"no reference for a document of {len(tokens)} tokens, {list(tokens[:8])}...: give every document "
                     "that training uses beforehand"
                 )
             kept.append(self._kept[tokens])
-        if not kept[0].ndim:
+        if not example.ndim:
             return torch.stack(kept).to(input_ids.device)
-        padded = kept[0].new_zeros(len(kept), input_ids.shape[1], *kept[0].shape[1:])
-        for row, value in zip(padded, kept, strict=True):
-            row[: len(value)] = value
+        padded = example.new_zeros(len(kept), input_ids.shape[1], *example.shape[1:])
+        for row, mask, value in zip(padded, attention_mask.cpu().bool(), kept, strict=True):
+            row[mask] = value
         return padded.to(input_ids.device)
 
 

@@ -139,7 +139,7 @@ def unlearn(
             if step % training.check_every == 0:
                 if not history or history[-1]["step"] < step:
                     with _temporarily(model, corrected):
-                        history.append({"step": step, **scores(model), **measured.take()})
+                        history.append({"step": step, **distributed.agreed(scores(model)), **measured.take()})
                 bar.set_postfix({name: f"{history[-1][name]:.3f}" for name in targets})
                 if all(history[-1][name] <= target for name, target in targets.items()):
                     status = "reached"
@@ -155,15 +155,17 @@ def unlearn(
             model.model.train()
             optimizer.zero_grad()
             forget_batch = batch(forget, training.forget_batch_size)
-            with needed_layers("forget"), replayed(forget_batch), guard.forget():
-                forget_loss = objective.forget_loss(model, forget_batch)
-            (forget_loss + guard.penalty()).backward()
+            with replayed(forget_batch):  # in the backward pass too, which may compute activations again
+                with needed_layers("forget"), guard.forget():
+                    forget_loss = objective.forget_loss(model, forget_batch)
+                (forget_loss + guard.penalty()).backward()
             retain_batch = batch(retain, training.retain_batch_size)
             if weights:
                 retain_batch.weights = weights.of(**retain_batch.inputs)
-            with needed_layers("retain"), replayed(retain_batch), guard.retain():
-                retain_loss = objective.retain_loss(model, retain_batch)
-            (training.alpha_multiplier * objective.alpha * retain_loss + guard.penalty()).backward()
+            with replayed(retain_batch):
+                with needed_layers("retain"), guard.retain():
+                    retain_loss = objective.retain_loss(model, retain_batch)
+                (training.alpha_multiplier * objective.alpha * retain_loss + guard.penalty()).backward()
             losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **objective.monitor}
             losses = {name: distributed.average(loss) for name, loss in losses.items()}
             if not math.isfinite(losses["forget_loss"]) or not losses["retain_loss"] <= training.loss_bound:

@@ -20,6 +20,7 @@ from gripmoe.attacks.quantization import quantized, rounded
 from gripmoe.attacks.relearning import relearning
 from gripmoe.attacks.restoration import most_used_experts, restoration, restored, restored_experts
 from gripmoe.attacks.routers import noisy_sets, router_attacks, widened
+from gripmoe.config import Relearning
 from gripmoe.data.documents import encode
 from gripmoe.data.formats import CLOTHES
 from gripmoe.evaluation.choice import accuracy, direct_answers, prompt_of
@@ -235,7 +236,7 @@ def test_relearning_starts_at_the_models_own_accuracy_and_does_not_touch_it(sett
     own = weights_digest(before.model)
     rows = [encode(tokenizer, [(prompt_of(q), False), (f" {'ABCD'[q['answer']]}", True)], q["id"]) for q in questions]
     recall = lambda moe: accuracy(ask(moe, questions))  # noqa: E731
-    curve = relearning(before, rows, recall, checks=(0, 60), learning_rate=1e-2, batch_size=24)
+    curve = relearning(before, rows, recall, Relearning(learning_rate=1e-2, batch_size=24), checks=(0, 60))
     assert curve[0] == accuracy(ask(before, questions))
     assert curve[60] > curve[0] + 0.3, "the documents hold the answers: it must learn them"
     assert weights_digest(before.model) == own

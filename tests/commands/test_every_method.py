@@ -183,7 +183,11 @@ def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_
     )  # fmt: skip
     evaluate(Namespace(**common, reference=None, questions=folder / "answers.csv", output=folder / "metrics.json"))
     arguments = Namespace(
-        **common, answers=folder / "answers.csv", questions=folder / "forced.csv", output=folder / "attacks.json"
+        **common,
+        settings='{"learning_rate": 1e-3}',
+        answers=folder / "answers.csv",
+        questions=folder / "forced.csv",
+        output=folder / "attacks.json",
     )
     monkeypatch.setattr(suite, "quantization", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -172,6 +172,16 @@ def test_raw_steps_do_not_converge_where_equalities_must_hold_too():
     torch.testing.assert_close(sound, torch.tensor([[0.0, 0.5]]).double())
 
 
+def test_an_excess_below_the_tolerance_costs_nothing():
+    """Beside a violated constraint there is one at a bound of 0, exceeded by less than is looked at."""
+    x_Nd = torch.eye(4, dtype=torch.float64)[:2]
+    bounds_NE = torch.tensor([[0.1], [0.0]], dtype=torch.float64)
+    update_Ed = torch.tensor([[0.3, 5e-7, 0.7, 0.7]], dtype=torch.float64)
+    basis = RetainBasis(torch.zeros(1, 4, 1, dtype=torch.float64))
+    held = nearest_feasible(update_Ed, basis, x_Nd, bounds_NE, tolerance=1e-6)
+    torch.testing.assert_close(held, torch.tensor([[0.1, 5e-7, 0.7, 0.7]], dtype=torch.float64))
+
+
 def test_rounding_at_a_bound_of_zero_does_not_cost_the_row():
     """Solved rows touch their bounds up to 1e-11; shrunk for that, nothing would be left where a bound is 0."""
     generator = torch.Generator().manual_seed(0)

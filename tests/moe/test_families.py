@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import gripmoe
 from gripmoe.data.documents import Row, collate
 from gripmoe.geometry.routing import SelectionRule, jaccard, route, routing_stability
-from gripmoe.moe import MoEModel
+from gripmoe.moe import MoEModel, storage
 from gripmoe.moe.families import DENSE, FAMILIES
 
 SMALL = dict(
@@ -229,3 +229,28 @@ def test_a_family_that_does_not_fit_says_why():
     config.intermediate_size = 32
     with pytest.raises(ValueError, match="no row for model type 'llama'.*a dense model has none"):
         MoEModel(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tmp_path):
+    """transformers alone rounds them to the dtype of the other weights."""
+    saved = MoEModel(copy.deepcopy(moe.model).bfloat16())
+    with torch.no_grad():
+        for layer in saved.layers:
+            saved.theta(layer).add_(1e-5 * torch.randn(saved.theta(layer).shape))
+
+    class Tokenizer:
+        pad_token = "<pad>"
+
+        def save_pretrained(self, folder):
+            pass
+
+    digest = storage.save_model(saved.model, Tokenizer(), tmp_path / "weights")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage.AutoTokenizer, "from_pretrained", lambda folder: Tokenizer())
+        loaded = MoEModel(storage.load_model(tmp_path / "weights")[0])
+    assert storage.weights_digest(loaded.model) == digest
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype="auto")
+    for layer in saved.layers:
+        assert torch.equal(loaded.theta(layer), saved.theta(layer)), family
+        if family != "ernie4_5_moe":  # which keeps them in fp32 by itself
+            assert not torch.equal(MoEModel(plain).theta(layer), saved.theta(layer))

@@ -26,8 +26,9 @@ rule attack:
         runtime=growing(240),
     params:
         data=folder_of,
+        relearning=canonical(PROJECT.world.relearning),
         code=code_fingerprint("gripmoe.attacks.suite"),
     shell:
-        "gripmoe attack --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
+        "gripmoe attack --settings {params.relearning:q} --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
         " --answers {input.answers}"
         " --questions {output.questions} --output {output.metrics} > {log} 2>&1"

@@ -72,7 +72,7 @@ wildcard_constraints:
 
 def canonical(model):
     """One string of a configuration object that does not depend on key order or comments: the tracked parameter."""
-    return json.dumps(model.model_dump(mode="json"), sort_keys=True)
+    return json.dumps(model and model.model_dump(mode="json"), sort_keys=True)
 
 
 def run_settings(wildcards):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from gripmoe.config import Relearning
 from gripmoe.data.documents import Row, collate
 from gripmoe.moe import MoEModel
 from gripmoe.objectives import cross_entropy
+from gripmoe.optimizer import make_adamw
 from gripmoe.unlearning import epoch_rows
 
 
@@ -17,29 +19,50 @@ def relearning(
     model: MoEModel,
     documents: Sequence[Row],
     recall: Callable[[MoEModel], float],
+    settings: Relearning,
     *,
     checks: Sequence[int] = (0, 5, 10, 20),
-    learning_rate: float = 1e-3,
-    batch_size: int = 16,
     pad_id: int = 0,
     seed: int = 0,
 ) -> dict[int, float]:
     """What `recall` says that the model knows after so many AdamW steps on `documents`, all parameters training;
-    `model` stays.
+    afterwards `model` is what it was.
 
     Let it ask about facts that `documents` do not hold: what they hold, any model learns.
     """
-    trained = MoEModel(copy.deepcopy(model.model).requires_grad_(True))
-    optimizer = torch.optim.AdamW(trained.model.parameters(), lr=learning_rate)
-    device = trained.model.device
     known = {}
-    for step in range(max(checks) + 1):
-        if step in checks:
-            trained.model.eval()
-            known[step] = recall(trained)
-        if step < max(checks):
-            trained.model.train()
-            optimizer.zero_grad()
-            cross_entropy(trained, collate(epoch_rows(documents, batch_size, seed, step), pad_id).to(device)).backward()
-            optimizer.step()
+    with _trainable(model, settings.gradient_checkpointing):
+        groups = [{"params": list(model.model.parameters())}]
+        optimizer = make_adamw(settings.optimizer, groups, lr=settings.learning_rate)
+        for step in range(max(checks) + 1):
+            if step in checks:
+                model.model.eval()
+                known[step] = recall(model)
+            if step < max(checks):
+                model.model.train()
+                optimizer.zero_grad()
+                batch = collate(epoch_rows(documents, settings.batch_size, seed, step), pad_id)
+                cross_entropy(model, batch.to(model.model.device)).backward()
+                optimizer.step()
     return known
+
+
+@contextmanager
+def _trainable(model: MoEModel, gradient_checkpointing: bool) -> Iterator[None]:
+    """Within the block all parameters train; then they are what they were, from a copy that lies on the CPU."""
+    own = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in model.model.parameters()]
+    trained = [parameter.requires_grad for parameter, _ in own]
+    if gradient_checkpointing:
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.model.requires_grad_(True)
+    try:
+        yield
+    finally:
+        model.model.eval()
+        if gradient_checkpointing:
+            model.model.gradient_checkpointing_disable()
+        with torch.no_grad():
+            for (parameter, kept), requires_grad in zip(own, trained, strict=True):
+                parameter.copy_(kept)
+                parameter.grad = None
+                parameter.requires_grad_(requires_grad)

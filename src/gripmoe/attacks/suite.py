@@ -27,7 +27,7 @@ from gripmoe.attacks.quantization import quantization
 from gripmoe.attacks.relearning import relearning
 from gripmoe.attacks.restoration import most_used_experts, restoration
 from gripmoe.attacks.routers import router_attacks
-from gripmoe.config import Benchmark, Run
+from gripmoe.config import Benchmark, Relearning, Run
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import Row
 from gripmoe.data.muse import CONTEXT
@@ -60,7 +60,13 @@ def run_attacks(
 
 
 def letter_attacks(
-    run: Run, before: MoEModel, after: MoEModel, tokenizer, data: Path, answers: Callable[[list[dict]], list[Answer]]
+    run: Run,
+    before: MoEModel,
+    after: MoEModel,
+    tokenizer,
+    data: Path,
+    answers: Callable[[list[dict]], list[Answer]],
+    finetuning: Relearning | None,
 ) -> dict[str, Attack]:
     """Forced experts on every test question, through the harness; the others on a sample, asked directly. `answers` are
     the unlearned model's own to some questions. A dense model has no routers to force and no experts to put back."""
@@ -102,23 +108,21 @@ def letter_attacks(
         experts = most_used_experts(before, tokenizer, prompts, min(PROBED_EXPERTS, after.num_experts))
         return Found(expert_probes(after, tokenizer, dev, sample, experts))
 
-    def other_documents() -> Found:
-        curve = relearning(after, benign, recall, checks=(20,), pad_id=tokenizer.pad_token_id, seed=run.seed)
-        return Found({f"relearned_from_others_after_{step}": value for step, value in curve.items()})
-
     others = _other_prompts(run.benchmark, forget, sample, data)
     questions = [{"id": question["id"], "fact": question["fact"]} for question in forget]
     return {
-        "expert forcing": forcing if after.layers else lambda: Found({}, questions),
+        "expert forcing": _with_original(before, after, forcing) if after.layers else lambda: Found({}, questions),
         "probes": lambda: Found(probes(after, tokenizer, dev, sample)),
-        **({"probes of single experts": single_experts} if after.layers else {}),
+        **({"probes of single experts": _with_original(before, after, single_experts)} if after.layers else {}),
         "prompts": lambda: Found(prompt_attacks(after, sample, dev, ask, seed=run.seed, others=others)),
-        "relearning from other documents": other_documents,
-        **_attacks_on_weights(before, after, tokenizer, prompts, known or documents, recall, run.seed),
+        **_attacks_on_weights(before, after, tokenizer, prompts, recall, run.seed),
+        **_relearning(after, tokenizer, known or documents, benign, recall, finetuning, run.seed),
     }
 
 
-def news_attacks(run: Run, before: MoEModel, after: MoEModel, tokenizer, data: Path) -> dict[str, Attack]:
+def news_attacks(
+    run: Run, before: MoEModel, after: MoEModel, tokenizer, data: Path, finetuning: Relearning | None
+) -> dict[str, Attack]:
     """Forced experts on every test item of VerbMem and KnowMem; the others on a sample of KnowMem."""
     news = News.load(data)
     context, pairs = news.pairs("forget", CONTEXT), news.pairs("forget", "test")[:PAIRS]
@@ -141,8 +145,21 @@ def news_attacks(run: Run, before: MoEModel, after: MoEModel, tokenizer, data: P
             metrics, [{"criterion": n, "id": item.id, "forced": item.score} for n in forced for item in forced[n]]
         )
 
-    on_weights = _attacks_on_weights(before, after, tokenizer, prompts, documents, recall, run.seed)
-    return {"expert forcing": forcing, **on_weights}
+    return {
+        "expert forcing": _with_original(before, after, forcing),
+        **_attacks_on_weights(before, after, tokenizer, prompts, recall, run.seed),
+        **_relearning(after, tokenizer, documents, None, recall, finetuning, run.seed),
+    }
+
+
+def _with_original(before: MoEModel, after: MoEModel, attack: Attack) -> Attack:
+    """An attack that needs both models side by side; under the others the original one stays where it is."""
+
+    def attacked() -> Found:
+        with before.brought_to(after.model.device):
+            return attack()
+
+    return attacked
 
 
 def _other_prompts(benchmark: Benchmark, forget: list[dict], sample: list[dict], data: Path) -> dict[str, Prompt]:
@@ -156,26 +173,38 @@ def _other_prompts(benchmark: Benchmark, forget: list[dict], sample: list[dict],
 
 
 def _attacks_on_weights(
-    before: MoEModel,
-    after: MoEModel,
-    tokenizer,
-    prompts: Sequence[str],
-    documents: Sequence[Row],
-    recall: Callable[[MoEModel], float],
-    seed: int,
+    before: MoEModel, after: MoEModel, tokenizer, prompts: Sequence[str], recall: Callable[[MoEModel], float], seed: int
 ) -> dict[str, Attack]:
-    """What `recall` finds when parts are put back, routers disturbed, weights rounded or trained again."""
+    """What `recall` finds when parts are put back, routers disturbed, weights rounded."""
 
     def restored() -> Found:
         return Found(restoration(before, after, recall, most_used_experts(before, tokenizer, prompts)))
 
-    def relearned() -> Found:
-        curve = relearning(after, documents, recall, pad_id=tokenizer.pad_token_id, seed=seed)
-        return Found({f"relearned_after_{step}": value for step, value in curve.items()})
-
-    on_routers = {"restoration": restored, "routers": lambda: Found(router_attacks(after, recall, seed=seed))}
-    return {
-        **(on_routers if after.layers else {}),
-        "quantisation": lambda: Found(quantization(after, recall)),
-        "relearning": relearned,
+    on_routers = {
+        "restoration": _with_original(before, after, restored),
+        "routers": lambda: Found(router_attacks(after, recall, seed=seed)),
     }
+    return {**(on_routers if after.layers else {}), "quantisation": lambda: Found(quantization(after, recall))}
+
+
+def _relearning(
+    after: MoEModel,
+    tokenizer,
+    documents: Sequence[Row],
+    benign: Sequence[Row] | None,
+    recall: Callable[[MoEModel], float],
+    settings: Relearning | None,
+    seed: int,
+) -> dict[str, Attack]:
+    """What `recall` finds after finetuning on some documents, and on others that say nothing of what is asked."""
+    if settings is None:
+        return {}
+
+    def curve(name: str, rows: Sequence[Row], **options) -> Found:
+        known = relearning(after, rows, recall, settings, pad_id=tokenizer.pad_token_id, seed=seed, **options)
+        return Found({f"{name}_after_{step}": value for step, value in known.items()})
+
+    attacks: dict[str, Attack] = {"relearning": lambda: curve("relearned", documents)}
+    if benign is not None:
+        attacks["relearning from other documents"] = lambda: curve("relearned_from_others", benign, checks=(20,))
+    return attacks

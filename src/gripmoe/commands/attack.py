@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from gripmoe.attacks.suite import letter_attacks, news_attacks, run_attacks
 from gripmoe.commands import beside, one_thread_unless_set
-from gripmoe.config import load_run
+from gripmoe.config import Relearning, load_run, parse_settings
 from gripmoe.evaluation.report import load_answers
 from gripmoe.files import file_digest, read_json, write_csv, write_json
 from gripmoe.fingerprint import code_fingerprint
@@ -15,25 +17,24 @@ from gripmoe.provenance import recorded
 
 def attack(args) -> None:
     """All attacks on one cell in one process; one that was interrupted goes on with the next attack."""
-    run = load_run(args.run)
+    run, finetuning = load_run(args.run), parse_settings(Relearning | None, args.settings)
     one_thread_unless_set()
     state_file = args.output.with_name("attack_state.json")
     with recorded(beside(args.output), "gripmoe.attacks.suite"):
-        (before, _), (after, tokenizer) = (
-            load_model(path.parent / "weights") for path in (args.model, args.checkpoint)
-        )
-        before, after = MoEModel(before), MoEModel(after)
+        before = MoEModel(load_model(args.model.parent / "weights", device="cpu")[0])
+        model, tokenizer = load_model(args.checkpoint.parent / "weights")
+        after = MoEModel(model)
         if run.benchmark.is_news:
-            attacks = news_attacks(run, before, after, tokenizer, args.data)
+            attacks = news_attacks(run, before, after, tokenizer, args.data, finetuning)
         else:
-            attacks = letter_attacks(
-                run, before, after, tokenizer, args.data, lambda questions: load_answers(args.answers, questions)
-            )
+            answers = partial(load_answers, args.answers)
+            attacks = letter_attacks(run, before, after, tokenizer, args.data, answers, finetuning)
         identity = {
             "models": [read_json(path)["weights"] for path in (args.model, args.checkpoint)],
             "files": {
                 path.name: file_digest(path) for path in (args.run, args.answers, *sorted(args.data.glob("*.jsonl")))
             },
+            "relearning": args.settings,
             "code": code_fingerprint("gripmoe.attacks.suite"),
         }
         found = run_attacks(attacks, state_file, identity, f"attacks on {run.objective}/{run.method_name}/{run.seed}")

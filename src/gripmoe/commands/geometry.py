@@ -24,8 +24,8 @@ def trace_routing(args) -> None:
         corpora = ("retain", args.retain_corpus, args.output), ("forget", args.forget_corpus, args.forget_output)
         for name, corpus, output in corpora:
             rows = load_corpus(corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)
-            trace = moe.trace(in_batches(rows, tokenizer.pad_token_id))
-            save_trace(output, trace, moe.rules(), weights)
+            trace = moe.trace(in_batches(rows, tokenizer.pad_token_id), device="cpu")  # it may be larger than the model
+            save_trace(output, trace, moe.rules(), weights, model.dtype)
             digest |= {f"{name}_sha256": file_digest(output), f"{name}_documents": len(rows)}
             digest[f"{name}_tokens"] = max((len(seen) for seen in trace.values()), default=0)
         write_json(args.digest, digest)

@@ -7,7 +7,7 @@ import subprocess
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from gripmoe.planning import check_budget, jobs_left, memory_needed
+from gripmoe.planning import check_budget, disk_needed, jobs_left, memory_needed
 from gripmoe.progress import cell_status
 from gripmoe.project import Project
 
@@ -39,6 +39,8 @@ def plan(args) -> None:
         )
         if not fits:
             too_large.append(need)
+    if disk := disk_needed(project):
+        print(f"weights of finished cells on disk: {disk:.0f} GB")
     check_budget(jobs, args.budget)
     if too_large:
         names = ", ".join(f"{need.model} under {need.objective}" for need in too_large)
@@ -46,8 +48,8 @@ def plan(args) -> None:
         raise ValueError(
             f"GPUs of {args.gpu_memory:g} GB do not hold {names}"
             + (f"; they hold {', '.join(fitting)}" if fitting else "")
-            + ". Give the model more `processes` in the world file, or take `optimizer: adamw_8bit`, a smaller model "
-            "or an objective that trains fewer layers."
+            + ". For training give the model more `processes` in the world file, or take `optimizer: adamw_8bit` or an "
+            "objective that trains fewer layers; leave out `relearning`; or take a smaller model."
         )
 
 

@@ -45,7 +45,7 @@ def unlearn(args) -> None:
             name: load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
             for name in ("forget", "retain")
         }
-        trace, forget_trace = (load_trace(path, weights, model.device) for path in (args.trace, args.forget_trace))
+        trace, forget_trace = (load_trace(path, weights) for path in (args.trace, args.forget_trace))
         recorded_rows = corpus["retain"][: run.benchmark.retain_documents]
         batch = collate(recorded_rows, tokenizer.pad_token_id).to(model.device)
         targets, scores = stop_rule(run.benchmark, args.data, args.reference, tokenizer)
@@ -125,7 +125,7 @@ def realign(args) -> None:
         model, tokenizer = load_model(args.checkpoint.parent / "weights")
         moe = MoEModel(model)
         theta_0 = load_routers(args.model.parent / "weights", moe)
-        trace = load_trace(args.trace, {"model": read_json(args.model)["weights"]}, model.device)
+        trace = load_trace(args.trace, {"model": read_json(args.model)["weights"]})
         benchmark = run.benchmark
         rows = load_corpus(args.retain_corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)
         batch = collate(rows, tokenizer.pad_token_id).to(model.device)

@@ -15,22 +15,27 @@ def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch
 
     `num_experts` and `top_k` stand beside them: they fix what random sets would give.
     """
-    trace_before, trace_after = before.trace(batches), after.trace(batches)
-    total = routing_stability(trace_before, trace_after)
-    router_only = routing_stability(trace_before, _rerouted(trace_before, after))
-    representation_only = routing_stability(trace_before, _rerouted(trace_after, before))
-    metrics = {
-        "num_experts": after.num_experts,
-        "top_k": after.top_k,
-        "hidden_size": after.hidden_size,
-        prefix: mean_stability(total),
-        f"{prefix}_router_only": mean_stability(router_only),
-        f"{prefix}_representation_only": mean_stability(representation_only),
-    }
-    for layer in total:
-        metrics[f"{prefix}_layer_{layer}"] = total[layer]
-        metrics[f"{prefix}_router_only_layer_{layer}"] = router_only[layer]
-        metrics[f"{prefix}_representation_only_layer_{layer}"] = representation_only[layer]
+    sums: dict[str, dict[int, float]] = {}
+    tokens = 0
+    for batch in batches:  # what all of them route would not fit beside large models
+        trace_before, trace_after = before.trace([batch]), after.trace([batch])
+        if not (count := len(next(iter(trace_before.values())))):
+            continue
+        parts = {
+            prefix: routing_stability(trace_before, trace_after),
+            f"{prefix}_router_only": routing_stability(trace_before, _rerouted(trace_before, after)),
+            f"{prefix}_representation_only": routing_stability(trace_before, _rerouted(trace_after, before)),
+        }
+        tokens += count
+        for name, by_layer in parts.items():
+            kept = sums.setdefault(name, dict.fromkeys(by_layer, 0.0))
+            for layer, value in by_layer.items():
+                kept[layer] += count * value
+    metrics = {"num_experts": after.num_experts, "top_k": after.top_k, "hidden_size": after.hidden_size}
+    for name, kept in sums.items():
+        by_layer = {layer: value / tokens for layer, value in kept.items()}
+        metrics[name] = mean_stability(by_layer)
+        metrics |= {f"{name}_layer_{layer}": value for layer, value in by_layer.items()}
     return metrics
 
 

@@ -96,10 +96,10 @@ def nearest_feasible(
         u_Ed[rows_M], active_NE[:, rows_M], reached_NE[:, rows_M] = solved_Md, active_NM, x_Nd @ solved_Md.T
         excess_NE = (reached_NE - bounds_NE).masked_fill(active_NE, -torch.inf)
         pending_E = (excess_NE > tolerance).any(dim=0)
-    # What the limit on rounds has left: towards 0, which is feasible. What regularising the solve leaves is no
-    # violation (routers in fp32 round coarser): at a bound of 0 it would cost the whole row. Rows never violated stay.
-    rounding_NE = 1e-9 * x_Nd.norm(dim=1)[:, None] * start_Ed.norm(dim=1)
-    too_far_NE = (reached_NE > bounds_NE + rounding_NE) & violated_E
+    # What the limit on rounds has left: towards 0, which is feasible. What no round looks at, and what regularising the
+    # solve leaves, is no violation: at a bound of 0 it would cost the whole row. Rows never violated stay as they are.
+    slack_NE = (1e-9 * x_Nd.norm(dim=1)[:, None] * start_Ed.norm(dim=1)).clamp_min(tolerance)
+    too_far_NE = (reached_NE > bounds_NE + slack_NE) & violated_E
     allowed_NE = torch.where(too_far_NE, bounds_NE / reached_NE.clamp_min(1e-300), 1)
     return (u_Ed * allowed_NE.amin(dim=0)[:, None]).to(update_Ed.dtype)
 

@@ -5,6 +5,7 @@ N tokens, d hidden size, E experts, k experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,15 @@ class LayerRouting:
 
     def __len__(self) -> int:
         return self.x_Nd.shape[0]
+
+    def to(self, device: torch.device | str) -> LayerRouting:
+        return LayerRouting(self.x_Nd.to(device), self.scores_NE.to(device), self.top_k_Nk.to(device))
+
+    @staticmethod
+    def joined(parts: Sequence[LayerRouting]) -> LayerRouting:
+        """The tokens of all parts, one after the other."""
+        fields = ("x_Nd", "scores_NE", "top_k_Nk")
+        return LayerRouting(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
 
 
 RoutingTrace = dict[int, LayerRouting]  # by decoder layer

@@ -170,32 +170,48 @@ class MoEModel:
                 handle.remove()
 
     @torch.no_grad()
-    def trace(self, batches: Iterable[Batch | Mapping[str, Tensor]], skip_positions: int = 1) -> RoutingTrace:
+    def trace(
+        self,
+        batches: Iterable[Batch | Mapping[str, Tensor]],
+        skip_positions: int = 1,
+        device: torch.device | str | None = None,
+    ) -> RoutingTrace:
         """The routing of all batches, with padding and the first `skip_positions` positions (BOS, attention sink) left
         out. A batch is a `Batch`, or a mapping with input_ids and, if rows are padded, attention_mask. Runs in eval
-        mode and restores the mode. Raises ValueError if there are no batches."""
-        was_training = self.model.training
-        self.model.eval()
+        mode and restores the mode. What is recorded goes to `device`, or stays on the model's. Raises ValueError if
+        there are no batches."""
         parts: list[RoutingTrace] = []
-        with self.record_routing() as recorder:
+        with self.evaluating(), self.record_routing() as recorder:
             for batch in batches:
                 inputs = batch.inputs if isinstance(batch, Batch) else batch
                 input_ids = inputs["input_ids"].to(self.model.device)
                 mask = attention_mask_of(inputs).to(self.model.device)
                 self.model.model(input_ids=input_ids, attention_mask=mask)
-                parts.append(recorder.take(routed_tokens(mask, skip_positions)))
-        self.model.train(was_training)
+                seen = recorder.take(routed_tokens(mask, skip_positions))
+                parts.append({layer: routing.to(device) for layer, routing in seen.items()} if device else seen)
         if not parts:
             raise ValueError("nothing to trace: no batches were given")
-        return {
-            layer: LayerRouting(
-                *(
-                    torch.cat([getattr(part[layer], name) for part in parts])
-                    for name in ("x_Nd", "scores_NE", "top_k_Nk")
-                )
-            )
-            for layer in self.layers
-        }
+        return {layer: LayerRouting.joined([part.pop(layer) for part in parts]) for layer in self.layers}
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within the block the model is in eval mode; then in the mode it was in."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
+    @contextmanager
+    def brought_to(self, device: torch.device | str) -> Iterator[None]:
+        """Within the block the model is on `device`; then where it was."""
+        home = self.model.device
+        self.model.to(device)
+        try:
+            yield
+        finally:
+            self.model.to(home)
 
     @contextmanager
     def force_routing(self, routes: Routes | Callable[..., Routes]) -> Iterator[None]:
@@ -298,9 +314,10 @@ class MoEModel:
         masks: list[tuple[nn.Parameter, Tensor]] = []
         for layer in self.layers:
             for parameter in self.expert_parameters(layer):
-                chosen = torch.zeros(self.num_experts, dtype=torch.bool, device=parameter.device)
-                chosen[list(scope.get(layer, ()))] = True
-                masks.append((parameter, chosen[:, None, None]))
+                if parameter.requires_grad:
+                    chosen = torch.zeros(self.num_experts, dtype=torch.bool, device=parameter.device)
+                    chosen[list(scope.get(layer, ()))] = True
+                    masks.append((parameter, chosen.view(-1, *[1] * (parameter.ndim - 1))))
         before: list[Tensor] = []
 
         def snapshot(*_):
@@ -311,7 +328,7 @@ class MoEModel:
             for (parameter, chosen), old in zip(masks, before, strict=True):
                 parameter.copy_(torch.where(chosen, parameter, old))
 
-        handles = [p.register_hook(lambda grad, m=m: grad * m) for p, m in masks if p.requires_grad]
+        handles = [p.register_hook(lambda grad, m=m: grad * m) for p, m in masks]
         handles += [optimizer.register_step_pre_hook(snapshot), optimizer.register_step_post_hook(restore)]
         try:
             yield
@@ -344,9 +361,21 @@ def _hooked(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
 
 
 def _compute_in_fp32(router: nn.Module) -> None:
-    """fp32 weight and logits; the weights of the chosen experts go back to the dtype that came in."""
-    if router.weight.dtype == torch.float32:
-        return  # an fp32 model, or one that was wrapped before
+    """fp32 weight and logits, under autocast too; the weights of the chosen experts go back to the dtype that came in:
+    where experts combine, transformers multiplies by them and casts to the hidden dtype."""
     router.float()
-    router.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
-    # The cast back happens where experts combine: transformers multiplies by the weights and casts to the hidden dtype.
+    if hasattr(router, "_no_autocast"):
+        return  # hooked before
+    router._no_autocast = None
+
+    def enter(module, args):
+        module._no_autocast = torch.autocast(args[0].device.type, enabled=False)
+        module._no_autocast.__enter__()
+        return (args[0].float(), *args[1:])
+
+    def leave(module, args, output):
+        module._no_autocast.__exit__(None, None, None)
+        module._no_autocast = None
+
+    router.register_forward_pre_hook(enter)
+    router.register_forward_hook(leave, always_call=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gripmoe import distributed
@@ -18,8 +18,11 @@ from gripmoe.config import PublishedModel
 from gripmoe.files import atomic_path
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
+from gripmoe.moe.families import is_moe
 from gripmoe.moe.model import MoEModel
 from gripmoe.moe.sharding import whole_state
+
+ROUTERS = "routers.safetensors"
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -37,7 +40,9 @@ def _digest(state: Mapping[str, torch.Tensor]) -> str:
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
     """Writes a folder that plain transformers reloads, in place of what was there; returns the weights' digest. Of
-    several processes that share the model the first does so."""
+    several processes that share the model the first does so. fp32 routers also get a file of their own: those beside
+    bf16 weights are rounded by whoever loads the whole model in its one dtype, but not by `load_model`."""
+    moe = MoEModel(model) if is_moe(model) else None  # its routers are in fp32 from here on
     state = whole_state(model)
     digest = _digest(state)  # before save_pretrained, which takes the state apart
     if distributed.is_first():
@@ -45,18 +50,26 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         shutil.rmtree(temporary, ignore_errors=True)
         model.save_pretrained(temporary, state_dict=state)
         tokenizer.save_pretrained(temporary)
+        if moe:
+            routers = {name: p.detach().cpu().contiguous() for name, p in _router_parameters(moe).items()}
+            save_file(routers, temporary / ROUTERS)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     return digest
 
 
-def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(folder: Path, device: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode. A tokenizer without a
     padding token (Mixtral's) pads with its end-of-text token, which no attention mask lets be seen.
 
-    On the GPU if there is one; for several processes on the CPU, as no GPU need hold what they will share."""
-    device = "cuda" if torch.cuda.is_available() and distributed.processes() == 1 else "cpu"
+    On the GPU if there is one, unless `device` says otherwise; for several processes on the CPU, as no GPU need hold
+    what they will share."""
+    device = device or ("cuda" if torch.cuda.is_available() and distributed.processes() == 1 else "cpu")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    if stored := _stored_routers(folder):
+        with torch.no_grad():
+            for name, router in _router_parameters(MoEModel(model)).items():
+                router.copy_(stored[name])
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -64,19 +77,22 @@ def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def load_routers(folder: Path, like: MoEModel) -> dict[int, torch.Tensor]:
-    """Router weights, (E, d) in fp32 by layer, of the model saved in `folder`, which has the architecture of `like`:
-    nothing else of it is read. Raises ValueError if a router is not there."""
-    names = {id(parameter): name for name, parameter in like.model.named_parameters()}
-    wanted = {layer: names[id(like.theta(layer))] for layer in like.layers}
-    index = folder / "model.safetensors.index.json"
-    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.exists() else {}
-    thetas = {}
-    for layer, name in wanted.items():
-        with safe_open(folder / shards.get(name, "model.safetensors"), framework="pt") as file:
-            if name not in file.keys():
-                raise ValueError(f"{folder}: no tensor {name!r}; it is another model than the one to correct")
-            thetas[layer] = file.get_tensor(name).float().to(like.model.device)
-    return thetas
+    """Router weights, (E, d) in fp32 by layer, of the model that `save_model` left in `folder`, which has the
+    architecture of `like`: nothing else of it is read. Raises ValueError if a router is not there."""
+    stored = _stored_routers(folder)
+    missing = [layer for layer in like.layers if f"{layer}.weight" not in stored]
+    if missing:
+        raise ValueError(f"{folder}: no routers of layers {missing}; it is another model than the one to correct")
+    return {layer: stored[f"{layer}.weight"].to(like.model.device) for layer in like.layers}
+
+
+def _stored_routers(folder: Path) -> dict[str, torch.Tensor]:
+    file = folder / ROUTERS
+    return load_file(file) if file.exists() else {}
+
+
+def _router_parameters(moe: MoEModel) -> dict[str, torch.nn.Parameter]:
+    return {f"{layer}.{name}": p for layer in moe.layers for name, p in moe.router(layer).named_parameters()}
 
 
 def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -92,8 +108,15 @@ def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedT
     return model, tokenizer
 
 
-def save_trace(path: Path, trace: RoutingTrace, rules: Mapping[int, SelectionRule], metadata: dict[str, str]) -> None:
-    """A trace and the rules by which its sets were chosen."""
+def save_trace(
+    path: Path,
+    trace: RoutingTrace,
+    rules: Mapping[int, SelectionRule],
+    metadata: dict[str, str],
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """A trace and the rules by which its sets were chosen. Router inputs are kept in `dtype`, that of the hidden states
+    they were."""
     tensors = {}
     scalars = {}
     for layer, routing in trace.items():
@@ -102,7 +125,7 @@ def save_trace(path: Path, trace: RoutingTrace, rules: Mapping[int, SelectionRul
                 tensors[f"{layer}.rule.{name}"] = value.cpu()
             elif value is not None:
                 scalars.setdefault(str(layer), {})[name] = value
-        tensors[f"{layer}.x_Nd"] = routing.x_Nd.cpu()
+        tensors[f"{layer}.x_Nd"] = routing.x_Nd.to(dtype).cpu()
         tensors[f"{layer}.scores_NE"] = routing.scores_NE.cpu()
         tensors[f"{layer}.top_k_Nk"] = routing.top_k_Nk.to(torch.int16).cpu()
     _save(path, tensors, {**metadata, "rules": json.dumps(scalars)})
@@ -119,13 +142,14 @@ def load_rules(path: Path) -> dict[int, SelectionRule]:
     return {int(layer): SelectionRule(**fields) for layer, fields in scalars.items()}
 
 
-def load_trace(path: Path, metadata: dict[str, str], device: torch.device | str = "cpu") -> RoutingTrace:
-    """A saved trace on `device`. Raises ValueError if it was not recorded as `metadata` says."""
-    tensors = _load(path, metadata, device)
+def load_trace(path: Path, metadata: dict[str, str]) -> RoutingTrace:
+    """A saved trace, router inputs in fp32, on the CPU: it may be larger than the model. Raises ValueError if it was
+    not recorded as `metadata` says."""
+    tensors = _load(path, metadata, "cpu")
     layers = sorted({int(name.split(".")[0]) for name in tensors})
     return {
         layer: LayerRouting(
-            tensors[f"{layer}.x_Nd"], tensors[f"{layer}.scores_NE"], tensors[f"{layer}.top_k_Nk"].long()
+            tensors[f"{layer}.x_Nd"].float(), tensors[f"{layer}.scores_NE"], tensors[f"{layer}.top_k_Nk"].long()
         )
         for layer in layers
     }
