@@ -60,5 +60,6 @@ lint: setup
 format: setup
 	ruff check --fix . ; ruff format . ; snakefmt Snakefile workflow
 
+# All results of WORLD, and with `tiny` those of every world that extends it: hours, if the record's are there.
 clean:
-	rm -rf results/tiny paper_figures/tiny
+	rm -rf results/$(WORLD) paper_figures/$(WORLD)*
