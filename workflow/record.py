@@ -1,4 +1,5 @@
-"""Writes docs/record/: the tables of measured runs as Markdown, and the numbers behind them as one compact CSV.
+"""Writes docs/record/: the tables of measured runs as Markdown, and the numbers behind them as one compact CSV; and the
+README's pictures of them.
 
 python workflow/record.py results/tiny/runs_record.csv [more tables of runs] \
     --table seuf_comparison results/tiny/runs_tiny_shared.csv --table dense_baseline results/tiny/runs_tiny_dense.csv
@@ -12,12 +13,16 @@ from pathlib import Path
 import pandas as pd
 
 from gripmoe.files import write_text
+from gripmoe.project import NO_OBJECTIVE
 from gripmoe.reporting.claims import claims_table, load_claims
 from gripmoe.reporting.collect import KEYS, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, specification
-from gripmoe.reporting.tables import as_markdown
+from gripmoe.reporting.figures import routing_stability_by_layer, save_figure
+from gripmoe.reporting.plots import forcing_vulnerability
+from gripmoe.reporting.tables import as_markdown, draw
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "record"
+PICTURES = OUTPUT.with_name("images")
 TABLES = {
     "main_results": "Main results",
     "drift_decomposition": "Where routing stability goes",
@@ -62,10 +67,26 @@ def main() -> None:
             shown |= set(spec["measured"])
     parts.append(f"## Statements\n\n{as_markdown(claims_table(runs))}")
     write_text(OUTPUT / "tables.md", "\n".join(parts))
+    draw_pictures(runs)
     runs = pd.concat([runs, *of_their_own.values()]).drop_duplicates([*KEYS, "metric"])
     compact = runs[runs.metric.isin(shown)].sort_values([*KEYS, "metric"])
     write_text(OUTPUT / "runs.csv", compact.to_csv(index=False, float_format="%.4g"))
     print(f"{len(runs[KEYS].drop_duplicates())} cells, {len(compact)} numbers in {OUTPUT}")
+
+
+def draw_pictures(runs: pd.DataFrame) -> None:
+    """The README's, of the methods that every objective has."""
+    letters, news = of_kind(runs, "letters"), of_kind(runs, "news")
+    measured = [set(found.method) for objective, found in letters.groupby("objective") if objective != NO_OBJECTIVE]
+    common = set.intersection(*measured) | set(letters.method[letters.objective == NO_OBJECTIVE])
+    letters = letters[letters.method.isin(common)]
+    figures = {name: draw(comparison(letters, name)) for name in ("main_results", "attack_matrix")}
+    figures["muse_results"] = draw(comparison(news, "muse_results"))
+    figures["forcing_vulnerability"] = forcing_vulnerability(letters)
+    figures["routing_stability_by_layer"] = routing_stability_by_layer(letters)
+    for name, figure in figures.items():
+        save_figure(figure, PICTURES / f"{name}.csv")
+        (PICTURES / f"{name}.pdf").unlink()
 
 
 if __name__ == "__main__":

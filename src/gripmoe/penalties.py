@@ -125,7 +125,8 @@ class Anchored(FrozenRouter):
             self._trackers = {layer: RouterTracker(theta) for layer, theta in self._theta_0.items()}
         self._wanted: dict[int, list[Tensor]] = {layer: [] for layer in self._trackers}
         self._inputs, self._final = ReferenceCache(), ReferenceCache()
-        self._inputs.fill(retain, lambda batch: _per_layer(model, batch, "x_Nd"), "original router inputs")
+        dtype = model.model.dtype  # of the hidden states that they were
+        self._inputs.fill(retain, lambda batch: _per_layer(model, batch, "x_Nd").to(dtype), "original router inputs")
         self._final.fill(retain, lambda batch: model.model.model(**batch.inputs).last_hidden_state, "original states")
 
     def penalty(self, kind, seen) -> Tensor:
@@ -135,7 +136,7 @@ class Anchored(FrozenRouter):
         inputs_NLd = self._inputs.of(*documents).flatten(0, 1)[seen.keep]
         agreement = []
         for number, layer in enumerate(self._layers):
-            before_Nd, now = inputs_NLd[:, number], seen.routing[layer]
+            before_Nd, now = inputs_NLd[:, number].float(), seen.routing[layer]
             original = route(before_Nd, self._theta_0[layer], self._rules[layer])
             agreement.append(jaccard(original.top_k_Nk, now.top_k_Nk).mean().item())
             if self.tracked:

@@ -161,6 +161,13 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     runs_in_row = seeds * (1 if of_one_model else models)
     spread = {1: "", 2: " ± half the range,"}.get(runs_in_row, " ± 95 % t-interval,")
     shown = {labels.metric_label(m): labels.METRIC_NOTES.get(m) for m in spec["measured"]}
+    alone = any(
+        cell.half_width is None and cell.value is not None
+        for _, entries in table.blocks
+        for _, measured, _ in entries
+        for cell in measured
+    )
+    spread += " without ± one run," if spread and alone else ""
     notes = [
         f"Mean over {seeds} unlearning seed{'s' if seeds > 1 else ''}, {models} base model{'s' if models > 1 else ''},"
         f"{spread} test questions, held-out retain tokens. {spec['title']}.",

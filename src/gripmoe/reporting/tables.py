@@ -150,7 +150,8 @@ def draw(table: Table) -> plt.Figure:
         heading_size = 5.4 if crowded else 6.5
         for x, name in zip(measured_x, table.columns, strict=True):
             name = "\n".join(textwrap.wrap(name, 8)) if crowded else name
-            axes.text(x, y, name, ha="center", va="center", fontsize=heading_size, linespacing=0.95)
+            spacing = {"linespacing": 0.95} if "\n" in name else {}
+            axes.text(x, y, name, ha="center", va="center", fontsize=heading_size, **spacing)
         for x, name in zip(paper_xs, table.paper_columns, strict=True):
             size = 6.5 if len(name) < 5 else 4.8
             axes.text(x, y, name, ha="center", va="center", fontsize=size, color="0.4")
