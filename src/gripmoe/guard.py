@@ -101,7 +101,7 @@ class RouterGuard:
                 if rows is not None:
                     mask = mask * rows[:, None].to(mask)
                 keep = routed_tokens(mask)
-                if not keep.any():  # of a mixed batch none of whose rows is one to retain
+                if distributed.processes() == 1 and not keep.any():  # a mixed batch without a row that counts
                     return
                 seen = Seen(recorder.take(keep), hidden[0].flatten(0, 1)[keep], inputs[0]["input_ids"], mask, keep)
                 self._penalties.append(self.constraint.penalty(kind, seen))

@@ -93,7 +93,7 @@ class RoutingScores(Unconstrained):
         distances = []
         for number, layer in enumerate(self._layers):
             wanted_NE = wanted_NLE[:, number]
-            moved = (seen.routing[layer].scores_NE - wanted_NE).square().mean()
+            moved = (seen.routing[layer].scores_NE - wanted_NE).square().sum() / max(1, wanted_NE.numel())
             distances.append(moved / distributed.gathered(wanted_NE).var())
         return self.weight * torch.stack(distances).mean() * distributed.share(len(wanted_NLE))
 
@@ -138,7 +138,7 @@ class Anchored(FrozenRouter):
         for number, layer in enumerate(self._layers):
             before_Nd, now = inputs_NLd[:, number].float(), seen.routing[layer]
             original = route(before_Nd, self._theta_0[layer], self._rules[layer])
-            agreement.append(jaccard(original.top_k_Nk, now.top_k_Nk).mean().item())
+            agreement.append(jaccard(original.top_k_Nk, now.top_k_Nk).mean().item() if len(before_Nd) else 0.0)
             if self.tracked:
                 self._wanted[layer].append(before_Nd @ self._theta_0[layer].T)
             if not self.final_only:

@@ -35,7 +35,7 @@ class ReferenceCache:
         """What was kept of each row, with zeros where it is padded, and of rows that the mask hides altogether. Raises
         KeyError for a document that was not among those filled in."""
         kept = []
-        example = next(iter(self._kept.values()))
+        example = next(iter(self._kept.values()), None)
         for tokens in _documents(input_ids, attention_mask):
             if not tokens:
                 kept.append(example[:0] if example.ndim else torch.zeros_like(example))
