@@ -10,6 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -48,11 +49,21 @@ def slurm():
         assert started.returncode == 0 and "idle" in started.stdout, started.stdout + started.stderr + logs
         yield {**ENVIRONMENT, "SLURM_CONF": str(folder / "slurm.conf")}
     finally:
-        for process in HEADS:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
         subprocess.run([SCRIPTS / "stop.sh", folder], capture_output=True, check=False)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(slurm):
+    """After each test, so that one that fails takes no other with it: no head, and no job in the queue."""
+    yield
+    for process in HEADS:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    HEADS.clear()
+    subprocess.run(["scancel", "--user", "root"], env=slurm, check=False)
+    until(lambda: not queue(slurm), "an empty queue")
 
 
 def cell(folder, world, method):
@@ -95,8 +106,12 @@ def until(condition, what, seconds=120):
 
 def trainers(folder):
     """Process ids of trainers at work in `folder`."""
-    found = subprocess.run(["pgrep", "-f", "bin/gripmoe unlearn"], capture_output=True, text=True, check=False).stdout
-    return [int(p) for p in found.split() if os.path.realpath(f"/proc/{p}/cwd") == os.path.realpath(folder)]
+    there = str(folder.resolve())
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "cwd"])  # leaves out those that end meanwhile
+        if process.info["cwd"] == there and "bin/gripmoe unlearn" in " ".join(process.info["cmdline"] or [])
+    ]
 
 
 def accounts(environment):
@@ -123,7 +138,7 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
     folder = tmp_path / "slurm"
     first = head(folder, slurm, *ON_SLURM)
     cells = [cell(folder, WORLD, name) for name in ("unconstrained", "expert_specific")]
-    until(lambda: any((each / "state.pt").exists() for each in cells), "a checkpoint", 240)
+    until(lambda: any((each / "state.pt").exists() for each in cells), "a checkpoint", 480)
 
     running = [job for job, state, comment in queue(slurm) if state == "RUNNING" and "unlearn" in comment]
     described = subprocess.run(
@@ -143,11 +158,11 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
         return any("Restarts=1" in result.stdout for result in shown)
 
     until(requeued, "the requeue")
-    killed = until(lambda: trainers(folder), "a trainer after the preemption", 180)[0]
+    killed = until(lambda: trainers(folder), "a trainer after the preemption", 360)[0]
     time.sleep(3)
     if os.path.exists(f"/proc/{killed}"):
         os.kill(killed, signal.SIGKILL)  # of the profile's retries one takes over
-    until(lambda: [pid for pid in trainers(folder) if pid != killed], "another trainer", 180)
+    until(lambda: [pid for pid in trainers(folder) if pid != killed], "another trainer", 360)
 
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
@@ -178,7 +193,7 @@ def test_what_runs_out_of_memory_and_of_time_gets_more_and_resumes(slurm, tmp_pa
     limits = ["--set-resources", "unlearn:gpu=1", "unlearn:mem_mb=400*attempt", "unlearn:runtime=max(1,2*attempt-3)"]
     alone = head(plain, ENVIRONMENT, str(wanted), "--cores", "1", world=LONG)
     clustered = head(folder, slurm, str(wanted), *ON_SLURM, *limits, world=LONG)
-    until(lambda: (folder / wanted).with_name("state.pt").exists(), "a checkpoint", 240)
+    until(lambda: (folder / wanted).with_name("state.pt").exists(), "a checkpoint", 480)
     for process, where in ((clustered, folder), (alone, plain)):
         code, log = ended(process, where, 600)
         assert code == 0, log
