@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -10,7 +11,9 @@ from gripmoe import distributed, objectives
 from gripmoe.checkpoint import remove_state
 from gripmoe.config import EpsNullConfig, Method, Training
 from gripmoe.constraints import fit_bases
+from gripmoe.data import corpora
 from gripmoe.data.documents import Row, collate
+from gripmoe.finetune import finetune
 from gripmoe.guard import METHODS
 from gripmoe.moe import MoEModel, sharding
 from gripmoe.moe.storage import save_model
@@ -82,9 +85,23 @@ def train(name: str, folder: Path, steps: int = 6) -> dict:
     return {"state": state, "digest": digest, "thetas": distributed.gathered(thetas[None]), "losses": losses}
 
 
+def finetuned(folder: Path, name: str = "finetuned", **options) -> dict:
+    """The whole model after finetuning in passes of 40 tokens, all parameters training, and the losses."""
+    model = small_model("qwen2_moe")
+    sharding.shard_experts(model)
+    settings = dict(epochs=3, learning_rate=1e-3, batch_size=6, pad_id=0, seed=0, save_every=2) | options
+    with patch.object(corpora, "TOKENS_PER_BATCH", 40):
+        losses = finetune(model, documents(0), state_file=folder / f"{name}.pt", **settings)
+    state = {key: value.clone() for key, value in sharding.whole_state(model).items()}
+    return {"state": state, "losses": losses}
+
+
 def main(folder: Path) -> None:
     with distributed.launched():
         results = {name: train(name, folder) for name in CASES}
+        results["finetuned"] = finetuned(folder)
+        results["finetuned again"] = finetuned(folder)  # from the state of its second step
+        results["finetuned checkpointed"] = finetuned(folder, "finetuned_checkpointed", gradient_checkpointing=True)
         for name in RESUMED:
             remove_state(folder / f"{name}.pt")
             distributed.wait_for_all()

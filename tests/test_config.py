@@ -99,10 +99,16 @@ def test_mistakes_are_named(folder, file, change, message):
     assert str(folder) in str(error.value), "the file is named"
 
 
+def test_a_finetuned_models_batches_are_shared_too(folder):
+    edit(folder / "tiny_muse.yaml", lambda c: c.update(processes={"tiny_news": 3}))
+    with pytest.raises(ConfigError, match="tiny_muse.yaml: processes.tiny_news: batch_size .* is 8, which 3 processes"):
+        Project(folder, "tiny_muse")
+
+
 def test_unknown_world_names_the_known_ones():
     with pytest.raises(
         ConfigError,
-        match="give one of paper, record, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_muse, tiny_retain, tiny_shared or the path",
+        match="give one of paper, paper_muse, record, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_muse, tiny_retain, tiny_shared or the path",
     ):
         Project(CONFIG, "huge")
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from conftest import small_model
 from gripmoe import distributed
 from gripmoe.checkpoint import save_state
-from sharded_training import CASES, RESUMED, train
+from sharded_training import CASES, RESUMED, finetuned, train
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # or torchao compiles its optimizer, which takes longer than all else
 PROGRAM = Path(__file__).with_name("sharded_training.py")
@@ -80,6 +80,20 @@ def test_what_is_written_is_the_whole_model(shared):
 def test_two_processes_resume_where_two_were_stopped(name, shared):
     results = shared[1]
     assert results[f"{name} resumed"]["digest"] == results[name]["digest"]
+
+
+@pytest.mark.parametrize("name", ["finetuned", "finetuned checkpointed"])
+def test_finetuning_in_two_processes_is_that_of_one(name, shared, tmp_path):
+    """In passes, with documents of different lengths."""
+    one, two = finetuned(tmp_path), shared[1][name]
+    moved = largest_difference(one["state"], small_model("qwen2_moe").state_dict())
+    assert largest_difference(two["state"], one["state"]) < moved / 1000
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4) and len(one["losses"]) == 3
+
+
+def test_finetuning_resumes_in_two_processes(shared):
+    whole, again = shared[1]["finetuned"], shared[1]["finetuned again"]
+    assert again["losses"] == whole["losses"] and largest_difference(again["state"], whole["state"]) == 0
 
 
 def test_a_part_that_was_not_finished_by_all_is_passed_over(tmp_path, monkeypatch):

@@ -76,6 +76,8 @@ def test_finetuning_on_news_trains_everything():
     needs = needs_of(Project(CONFIG, "single_gpu_muse"))
     assert needs["olmoe_news", "finetuning"].total == pytest.approx(6.9 * 6)
     assert needs["olmoe_news", "rmu"].total < needs["olmoe_news", "gd"].total < 6.9 * 6
+    shared = needs_of(Project(CONFIG, "paper_muse"))["qwen3_30b_a3b_news", "finetuning"]
+    assert shared.gpus == 2 and shared.total == pytest.approx((1.5 + 29.0 / 2) * 6)
 
 
 def test_a_budget_refuses_and_names_the_expensive(tmp_path):

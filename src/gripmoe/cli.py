@@ -34,6 +34,7 @@ COMMANDS = (
         "finetune_model",
         "finetune a base model on the documents of a news benchmark",
         ("settings", "benchmark", "model", "data", "output"),
+        values=(("processes", int, 1),),
     ),
     Command(
         "geometry",

@@ -62,6 +62,10 @@ class Sizes(Strict):
     active: PositiveFloat
     layers: PositiveInt
 
+    def held_by(self, processes: int) -> float:
+        """Parameters on each of so many that share the MoE blocks and have all else."""
+        return self.total - self.blocks + self.blocks / processes
+
 
 class PublishedModel(Strict):
     """A checkpoint of the hub, or a local folder of the same layout."""
@@ -86,6 +90,7 @@ class FinetunedModel(Strict):
     learning_rate: PositiveFloat
     optimizer: Optimizer = "adamw"
     batch_size: PositiveInt
+    gradient_checkpointing: bool = False
     seed: int = 0
     required: Annotated[float, Field(ge=0, le=100)] = 0.0  # of VerbMem and KnowMem, on what it was trained on
 

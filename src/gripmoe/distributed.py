@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
@@ -105,9 +105,24 @@ def from_first_(tensor: Tensor) -> Tensor:
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """The 2-norm of all tensors together; of those that are sharded, of all shards."""
     sharded = [tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor)]
-    norm = torch.nn.utils.get_total_norm([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
+    norm = nn.utils.get_total_norm([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
     if not sharded:
         return norm
-    squared = torch.nn.utils.get_total_norm(sharded).double().square()
+    squared = nn.utils.get_total_norm(sharded).double().square()
     dist.all_reduce(squared)
     return (squared + norm.double().square().to(squared.device)).sqrt()
+
+
+def by_sharding(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Whole parameters and sharded ones apart: no operation on several tensors at once takes both."""
+    whole, sharded = [], []
+    for parameter in parameters:
+        (sharded if isinstance(parameter, DTensor) else whole).append(parameter)
+    return [part for part in (whole, sharded) if part]
+
+
+def clip_gradients(parameters: list[nn.Parameter], clip_norm: float) -> None:
+    """Scales gradients so that their norm, over all processes' shards, is at most `clip_norm`."""
+    norm = total_norm([p.grad for p in parameters if p.grad is not None])
+    for alike in by_sharding(parameters):
+        nn.utils.clip_grads_with_norm_(alike, clip_norm, norm)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from gripmoe import distributed
 from gripmoe.checkpoint import load_state, save_state
 from gripmoe.data.corpora import in_batches
 from gripmoe.data.documents import IGNORED, Row
@@ -27,33 +27,45 @@ def finetune(
     learning_rate: float,
     optimizer: str = "adamw",
     batch_size: int,
+    gradient_checkpointing: bool = False,
     pad_id: int,
     seed: int,
     state_file: Path,
     save_every: int = 50,
 ) -> list[float]:
     """Trains all of `model` in place on documents, with a learning rate that falls to zero, and returns the loss of
-    each step. Resumes from `state_file`; the result is the same as without the interruption."""
+    each step. Resumes from `state_file`; the result is the same as without the interruption.
+
+    Under torchrun every process calls this with the same arguments and a model of which `shard_experts` has made it a
+    part: each trains on its rows of every batch. Raises ValueError if they cannot be shared out evenly.
+    """
+    first = distributed.is_first()
     moe = MoEModel(model)  # its routers are in fp32 from here on, and so are their states
-    adamw = make_adamw(optimizer, [{"params": list(model.parameters())}], lr=learning_rate, weight_decay=0.0)
+    parameters, own = list(model.parameters()), (distributed.rank(), distributed.processes())
+    groups = [{"params": alike} for alike in distributed.by_sharding(parameters)]
+    adamw = make_adamw(optimizer, groups, lr=learning_rate, weight_decay=0.0)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     losses: list[float] = (load_state(state_file, model, adamw) or {"losses": []})["losses"]
     steps = epochs * (len(rows) // min(batch_size, len(rows)))
     model.train()
-    for step in tqdm(range(len(losses), steps), initial=len(losses), total=steps, desc="finetune"):
+    for step in tqdm(range(len(losses), steps), initial=len(losses), total=steps, desc="finetune", disable=not first):
         if step and step % save_every == 0:
             save_state(state_file, model, adamw, losses=losses)
         for group in adamw.param_groups:
             group["lr"] = learning_rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
         adamw.zero_grad()
-        batches = in_batches(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id)
-        scored = [int((batch.labels[:, 1:] != IGNORED).sum()) for batch in batches]
+        batches = in_batches(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id, *own)
+        scored = [distributed.average(int((batch.labels[:, 1:] != IGNORED).sum())) for batch in batches]
         losses.append(0.0)
         for batch, count in zip(batches, scored, strict=True):  # as one batch, in passes of bounded memory
             loss = cross_entropy(moe, batch.to(model.device)) * (count / sum(scored))
             loss.backward()
-            losses[-1] += loss.item()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            losses[-1] += distributed.average(loss.item())
+        distributed.clip_gradients(parameters, 1.0)
         torch.manual_seed(1_000_000 * seed + step)  # of stochastic rounding, the same wherever it is resumed
         adamw.step()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_disable()
     model.eval()
     return losses

@@ -122,8 +122,8 @@ class Memory:
 def memory_needed(project: Project) -> list[Memory]:
     """Of every published model: its weights and the original's where it is evaluated and attacked; under an objective
     gradients and AdamW states of the MoE blocks that train (RMU: those up to its layer), all of these divided by the
-    processes that share the model. Finetuning on news and relearning train everything. Embedded models need next to
-    nothing."""
+    processes that share the model. Finetuning on news, in as many processes, and relearning, in one, train everything.
+    Embedded models need next to nothing."""
     needs = []
     for name in project.world.models:
         model = project.trained_from(name)
@@ -135,13 +135,14 @@ def memory_needed(project: Project) -> list[Memory]:
         for what, whole in (("finetuning", finetuned), ("relearning", project.world.relearning)):
             if whole:
                 each = BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES[whole.optimizer]
-                needs.append(Memory(name, what, 1, *(sizes.total * part / 1e9 for part in each)))
+                together = gpus if what == "finetuning" else 1
+                needs.append(Memory(name, what, together, *(sizes.held_by(together) * part / 1e9 for part in each)))
         benchmark = next(b for b in project.world.benchmarks if project.fits(name, b))
         for objective in project.world.objectives:
             training = project.training(objective, "unconstrained", benchmark)
             trained = sizes.blocks * _trained_layers(objective, training, sizes) / sizes.layers / gpus
-            held = sizes.total - sizes.blocks + sizes.blocks / gpus
-            parts = held * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES[training.optimizer]
+            states = trained * BYTES_STATES[training.optimizer]
+            parts = sizes.held_by(gpus) * BYTES_WEIGHT, trained * BYTES_GRADIENT, states
             needs.append(Memory(name, objective, gpus, *(part / 1e9 for part in parts)))
     return needs
 

@@ -87,6 +87,12 @@ class Project:
                 )
 
     def _check_processes(self, model: str) -> None:
+        config, processes = self.models[model], self.processes(model)
+        if config.source == "finetuned" and config.batch_size % processes:
+            raise ConfigError(
+                f"{self.world_file}: processes.{model}: batch_size of the model in models.yaml is {config.batch_size}, "
+                f"which {processes} processes cannot share"
+            )
         for name, benchmark, objective, method, _ in self.cells():
             training = self.training(objective, method, benchmark) if name == model else None
             for key in ("forget_batch_size", "retain_batch_size") if training else ():
@@ -121,9 +127,13 @@ class Project:
         config = self.models[model]
         return self.models[config.base] if config.source == "finetuned" else config
 
-    def processes(self, model: str, method: str) -> int:
-        """How many train a cell together: as many as the world gives the model, or one if one expert trains."""
-        return 1 if self.methods[method].experts == "top_attributed" else self.world.processes.get(model, 1)
+    def processes(self, model: str, method: str | None = None) -> int:
+        """How many train a cell together, or finetune a model: as many as the world gives the model (its oracle as
+        many), or one if one expert trains."""
+        if method and self.methods[method].experts == "top_attributed":
+            return 1
+        known = next((name for name in self.world.models if self.models[name].oracle == model), model)
+        return self.world.processes.get(known, 1)
 
     def training(self, objective: str, method_name: str, benchmark: str) -> Training | None:
         """Training of a cell: the world's, changed by its objective, benchmark, method, and the overrides, in that

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from gripmoe import distributed
@@ -172,7 +171,7 @@ def unlearn(
                 status = "diverged"
                 break
             gradients = {"router_gradient": _rms_gradient(routers), "expert_gradient": _rms_gradient(experts)}
-            _clip_gradients(routers + experts, training.clip_norm)
+            distributed.clip_gradients(routers + experts, training.clip_norm)
             torch.manual_seed(1_000_000 * seed + step)  # of stochastic rounding, the same wherever it is resumed
             optimizer.step()
             step += 1
@@ -212,22 +211,10 @@ def _adamw(routers: list[nn.Parameter], experts: list[nn.Parameter], training: T
     router_rate = training.learning_rate * training.router_multiplier
     groups = [
         {"params": alike, "lr": training.learning_rate, "weight_decay": training.weight_decay}
-        for alike in _by_sharding(experts)
+        for alike in distributed.by_sharding(experts)
     ]
     groups.append({"params": routers, "lr": router_rate, "weight_decay": training.router_weight_decay})
     return make_adamw(training.optimizer, groups, betas=training.betas, eps=training.adam_epsilon)
-
-
-def _by_sharding(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Whole parameters and sharded ones apart: no operation on several tensors at once takes both."""
-    parts = [p for p in parameters if not isinstance(p, DTensor)], [p for p in parameters if isinstance(p, DTensor)]
-    return [part for part in parts if part]
-
-
-def _clip_gradients(parameters: list[nn.Parameter], clip_norm: float) -> None:
-    norm = distributed.total_norm([p.grad for p in parameters if p.grad is not None])
-    for alike in _by_sharding(parameters):
-        nn.utils.clip_grads_with_norm_(alike, clip_norm, norm)
 
 
 @contextmanager

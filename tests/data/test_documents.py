@@ -62,3 +62,16 @@ def test_batches_keep_the_order_of_rows():
     batches = in_batches(rows, 0)
     assert len(batches) > 1 and [i for b in batches for i in b.row_ids] == [row.id for row in rows]
     assert all(batch.input_ids.numel() <= 4000 for batch in batches)
+
+
+def test_processes_share_the_rows_in_as_many_batches(monkeypatch):
+    """Their lengths differ, so that each alone would make batches of its own."""
+    monkeypatch.setattr("gripmoe.data.corpora.TOKENS_PER_BATCH", 60)
+    rows = [Row(str(i), [1] * (30 if i % 2 else 3), [1] * (30 if i % 2 else 3)) for i in range(12)]
+    first, second = (in_batches(rows, 0, rank, 2) for rank in (0, 1))
+    assert len(first) == len(second) == 3 and len(in_batches(rows[::2], 0)) == 1
+    assert [[row for batch in part for row in batch.row_ids] for part in (first, second)] == [
+        [row.id for row in rows[rank::2]] for rank in (0, 1)
+    ]
+    with pytest.raises(ValueError, match="12 rows cannot be split over 5 processes"):
+        in_batches(rows, 0, 0, 5)

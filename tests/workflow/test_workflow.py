@@ -275,14 +275,17 @@ class TestRun:
         assert f"{cell} configure: Params have changed" in reasons and f"{cell} unlearn: Input files updated" in reasons
 
     def test_news_takes_every_rule_too(self, finished):
-        """A model finetuned on articles and one on those to retain, unlearned, evaluated, attacked and rendered."""
+        """A model finetuned on articles and one on those to retain, each by two processes, as its cells are unlearned;
+        evaluated, attacked and rendered."""
         world = finished / "news.yaml"
         world.write_text(
             f"extends: {finished / 'smoke.yaml'}\nmodels: [smoke_news]\nbenchmarks: [muse_smoke]\nseeds: [0]\n"
             "methods: [original, retain_only, unconstrained, expert_specific]\n"
-            "artefacts: [muse_results, muse_attacks, muse_tradeoff]\n"
+            "processes: {smoke_news: 2}\nartefacts: [muse_results, muse_attacks, muse_tradeoff]\n"
         )
         snakemake("--cores", 2, "--config", f"world={world}", directory=finished, root=finished)
+        log = finished / "results/smoke/logs/finetune_model/smoke_news_oracle.log"
+        assert log.read_text().count("finetune: 100%") == 1, "of two processes one shows progress"
         cell = finished / "results/smoke/smoke_news/muse_smoke/gd/unconstrained/0"
         files = ("evaluation.json", "attack.json")
         measured = {name: value for file in files for name, value in json.loads((cell / file).read_text()).items()}

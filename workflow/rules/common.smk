@@ -157,11 +157,12 @@ def growing(amount):
 
 
 def processes_of(wildcards):
-    return PROJECT.processes(wildcards.model, wildcards.method)
+    return PROJECT.processes(wildcards.model, getattr(wildcards, "method", None))
 
 
 MEMORY = 65536 if ON_GPU else 3000  # MB
 GPU_RESOURCES = {"gpu": 1 if ON_GPU else 0, "mem_mb": growing(MEMORY)}
+# Of what trains a model: a GPU for each process.
 TRAINING_RESOURCES = {**GPU_RESOURCES, "processes": 1}
 if WORLD.processes:
     TRAINING_RESOURCES = {

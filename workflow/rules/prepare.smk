@@ -88,18 +88,20 @@ rule finetune_model:
     priority: 100
     conda:
         ENVIRONMENT
-    threads: 1
+    threads: TRAINING_RESOURCES["processes"]
     resources:
-        **GPU_RESOURCES,
+        **TRAINING_RESOURCES,
         runtime=growing(720),
     params:
         data=folder_of,
         settings=lambda w: canonical(PROJECT.models[w.model]),
         news=lambda w: canonical(PROJECT.benchmarks[PROJECT.models[w.model].benchmark]),
-        code=code_fingerprint("gripmoe.finetune", "gripmoe.evaluation.muse", "gripmoe.data.corpora"),
+        code=code_fingerprint(
+            "gripmoe.finetune", "gripmoe.evaluation.muse", "gripmoe.data.corpora", "gripmoe.moe.sharding"
+        ),
     shell:
         "gripmoe finetune-model --settings {params.settings:q} --benchmark {params.news:q} --model {input.base}"
-        " --data {params.data} --output {output} > {log} 2>&1"
+        " --processes {resources.processes} --data {params.data} --output {output} > {log} 2>&1"
 
 
 localrules:

@@ -6,6 +6,8 @@ Flags are paths; `--settings` is the part of the validated configuration, as JSO
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 
@@ -20,3 +22,18 @@ def one_thread_unless_set() -> None:
 def beside(output: Path) -> Path:
     """The provenance file of an output."""
     return output.with_name(f"{output.stem}.provenance.json")
+
+
+@contextmanager
+def training_together(output: Path, provenance: Path, *modules: str) -> Iterator[None]:
+    """Around the training of one model by one process, or by those that torchrun has started. The first one holds the
+    lock of the folder and writes what code, `modules`, has run."""
+    from gripmoe import distributed
+    from gripmoe.files import exclusive
+    from gripmoe.provenance import recorded
+
+    with distributed.launched(), ExitStack() as writing:
+        if distributed.is_first():
+            writing.enter_context(exclusive(output.parent))
+            writing.enter_context(recorded(provenance, *modules))
+        yield

@@ -6,8 +6,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from gripmoe import distributed
 from gripmoe.attacks.forcing import random_sets
-from gripmoe.commands import one_thread_unless_set
+from gripmoe.checkpoint import remove_state
+from gripmoe.commands import one_thread_unless_set, training_together
 from gripmoe.config import Benchmark, Data, EmbeddedModel, FinetunedModel, ModelConfig, parse_settings
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.muse import news_files
@@ -18,6 +20,7 @@ from gripmoe.files import exclusive, read_json, write_json, write_jsonl
 from gripmoe.finetune import finetune
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
+from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, load_published, save_model
 from gripmoe.pretrain import train_base
 from gripmoe.provenance import recorded
@@ -63,13 +66,15 @@ def prepare_model(args) -> None:
 
 def finetune_model(args) -> None:
     """Finetunes a base model on the documents of a news benchmark, all of them or those to retain; checks that it has
-    learned them."""
+    learned them. Under torchrun in several processes together."""
     config = parse_settings(FinetunedModel, args.settings)
     benchmark = parse_settings(Benchmark, args.benchmark)
     folder = args.output.parent
     one_thread_unless_set()
-    with exclusive(folder), recorded(folder / "provenance.json", "gripmoe.finetune", "gripmoe.evaluation.muse"):
+    modules = ("gripmoe.finetune", "gripmoe.evaluation.muse")
+    with training_together(args.output, folder / "provenance.json", *modules):
         model, tokenizer = load_model(args.model.parent / "weights")
+        shard_experts(model)
         names = ("retain", "held_out") if config.trained_on == "retain_only" else ("forget", "retain", "held_out")
         reading = {**benchmark.reading, "end_id": tokenizer.eos_token_id}
         rows = [row for n in names for row in load_corpus(args.data / f"{n}_corpus.jsonl", tokenizer, **reading)]
@@ -81,6 +86,7 @@ def finetune_model(args) -> None:
             learning_rate=config.learning_rate,
             optimizer=config.optimizer,
             batch_size=config.batch_size,
+            gradient_checkpointing=config.gradient_checkpointing,
             pad_id=tokenizer.pad_token_id,
             seed=config.seed,
             state_file=state_file,
@@ -96,8 +102,10 @@ def finetune_model(args) -> None:
             )
         digest = save_model(model, tokenizer, folder / "weights")
         leaks = leakage(model, tokenizer, news.privleak)
-        write_json(args.output, {"weights": digest, "final_loss": losses[-1], **means, **leaks})
-        state_file.unlink(missing_ok=True)
+        if distributed.is_first():
+            write_json(args.output, {"weights": digest, "final_loss": losses[-1], **means, **leaks})
+        distributed.wait_for_all()
+        remove_state(state_file)
 
 
 def _train_embedded(config: EmbeddedModel, folder: Path, output: Path) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 
 import torch
 
 from gripmoe import distributed
 from gripmoe.checkpoint import remove_state
-from gripmoe.commands import beside, one_thread_unless_set
+from gripmoe.commands import beside, one_thread_unless_set, training_together
 from gripmoe.config import load_run
 from gripmoe.constraints import held_trace
 from gripmoe.correction import holdout_report, make_correction
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.stopping import stop_rule
-from gripmoe.files import exclusive, read_json, write_json
+from gripmoe.files import read_json, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_bases, load_model, load_routers, load_trace, save_model
@@ -32,10 +31,7 @@ def unlearn(args) -> None:
     run = load_run(args.run)
     folder = args.output.parent
     one_thread_unless_set()
-    with distributed.launched(), ExitStack() as writing:
-        if distributed.is_first():
-            writing.enter_context(exclusive(folder))
-            writing.enter_context(recorded(beside(args.output), "gripmoe.unlearning", "gripmoe.correction"))
+    with training_together(args.output, beside(args.output), "gripmoe.unlearning", "gripmoe.correction"):
         model, tokenizer = load_model(args.model.parent / "weights")
         weights = {"model": read_json(args.model)["weights"]}
         moe = MoEModel(model)

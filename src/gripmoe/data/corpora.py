@@ -47,12 +47,17 @@ def _pieces(row: Row, max_length: int) -> list[Row]:
     ]
 
 
-def in_batches(rows: Sequence[Row], pad_id: int) -> list[Batch]:
-    """Batches of about TOKENS_PER_BATCH padded tokens, the rows in their order."""
+def in_batches(rows: Sequence[Row], pad_id: int, rank: int = 0, processes: int = 1) -> list[Batch]:
+    """Batches of about TOKENS_PER_BATCH padded tokens, the rows in their order. Of several processes each takes its
+    share of the rows, in as many batches as the others. Raises ValueError if the rows cannot be shared out evenly."""
+    if len(rows) % processes:
+        raise ValueError(f"{len(rows)} rows cannot be split over {processes} processes")
     batches: list[list[Row]] = [[]]
-    for row in rows:
-        longest = max(len(r.ids) for r in (*batches[-1], row))
+    longest = 0
+    for together in zip(*[iter(rows)] * processes, strict=True):
+        longest = max(longest, *(len(row.ids) for row in together))
         if batches[-1] and longest * (len(batches[-1]) + 1) > TOKENS_PER_BATCH:
             batches.append([])
-        batches[-1].append(row)
+            longest = max(len(row.ids) for row in together)
+        batches[-1].append(together[rank])
     return [collate(batch, pad_id) for batch in batches]
