@@ -68,14 +68,14 @@ def nearest_feasible(
     limit on rounds may leave violated is removed exactly by shrinking that row towards 0. Raises ValueError for a
     negative bound.
     """
-    if (bounds_NE < 0).any():
+    if bounds_NE.numel() and bounds_NE.amin() < 0:
         raise ValueError("bounds must be >= 0, or u = 0 is not feasible; clamp the margins")
     basis = RetainBasis(basis.U_ret_Edr.double())
     x_Nd, bounds_NE = x_Nd.double(), bounds_NE.double()
     u_Ed = start_Ed = basis.project(update_Ed.double())
     reached_NE = start_NE = x_Nd @ start_Ed.T
     excess_NE = start_NE - bounds_NE
-    pending_E = violated_E = (excess_NE > tolerance).any(dim=0)
+    pending_E = violated_E = excess_NE.amax(dim=0) > tolerance
     active_NE = torch.zeros_like(bounds_NE, dtype=torch.bool)
     if near_Ed is not None and pending_E.any():
         active_NE = (x_Nd @ near_Ed.double().T > bounds_NE - 1e-6) & pending_E
@@ -95,13 +95,30 @@ def nearest_feasible(
         u_Ed, reached_NE = u_Ed.clone(), reached_NE.clone()
         u_Ed[rows_M], active_NE[:, rows_M], reached_NE[:, rows_M] = solved_Md, active_NM, x_Nd @ solved_Md.T
         excess_NE = (reached_NE - bounds_NE).masked_fill(active_NE, -torch.inf)
-        pending_E = (excess_NE > tolerance).any(dim=0)
-    # What the limit on rounds has left: towards 0, which is feasible. What no round looks at, and what regularising the
-    # solve leaves, is no violation: at a bound of 0 it would cost the whole row. Rows never violated stay as they are.
-    slack_NE = (1e-9 * x_Nd.norm(dim=1)[:, None] * start_Ed.norm(dim=1)).clamp_min(tolerance)
-    too_far_NE = (reached_NE > bounds_NE + slack_NE) & violated_E
-    allowed_NE = torch.where(too_far_NE, bounds_NE / reached_NE.clamp_min(1e-300), 1)
-    return (u_Ed * allowed_NE.amin(dim=0)[:, None]).to(update_Ed.dtype)
+        pending_E = excess_NE.amax(dim=0) > tolerance
+    return _shrunk(u_Ed, start_Ed, x_Nd, bounds_NE, reached_NE, violated_E, tolerance).to(update_Ed.dtype)
+
+
+def _shrunk(
+    u_Ed: Tensor,
+    start_Ed: Tensor,
+    x_Nd: Tensor,
+    bounds_NE: Tensor,
+    reached_NE: Tensor,
+    violated_E: Tensor,
+    tolerance: float,
+) -> Tensor:
+    """What the limit on rounds has left: towards 0, which is feasible. What no round looks at, and what regularising
+    the solve leaves, is no violation: at a bound of 0 it would cost the whole row. Rows never violated stay as they
+    are."""
+    rows_M = (((reached_NE - bounds_NE).amax(dim=0) > tolerance) & violated_E).nonzero()[:, 0]
+    if not len(rows_M):
+        return u_Ed
+    reached_NM, bounds_NM = reached_NE[:, rows_M], bounds_NE[:, rows_M]
+    slack_NM = (1e-9 * x_Nd.norm(dim=1)[:, None] * start_Ed[rows_M].norm(dim=1)).clamp_min(tolerance)
+    too_far_NM = reached_NM > bounds_NM + slack_NM
+    allowed_NM = torch.where(too_far_NM, bounds_NM / reached_NM.clamp_min(1e-300), 1)
+    return u_Ed.index_copy(0, rows_M, u_Ed[rows_M] * allowed_NM.amin(dim=0)[:, None])
 
 
 ADDED_PER_ROUND = 32  # violated constraints that enter at once, per row
