@@ -231,3 +231,19 @@ def test_replay_and_recomputed_activations_go_together(tmp_path):
         ends.append(moe.model.state_dict())
     for name, tensor in ends[0].items():
         torch.testing.assert_close(tensor, ends[1][name], msg=name)
+
+
+def test_experts_train_in_fp8_and_are_asked_in_their_own_precision(tmp_path):
+    """It is another run, near the first, and the checks of the stop rule see the model as it is."""
+    asked, digests, ends = set(), [], []
+    for precision in ("native", "fp8_emulated"):
+        training = TRAINING.model_copy(update={"expert_precision": precision, "max_steps": 4})
+        moe, outcome = run(
+            tmp_path / f"{precision}.pt",
+            training=training,
+            accuracy=lambda m: asked.add(m.model.config._experts_implementation) or 1.0,
+        )
+        digests.append(weights_digest(moe.model))
+        ends.append(outcome.history[-1]["retain_loss"])
+    assert digests[0] != digests[1] and ends[0] == pytest.approx(ends[1], rel=1e-2)
+    assert asked == {small_model().config._experts_implementation}

@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+Precision = Literal["native", "fp8", "fp8_emulated"]  # fp8: on Hopper GPUs; emulated: anywhere, slowly
 ObjectiveName = Literal["gd", "kl", "npo", "rmu"]
 Optimizer = Literal["adamw", "adamw_8bit"]  # the latter also rounds bf16 weights stochastically
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -200,6 +201,7 @@ class Training(Strict):
     check_every: PositiveInt
     checkpoint_every: PositiveInt
     gradient_checkpointing: bool = False  # activations are computed again in the backward pass, for large models
+    expert_precision: Precision = "native"  # of the experts' products in training steps; the paper: fp8
     loss_bound: PositiveFloat  # a retain loss above it, or no number, ends the run as diverged
     objective: dict[str, int | float] = {}
     alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight

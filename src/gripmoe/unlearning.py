@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from gripmoe.constraints import RouterConstraint
 from gripmoe.data.documents import Batch, Row, collate, length_buckets
 from gripmoe.guard import RouterGuard
 from gripmoe.moe import MoEModel
+from gripmoe.moe.fp8 import expert_precision
 from gripmoe.objectives import Objective
 from gripmoe.optimizer import make_adamw
 from gripmoe.reference import ReferenceCache
@@ -117,11 +118,15 @@ def unlearn(
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     measured = _Means()
 
-    def replayed(batch: Batch):
-        if not replay:
-            return nullcontext()
-        sets = original_sets.of(**batch.inputs).flatten(0, 1)
-        return model.force_routing({layer: sets[:, number] for number, layer in enumerate(model.layers)})
+    @contextmanager
+    def as_trained(batch: Batch) -> Iterator[None]:
+        with ExitStack() as entered:
+            entered.enter_context(expert_precision(model, training.expert_precision))
+            if replay:
+                sets = original_sets.of(**batch.inputs).flatten(0, 1)
+                routes = {layer: sets[:, number] for number, layer in enumerate(model.layers)}
+                entered.enter_context(model.force_routing(routes))
+            yield
 
     def needed_layers(kind: str):
         if objective.last_layer is None or kind in constraint.watches:
@@ -154,14 +159,14 @@ def unlearn(
             model.model.train()
             optimizer.zero_grad()
             forget_batch = batch(forget, training.forget_batch_size)
-            with replayed(forget_batch):  # in the backward pass too, which may compute activations again
+            with as_trained(forget_batch):  # in the backward pass too, which may compute activations again
                 with needed_layers("forget"), guard.forget():
                     forget_loss = objective.forget_loss(model, forget_batch)
                 (forget_loss + guard.penalty()).backward()
             retain_batch = batch(retain, training.retain_batch_size)
             if weights:
                 retain_batch.weights = weights.of(**retain_batch.inputs)
-            with replayed(retain_batch):
+            with as_trained(retain_batch):
                 with needed_layers("retain"), guard.retain():
                     retain_loss = objective.retain_loss(model, retain_batch)
                 (training.alpha_multiplier * objective.alpha * retain_loss + guard.penalty()).backward()

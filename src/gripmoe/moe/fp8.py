@@ -1,0 +1,135 @@
+"""Experts in FP8 while they train (App. A, Hardware and Quantization); routers and geometry stay in fp32.
+
+Both factors of every product of an expert's weights, forward and backward, are rounded to E4M3, with a power of two as
+the scale of each row that is summed over; sums, stored weights and optimizer states keep their precision. E experts, S
+token-expert pairs, i and o features in and out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from gripmoe.config import Precision
+from gripmoe.moe.model import MoEModel
+
+ALIGNED = 16  # tokens of an expert, as the kernel of "fp8" counts them
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+@contextmanager
+def expert_precision(model: MoEModel, precision: Precision) -> Iterator[None]:
+    """Within the block experts compute in `precision`: "fp8" with torchao's kernels for Hopper GPUs, "fp8_emulated" the
+    same arithmetic in the model's own dtype, anywhere and slowly.
+
+    Raises ValueError where "fp8" has no GPU or no torchao, and for experts that are not fused."""
+    if precision == "native":
+        yield
+        return
+    if precision == "fp8":
+        _require_kernels()
+    if unfused := [layer for layer in model.layers if not hasattr(model.block(layer).experts, "_apply_gate")]:
+        raise ValueError(f"expert_precision {precision!r}: experts of layers {unfused} are not fused tensors")
+    config = model.model.config
+    before = config._experts_implementation
+    config._experts_implementation = f"gripmoe_{precision}"
+    try:
+        yield
+    finally:
+        config._experts_implementation = before
+
+
+def _require_kernels() -> None:
+    try:
+        from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm  # noqa: F401
+    except ImportError:
+        raise ValueError("expert_precision 'fp8' needs torchao: run `make gpu`, or take `fp8_emulated`") from None
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        raise ValueError(
+            "expert_precision 'fp8' needs a GPU of compute capability 9.0 (Hopper) or more; take `native`, or "
+            "`fp8_emulated` for the same arithmetic, slowly, on any device"
+        )
+
+
+def _experts_forward(product, experts: nn.Module, x_Td: Tensor, top_k_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    """What transformers calls in place of the experts' own forward; rows of an expert are padded to whole tiles."""
+    expert_S, order_S = top_k_Tk.flatten().sort(stable=True)
+    token_S = order_S // top_k_Tk.shape[1]
+    counts_E = torch.bincount(expert_S, minlength=experts.num_experts)
+    padded_E = (counts_E + ALIGNED - 1) // ALIGNED * ALIGNED
+    offsets_E = padded_E.cumsum(0).int()
+    rank_S = torch.arange(len(expert_S), device=x_Td.device) - (counts_E.cumsum(0) - counts_E)[expert_S]
+    row_S = (offsets_E - padded_E)[expert_S] + rank_S
+
+    def linear(x_Si: Tensor, name: str) -> Tensor:
+        weight = getattr(experts, name)
+        padded = x_Si.new_zeros(int(offsets_E[-1]), x_Si.shape[1]).index_copy(0, row_S, x_Si)
+        y_So = product(padded, weight if experts.is_transposed else weight.transpose(1, 2), offsets_E)[row_S]
+        return y_So + getattr(experts, f"{name}_bias")[expert_S] if experts.has_bias else y_So
+
+    up = linear(x_Td[token_S], "gate_up_proj" if experts.has_gate else "up_proj")
+    y_Sd = linear(experts._apply_gate(up) if experts.has_gate else experts.act_fn(up), "down_proj")
+    y_Sd = y_Sd * weights_Tk.flatten()[order_S, None]
+    return torch.zeros_like(x_Td).index_add(0, token_S, y_Sd.to(x_Td.dtype))
+
+
+def _on_hopper(x_Si: Tensor, weight_Eio: Tensor, offsets_E: Tensor) -> Tensor:
+    from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm
+
+    by_column = weight_Eio.transpose(1, 2).contiguous().transpose(1, 2)  # the layout that the kernel wants
+    product = _to_fp8_rowwise_then_scaled_grouped_mm(
+        x_Si, by_column, offsets_E, out_dtype=torch.bfloat16, pad_token_groups_for_grouped_mm=False
+    )
+    return product.to(x_Si.dtype)
+
+
+class _Emulated(torch.autograd.Function):
+    """x_Si times the weight of each group of rows, rounded as the kernels round, in the backward pass too."""
+
+    @staticmethod
+    def forward(ctx, x_Si: Tensor, weight_Eio: Tensor, offsets_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_Si, weight_Eio, offsets_E)
+        return F.grouped_mm(rounded(x_Si, 1), rounded(weight_Eio, 1), offs=offsets_E)
+
+    @staticmethod
+    def backward(ctx, gradient_So: Tensor):
+        x_Si, weight_Eio, offsets_E = ctx.saved_tensors
+        weight_Eoi = rounded(weight_Eio, 2).transpose(1, 2)
+        of_x_Si = F.grouped_mm(rounded(gradient_So, 1), weight_Eoi, offs=offsets_E)
+        x_Si, gradient_So = (_rounded_by_group(each, offsets_E) for each in (x_Si, gradient_So))
+        return of_x_Si, F.grouped_mm(x_Si.T, gradient_So, offs=offsets_E), None
+
+
+def rounded(x: Tensor, dim: int) -> Tensor:
+    """To E4M3 and back, with one power of two as the scale of all entries along `dim`."""
+    return _scaled(x, x.abs().amax(dim=dim, keepdim=True))
+
+
+def _rounded_by_group(x_Sc: Tensor, offsets_E: Tensor) -> Tensor:
+    """The same along the rows of each group."""
+    row_S = torch.arange(len(x_Sc), device=x_Sc.device, dtype=offsets_E.dtype)
+    group_S = torch.searchsorted(offsets_E, row_S, right=True)
+    largest_Ec = x_Sc.new_zeros(len(offsets_E), x_Sc.shape[1])
+    largest_Ec.scatter_reduce_(0, group_S[:, None].expand_as(x_Sc), x_Sc.abs(), "amax")
+    return _scaled(x_Sc, largest_Ec[group_S])
+
+
+def _scaled(x: Tensor, largest: Tensor) -> Tensor:
+    scale = torch.exp2(torch.floor(torch.log2(LARGEST / largest.float().clamp_min(1e-12))))
+    return ((x.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
+
+
+def _register(precision: Precision, product) -> None:
+    def forward(experts, x_Td, top_k_Tk, weights_Tk):
+        return _experts_forward(product, experts, x_Td, top_k_Tk, weights_Tk)
+
+    ALL_EXPERTS_FUNCTIONS.register(f"gripmoe_{precision}", forward)
+
+
+_register("fp8", _on_hopper)
+_register("fp8_emulated", _Emulated.apply)
