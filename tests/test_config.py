@@ -81,6 +81,11 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"lr": 1}}), "overrides.frozen_router.lr: unknown key"),
     ("tiny.yaml", lambda c: c.update(artefacts=["main_result"]), "artefacts: unknown name 'main_result'; did you mean 'main_results'"),
     ("tiny.yaml", lambda c: c.update(processes={"tiny_a": 3}), "processes.tiny_a: forget_batch_size of gd/unconstrained is 16, which 3 processes cannot share"),
+    ("tiny.yaml", lambda c: c["training"].update(lr=1), "training.lr: unknown key; valid keys: learning_rate, router_multiplier"),
+    ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpah": 1}), "objective_training.gd.objective.alpah: unknown key; valid keys: alpha"),
+    ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpha": -1}), "objective_training.gd.objective.alpha: Input should be greater than or equal to 0 (got -1"),
+    ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].pop("layer"), "objective_training.rmu.objective.layer: this key is required"),
+    ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(steering=3), "objective_training.rmu.objective: give one of `kappa`"),
     ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
     ("methods.yaml", lambda c: c.update(odd={}), "methods.yaml: odd: give exactly one of"),
     ("methods.yaml", lambda c: c["ptc"].pop("correction"), "methods.yaml: ptc: `corrects` needs `correction:"),
@@ -164,3 +169,9 @@ def test_a_correction_needs_what_it_corrects(folder):
     (folder / "broken.yaml").write_text(world)
     with pytest.raises(ConfigError, match="'ptc' corrects 'unconstrained'"):
         Project(folder, "broken")
+
+
+def test_rmu_needs_a_layer_that_the_model_has(folder):
+    edit(folder / "paper.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(layer=24))
+    with pytest.raises(ConfigError, match="rmu.objective.layer: qwen15_moe has layers 0 to 23 .got 24."):
+        Project(folder, "paper")

@@ -6,13 +6,16 @@ of a number are there, that names it.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from gripmoe import distributed
-from gripmoe.files import atomic_path
+from gripmoe.files import atomic_path, read_json, write_json
 
 
 def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **progress) -> None:
@@ -58,12 +61,33 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     return state["progress"]
 
 
+def claim_state(path: Path, identity: Mapping[str, Any]) -> None:
+    """Makes `path` the state of the run of this identity (JSON: configuration, inputs, code). What another run has left
+    there is removed, with a warning: to go on from it would give a result of neither."""
+    note = _note(path)
+    foreign = path.exists() and not (note.exists() and read_json(note) == identity)
+    distributed.wait_for_all()
+    if foreign:
+        if distributed.is_first():
+            print(f"{path}: left by a run with another configuration, data or code; starting anew", file=sys.stderr)
+        remove_state(path)
+    distributed.wait_for_all()
+    if distributed.is_first():
+        write_json(note, identity)
+    distributed.wait_for_all()
+
+
 def remove_state(path: Path) -> None:
     """Of a run that has ended: its result says all that is to be known. Each process removes its own."""
     if distributed.is_first():
         path.unlink(missing_ok=True)
+        _note(path).unlink(missing_ok=True)
     for part in _parts(path):
         part.unlink()
+
+
+def _note(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.identity.json")
 
 
 def _part(path: Path, number: int) -> Path:

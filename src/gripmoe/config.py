@@ -184,6 +184,40 @@ class EpsNullConfig(Strict):
     bands: dict[Literal["early", "middle", "late"], PositiveFloat] = {}  # thirds of the layers with their own
 
 
+class RetainWeight(Strict):
+    """What GD and KL ask for: the weight of the retain loss."""
+
+    alpha: NonNegative
+
+
+class PreferenceSettings(RetainWeight):
+    """NPO's."""
+
+    beta: PositiveFloat
+
+
+class RepresentationSettings(RetainWeight):
+    """RMU's: the layer, and the length of the target, relative to retain states or absolute."""
+
+    layer: Annotated[int, Field(ge=0)]
+    kappa: PositiveFloat | None = None
+    steering: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _one_length(self) -> RepresentationSettings:
+        if (self.kappa is None) == (self.steering is None):
+            raise ValueError("give one of `kappa` (relative) and `steering` (the absolute c)")
+        return self
+
+
+OBJECTIVE_SETTINGS = {
+    "gd": RetainWeight,
+    "kl": RetainWeight,
+    "npo": PreferenceSettings,
+    "rmu": RepresentationSettings,
+}
+
+
 class Training(Strict):
     """Every hyperparameter of an unlearning run; provenance of each value stands beside it in the world file."""
 
@@ -362,11 +396,18 @@ def _describe(target: Any, item: dict, path: Path, prefix: str) -> str:
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
         message = "unknown key"
-        fields = list(target.model_fields) if isinstance(target, type) and len(item["loc"]) == 1 else []
-        if fields:
+        if fields := _valid_keys(target, item["loc"][:-1]):
             message += f"; valid keys: {', '.join(fields)}"
     elif item["type"] == "missing":
         message = "this key is required"
     elif "input" in item and not isinstance(item["input"], dict):
         message += f" (got {item['input']!r})"
     return f"{path}: {key or 'file'}: {message}"
+
+
+def _valid_keys(target: Any, path: tuple) -> list[str]:
+    """The keys of the object at `path` within a model; none where its type depends on its value."""
+    for key in path:
+        field = getattr(target, "model_fields", {}).get(key)
+        target = field.annotation if field else None
+    return list(getattr(target, "model_fields", {}))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gripmoe.config import (
+    OBJECTIVE_SETTINGS,
     Artefact,
     Benchmark,
     ConfigError,
@@ -54,6 +55,8 @@ class Project:
         for key in CATALOGUES:
             for name in getattr(world, key):
                 _require_known(name, getattr(self, key), f"{file}: {key}")
+        for objective, training in world.objective_training.items():
+            self._check_objective(objective, training.get("objective", {}))
         for objective, names in world.extra_methods.items():
             _require_known(objective, world.objectives, f"{file}: extra_methods")
             for name in names:
@@ -84,6 +87,16 @@ class Project:
             if not any(self.fits(model, name) for model in world.models):
                 raise ConfigError(
                     f"{file}: benchmarks: none of the models is for {name!r}; news needs one with `source: finetuned`"
+                )
+
+    def _check_objective(self, objective: str, settings: dict) -> None:
+        where = f"objective_training.{objective}.objective"
+        checked = parse_as(OBJECTIVE_SETTINGS[objective], settings, self.world_file, prefix=where)
+        for name in self.world.models if objective == "rmu" else []:
+            sizes = getattr(self.trained_from(name), "parameters", None)
+            if sizes and checked.layer >= sizes.layers:
+                raise ConfigError(
+                    f"{self.world_file}: {where}.layer: {name} has layers 0 to {sizes.layers - 1} (got {checked.layer})"
                 )
 
     def _check_processes(self, model: str) -> None:
@@ -165,6 +178,7 @@ class Project:
             settings = {**resolved["objective"], **change.get("objective", {})}
             resolved.update({**change, "objective": settings})
             training = parse_as(Training, resolved, file, prefix=key)
+        self._check_objective(objective, training.objective)
         return training
 
     def run(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> Run:

@@ -7,7 +7,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -19,15 +19,16 @@ PACKAGES = ("gripmoe", "torch", "transformers", "lm_eval", "datasets", "numpy", 
 
 
 @contextmanager
-def recorded(path: Path, *modules: str) -> Iterator[None]:
-    """Writes a provenance record when the block has ended without an error; `modules` are the code it ran."""
-    started = time.perf_counter()
+def recorded(path: Path, step: Callable) -> Iterator[None]:
+    """Writes a provenance record when the block has ended without an error; `step` is the function that it runs in."""
+    started, code = time.perf_counter(), code_fingerprint(entry_of(step))
     yield
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     write_json(
         path,
         {
-            "code": code_fingerprint(*modules),
+            "step": entry_of(step),
+            "code": code,
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "packages": {name: _version(name) for name in PACKAGES},
             "python": platform.python_version(),
@@ -37,6 +38,11 @@ def recorded(path: Path, *modules: str) -> Iterator[None]:
             "peak_memory_gib": round(peak_kib / 2**20, 3),
         },
     )
+
+
+def entry_of(step: Callable) -> str:
+    """A function as `code_fingerprint` names it."""
+    return f"{step.__module__}:{step.__name__}"
 
 
 def _version(package: str) -> str | None:

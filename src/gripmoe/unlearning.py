@@ -141,6 +141,9 @@ def unlearn(
         bar = tqdm(total=training.max_steps, initial=step, desc=description, disable=not distributed.is_first())
         while True:
             if step % training.check_every == 0:
+                if not math.isfinite(distributed.total_norm([p.detach() for p in routers + experts])):
+                    status = "diverged"  # what answers nothing would pass for what has forgotten
+                    break
                 if not history or history[-1]["step"] < step:
                     with _temporarily(model, corrected):
                         history.append({"step": step, **distributed.agreed(scores(model)), **measured.take()})
@@ -176,6 +179,9 @@ def unlearn(
                 status = "diverged"
                 break
             gradients = {"router_gradient": _rms_gradient(routers), "expert_gradient": _rms_gradient(experts)}
+            if not all(map(math.isfinite, gradients.values())):
+                status = "diverged"
+                break
             distributed.clip_gradients(routers + experts, training.clip_norm)
             torch.manual_seed(1_000_000 * seed + step)  # of stochastic rounding, the same wherever it is resumed
             optimizer.step()

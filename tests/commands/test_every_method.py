@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conftest import SMALL
+from gripmoe import unlearning
 from gripmoe.attacks import suite
 from gripmoe.commands.attack import attack
 from gripmoe.commands.evaluate import evaluate
@@ -63,11 +64,12 @@ def prepare(family, world, tokenizer, root):
     return root, settings, files
 
 
-def run_cell(prepared, method_name, objective, folder):
+def run_cell(prepared, method_name, objective, folder, **changes):
     root, benchmark, files = prepared
     method = PROJECT.methods[method_name]
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", method_name, 0)
-    training = TRAINING.model_copy(update={"objective": OBJECTIVES[objective]}) if method.trains else None
+    changed = {"objective": OBJECTIVES[objective], **changes}
+    training = TRAINING.model_copy(update=changed) if method.trains else None
     run = run.model_copy(update={"benchmark": benchmark, "objective": objective, "training": training})
     write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
     common = dict(run=folder / "run.yaml", model=root / "model" / "model.json", output=folder / "checkpoint.json")
@@ -167,28 +169,81 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
-def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_path, monkeypatch):
-    """What has no router is left out of its metrics, and nothing else."""
-    prepared = prepare("qwen3", world, tokenizer, tmp_path)
+def test_what_another_configuration_has_left_is_not_resumed(prepared, tmp_path, monkeypatch, capsys):
+    """The control: with the same one it is."""
+    changes = {"max_steps": 4}
+
+    def stop(name, **others):
+        """A run that ends after its first checkpoint."""
+        save = unlearning.save_state
+        monkeypatch.setattr(unlearning, "save_state", lambda *a, **k: (save(*a, **k), interrupted()))
+        with pytest.raises(KeyboardInterrupt):
+            run_cell(prepared, "unconstrained", "gd", tmp_path / name, **changes, **others)
+        monkeypatch.undo()
+        assert (tmp_path / name / "state.pt").exists()
+
+    loaded = []
+    load = unlearning.load_state
+    for name, rate in (("same", 1e-3), ("other", 1e-4)):
+        stop(name, learning_rate=1e-3)
+        monkeypatch.setattr(unlearning, "load_state", lambda *a: loaded.append(load(*a)) or loaded[-1])
+        again = run_cell(prepared, "unconstrained", "gd", tmp_path / name, **changes, learning_rate=rate)
+        monkeypatch.undo()
+        whole = run_cell(prepared, "unconstrained", "gd", tmp_path / f"{name} whole", **changes, learning_rate=rate)
+        assert again["weights"] == whole["weights"]
+        assert {file.name for file in (tmp_path / name).iterdir()} == {
+            file.name for file in (tmp_path / f"{name} whole").iterdir()
+        }
+    assert loaded[0]["step"] == 2 and loaded[1] is None
+    assert "left by a run with another configuration" in capsys.readouterr().err
+
+
+def with_questions(folder, world):
+    """Questions of the test split, and held-out documents, for what is evaluated and attacked."""
     for name in ("forget", "retain"):
         rows = [row for row in wmdp_files(world, 0)[f"{name}_questions"] if row["split"] == "test"][:8]
-        kept = read_jsonl(tmp_path / "data" / f"{name}_questions.jsonl")
-        write_jsonl(tmp_path / "data" / f"{name}_questions.jsonl", kept + rows)
-    write_jsonl(tmp_path / "data" / "held_out_corpus.jsonl", read_jsonl(tmp_path / "data" / "retain_corpus.jsonl"))
-    folder = tmp_path / "cell"
-    assert run_cell(prepared, "unconstrained", "gd", folder)["steps"] == 2
+        kept = read_jsonl(folder / "data" / f"{name}_questions.jsonl")
+        write_jsonl(folder / "data" / f"{name}_questions.jsonl", kept + rows)
+    write_jsonl(folder / "data" / "held_out_corpus.jsonl", read_jsonl(folder / "data" / "retain_corpus.jsonl"))
+
+
+def evaluated(root, folder):
+    """Evaluates a cell, and returns what `attack` is to be called with."""
     common = dict(
-        run=folder / "run.yaml", model=tmp_path / "model" / "model.json", checkpoint=folder / "checkpoint.json",
-        data=tmp_path / "data",
+        run=folder / "run.yaml", model=root / "model" / "model.json", checkpoint=folder / "checkpoint.json",
+        data=root / "data",
     )  # fmt: skip
     evaluate(Namespace(**common, reference=None, questions=folder / "answers.csv", output=folder / "metrics.json"))
-    arguments = Namespace(
+    return Namespace(
         **common,
         settings='{"learning_rate": 1e-3}',
         answers=folder / "answers.csv",
         questions=folder / "forced.csv",
         output=folder / "attacks.json",
     )
+
+
+def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer, tmp_path):
+    """Steps so long that weights are no numbers: not one that has forgotten, though it gives one letter to all; and
+    nothing of what follows stops, so that the tables of the others are made."""
+    prepared = prepare("qwen3_moe", world, tokenizer, tmp_path)
+    with_questions(tmp_path, world)
+    folder = tmp_path / "cell"
+    outcome = run_cell(prepared, "unconstrained", "gd", folder, learning_rate=1e35, max_steps=6)
+    assert outcome["status"] == "diverged"
+    attack(evaluated(tmp_path, folder))
+    assert {"forced_forget_accuracy", "probe_best_layer", "probe_best_expert", "relearned_after_20"} <= read_json(
+        folder / "attacks.json"
+    ).keys()
+
+
+def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_path, monkeypatch):
+    """What has no router is left out of its metrics, and nothing else."""
+    prepared = prepare("qwen3", world, tokenizer, tmp_path)
+    with_questions(tmp_path, world)
+    folder = tmp_path / "cell"
+    assert run_cell(prepared, "unconstrained", "gd", folder)["steps"] == 2
+    arguments = evaluated(tmp_path, folder)
     monkeypatch.setattr(suite, "quantization", interrupted)
     with pytest.raises(KeyboardInterrupt):
         attack(arguments)

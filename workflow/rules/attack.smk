@@ -27,7 +27,7 @@ rule attack:
     params:
         data=folder_of,
         relearning=canonical(PROJECT.world.relearning),
-        code=code_fingerprint("gripmoe.attacks.suite"),
+        code=code_fingerprint("gripmoe.commands.attack:attack"),
     shell:
         "gripmoe attack --settings {params.relearning:q} --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
         " --answers {input.answers}"

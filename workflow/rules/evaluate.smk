@@ -30,13 +30,7 @@ rule evaluate:
     params:
         data=folder_of,
         reference=reference_flag,
-        code=code_fingerprint(
-            "gripmoe.evaluation.choice",
-            "gripmoe.evaluation.report",
-            "gripmoe.evaluation.routing",
-            "gripmoe.evaluation.general",
-            "gripmoe.evaluation.muse",
-        ),
+        code=code_fingerprint("gripmoe.commands.evaluate:evaluate"),
     shell:
         "gripmoe evaluate --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
         " {params.reference} --questions {output.questions} --output {output.metrics} > {log} 2>&1"

@@ -23,7 +23,7 @@ rule trace_routing:
         runtime=growing(60),
     params:
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark]),
-        code=code_fingerprint("gripmoe.moe.model", "gripmoe.moe.storage", "gripmoe.data.corpora"),
+        code=code_fingerprint("gripmoe.commands.geometry:trace_routing"),
     shell:
         "gripmoe trace-routing --settings {params.settings:q} --model {input.model}"
         " --retain-corpus {input.retain} --forget-corpus {input.forget} --digest {output.digest} --output {output.trace}"
@@ -51,7 +51,7 @@ rule fit_basis:
         runtime=growing(60),
     params:
         settings=lambda w: canonical(PROJECT.methods[w.method]),
-        code=code_fingerprint("gripmoe.constraints", "gripmoe.moe.storage"),
+        code=code_fingerprint("gripmoe.commands.geometry:fit_basis"),
     shell:
         "gripmoe fit-basis --settings {params.settings:q} --model {input.model} --trace {input.trace}"
         " --forget-trace {input.forget_trace} --digest {output.digest} --output {output.bases} > {log} 2>&1"

@@ -24,7 +24,7 @@ rule prepare_data:
     params:
         folder=lambda wildcards, output: str(Path(output[0]).parent),
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].data),
-        code=code_fingerprint("gripmoe.worlds.documents", "gripmoe.data.published"),
+        code=code_fingerprint("gripmoe.commands.prepare:prepare_data"),
     shell:
         "gripmoe prepare-data --settings {params.settings:q} --output {params.folder} > {log} 2>&1"
 
@@ -45,7 +45,7 @@ use rule prepare_data as prepare_news with:
     params:
         folder=lambda wildcards, output: str(Path(output[0]).parent),
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].data),
-        code=code_fingerprint("gripmoe.worlds.documents", "gripmoe.worlds.muse", "gripmoe.data.muse"),
+        code=code_fingerprint("gripmoe.commands.prepare:prepare_data"),
 
 
 rule prepare_model:
@@ -66,9 +66,7 @@ rule prepare_model:
         runtime=growing(240),
     params:
         settings=lambda w: canonical(PROJECT.models[w.model]),
-        code=code_fingerprint(
-            "gripmoe.pretrain", "gripmoe.worlds.models", "gripmoe.worlds.tokenizer", "gripmoe.moe.storage"
-        ),
+        code=code_fingerprint("gripmoe.commands.prepare:prepare_model"),
     shell:
         "gripmoe prepare-model --settings {params.settings:q} --output {output} > {log} 2>&1"
 
@@ -96,9 +94,7 @@ rule finetune_model:
         data=folder_of,
         settings=lambda w: canonical(PROJECT.models[w.model]),
         news=lambda w: canonical(PROJECT.benchmarks[PROJECT.models[w.model].benchmark]),
-        code=code_fingerprint(
-            "gripmoe.finetune", "gripmoe.evaluation.muse", "gripmoe.data.corpora", "gripmoe.moe.sharding"
-        ),
+        code=code_fingerprint("gripmoe.commands.prepare:finetune_model"),
     shell:
         "gripmoe finetune-model --settings {params.settings:q} --benchmark {params.news:q} --model {input.base}"
         " --processes {resources.processes} --data {params.data} --output {output} > {log} 2>&1"

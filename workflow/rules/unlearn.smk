@@ -34,13 +34,7 @@ rule unlearn:
         data=folder_of,
         bases=bases_flag,
         reference=reference_flag,
-        code=code_fingerprint(
-            "gripmoe.unlearning",
-            "gripmoe.penalties",
-            "gripmoe.correction",
-            "gripmoe.evaluation.stopping",
-            "gripmoe.moe.sharding",
-        ),
+        code=code_fingerprint("gripmoe.commands.unlearn:unlearn"),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
         " --processes {resources.processes}"
@@ -71,7 +65,7 @@ rule realign:
         **GPU_RESOURCES,
         runtime=growing(120),
     params:
-        code=code_fingerprint("gripmoe.correction"),
+        code=code_fingerprint("gripmoe.commands.unlearn:realign"),
     shell:
         "gripmoe realign --run {input.run} --model {input.model} --checkpoint {input.checkpoint}"
         " --retain-corpus {input.retain_corpus} --trace {input.trace} --output {output} > {log} 2>&1"

@@ -96,5 +96,6 @@ def expert_probes(
 
 def _score(states: np.ndarray, fitted_on: Sequence[dict], asked: np.ndarray, questions: Sequence[dict]) -> float:
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=STRENGTH, max_iter=500))
+    states, asked = (np.nan_to_num(each, posinf=0.0, neginf=0.0) for each in (states, asked))  # of a run that diverged
     probe.fit(states, [question["answer"] for question in fitted_on])
     return float(probe.score(asked, [question["answer"] for question in questions]))

@@ -6,9 +6,13 @@ Flags are paths; `--settings` is the part of the validated configuration, as JSO
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+
+from gripmoe.fingerprint import code_fingerprint
+from gripmoe.provenance import entry_of, recorded
 
 
 def one_thread_unless_set() -> None:
@@ -24,16 +28,23 @@ def beside(output: Path) -> Path:
     return output.with_name(f"{output.stem}.provenance.json")
 
 
+def identity_of(step: Callable, *files: Path | None, **settings: Any) -> dict[str, Any]:
+    """What must be the same for a run of `step` to go on from what an interrupted one has left."""
+    from gripmoe.files import file_digest
+
+    digests = {file.name: file_digest(file) for file in files if file}
+    return {"code": code_fingerprint(entry_of(step)), "files": digests, **settings}
+
+
 @contextmanager
-def training_together(output: Path, provenance: Path, *modules: str) -> Iterator[None]:
+def training_together(output: Path, provenance: Path, step: Callable) -> Iterator[None]:
     """Around the training of one model by one process, or by those that torchrun has started. The first one holds the
-    lock of the folder and writes what code, `modules`, has run."""
+    lock of the folder and writes the provenance record of `step`."""
     from gripmoe import distributed
     from gripmoe.files import exclusive
-    from gripmoe.provenance import recorded
 
     with distributed.launched(), ExitStack() as writing:
         if distributed.is_first():
             writing.enter_context(exclusive(output.parent))
-            writing.enter_context(recorded(provenance, *modules))
+            writing.enter_context(recorded(provenance, step))
         yield

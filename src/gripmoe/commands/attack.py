@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from gripmoe.attacks.suite import letter_attacks, news_attacks, run_attacks
-from gripmoe.commands import beside, one_thread_unless_set
+from gripmoe.commands import beside, identity_of, one_thread_unless_set
 from gripmoe.config import Relearning, load_run, parse_settings
 from gripmoe.evaluation.report import load_answers
-from gripmoe.files import file_digest, read_json, write_csv, write_json
-from gripmoe.fingerprint import code_fingerprint
+from gripmoe.files import read_json, write_csv, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
 from gripmoe.provenance import recorded
@@ -20,7 +20,7 @@ def attack(args) -> None:
     run, finetuning = load_run(args.run), parse_settings(Relearning | None, args.settings)
     one_thread_unless_set()
     state_file = args.output.with_name("attack_state.json")
-    with recorded(beside(args.output), "gripmoe.attacks.suite"):
+    with recorded(beside(args.output), attack):
         before = MoEModel(load_model(args.model.parent / "weights", device="cpu")[0])
         model, tokenizer = load_model(args.checkpoint.parent / "weights")
         after = MoEModel(model)
@@ -29,14 +29,10 @@ def attack(args) -> None:
         else:
             answers = partial(load_answers, args.answers)
             attacks = letter_attacks(run, before, after, tokenizer, args.data, answers, finetuning)
-        identity = {
-            "models": [read_json(path)["weights"] for path in (args.model, args.checkpoint)],
-            "files": {
-                path.name: file_digest(path) for path in (args.run, args.answers, *sorted(args.data.glob("*.jsonl")))
-            },
-            "relearning": args.settings,
-            "code": code_fingerprint("gripmoe.attacks.suite"),
-        }
+        rewrites = map(Path, run.benchmark.rewrites.values())
+        files = (args.run, args.answers, *sorted(args.data.glob("*.jsonl")), *rewrites)
+        weights = [read_json(path)["weights"] for path in (args.model, args.checkpoint)]
+        identity = identity_of(attack, *files, models=weights, relearning=args.settings)
         found = run_attacks(attacks, state_file, identity, f"attacks on {run.objective}/{run.method_name}/{run.seed}")
         write_csv(args.questions, found.items)
         write_json(args.output, found.metrics)

@@ -25,13 +25,7 @@ def evaluate(args) -> None:
     held-out tokens."""
     run = load_run(args.run)
     one_thread_unless_set()
-    modules = (
-        "gripmoe.evaluation.report",
-        "gripmoe.evaluation.routing",
-        "gripmoe.evaluation.muse",
-        "gripmoe.evaluation.general",
-    )
-    with recorded(beside(args.output), *modules):
+    with recorded(beside(args.output), evaluate):
         before, _ = load_model(args.model.parent / "weights")
         after, tokenizer = load_model(args.checkpoint.parent / "weights")
         measure = _news if run.benchmark.is_news else _letters

@@ -16,7 +16,7 @@ def trace_routing(args) -> None:
     """Records what the original routers see and select on the retain and on the forget documents."""
     benchmark = parse_settings(Benchmark, args.settings)
     one_thread_unless_set()
-    with recorded(beside(args.output), "gripmoe.moe.model"):
+    with recorded(beside(args.output), trace_routing):
         model, tokenizer = load_model(args.model.parent / "weights")
         moe = MoEModel(model)
         weights = {"model": read_json(args.model)["weights"]}
@@ -35,7 +35,7 @@ def fit_basis(args) -> None:
     """Fits the bases of one method to the recorded routing."""
     method = parse_settings(Method, args.settings)
     one_thread_unless_set()
-    with recorded(beside(args.output), "gripmoe.constraints"):
+    with recorded(beside(args.output), fit_basis):
         weights = {"model": read_json(args.model)["weights"]}
         traces = load_trace(args.trace, weights), load_trace(args.forget_trace, weights)
         trace = held_trace(method, *traces)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gripmoe import distributed
 from gripmoe.attacks.forcing import random_sets
-from gripmoe.checkpoint import remove_state
-from gripmoe.commands import one_thread_unless_set, training_together
+from gripmoe.checkpoint import claim_state, remove_state
+from gripmoe.commands import identity_of, one_thread_unless_set, training_together
 from gripmoe.config import Benchmark, Data, EmbeddedModel, FinetunedModel, ModelConfig, parse_settings
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.muse import news_files
@@ -33,7 +33,7 @@ from gripmoe.worlds.tokenizer import make_tokenizer
 def prepare_data(args) -> None:
     """Writes a benchmark's questions and corpora as JSON lines."""
     data = parse_settings(Data, args.settings)
-    with recorded(args.output / "provenance.json", "gripmoe.worlds.documents", "gripmoe.data.published"):
+    with recorded(args.output / "provenance.json", prepare_data):
         if data.source == "embedded" and data.kind == "news":
             with tempfile.TemporaryDirectory() as folder:
                 write_repository(muse_tables(make_world(data.world_seed).news, data.world_seed), Path(folder))
@@ -52,7 +52,7 @@ def prepare_model(args) -> None:
     """Trains an embedded base model or fetches a published one; checks that it answers the questions it should."""
     config = parse_settings(ModelConfig, args.settings)
     folder = args.output.parent
-    with exclusive(folder), recorded(folder / "provenance.json", "gripmoe.pretrain", "gripmoe.moe.storage"):
+    with exclusive(folder), recorded(folder / "provenance.json", prepare_model):
         if config.source == "published":
             model, tokenizer = load_published(config)
             commit = getattr(model.config, "_commit_hash", None)  # of the hub; a local folder has none
@@ -71,14 +71,15 @@ def finetune_model(args) -> None:
     benchmark = parse_settings(Benchmark, args.benchmark)
     folder = args.output.parent
     one_thread_unless_set()
-    modules = ("gripmoe.finetune", "gripmoe.evaluation.muse")
-    with training_together(args.output, folder / "provenance.json", *modules):
+    with training_together(args.output, folder / "provenance.json", finetune_model):
         model, tokenizer = load_model(args.model.parent / "weights")
         shard_experts(model)
         names = ("retain", "held_out") if config.trained_on == "retain_only" else ("forget", "retain", "held_out")
         reading = {**benchmark.reading, "end_id": tokenizer.eos_token_id}
         rows = [row for n in names for row in load_corpus(args.data / f"{n}_corpus.jsonl", tokenizer, **reading)]
         state_file = folder / "state.pt"
+        files = (args.model, *sorted(args.data.glob("*.jsonl")))
+        claim_state(state_file, identity_of(finetune_model, *files, settings=args.settings, benchmark=args.benchmark))
         losses = finetune(
             model,
             rows,
@@ -110,14 +111,16 @@ def finetune_model(args) -> None:
 
 def _train_embedded(config: EmbeddedModel, folder: Path, output: Path) -> None:
     """Trains from one seed after the other until a model is fit for use; a seed that failed is not tried again when
-    the job is. Raises ValueError, with every fault, if all attempts fail."""
+    the job is, unless settings or code have changed. Raises ValueError, with every fault, if all attempts fail."""
+    identity = identity_of(prepare_model, settings=config.model_dump(mode="json"))
     world = make_world(config.world_seed)
     tokenizer = make_tokenizer(all_texts(world))
     faults = []
     for seed in range(config.seed, config.seed + 1000 * config.attempts, 1000):
         failed = folder / f"failed_{seed}.json"
-        if not failed.exists():
+        if not failed.exists() or read_json(failed).get("identity") != identity:
             state_file = folder / f"state_{seed}.pt"
+            claim_state(state_file, identity)
             model = make_model(config.family, len(tokenizer), seed=seed, **config.size)
             losses = train_base(
                 model,
@@ -133,10 +136,10 @@ def _train_embedded(config: EmbeddedModel, folder: Path, output: Path) -> None:
             if not fault:
                 digest = save_model(model, tokenizer, folder / "weights")
                 write_json(output, {"weights": digest, "seed": seed, "final_loss": losses[-1], **scores})
-                state_file.unlink(missing_ok=True)
+                remove_state(state_file)
                 return
-            write_json(failed, {"fault": fault, **scores})
-            state_file.unlink(missing_ok=True)
+            write_json(failed, {"fault": fault, **scores, "identity": identity})
+            remove_state(state_file)
         faults.append(f"seed {seed}: {read_json(failed)['fault']}")
         print(f"not fit for use, {faults[-1]}", file=sys.stderr, flush=True)
     raise ValueError(

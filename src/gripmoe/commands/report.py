@@ -14,7 +14,7 @@ from gripmoe.reporting.manifest import mismatches
 
 def collect(args) -> None:
     """Tidy CSVs of all cells: a row per cell and metric, per cell and check, per cell and letter question."""
-    with recorded(beside(args.output), "gripmoe.reporting.collect"):
+    with recorded(beside(args.output), collect):
         collect_cells(args.cells, args.output, args.histories, args.answers)
 
 

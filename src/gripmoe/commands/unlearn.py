@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from gripmoe import distributed
-from gripmoe.checkpoint import remove_state
-from gripmoe.commands import beside, one_thread_unless_set, training_together
+from gripmoe.checkpoint import claim_state, remove_state
+from gripmoe.commands import beside, identity_of, one_thread_unless_set, training_together
 from gripmoe.config import load_run
 from gripmoe.constraints import held_trace
 from gripmoe.correction import holdout_report, make_correction
@@ -31,7 +31,10 @@ def unlearn(args) -> None:
     run = load_run(args.run)
     folder = args.output.parent
     one_thread_unless_set()
-    with training_together(args.output, beside(args.output), "gripmoe.unlearning", "gripmoe.correction"):
+    state_file = folder / "state.pt"
+    with training_together(args.output, beside(args.output), unlearn):
+        files = (args.run, args.model, args.reference, *sorted(args.data.glob("*.jsonl")))
+        claim_state(state_file, identity_of(unlearn, *files))
         model, tokenizer = load_model(args.model.parent / "weights")
         weights = {"model": read_json(args.model)["weights"]}
         moe = MoEModel(model)
@@ -69,7 +72,7 @@ def unlearn(args) -> None:
             replay=method.replay,
             critical_experts=method.critical_experts,
             corrected=make_correction(method, theta_0, trace, batch) if method.correction else None,
-            state_file=folder / "state.pt",
+            state_file=state_file,
             description=f"{run.objective}/{run.method_name}/{run.seed}",
         )
         digest = save_model(model, tokenizer, folder / "weights")
@@ -78,7 +81,7 @@ def unlearn(args) -> None:
             ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps}
             write_json(args.output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(constraint) / 1e6})
         distributed.wait_for_all()
-        remove_state(folder / "state.pt")
+        remove_state(state_file)
 
 
 def costs(outcome: Outcome) -> dict[str, float]:
@@ -117,7 +120,7 @@ def realign(args) -> None:
     run = load_run(args.run)
     folder = args.output.parent
     one_thread_unless_set()
-    with recorded(beside(args.output), "gripmoe.correction"):
+    with recorded(beside(args.output), realign):
         model, tokenizer = load_model(args.checkpoint.parent / "weights")
         moe = MoEModel(model)
         theta_0 = load_routers(args.model.parent / "weights", moe)

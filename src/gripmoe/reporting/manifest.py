@@ -27,6 +27,7 @@ def manifest(files: Sequence[Path], runs: Path) -> dict:
     return {
         "code": code_fingerprint(*CODE),
         "files": {str(file): file_digest(file) for file in (*sorted(files), runs)},
+        "results": str(runs.parent),
         "seeds": sorted({int(seed) for seed in cells.seed}),
         "cells": {"/".join(map(str, cell)): _provenance(runs.parent, cell) for cell in cells.itertuples(index=False)},
     }
@@ -36,10 +37,11 @@ def _provenance(results: Path, cell: pd.Series) -> dict:
     folder = results.joinpath(*map(str, cell))
     steps = {file.name.removesuffix(".provenance.json"): read_json(file) for file in folder.glob("*.provenance.json")}
     weights = folder / "checkpoint.json"
-    kept = ("code", "packages", "device", "python")
+    kept = ("step", "code", "packages", "device", "python")
     return {
         "steps": {name: {key: record.get(key) for key in kept} for name, record in sorted(steps.items())},
         "weights": read_json(weights)["weights"] if weights.exists() else None,
+        "settings": file_digest(settings) if (settings := folder / "run.yaml").exists() else None,
     }
 
 
@@ -54,4 +56,17 @@ def mismatches(path: Path) -> list[str]:
             faults.append(f"{name}: changed since the manifest was written")
     if code_fingerprint(*CODE) != written["code"]:
         faults.append("the code that draws and judges has changed")
+    stale: dict[str, list[str]] = {}
+    for cell, record in written["cells"].items():
+        for step in record["steps"].values():
+            if step.get("step") and code_fingerprint(step["step"]) != step["code"]:
+                stale.setdefault(step["step"], []).append(cell)
+        settings = Path(written["results"], cell, "run.yaml")
+        if record["settings"] and not (settings.exists() and file_digest(settings) == record["settings"]):
+            faults.append(f"{settings}: changed since the manifest was written")
+    faults += [f"{step}: its code has changed since it ran for {_listed(cells)}" for step, cells in stale.items()]
     return faults
+
+
+def _listed(cells: Sequence[str]) -> str:
+    return ", ".join(cells[:3]) + (f" and {len(cells) - 3} others" if len(cells) > 3 else "")
