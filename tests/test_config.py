@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gripmoe.config import ConfigError, load_run
+from gripmoe.config import load_run
 from gripmoe.files import write_yaml
+from gripmoe.parsing import ConfigError
 from gripmoe.project import Project
 
 CONFIG = Path(__file__).parents[1] / "workflow" / "config"

@@ -17,8 +17,8 @@ import pandas as pd
 
 from gripmoe.commands.geometry import fit_basis
 from gripmoe.commands.unlearn import unlearn
-from gripmoe.config import load_yaml
 from gripmoe.files import read_json, write_yaml
+from gripmoe.parsing import load_yaml
 from gripmoe.project import Project
 
 CONFIG = Path(__file__).parent / "config"

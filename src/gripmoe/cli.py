@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from gripmoe.config import ConfigError
+from gripmoe.parsing import ConfigError
 
 
 class Command(NamedTuple):

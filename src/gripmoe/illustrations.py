@@ -119,7 +119,7 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
         figure, (first, second, third) = plt.subplots(1, 3, figsize=(PAPER_WIDTH, 2.1))
         styles = {"router_gradient": "-", "expert_gradient": "--"}
         objectives = list(dict.fromkeys(gradients.index.get_level_values("objective")))
-        for objective, colour in zip(objectives, ("#d55e00", "#0072b2", "#009e73", "#cc79a7"), strict=False):
+        for objective, colour in zip(objectives, ("0.0", "0.35", "0.55", "0.75"), strict=False):
             for metric, style in styles.items():
                 line = gradients[objective, metric]
                 name = f"{labels.OBJECTIVES[objective]}, {metric.split('_')[0]}"
@@ -129,7 +129,8 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
         first.legend(frameon=False, fontsize=5)
         for method in dict.fromkeys(dimensions.index.get_level_values("method")):
             line = dimensions[method]
-            second.plot(line.index, line.values, marker="o", markersize=2.5, label=labels.method_label(method))
+            look = {"color": labels.colour(method), "linestyle": labels.line_style(method)}
+            second.plot(line.index, line.values, marker="o", markersize=2.5, label=labels.method_label(method), **look)
         second.set(xlabel="MoE layer", title=f"free of {hidden:.0f} dimensions")
         second.set_xticks(sorted(set(dimensions.index.get_level_values("layer"))))
         second.legend(frameon=False, fontsize=5)

@@ -14,15 +14,13 @@ from gripmoe.config import (
     OBJECTIVE_SETTINGS,
     Artefact,
     Benchmark,
-    ConfigError,
     Method,
     ModelConfig,
     Run,
     Training,
     World,
-    load_yaml,
-    parse_as,
 )
+from gripmoe.parsing import ConfigError, load_yaml, parse_as
 
 NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
 CATALOGUES = ("models", "benchmarks", "methods", "artefacts")

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from gripmoe.reporting import labels
-from gripmoe.reporting.claims import VERDICTS, claims_table, differences, judge, judged, load_claims
+from gripmoe.reporting.claims import VERDICTS, claims_table, differences, judge, judge_each, judged, load_claims
 from gripmoe.reporting.collect import COLUMNS
 
 ABOVE = {"metric": "routing_stability", "left": "a", "relation": ">", "right": "b"}
@@ -64,3 +64,19 @@ def test_the_table_counts_what_it_shows():
     assert sum(len(entries) for _, entries in table.blocks) == len(verdicts) == len(load_claims())
     assert set(verdicts) <= set(VERDICTS) and (verdicts == "holds").sum() >= 1
     assert f"{(verdicts == 'not measured').sum()} not measured" in table.notes[1]
+
+
+def test_runs_that_have_not_forgotten_do_not_count_unless_it_is_about_them():
+    data = runs(a=[0.9, 0.8, 0.1], b=[0.5, 0.4, 0.5])
+    missed = data.assign(metric="reached", value=[1, 1, 0, 1, 1, 1])
+    assert len(differences(pd.concat([data, missed]), ABOVE)) == 2
+    assert len(differences(pd.concat([data, missed]), {**ABOVE, "unreached": True})) == 3
+
+
+def test_a_statement_about_each_objective_needs_every_one():
+    good, bad = runs(a=[0.9, 0.8, 0.9], b=[0.1] * 3), runs(a=[0.1] * 3, b=[0.2] * 3)
+    pairs = differences(pd.concat([good, bad.assign(objective="gd")]), ABOVE)
+    assert judge_each(pairs, ABOVE)[0] != "does not hold", "all together it is not refuted"
+    assert judge_each(pairs, {**ABOVE, "each_objective": True})[0] == "does not hold"
+    few = differences(pd.concat([good, runs(a=[0.9], b=[0.1]).assign(objective="gd")]), ABOVE)
+    assert judge_each(few, {**ABOVE, "each_objective": True})[0] == "undecided", "one run under gd"

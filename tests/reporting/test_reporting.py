@@ -8,9 +8,10 @@ import pandas as pd
 import pytest
 import yaml
 from matplotlib.image import imread
+from PIL import Image
 
 import gripmoe.reporting
-from gripmoe.files import write_csv, write_json, write_yaml
+from gripmoe.files import file_digest, write_csv, write_json, write_yaml
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import COLUMNS, at_equal_forgetting, collect_cells, load_histories, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, paper_values
@@ -22,7 +23,7 @@ from gripmoe.reporting.figures import (
     stability_by_layer,
 )
 from gripmoe.reporting.paired import load_answers
-from gripmoe.reporting.tables import as_frame, as_latex, draw, interval, save, without_zeros
+from gripmoe.reporting.tables import Cell, Table, as_frame, as_latex, draw, interval, save, without_zeros
 
 COMPARISONS = Path(gripmoe.reporting.__file__).with_name("comparisons.yaml")
 
@@ -196,9 +197,25 @@ def test_all_formats_are_written(tmp_path):
 
 def test_pictures_do_not_change_without_a_reason(tmp_path):
     for name in ("a", "b"):
-        save_figure(routing_stability_by_layer(synthetic()), tmp_path / name)
-    for suffix in (".pdf", ".png"):
-        assert (tmp_path / "a").with_suffix(suffix).read_bytes() == (tmp_path / "b").with_suffix(suffix).read_bytes()
+        save_figure(routing_stability_by_layer(synthetic()), tmp_path / name / "stability")
+    for suffix in ("pdf", "png"):
+        assert len({(tmp_path / name / f"stability.{suffix}").read_bytes() for name in ("a", "b")}) == 1
+
+
+def test_tables_and_figures_name_their_source(tmp_path):
+    runs = tmp_path / "runs_w.csv"
+    runs.write_text("model")
+    save(comparison(synthetic(), "main_results"), tmp_path / "main_results", runs)
+    source = f"runs_w.csv sha256 {file_digest(runs)}; gripmoe code "
+    with Image.open(tmp_path / "main_results.png") as picture:
+        assert picture.text["Source"].startswith(source)
+    assert f"% {source}" in (tmp_path / "main_results.tex").read_text()
+    assert b"/Subject" in (tmp_path / "main_results.pdf").read_bytes()
+
+
+def test_headings_that_come_again_keep_their_numbers_in_the_csv():
+    table = Table(["A", "p", "B", "p", "C"], [], [("", [("row", [Cell(str(i), i) for i in range(5)], [])])])
+    assert as_frame(table).iloc[0][["A", "A: p", "B", "B: p", "C"]].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_layers_by_hand():

@@ -291,7 +291,7 @@ class TestRun:
         measured = {name: value for file in files for name, value in json.loads((cell / file).read_text()).items()}
         assert {"verbmem", "knowmem_forget", "knowmem_retain", "privleak", "routing_stability"} <= set(measured)
         assert measured["original_forced_verbmem"] == measured["original_verbmem"]
-        assert "forced_knowmem_forget" in measured and "relearned_after_20" in measured
+        assert "forced_knowmem_forget" in measured and "relearned_from_others_after_20" in measured
         assert (cell / "attack_questions.csv").stat().st_size > 100
         for name in ("muse_results.tex", "muse_attacks.png", "muse_tradeoff.pdf"):
             assert (finished / "paper_figures/news" / name).stat().st_size > 500

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from gripmoe.config import ConfigError
+from gripmoe.parsing import ConfigError
 from gripmoe.fingerprint import code_fingerprint
 from gripmoe.project import Project
+from gripmoe.reporting import RENDERING
 
 # The graph of a large world is millions of objects that stay: looking among them for garbage took an eighth of the time.
 gc.set_threshold(500_000, 20, 100)

@@ -56,15 +56,7 @@ for artefact in WORLD.artefacts:
             mem_mb=growing(2000),
             runtime=growing(30),
         params:
-            code=code_fingerprint(
-                "gripmoe.reporting.comparison",
-                "gripmoe.reporting.claims",
-                "gripmoe.reporting.paired",
-                "gripmoe.reporting.figures",
-                "gripmoe.reporting.plots",
-                "gripmoe.illustrations",
-                "gripmoe.reporting.collect",
-            ),
+            code=code_fingerprint(*RENDERING),
         shell:
             "papermill {input.notebook} {output.notebook} -p runs {input.runs} -p output {output.files[0]} > {log} 2>&1"
 

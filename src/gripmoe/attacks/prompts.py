@@ -97,4 +97,5 @@ def prompt_attacks(
     shuffled = [choices_shuffled(question) for question in questions]
     metrics["prompt_choice_shuffle"] = accuracy(ask(model, shuffled, prompt_of))
     metrics["prompt_recovery_rate"] = sum(metrics[f"prompt_{name}"] for name in names) / len(names) - plain
+    metrics["prompt_recovery_rate_paper"] = (metrics["prompt_five_shot"] + metrics["prompt_verse"]) / 2 - plain
     return metrics

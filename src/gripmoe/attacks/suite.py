@@ -148,7 +148,7 @@ def news_attacks(
     return {
         "expert forcing": _with_original(before, after, forcing),
         **_attacks_on_weights(before, after, tokenizer, prompts, recall, run.seed),
-        **_relearning(after, tokenizer, documents, None, recall, finetuning, run.seed),
+        **_relearning(after, tokenizer, None, documents, recall, finetuning, run.seed),
     }
 
 
@@ -190,13 +190,14 @@ def _attacks_on_weights(
 def _relearning(
     after: MoEModel,
     tokenizer,
-    documents: Sequence[Row],
-    benign: Sequence[Row] | None,
+    documents: Sequence[Row] | None,
+    benign: Sequence[Row],
     recall: Callable[[MoEModel], float],
     settings: Relearning | None,
     seed: int,
 ) -> dict[str, Attack]:
-    """What `recall` finds after finetuning on some documents, and on others that say nothing of what is asked."""
+    """What `recall` finds after finetuning on some documents, where there are any that do not hold the answers, and on
+    others that say nothing of what is asked."""
     if settings is None:
         return {}
 
@@ -204,7 +205,5 @@ def _relearning(
         known = relearning(after, rows, recall, settings, pad_id=tokenizer.pad_token_id, seed=seed, **options)
         return Found({f"{name}_after_{step}": value for step, value in known.items()})
 
-    attacks: dict[str, Attack] = {"relearning": lambda: curve("relearned", documents)}
-    if benign is not None:
-        attacks["relearning from other documents"] = lambda: curve("relearned_from_others", benign, checks=(20,))
-    return attacks
+    others = {"relearning from other documents": lambda: curve("relearned_from_others", benign, checks=(20,))}
+    return others if documents is None else {"relearning": lambda: curve("relearned", documents), **others}

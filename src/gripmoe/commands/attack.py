@@ -7,11 +7,12 @@ from pathlib import Path
 
 from gripmoe.attacks.suite import letter_attacks, news_attacks, run_attacks
 from gripmoe.commands import beside, identity_of, one_thread_unless_set
-from gripmoe.config import Relearning, load_run, parse_settings
+from gripmoe.config import Relearning, load_run
 from gripmoe.evaluation.report import load_answers
 from gripmoe.files import read_json, write_csv, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
+from gripmoe.parsing import parse_settings
 from gripmoe.provenance import recorded
 
 

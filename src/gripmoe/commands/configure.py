@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from gripmoe.config import Run, parse_settings
+from gripmoe.config import Run
 from gripmoe.files import write_yaml
+from gripmoe.parsing import parse_settings
 
 
 def configure(args) -> None:

@@ -10,7 +10,7 @@ from gripmoe import distributed
 from gripmoe.attacks.forcing import random_sets
 from gripmoe.checkpoint import claim_state, remove_state
 from gripmoe.commands import identity_of, one_thread_unless_set, training_together
-from gripmoe.config import Benchmark, Data, EmbeddedModel, FinetunedModel, ModelConfig, parse_settings
+from gripmoe.config import Benchmark, Data, EmbeddedModel, FinetunedModel, ModelConfig
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.muse import news_files
 from gripmoe.data.published import benchmark_files
@@ -22,6 +22,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, load_published, save_model
+from gripmoe.parsing import parse_settings
 from gripmoe.pretrain import train_base
 from gripmoe.provenance import recorded
 from gripmoe.worlds.documents import all_texts, make_world, wmdp_files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import torch
@@ -129,8 +130,13 @@ def realign(args) -> None:
         rows = load_corpus(args.retain_corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)
         batch = collate(rows, tokenizer.pad_token_id).to(model.device)
         report = holdout_report(moe, theta_0, trace, batch) if run.method.form == "paper" else {}
+        started = time.perf_counter()
         report |= make_correction(run.method, theta_0, trace, batch)(moe)
+        seconds = time.perf_counter() - started
         digest = save_model(model, tokenizer, folder / "weights")
         corrected = read_json(args.checkpoint)
         outcome = {"status": corrected["status"], "steps": corrected["steps"]}
+        if "seconds_per_step" in corrected:  # what the correction adds to the whole run
+            trained = corrected["seconds_per_step"] * corrected["steps"]
+            outcome["time_ratio"] = (trained + seconds) / trained
         write_json(args.output, {"weights": digest, **outcome, **report})

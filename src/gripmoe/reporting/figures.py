@@ -11,8 +11,9 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from gripmoe.files import atomic_path
-from gripmoe.reporting import labels
+from gripmoe.files import atomic_path, file_digest
+from gripmoe.fingerprint import code_fingerprint
+from gripmoe.reporting import RENDERING, labels
 
 PAPER_WIDTH = 5.5  # inches: the text width of the paper
 
@@ -41,9 +42,21 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def save_figure(figure: plt.Figure, stem: Path) -> None:
-    """Writes .pdf and .png beside `stem`, whatever its suffix; the same content gives the same bytes."""
-    for suffix, metadata in ((".pdf", {"CreationDate": None}), (".png", {"Software": None})):
+def made_of(runs: Path | None) -> str:
+    """In a line, what an artefact was made of: the table of runs with its checksum, and the code that drew it."""
+    source = f"{runs.name} sha256 {file_digest(runs)}; " if runs else ""
+    return f"{source}gripmoe code {code_fingerprint(*RENDERING)}"
+
+
+def save_figure(figure: plt.Figure, stem: Path, runs: Path | None = None) -> None:
+    """Writes .pdf and .png beside `stem`, whatever its suffix, with their source in their metadata; the same content
+    gives the same bytes."""
+    source = made_of(runs)
+    kinds = {
+        ".pdf": {"CreationDate": None, "Title": stem.stem, "Subject": source},
+        ".png": {"Software": None, "Title": stem.stem, "Source": source},
+    }
+    for suffix, metadata in kinds.items():
         with house_style(), atomic_path(stem.with_suffix(suffix)) as temporary:
             figure.savefig(temporary, format=suffix[1:], metadata=metadata)
     plt.close(figure)  # or a notebook shows it twice

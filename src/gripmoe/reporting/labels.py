@@ -93,6 +93,11 @@ METRICS = {
     "prompt_no_terms": "no terms",
     "prompt_choice_shuffle": "shuffled",
     "prompt_recovery_rate": "gain",
+    "prompt_recovery_rate_paper": "gain, 2",
+    "recovery_rate_paper": "shifted",
+    "num_shifted": "n",
+    "wrong_to_right": "W to R",
+    "right_to_wrong": "R to W",
     "restored_router_all": "routers",
     "restored_experts_worst_layer": "1 layer",
     "restored_single_expert": "1 expert",
@@ -123,7 +128,11 @@ METRIC_NOTES = {
     "routing_stability_representation_only": "with only its inputs changed",
     "forget_routing_stability": "on forget tokens",
     "forced_forget_accuracy": "under the original expert sets",
-    "forced_retain_accuracy": "RA under the original expert sets",
+    "forced_retain_accuracy": "RA on dev questions, under the original expert sets",
+    "recovery_rate_paper": "the paper's: forced FA of shifted questions - FA of all",
+    "num_shifted": "questions whose sets agree less than .999 with the original's",
+    "wrong_to_right": "answers that forcing sets right, and wrong",
+    "prompt_recovery_rate_paper": "the paper's: mean of 5 shots and verse minus plain",
     "recovery_rate": "forced FA - FA",
     "random_forced_forget_accuracy": "under random expert sets",
     "verbmem": "VerbMem, forget",
@@ -167,6 +176,7 @@ LOWER_IS_BETTER = {
     "forget_accuracy",
     "forced_forget_accuracy",
     "recovery_rate",
+    "recovery_rate_paper",
     "time_ratio",
     *(
         name
@@ -175,7 +185,14 @@ LOWER_IS_BETTER = {
         and name != "forced_retain_accuracy"
     ),
 }
-SHARES = {"recovery_rate", "prompt_recovery_rate", "time_ratio", "constraint_megabytes"}  # lower is better, no accuracy
+SHARES = {
+    "recovery_rate",
+    "recovery_rate_paper",
+    "prompt_recovery_rate",
+    "prompt_recovery_rate_paper",
+    "time_ratio",
+    "constraint_megabytes",
+}  # lower is better, no accuracy
 NEITHER_IS_BETTER = {
     "random_forced_forget_accuracy",
     "random_forced_knowmem_forget",
@@ -183,8 +200,11 @@ NEITHER_IS_BETTER = {
     "forget_routing_stability",
     "steps",
     "seconds_per_step",
+    "num_shifted",
+    "wrong_to_right",
+    "right_to_wrong",
 }
-COUNTS = {"steps"}
+COUNTS = {"steps", "num_shifted", "wrong_to_right", "right_to_wrong"}
 FRACTIONS = {"routing_stability", "auc_min_40"}  # where the other measures of a table are per cent
 
 

@@ -9,15 +9,8 @@ import pandas as pd
 
 from gripmoe.files import file_digest, read_json
 from gripmoe.fingerprint import code_fingerprint
+from gripmoe.reporting import RENDERING
 from gripmoe.reporting.collect import KEYS, load_runs
-
-CODE = (
-    "gripmoe.reporting.comparison",
-    "gripmoe.reporting.paired",
-    "gripmoe.reporting.claims",
-    "gripmoe.reporting.plots",
-    "gripmoe.illustrations",
-)
 
 
 def manifest(files: Sequence[Path], runs: Path) -> dict:
@@ -25,7 +18,7 @@ def manifest(files: Sequence[Path], runs: Path) -> dict:
     the provenance that each step wrote: code, packages, device."""
     cells = load_runs(runs, kind=None)[KEYS].drop_duplicates()
     return {
-        "code": code_fingerprint(*CODE),
+        "code": code_fingerprint(*RENDERING),
         "files": {str(file): file_digest(file) for file in (*sorted(files), runs)},
         "results": str(runs.parent),
         "seeds": sorted({int(seed) for seed in cells.seed}),
@@ -54,7 +47,7 @@ def mismatches(path: Path) -> list[str]:
             faults.append(f"{name}: missing")
         elif file_digest(Path(name)) != digest:
             faults.append(f"{name}: changed since the manifest was written")
-    if code_fingerprint(*CODE) != written["code"]:
+    if code_fingerprint(*RENDERING) != written["code"]:
         faults.append("the code that draws and judges has changed")
     stale: dict[str, list[str]] = {}
     for cell, record in written["cells"].items():

@@ -112,8 +112,9 @@ def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
             for where, style in (("fit", ":"), ("other", "-")):
                 line = means[form, where]
                 text = f"{'paper' if form == 'paper' else 'sound'}, {'its own' if where == 'fit' else 'other'} tokens"
-                colour = labels.colour("expert_specific" if form == "sound" else method)
-                axes.plot(line.index, line.values, style, marker="o", markersize=2.5, color=colour, label=text)
+                colour = labels.colour(method)
+                filled = {} if form == "sound" else {"markerfacecolor": "white"}
+                axes.plot(line.index, line.values, style, marker="o", markersize=3, color=colour, label=text, **filled)
         if not hidden.empty:
             axes.axvline(hidden.iloc[0], color="0.6", linewidth=0.7, linestyle="--")
             axes.text(hidden.iloc[0] * 1.05, 0.02, "as many as dimensions", fontsize=5.5, color="0.4")

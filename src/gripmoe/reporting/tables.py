@@ -12,7 +12,7 @@ import pandas as pd
 from scipy import stats
 
 from gripmoe.files import atomic_path, write_text
-from gripmoe.reporting.figures import PAPER_WIDTH, house_style, save_figure
+from gripmoe.reporting.figures import PAPER_WIDTH, house_style, made_of, save_figure
 
 MISSING = "–"
 NOTE_CHARACTERS = 145  # of a note in the width of a table
@@ -48,6 +48,7 @@ class Table:
     label_width: float = 1.5  # inches
     label_size: float = 6.5  # points
     heading: str = "Method"
+    data: pd.DataFrame | None = None  # what the CSV holds, if not the cells
 
 
 def interval(values: pd.Series, level: float = 0.95) -> tuple[float, float | None]:
@@ -62,17 +63,28 @@ def interval(values: pd.Series, level: float = 0.95) -> tuple[float, float | Non
 
 
 def as_frame(table: Table) -> pd.DataFrame:
-    """One row per table row: measured means and half-widths, and the paper's values in columns of their own."""
-    rows = []
+    """One row per table row: measured means and half-widths (or texts), and the paper's values in columns of their
+    own; or what the table says of itself. A heading that comes again is named with the one before it."""
+    if table.data is not None:
+        return table.data
+    names, rows = [], []
+    for number, name in enumerate(table.columns):
+        again = table.columns.count(name) > 1
+        names.append(f"{table.columns[_last_unique(table.columns, number)]}: {name}" if again else name)
     for block, entries in table.blocks:
         for label, measured, paper in entries:
             row: dict = {"block": block, "row": label}
-            for name, cell in zip(table.columns, measured, strict=True):
-                row |= {name: cell.value, f"{name} ±": cell.half_width}
+            for name, cell in zip(names, measured, strict=True):
+                row |= {name: cell.text if cell.value is None and cell.text != MISSING else cell.value}
+                row |= {f"{name} ±": cell.half_width}
             for name, cell in zip(table.paper_columns, paper, strict=True):
                 row[f"paper: {name}"] = cell.value
             rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _last_unique(names: list[str], number: int) -> int:
+    return max(i for i in range(number + 1) if names.count(names[i]) == 1)
 
 
 def as_latex(table: Table) -> str:
@@ -183,9 +195,9 @@ def draw(table: Table) -> plt.Figure:
     return figure
 
 
-def save(table: Table, stem: Path) -> None:
-    """Writes .csv, .tex, .pdf and .png beside `stem`, whatever its suffix."""
+def save(table: Table, stem: Path, runs: Path | None = None) -> None:
+    """Writes .csv, .tex, .pdf and .png beside `stem`, whatever its suffix; all but .csv name the source, `runs`."""
     with atomic_path(stem.with_suffix(".csv")) as temporary:
         as_frame(table).to_csv(temporary, index=False)
-    write_text(stem.with_suffix(".tex"), as_latex(table))
-    save_figure(draw(table), stem)
+    write_text(stem.with_suffix(".tex"), f"% {made_of(runs)}\n{as_latex(table)}")
+    save_figure(draw(table), stem, runs)
