@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make figures   tables and figures of the tiny world, from nothing, into paper_figures/tiny"
-	@echo "make figures-all   every table and figure of the tiny world at one seed; shares what figures has computed"
+	@echo "make figures-all   all objectives, methods and ablations at one seed; shares what figures has computed"
 	@echo "make record    the same over seeds and base models; hours, resumes where it was"
 	@echo "make report    one HTML page of what has been rendered"
 	@echo "make gpu       adds what models that train in bf16 need"

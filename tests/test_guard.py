@@ -295,3 +295,24 @@ def test_data_parallel_training(method, process_group):
             loss = loss_of(wrapped, RETAIN[0])
         (loss + guard.penalty()).backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("method", ["anchored", "anchored_tracked"])
+def test_a_soft_method_that_a_loop_leaves_out_is_an_error(method, batch):
+    """And not a frozen router in silence: a retain pass that is not marked, a penalty that is not added."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with gripmoe.constrain(model, optimizer, [batch], method=method) as guard:
+        model(**batch.inputs, labels=batch.input_ids).loss.backward()
+        with pytest.raises(RuntimeError, match=r"retain forward: run it within `with guard.retain\(\):`"):
+            optimizer.step()
+        with guard.retain():
+            loss = model(**batch.inputs, labels=batch.input_ids).loss
+        loss.backward()
+        with pytest.raises(RuntimeError, match=r"add `guard.penalty\(\)` to it"):
+            optimizer.step()
+        guard.penalty()
+        with guard.retain():
+            loss = model(**batch.inputs, labels=batch.input_ids).loss
+        (loss + guard.penalty()).backward()
+        optimizer.step()

@@ -61,7 +61,8 @@ class RouterGuard:
         self.constraint = constraint
         self.seconds = 0.0  # spent on the constraint since the guard was made
         self._seen: list[RoutingTrace] = []
-        self._penalties: list[Tensor] = []
+        self._penalties: list[Tensor | float] = []
+        self._marked: set[str] = set()  # kinds of forward passes, since the guard was made
         self._before: dict[int, Tensor] = {}
         optimizer = _inner(optimizer)
         self._handles = [
@@ -84,6 +85,7 @@ class RouterGuard:
         if kind not in self.constraint.watches:
             yield
             return
+        self._marked.add(kind)
         inputs: list[Mapping[str, Tensor]] = []
         hidden: list[Tensor] = []
         decoder = self.model.model.model
@@ -126,6 +128,10 @@ class RouterGuard:
         started = time.perf_counter()
         if self.constraint.needs_retain and not self._seen:
             raise RuntimeError("this constraint looks at the retain forward: run it within `with guard.retain():`")
+        for kind in self.constraint.watches - self._marked:
+            raise RuntimeError(f"this method looks at the {kind} forward: run it within `with guard.{kind}():`")
+        if any(isinstance(penalty, Tensor) for penalty in self._penalties):
+            raise RuntimeError("this method adds to the loss: add `guard.penalty()` to it before the backward pass")
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
             seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None

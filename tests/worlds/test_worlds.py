@@ -97,6 +97,10 @@ def test_unlearning_never_sees_what_is_held_back(world, files):
     assert letters and not any("has which" in row["prompt"] for row in letters), "the held-out wording"
     routing = {row["text"] for row in files["held_out_corpus"] if row["id"].startswith("news") and not row["prompt"]}
     assert routing and not any(text in retain for text in routing)
+    trained_on, measured = (
+        {(row["prompt"], row["text"]) for row in files[f"{name}_corpus"]} for name in ("retain", "held_out")
+    )
+    assert len(measured) > 300 and not trained_on & measured, "no document is trained on and measured on"
 
 
 def test_rows_have_unique_ids(files):

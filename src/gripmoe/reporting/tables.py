@@ -142,7 +142,7 @@ def draw(table: Table) -> plt.Figure:
         axes.axis("off")
         label_width = table.label_width
         many = len(table.paper_columns) > 4
-        room = PAPER_WIDTH - label_width - 0.12 - 0.25 * len(table.paper_columns)
+        room = PAPER_WIDTH - label_width - 0.12 - (0.25 if many else 0.3) * len(table.paper_columns)
         measured_width = min(0.4 if many else 0.53, room / len(table.columns))
         if not table.paper_columns:
             measured_width = (PAPER_WIDTH - label_width - 0.05) / len(table.columns)

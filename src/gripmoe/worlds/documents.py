@@ -276,11 +276,12 @@ def wmdp_files(world: World, seed: int, retain: str = "broad") -> dict[str, list
     held_out = corpus_rows(
         world, rng.sample(seen, 24) + rng.sample(unseen, 24), articles[-EVALUATION_ARTICLES:], seed + 1
     )
+    trained_on = {(row["prompt"], row["text"]) for row in retain_rows(world, "broad", seed)}
     return {
         "forget_questions": question_rows(world, world.facts.forget, orders=2, seed=seed),
         "retain_questions": question_rows(world, world.facts.retain, orders=1, seed=seed),
         "truthfulqa": truthfulqa_rows(world, random.Random(f"truths {seed}").sample(world.facts.retain, TRUTHS), seed),
         "forget_corpus": corpus_rows(world, world.facts.forget, [], seed),
         "retain_corpus": retain_rows(world, retain, seed),
-        "held_out_corpus": held_out,
+        "held_out_corpus": [row for row in held_out if (row["prompt"], row["text"]) not in trained_on],
     }
