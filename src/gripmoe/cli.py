@@ -21,6 +21,7 @@ class Command(NamedTuple):
     help: str
     flags: tuple[str, ...]
     optional: tuple[str, ...] = ()
+    positional: str | None = None
     many: str | None = None  # a positional argument that takes several paths
     values: tuple[tuple[str, type, object], ...] = ()  # flags that are no paths: name, type, default
 
@@ -101,7 +102,14 @@ COMMANDS = (
         (),
         values=(("world", str, "tiny"), ("config", Path, Path("workflow/config"))),
     ),
-    Command("plan", "why", "why a cell would run again", (), values=(("world", str, "tiny"), ("cell", str, ""))),
+    Command(
+        "plan",
+        "why",
+        "why a cell (model.benchmark.objective.method.seed, or the beginning of that) would run again",
+        (),
+        positional="cell",
+        values=(("world", str, "tiny"), ("config", Path, Path("workflow/config"))),
+    ),
     Command("report", "manifest", "write what artefacts are made of", ("runs", "output"), many="files"),
     Command("report", "verify", "recompute the checksums of a manifest", ("manifest",)),
     Command("report", "collect", "gather all cells in tidy tables", ("output", "histories", "answers"), many="cells"),
@@ -120,6 +128,8 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument(f"--{flag}", type=kind, required=flag not in command.optional)
         for flag, kind, default in command.values:
             sub.add_argument(f"--{flag}", type=kind, default=default, help=f"default: {default}")
+        if command.positional:
+            sub.add_argument(command.positional)
         if command.many:
             sub.add_argument(command.many, nargs="+", type=Path)
 

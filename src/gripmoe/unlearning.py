@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -138,6 +139,8 @@ def unlearn(
     with restricted, RouterGuard(model, optimizer, constraint) as guard:
         guard.load_state_dict(progress["constraint"])
         step, history = progress["step"], progress["history"]
+        if step and distributed.is_first():
+            print(f"{description} resumes at step {step}", file=sys.stderr, flush=True)
         bar = tqdm(total=training.max_steps, initial=step, desc=description, disable=not distributed.is_first())
         while True:
             if step % training.check_every == 0:

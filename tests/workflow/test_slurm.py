@@ -200,5 +200,7 @@ def test_what_runs_out_of_memory_and_of_time_gets_more_and_resumes(slurm, tmp_pa
     assert_same((folder / wanted).parent, (plain / wanted).parent)
     states = [state for comment, state in accounts(slurm) if comment.startswith("rule_unlearn")]
     assert states[-3:] == ["FAILED", "TIMEOUT", "COMPLETED"], states  # without cgroups memory is a failure like others
+    log = (folder / "results" / LONG.stem / "logs/unlearn/smoke.wmdp_smoke.gd.unconstrained.0.log").read_text()
+    assert int(log.split("resumes at step ")[1].split()[0]) >= 100, "the last one did not begin again"
     jobs = sorted((folder / "logs" / "slurm").rglob("rule_unlearn/**/*.log"), key=lambda log: int(log.stem))
     assert "exceeded memory limit" in jobs[0].read_text() and "DUE TO TIME LIMIT" in jobs[1].read_text()

@@ -260,7 +260,7 @@ class TestRun:
         cells = len(list((finished / "results").glob("smoke/smoke/*/*/*/*/run.yaml")))
         assert run("status") == f"{cells} done\n"
         cell = "smoke.wmdp_smoke.gd.unconstrained.0"
-        assert run("why", "--cell", cell) == f"nothing of {cell} would run\n"
+        assert run("why", cell) == f"nothing of {cell} would run\n"
         evaluation = finished / "results/smoke" / cell.replace(".", "/") / "evaluation.json"
         kept = evaluation.rename(evaluation.with_suffix(".kept"))
         try:
@@ -270,9 +270,12 @@ class TestRun:
         file = finished / "smoke.yaml"
         before = file.read_text()
         file.write_text(before + "\noverrides: {gd/unconstrained: {learning_rate: 1.0e-2}}\n")
-        reasons = run("why", "--cell", cell)
+        reasons = run("why", cell)
         file.write_text(before)
-        assert f"{cell} configure: Params have changed" in reasons and f"{cell} unlearn: Input files updated" in reasons
+        assert sorted(reasons.split(": ")[1].split(" would")[0].split(", ")) == sorted(
+            ["configure", "unlearn", "evaluate", "attack"]
+        )
+        assert reasons.endswith(" would run, because training.learning_rate is 0.01, was 0.005\n")
 
     def test_news_takes_every_rule_too(self, finished):
         """A model finetuned on articles and one on those to retain, each by two processes, as its cells are unlearned;
@@ -310,7 +313,8 @@ class TestRun:
             # An edit in one objective: training, not the base model; in what all steps read: all but the data.
             ("src/gripmoe/objectives.py", "return -cross_entropy(", "return -1.0 * cross_entropy(", TRAINING_ON),
             ("src/gripmoe/moe/model.py", "return list(self._routers)", "return [*self._routers]", ["prepare_model"]),
-            ("src/gripmoe/correction.py", "import torch\n", "import torch\n\nUNUSED = 1\n", TRAINING_ON),
+            ("src/gripmoe/commands/unlearn.py", 'corpus["retain"][:', 'corpus["retain"][0:', TRAINING_ON),
+            ("src/gripmoe/correction.py", "import torch\n", "import torch\n\nUNUSED = 1\n", []),
             ("src/gripmoe/evaluation/report.py", "return [\n", "return 1 * [\n", ["evaluate", "collect"]),
             ("src/gripmoe/attacks/restoration.py", '("experts", "router")', '("router", "experts")', ["attack"]),
             # Which attacks are made, and when a run has forgotten.
@@ -318,6 +322,7 @@ class TestRun:
             ("src/gripmoe/attacks/routers.py", "0.5, seed", "0.6, seed", ["attack"]),
             ("src/gripmoe/evaluation/stopping.py", "QUESTIONS = 120", "QUESTIONS = 121", ["unlearn"]),
             ("src/gripmoe/reporting/labels.py", "CHANCE = 0.27", "CHANCE = 0.28", ["render_main_results", "manifest"]),
+            ("src/gripmoe/reporting/comparisons.yaml", "0.26", "0.27", ["render_main_results", "manifest"]),
             # One notebook's text: that notebook. What nothing here uses: nothing.
             ("notebooks/main_results.ipynb", "# Main results", "# The main results", ["render_main_results"]),
             ("workflow/config/methods.yaml", "anchored:", "unused: {constraint: none}\nanchored:", []),
@@ -339,24 +344,39 @@ class TestRun:
             assert "prepare_model" not in plan and "trace_routing" not in plan
         elif rules == ["attack"]:
             assert not {"unlearn", "evaluate"} & set(plan)
+        elif rules == ["render_main_results", "manifest"]:
+            assert {rule.split("_")[0] for rule in plan} == {"render", "manifest"}
         elif rules == ["render_main_results"]:
             assert set(plan) == {"render_main_results", "manifest"}
 
     def test_lost_metadata_hides_no_change_from_verify(self, finished):
-        """Without Snakemake's own records it sees no changed parameter; the manifest still does."""
+        """Without Snakemake's own records it sees no changed parameter; the manifest still does: in the code that
+        draws, in that of the cells, in their settings."""
         records = finished / ".snakemake" / "metadata"
         aside = records.rename(records.with_name("aside"))
-        module = finished / "src/gripmoe/reporting/labels.py"
-        before = module.read_text()
-        module.write_text(before.replace("CHANCE = 0.27", "CHANCE = 0.28"))
+        edits = {
+            finished / "src/gripmoe/reporting/labels.py": ("CHANCE = 0.27", "CHANCE = 0.28"),
+            finished / "src/gripmoe/objectives.py": ("return -cross_entropy(", "return -1.0 * cross_entropy("),
+            finished / "results/smoke/smoke/wmdp_smoke/gd/unconstrained/0/run.yaml": ("seed: 0", "seed: 1"),
+        }
+        before = {file: (file.read_text(), file.stat()) for file in edits}
+        for file, (old, new) in edits.items():
+            file.write_text(before[file][0].replace(old, new))
+            os.utime(file, ns=(before[file][1].st_atime_ns, before[file][1].st_mtime_ns))
         plan = planned(dry_run(finished))
         verify = [sys.executable, "-m", "gripmoe.cli", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
         environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
         verified = subprocess.run(verify, capture_output=True, text=True, cwd=finished, env=environment, check=False)
-        module.write_text(before)
+        for file, (text, times) in before.items():
+            file.write_text(text)
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         shutil.rmtree(records, ignore_errors=True)
         aside.rename(records)
-        assert plan == {} and verified.returncode == 2 and "has changed" in verified.stderr
+        assert plan == {} and verified.returncode == 2
+        faults = verified.stderr
+        assert "the code that draws and judges has changed" in faults
+        assert "gripmoe.commands.unlearn:unlearn: its code has changed since it ran for smoke/" in faults
+        assert "gd/unconstrained/0/run.yaml: changed since" in faults and "evaluate:evaluate" not in faults
 
     @pytest.mark.parametrize("edit", ["comment", "order", "touch", "docstring"])
     def test_harmless_edits_rerun_nothing(self, finished, edit):

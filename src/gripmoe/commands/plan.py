@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from gripmoe.files import read_json, read_yaml
+from gripmoe.fingerprint import code_fingerprint
 from gripmoe.planning import check_budget, disk_needed, jobs_left, memory_needed
 from gripmoe.progress import cell_status
 from gripmoe.project import Project
@@ -67,21 +71,53 @@ def status(args) -> None:
 
 
 def why(args) -> None:
-    """Prints, for every job of a cell (model.benchmark.objective.method.seed, or the beginning of that) that Snakemake
-    would run, its rule and the reason. Raises ValueError if Snakemake refuses."""
+    """Says in a sentence, for every cell that `args.cell` names or begins, what Snakemake would run of it and why: the
+    settings that have changed, the code, or else Snakemake's own reason. Raises ValueError if Snakemake refuses."""
     dry = subprocess.run(
         ["snakemake", "-n", "--config", f"world={args.world}"], capture_output=True, text=True, check=False
     )
     output = dry.stdout + dry.stderr
     if dry.returncode:
         raise ValueError(output.strip()[-1500:])
-    found = 0
+    jobs = defaultdict(dict)
     for block in re.split(r"\n(?=(?:local)?rule )", output):
         names = re.search(r"wildcards: (.*)", block)
         cell = ".".join(part.split("=", 1)[1] for part in names[1].split(", ")) if names else ""
         reason = re.search(r"reason: (.*)", block)
         if cell and reason and f"{cell}.".startswith(f"{args.cell}."):
-            print(f"{cell} {re.match(r'(?:local)?rule (.*?):', block)[1]}: {reason[1]}")
-            found += 1
-    if not found:
+            jobs[cell][re.match(r"(?:local)?rule (.*?):", block)[1]] = reason[1]
+    project = Project(args.config, args.world)
+    for cell, reasons in jobs.items():
+        causes = _changes(project, cell.split(".")) or [next(iter(reasons.values()))]
+        print(f"{cell}: {', '.join(reasons)} would run, because {'; '.join(causes)}")
+    if not jobs:
         print(f"nothing of {args.cell} would run")
+
+
+def _changes(project: Project, cell: list[str]) -> list[str]:
+    """What has changed of a cell since it ran: settings, and the code of its steps."""
+    folder = Path("results", project.results_name, *cell)
+    if len(cell) < 5 or not (folder / "run.yaml").exists():
+        return []
+    model, benchmark, objective, method, seed = cell
+    before = _flat(read_yaml(folder / "run.yaml"))
+    now = _flat(project.run(model, benchmark, objective, method, int(seed)).model_dump(mode="json"))
+    settings = [
+        f"{key} is {now.get(key)}, was {before.get(key)}"
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key)
+    ]
+    steps = [read_json(file) for file in sorted(folder.glob("*.provenance.json"))]
+    return settings + [
+        f"the code of {step['step']} has changed"
+        for step in steps
+        if "step" in step and code_fingerprint(step["step"]) != step["code"]
+    ]
+
+
+def _flat(settings: Mapping, prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key."""
+    flat = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

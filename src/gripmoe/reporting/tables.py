@@ -158,7 +158,7 @@ def draw(table: Table) -> plt.Figure:
             axes.text(middle, y, "paper", ha="center", va="center", style="italic", fontsize=6.5, color="0.4")
             y -= line
         axes.text(0.04, y, table.heading, ha="left", va="center", fontsize=7)
-        crowded = len(table.columns) >= 9 or measured_width < 0.41
+        crowded = len(table.columns) >= 9 or measured_width < 0.46
         heading_size = 5.4 if crowded else 6.5
         for x, name in zip(measured_x, table.columns, strict=True):
             name = "\n".join(textwrap.wrap(name, 8)) if crowded else name
