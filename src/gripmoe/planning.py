@@ -46,6 +46,8 @@ def jobs_left(project: Project, results: Path) -> list[Job]:
     def add(rule: str, cell: tuple, output: Path) -> None:
         if not output.exists():
             hours, recorded = _hours(project, results, rule, cell)
+            if recorded and rule in ("unlearn", "finetune_model"):
+                hours *= project.processes(cell[0], cell[3] if len(cell) > 1 else None)  # hours of each of its GPUs
             left.append(Job(rule, ".".join(map(str, cell)), hours, recorded))
 
     for name in dict.fromkeys([*project.world.models, *_oracles(project), *_bases(project)]):

@@ -109,6 +109,17 @@ def test_mistakes_end_before_any_job(tmp_path, change, message):
     assert not (tmp_path / "results").exists()
 
 
+def test_a_budget_refuses_before_any_job(tmp_path):
+    output = snakemake("--cores", 1, "--config", f"world={SMOKE}", "budget=0.1", directory=tmp_path, check=False)
+    assert "hours exceed the budget of 0.1. Most expensive: prepare_model smoke 0.13 h" in output
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_the_plan_is_a_target(tmp_path):
+    output = snakemake("plan", "--cores", 1, "--config", f"world={SMOKE}", directory=tmp_path)
+    assert "hours each" in output and "prepare_model" in output
+
+
 def test_unknown_config_key_is_refused(tmp_path):
     output = snakemake("-n", "--config", "wrld=tiny", directory=tmp_path, check=False)
     assert "unknown key 'wrld'" in output
@@ -116,7 +127,7 @@ def test_unknown_config_key_is_refused(tmp_path):
 
 def test_the_snakefile_imports_nothing_heavy():
     code = (
-        "import sys; import gripmoe.project, gripmoe.fingerprint;"
+        "import sys; import gripmoe.project, gripmoe.fingerprint, gripmoe.planning, gripmoe.reporting;"
         "print([m for m in ('torch', 'transformers', 'numpy', 'pandas', 'lm_eval') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

@@ -5,6 +5,25 @@ import os
 import shutil
 import subprocess
 
+from gripmoe.planning import check_budget, jobs_left
+
+
+localrules:
+    plan,
+
+
+rule plan:
+    """What is left to do, what it costs, whether it fits: `snakemake plan`."""
+    log:
+        f"{LOGS}/plan_{PROJECT.name}.log",
+    conda:
+        ENVIRONMENT
+    params:
+        world=PROJECT.world_file,
+        config=PROJECT.folder,
+    shell:
+        "gripmoe plan --world {params.world} --config {params.config} 2>&1 | tee {log}"
+
 
 def orphans():
     """Jobs of an earlier run in this folder that are still in the queue, one line each."""
@@ -22,7 +41,17 @@ def orphans():
     ]
 
 
+def refuse_above_budget():
+    """`--config budget=HOURS`: no job is submitted if all that is left takes more."""
+    try:
+        check_budget(jobs_left(PROJECT, Path(RESULTS)), float(config["budget"]))
+    except ValueError as error:
+        raise WorkflowError(f"--config budget: {error}")
+
+
 onstart:
+    if workflow.is_main_process and "budget" in config:
+        refuse_above_budget()
     if left := orphans():
         raise WorkflowError(
             "jobs of an earlier run are still in the queue:\n  "

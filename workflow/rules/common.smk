@@ -18,9 +18,9 @@ gc.set_threshold(500_000, 20, 100)
 
 CONFIG = Path(workflow.basedir) / "workflow" / "config"
 
-unknown_keys = sorted(set(config) - {"world"})
+unknown_keys = sorted(set(config) - {"world", "budget"})
 if unknown_keys:
-    raise WorkflowError(f"--config: unknown key {unknown_keys[0]!r}; the only one is world")
+    raise WorkflowError(f"--config: unknown key {unknown_keys[0]!r}; valid keys: world, budget")
 try:
     PROJECT = Project(CONFIG, str(config.get("world", "tiny")))
 except ConfigError as error:
