@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -116,9 +118,11 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
     dimensions = ranks.groupby(["method", "layer"]).free.mean()
     convergence = kaczmarz_convergence()
     with house_style():
-        figure, (first, second, third) = plt.subplots(1, 3, figsize=(PAPER_WIDTH, 2.1))
         styles = {"router_gradient": "-", "expert_gradient": "--"}
         objectives = list(dict.fromkeys(gradients.index.get_level_values("objective")))
+        methods = list(dict.fromkeys(dimensions.index.get_level_values("method")))
+        legend = 0.1 * max(len(objectives), len(methods))  # inches below the panels
+        figure, (first, second, third) = plt.subplots(1, 3, figsize=(PAPER_WIDTH, 1.9 + legend))
         for objective, colour in zip(objectives, ("0.0", "0.35", "0.55", "0.75"), strict=False):
             for metric, style in styles.items():
                 line = gradients[objective, metric]
@@ -126,14 +130,12 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
                 first.plot(line.index, line.values, style, color=colour, linewidth=1, label=name)
         first.set_yscale("log")
         first.set(xlabel="step", title="RMS gradient per element")
-        first.legend(frameon=False, fontsize=5)
-        for method in dict.fromkeys(dimensions.index.get_level_values("method")):
+        for method, marker in zip(methods, itertools.cycle("os^vDP*X"), strict=False):
             line = dimensions[method]
-            look = {"color": labels.colour(method), "linestyle": labels.line_style(method)}
-            second.plot(line.index, line.values, marker="o", markersize=2.5, label=labels.method_label(method), **look)
+            look = {"color": labels.colour(method), "linestyle": labels.line_style(method), "marker": marker}
+            second.plot(line.index, line.values, markersize=2.5, label=labels.method_label(method), **look)
         second.set(xlabel="MoE layer", title=f"free of {hidden:.0f} dimensions")
         second.set_xticks(sorted(set(dimensions.index.get_level_values("layer"))))
-        second.legend(frameon=False, fontsize=5)
         drawn = convergence[convergence.draws >= 0]
         third.plot(
             drawn.draws.clip(lower=0.5), drawn.violation, marker="o", markersize=2.5, color=labels.colour("ptc_paper")
@@ -146,6 +148,10 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
                    color=labels.colour("expert_specific"))  # fmt: skip
         third.set_xscale("log")
         third.set(xlabel="draws of Algorithm 1", title="violation left")
+        for panel, columns in ((first, 2), (second, 1)):
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.36), "ncol": columns, "columnspacing": 0.8}
+            if panel.lines:
+                panel.legend(frameon=False, fontsize=5, labelspacing=0.15, **below)
         figure.tight_layout(w_pad=1.2)
     numbers = pd.concat(
         [

@@ -77,10 +77,11 @@ def comparison(runs: pd.DataFrame, name: str) -> Table:
 
 
 def _with_all_methods(rows: list[dict], runs: pd.DataFrame) -> list[dict]:
-    """The listed rows and every other measured method, in the order of labels.METHODS."""
+    """The listed rows and every other measured method, in the order of labels.METHODS; not the rows of a sweep, which
+    have a table of their own."""
     listed = {row["method"]: row for row in rows}
     order = [m for m in labels.METHODS if m in set(runs.method) or m in listed]
-    order += sorted(set(runs.method) - set(order))
+    order += sorted(m for m in set(runs.method) - set(order) if "_eps_" not in m)
     return [listed.get(method, {"method": method}) for method in order]
 
 
