@@ -69,7 +69,7 @@ def main() -> None:
     write_text(OUTPUT / "tables.md", "\n".join(parts))
     draw_pictures(runs)
     runs = pd.concat([runs, *of_their_own.values()]).drop_duplicates([*KEYS, "metric"])
-    compact = runs[runs.metric.isin(shown)].sort_values([*KEYS, "metric"])
+    compact = runs[runs.metric.isin(shown)].dropna(subset="value").sort_values([*KEYS, "metric"])
     write_text(OUTPUT / "runs.csv", compact.to_csv(index=False, float_format="%.4g"))
     print(f"{len(runs[KEYS].drop_duplicates())} cells, {len(compact)} numbers in {OUTPUT}")
 

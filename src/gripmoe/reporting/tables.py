@@ -142,7 +142,12 @@ def draw(table: Table) -> plt.Figure:
         axes.axis("off")
         label_width = table.label_width
         many = len(table.paper_columns) > 4
-        room = PAPER_WIDTH - label_width - 0.12 - (0.25 if many else 0.3) * len(table.paper_columns)
+        room = (
+            PAPER_WIDTH
+            - label_width
+            - 0.12
+            - (0.25 if many or len(table.columns) < 7 else 0.3) * len(table.paper_columns)
+        )
         measured_width = min(0.4 if many else 0.53, room / len(table.columns))
         if not table.paper_columns:
             measured_width = (PAPER_WIDTH - label_width - 0.05) / len(table.columns)
@@ -158,7 +163,7 @@ def draw(table: Table) -> plt.Figure:
             axes.text(middle, y, "paper", ha="center", va="center", style="italic", fontsize=6.5, color="0.4")
             y -= line
         axes.text(0.04, y, table.heading, ha="left", va="center", fontsize=7)
-        crowded = len(table.columns) >= 9 or measured_width < 0.46
+        crowded = len(table.columns) >= 9 or measured_width < 0.5
         heading_size = 5.4 if crowded else 6.5
         for x, name in zip(measured_x, table.columns, strict=True):
             name = "\n".join(textwrap.wrap(name, 8)) if crowded else name
