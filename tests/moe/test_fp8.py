@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from test_families import make, rows
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from conftest import random_batch, small_model
+from gripmoe.data.documents import collate
 from gripmoe.moe import MoEModel, fp8
 
 OFFSETS = torch.tensor([16, 16, 48, 64], dtype=torch.int32)  # one expert has no token
@@ -57,42 +59,31 @@ def test_random_numbers_give_nearly_the_product_and_gradients():
         assert 0.01 < relative(found, wanted) < 0.06
 
 
+def outputs(moe, batch, precision):
+    """Logits, and the gradients of the experts of the first layer."""
+    moe.model.zero_grad()
+    with fp8.expert_precision(moe, precision):
+        logits = moe.model(**batch.inputs).logits
+        logits.square().mean().backward()
+    return [logits.detach(), *(p.grad.clone() for p in moe.expert_parameters(moe.layers[0]))]
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
 def test_the_forward_is_that_of_transformers_but_for_the_rounding(family):
     moe, batch = MoEModel(small_model(family)), random_batch()
-    outputs = {}
-    for precision in ("native", "fp8_emulated"):
-        moe.model.zero_grad()
-        with fp8.expert_precision(moe, precision):
-            logits = moe.model(**batch.inputs).logits
-            logits.square().mean().backward()
-        outputs[precision] = logits.detach(), moe.expert_parameters(0)[0].grad.clone()
-    for found, wanted in zip(outputs["fp8_emulated"], outputs["native"], strict=True):
+    native, emulated = (outputs(moe, batch, precision) for precision in ("native", "fp8_emulated"))
+    for found, wanted in zip(emulated, native, strict=True):
         assert 1e-4 < relative(found, wanted) < 0.2
 
 
-@pytest.fixture
-def without_rounding(monkeypatch):
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "jamba", "deepseek_v3"])
+def test_without_the_rounding_it_is_the_experts_own(family, monkeypatch):
+    """Biases, transposed and interleaved weights included."""
     monkeypatch.setattr(fp8, "rounded", lambda x, dim: x)
     monkeypatch.setattr(fp8, "_rounded_by_group", lambda x, offsets: x)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "jamba", "deepseek_v3"])
-def test_without_the_rounding_it_is_the_experts_own(family, without_rounding):
-    """Biases, transposed and interleaved weights included; in the gradients too."""
-    from test_families import make, rows
-
-    from gripmoe.data.documents import collate
-
     moe, batch = make(family), collate(rows(), 0)
-    outputs = {}
-    for precision in ("native", "fp8_emulated"):
-        moe.model.zero_grad()
-        with fp8.expert_precision(moe, precision):
-            logits = moe.model(**batch.inputs).logits
-            logits.square().mean().backward()
-        outputs[precision] = [logits.detach(), *(p.grad.clone() for p in moe.expert_parameters(moe.layers[0]))]
-    for found, wanted in zip(outputs["fp8_emulated"], outputs["native"], strict=True):
+    native, emulated = (outputs(moe, batch, precision) for precision in ("native", "fp8_emulated"))
+    for found, wanted in zip(emulated, native, strict=True):
         assert relative(found, wanted) < 1e-5
 
 

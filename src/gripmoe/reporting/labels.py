@@ -165,7 +165,7 @@ METRIC_NOTES = {
     "setting_router_multiplier": "that of routers as a multiple",
     "setting_weight_decay": "weight decay",
     "setting_max_steps": "steps at most",
-    "time_ratio": "seconds of a step, as a multiple of the step without the constraint",
+    "time_ratio": "seconds of a step (Method B: of the run), as a multiple of those without the constraint",
 }
 
 CHANCE = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike

@@ -142,12 +142,8 @@ def draw(table: Table) -> plt.Figure:
         axes.axis("off")
         label_width = table.label_width
         many = len(table.paper_columns) > 4
-        room = (
-            PAPER_WIDTH
-            - label_width
-            - 0.12
-            - (0.25 if many or len(table.columns) < 7 else 0.3) * len(table.paper_columns)
-        )
+        of_paper = 0.25 if many or len(table.columns) < 7 else 0.3  # inches of a column
+        room = PAPER_WIDTH - label_width - 0.12 - of_paper * len(table.paper_columns)
         measured_width = min(0.4 if many else 0.53, room / len(table.columns))
         if not table.paper_columns:
             measured_width = (PAPER_WIDTH - label_width - 0.05) / len(table.columns)
