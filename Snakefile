@@ -18,6 +18,7 @@ include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/attack.smk"
 include: "workflow/rules/report.smk"
 include: "workflow/rules/cluster.smk"
+include: "workflow/rules/plan.smk"
 
 
 rule all:

@@ -8,23 +8,6 @@ import subprocess
 from gripmoe.planning import check_budget, jobs_left
 
 
-localrules:
-    plan,
-
-
-rule plan:
-    """What is left to do, what it costs, whether it fits: `snakemake plan`."""
-    log:
-        f"{LOGS}/plan_{PROJECT.name}.log",
-    conda:
-        ENVIRONMENT
-    params:
-        world=PROJECT.world_file,
-        config=PROJECT.folder,
-    shell:
-        "gripmoe plan --world {params.world} --config {params.config} 2>&1 | tee {log}"
-
-
 def orphans():
     """Jobs of an earlier run in this folder that are still in the queue, one line each."""
     if not shutil.which("squeue"):
