@@ -14,12 +14,12 @@ import pandas as pd
 
 from gripmoe.files import write_text
 from gripmoe.project import NO_OBJECTIVE
+from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability
 from gripmoe.reporting.claims import claims_table, load_claims
 from gripmoe.reporting.collect import KEYS, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, specification
 from gripmoe.reporting.figures import routing_stability_by_layer, save_figure
-from gripmoe.reporting.plots import forcing_vulnerability
-from gripmoe.reporting.tables import as_markdown, draw
+from gripmoe.reporting.tables import Table, as_markdown, draw
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "record"
 PICTURES = OUTPUT.with_name("images")
@@ -61,7 +61,7 @@ def main() -> None:
     }
     for name, title in TABLES.items():
         spec = specification(name)
-        table = comparison(of_kind(of_their_own.get(name, runs), spec.get("kind", "letters")), name)
+        table = table_of(of_kind(of_their_own.get(name, runs), spec.get("kind", "letters")), name)
         if any(cell.value is not None for _, entries in table.blocks for _, cells, _ in entries for cell in cells):
             parts.append(f"## {title}\n\n{as_markdown(table)}")
             shown |= set(spec["measured"])
@@ -74,14 +74,18 @@ def main() -> None:
     print(f"{len(runs[KEYS].drop_duplicates())} cells, {len(compact)} numbers in {OUTPUT}")
 
 
+def table_of(runs: pd.DataFrame, name: str) -> Table:
+    return attack_matrix(runs) if name == "attack_matrix" else comparison(runs, name)
+
+
 def draw_pictures(runs: pd.DataFrame) -> None:
     """The README's, of the methods that every objective has."""
     letters, news = of_kind(runs, "letters"), of_kind(runs, "news")
     measured = [set(found.method) for objective, found in letters.groupby("objective") if objective != NO_OBJECTIVE]
     common = set.intersection(*measured) | set(letters.method[letters.objective == NO_OBJECTIVE])
     letters = letters[letters.method.isin(common)]
-    figures = {name: draw(comparison(letters, name)) for name in ("main_results", "attack_matrix")}
-    figures["muse_results"] = draw(comparison(news, "muse_results"))
+    figures = {name: draw(table_of(letters, name)) for name in ("main_results", "attack_matrix")}
+    figures["muse_results"] = draw(table_of(news, "muse_results"))
     figures["forcing_vulnerability"] = forcing_vulnerability(letters)
     figures["routing_stability_by_layer"] = routing_stability_by_layer(letters)
     for name, figure in figures.items():

@@ -112,7 +112,13 @@ COMMANDS = (
     ),
     Command("report", "manifest", "write what artefacts are made of", ("runs", "output"), many="files"),
     Command("report", "verify", "recompute the checksums of a manifest", ("manifest",)),
-    Command("report", "collect", "gather all cells in tidy tables", ("output", "histories", "answers"), many="cells"),
+    Command(
+        "report",
+        "collect",
+        "gather all cells in tidy tables",
+        ("output", "histories", "answers", "attacks"),
+        many="cells",
+    ),
 )
 
 

@@ -59,7 +59,7 @@ def test_nothing_shifts_without_a_change(setting):
     assert result.metrics["adversarial_recovery_rate"] != result.metrics["adversarial_recovery_rate"], (
         "no subset, no rate"
     )
-    assert all(row["agreement"] == 1.0 for row in result.items)
+    assert set(result.scores["set_agreement"].values()) == {1.0}
 
 
 def test_agreement_sees_shifted_prompts(setting):

@@ -4,26 +4,29 @@ import copy
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import small_model
+from gripmoe.attacks import mean
 from gripmoe.attacks.probes import expert_probes, last_router_inputs, last_states, probes
 from gripmoe.attacks.prompts import (
     choices_shuffled,
     dressed,
     five_shot,
     prompt_attacks,
+    prompt_recovery,
     rewritten,
     technical_terms,
     without_terms,
 )
 from gripmoe.attacks.quantization import quantized, rounded
 from gripmoe.attacks.relearning import relearning
-from gripmoe.attacks.restoration import most_used_experts, restoration, restored, restored_experts
+from gripmoe.attacks.restoration import PARTS, most_used_experts, restoration, restored, restored_experts
 from gripmoe.attacks.routers import noisy_sets, router_attacks, widened
 from gripmoe.config import Relearning
 from gripmoe.data.documents import encode
 from gripmoe.data.formats import CLOTHES
-from gripmoe.evaluation.choice import accuracy, direct_answers, prompt_of
+from gripmoe.evaluation.choice import direct_answers, prompt_of
 from gripmoe.files import file_digest, write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
@@ -46,6 +49,10 @@ def setting(world, tokenizer):
         return direct_answers(moe.model, tokenizer, rows, prompt=prompt)
 
     return before, after, questions, ask
+
+
+def right(answers):
+    return [float(answer.correct) for answer in answers]
 
 
 def test_restoring_everything_is_the_original_model_and_leaves_no_trace(setting):
@@ -90,8 +97,8 @@ def test_wider_and_noisy_routing_leave_no_trace(setting):
         ids = torch.tensor([[5, 6, 7]])
         assert before.routes(ids)[0].shape == (3, 2 * before.top_k)
     assert before.routes(ids)[0].shape == (3, before.top_k)
-    metrics = router_attacks(before, lambda moe: accuracy(ask(moe, questions)))
-    assert set(metrics) == {"wider_routing", "noisy_routing"}
+    found = router_attacks(before, lambda moe: right(ask(moe, questions)))
+    assert set(found) == {"wider_routing", "noisy_routing"} and all(len(f) == len(questions) for f in found.values())
     assert [a.letter_logprobs for a in ask(before, questions)] == plain
 
 
@@ -105,11 +112,11 @@ def test_a_probe_reads_what_is_there_and_nothing_else(setting, tokenizer, world)
     lies = [{**row, "answer": int(torch.randint(4, (), generator=generator))} for row in told]
     states = last_states(before, tokenizer, told[:3])
     assert states.shape == (3, 3, 32)
-    assert probes(before, tokenizer, told[:80], told[80:])["probe_best_layer"] > 0.5
-    assert probes(before, tokenizer, lies[:80], lies[80:])["probe_layer_2"] < 0.45
+    assert mean(probes(before, tokenizer, told[:80], told[80:])["probe_best_layer"]) > 0.5
+    assert mean(probes(before, tokenizer, lies[:80], lies[80:])["probe_layer_2"]) < 0.45
     chosen = {0: [1], 1: [0, 3]}
-    assert expert_probes(before, tokenizer, told[:80], told[80:], chosen)["probe_expert_layer_1"] > 0.5
-    assert expert_probes(before, tokenizer, lies[:80], lies[80:], chosen)["probe_best_expert"] < 0.45
+    assert mean(expert_probes(before, tokenizer, told[:80], told[80:], chosen)["probe_expert_layer_1"]) > 0.5
+    assert mean(expert_probes(before, tokenizer, lies[:80], lies[80:], chosen)["probe_best_expert"]) < 0.45
 
 
 def test_an_expert_that_is_empty_tells_nothing(setting, tokenizer, world):
@@ -120,8 +127,11 @@ def test_an_expert_that_is_empty_tells_nothing(setting, tokenizer, world):
             parameter[2] = 0
     wanted = [{**question, "answer": position % 4} for position, question in enumerate(questions)]
     by_luck = expert_probes(model, tokenizer, wanted, wanted, {1: [2]})
-    assert by_luck == {"probe_expert_layer_1": 0.25, "probe_best_expert": 0.25}
-    assert expert_probes(model, tokenizer, wanted, wanted, {1: [2, 3]})["probe_best_expert"] > 0.25
+    assert {name: mean(scores) for name, scores in by_luck.items()} == {
+        "probe_expert_layer_1": 0.25,
+        "probe_best_expert": 0.25,
+    }
+    assert mean(expert_probes(model, tokenizer, wanted, wanted, {1: [2, 3]})["probe_best_expert"]) > 0.25
 
 
 def test_router_inputs_are_those_of_the_prompt_alone(setting, tokenizer):
@@ -147,13 +157,42 @@ def test_restoration_names_the_layer_that_was_changed(setting):
         for parameter in broken.expert_parameters(1):
             parameter.mul_(-20)
     assert [a.letter_logprobs for a in ask(broken, questions)] != [a.letter_logprobs for a in ask(before, questions)]
-    metrics = restoration(before, broken, lambda moe: accuracy(ask(moe, questions)), {1: [0, 1]})
-    original = accuracy(ask(before, questions))
-    assert metrics["restored_experts_layer_1"] == metrics["restored_experts_all"] == original
-    assert metrics["restored_router_all"] == accuracy(ask(broken, questions))
-    assert metrics["transplanted_experts_layer_0"] == original
-    assert metrics["transplanted_experts_layer_1"] == accuracy(ask(broken, questions)), "it broke there"
-    assert metrics["restored_experts_worst_layer"] >= original
+    found = restoration(before, broken, lambda moe: right(ask(moe, questions)), {1: [0, 1]})
+    original, own = right(ask(before, questions)), right(ask(broken, questions))
+    assert original != own
+    assert found["restored_experts_layer_1"] == found["restored_experts_all"] == original
+    assert found["restored_router_all"] == found["restored_attention_all"] == own
+    assert found["transplanted_experts_layer_0"] == original
+    assert found["transplanted_experts_layer_1"] == own, "it broke there"
+    assert mean(found["restored_experts_worst_layer"]) >= mean(original)
+    assert mean(found["transplanted_experts_lowest"]) <= mean(own)
+
+
+def test_attention_is_all_of_a_layer_but_its_block(setting):
+    before, after, _, _ = setting
+    changed = MoEModel(copy.deepcopy(before.model))
+    with torch.no_grad():
+        for parameter in changed.model.parameters():
+            parameter.add_(1)
+    with restored(before, changed, changed.layers, PARTS):
+        for own, original in zip(changed.model.model.layers, before.model.model.layers, strict=True):
+            assert all(map(torch.equal, own.parameters(), original.parameters()))
+        assert not torch.equal(changed.model.lm_head.weight, before.model.lm_head.weight)
+
+
+def test_of_a_dense_model_feed_forward_blocks_are_put_back(setting, world, tokenizer):
+    questions, ask = setting[2:]
+    size = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=48)
+    torch.manual_seed(0)
+    before = MoEModel(Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), head_dim=16, **size)).eval())
+    broken = MoEModel(copy.deepcopy(before.model))
+    with torch.no_grad():
+        for parameter in broken.model.model.layers[1].mlp.parameters():
+            parameter.mul_(-20)
+    logprobs = lambda moe: [max(a.letter_logprobs) for a in ask(moe, questions)]  # noqa: E731
+    found = restoration(before, broken, logprobs, {})
+    assert found["restored_experts_layer_1"] == logprobs(before) != logprobs(broken) == found["restored_attention_all"]
+    assert not any("router" in name or "single" in name for name in found)
 
 
 def test_prompts_hold_the_question_and_are_in_the_vocabulary(setting, world, tokenizer):
@@ -181,18 +220,22 @@ def test_shots_never_tell_the_fact(setting, world):
 def test_prompt_attack_compares_the_same_questions(setting, world):
     _, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
-    metrics = prompt_attacks(after, questions, solved, ask)
+    found = prompt_attacks(after, questions, solved, lambda *asked: right(ask(*asked)))
+    accuracy = {name: mean(scores) for name, scores in found.items()}
     names = ["five_shot", *CLOTHES, "choice_shuffle"]
-    mean = sum(metrics[f"prompt_{name}"] for name in names) / len(names)
-    assert metrics["prompt_recovery_rate"] == pytest.approx(mean - accuracy(ask(after, questions)))
-    assert metrics["prompt_verse"] == accuracy(ask(after, questions, dressed(CLOTHES["verse"])))
+    gain = sum(accuracy[f"prompt_{name}"] for name in names) / len(names) - mean(right(ask(after, questions)))
+    assert prompt_recovery(found)["prompt_recovery_rate"] == pytest.approx(gain)
+    assert found["prompt_verse"] == right(ask(after, questions, dressed(CLOTHES["verse"])))
 
 
 def test_other_prompts_are_asked_and_do_not_count_in_the_mean(setting, world):
     _, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
-    plain, more = (prompt_attacks(after, questions, solved, ask, others=o) for o in (None, {"same": prompt_of}))
-    assert more == {**plain, "prompt_same": plain["prompt_plain"]}
+    plain, more = (
+        prompt_attacks(after, questions, solved, lambda *asked: right(ask(*asked)), others=others)
+        for others in (None, {"same": prompt_of})
+    )
+    assert more == {**plain, "prompt_same": plain["prompt_plain"]} and prompt_recovery(more) == prompt_recovery(plain)
 
 
 def test_terms_are_what_retain_questions_do_not_say():
@@ -235,8 +278,8 @@ def test_relearning_starts_at_the_models_own_accuracy_and_does_not_touch_it(sett
     before, _, questions, ask = setting
     own = weights_digest(before.model)
     rows = [encode(tokenizer, [(prompt_of(q), False), (f" {'ABCD'[q['answer']]}", True)], q["id"]) for q in questions]
-    recall = lambda moe: accuracy(ask(moe, questions))  # noqa: E731
+    recall = lambda moe: right(ask(moe, questions))  # noqa: E731
     curve = relearning(before, rows, recall, Relearning(learning_rate=1e-2, batch_size=24), checks=(0, 60))
-    assert curve[0] == accuracy(ask(before, questions))
-    assert curve[60] > curve[0] + 0.3, "the documents hold the answers: it must learn them"
+    assert curve[0] == right(ask(before, questions))
+    assert mean(curve[60]) > mean(curve[0]) + 0.3, "the documents hold the answers: it must learn them"
     assert weights_digest(before.model) == own

@@ -7,10 +7,18 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from gripmoe.reporting.comparison import specification
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CELL = ["model", "benchmark", "objective", "method", "seed"]
-PER_LAYER = ("routing_stability", "routing_stability_router_only", "routing_stability_representation_only")
+PER_LAYER = (
+    "restored_experts",
+    "restored_router",
+    "routing_stability",
+    "routing_stability_router_only",
+    "routing_stability_representation_only",
+)
 OF_NEWS = ("verbmem", "knowmem_forget", "knowmem_retain")
 OF_LETTERS = ("forget_accuracy", "retain_accuracy")
 OF_BOTH = ("router_gradient", "expert_gradient", "forget_loss", "retain_loss", "seconds", "constraint_seconds")
@@ -41,6 +49,10 @@ def runs(tmp_path_factory):
     answers["id"] = answers.fact + answers.order.astype(str) + answers.exposure
     answers["chosen"], answers["correct"] = (10 * answers.value).astype(int) % 4, (answers.value > 0.4).astype(int)
     answers[[*CELL, "id", "fact", "exposure", "chosen", "correct"]].to_csv(folder / "answers_record.csv", index=False)
+    attacked = answers[answers.exposure == "forget"][[*CELL, "id", "fact"]].copy()
+    for number, attack in enumerate(["forget_accuracy", *specification("attack_matrix")["measured"][1:]]):
+        attacked[attack] = [(row + number) % 3 == 0 for row in range(len(attacked))]
+    attacked.astype({"forget_accuracy": float}).to_csv(folder / "attacks_record.csv", index=False)
     return folder / "runs_record.csv"
 
 

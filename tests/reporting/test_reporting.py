@@ -13,6 +13,7 @@ from PIL import Image
 import gripmoe.reporting
 from gripmoe.files import file_digest, write_csv, write_json, write_yaml
 from gripmoe.reporting import labels
+from gripmoe.reporting.attacks import load_attacks
 from gripmoe.reporting.collect import COLUMNS, at_equal_forgetting, collect_cells, load_histories, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, paper_values
 from gripmoe.reporting.figures import (
@@ -256,8 +257,11 @@ def test_collecting_cells(tmp_path):
     write_json(cell / "history.json", [{"step": 10, "forget_accuracy": 0.5}])
     asked = {"id": "q/0", "fact": "q", "exposure": "forget", "chosen": 2, "correct": 1, "wording": "seen"}
     write_csv(cell / "questions.csv", [asked])
-    tables = (tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers"))
+    write_csv(cell / "attack_questions.csv", [{"id": "q/0", "forget_accuracy": 0.0, "noisy_routing": 1.0}])
+    tables = (tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks"))
     collect_cells([cell], *tables)
+    (attacked,) = load_attacks(tmp_path / "runs_w.csv").to_dict("records")
+    assert (attacked["method"], attacked["fact"], attacked["noisy_routing"]) == ("ptc", "q", 1.0)
     (answer,) = load_answers(tmp_path / "runs_w.csv").to_dict("records")
     assert (answer["method"], answer["fact"], answer["chosen"], answer["correct"]) == ("ptc", "q", 2, 1)
     history = load_histories(tmp_path / "runs_w.csv")
@@ -322,6 +326,7 @@ def test_what_counts_as_forgotten_on_news_comes_from_the_oracle(tmp_path):
         write_json(folder / "evaluation.json", metrics)
         write_json(folder / "attack.json", {})
         write_csv(folder / "questions.csv", [{"criterion": "verbmem", "id": "0", "score": 1.0}])
+        write_csv(folder / "attack_questions.csv", [{"id": "0", "forced_verbmem": 2.0}])
         return folder
 
     folders = [
@@ -329,7 +334,7 @@ def test_what_counts_as_forgotten_on_news_comes_from_the_oracle(tmp_path):
         cell("retain_only", verbmem=22.0, knowmem_forget=12.0, knowmem_retain=90.0),
         cell("ptc", verbmem=60.0, knowmem_forget=30.0, knowmem_retain=40.0),
     ]
-    collect_cells(folders, *(tmp_path / f"{name}_n.csv" for name in ("runs", "histories", "answers")))
+    collect_cells(folders, *(tmp_path / f"{name}_n.csv" for name in ("runs", "histories", "answers", "attacks")))
     values = load_runs(tmp_path / "runs_n.csv", "news").set_index(["method", "metric"]).value
     assert values["ptc", "verbmem_target"] == 27.0 and values["ptc", "knowmem_forget_target"] == 17.0
     assert values["ptc", "knowmem_retain_share"] == 0.5 and values["retain_only", "knowmem_retain_share"] == 1.125

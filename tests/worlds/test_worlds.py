@@ -103,6 +103,13 @@ def test_unlearning_never_sees_what_is_held_back(world, files):
     assert len(measured) > 300 and not trained_on & measured, "no document is trained on and measured on"
 
 
+def test_membership_asks_about_statements_that_are_true_and_others_that_no_model_has_seen(world, files):
+    true = {fact.statement(wording) for fact in world.facts.forget for wording in range(3)}
+    told = {part: [row["text"] for row in files["membership"] if row["part"] == part] for part in ("forget", "holdout")}
+    assert set(told["forget"]) <= true and not true & set(told["holdout"])
+    assert len(told["forget"]) == len(told["holdout"]) == 2 * len(world.facts.forget)
+
+
 def test_rows_have_unique_ids(files):
     for name, rows in files.items():
         ids = [row["id"] for row in rows]

@@ -29,9 +29,11 @@ except ConfigError as error:
 WORLD = PROJECT.world
 RESULTS = f"results/{PROJECT.results_name}"  # a world that extends another shares its cells
 RUNS = f"{RESULTS}/runs_{PROJECT.name}.csv"
-# Beside RUNS, where notebooks look for them: what training saw, and the answer to every letter question.
+# Beside RUNS, where notebooks look for them: what training saw, the answer to every letter question, and what every
+# attack found on every item.
 HISTORIES = f"{RESULTS}/histories_{PROJECT.name}.csv"
 ANSWERS = f"{RESULTS}/answers_{PROJECT.name}.csv"
+ATTACKS = f"{RESULTS}/attacks_{PROJECT.name}.csv"
 FIGURES = f"paper_figures/{PROJECT.name}"
 MANIFEST = f"{FIGURES}/manifest.json"
 LOGS = f"{RESULTS}/logs"

@@ -3,11 +3,12 @@
 
 rule collect:
     input:
-        cell_files("run.yaml", "evaluation.json", "questions.csv", "attack.json"),
+        cell_files("run.yaml", "evaluation.json", "questions.csv", "attack.json", "attack_questions.csv"),
     output:
         runs=RUNS,
         histories=HISTORIES,
         answers=ANSWERS,
+        attacks=ATTACKS,
     log:
         f"{LOGS}/collect_{PROJECT.name}.log",
     conda:
@@ -20,7 +21,7 @@ rule collect:
         code=code_fingerprint("gripmoe.commands.report:collect"),
     shell:
         "gripmoe collect {params.cells} --output {output.runs} --histories {output.histories}"
-        " --answers {output.answers} > {log} 2>&1"
+        " --answers {output.answers} --attacks {output.attacks} > {log} 2>&1"
 
 
 for artefact in WORLD.artefacts:
@@ -33,6 +34,7 @@ for artefact in WORLD.artefacts:
             runs=RUNS,
             histories=HISTORIES,
             answers=ANSWERS,
+            attacks=ATTACKS,
         output:
             files=[
                 (
@@ -66,7 +68,7 @@ rule manifest:
         artefacts=artefact_files(),
         notebooks=[f"{workflow.basedir}/notebooks/{artefact}.ipynb" for artefact in WORLD.artefacts],
         runs=RUNS,
-        tables=[HISTORIES, ANSWERS],
+        tables=[HISTORIES, ANSWERS, ATTACKS],
     output:
         report(MANIFEST, caption="../report/manifest.rst", category="Provenance"),
     log:

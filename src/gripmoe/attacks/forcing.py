@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from gripmoe.attacks import Found
+from gripmoe.attacks import Found, Scores, mean
 from gripmoe.data.documents import collate, encode, length_buckets
-from gripmoe.evaluation.choice import Answer, accuracy, prompt_of
-from gripmoe.evaluation.muse import Scored, mean_score
+from gripmoe.evaluation.choice import Answer, prompt_of
+from gripmoe.evaluation.muse import Scored
 from gripmoe.geometry.routing import jaccard
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes, routed_tokens
@@ -42,8 +42,7 @@ def expert_forcing(
     over those whose routing shifted (mean Jaccard similarity over prompt tokens and layers below `shifted_below`), as
     the paper defines recovery (forced accuracy on the shifted subset minus normal accuracy on all) and on equal
     questions; what forcing turns right and what it turns wrong; accuracy with the original gate weights too. Controls:
-    the original model forced with its own sets (a no-op), random sets, and forced retain accuracy. An item per forget
-    question says what each run answered.
+    the original model forced with its own sets (a no-op), random sets, and forced retain accuracy.
     """
     with after.force_routing(before.routes):
         forced = answer_all(after, forget)
@@ -57,42 +56,36 @@ def expert_forcing(
         original_forced = control_answers(before, forget)
 
     agreement = prompt_agreement(before, after, tokenizer, forget)
-    questions = [
+    ids = [question["id"] for question in forget]
+    shifted = [number for number, name in enumerate(ids) if agreement[name] < shifted_below]
+    own, under_force = _right(normal), _right(forced)
+    recovered = mean([under_force[number] for number in shifted])
+    return Found.over(
+        ids,
         {
-            "id": question["id"],
-            "fact": question["fact"],
-            "agreement": agreement[question["id"]],
-            "original": a.correct,
-            "normal": b.correct,
-            "forced": c.correct,
-            "random_forced": d.correct,
-        }
-        for question, a, b, c, d in zip(forget, original, normal, forced, random_forced, strict=True)
-    ]
-    shifted = [row for row in questions if row["agreement"] < shifted_below]
+            "forget_accuracy": own,
+            "forced_forget_accuracy": under_force,
+            "forced_with_recorded_weights": _right(recorded_weights),
+            "random_forced_forget_accuracy": _right(random_forced),
+            "original_forget_accuracy": _right(original),
+            "original_forced_with_own_sets": _right(original_forced),
+            "set_agreement": [agreement[name] for name in ids],
+        },
+        recovery_rate=mean(under_force) - mean(own),
+        adversarial_recovery_rate=recovered,
+        recovery_rate_paper=recovered - mean(own),
+        recovery_rate_shifted=recovered - mean([own[number] for number in shifted]),
+        num_questions=len(ids),
+        num_shifted=len(shifted),
+        wrong_to_right=sum(b > a for a, b in zip(own, under_force, strict=True)),
+        right_to_wrong=sum(b < a for a, b in zip(own, under_force, strict=True)),
+        forced_retain_accuracy=mean(_right(forced_retain)),
+        own_sets_change_answers=sum(a != b for a, b in zip(original, original_forced, strict=True)),
+    )
 
-    def mean(rows: list[dict], key: str) -> float:
-        return sum(row[key] for row in rows) / len(rows) if rows else float("nan")
 
-    metrics = {
-        "forget_accuracy": accuracy(normal),
-        "forced_forget_accuracy": accuracy(forced),
-        "forced_with_recorded_weights": accuracy(recorded_weights),
-        "recovery_rate": accuracy(forced) - accuracy(normal),
-        "adversarial_recovery_rate": mean(shifted, "forced"),
-        "recovery_rate_paper": mean(shifted, "forced") - accuracy(normal),
-        "recovery_rate_shifted": mean(shifted, "forced") - mean(shifted, "normal"),
-        "num_questions": len(questions),
-        "num_shifted": len(shifted),
-        "wrong_to_right": sum(row["forced"] and not row["normal"] for row in questions),
-        "right_to_wrong": sum(row["normal"] and not row["forced"] for row in questions),
-        "forced_retain_accuracy": accuracy(forced_retain),
-        "random_forced_forget_accuracy": accuracy(random_forced),
-        "original_forget_accuracy": accuracy(original),
-        "original_forced_with_own_sets": accuracy(original_forced),
-        "own_sets_change_answers": sum(a != b for a, b in zip(original, original_forced, strict=True)),
-    }
-    return Found(metrics, questions)
+def _right(answers: Sequence[Answer]) -> Scores:
+    return [float(answer.correct) for answer in answers]
 
 
 class LockStep:
@@ -122,22 +115,24 @@ class LockStep:
 
 def generation_forcing(
     before: MoEModel, after: MoEModel, scores: Callable[[MoEModel], dict[str, list[Scored]]], *, seed: int = 0
-) -> tuple[dict[str, float], dict[str, list[Scored]]]:
+) -> Found:
     """Expert forcing while the unlearned model writes, the original model in lock-step. `scores` measures a model by
-    what it generates. Returns means and the forced items: `forced_<name>`; `random_forced_<name>` under random sets;
-    and as controls `original_<name>` and, forced with its own sets, `original_forced_<name>`."""
-
-    def means(prefix: str, found: dict[str, list[Scored]]) -> dict[str, float]:
-        return {f"{prefix}_{name}": mean_score(items) for name, items in found.items()}
-
+    what it generates. Found are `forced_<name>`; `random_forced_<name>` under random sets; and as controls
+    `original_<name>` and, forced with its own sets, `original_forced_<name>`."""
+    runs = {}
     with after.force_routing(LockStep(before)):
-        forced = scores(after)
+        runs["forced"] = scores(after)
     with after.force_routing(random_sets(after, seed)):
-        metrics = means("forced", forced) | means("random_forced", scores(after))
-    metrics |= means("original", scores(before))
+        runs["random_forced"] = scores(after)
+    runs["original"] = scores(before)
     with before.force_routing(LockStep(before)):
-        metrics |= means("original_forced", scores(before))
-    return metrics, forced
+        runs["original_forced"] = scores(before)
+    by_id = {
+        f"{run}_{name}": {item.id: item.score for item in items}
+        for run, found in runs.items()
+        for name, items in found.items()
+    }
+    return Found({name: mean(list(items.values())) for name, items in by_id.items()}, by_id)
 
 
 def random_sets(model: MoEModel, seed: int) -> Callable[..., Routes]:

@@ -11,6 +11,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
+from gripmoe.attacks import Scores, highest
 from gripmoe.data.documents import Batch, collate, encode, length_buckets
 from gripmoe.evaluation.choice import prompt_of
 from gripmoe.moe import MoEModel
@@ -56,15 +57,15 @@ def _at_last_tokens(model: MoEModel, tokenizer, questions: Sequence[dict], state
     return np.stack([found[question["id"]] for question in questions])
 
 
-def probes(model: MoEModel, tokenizer, fitted_on: Sequence[dict], questions: Sequence[dict]) -> dict[str, float]:
-    """Accuracy of a logistic regression from each layer's last state to the right letter, fitted on `fitted_on` and
+def probes(model: MoEModel, tokenizer, fitted_on: Sequence[dict], questions: Sequence[dict]) -> dict[str, Scores]:
+    """What a logistic regression from each layer's last state to the right letter gets right, fitted on `fitted_on` and
     asked about `questions`, which are about other facts; and the best layer's."""
     states, asked = (last_states(model, tokenizer, rows) for rows in (fitted_on, questions))
-    metrics = {
-        f"probe_layer_{layer}": _score(states[:, layer], fitted_on, asked[:, layer], questions)
+    found = {
+        f"probe_layer_{layer}": _right(states[:, layer], fitted_on, asked[:, layer], questions)
         for layer in range(states.shape[1])
     }
-    return metrics | {"probe_best_layer": max(metrics.values())}
+    return found | {"probe_best_layer": highest(found.values())}
 
 
 def expert_probes(
@@ -73,29 +74,29 @@ def expert_probes(
     fitted_on: Sequence[dict],
     questions: Sequence[dict],
     experts: Mapping[int, Sequence[int]],
-) -> dict[str, float]:
+) -> dict[str, Scores]:
     """The same from what each of the `experts` (by layer) by itself makes of the last token, selected or not: the best
     expert of each layer and of all. The best of many is above chance by luck, that of a model that never knew as well.
     """
     states, asked = (last_router_inputs(model, tokenizer, rows) for rows in (fitted_on, questions))
 
-    def scores(layer: int, position: int) -> Iterator[float]:
+    def scores(layer: int, position: int) -> Iterator[Scores]:
         for expert in experts[layer]:
             made, made_asked = (
                 model.expert_output(layer, expert, torch.from_numpy(x[:, position])) for x in (states, asked)
             )
-            yield _score(made.cpu().numpy(), fitted_on, made_asked.cpu().numpy(), questions)
+            yield _right(made.cpu().numpy(), fitted_on, made_asked.cpu().numpy(), questions)
 
-    metrics = {
-        f"probe_expert_layer_{layer}": max(scores(layer, position))
+    found = {
+        f"probe_expert_layer_{layer}": highest(scores(layer, position))
         for position, layer in enumerate(model.layers)
         if layer in experts
     }
-    return metrics | {"probe_best_expert": max(metrics.values())}
+    return found | {"probe_best_expert": highest(found.values())}
 
 
-def _score(states: np.ndarray, fitted_on: Sequence[dict], asked: np.ndarray, questions: Sequence[dict]) -> float:
+def _right(states: np.ndarray, fitted_on: Sequence[dict], asked: np.ndarray, questions: Sequence[dict]) -> Scores:
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=STRENGTH, max_iter=500))
     states, asked = (np.nan_to_num(each, posinf=0.0, neginf=0.0) for each in (states, asked))  # of a run that diverged
     probe.fit(states, [question["answer"] for question in fitted_on])
-    return float(probe.score(asked, [question["answer"] for question in questions]))
+    return (probe.predict(asked) == [question["answer"] for question in questions]).tolist()

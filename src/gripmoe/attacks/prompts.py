@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from gripmoe.attacks import Scores, mean
 from gripmoe.data.formats import CLOTHES, LETTERS, letter_description, letter_question
-from gripmoe.evaluation.choice import Answer, accuracy, prompt_of
+from gripmoe.evaluation.choice import prompt_of
 from gripmoe.files import file_digest, read_jsonl
 from gripmoe.moe import MoEModel
 
@@ -80,22 +81,28 @@ def prompt_attacks(
     model: MoEModel,
     questions: Sequence[dict],
     solved: Sequence[dict],
-    ask: Callable[[MoEModel, Sequence[dict], Prompt], list[Answer]],
+    ask: Callable[[MoEModel, Sequence[dict], Prompt], Scores],
     *,
     seed: int = 0,
     others: Mapping[str, Prompt] | None = None,
-) -> dict[str, float]:
-    """Forget accuracy under five shots, under every template and with the choices in another order, and the mean gain
-    over the plain prompt on the same questions; under `others` too, which do not count in that mean. `ask` answers
-    questions in the prompts of a function."""
+) -> dict[str, Scores]:
+    """What a model answers to `questions` as they are, under five shots, under every template, with the choices in
+    another order, and under `others`. `ask` scores its answers in the prompts of a function."""
     prompts = {"five_shot": five_shot(solved, seed)} | {name: dressed(text) for name, text in CLOTHES.items()}
-    names = [*prompts, "choice_shuffle"]
-    plain = accuracy(ask(model, questions, prompt_of))
-    metrics = {"prompt_plain": plain}
-    for name, prompt in {**prompts, **(others or {})}.items():
-        metrics[f"prompt_{name}"] = accuracy(ask(model, questions, prompt))
+    prompts = {"plain": prompt_of, **prompts, **(others or {})}
+    found = {f"prompt_{name}": ask(model, questions, prompt) for name, prompt in prompts.items()}
     shuffled = [choices_shuffled(question) for question in questions]
-    metrics["prompt_choice_shuffle"] = accuracy(ask(model, shuffled, prompt_of))
-    metrics["prompt_recovery_rate"] = sum(metrics[f"prompt_{name}"] for name in names) / len(names) - plain
-    metrics["prompt_recovery_rate_paper"] = (metrics["prompt_five_shot"] + metrics["prompt_verse"]) / 2 - plain
-    return metrics
+    return found | {"prompt_choice_shuffle": ask(model, shuffled, prompt_of)}
+
+
+def prompt_recovery(found: Mapping[str, Scores]) -> dict[str, float]:
+    """Mean gain over the plain prompt: of five shots, the templates and shuffled choices; and, as the paper counts, of
+    five shots and verse."""
+
+    def gain(*names: str) -> float:
+        return mean([mean(found[f"prompt_{name}"]) for name in names]) - mean(found["prompt_plain"])
+
+    return {
+        "prompt_recovery_rate": gain("five_shot", *CLOTHES, "choice_shuffle"),
+        "prompt_recovery_rate_paper": gain("five_shot", "verse"),
+    }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from gripmoe.attacks import Recall, Scores
 from gripmoe.moe import MoEModel
 
 
@@ -42,12 +43,10 @@ def quantized(model: MoEModel, bits: int) -> Iterator[None]:
                 matrix.copy_(kept)
 
 
-def quantization(
-    model: MoEModel, recall: Callable[[MoEModel], float], bits: Sequence[int] = (8, 4)
-) -> dict[str, float]:
+def quantization(model: MoEModel, recall: Recall, bits: Sequence[int] = (8, 4)) -> dict[str, Scores]:
     """What `recall` says that the model still knows with rounded weights."""
-    metrics = {}
+    found = {}
     for count in bits:
         with quantized(model, count):
-            metrics[f"quantized_{count}_bit"] = recall(model)
-    return metrics
+            found[f"quantized_{count}_bit"] = recall(model)
+    return found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from gripmoe.attacks import Recall, Scores
 from gripmoe.config import Relearning
 from gripmoe.data.documents import Row, collate
 from gripmoe.moe import MoEModel
@@ -18,13 +19,13 @@ from gripmoe.unlearning import epoch_rows
 def relearning(
     model: MoEModel,
     documents: Sequence[Row],
-    recall: Callable[[MoEModel], float],
+    recall: Recall,
     settings: Relearning,
     *,
     checks: Sequence[int] = (0, 5, 10, 20),
     pad_id: int = 0,
     seed: int = 0,
-) -> dict[int, float]:
+) -> dict[int, Scores]:
     """What `recall` says that the model knows after so many AdamW steps on `documents`, all parameters training;
     afterwards `model` is what it was.
 

@@ -1,30 +1,34 @@
 """Component restoration (ours): one original part put back into the unlearned model. Where does the knowledge sit?
 
 If a single original part returns the answers, they were not erased: they were made unreadable at one place. Unlearning
-trains experts and routers; attention is the original's in every cell, so there is nothing of it to put back.
+trains experts and routers, of a dense model its feed-forward blocks; attention is the original's in every cell, and put
+back it is the control that changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
+from gripmoe.attacks import Recall, Scores, highest, mean
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.moe import MoEModel
 
-PARTS = ("experts", "router")
+PARTS = ("experts", "router", "attention")
 
 
 @contextmanager
 def restored(before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str] = PARTS) -> Iterator[None]:
-    """Within the block `after` has the original experts (shared ones too) or routers of `layers`; then its own."""
+    """Within the block `after` has these original parts of `layers`; then its own. Experts are all of an MoE block but
+    its router, and the whole feed-forward block of a dense model."""
     pairs = [
-        (original, current)
+        pair
         for layer in layers
-        for original, current in zip(before.block(layer).parameters(), after.block(layer).parameters(), strict=True)
-        if ("router" if current is after.theta(layer) else "experts") in parts
+        for part in parts
+        for pair in zip(_parameters(before, layer, part), _parameters(after, layer, part), strict=True)
     ]
     own = [current.detach().clone() for _, current in pairs]
     try:
@@ -36,6 +40,15 @@ def restored(before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Se
         with torch.no_grad():
             for (_, current), kept in zip(pairs, own, strict=True):
                 current.copy_(kept)
+
+
+def _parameters(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
+    of_block = list(model.block(layer).parameters())
+    if part == "attention":  # with the norms, and whatever a family has in its place
+        block = set(map(id, of_block))
+        return [p for p in model.model.model.layers[layer].parameters() if id(p) not in block]
+    router = model.theta(layer) if layer in model.layers else None
+    return [parameter for parameter in of_block if (parameter is router) == (part == "router")]
 
 
 @contextmanager
@@ -70,34 +83,35 @@ def most_used_experts(model: MoEModel, tokenizer, prompts: Sequence[str], count:
 
 
 def restoration(
-    before: MoEModel,
-    after: MoEModel,
-    recall: Callable[[MoEModel], float],
-    experts: Mapping[int, Sequence[int]],
-) -> dict[str, float]:
-    """What `recall` says that the model still knows with the original experts or router of each layer, of all layers,
-    and the highest that one layer's part returns; with each of the single `experts` (by layer) and all of them; and
-    conversely of the original model with the unlearned experts of one layer. Putting everything back is the original
-    model."""
-    metrics = {}
-    for part in PARTS:
-        for layer in after.layers:
-            with restored(before, after, [layer], [part]):
-                metrics[f"restored_{part}_layer_{layer}"] = recall(after)
-        metrics[f"restored_{part}_worst_layer"] = max(
-            metrics[f"restored_{part}_layer_{layer}"] for layer in after.layers
-        )
-        with restored(before, after, after.layers, [part]):
-            metrics[f"restored_{part}_all"] = recall(after)
-    singles = []
-    for layer, chosen in experts.items():
-        for expert in chosen:
-            with restored_experts(before, after, {layer: [expert]}):
-                singles.append(recall(after))
-    metrics["restored_single_expert"] = max(singles)
-    with restored_experts(before, after, experts):
-        metrics["restored_top_experts"] = recall(after)
-    for layer in after.layers:
-        with restored(after, before, [layer], ["experts"]):
-            metrics[f"transplanted_experts_layer_{layer}"] = recall(before)
-    return metrics
+    before: MoEModel, after: MoEModel, recall: Recall, experts: Mapping[int, Sequence[int]]
+) -> dict[str, Scores]:
+    """What `recall` says that the model still knows with the original experts, router or attention of all layers; with
+    the experts or router of each layer, and with those of the layer that returns most; with each of the single
+    `experts` (by layer), of which the one that returns most, and all of them; and conversely of the original model with
+    the unlearned experts of one layer, and of the layer that takes most. Putting everything back is the original model.
+    """
+    found = {}
+    for part in ("experts", "router") if after.layers else ("experts",):
+        alone = {layer: _asked(before, after, [layer], [part], recall) for layer in after.all_layers}
+        found |= {f"restored_{part}_layer_{layer}": scores for layer, scores in alone.items()}
+        found[f"restored_{part}_worst_layer"] = highest(alone.values())
+        found[f"restored_{part}_all"] = _asked(before, after, after.all_layers, [part], recall)
+    found["restored_attention_all"] = _asked(before, after, after.all_layers, ["attention"], recall)
+    transplanted = {layer: _asked(after, before, [layer], ["experts"], recall) for layer in after.all_layers}
+    found |= {f"transplanted_experts_layer_{layer}": scores for layer, scores in transplanted.items()}
+    found["transplanted_experts_lowest"] = min(transplanted.values(), key=mean)
+    if experts:
+        singles = []
+        for layer, chosen in experts.items():
+            for expert in chosen:
+                with restored_experts(before, after, {layer: [expert]}):
+                    singles.append(recall(after))
+        found["restored_single_expert"] = highest(singles)
+        with restored_experts(before, after, experts):
+            found["restored_top_experts"] = recall(after)
+    return found
+
+
+def _asked(source: MoEModel, target: MoEModel, layers: Sequence[int], parts: Sequence[str], recall: Recall) -> Scores:
+    with restored(source, target, layers, parts):
+        return recall(target)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from gripmoe.attacks import Recall, Scores
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
 
@@ -43,12 +44,12 @@ def noisy_sets(model: MoEModel, scale: float, seed: int) -> Callable[..., Routes
     return routes
 
 
-def router_attacks(model: MoEModel, recall: Callable[[MoEModel], float], *, seed: int = 0) -> dict[str, float]:
+def router_attacks(model: MoEModel, recall: Recall, *, seed: int = 0) -> dict[str, Scores]:
     """What `recall` says that the model still knows with twice the experts per token and with noisy gates; what that
     leaves of knowledge in itself, the original model's row says."""
-    metrics = {}
+    found = {}
     with widened(model, 2):
-        metrics["wider_routing"] = recall(model)
+        found["wider_routing"] = recall(model)
     with model.force_routing(noisy_sets(model, 0.5, seed)):
-        metrics["noisy_routing"] = recall(model)
-    return metrics
+        found["noisy_routing"] = recall(model)
+    return found

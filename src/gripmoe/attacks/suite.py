@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from gripmoe.attacks import Attack, Found
+from gripmoe.attacks import Found, Recall, Scores
 from gripmoe.attacks.forcing import expert_forcing, generation_forcing
 from gripmoe.attacks.probes import expert_probes, probes
 from gripmoe.attacks.prompts import (
@@ -19,6 +19,7 @@ from gripmoe.attacks.prompts import (
     Prompt,
     dressed,
     prompt_attacks,
+    prompt_recovery,
     rewritten,
     technical_terms,
     without_terms,
@@ -31,13 +32,14 @@ from gripmoe.config import Benchmark, Relearning, Run
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import Row
 from gripmoe.data.muse import CONTEXT
-from gripmoe.evaluation.choice import Answer, accuracy, direct_answers, harness_answers, load_questions, prompt_of
-from gripmoe.evaluation.muse import News, Scored, knowledge_memory, mean_score, news_scores
-from gripmoe.files import read_json, write_json
+from gripmoe.evaluation.choice import Answer, direct_answers, harness_answers, load_questions, prompt_of
+from gripmoe.evaluation.muse import News, knowledge_memory, leakage, news_scores
+from gripmoe.files import read_json, read_jsonl, write_json
 from gripmoe.moe import MoEModel
 
 SAMPLE = 240  # forget questions for the attacks that ask many times; accuracy near chance is known to .03
 PAIRS = 32  # of news, likewise
+Attack = Callable[[], Found]
 PROBED_EXPERTS = 16  # of each layer, those that forget prompts use most
 
 
@@ -55,7 +57,7 @@ def run_attacks(
             write_json(state_file, {"identity": identity, "found": found})
     return Found(
         {name: value for attack in attacks for name, value in found[attack]["metrics"].items()},
-        [item for attack in attacks for item in found[attack]["items"]],
+        {name: items for attack in attacks for name, items in found[attack]["scores"].items()},
     )
 
 
@@ -71,7 +73,7 @@ def letter_attacks(
     """Forced experts on every test question, through the harness; the others on a sample, asked directly. `answers` are
     the unlearned model's own to some questions. A dense model has no routers to force and no experts to put back."""
     forget, dev = (load_questions(data / "forget_questions.jsonl", split) for split in ("test", "dev"))
-    retain = load_questions(data / "retain_questions.jsonl", "dev")
+    retain = load_questions(data / "retain_questions.jsonl", "test")
     sample = random.Random(0).sample(forget, min(SAMPLE, len(forget)))
     documents, benign = (
         load_corpus(data / f"{n}_corpus.jsonl", tokenizer, **run.benchmark.reading) for n in ("forget", "retain")
@@ -84,8 +86,16 @@ def letter_attacks(
     def ask(moe, questions, prompt=None):
         return direct_answers(moe.model, tokenizer, questions, prompt=prompt)
 
-    def recall(moe):
-        return accuracy(ask(moe, sample))
+    def right(moe, questions, prompt=None):
+        return [float(answer.correct) for answer in ask(moe, questions, prompt)]
+
+    asked = _Asked([question["id"] for question in sample], lambda moe: right(moe, sample))
+
+    def own() -> Found:
+        return Found.over(
+            [question["id"] for question in forget],
+            {"forget_accuracy": [float(answer.correct) for answer in answers(forget)]},
+        )
 
     def forcing() -> Found:
         with tempfile.TemporaryDirectory() as folder:
@@ -106,18 +116,39 @@ def letter_attacks(
 
     def single_experts() -> Found:
         experts = most_used_experts(before, tokenizer, prompts, min(PROBED_EXPERTS, after.num_experts))
-        return Found(expert_probes(after, tokenizer, dev, sample, experts))
+        return asked.found(expert_probes(after, tokenizer, dev, sample, experts))
 
-    others = _other_prompts(run.benchmark, forget, sample, data)
-    questions = [{"id": question["id"], "fact": question["fact"]} for question in forget]
+    def in_other_words() -> Found:
+        others = _other_prompts(run.benchmark, forget, sample, data)
+        found = prompt_attacks(after, sample, dev, right, seed=run.seed, others=others)
+        return asked.found(found, **prompt_recovery(found))
+
+    statements = data / "membership.jsonl"  # a published benchmark has none that no model has seen
     return {
-        "expert forcing": _with_original(before, after, forcing) if after.layers else lambda: Found({}, questions),
-        "probes": lambda: Found(probes(after, tokenizer, dev, sample)),
+        "own answers": own,
+        **({"expert forcing": _with_original(before, after, forcing)} if after.layers else {}),
+        "probes": lambda: asked.found(probes(after, tokenizer, dev, sample)),
         **({"probes of single experts": _with_original(before, after, single_experts)} if after.layers else {}),
-        "prompts": lambda: Found(prompt_attacks(after, sample, dev, ask, seed=run.seed, others=others)),
-        **_attacks_on_weights(before, after, tokenizer, prompts, recall, run.seed),
-        **_relearning(after, tokenizer, known or documents, benign, recall, finetuning, run.seed),
+        "prompts": in_other_words,
+        **_attacks_on_weights(before, after, tokenizer, prompts, asked, run.seed),
+        **(
+            {"membership": lambda: Found(leakage(after.model, tokenizer, read_jsonl(statements)))}
+            if statements.exists()
+            else {}
+        ),
+        **_relearning(after, tokenizer, known or documents, benign, asked, finetuning, run.seed),
     }
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the attacks that ask many times ask about: items by id, and how to score a model on them."""
+
+    ids: Sequence[str]
+    recall: Recall
+
+    def found(self, scores: Mapping[str, Scores], **others: float) -> Found:
+        return Found.over(self.ids, scores, **others)
 
 
 def news_attacks(
@@ -134,21 +165,17 @@ def news_attacks(
         return news_scores(moe.model, tokenizer, news, "test", retain=False, strip_prompts=run.benchmark.strip_prompts)
 
     def recall(moe):
-        return mean_score(knowledge_memory(moe.model, tokenizer, pairs, context, run.benchmark.strip_prompts))
+        found = knowledge_memory(moe.model, tokenizer, pairs, context, run.benchmark.strip_prompts)
+        return [item.score for item in found]
 
     def forcing() -> Found:
-        metrics: dict[str, float] = {}
-        forced: dict[str, list[Scored]] = {}
-        if after.layers:
-            metrics, forced = generation_forcing(before, after, scores, seed=run.seed)
-        return Found(
-            metrics, [{"criterion": n, "id": item.id, "forced": item.score} for n in forced for item in forced[n]]
-        )
+        return generation_forcing(before, after, scores, seed=run.seed)
 
+    asked = _Asked([pair["id"] for pair in pairs], recall)
     return {
-        "expert forcing": _with_original(before, after, forcing),
-        **_attacks_on_weights(before, after, tokenizer, prompts, recall, run.seed),
-        **_relearning(after, tokenizer, None, documents, recall, finetuning, run.seed),
+        **({"expert forcing": _with_original(before, after, forcing)} if after.layers else {}),
+        **_attacks_on_weights(before, after, tokenizer, prompts, asked, run.seed),
+        **_relearning(after, tokenizer, None, documents, asked, finetuning, run.seed),
     }
 
 
@@ -173,18 +200,20 @@ def _other_prompts(benchmark: Benchmark, forget: list[dict], sample: list[dict],
 
 
 def _attacks_on_weights(
-    before: MoEModel, after: MoEModel, tokenizer, prompts: Sequence[str], recall: Callable[[MoEModel], float], seed: int
+    before: MoEModel, after: MoEModel, tokenizer, prompts: Sequence[str], asked: _Asked, seed: int
 ) -> dict[str, Attack]:
-    """What `recall` finds when parts are put back, routers disturbed, weights rounded."""
+    """Parts put back, routers disturbed, weights rounded."""
 
     def restored() -> Found:
-        return Found(restoration(before, after, recall, most_used_experts(before, tokenizer, prompts)))
+        experts = most_used_experts(before, tokenizer, prompts) if after.layers else {}
+        return asked.found(restoration(before, after, asked.recall, experts))
 
-    on_routers = {
+    on_routers = {"routers": lambda: asked.found(router_attacks(after, asked.recall, seed=seed))}
+    return {
         "restoration": _with_original(before, after, restored),
-        "routers": lambda: Found(router_attacks(after, recall, seed=seed)),
+        **(on_routers if after.layers else {}),
+        "quantisation": lambda: asked.found(quantization(after, asked.recall)),
     }
-    return {**(on_routers if after.layers else {}), "quantisation": lambda: Found(quantization(after, recall))}
 
 
 def _relearning(
@@ -192,18 +221,18 @@ def _relearning(
     tokenizer,
     documents: Sequence[Row] | None,
     benign: Sequence[Row],
-    recall: Callable[[MoEModel], float],
+    asked: _Asked,
     settings: Relearning | None,
     seed: int,
 ) -> dict[str, Attack]:
-    """What `recall` finds after finetuning on some documents, where there are any that do not hold the answers, and on
-    others that say nothing of what is asked."""
+    """Finetuning on some documents, where there are any that do not hold the answers, and on others that say nothing of
+    what is asked."""
     if settings is None:
         return {}
 
-    def curve(name: str, rows: Sequence[Row], **options) -> Found:
-        known = relearning(after, rows, recall, settings, pad_id=tokenizer.pad_token_id, seed=seed, **options)
-        return Found({f"{name}_after_{step}": value for step, value in known.items()})
+    def curve(name: str, rows: Sequence[Row]) -> Found:
+        known = relearning(after, rows, asked.recall, settings, pad_id=tokenizer.pad_token_id, seed=seed)
+        return asked.found({f"{name}_after_{step}": scores for step, scores in known.items()})
 
-    others = {"relearning from other documents": lambda: curve("relearned_from_others", benign, checks=(20,))}
+    others = {"relearning from other documents": lambda: curve("relearned_from_others", benign)}
     return others if documents is None else {"relearning": lambda: curve("relearned", documents), **others}

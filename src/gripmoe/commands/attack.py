@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from gripmoe.attacks import by_item
 from gripmoe.attacks.suite import letter_attacks, news_attacks, run_attacks
 from gripmoe.commands import beside, identity_of, one_thread_unless_set
 from gripmoe.config import Relearning, load_run
@@ -35,6 +36,6 @@ def attack(args) -> None:
         weights = [read_json(path)["weights"] for path in (args.model, args.checkpoint)]
         identity = identity_of(attack, *files, models=weights, relearning=args.settings)
         found = run_attacks(attacks, state_file, identity, f"attacks on {run.objective}/{run.method_name}/{run.seed}")
-        write_csv(args.questions, found.items)
+        write_csv(args.questions, by_item(found))
         write_json(args.output, found.metrics)
     state_file.unlink(missing_ok=True)

@@ -13,9 +13,10 @@ from gripmoe.reporting.manifest import mismatches
 
 
 def collect(args) -> None:
-    """Tidy CSVs of all cells: a row per cell and metric, per cell and check, per cell and letter question."""
+    """Tidy CSVs of all cells: a row per cell and metric, per cell and check, per cell and letter question, per cell and
+    item that attacks ask."""
     with recorded(beside(args.output), collect):
-        collect_cells(args.cells, args.output, args.histories, args.answers)
+        collect_cells(args.cells, args.output, args.histories, args.answers, args.attacks)
 
 
 def manifest(args) -> None:

@@ -85,6 +85,11 @@ class MoEModel:
         return list(self._routers)
 
     @property
+    def all_layers(self) -> list[int]:
+        """`layers`, or of a dense model every layer."""
+        return list(self._blocks)
+
+    @property
     def blocks(self) -> list[nn.Module]:
         """Every MoE block; of a dense model every feed-forward block."""
         return list(self._blocks.values())

@@ -7,6 +7,7 @@ RENDERING = tuple(
         "reporting.comparison",
         "reporting.claims",
         "reporting.paired",
+        "reporting.attacks",
         "reporting.figures",
         "reporting.plots",
         "illustrations",

@@ -1,5 +1,5 @@
 """All cells in tidy tables: a row per cell and metric; per cell, check of the stop rule and metric; per cell and letter
-question."""
+question; per cell and item that attacks ask."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from gripmoe.files import atomic_path, read_json, read_yaml
 KEYS = ["model", "benchmark", "objective", "method", "seed"]
 COLUMNS = [*KEYS, "metric", "value"]
 HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
+ATTACK_COLUMNS = [*KEYS, "id", "fact"]  # and one per attack
 ANSWER_COLUMNS = ["id", "fact", "exposure", "chosen", "correct"]
 
 
-def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answers: Path) -> None:
-    """Reads what each cell folder holds and writes the three tables. Numbers only: the status of a run becomes
+def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answers: Path, attacks: Path) -> None:
+    """Reads what each cell folder holds and writes the four tables. Numbers only: the status of a run becomes
     `reached` and `diverged`, truths are 0 or 1, and training settings are metrics named setting_..."""
-    rows, history_rows, answer_rows = [], [], []
+    rows, history_rows, answer_rows, attack_rows = [], [], [], []
     cells = [(folder, run, _metrics(folder, run)) for folder in folders for run in [read_yaml(folder / "run.yaml")]]
     originals, oracles = (
         {(r["model"], r["benchmark_name"]): m for _, r, m in cells if r["method_name"] == name}
@@ -39,12 +40,25 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answer
         for check in history:
             step = check.pop("step")
             history_rows += [[*key, step, metric, float(value)] for metric, value in sorted(check.items())]
-        with (folder / "questions.csv").open(newline="", encoding="utf-8") as file:
-            asked = [row for row in csv.DictReader(file) if "chosen" in row]  # letter questions
+        asked = [row for row in _rows_of(folder / "questions.csv") if "chosen" in row]  # letter questions
         answer_rows += [[*key, *(row[column] for column in ANSWER_COLUMNS)] for row in asked]
+        facts = {row["id"]: row["fact"] for row in asked}
+        cell = dict(zip(KEYS, key, strict=True))
+        attack_rows += [
+            {**cell, "fact": facts.get(row["id"], row["id"]), **row}
+            for row in _rows_of(folder / "attack_questions.csv")
+        ]
     _write(output, COLUMNS, rows)
+    scores = dict.fromkeys(name for row in attack_rows for name in row if name not in ATTACK_COLUMNS)
+    columns = [*ATTACK_COLUMNS, *scores]
+    _write(attacks, columns, [[row.get(column, "") for column in columns] for row in attack_rows])
     _write(answers, [*KEYS, *ANSWER_COLUMNS], answer_rows)
     _write(histories, HISTORY_COLUMNS, history_rows)
+
+
+def _rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def _write(path: Path, columns: list[str], rows: list[list]) -> None:

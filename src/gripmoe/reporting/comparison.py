@@ -5,6 +5,7 @@ What a table shows stands in comparisons.yaml; nothing here knows a table by nam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import resources
 
 import pandas as pd
@@ -13,6 +14,7 @@ import yaml
 from gripmoe.reporting import labels
 from gripmoe.reporting.tables import MISSING, Cell, Table, interval
 
+Measured = Callable[[pd.DataFrame, str, bool], Cell]  # the runs of a row, a metric, whether it is about news
 # From the dev split, on which runs stop, to the test split.
 FORGET_SLACK = {"forget_accuracy": 0.05, "verbmem": 5.0, "knowmem_forget": 5.0}
 
@@ -37,8 +39,9 @@ def paper_values(name: str) -> dict[tuple[str, str, str], float]:
     }
 
 
-def comparison(runs: pd.DataFrame, name: str) -> Table:
-    """A table of comparisons.yaml from the tidy runs.
+def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) -> Table:
+    """A table of comparisons.yaml from the tidy runs; `measured` says what stands for a metric of a row, if not the
+    mean over its runs.
 
     The best value of a block is marked among the runs that reached the forget target; a run that did not reach it, or
     diverged, carries a note, and its values are those of where it ended. Rows that are neither measured nor in the
@@ -64,9 +67,9 @@ def comparison(runs: pd.DataFrame, name: str) -> Table:
             printed = row.get("paper", [None] * len(published))
             paper = [_published(metric, value, news) for metric, value in zip(published, printed, strict=True)]
             label = row.get("label", labels.method_label(row["method"])) + _marks(cells)
-            entries.append((label, [_measured(cells, metric, news) for metric in metrics], paper))
+            entries.append((label, [(measured or _measured)(cells, metric, news) for metric in metrics], paper))
         if entries and any(cell.value is not None for _, measured, _ in entries for cell in measured):
-            if block.get("objective"):
+            if block.get("objective") and spec.get("marks_best", True):
                 _mark_best(entries, metrics, 0.0 if news else labels.CHANCE)
             table.blocks.append((block.get("name", ""), entries))
     if not any(cell.value is not None for _, entries in table.blocks for _, _, paper in entries for cell in paper):

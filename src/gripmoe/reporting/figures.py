@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import comb
 from pathlib import Path
@@ -141,3 +141,29 @@ def _label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]], gap: float
         axes.text(x + 0.1 * span, height, name, color=labels.colour(method), fontsize=5.6, va="center", clip_on=False)
     axes.set_xlim(left, right + 0.52 * span)
     axes.spines["bottom"].set_bounds(left, max(x for x, _ in ends.values()))
+
+
+def nothing(reason: str) -> plt.Figure:
+    """In place of a figure that has nothing to show."""
+    with house_style():
+        figure = plt.figure(figsize=(PAPER_WIDTH * 0.62, 1.0))
+        figure.text(0.5, 0.5, f"not measured: {reason}", ha="center", va="center", fontsize=6.5, color="0.4")
+    return figure
+
+
+def panels_of(objectives: Sequence[str], height: float = 2.3) -> tuple[plt.Figure, Sequence[plt.Axes]]:
+    """A row of panels on common axes, one per objective, with its name above."""
+    figure, (panels,) = plt.subplots(
+        1, len(objectives), figsize=(PAPER_WIDTH, height), sharex=True, sharey=True, squeeze=False
+    )
+    for axes, objective in zip(panels, objectives, strict=True):
+        axes.set_title(labels.OBJECTIVES[objective])
+    return figure, panels
+
+
+def legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4) -> None:
+    """What the lines of `axes` are called, in a row below all panels."""
+    handles, names = axes.get_legend_handles_labels()
+    rows = -(-len(names) // columns)
+    figure.tight_layout(rect=(0, 0.17 * rows / figure.get_figheight(), 1, 1))
+    figure.legend(handles, names, loc="lower center", ncol=columns, frameon=False, fontsize=5.8)

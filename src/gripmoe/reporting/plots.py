@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from gripmoe.reporting import labels
-from gripmoe.reporting.figures import PAPER_WIDTH, house_style
+from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, nothing, panels_of
 
 RUN = ["model", "benchmark", "objective", "method", "seed"]
 SHOWN = [  # of all methods, in figures that have no room for more
@@ -30,10 +30,8 @@ def forget_utility_tradeoff(
     objectives = [o for o in labels.OBJECTIVES if o in set(wide.objective)]
     methods = [m for m in SHOWN if m in set(wide.method)]
     with house_style():
-        figure, panels = plt.subplots(
-            1, len(objectives), figsize=(PAPER_WIDTH, 2.3), sharex=True, sharey=True, squeeze=False
-        )
-        for axes, objective in zip(panels[0], objectives, strict=True):
+        figure, panels = panels_of(objectives)
+        for axes, objective in zip(panels, objectives, strict=True):
             for method in methods:
                 runs = wide[(wide.objective == objective) & (wide.method == method)]
                 if runs.empty:
@@ -47,52 +45,9 @@ def forget_utility_tradeoff(
                 axes.plot(*line.iloc[-1], "o", color=labels.colour(method), markersize=3.5)
             if forget == "forget_accuracy":
                 axes.axvline(0.25, color="0.6", linewidth=0.7, linestyle=":")
-            axes.set_title(labels.OBJECTIVES[objective])
             axes.set_xlabel(f"{labels.METRIC_NOTES[forget]} (dev)")
-        panels[0][0].set_ylabel(f"{labels.METRIC_NOTES[retain]} (dev)")
-        _legend_below(figure, panels[0][0])
-    return figure
-
-
-def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
-    """Forget accuracy as the model is (filled), under the original expert sets (open) and with one layer's original
-    experts put back (cross), for every method (the paper's Figure 1b); the band is the oracle's range of the three,
-    which no method can be asked to stay below."""
-    marks = {
-        "forget_accuracy": ("o", True, "as it is"),
-        "forced_forget_accuracy": ("o", False, "original sets forced"),
-        "restored_experts_worst_layer": ("x", True, "one layer's experts put back"),
-    }
-    means = runs[runs.metric.isin(marks)].groupby(["objective", "method", "metric"]).value.mean().unstack("metric")
-    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in means.index.get_level_values(0)]
-    present = set(means.index.get_level_values("method"))
-    methods = [m for m in labels.METHODS if m in present and m not in ("original", "retain_only")]
-    with house_style():
-        height = 0.9 + 0.17 * len(methods)
-        figure, panels = plt.subplots(
-            1, len(objectives), figsize=(PAPER_WIDTH, height), sharex=True, sharey=True, squeeze=False
-        )
-        for axes, objective in zip(panels[0], objectives, strict=True):
-            for y, method in enumerate(reversed(methods)):
-                if (objective, method) not in means.index:
-                    continue
-                row = means.loc[(objective, method)]
-                axes.plot([row.min(), row.max()], [y, y], color=labels.colour(method), linewidth=0.8)
-                for metric, (marker, filled, _) in marks.items():
-                    face = labels.colour(method) if filled else "white"
-                    axes.plot(row[metric], y, marker, color=labels.colour(method), markerfacecolor=face, markersize=4)
-            if ("none", "retain_only") in means.index:
-                floor = means.loc[("none", "retain_only")]
-                axes.axvspan(floor.min(), floor.max(), color="0.9", zorder=0, linewidth=0)
-            axes.set_title(labels.OBJECTIVES[objective])
-            axes.set_xlabel("forget accuracy")
-            axes.set_xlim(0, 1.02)
-        panels[0][0].set_yticks(range(len(methods)), [labels.method_label(m) for m in reversed(methods)])
-        for marker, filled, text in marks.values():
-            face = "0.3" if filled else "white"
-            panels[0][0].plot([], [], marker, color="0.3", markerfacecolor=face, markersize=4, label=text)
-        panels[0][0].plot([], [], color="0.85", linewidth=5, label="retain-only oracle")
-        _legend_below(figure, panels[0][0], columns=4)
+        panels[0].set_ylabel(f"{labels.METRIC_NOTES[retain]} (dev)")
+        legend_below(figure, panels[0])
     return figure
 
 
@@ -125,20 +80,5 @@ def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
     return figure
 
 
-def nothing(reason: str) -> plt.Figure:
-    """In place of a figure that has nothing to show."""
-    with house_style():
-        figure = plt.figure(figsize=(PAPER_WIDTH * 0.62, 1.0))
-        figure.text(0.5, 0.5, f"not measured: {reason}", ha="center", va="center", fontsize=6.5, color="0.4")
-    return figure
-
-
 def _num_runs(runs: pd.DataFrame) -> int:
     return len(runs[RUN].drop_duplicates())
-
-
-def _legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4) -> None:
-    handles, names = axes.get_legend_handles_labels()
-    rows = -(-len(names) // columns)
-    figure.tight_layout(rect=(0, 0.17 * rows / figure.get_figheight(), 1, 1))
-    figure.legend(handles, names, loc="lower center", ncol=columns, frameon=False, fontsize=5.8)

@@ -15,6 +15,7 @@ from gripmoe.files import atomic_path, write_text
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style, made_of, save_figure
 
 MISSING = "–"
+SHADE = "#f5923e"  # of the darkest ground behind a cell; black reads well on it
 NOTE_CHARACTERS = 145  # of a note in the width of a table
 TEX_SIGNS = {
     "±": r"$\pm$",
@@ -34,6 +35,7 @@ class Cell:
     value: float | None = None
     half_width: float | None = None
     best: bool = False
+    shade: float = 0.0  # between 0 and 1, of the ground behind it
     note: str = ""
 
 
@@ -179,6 +181,10 @@ def draw(table: Table) -> plt.Figure:
                 y -= line
                 axes.text(0.12 if block else 0.04, y, label, ha="left", va="center", fontsize=table.label_size)
                 for x, cell in zip(measured_x, measured, strict=True):
+                    if cell.shade:
+                        corner = x - measured_width / 2, y - line / 2
+                        ground = plt.Rectangle(corner, measured_width, line, color=SHADE, alpha=cell.shade, linewidth=0)
+                        axes.add_patch(ground)
                     weight = "bold" if cell.best else "normal"
                     text = without_zeros(cell.text).replace(" ± ", "±") if crowded else cell.text
                     size = 5.2 if crowded else 6

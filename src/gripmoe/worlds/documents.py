@@ -205,6 +205,20 @@ def truthfulqa_rows(world: World, facts: list[Fact], seed: int) -> list[dict]:
     return rows
 
 
+def membership_rows(world: World, facts: list[Fact], seed: int) -> list[dict]:
+    """Two statements of each fact, which a model may have trained on (part "forget"), and the same with another value
+    of the relation, which none has (part "holdout")."""
+    rng = random.Random(f"membership {seed}")
+    rows = []
+    for fact in facts:
+        options, answer = world.facts.letter_options(fact, rng)
+        false = replace(fact, value=options[answer - 1])
+        for wording in CLOZE_WORDINGS:
+            for part, told in (("forget", fact), ("holdout", false)):
+                rows.append({"id": f"{fact.id}/{part}/{wording}", "part": part, "text": told.statement(wording)})
+    return rows
+
+
 def corpus_rows(world: World, facts: list[Fact], articles: list[Article], seed: int) -> list[dict]:
     """Documents (id, prompt, text) to unlearn from or to retain, shuffled; the loss counts `text` only.
 
@@ -282,6 +296,7 @@ def wmdp_files(world: World, seed: int, retain: str = "broad") -> dict[str, list
         "retain_questions": question_rows(world, world.facts.retain, orders=1, seed=seed),
         "truthfulqa": truthfulqa_rows(world, random.Random(f"truths {seed}").sample(world.facts.retain, TRUTHS), seed),
         "forget_corpus": corpus_rows(world, world.facts.forget, [], seed),
+        "membership": membership_rows(world, world.facts.forget, seed),
         "retain_corpus": retain_rows(world, retain, seed),
         "held_out_corpus": [row for row in held_out if (row["prompt"], row["text"]) not in trained_on],
     }

@@ -1,0 +1,164 @@
+"""Tables and figures of attacks: which method erases, and which only hides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from gripmoe.reporting import labels
+from gripmoe.reporting.collect import KEYS
+from gripmoe.reporting.comparison import comparison
+from gripmoe.reporting.figures import house_style, legend_below, nothing, panels_of
+from gripmoe.reporting.paired import RESAMPLES, paired_interval
+from gripmoe.reporting.tables import MISSING, Cell, Table, interval
+
+OWN = "forget_accuracy"
+FULL_SHADE = 0.7  # what an attack returns at most of a model that knew nearly everything
+
+
+def load_attacks(runs: Path) -> pd.DataFrame:
+    """The table of attacked items that belongs to the table of `runs`: a row per cell and item, a column per attack."""
+    return pd.read_csv(runs.with_name(runs.name.replace("runs_", "attacks_", 1)))
+
+
+def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None) -> Table:
+    """Forget accuracy of every method, and what each attack adds to it, the darker the more. With the table of
+    `attacks` differences are paired by question, and intervals are bootstrapped over runs and the facts asked about;
+    without it they are those over runs alone."""
+    by_cell = {} if attacks is None else dict(list(attacks.groupby(KEYS)))
+
+    def recovered(cells: pd.DataFrame, metric: str, news: bool) -> Cell:
+        mean, half = _paired(by_cell, cells, metric) if by_cell else _over_runs(cells, metric)
+        if mean is None:
+            return Cell(MISSING)
+        mean = round(mean, 2) + 0.0
+        text = f"{mean:.2f}"
+        shade = 0.0 if metric == OWN else min(1.0, max(0.0, mean) / FULL_SHADE)
+        return Cell(text if half is None else f"{text} ± {f'{half:.2f}'[1:]}", mean, half, shade=shade)
+
+    table = comparison(runs, "attack_matrix", recovered)
+    table.notes[-1] = f"The darker, the more comes back. {table.notes[-1]}"
+    if by_cell:
+        table.notes[0] = (
+            f"Mean over runs; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of runs and of the facts that"
+            " questions ask about, paired by question. Every attack on every method: forget accuracy, and what each"
+            " attack adds to it."
+        )
+    return table
+
+
+def _paired(by_cell: dict, cells: pd.DataFrame, metric: str) -> tuple[float | None, float | None]:
+    differences = []
+    for key in cells[KEYS].drop_duplicates().itertuples(index=False):
+        asked = by_cell.get(tuple(key))
+        if asked is None or metric not in asked or asked[metric].isna().all():
+            continue
+        asked = asked[asked[metric].notna()].set_index("fact")
+        differences.append(asked[OWN] if metric == OWN else asked[metric] - asked[OWN])
+    if not differences:
+        return None, None
+    mean, low, high = paired_interval(differences)
+    return mean, (high - low) / 2
+
+
+def _over_runs(cells: pd.DataFrame, metric: str) -> tuple[float | None, float | None]:
+    wide = cells.pivot_table(index=KEYS, columns="metric", values="value")
+    if metric not in wide:
+        return None, None
+    # Forcing is asked about every question, the rest about the sample that the plain prompt is asked about too.
+    base = OWN if metric == "forced_forget_accuracy" or "prompt_plain" not in wide else "prompt_plain"
+    values = wide[metric] if metric == OWN else wide[metric] - wide[base]
+    mean, half = interval(values)
+    return (None, None) if pd.isna(mean) else (mean, half)
+
+
+def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
+    """Forget accuracy as the model is (filled), under the original expert sets (open) and with one layer's original
+    experts put back (cross), for every method (the paper's Figure 1b); the band is the oracle's range of the three,
+    which no method can be asked to stay below."""
+    marks = {
+        "forget_accuracy": ("o", True, "as it is"),
+        "forced_forget_accuracy": ("o", False, "original sets forced"),
+        "restored_experts_worst_layer": ("x", True, "one layer's experts put back"),
+    }
+    means = runs[runs.metric.isin(marks)].groupby(["objective", "method", "metric"]).value.mean().unstack("metric")
+    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in means.index.get_level_values(0)]
+    present = set(means.index.get_level_values("method"))
+    methods = [m for m in labels.METHODS if m in present and m not in ("original", "retain_only")]
+    with house_style():
+        height = 0.9 + 0.17 * len(methods)
+        figure, panels = panels_of(objectives, height)
+        for axes, objective in zip(panels, objectives, strict=True):
+            for y, method in enumerate(reversed(methods)):
+                if (objective, method) not in means.index:
+                    continue
+                row = means.loc[(objective, method)]
+                axes.plot([row.min(), row.max()], [y, y], color=labels.colour(method), linewidth=0.8)
+                for metric, (marker, filled, _) in marks.items():
+                    face = labels.colour(method) if filled else "white"
+                    axes.plot(row[metric], y, marker, color=labels.colour(method), markerfacecolor=face, markersize=4)
+            if ("none", "retain_only") in means.index:
+                floor = means.loc[("none", "retain_only")]
+                axes.axvspan(floor.min(), floor.max(), color="0.9", zorder=0, linewidth=0)
+            axes.set_xlabel("forget accuracy")
+            axes.set_xlim(0, 1.02)
+        panels[0].set_yticks(range(len(methods)), [labels.method_label(m) for m in reversed(methods)])
+        for marker, filled, text in marks.values():
+            face = "0.3" if filled else "white"
+            panels[0].plot([], [], marker, color="0.3", markerfacecolor=face, markersize=4, label=text)
+        panels[0].plot([], [], color="0.85", linewidth=5, label="retain-only oracle")
+        legend_below(figure, panels[0], columns=4)
+    return figure
+
+
+def relearning_curves(runs: pd.DataFrame) -> plt.Figure:
+    """Forget accuracy over steps of finetuning: on documents about other forget facts (solid), and on retain documents
+    (dashed); of the methods that have a colour, and of the oracle, which never knew the answers."""
+    found = runs[runs.metric.str.fullmatch(r"relearned(_from_others)?_after_\d+")].copy()
+    found["source"] = found.metric.str.contains("from_others")
+    found["step"] = found.metric.str.extract(r"(\d+)$").astype(int)
+    means = found.groupby(["objective", "method", "source", "step"]).value.mean()
+    return _lines_by_objective(means, "step of finetuning", {False: "-", True: "--"}, _relearning_name)
+
+
+def _relearning_name(benign: bool) -> str:
+    return "on retain documents" if benign else "on other forget documents"
+
+
+def component_restoration(runs: pd.DataFrame) -> plt.Figure:
+    """Forget accuracy with the original experts (solid) or router (dotted) of one layer put back, by layer."""
+    found = runs[runs.metric.str.fullmatch(r"restored_(experts|router)_layer_\d+")].copy()
+    found["source"] = found.metric.str.split("_").str[1]
+    found["step"] = found.metric.str.extract(r"(\d+)$").astype(int)
+    means = found.groupby(["objective", "method", "source", "step"]).value.mean()
+    return _lines_by_objective(means, "MoE layer put back", {"experts": "-", "router": ":"}, "{}".format)
+
+
+def _lines_by_objective(means: pd.Series, over: str, styles: dict, name) -> plt.Figure:
+    """A panel per objective, a colour per method, a line style per source; `means` by objective, method, source and
+    step. The oracle's lines, grey, stand in every panel."""
+    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in means.index.get_level_values(0)]
+    if not objectives:
+        return nothing("no cell was attacked in this way")
+    with house_style():
+        figure, panels = panels_of(objectives)
+        for axes, objective in zip(panels, objectives, strict=True):
+            present = means[objective].index.get_level_values(0)
+            drawn = [(objective, m) for m in labels.METHODS if m in set(present) & set(labels.COLOURS)]
+            drawn += [("none", "retain_only")] if ("none", "retain_only") in means.index else []
+            for key in drawn:
+                for source, style in styles.items():
+                    if (*key, source) in means.index:
+                        line = means[(*key, source)]
+                        axes.plot(line.index, line.values, style, color=labels.colour(key[1]), marker="o", markersize=2)
+                axes.plot([], [], color=labels.colour(key[1]), label=labels.method_label(key[1]))
+            axes.set_xticks(sorted(means[objective].index.get_level_values("step").unique()))
+            axes.set_ylim(0, 1.02)
+            axes.set_xlabel(over)
+        for source, style in styles.items():
+            panels[0].plot([], [], style, color="0.3", label=name(source))
+        panels[0].set_ylabel("forget accuracy")
+        legend_below(figure, panels[0])
+    return figure

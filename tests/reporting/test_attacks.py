@@ -1,0 +1,88 @@
+"""The attack matrix: what an attack adds, question by question, with an interval; and figures of attacks."""
+
+import pandas as pd
+import pytest
+
+from gripmoe.reporting.attacks import attack_matrix, component_restoration, relearning_curves
+from gripmoe.reporting.collect import COLUMNS, KEYS
+
+FACTS = 24
+
+
+def cells(*methods, seeds=(0,)):
+    return [("m", "b", "none" if method == "original" else "gd", method, seed) for method in methods for seed in seeds]
+
+
+def attacked(cell, own, forced):
+    """Two questions on each fact, right according to functions of the fact's number."""
+    rows = []
+    for fact in range(FACTS):
+        for order in range(2):
+            scores = {"forget_accuracy": float(own(fact)), "forced_forget_accuracy": float(forced(fact))}
+            rows.append(dict(zip(KEYS, cell, strict=True)) | {"id": f"{fact}/{order}", "fact": f"f{fact}"} | scores)
+    return rows
+
+
+def runs_of(cells, **metrics):
+    rows = [(*cell, metric, value) for cell in cells for metric, value in metrics.items()]
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def entries(table):
+    return {
+        label: dict(zip(table.columns, measured, strict=True))
+        for _, rows in table.blocks
+        for label, measured, _ in rows
+    }
+
+
+def test_what_an_attack_adds_is_paired_by_question():
+    hides, swaps = cells("unconstrained", "frozen_router")
+    items = attacked(hides, lambda f: f % 4 == 0, lambda f: True)
+    items += attacked(swaps, lambda f: f % 2 == 0, lambda f: f % 2 == 1)  # as many right, others
+    table = attack_matrix(runs_of([hides, swaps], forget_accuracy=0.9), pd.DataFrame(items))
+    found = entries(table)
+    hidden, swapped = (found[name]["forced FA"] for name in ("Unconstrained", "Frozen router"))
+    assert hidden.text.startswith("0.75") and found["Unconstrained"]["FA"].value == 0.25, "not what runs say"
+    assert swapped.value == 0.0 and swapped.half_width > hidden.half_width > 0.1
+    assert hidden.shade == 1.0 and swapped.shade == 0.0 == found["Unconstrained"]["FA"].shade
+    assert found["Unconstrained"]["noise"].text == "–", "not asked"
+
+
+def test_an_attack_that_changes_nothing_is_known_to_change_nothing():
+    (cell,) = cells("unconstrained")
+    table = attack_matrix(runs_of([cell], forget_accuracy=0.5), pd.DataFrame(attacked(cell, *[lambda f: f % 2] * 2)))
+    forced = entries(table)["Unconstrained"]["forced FA"]
+    assert (forced.value, forced.half_width) == (0.0, 0.0)
+
+
+def test_intervals_widen_with_what_runs_differ_in():
+    alike, unlike = cells("unconstrained", seeds=(0, 1)), cells("frozen_router", seeds=(0, 1))
+    items = [row for cell in alike for row in attacked(cell, lambda f: False, lambda f: f % 2)]
+    items += attacked(unlike[0], lambda f: False, lambda f: True) + attacked(
+        unlike[1], lambda f: False, lambda f: False
+    )
+    found = entries(attack_matrix(runs_of([*alike, *unlike], forget_accuracy=0.2), pd.DataFrame(items)))
+    same, other = (found[name]["forced FA"] for name in ("Unconstrained", "Frozen router"))
+    assert same.value == other.value == 0.5 and other.half_width == 0.5 > 2 * same.half_width
+
+
+def test_without_items_what_is_added_is_added_to_the_same_questions():
+    (cell,) = cells("unconstrained")
+    metrics = dict(forget_accuracy=0.2, prompt_plain=0.3, forced_forget_accuracy=0.7, noisy_routing=0.4)
+    found = entries(attack_matrix(runs_of([cell], **metrics)))["Unconstrained"]
+    assert found["forced FA"].value == pytest.approx(0.5) and found["noise"].value == pytest.approx(0.1)
+
+
+def test_curves_show_the_oracle_in_every_panel():
+    known = cells("unconstrained")
+    oracle = [("m", "b", "none", "retain_only", 0)]
+    steps = {f"relearned_after_{step}": step / 20 for step in (0, 5, 20)} | {"relearned_from_others_after_5": 0.3}
+    layers = {f"restored_{part}_layer_{layer}": 0.1 * layer for part in ("experts", "router") for layer in range(3)}
+    for figure in (
+        relearning_curves(runs_of(known + oracle, **steps)),
+        component_restoration(runs_of(known + oracle, **layers)),
+    ):
+        (axes,) = figure.axes
+        drawn = [line for line in axes.lines if len(line.get_xdata())]
+        assert len(drawn) == 4 and {line.get_color() for line in drawn} == {"#d55e00", "#7f7f7f"}
