@@ -235,3 +235,16 @@ def test_tracked_bases_remember_and_forget():
     assert moved[None][0] > 1e-3
     assert moved[0.5][0] < 1e-5 and moved[0.99][0] < 1e-5
     assert moved[0.5][-1] > moved[0.99][-1]
+
+
+@pytest.mark.parametrize("learning_rate, least, most", [(0.3, 0.1, 1.0), (1e-7, 0.0, 0.0)])
+def test_the_history_says_how_often_the_null_space_is_not_enough(learning_rate, least, most):
+    moe = MoEModel(small_model())
+    optimizer = torch.optim.AdamW(moe.model.parameters(), lr=learning_rate)
+    method = null_space(0.3, granularity="expert")
+    with gripmoe.constrain(moe.model, optimizer, [random_batch(seed=3)], method=method) as guard:
+        assert guard.constraint.observed() == {}
+        train(moe.model, optimizer, guard, steps=1)
+        observed = guard.constraint.observed()
+    assert least <= observed["stage_2_rate"] <= most
+    assert observed["rank_layer_1"] == guard.constraint.bases[1].ranks.double().mean() > 0

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from conftest import random_batch, small_model
-from gripmoe.correction import realign_routers, restore_routers
+from gripmoe.correction import kaczmarz_report, realign_routers, restore_routers
 from gripmoe.geometry.routing import mean_stability, routing_stability
 from gripmoe.moe import MoEModel
 
@@ -76,3 +76,11 @@ def test_routers_are_refitted_in_eval_mode():
         assert moe.model.training is training
         ends.append(moe.thetas())
     assert all(torch.equal(ends[0][layer], ends[1][layer]) for layer in ends[0])
+
+
+def test_draws_of_algorithm_1_leave_what_the_exact_projection_does_not():
+    original, _, reference, _, _ = setting()
+    report = kaczmarz_report(unlearned(), original.thetas(), reference)
+    assert report["violation_exact"] < 1e-6
+    assert 1.0 > report["violation_after_10"] > report["violation_after_300"] > report["violation_exact"]
+    assert kaczmarz_report(MoEModel(small_model()), original.thetas(), reference) == {}, "nothing moved"

@@ -5,6 +5,7 @@ N retain tokens, d hidden size, E experts, k experts per token.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -52,6 +53,10 @@ class RouterConstraint(Protocol):
 
     def penalty(self, kind: str, seen: Seen) -> Tensor: ...
 
+    def observed(self) -> dict[str, float]:
+        """Numbers about the last steps, for the history of a run."""
+        ...
+
     def state(self) -> dict:
         """What a resumed run needs beyond the model and the optimizer."""
         ...
@@ -74,6 +79,9 @@ class Unconstrained:
     def penalty(self, kind, seen) -> Tensor:
         raise NotImplementedError("asked only of a constraint that watches")
 
+    def observed(self) -> dict[str, float]:
+        return {}
+
     def state(self) -> dict:
         return {}
 
@@ -93,7 +101,32 @@ class FrozenRouter(Unconstrained):
         return before_Ed
 
 
-class NullSpace(Unconstrained):
+class _TwoStages(Unconstrained):
+    """What the forms of Method A say of their steps; they look at every tenth, since a look projects once more."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[int] = Counter()
+        self._beyond: dict[int, Tensor] = {}
+        self._ranks: dict[int, Tensor] = {}
+
+    def _note(self, layer: int, basis: RetainBasis, update_Ed: Tensor, allowed_Ed: Tensor) -> None:
+        self._calls[layer] += 1
+        if self._calls[layer] % 10 != 1:
+            return
+        stage_1_Ed = basis.project(update_Ed)
+        moved_E = (allowed_Ed - stage_1_Ed).norm(dim=1) > 1e-4 * stage_1_Ed.norm(dim=1)  # not by rounding
+        self._beyond[layer], self._ranks[layer] = moved_E.double().mean(), basis.ranks.double().mean()
+
+    def observed(self) -> dict[str, float]:
+        """`stage_2_rate`, the share of router rows that Stage 1 alone leaves beyond a margin, and `rank_layer_<l>`, the
+        mean number of directions that it holds."""
+        if not self._beyond:
+            return {}
+        rate = torch.stack(list(self._beyond.values())).mean().item()
+        return {"stage_2_rate": rate} | {f"rank_layer_{layer}": rank.item() for layer, rank in self._ranks.items()}
+
+
+class NullSpace(_TwoStages):
     """Method A, the sound form: selections on the *original* retain representations never change.
 
     With D the router's displacement since the start, x_0, S_0 and tau_0 recorded once from the original model: D_j
@@ -104,6 +137,7 @@ class NullSpace(Unconstrained):
     """
 
     def __init__(self, reference: RoutingTrace, bases: Mapping[int, RetainBasis], safety_margin: float = 1e-3):
+        super().__init__()
         self.reference = reference
         self.bases = bases
         self.safety_margin = safety_margin
@@ -119,18 +153,20 @@ class NullSpace(Unconstrained):
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         theta_0 = self._theta_0[layer]
+        basis = self.bases[layer]
         displacement_Ed = nearest_feasible(
             after_Ed - theta_0,
-            self.bases[layer],
+            basis,
             self._x_Nd[layer],
             self._bounds_NE[layer],
             near_Ed=before_Ed - theta_0,
             tolerance=1e-6,
         )
+        self._note(layer, basis, after_Ed - theta_0, displacement_Ed)
         return theta_0 + displacement_Ed
 
 
-class NullSpaceMinibatch(Unconstrained):
+class NullSpaceMinibatch(_TwoStages):
     """Method A against the current retain minibatch, soundly: the optimizer's own update is replaced by the nearest one
     that changes no set which the router of the step before selects for these tokens. Nothing holds other tokens.
 
@@ -149,6 +185,7 @@ class NullSpaceMinibatch(Unconstrained):
         safety_margin: float = 1e-3,
         forgetting: float | None = None,
     ):
+        super().__init__()
         self.eps_null = eps_null
         self.granularity = granularity
         self.safety_margin = safety_margin
@@ -172,6 +209,7 @@ class NullSpaceMinibatch(Unconstrained):
             self._factors[layer] = self.forgetting**0.5 * factor_Erd
         bounds_NE = _bounds(current, rule, self.safety_margin).clamp_min(0)
         update_Ed = nearest_feasible(after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
+        self._note(layer, basis, after_Ed - before_Ed, update_Ed)
         return before_Ed + update_Ed
 
     def state(self) -> dict:
@@ -181,7 +219,7 @@ class NullSpaceMinibatch(Unconstrained):
         self._factors = dict(state.get("factors", {}))
 
 
-class NullSpacePaper(Unconstrained):
+class NullSpacePaper(_TwoStages):
     """Method A to the letter (Alg. 1, App. B-D): the update of each step, projected with the current retain minibatch.
 
     Bases come from the minibatch by eigendecomposition in fp32 with an absolute eps_null; margins are those of the
@@ -200,6 +238,7 @@ class NullSpacePaper(Unconstrained):
         tolerance: float = 1e-4,
         seed: int = 0,
     ):
+        super().__init__()
         self.eps_null = eps_null
         self.safety_margin = safety_margin
         self.max_steps = max_steps
@@ -219,15 +258,16 @@ class NullSpacePaper(Unconstrained):
         rule = self._rules[layer]
         original = route(seen.x_Nd, self._theta_0[layer], rule)
         held_NE = rule.held(original.scores_NE, original.top_k_Nk)
-        update_Ed = covariance_basis(seen.x_Nd, held_NE, self.eps_null[layer]).project(after_Ed - before_Ed)
+        basis = covariance_basis(seen.x_Nd, held_NE, self.eps_null[layer])
         update_Ed = randomized_kaczmarz(
-            update_Ed,
+            basis.project(after_Ed - before_Ed),
             seen.x_Nd,
             _bounds(original, rule, self.safety_margin),
             max_steps=self.max_steps,
             tolerance=self.tolerance,
             generator=self.generator,
         )
+        self._note(layer, basis, after_Ed - before_Ed, update_Ed)
         return before_Ed + update_Ed
 
     def state(self) -> dict:

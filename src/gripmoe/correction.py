@@ -9,10 +9,15 @@ from torch import Tensor
 
 from gripmoe.config import Method
 from gripmoe.data.documents import Batch
+from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
+from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.realignment import Realignment, holdout_stability, realign, realign_paper
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import routed_tokens
+
+KACZMARZ_DRAWS = (1, 10, 30, 100, 300, 1000, 3000)  # the paper's limit is 100
+KACZMARZ_TOKENS = 400
 
 
 def make_correction(
@@ -55,6 +60,40 @@ def holdout_report(
                     name = f"holdout_{form}_{size}_{where}"
                     report[name] = report.get(name, 0.0) + value / len(after)
     return report
+
+
+@torch.no_grad()
+def kaczmarz_report(
+    model: MoEModel, theta_0: dict[int, Tensor], reference: RoutingTrace, seed: int = 0
+) -> dict[str, float]:
+    """How Algorithm 1 fares where margins are exceeded, as those of the first retain tokens are by finished routers:
+    `violation_after_<draws>` and, of the exact projection, `violation_exact`. A row's worst violation as a share of
+    what it was, mean over all router rows that have any; empty where none has."""
+    left: dict[str, list[Tensor]] = {}
+    for layer, recorded in first_tokens(reference, KACZMARZ_TOKENS).items():
+        seen, rule = recorded.to(model.theta(layer).device), model.rule(layer)
+        margins_NE = rule.margins(seen.scores_NE, seen.top_k_Nk).clamp_min(0)
+        bounds_NE = margins_NE.masked_fill(rule.held(seen.scores_NE, seen.top_k_Nk), torch.inf).double()
+        moved_Ed = (model.theta(layer).detach() - theta_0[layer]).double()
+        x_Nd = seen.x_Nd.double()
+        points = {
+            f"violation_after_{draws}": randomized_kaczmarz(
+                moved_Ed,
+                x_Nd,
+                bounds_NE,
+                max_steps=draws,
+                tolerance=0.0,
+                generator=torch.Generator(x_Nd.device).manual_seed(seed),
+            )
+            for draws in KACZMARZ_DRAWS
+        }
+        nothing_held = RetainBasis(x_Nd.new_zeros(1, x_Nd.shape[1], 0))
+        points["violation_exact"] = nearest_feasible(moved_Ed, nothing_held, x_Nd, bounds_NE)
+        before_E = violation(moved_Ed, x_Nd, bounds_NE)
+        for name, u_Ed in points.items():
+            left.setdefault(name, []).append((violation(u_Ed, x_Nd, bounds_NE) / before_E)[before_E > 0])
+    joined = {name: torch.cat(shares) for name, shares in left.items()}
+    return {name: shares.mean().item() for name, shares in joined.items() if len(shares)}
 
 
 def first_tokens(trace: RoutingTrace, count: int | None) -> RoutingTrace:

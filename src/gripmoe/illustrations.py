@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -85,79 +83,98 @@ def method_schematic() -> tuple[plt.Figure, pd.DataFrame]:
     return figure, moved
 
 
-def kaczmarz_convergence(seed: int = 0) -> pd.DataFrame:
-    """Worst remaining violation after so many draws of Algorithm 1, and of the exact solution, on random tokens of the
-    embedded world's size (d = 128, 16 experts, 400 tokens with a margin each): median over rows."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(400, 128, generator=generator, dtype=torch.float64)
-    bounds = 0.1 * torch.rand(400, 16, generator=generator, dtype=torch.float64)
-    step = 0.02 * torch.randn(16, 128, generator=generator, dtype=torch.float64)
-    rows = []
-    for draws in (0, 1, 3, 10, 30, 100, 300, 1000, 3000):
-        u = step
-        if draws:
-            again = torch.Generator().manual_seed(seed + 1)
-            u = randomized_kaczmarz(step, x, bounds, max_steps=draws, tolerance=0.0, generator=again)
-        rows.append({"draws": draws, "violation": violation(u, x, bounds).median().item()})
-    exact = nearest_feasible(step, RetainStatistics(1, 128).basis(EpsNull(1e-4, "relative")), x, bounds)
-    rows.append({"draws": -1, "violation": violation(exact, x, bounds).median().item()})
-    return pd.DataFrame(rows)
-
-
 def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, pd.DataFrame]:
     """What happens inside: gradient per element of routers and experts while nothing is constrained; the dimensions
-    that Method A leaves free; how Algorithm 1 converges. Returns the numbers behind it too."""
+    that Method A leaves free, where its bases are fixed with the range and quartiles over experts; how often Stage 1 is
+    not enough; and what Algorithm 1 leaves of the margins that a finished run exceeds, beside the exact projection.
+    Returns the numbers behind it too."""
     free = histories[
         (histories.method == "unconstrained") & histories.metric.isin(["router_gradient", "expert_gradient"])
     ]
     gradients = free.groupby(["objective", "metric", "step"]).value.mean()
-    ranks = runs[runs.metric.str.fullmatch(r"mean_rank_layer_\d+")].copy()
-    ranks["layer"] = ranks.metric.str.extract(r"(\d+)$").astype(int)
-    hidden = runs.loc[runs.metric == "hidden_size", "value"].max()
-    ranks["free"] = hidden - ranks.value
-    dimensions = ranks.groupby(["method", "layer"]).free.mean()
-    convergence = kaczmarz_convergence()
+    dimensions = _free_dimensions(histories, runs)
+    triggered = histories[histories.metric == "stage_2_rate"].groupby(["method", "step"]).value.mean()
+    left = runs[runs.metric.str.match("violation_(after|exact)")]
+    left = left.assign(draws=left.metric.str.extract(r"(\d+)$")[0]).groupby("draws", dropna=False).value.mean()
     with house_style():
-        styles = {"router_gradient": "-", "expert_gradient": "--"}
-        objectives = list(dict.fromkeys(gradients.index.get_level_values("objective")))
-        methods = list(dict.fromkeys(dimensions.index.get_level_values("method")))
-        legend = 0.1 * max(len(objectives), len(methods))  # inches below the panels
-        figure, (first, second, third) = plt.subplots(1, 3, figsize=(PAPER_WIDTH, 1.9 + legend))
-        for objective, colour in zip(objectives, ("0.0", "0.35", "0.55", "0.75"), strict=False):
-            for metric, style in styles.items():
-                line = gradients[objective, metric]
-                name = f"{labels.OBJECTIVES[objective]}, {metric.split('_')[0]}"
-                first.plot(line.index, line.values, style, color=colour, linewidth=1, label=name)
-        first.set_yscale("log")
-        first.set(xlabel="step", title="RMS gradient per element")
-        for method, marker in zip(methods, itertools.cycle("os^vDP*X"), strict=False):
-            line = dimensions[method]
-            look = {"color": labels.colour(method), "linestyle": labels.line_style(method), "marker": marker}
-            second.plot(line.index, line.values, markersize=2.5, label=labels.method_label(method), **look)
-        second.set(xlabel="MoE layer", title=f"free of {hidden:.0f} dimensions")
-        second.set_xticks(sorted(set(dimensions.index.get_level_values("layer"))))
-        drawn = convergence[convergence.draws >= 0]
-        third.plot(
-            drawn.draws.clip(lower=0.5), drawn.violation, marker="o", markersize=2.5, color=labels.colour("ptc_paper")
-        )
-        exact = convergence.loc[convergence.draws < 0, "violation"].iloc[0]
-        third.axhline(exact, color=labels.colour("expert_specific"), linewidth=1)
-        third.axvline(100, color="0.6", linewidth=0.7, linestyle=":")
-        third.text(110, drawn.violation.max() * 0.93, "k_max", fontsize=5.5, color="0.4")
-        third.text(0.6, exact + 0.03 * drawn.violation.max(), "exact projection", fontsize=5.5,
-                   color=labels.colour("expert_specific"))  # fmt: skip
-        third.set_xscale("log")
-        third.set(xlabel="draws of Algorithm 1", title="violation left")
-        for panel, columns in ((first, 2), (second, 1)):
-            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.36), "ncol": columns, "columnspacing": 0.8}
-            if panel.lines:
-                panel.legend(frameon=False, fontsize=5, labelspacing=0.15, **below)
-        figure.tight_layout(w_pad=1.2)
+        figure, panels = plt.subplots(2, 2, figsize=(PAPER_WIDTH, 4.6))
+        _draw_gradients(panels[0, 0], gradients)
+        _draw_dimensions(panels[0, 1], dimensions)
+        _draw_triggered(panels[1, 0], triggered)
+        _draw_left(panels[1, 1], left)
+        for axes in panels.flat[:3]:
+            if axes.lines:
+                axes.legend(frameon=False, fontsize=5, labelspacing=0.15, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.tight_layout(w_pad=1.2, h_pad=1.5)
     numbers = pd.concat(
         [
             gradients.rename("value").reset_index().assign(panel="gradient"),
-            dimensions.rename("value").reset_index().assign(panel="free dimensions"),
-            convergence.rename(columns={"violation": "value"}).assign(panel="convergence"),
+            dimensions.assign(panel="free dimensions"),
+            triggered.rename("value").reset_index().assign(panel="stage 2"),
+            left.rename("value").reset_index().assign(panel="violation left"),
         ]
     )
     return figure, numbers
+
+
+def _free_dimensions(histories: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
+    """By method and layer the mean, and where bases are fixed the quantiles over experts."""
+    fixed = runs[runs.metric.str.fullmatch(r"(mean_rank|rank_\d+)_layer_\d+")]
+    of_steps = histories[histories.metric.str.fullmatch(r"rank_layer_\d+") & ~histories.method.isin(fixed.method)]
+    ranks = pd.concat([fixed, of_steps.assign(metric="mean_" + of_steps.metric)])
+    found = ranks.metric.str.extract(r"(?P<of>mean|\d+).*_layer_(?P<layer>\d+)$")
+    ranks = ranks.assign(of=found.of, layer=found.layer.astype(int))
+    # A sweep has a table of its own.
+    means = ranks[~ranks.method.str.contains("_eps_")].groupby(["method", "layer", "of"]).value.mean()
+    hidden = runs.loc[runs.metric == "hidden_size", "value"].max()
+    return (hidden - means).unstack("of").reset_index()
+
+
+def _draw_gradients(axes: plt.Axes, gradients: pd.Series) -> None:
+    objectives = list(dict.fromkeys(gradients.index.get_level_values("objective")))
+    for objective, colour in zip(objectives, ("0.0", "0.35", "0.55", "0.75"), strict=False):
+        for metric, style in {"router_gradient": "-", "expert_gradient": "--"}.items():
+            line = gradients[objective, metric]
+            name = f"{labels.OBJECTIVES[objective]}, {metric.split('_')[0]}"
+            axes.plot(line.index, line.values, style, color=colour, linewidth=1, label=name)
+    axes.set_yscale("log")
+    axes.set(xlabel="step", title="RMS gradient per element")
+
+
+def _draw_dimensions(axes: plt.Axes, dimensions: pd.DataFrame) -> None:
+    for number, (method, rows) in enumerate(dimensions.groupby("method")):
+        look = {
+            "color": labels.colour(method),
+            "linestyle": labels.line_style(method),
+            "marker": "os^vDP*X"[number % 8],
+        }
+        x = rows.layer + 0.06 * number
+        if "50" in rows and rows["50"].notna().all():
+            axes.vlines(x, rows["0"], rows["100"], color=look["color"], linewidth=0.5)
+            axes.vlines(x, rows["25"], rows["75"], color=look["color"], linewidth=1.8)
+        axes.plot(x, rows["mean"], markersize=2.5, label=labels.method_label(method), **look)
+    axes.set(xlabel="MoE layer", title="dimensions left free", ylim=(0, None))
+    axes.set_xticks(sorted(set(dimensions.layer)))
+
+
+def _draw_triggered(axes: plt.Axes, triggered: pd.Series) -> None:
+    for method in [m for m in labels.METHODS if m in triggered.index.get_level_values("method")]:
+        line = triggered[method]
+        look = {"color": labels.colour(method), "linestyle": labels.line_style(method)}
+        axes.plot(line.index, line.values, label=labels.method_label(method), **look)
+    axes.set(xlabel="step", title="rows that need Stage 2", ylim=(-0.02, 1.02))
+
+
+def _draw_left(axes: plt.Axes, left: pd.Series) -> None:
+    """`left` by draws, as text; the exact projection's has none."""
+    axes.set(xlabel="draws of Algorithm 1", title="share of a violation that is left", ylim=(-0.03, 1.03))
+    if left.empty:
+        return
+    drawn = left[left.index.notna()]
+    drawn = drawn.set_axis(drawn.index.astype(int)).sort_index()
+    axes.plot(drawn.index, drawn.values, marker="o", markersize=2.5, color=labels.colour("ptc_paper"))
+    axes.axhline(left[left.index.isna()].iloc[0], color=labels.colour("expert_specific"), linewidth=1)
+    axes.axvline(100, color="0.6", linewidth=0.7, linestyle=":")
+    axes.text(110, 0.93, "k_max", fontsize=5.5, color="0.4")
+    axes.text(1, 0.03, "exact projection", fontsize=5.5, color=labels.colour("expert_specific"))
+    axes.set_xscale("log")

@@ -190,7 +190,7 @@ def unlearn(
             optimizer.step()
             step += 1
             times = {"seconds": time.perf_counter() - started, "constraint_seconds": guard.seconds - spent}
-            measured.add(**losses, **gradients, **times)
+            measured.add(**losses, **gradients, **times, **constraint.observed())
             bar.update()
         bar.close()
     if training.gradient_checkpointing:

@@ -12,6 +12,7 @@ from gripmoe.reporting.comparison import specification
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CELL = ["model", "benchmark", "objective", "method", "seed"]
+OF_METHOD_A = ("stage_2_rate", "rank_layer_0", "rank_layer_1")
 PER_LAYER = (
     "restored_experts",
     "restored_router",
@@ -40,7 +41,7 @@ def runs(tmp_path_factory):
 
     layers = invented({"metric": [f"{name}_layer_{layer}" for name in PER_LAYER for layer in range(4)]})
     pd.concat([record, layers]).to_csv(folder / "runs_record.csv", index=False)
-    histories = invented({"step": [0, 10, 20], "metric": [*OF_NEWS, *OF_LETTERS, *OF_BOTH]})
+    histories = invented({"step": [0, 10, 20], "metric": [*OF_NEWS, *OF_LETTERS, *OF_BOTH, *OF_METHOD_A]})
     of_the_other = histories.metric.isin(OF_LETTERS).where(
         histories.benchmark == "muse_tiny", histories.metric.isin(OF_NEWS)
     )

@@ -95,7 +95,7 @@ def test_what_was_not_measured_is_missing_not_filled():
 def test_counts_that_do_not_vary_say_so():
     runs = synthetic()
     steps = runs[runs.metric == "forget_accuracy"].assign(metric="steps", value=130.0)
-    table = comparison(pd.concat([runs, steps]), "cost")
+    table = comparison(pd.concat([runs, steps]), "cost_and_memory")
     texts = [cells[0].text for _, entries in table.blocks for _, cells, _ in entries]
     assert set(texts) == {"130 ± 0", "–"}
 

@@ -42,5 +42,10 @@ def fit_basis(args) -> None:
         trace = held_trace(method, *traces)
         bases = fit_bases(trace, load_rules(args.trace), method)
         save_bases(args.output, bases, weights)
-        ranks = {f"mean_rank_layer_{layer}": basis.ranks.double().mean().item() for layer, basis in bases.items()}
-        write_json(args.digest, {**weights, "sha256": file_digest(args.output), **ranks})
+        ranks = {layer: basis.ranks.double() for layer, basis in bases.items()}
+        statistics = {f"mean_rank_layer_{layer}": of_experts.mean().item() for layer, of_experts in ranks.items()}
+        for layer, of_experts in ranks.items():
+            for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+                statistics[f"rank_{100 * share:.0f}_layer_{layer}"] = of_experts.quantile(share).item()
+        size = {"basis_megabytes": args.output.stat().st_size / 1e6}
+        write_json(args.digest, {**weights, "sha256": file_digest(args.output), **size, **statistics})

@@ -12,7 +12,7 @@ from gripmoe.checkpoint import claim_state, remove_state
 from gripmoe.commands import beside, identity_of, one_thread_unless_set, training_together
 from gripmoe.config import load_run
 from gripmoe.constraints import held_trace
-from gripmoe.correction import holdout_report, make_correction
+from gripmoe.correction import holdout_report, kaczmarz_report, make_correction
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.stopping import stop_rule
@@ -129,13 +129,17 @@ def realign(args) -> None:
         benchmark = run.benchmark
         rows = load_corpus(args.retain_corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)
         batch = collate(rows, tokenizer.pad_token_id).to(model.device)
-        report = holdout_report(moe, theta_0, trace, batch) if run.method.form == "paper" else {}
+        report = {}
+        if run.method.correction == "realign":
+            report |= kaczmarz_report(moe, theta_0, trace)
+        if run.method.form == "paper":
+            report |= holdout_report(moe, theta_0, trace, batch)
         started = time.perf_counter()
         report |= make_correction(run.method, theta_0, trace, batch)(moe)
         seconds = time.perf_counter() - started
         digest = save_model(model, tokenizer, folder / "weights")
         corrected = read_json(args.checkpoint)
-        outcome = {"status": corrected["status"], "steps": corrected["steps"]}
+        outcome = {"status": corrected["status"], "steps": corrected["steps"], "correction_seconds": seconds}
         if "seconds_per_step" in corrected:  # what the correction adds to the whole run
             trained = corrected["seconds_per_step"] * corrected["steps"]
             outcome["time_ratio"] = (trained + seconds) / trained

@@ -112,13 +112,24 @@ def _metrics(folder: Path, run: dict) -> dict[str, float]:
         metrics |= {name: value for name, value in outcome.items() if isinstance(value, (bool, int, float))}
     bases = folder.parents[2] / "bases" / f"{run['method_name']}.json"
     if bases.exists():
-        metrics |= {name: value for name, value in read_json(bases).items() if name.startswith("mean_rank_")}
+        metrics |= {name: value for name, value in read_json(bases).items() if isinstance(value, int | float)}
+        metrics["basis_seconds"] = _seconds(bases)
+    if "correction_seconds" in metrics:
+        metrics["correction_seconds_cold"] = metrics["correction_seconds"] + _seconds(
+            folder.parents[2] / "routing.json"
+        )
     settings = run.get("training") or {}
     for name, value in {**settings, **settings.get("objective", {})}.items():
         if isinstance(value, int | float):
             metrics[f"setting_{name}"] = value
     metrics["corrected_after"] = run["method"]["corrects"] is not None
     return metrics
+
+
+def _seconds(output: Path) -> float:
+    """What the step took that wrote `output`."""
+    record = output.with_name(f"{output.stem}.provenance.json")
+    return read_json(record)["seconds"] if record.exists() else float("nan")
 
 
 def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:

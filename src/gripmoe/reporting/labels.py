@@ -120,6 +120,10 @@ METRICS = {
     "steps": "steps",
     "seconds_per_step": "s per step",
     "constraint_megabytes": "MB held",
+    "basis_seconds": "s to fit",
+    "basis_megabytes": "MB on disk",
+    "correction_seconds": "s, cached",
+    "correction_seconds_cold": "s, cold",
     "setting_learning_rate": "rate",
     "setting_router_multiplier": "router ×",
     "setting_forget_batch_size": "batch",
@@ -174,6 +178,10 @@ METRIC_NOTES = {
     "relearned_after_5": "after 5 steps of finetuning on other forget documents",
     "relearned_after_20": "after 20 steps of finetuning on other forget documents",
     "constraint_megabytes": "tensors that the constraint keeps",
+    "basis_seconds": "the bases, once for all runs",
+    "basis_megabytes": "their file",
+    "correction_seconds": "Method B with what the original model saw at hand",
+    "correction_seconds_cold": "with recording it",
     "setting_learning_rate": "learning rate",
     "setting_router_multiplier": "that of routers as a multiple",
     "setting_weight_decay": "weight decay",
@@ -186,6 +194,10 @@ MATCHED = {"forget_accuracy", "verbmem", "knowmem_forget"}  # by design
 BEST_AT_ZERO = {"privleak"}
 LOWER_IS_BETTER = {
     "constraint_megabytes",
+    "basis_seconds",
+    "basis_megabytes",
+    "correction_seconds",
+    "correction_seconds_cold",
     "forget_accuracy",
     "forced_forget_accuracy",
     "recovery_rate",
@@ -205,6 +217,10 @@ SHARES = {
     "prompt_recovery_rate_paper",
     "time_ratio",
     "constraint_megabytes",
+    "basis_seconds",
+    "basis_megabytes",
+    "correction_seconds",
+    "correction_seconds_cold",
 }  # lower is better, no accuracy
 NEITHER_IS_BETTER = {
     "random_forced_forget_accuracy",
