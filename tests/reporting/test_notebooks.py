@@ -12,6 +12,15 @@ from gripmoe.reporting.comparison import specification
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CELL = ["model", "benchmark", "objective", "method", "seed"]
+OF_CORRECTION = [
+    *(
+        f"holdout_{form}_{tokens}_{where}"
+        for form in ("paper", "sound")
+        for tokens in (64, 128)
+        for where in ("fit", "other")
+    ),
+    *("violation_after_1", "violation_after_100", "violation_exact"),
+]
 OF_METHOD_A = ("stage_2_rate", "rank_layer_0", "rank_layer_1")
 PER_LAYER = (
     "restored_experts",
@@ -40,7 +49,8 @@ def runs(tmp_path_factory):
         return table.assign(value=[(7 * number % 10) / 10 for number in range(len(table))])
 
     layers = invented({"metric": [f"{name}_layer_{layer}" for name in PER_LAYER for layer in range(4)]})
-    pd.concat([record, layers]).to_csv(folder / "runs_record.csv", index=False)
+    corrected = invented({"metric": OF_CORRECTION})
+    pd.concat([record, layers, corrected]).to_csv(folder / "runs_record.csv", index=False)
     histories = invented({"step": [0, 10, 20], "metric": [*OF_NEWS, *OF_LETTERS, *OF_BOTH, *OF_METHOD_A]})
     of_the_other = histories.metric.isin(OF_LETTERS).where(
         histories.benchmark == "muse_tiny", histories.metric.isin(OF_NEWS)
@@ -66,6 +76,8 @@ def test_notebook_is_executed(notebook, runs, tmp_path):
         code = f"runs, output = {str(runs)!r}, {str(output)!r}" if is_parameters else "".join(cell["source"])
         exec(compile(code, notebook.name, "exec"), namespace)
     assert output.stat().st_size > 5000 and output.with_suffix(".pdf").exists()
+    figure = namespace.get("figure")
+    assert not figure or all(axes.lines or axes.patches or axes.collections for axes in figure.axes), "an empty panel"
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

@@ -154,6 +154,12 @@ def artefact_files():
     return [f"{FIGURES}/{name}.{suffix}" for name in WORLD.artefacts for suffix in catalogue[name].formats]
 
 
+def introduction(notebook):
+    """What a notebook says of its artefact below its heading: the caption in the report."""
+    first = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"][0]["source"]
+    return "".join(first).partition("\n")[2].strip()
+
+
 def growing(amount):
     """A resource that grows with every attempt: what ran out of memory or time gets more when it is tried again."""
     return lambda wildcards, attempt: amount * attempt

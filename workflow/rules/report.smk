@@ -59,6 +59,7 @@ for artefact in WORLD.artefacts:
             runtime=growing(30),
         params:
             code=code_fingerprint(*RENDERING),
+            about=introduction(f"{workflow.basedir}/notebooks/{artefact}.ipynb"),
         shell:
             "papermill {input.notebook} {output.notebook} -p runs {input.runs} -p output {output.files[0]} > {log} 2>&1"
 

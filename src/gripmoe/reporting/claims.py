@@ -96,9 +96,9 @@ def claims_table(runs: pd.DataFrame) -> Table:
     """The verdicts as a table of one page: the paper's statements, then ours."""
     verdicts = judged(runs)
     table = Table(
-        ["difference", "interval", "runs", "verdict"],
+        ["line", "difference", "interval", "runs", "verdict"],
         [],
-        label_width=3.3,
+        label_width=3.1,
         label_size=5.4,
         heading="Statement",
         data=verdicts,
@@ -111,6 +111,7 @@ def claims_table(runs: pd.DataFrame) -> Table:
         for row in rows.itertuples():
             missing = row.verdict == "not measured"
             cells = [
+                Cell(str(row.line)),
                 Cell("–") if missing else Cell(f"{row.difference:+.2f}", row.difference),
                 Cell("–") if missing else Cell(f"{row.low:+.2f} .. {row.high:+.2f}", row.high - row.low),
                 Cell(str(row.runs), row.runs),
@@ -120,7 +121,7 @@ def claims_table(runs: pd.DataFrame) -> Table:
         table.blocks.append((name, entries))
     counts = verdicts.verdict.value_counts()
     table.notes = [
-        "Differences paired by base model, objective and seed, of runs that forgot; 95 % t-interval over runs, of all"
+        "line: of the paper's source; what each statement compares stands in the CSV. Differences paired by base model, objective and seed, of runs that forgot; 95 % t-interval over runs, of all"
         " objectives together, their range below three.",
         "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS) + ".",
     ]

@@ -177,6 +177,7 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
         f"{spread} test questions, held-out retain tokens. {spec['title']}.",
         "; ".join(f"{label}: {note}" for label, note in shown.items() if note) + ".",
     ]
+    notes += [spec["note"]] if "note" in spec else []
     texts = " ".join(label for _, entries in table.blocks for label, _, _ in entries)
     signs = {
         "*": "* has not forgotten: target missed on dev, or exceeded by .05 (C1, C2: 5 points) on test",

@@ -27,7 +27,7 @@ def forget_utility_tradeoff(
     per method, the mean over runs at every check that all of them reached, and a dot at the mean of their last checks.
     Up and to the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
     wide = histories.pivot_table(index=[*RUN, "step"], columns="metric", values="value").reset_index()
-    objectives = [o for o in labels.OBJECTIVES if o in set(wide.objective)]
+    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in set(wide.objective)]
     methods = [m for m in SHOWN if m in set(wide.method)]
     with house_style():
         figure, panels = panels_of(objectives)
