@@ -102,7 +102,8 @@ def _text(metric: str, value: float, news: bool) -> str:
 def _published(metric: str, value: float | None, news: bool) -> Cell:
     if value is None:
         return Cell(MISSING)
-    return Cell(_text(metric, value, news and abs(value) >= 1), value)  # as it prints them
+    text = _text(metric, value, news and abs(value) >= 1)  # as it prints them
+    return Cell(f"{value:g}" if abs(value) < 1 and round(value, 2) != value else text, value)
 
 
 def _measured(runs: pd.DataFrame, metric: str, news: bool) -> Cell:

@@ -164,7 +164,7 @@ def draw(table: Table) -> plt.Figure:
         crowded = len(table.columns) >= 9 or measured_width < 0.5
         heading_size = 5.4 if crowded else 6.5
         for x, name in zip(measured_x, table.columns, strict=True):
-            name = "\n".join(textwrap.wrap(name, 8)) if crowded else name
+            name = "\n".join(textwrap.wrap(name, 8, break_long_words=False)) if crowded else name
             spacing = {"linespacing": 0.95} if "\n" in name else {}
             axes.text(x, y, name, ha="center", va="center", fontsize=heading_size, **spacing)
         for x, name in zip(paper_xs, table.paper_columns, strict=True):
