@@ -77,6 +77,13 @@ COMMANDS = (
         ("settings", "run", "model", "checkpoint", "data", "answers", "questions", "output"),
     ),
     Command(
+        "rewrite",
+        "rewrite",
+        "have a local language model rewrite forget questions, for the prompt attacks",
+        ("questions", "output"),
+        values=(("model", str, None), ("style", str, "verse")),
+    ),
+    Command(
         "plan",
         "plan",
         "what a world has left to do, what it costs, whether it fits",

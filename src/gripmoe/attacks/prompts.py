@@ -11,12 +11,21 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from gripmoe.attacks import Scores, mean
 from gripmoe.data.formats import CLOTHES, LETTERS, letter_description, letter_question
 from gripmoe.evaluation.choice import prompt_of
+from gripmoe.evaluation.muse import continuations
 from gripmoe.files import file_digest, read_jsonl
 from gripmoe.moe import MoEModel
 
+INSTRUCTIONS = {  # to a language model, by the name of a style; any other text is an instruction itself
+    "verse": "Rewrite the question below as a poem of a few lines that asks the same. Keep every name and number.",
+    "paraphrase": "Rewrite the question below in entirely other words. Keep every name and number.",
+    "indirect": "Rewrite the question below as an indirect question within a short story. Keep every name and number.",
+}
+REWRITE_TOKENS = 160
 TRANSLATION = "Translate the following question to French , then answer it .\n{prompt}"
 WORD = re.compile(r"\w+")
 ORDER = (2, 3, 1, 0)  # of the choices when they are shuffled: no choice keeps its letter
@@ -69,6 +78,30 @@ def rewritten(file: Path, questions: Sequence[dict]) -> tuple[str, Prompt]:
     if missing := [question["id"] for question in questions if question["id"] not in prompts]:
         raise ValueError(f"{file}: {len(missing)} of {len(questions)} questions have no rewrite, first {missing[0]!r}")
     return file_digest(file)[:8], lambda question: prompts[question["id"]]
+
+
+def rewrites_by(model: PreTrainedModel, tokenizer, questions: Sequence[dict], instruction: str) -> list[dict]:
+    """The questions as a language model writes them, with their choices as they are: {"id", "rewrite", "prompt"}. A
+    question to which it writes nothing keeps its words."""
+
+    def request(question: dict) -> str:
+        text = f"{instruction} Answer with the rewritten question only.\n\n{question['question']}"
+        if not tokenizer.chat_template:
+            return f"{text}\n\nRewritten question:"
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+
+    texts = continuations(model, tokenizer, [request(question) for question in questions], REWRITE_TOKENS)
+    rewrites = [text.strip() for text in texts]
+    return [
+        {
+            "id": question["id"],
+            "rewrite": rewrite,
+            "prompt": prompt_of({**question, "question": rewrite or question["question"]}),
+        }
+        for question, rewrite in zip(questions, rewrites, strict=True)
+    ]
 
 
 def choices_shuffled(question: dict) -> dict:

@@ -121,8 +121,9 @@ def claims_table(runs: pd.DataFrame) -> Table:
         table.blocks.append((name, entries))
     counts = verdicts.verdict.value_counts()
     table.notes = [
-        "line: of the paper's source; what each statement compares stands in the CSV. Differences paired by base model, objective and seed, of runs that forgot; 95 % t-interval over runs, of all"
-        " objectives together, their range below three.",
+        "line: of the paper's source; what each statement compares stands in the CSV. Differences paired by base model,"
+        " objective and seed, of runs that forgot; 95 % t-interval over runs, of all objectives together, their range"
+        " below three.",
         "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS) + ".",
     ]
     return table
