@@ -1,8 +1,9 @@
-import subprocess
-import sys
+import errno
+import fcntl
 
 import pytest
 
+from conftest import held
 from gripmoe.files import atomic_path, exclusive, read_json, write_csv, write_json
 
 
@@ -22,26 +23,23 @@ def test_csv_needs_rows(tmp_path):
         write_csv(tmp_path / "x.csv", [])
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from gripmoe.files import exclusive
-with exclusive(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
 def test_one_process_works_in_a_folder_and_a_dead_one_does_not_count(tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=rf"process {holder.pid} on .* works on it"):
+    with held(tmp_path) as owner:
+        with pytest.raises(ValueError, match=rf"process {owner} on .* works on it"):
             with exclusive(tmp_path):
                 pass
-    finally:
-        holder.kill()
-        holder.wait()
     (tmp_path / ".state.pt.7.tmp").write_text("what a killed process had begun to write")
     with exclusive(tmp_path):
         assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_no_other_process(code, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(code, "No locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ValueError, match=r"gives no lock \(No locks\).*`-o flock`") as refused:
+        with exclusive(tmp_path):
+            pass
+    assert "works on it" not in str(refused.value)

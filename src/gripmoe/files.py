@@ -33,18 +33,24 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Within the block this process alone works in `folder`: two trainers of one cell would overwrite each other's
-    checkpoints. The lock is the kernel's, so a dead owner's is gone with it; what it has left half-written is removed.
-    Raises ValueError, naming the owner."""
+    """Within the block this process alone works in `folder`: two on one cell would overwrite each other's files. The
+    lock is the kernel's, so a dead owner's is gone with it; what it has left half-written is removed. Raises
+    ValueError, naming the owner, or if the file system has no locks."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             raise ValueError(
                 f"{folder}: {file.read() or 'another process'} works on it; wait for it, or stop it and start again: "
-                "the run resumes from its checkpoint"
+                "the run resumes from what it has left"
+            ) from None
+        except OSError as error:
+            raise ValueError(
+                f"{folder}: its file system gives no lock ({error.strerror}), and without one two processes could "
+                "write the same results. Have it mounted with locks (Lustre: `-o flock`; NFS: with its lock service), "
+                "or start in a folder on another file system"
             ) from None
         file.seek(0)
         file.truncate()

@@ -1,13 +1,17 @@
 """Nothing lost, nothing twice: faults at random instants. GRIPMOE_FAULTS=500 for more of them."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_every_method import OBJECTIVES, PROJECT, TRAINING, prepare
 
+from conftest import held
+from gripmoe.cli import COMMANDS, main
 from gripmoe.files import write_json, write_yaml
 
 FAULTS = int(os.environ.get("GRIPMOE_FAULTS", 24))
@@ -31,3 +35,30 @@ def test_faults_at_random_instants_lose_and_double_nothing(world, tokenizer, tmp
     print(ended.stdout)
     assert figures["results lost"] == figures["duplicates"] == figures["files left over"] == 0
     assert figures["faults"] >= FAULTS and figures["resumed"] > 3, "the faults did hit something"
+
+
+@pytest.mark.parametrize("step", ["unlearn", "realign", "evaluate", "attack"])
+def test_of_two_processes_on_a_cell_one_is_refused(step, tmp_path, monkeypatch, capsys):
+    """Whatever steps they take; and the control: alone, the same command gets beyond the lock."""
+
+    class BeyondTheLock(Exception):
+        pass
+
+    def loaded(*_, **__):
+        raise BeyondTheLock
+
+    command = next(command for command in COMMANDS if command.function == step)
+    monkeypatch.setattr(importlib.import_module(f"gripmoe.commands.{command.module}"), "load_model", loaded)
+    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
+    write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
+    write_json(tmp_path / "model.json", {"weights": "0"})
+    given = {"settings": "null", "run": tmp_path / "run.yaml", "model": tmp_path / "model.json"}
+    cell = tmp_path / "cell"
+    paths = {flag: cell / "result.json" if flag == "output" else tmp_path / flag for flag in command.flags}
+    arguments = [step, *(f"--{flag}={path}" for flag, path in {**paths, **given}.items() if flag in paths)]
+    with held(cell) as owner:
+        assert main(arguments) == 2
+        assert f"process {owner} on" in capsys.readouterr().err
+        assert [file.name for file in cell.iterdir()] == [".lock"]
+    with pytest.raises(BeyondTheLock):
+        main(arguments)
