@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,19 +17,48 @@ from typing import Any
 
 import yaml
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary sibling to write to; it takes the place of `path` when the block ends without an error."""
+    """A temporary sibling to write to, a file or a folder; it takes the place of `path` when the block ends without an
+    error. Raises ValueError if the disk is full; what was there before still is."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        if temporary.is_dir():
+            _remove(path)  # a folder takes no other's place
+        else:
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
+    except Exception as error:
+        if _says_no_room(error):
+            raise ValueError(
+                f"{path}: no room to write it. What was there before is whole: make room and start again, and the run "
+                "resumes from it"
+            ) from error
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        _remove(temporary)
+
+
+def _says_no_room(error: BaseException | None) -> bool:
+    """torch raises an error of its own after the system's; safetensors has the system's in words."""
+    return error is not None and (
+        getattr(error, "errno", None) in NO_ROOM
+        or any(f"(os error {code})" in str(error) for code in NO_ROOM)
+        or _says_no_room(error.__context__)
+    )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -58,7 +88,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}{job}")
         file.flush()
         for half in folder.glob(".*.tmp"):
-            half.unlink() if half.is_file() else shutil.rmtree(half)
+            _remove(half)
         yield
 
 
