@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import os
 
 import pytest
 
@@ -16,6 +17,24 @@ def test_failed_write_leaves_the_old_file(tmp_path):
             raise RuntimeError
     assert read_json(path) == {"value": 1}
     assert [p.name for p in path.parent.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_takes_its_place_is_on_the_disk_before_and_its_name_afterwards(folder, tmp_path, monkeypatch):
+    done = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (sync(file), done.append(os.readlink(f"/proc/self/fd/{file}"))))
+    monkeypatch.setattr(os, "replace", lambda old, new: (replace(old, new), done.append("replaced")))
+    path = tmp_path / "weights"
+    with atomic_path(path) as temporary:
+        files = [temporary / "config.json", temporary / "deep" / "a.safetensors"] if folder else [temporary]
+        for file in files:
+            file.parent.mkdir(exist_ok=True, parents=True)
+            file.write_text("1")
+    inside = {*files, *(file.parent for file in files)} if folder else {temporary}
+    moment = done.index("replaced")
+    assert set(done[:moment]) == {str(each) for each in inside} and done[moment + 1 :] == [str(tmp_path)]
+    assert path.is_dir() == folder
 
 
 def test_csv_needs_rows(tmp_path):

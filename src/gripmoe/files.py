@@ -29,11 +29,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         if temporary.is_dir():
+            for inside in temporary.rglob("*"):
+                _sync(inside)
             _remove(path)  # a folder takes no other's place
-        else:
-            with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())
+        _sync(temporary)
         os.replace(temporary, path)
+        _sync(path.parent)
     except Exception as error:
         if _says_no_room(error):
             raise ValueError(
@@ -43,6 +44,18 @@ def atomic_path(path: Path) -> Iterator[Path]:
         raise
     finally:
         _remove(temporary)
+
+
+def _sync(path: Path) -> None:
+    """Until this returns a crash of the machine may undo what was written; of a folder, which names are in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # a file system that syncs folders by itself
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _says_no_room(error: BaseException | None) -> bool:
