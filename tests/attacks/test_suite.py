@@ -13,7 +13,7 @@ def attacks_that_fail_at(broken: str, made: list[str]):
             if name == broken:
                 raise KeyboardInterrupt
             made.append(name)
-            return Found({f"{name}_metric": value}, [{"id": name, "right": True}])
+            return Found({f"{name}_metric": value}, [{"id": name, "fact": "f"}])
 
         return make
 
@@ -30,7 +30,7 @@ def test_an_interrupted_attack_goes_on_with_the_next_one(tmp_path):
     assert made == ["forcing", "probes", "noise"], "the first two are not made again"
     whole = run_attacks(attacks_that_fail_at("", made), tmp_path / "other.json", {"model": "a"})
     assert repr(found) == repr(whole)
-    assert found.items[0] == {"id": "forcing", "right": True} and found.metrics["noise_metric"] == 1 / 3
+    assert found.items[0] == {"id": "forcing", "fact": "f"} and found.metrics["noise_metric"] == 1 / 3
 
 
 def test_what_another_model_said_does_not_count(tmp_path):

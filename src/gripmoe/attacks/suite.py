@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,7 @@ from gripmoe.data.documents import Row
 from gripmoe.data.muse import CONTEXT
 from gripmoe.evaluation.choice import Answer, accuracy, direct_answers, harness_answers, load_questions, prompt_of
 from gripmoe.evaluation.muse import News, Scored, knowledge_memory, mean_score, news_scores
-from gripmoe.files import read_json, write_json
+from gripmoe.files import read_json, write_text
 from gripmoe.moe import MoEModel
 
 SAMPLE = 240  # forget questions for the attacks that ask many times; accuracy near chance is known to .03
@@ -52,7 +53,8 @@ def run_attacks(
         bar.set_postfix_str(name)
         if name not in found:
             found[name] = asdict(attack())
-            write_json(state_file, {"identity": identity, "found": found})
+            # unsorted: the order of an item's names is that of the columns
+            write_text(state_file, json.dumps({"identity": identity, "found": found}))
     return Found(
         {name: value for attack in attacks for name, value in found[attack]["metrics"].items()},
         [item for attack in attacks for item in found[attack]["items"]],
