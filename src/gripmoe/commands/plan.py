@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gripmoe.files import read_json, read_yaml
-from gripmoe.fingerprint import code_fingerprint
+from gripmoe.fingerprint import fingerprint_now
 from gripmoe.planning import Job, check_budget, disk_needed, jobs_left, memory_needed
 from gripmoe.progress import cell_status
 from gripmoe.project import Project
@@ -134,7 +134,7 @@ def _changes(project: Project, cell: list[str]) -> list[str]:
     return settings + [
         f"the code of {step['step']} has changed"
         for step in steps
-        if "step" in step and code_fingerprint(step["step"]) != step["code"]
+        if "step" in step and fingerprint_now(step["step"]) != step["code"]
     ]
 
 
