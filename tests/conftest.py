@@ -1,6 +1,9 @@
 """Small random models and data that every test may share."""
 
 import os
+import subprocess
+import sys
+from contextlib import contextmanager
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -15,6 +18,28 @@ from gripmoe.worlds.tokenizer import make_tokenizer
 
 MOE_FAMILIES = ("qwen3_moe", "qwen2_moe")
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_experts=8, top_k=2, expert_width=16)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from gripmoe.files import exclusive
+with exclusive(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def held(folder):
+    """Within the block another process works in `folder`; yields its id, and kills it afterwards."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        yield holder.pid
+    finally:
+        holder.kill()
+        holder.wait()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,8 +1,10 @@
-import subprocess
-import sys
+import errno
+import fcntl
+import os
 
 import pytest
 
+from conftest import held
 from gripmoe.files import atomic_path, exclusive, read_json, write_csv, write_json
 
 
@@ -17,31 +19,46 @@ def test_failed_write_leaves_the_old_file(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["x.json"]
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_takes_its_place_is_on_the_disk_before_and_its_name_afterwards(folder, tmp_path, monkeypatch):
+    done = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (sync(file), done.append(os.readlink(f"/proc/self/fd/{file}"))))
+    monkeypatch.setattr(os, "replace", lambda old, new: (replace(old, new), done.append("replaced")))
+    path = tmp_path / "weights"
+    with atomic_path(path) as temporary:
+        files = [temporary / "config.json", temporary / "deep" / "a.safetensors"] if folder else [temporary]
+        for file in files:
+            file.parent.mkdir(exist_ok=True, parents=True)
+            file.write_text("1")
+    inside = {*files, *(file.parent for file in files)} if folder else {temporary}
+    moment = done.index("replaced")
+    assert set(done[:moment]) == {str(each) for each in inside} and done[moment + 1 :] == [str(tmp_path)]
+    assert path.is_dir() == folder
+
+
 def test_csv_needs_rows(tmp_path):
     with pytest.raises(ValueError, match="no rows"):
         write_csv(tmp_path / "x.csv", [])
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from gripmoe.files import exclusive
-with exclusive(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
 def test_one_process_works_in_a_folder_and_a_dead_one_does_not_count(tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=rf"process {holder.pid} on .* works on it"):
+    with held(tmp_path) as owner:
+        with pytest.raises(ValueError, match=rf"process {owner} on .* works on it"):
             with exclusive(tmp_path):
                 pass
-    finally:
-        holder.kill()
-        holder.wait()
     (tmp_path / ".state.pt.7.tmp").write_text("what a killed process had begun to write")
     with exclusive(tmp_path):
         assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_no_other_process(code, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(code, "No locks")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ValueError, match=r"gives no lock \(No locks\).*`-o flock`") as refused:
+        with exclusive(tmp_path):
+            pass
+    assert "works on it" not in str(refused.value)

@@ -34,6 +34,24 @@ def test_recorded_seconds_come_before_estimates(tmp_path):
     assert hours["tiny_a.wmdp_tiny.gd.frozen_router.0"] == (2.0, True), "the same model and rule, for want of better"
 
 
+def test_each_job_knows_its_memory(tmp_path):
+    """Of a published model on each of its GPUs, by the arithmetic below; of an embedded one as recorded."""
+    jobs = {(job.rule, job.cell): (job.gpus, job.memory) for job in jobs_left(Project(CONFIG, "paper"), tmp_path)}
+    cell = "qwen3_30b_a3b.wmdp_cyber.gd"
+    assert jobs["unlearn", f"{cell}.anchored.0"] == (2, pytest.approx(90.0))
+    assert jobs["unlearn", f"{cell}.seuf.0"] == (1, pytest.approx(61.0)), "one expert trains, in one process"
+    assert jobs["realign", f"{cell}.ptc.0"] == (1, pytest.approx(61.0))
+    assert jobs["evaluate", f"{cell}.ptc.0"] == jobs["attack", f"{cell}.ptc.0"] == (1, pytest.approx(122.0))
+    single = jobs_left(Project(CONFIG, "single_gpu"), tmp_path)
+    attacks = [job.memory for job in single if job.rule == "attack" and job.cell.startswith("olmoe")]
+    assert attacks == pytest.approx([6.9 * 6] * len(attacks)) and attacks
+    file = tmp_path / "benchmarks" / "evaluate" / "tiny_a.wmdp_tiny.gd.anchored.7.tsv"
+    file.parent.mkdir(parents=True)
+    file.write_text("s\th:m:s\tmax_rss\n60.0\t0:01:00\t2500.0\n")
+    tiny = {job.rule: (job.gpus, job.memory) for job in jobs_left(Project(CONFIG, "tiny"), tmp_path)}
+    assert tiny["evaluate"] == (0, 2.5) and tiny["attack"] == (0, 1.0)
+
+
 def needs_of(project):
     return {(need.model, need.objective): need for need in memory_needed(project)}
 
@@ -96,3 +114,21 @@ def test_the_command_says_what_does_not_fit(tmp_path):
         tight.returncode == 2 and "do not hold qwen3_30b_a3b under evaluation, qwen3_30b_a3b under gd" in tight.stderr
     )
     assert "they hold qwen3_30b_a3b under rmu" in tight.stderr
+
+
+def test_the_command_lists_the_most_expensive_cells_or_all(tmp_path):
+    """Each cell once, with the hours of its steps together."""
+
+    def rows(*arguments):
+        command = [sys.executable, "-m", "gripmoe.cli", "plan", "--world", "paper", "--config", str(CONFIG)]
+        said = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path, check=True).stdout
+        listed = said.split("to run\n")[1].split("\n\n")[0].splitlines()
+        return [line.split(maxsplit=4) for line in listed if not line.startswith("and ")], said
+
+    few, said = rows()
+    assert [len(few), few[0][2:]] == [5, ["2", "122.0", "unlearn, evaluate, attack"]] and "GPU-hours" in said
+    every, said = rows("--cells")
+    jobs = jobs_left(Project(CONFIG, "paper"), tmp_path)
+    assert {row[0] for row in every} == {job.cell for job in jobs} and len(every) == len({job.cell for job in jobs})
+    assert sum(float(row[1]) for row in every) == pytest.approx(sum(job.hours for job in jobs), abs=1e-3 * len(every))
+    assert float(few[0][1]) == max(float(row[1]) for row in every) and "others" not in said

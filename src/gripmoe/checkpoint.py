@@ -99,8 +99,8 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _save(path: Path, state: dict) -> None:
-    with atomic_path(path) as temporary:
-        torch.save(state, temporary)
+    with atomic_path(path) as temporary, temporary.open("wb") as file:  # by name torch hides why it could not write
+        torch.save(state, file)
 
 
 def _load(path: Path) -> dict:

@@ -93,6 +93,7 @@ COMMANDS = (
             ("config", Path, Path("workflow/config")),
             ("gpu-memory", float, 141.0),
             ("budget", float, None),
+            ("cells", bool, False),
         ),
     ),
     Command(
@@ -140,7 +141,8 @@ def main(argv: list[str] | None = None) -> int:
             kind = str if flag in ("settings", "benchmark") else Path
             sub.add_argument(f"--{flag}", type=kind, required=flag not in command.optional)
         for flag, kind, default in command.values:
-            sub.add_argument(f"--{flag}", type=kind, default=default, help=f"default: {default}")
+            taken = {"action": "store_true"} if kind is bool else {"type": kind, "default": default}
+            sub.add_argument(f"--{flag}", **taken, help=f"default: {default}")
         if command.positional:
             sub.add_argument(command.positional)
         if command.many:

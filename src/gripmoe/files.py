@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,35 +17,83 @@ from typing import Any
 
 import yaml
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary sibling to write to; it takes the place of `path` when the block ends without an error."""
+    """A temporary sibling to write to, a file or a folder; it takes the place of `path` when the block ends without an
+    error. Raises ValueError if the disk is full; what was there before still is."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
+        if temporary.is_dir():
+            for inside in temporary.rglob("*"):
+                _sync(inside)
+            _remove(path)  # a folder takes no other's place
+        _sync(temporary)
         os.replace(temporary, path)
+        _sync(path.parent)
+    except Exception as error:
+        if _says_no_room(error):
+            raise ValueError(
+                f"{path}: no room to write it. What was there before is whole: make room and start again, and the run "
+                "resumes from it"
+            ) from error
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        _remove(temporary)
+
+
+def _sync(path: Path) -> None:
+    """Until this returns a crash of the machine may undo what was written; of a folder, which names are in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # a file system that syncs folders by itself
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _says_no_room(error: BaseException | None) -> bool:
+    """torch raises an error of its own after the system's; safetensors has the system's in words."""
+    return error is not None and (
+        getattr(error, "errno", None) in NO_ROOM
+        or any(f"(os error {code})" in str(error) for code in NO_ROOM)
+        or _says_no_room(error.__context__)
+    )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Within the block this process alone works in `folder`: two trainers of one cell would overwrite each other's
-    checkpoints. The lock is the kernel's, so a dead owner's is gone with it; what it has left half-written is removed.
-    Raises ValueError, naming the owner."""
+    """Within the block this process alone works in `folder`: two on one cell would overwrite each other's files. The
+    lock is the kernel's, so a dead owner's is gone with it; what it has left half-written is removed. Raises
+    ValueError, naming the owner, or if the file system has no locks."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             raise ValueError(
                 f"{folder}: {file.read() or 'another process'} works on it; wait for it, or stop it and start again: "
-                "the run resumes from its checkpoint"
+                "the run resumes from what it has left"
+            ) from None
+        except OSError as error:
+            raise ValueError(
+                f"{folder}: its file system gives no lock ({error.strerror}), and without one two processes could "
+                "write the same results. Have it mounted with locks (Lustre: `-o flock`; NFS: with its lock service), "
+                "or start in a folder on another file system"
             ) from None
         file.seek(0)
         file.truncate()
@@ -52,7 +101,7 @@ def exclusive(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}{job}")
         file.flush()
         for half in folder.glob(".*.tmp"):
-            half.unlink() if half.is_file() else shutil.rmtree(half)
+            _remove(half)
         yield
 
 

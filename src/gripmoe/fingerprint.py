@@ -46,6 +46,15 @@ def code_fingerprint(*entries: str) -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
+def fingerprint_now(entry: str) -> str | None:
+    """The fingerprint of an entry that a record names, taken once; None if it is there no more."""
+    try:
+        return code_fingerprint(entry)
+    except ValueError:
+        return None
+
+
 LOOSE = ""  # statements of a module that define nothing: they run whatever is imported from it
 
 

@@ -14,6 +14,7 @@ from gripmoe.config import PublishedModel, Sizes, Training
 from gripmoe.project import Project
 
 FLOPS = 1.0e14  # of one GPU in eager MoE code, a tenth of what an H100 or H200 can do in bf16
+TINY_MEMORY = 1.0  # GB that a step with an embedded model takes of the machine's memory
 TINY_SECONDS = {
     "prepare_model": 480,
     "finetune_model": 120,
@@ -30,12 +31,15 @@ ATTACK_PASSES = 3.0  # what all attacks ask, as a multiple of one evaluation
 
 @dataclass(frozen=True)
 class Job:
-    """One job that has not run: its rule, its cell, and how long it will take."""
+    """One job that has not run: its rule, its cell, how many hours it takes (of each of its GPUs, added up), whether
+    that was recorded, its GPUs, and GB that it needs on each of them, or without a GPU in the machine."""
 
     rule: str
     cell: str
     hours: float
     recorded: bool
+    gpus: int
+    memory: float | None  # of a published model whose sizes are not given, unknown
 
 
 def jobs_left(project: Project, results: Path) -> list[Job]:
@@ -45,10 +49,7 @@ def jobs_left(project: Project, results: Path) -> list[Job]:
 
     def add(rule: str, cell: tuple, output: Path) -> None:
         if not output.exists():
-            hours, recorded = _hours(project, results, rule, cell)
-            if recorded and rule in ("unlearn", "finetune_model"):
-                hours *= project.processes(cell[0], cell[3] if len(cell) > 1 else None)  # hours of each of its GPUs
-            left.append(Job(rule, ".".join(map(str, cell)), hours, recorded))
+            left.append(_job(project, results, rule, cell))
 
     for name in dict.fromkeys([*project.world.models, *_oracles(project), *_bases(project)]):
         rule = "finetune_model" if project.models[name].source == "finetuned" else "prepare_model"
@@ -71,19 +72,36 @@ def _bases(project: Project) -> list[str]:
     return [m.base for m in (project.models[name] for name in project.world.models) if m.source == "finetuned"]
 
 
-def _hours(project: Project, results: Path, rule: str, cell: tuple) -> tuple[float, bool]:
-    """Hours of a job: recorded of the same cell with another seed, else of the same rule and model, else estimated."""
+def _job(project: Project, results: Path, rule: str, cell: tuple) -> Job:
+    """With hours, and memory of an embedded model, as recorded; else as estimated."""
+    recorded, need = _benchmarks(results, rule, cell), _memory(project, rule, cell)
+    hours, memory = _estimated_hours(project, rule, cell), need and need.total
+    if recorded:
+        together = rule in ("unlearn", "finetune_model")
+        processes = project.processes(cell[0], cell[3] if len(cell) > 1 else None) if together else 1
+        hours = processes * sum(float(row["s"]) for row in recorded) / len(recorded) / 3600
+    if project.trained_from(cell[0]).source == "embedded":
+        peaks = [float(row["max_rss"]) / 1e3 for row in recorded if row.get("max_rss", "-") not in ("-", "NA")]
+        memory = max(peaks, default=TINY_MEMORY)
+    return Job(rule, ".".join(map(str, cell)), hours, bool(recorded), need.gpus if need else 0, memory)
+
+
+def _benchmarks(results: Path, rule: str, cell: tuple) -> list[dict[str, str]]:
+    """What Snakemake recorded of the same cell with another seed, else of the same rule and model."""
     folder = results / "benchmarks" / rule
     name = ".".join(map(str, cell[:-1])) if len(cell) > 1 else cell[0]
     for pattern in (f"{name}.*.tsv", f"{cell[0]}.*.tsv", f"{cell[0]}.tsv"):
-        seconds = [_recorded_seconds(file) for file in folder.glob(pattern)]
-        if seconds:
-            return sum(seconds) / len(seconds) / 3600, True
+        if files := list(folder.glob(pattern)):
+            return [next(csv.DictReader(file.read_text().splitlines(), delimiter="\t")) for file in files]
+    return []
+
+
+def _estimated_hours(project: Project, rule: str, cell: tuple) -> float:
     model = project.trained_from(cell[0])
     if not isinstance(model, PublishedModel):
-        return TINY_SECONDS[rule] / 3600, False
+        return TINY_SECONDS[rule] / 3600
     if not model.parameters or rule in ("prepare_model", "finetune_model"):
-        return 0.5, False
+        return 0.5
     benchmark = project.benchmarks[cell[1]]
     evaluation = QUESTIONS * QUESTION_TOKENS * 2 * model.parameters.active
     flops = {"evaluate": evaluation, "attack": ATTACK_PASSES * evaluation, "realign": evaluation / 10}
@@ -91,18 +109,13 @@ def _hours(project: Project, results: Path, rule: str, cell: tuple) -> tuple[flo
         training = project.training(cell[2], cell[3], cell[1])
         tokens = (training.forget_batch_size + training.retain_batch_size) * benchmark.max_length
         share = _trained_layers(cell[2], training, model.parameters) / model.parameters.layers
-        return training.max_steps * tokens * 6 * model.parameters.active * share / FLOPS / 3600, False
-    return flops[rule] / FLOPS / 3600, False
+        return training.max_steps * tokens * 6 * model.parameters.active * share / FLOPS / 3600
+    return flops[rule] / FLOPS / 3600
 
 
 def _trained_layers(objective: str, training: Training, sizes: Sizes) -> int:
     """RMU neither trains nor runs what comes after its layer, unless a constraint looks there."""
     return training.objective["layer"] + 1 if objective == "rmu" else sizes.layers
-
-
-def _recorded_seconds(file: Path) -> float:
-    with file.open(newline="") as lines:
-        return float(next(csv.DictReader(lines, delimiter="\t"))["s"])
 
 
 @dataclass(frozen=True)
@@ -128,25 +141,60 @@ def memory_needed(project: Project) -> list[Memory]:
     Embedded models need next to nothing."""
     needs = []
     for name in project.world.models:
-        model = project.trained_from(name)
-        if not isinstance(model, PublishedModel) or not model.parameters:
+        if not _sizes(project, name):
             continue
-        sizes, gpus = model.parameters, project.world.processes.get(name, 1)
-        needs.append(Memory(name, "evaluation", 1, 2 * sizes.total * BYTES_WEIGHT / 1e9, 0.0, 0.0))
-        finetuned = project.models[name] if project.models[name].source == "finetuned" else None
-        for what, whole in (("finetuning", finetuned), ("relearning", project.world.relearning)):
-            if whole:
-                each = BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES[whole.optimizer]
-                together = gpus if what == "finetuning" else 1
-                needs.append(Memory(name, what, together, *(sizes.held_by(together) * part / 1e9 for part in each)))
+        needs.append(_held(project, name, "evaluation", models=2))
+        if project.models[name].source == "finetuned":
+            needs.append(_trained_whole(project, name, "finetuning"))
+        if project.world.relearning:
+            needs.append(_trained_whole(project, name, "relearning"))
         benchmark = next(b for b in project.world.benchmarks if project.fits(name, b))
-        for objective in project.world.objectives:
-            training = project.training(objective, "unconstrained", benchmark)
-            trained = sizes.blocks * _trained_layers(objective, training, sizes) / sizes.layers / gpus
-            states = trained * BYTES_STATES[training.optimizer]
-            parts = sizes.held_by(gpus) * BYTES_WEIGHT, trained * BYTES_GRADIENT, states
-            needs.append(Memory(name, objective, gpus, *(part / 1e9 for part in parts)))
+        needs += [_unlearned(project, name, benchmark, o, "unconstrained") for o in project.world.objectives]
     return needs
+
+
+def _memory(project: Project, rule: str, cell: tuple) -> Memory | None:
+    """What one job needs; None for an embedded model, and for one whose sizes the catalogue does not give."""
+    name = cell[0]
+    if not _sizes(project, name):
+        return None
+    if rule == "finetune_model":
+        return _trained_whole(project, name, "finetuning")
+    if rule == "unlearn":
+        return _unlearned(project, name, *cell[1:4])
+    if rule == "attack" and project.world.relearning:
+        compared, relearned = _held(project, name, rule, models=2), _trained_whole(project, name, "relearning")
+        return max(compared, relearned, key=lambda need: need.total)
+    return _held(project, name, rule, models=2 if rule in ("evaluate", "attack") else 1)
+
+
+def _sizes(project: Project, name: str) -> Sizes | None:
+    model = project.trained_from(name)
+    return model.parameters if isinstance(model, PublishedModel) else None
+
+
+def _held(project: Project, name: str, what: str, models: int) -> Memory:
+    return Memory(name, what, 1, models * _sizes(project, name).total * BYTES_WEIGHT / 1e9, 0.0, 0.0)
+
+
+def _trained_whole(project: Project, name: str, what: str) -> Memory:
+    """Finetuning or relearning, of every parameter."""
+    settings, gpus = (
+        (project.models[name], project.processes(name)) if what == "finetuning" else (project.world.relearning, 1)
+    )
+    each = BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES[settings.optimizer]
+    return Memory(name, what, gpus, *(_sizes(project, name).held_by(gpus) * part / 1e9 for part in each))
+
+
+def _unlearned(project: Project, name: str, benchmark: str, objective: str, method: str) -> Memory:
+    """A method that trains one expert has next to no gradients and states."""
+    sizes, gpus = _sizes(project, name), project.processes(name, method)
+    training = project.training(objective, method, benchmark)
+    trained = sizes.blocks * _trained_layers(objective, training, sizes) / sizes.layers / gpus
+    if project.methods[method].experts == "top_attributed":
+        trained = 0.0
+    parts = sizes.held_by(gpus) * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES[training.optimizer]
+    return Memory(name, objective, gpus, *(part / 1e9 for part in parts))
 
 
 def disk_needed(project: Project) -> float:

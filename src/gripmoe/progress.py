@@ -1,4 +1,5 @@
-"""Where every cell of a world stands, from its files and logs: the same on a laptop and on a cluster."""
+"""Where every cell of a world stands, from its files and logs: the same on a laptop and on a cluster, of whose own logs
+only that a job was ended is read."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ from gripmoe.files import read_json
 from gripmoe.project import Project
 
 TAIL = 4000  # bytes of a log that hold its last progress bar
+SLURM_SAYS = "slurmstepd: error: "
+CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 
 def cell_status(project: Project, results: Path, cell: tuple) -> tuple[str, str]:
     """The next phase of a cell (train, correct, evaluate, attack, done) and what is known of it: the last line of the
-    log of that phase, or how training ended."""
+    log of that phase, why SLURM ended its job, or how training ended."""
     folder = results.joinpath(*map(str, cell))
     method = project.methods[cell[3]]
     steps = [("evaluate", "evaluate", "evaluation.json"), ("attack", "attack", "attack.json")]
@@ -22,7 +25,9 @@ def cell_status(project: Project, results: Path, cell: tuple) -> tuple[str, str]
         steps.insert(0, ("correct", "realign", "checkpoint.json"))
     for phase, rule, output in steps:
         if not (folder / output).exists():
-            return phase, last_line(results / "logs" / rule / f"{'.'.join(map(str, cell))}.log")
+            log = results / "logs" / rule / f"{'.'.join(map(str, cell))}.log"
+            ended = ended_by_cluster(CLUSTER_LOGS / f"rule_{rule}" / "_".join(map(str, cell)), log)
+            return phase, ended or last_line(log) or "waits"
     checkpoint = folder / "checkpoint.json"
     ended = read_json(checkpoint) if checkpoint.exists() else {}
     accuracy = read_json(folder / "evaluation.json")["forget_accuracy"]
@@ -38,3 +43,13 @@ def last_line(log: Path) -> str:
         text = file.read().decode(errors="replace")
     lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
     return lines[-1] if lines else ""
+
+
+def ended_by_cluster(jobs: Path, log: Path) -> str:
+    """Why SLURM ended the latest of a step's jobs (time, memory, preemption), of which the step's own log knows
+    nothing; nothing if that was written to since."""
+    latest = max(jobs.glob("*.log"), key=lambda job: job.stat().st_mtime, default=None)
+    if latest is None or (log.exists() and log.stat().st_mtime > latest.stat().st_mtime):
+        return ""
+    said = [line for line in latest.read_text(errors="replace").splitlines() if line.startswith(SLURM_SAYS)]
+    return said[-1].removeprefix(SLURM_SAYS) if said else ""

@@ -29,7 +29,7 @@ def test_an_interrupted_attack_goes_on_with_the_next_one(tmp_path):
     found = run_attacks(attacks_that_fail_at("", made), state, {"model": "a"})
     assert made == ["forcing", "probes", "noise"], "the first two are not made again"
     whole = run_attacks(attacks_that_fail_at("", made), tmp_path / "other.json", {"model": "a"})
-    assert repr(found) == repr(whole)
+    assert repr(found) == repr(whole), "in the same order too"
     assert found.metrics["noise_metric"] == 1 / 3
     rows = {row["id"]: row for row in by_item(found)}
     assert list(rows) == ["a", "forcing", "probes", "noise"] and rows["a"]["noise_metric"] == 1 / 3

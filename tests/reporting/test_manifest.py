@@ -2,7 +2,8 @@
 
 import pytest
 
-from gripmoe.files import write_json
+from gripmoe import fingerprint
+from gripmoe.files import read_json, write_json
 from gripmoe.reporting.collect import HISTORY_COLUMNS
 from gripmoe.reporting.manifest import manifest, mismatches
 
@@ -40,3 +41,19 @@ def test_a_change_is_found(written, change, fault):
     change(written)
     faults = mismatches(written / "manifest.json")
     assert faults == [] if fault is None else len(faults) == 1 and fault in faults[0]
+
+
+def test_a_step_is_looked_at_once_and_one_that_is_no_more_is_reported(written, monkeypatch):
+    """Four cells: one is as it was, of two the code has changed, one ran a step that has another name now."""
+    step, gone = "gripmoe.commands.evaluate:evaluate", "gripmoe.commands.evaluate:measure"
+    path, take, taken = written / "manifest.json", fingerprint.code_fingerprint, []
+    ran = [(step, take(step)), (step, "abc"), (step, "abc"), (gone, "abc")]
+    cells = {f"c{i}": {"steps": {"s": {"step": s, "code": c}}, "settings": None} for i, (s, c) in enumerate(ran)}
+    write_json(path, {**read_json(path), "cells": cells})
+    monkeypatch.setattr(fingerprint, "code_fingerprint", lambda entry: taken.append(entry) or take(entry))
+    fingerprint.fingerprint_now.cache_clear()
+    assert mismatches(path) == [
+        f"{step}: its code has changed since it ran for c1, c2",
+        f"{gone}: it is gone or has another name since it ran for c3",
+    ]
+    assert taken == [step, gone]

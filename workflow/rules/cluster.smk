@@ -1,5 +1,5 @@
 # A head that was killed leaves its jobs in the queue. A new one would submit the same cells again beside them, so it
-# looks before it starts. (Each trainer also locks its cell.)
+# looks before it starts. (Each step also locks its cell.)
 
 import os
 import shutil

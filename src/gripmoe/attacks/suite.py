@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ from gripmoe.data.documents import Row
 from gripmoe.data.muse import CONTEXT
 from gripmoe.evaluation.choice import Answer, direct_answers, harness_answers, load_questions, prompt_of
 from gripmoe.evaluation.muse import News, knowledge_memory, leakage, news_scores
-from gripmoe.files import read_json, read_jsonl, write_json
+from gripmoe.files import read_json, read_jsonl, write_text
 from gripmoe.moe import MoEModel
 
 SAMPLE = 240  # forget questions for the attacks that ask many times; accuracy near chance is known to .03
@@ -54,7 +55,8 @@ def run_attacks(
         bar.set_postfix_str(name)
         if name not in found:
             found[name] = asdict(attack())
-            write_json(state_file, {"identity": identity, "found": found})
+            # unsorted: the order of metrics and items is that of columns and rows
+            write_text(state_file, json.dumps({"identity": identity, "found": found}))
     return Found(
         {name: value for attack in attacks for name, value in found[attack]["metrics"].items()},
         {name: items for attack in attacks for name, items in found[attack]["scores"].items()},

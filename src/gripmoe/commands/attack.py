@@ -10,7 +10,7 @@ from gripmoe.attacks.suite import letter_attacks, news_attacks, run_attacks
 from gripmoe.commands import beside, identity_of, one_thread_unless_set
 from gripmoe.config import Relearning, load_run
 from gripmoe.evaluation.report import load_answers
-from gripmoe.files import read_json, write_csv, write_json
+from gripmoe.files import exclusive, read_json, write_csv, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
 from gripmoe.parsing import parse_settings
@@ -22,7 +22,7 @@ def attack(args) -> None:
     run, finetuning = load_run(args.run), parse_settings(Relearning | None, args.settings)
     one_thread_unless_set()
     state_file = args.output.with_name("attack_state.json")
-    with recorded(beside(args.output), attack):
+    with exclusive(args.output.parent), recorded(beside(args.output), attack):
         before = MoEModel(load_model(args.model.parent / "weights", device="cpu")[0])
         model, tokenizer = load_model(args.checkpoint.parent / "weights")
         after = MoEModel(model)
@@ -38,4 +38,4 @@ def attack(args) -> None:
         found = run_attacks(attacks, state_file, identity, f"attacks on {run.objective}/{run.method_name}/{run.seed}")
         write_csv(args.questions, by_item(found))
         write_json(args.output, found.metrics)
-    state_file.unlink(missing_ok=True)
+        state_file.unlink(missing_ok=True)

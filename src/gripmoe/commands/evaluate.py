@@ -13,7 +13,7 @@ from gripmoe.evaluation.general import general_utility
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores, privacy_leakage
 from gripmoe.evaluation.report import choice_metrics, question_results
 from gripmoe.evaluation.routing import stability_metrics
-from gripmoe.files import read_json, read_jsonl, write_csv, write_json
+from gripmoe.files import exclusive, read_json, read_jsonl, write_csv, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
 from gripmoe.moe.storage import load_model
@@ -25,7 +25,7 @@ def evaluate(args) -> None:
     held-out tokens."""
     run = load_run(args.run)
     one_thread_unless_set()
-    with recorded(beside(args.output), evaluate):
+    with exclusive(args.output.parent), recorded(beside(args.output), evaluate):
         before, _ = load_model(args.model.parent / "weights")
         after, tokenizer = load_model(args.checkpoint.parent / "weights")
         measure = _news if run.benchmark.is_news else _letters

@@ -5,20 +5,22 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gripmoe.files import read_json, read_yaml
-from gripmoe.fingerprint import code_fingerprint
-from gripmoe.planning import check_budget, disk_needed, jobs_left, memory_needed
+from gripmoe.fingerprint import fingerprint_now
+from gripmoe.planning import Job, check_budget, disk_needed, jobs_left, memory_needed
 from gripmoe.progress import cell_status
 from gripmoe.project import Project
 
+MOST_EXPENSIVE = 5  # cells that a plan shows if it is not asked for all
+
 
 def plan(args) -> None:
-    """Prints jobs and hours by rule, and memory against `--gpu-memory`. Raises ValueError above `--budget` hours, or if
-    a model does not fit."""
+    """Prints jobs and hours by rule, the most expensive cells (`--cells`: all), and memory against `--gpu-memory`.
+    Raises ValueError above `--budget` hours, or if a model does not fit."""
     project = Project(args.config, args.world)
     jobs = jobs_left(project, Path("results") / project.results_name)
     by_rule = defaultdict(list)
@@ -32,6 +34,7 @@ def plan(args) -> None:
             source = "recorded benchmarks and estimate"
         print(f"{rule:<16}{len(listed):>6}{hours / len(listed):>12.3f}{hours:>9.2f}  {source}")
     print(f"{'all':<16}{len(jobs):>6}{'':>12}{sum(job.hours for job in jobs):>9.2f}")
+    _print_cells(jobs, None if args.cells else MOST_EXPENSIVE)
     too_large = []
     for need in memory_needed(project):
         fits = need.total <= args.gpu_memory
@@ -55,6 +58,26 @@ def plan(args) -> None:
             + ". For training give the model more `processes` in the world file, or take `optimizer: adamw_8bit` or an "
             "objective that trains fewer layers; leave out `relearning`; or take a smaller model."
         )
+
+
+def _print_cells(jobs: Sequence[Job], shown: int | None) -> None:
+    """Hours of each cell, of all its GPUs; and of what it needs most of in a step: GPUs, and GB on each of them."""
+    by_cell = defaultdict(list)
+    for job in jobs:
+        by_cell[job.cell].append(job)
+    hours = {cell: sum(job.hours for job in listed) for cell, listed in by_cell.items()}
+    chosen = sorted(hours, key=lambda cell: -hours[cell])[:shown] if shown else hours
+    on_gpu = any(job.gpus for job in jobs)
+    print(f"\n{'cell':<56}{'GPU-hours' if on_gpu else 'hours':>10}{'GPUs':>6}{'GB':>8}  to run")
+    for cell in chosen:
+        memory = max((job.memory for job in by_cell[cell] if job.memory), default=None)
+        print(
+            f"{cell:<56}{hours[cell]:>10.3f}{max(job.gpus for job in by_cell[cell]):>6}"
+            f"{'unknown' if memory is None else f'{memory:.1f}':>8}  {', '.join(job.rule for job in by_cell[cell])}"
+        )
+    if len(chosen) < len(hours):
+        print(f"and {len(hours) - len(chosen)} others, which --cells lists")
+    print()
 
 
 def status(args) -> None:
@@ -111,7 +134,7 @@ def _changes(project: Project, cell: list[str]) -> list[str]:
     return settings + [
         f"the code of {step['step']} has changed"
         for step in steps
-        if "step" in step and code_fingerprint(step["step"]) != step["code"]
+        if "step" in step and fingerprint_now(step["step"]) != step["code"]
     ]
 
 

@@ -16,7 +16,7 @@ from gripmoe.correction import holdout_report, kaczmarz_report, make_correction
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.stopping import stop_rule
-from gripmoe.files import read_json, write_json
+from gripmoe.files import exclusive, read_json, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_bases, load_model, load_routers, load_trace, save_model
@@ -121,7 +121,7 @@ def realign(args) -> None:
     run = load_run(args.run)
     folder = args.output.parent
     one_thread_unless_set()
-    with recorded(beside(args.output), realign):
+    with exclusive(folder), recorded(beside(args.output), realign):
         model, tokenizer = load_model(args.checkpoint.parent / "weights")
         moe = MoEModel(model)
         theta_0 = load_routers(args.model.parent / "weights", moe)

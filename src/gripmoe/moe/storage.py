@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,15 +45,12 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     state = whole_state(model)
     digest = _digest(state)  # before save_pretrained, which takes the state apart
     if distributed.is_first():
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        model.save_pretrained(temporary, state_dict=state)
-        tokenizer.save_pretrained(temporary)
-        if moe:
-            routers = {name: p.detach().cpu().contiguous() for name, p in _router_parameters(moe).items()}
-            save_file(routers, temporary / ROUTERS)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+        with atomic_path(folder) as temporary:
+            model.save_pretrained(temporary, state_dict=state)
+            tokenizer.save_pretrained(temporary)
+            if moe:
+                routers = {name: p.detach().cpu().contiguous() for name, p in _router_parameters(moe).items()}
+                save_file(routers, temporary / ROUTERS)
     return digest
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from gripmoe.files import file_digest, read_json
-from gripmoe.fingerprint import code_fingerprint
+from gripmoe.fingerprint import code_fingerprint, fingerprint_now
 from gripmoe.reporting import RENDERING
 from gripmoe.reporting.collect import KEYS, load_runs
 
@@ -52,12 +52,14 @@ def mismatches(path: Path) -> list[str]:
     stale: dict[str, list[str]] = {}
     for cell, record in written["cells"].items():
         for step in record["steps"].values():
-            if step.get("step") and code_fingerprint(step["step"]) != step["code"]:
+            if step.get("step") and fingerprint_now(step["step"]) != step["code"]:
                 stale.setdefault(step["step"], []).append(cell)
         settings = Path(written["results"], cell, "run.yaml")
         if record["settings"] and not (settings.exists() and file_digest(settings) == record["settings"]):
             faults.append(f"{settings}: changed since the manifest was written")
-    faults += [f"{step}: its code has changed since it ran for {_listed(cells)}" for step, cells in stale.items()]
+    for step, cells in stale.items():
+        change = "its code has changed" if fingerprint_now(step) else "it is gone or has another name"
+        faults.append(f"{step}: {change} since it ran for {_listed(cells)}")
     return faults
 
 
