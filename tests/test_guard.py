@@ -1,5 +1,7 @@
 """The guard in other people's loops: accumulation, mixed batches, recomputation, accelerate, Trainer, resuming."""
 
+import copy
+
 import accelerate
 import pytest
 import torch
@@ -244,11 +246,65 @@ def test_references_belong_to_their_tokens(method):
     assert guard.penalty().item() > 0.01
 
 
-def test_a_closed_guard_leaves_routers_free():
+def traces_of_a_guard(model, optimizer):
+    """Everything on model and optimizer that was not there by itself."""
+    modules = [model, *model.modules()]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules]
+    steps = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+    attributes = [sorted(vars(module)) for module in modules]
+    return hooks, steps, attributes, [(p.dtype, p.requires_grad) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_closed_guard_leaves_nothing_behind(method):
     model = small_model()
-    with gripmoe.constrain(model, adamw(model), RETAIN, method="frozen_router"):
-        assert not model.model.layers[0].mlp.gate.weight.requires_grad
-    assert model.model.layers[0].mlp.gate.weight.requires_grad
+    optimizer = adamw(model)
+    before = traces_of_a_guard(model, optimizer)
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method):
+        held = traces_of_a_guard(model, optimizer)
+        hooks, steps, _, _ = held
+        assert sum(hooks) == 2 * 2 and steps == 2, "the control"
+    assert traces_of_a_guard(model, optimizer) == before != held
+
+
+def test_a_guard_that_is_refused_leaves_nothing_behind():
+    model = small_model()
+    experts_only = torch.optim.AdamW(MoEModel(model).expert_parameters(0))
+    MoEModel(model)
+    before = traces_of_a_guard(model, experts_only)
+    with pytest.raises(ValueError, match="does not hold the routers"):
+        gripmoe.constrain(model, experts_only, RETAIN)
+    assert traces_of_a_guard(model, experts_only) == before
+
+
+def selected_scores_moved(reference, model):
+    moe = MoEModel(model)
+    moved = {
+        layer: (moe.rule(layer).scores(r.x_Nd.float(), moe.theta(layer)) - r.scores_NE).abs()
+        for layer, r in reference.items()
+    }
+    return max(moved[layer].gather(1, r.top_k_Nk).max().item() for layer, r in reference.items())
+
+
+def test_routers_of_low_precision_stay_in_fp32_for_rounding_undoes_the_constraint():
+    """What close() does not undo, and why; `MoEModel.release` does, for who wants it."""
+    model = small_model().bfloat16()
+    optimizer = adamw(model, lr=1e-2)
+    guard = gripmoe.constrain(model, optimizer, RETAIN)
+    reference = guard.model.trace(RETAIN)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, random_batch(seed=step)).backward()
+        optimizer.step()
+    guard.close()
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
+    assert model(**RETAIN[0].inputs).logits.dtype == torch.bfloat16, "and the model runs"
+    assert selected_scores_moved(reference, model) < 1e-3
+    copied = copy.deepcopy(model)
+    guard.model.release(rounded=True)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert selected_scores_moved(reference, model) > 1e-2
+    assert copied(**RETAIN[0].inputs).logits.isfinite().all(), "a copy has hooks of its own"
 
 
 def test_what_a_guard_cannot_do_is_refused():

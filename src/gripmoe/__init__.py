@@ -6,21 +6,23 @@
 
 from __future__ import annotations
 
+import importlib
+
 __version__ = "0.1.0"
 __all__ = ["constrain", "realign", "remember", "reparameterize", "shard_experts", "trainer_callback"]
 
 
+_HOMES = {
+    "constrain": "guard",
+    "realign": "correction",
+    "remember": "correction",
+    "reparameterize": "reparameterization",
+    "shard_experts": "moe.sharding",
+    "trainer_callback": "trainer",
+}
+
+
 def __getattr__(name: str):
-    if name == "reparameterize":
-        from gripmoe.reparameterization import reparameterize
-
-        return reparameterize
-    if name == "shard_experts":
-        from gripmoe.moe.sharding import shard_experts
-
-        return shard_experts
-    if name in __all__:
-        from gripmoe import guard
-
-        return getattr(guard, name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"gripmoe.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,8 +13,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -25,13 +24,11 @@ from gripmoe import distributed
 from gripmoe.basis_store import BasisStore
 from gripmoe.config import EpsNullConfig, Method
 from gripmoe.constraints import RouterConstraint, Seen, fit_bases
-from gripmoe.correction import realign_routers
-from gripmoe.data.documents import Batch, collate_inputs
+from gripmoe.data.documents import Batch, as_batch, attention_mask_of
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.realignment import Realignment
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import attention_mask_of, routed_tokens
+from gripmoe.moe.model import routed_tokens, unwrapped
 from gripmoe.penalties import constraint_of
 
 RELATIVE = EpsNullConfig(value=1e-4, kind="relative")
@@ -64,12 +61,10 @@ class RouterGuard:
         self._penalties: list[Tensor | float] = []
         self._marked: set[str] = set()  # kinds of forward passes, since the guard was made
         self._before: dict[int, Tensor] = {}
+        self._undo = ExitStack()  # when the constraint is lifted
         optimizer = _inner(optimizer)
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
-        self._thawed: list[nn.Parameter] = []  # when the constraint is lifted
+        self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
 
     def retain(self, rows: Tensor | None = None):
         """Marks a forward pass of retain data; of a batch that holds other data too, `rows` (bool, one entry per row)
@@ -148,12 +143,10 @@ class RouterGuard:
         self.constraint.load_state(state)
 
     def close(self) -> None:
-        """Lifts the constraint; closing twice does no harm."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        for parameter in self._thawed:
-            parameter.requires_grad_(True)
+        """Lifts the constraint: nothing of it stays on model or optimizer, and what it froze is free again. Routers of
+        a precision below fp32 alone go on computing in fp32, in which they were trained: rounding them back would undo
+        part of what the constraint has held. Closing twice does no harm."""
+        self._undo.close()
 
     def __enter__(self) -> RouterGuard:
         return self
@@ -212,91 +205,54 @@ def constrain(
             f"{', '.join(sorted(unable))}".rstrip()
         )
     moe = MoEModel(unwrapped(model))
-    if not moe.layers:
-        raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
-    if method.constraint == "null_space":
-        held = {id(p) for group in _inner(optimizer).param_groups for p in group["params"]}
-        missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in held]
-        if missing:
+    with ExitStack() as undo:
+        undo.callback(moe.release)
+        if not moe.layers:
+            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
+        if method.constraint == "null_space":
+            held = {id(p) for group in _inner(optimizer).param_groups for p in group["params"]}
+            missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in held]
+            if missing:
+                raise ValueError(
+                    f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain"
+                )
+        batches = [as_batch(batch, moe.model.device) for batch in retain]
+        reference = moe.trace(batches)
+        limits = {"hot_bytes": hot_bytes, "warm_bytes": warm_bytes}
+        bases = _bases(moe, reference, method, cache, **limits) if method.has_bases else None
+        constraint = constraint_of(method, reference, bases, None, seed)
+        free = [p for layer in moe.layers for p in moe.router(layer).parameters() if p.requires_grad]
+        undo.callback(_thaw, free)
+        with moe.evaluating():
+            constraint.start(moe, [], batches)
+        frozen = not all(parameter.requires_grad for parameter in free)
+        if frozen and isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
             raise ValueError(
-                f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain"
+                "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it "
+                "wraps the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
             )
-    batches = [as_batch(batch, moe.model.device) for batch in retain]
-    reference = moe.trace(batches)
-    bases = None
-    if method.has_bases and cache is None:
-        bases = fit_bases(reference, moe.rules(), method)
-    elif method.has_bases:
-
-        def fit(layer: int) -> RetainBasis:
-            return fit_bases(reference, moe.rules(), method, only=[layer])[layer]
-
-        metadata = {"reference": _digest(reference), "method": method.model_dump_json()}
-        limits = {"hot_bytes": hot_bytes, "warm_bytes": warm_bytes, "device": moe.model.device}
-        bases = BasisStore(Path(cache), moe.layers, fit, metadata, **limits)
-    constraint = constraint_of(method, reference, bases, None, seed)
-    trained = [p for layer in moe.layers for p in moe.router(layer).parameters() if p.requires_grad]
-    with moe.evaluating():
-        constraint.start(moe, [], batches)
-    guard = RouterGuard(moe, optimizer, constraint)
-    guard._thawed = [parameter for parameter in trained if not parameter.requires_grad]
-    if guard._thawed and isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
-        guard.close()
-        raise ValueError(
-            "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it wraps "
-            "the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
-        )
+        guard = RouterGuard(moe, optimizer, constraint)
+        guard._undo.enter_context(undo.pop_all())
     return guard
 
 
-@dataclass(frozen=True)
-class Original:
-    """What Method B needs of the model before unlearning: its routers, and what they saw of the retain documents."""
+def _bases(
+    moe: MoEModel, reference: RoutingTrace, method: Method, cache: Path | None, **limits: float
+) -> Mapping[int, RetainBasis]:
+    """The fixed bases of a method, in memory or in the tiers of `cache`."""
+    if cache is None:
+        return fit_bases(reference, moe.rules(), method)
 
-    theta_0: dict[int, Tensor]
-    reference: RoutingTrace
-    batch: Batch
+    def fit(layer: int) -> RetainBasis:
+        return fit_bases(reference, moe.rules(), method, only=[layer])[layer]
 
-
-def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -> Original:
-    """Records the original routers and their retain inputs; call it before unlearning. `retain` as in `constrain`; at
-    least four tokens per hidden dimension are advisable (App. D)."""
-    moe = MoEModel(unwrapped(model))
-    batch = collate_inputs([as_batch(batch, moe.model.device) for batch in retain])
-    return Original(moe.thetas(), moe.trace([batch]), batch)
+    metadata = {"reference": _digest(reference), "method": method.model_dump_json()}
+    return BasisStore(Path(cache), moe.layers, fit, metadata, device=moe.model.device, **limits)
 
 
-def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dict[int, Realignment]:
-    """Method B (PTC, Eq. 5): refits every router of the unlearned `model` so that retain tokens are routed as
-    `original` recorded. Returns what was done to each layer: the ridge chosen, held-out stability, acceptance.
-
-    It corrects routing, not knowledge: on the models measured here it undoes much of the forgetting. Raises ValueError
-    for an unknown form."""
-    if form not in ("sound", "paper"):
-        raise ValueError(f"unknown form {form!r}; sound or paper")
-    return realign_routers(MoEModel(unwrapped(model)), original.theta_0, original.reference, original.batch, form=form)
-
-
-def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], *, method: str | Method = "expert_specific"):
-    """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it constrains at the
-    beginning of training and lets go at the end. Its `guard` is there for methods that look at the retain forward."""
-    from transformers import TrainerCallback
-
-    class GuardCallback(TrainerCallback):
-        guard: RouterGuard | None = None
-
-        def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-            if state.global_step:
-                raise ValueError(
-                    f"training resumes at step {state.global_step}: its routers are not the original ones any more. "
-                    "Call gripmoe.constrain on the original model, then load weights, optimizer and guard.state_dict()"
-                )
-            self.guard = constrain(model, optimizer, retain, method=method)
-
-        def on_train_end(self, args, state, control, **kwargs):
-            self.guard.close()
-
-    return GuardCallback()
+def _thaw(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(True)
 
 
 def _digest(reference: RoutingTrace) -> str:
@@ -313,20 +269,6 @@ def _inner(optimizer) -> torch.optim.Optimizer:
     """The optimizer that really steps, below accelerate's wrapper."""
     inner = getattr(optimizer, "optimizer", None)
     return _inner(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, below what accelerate or data parallelism wrap around it."""
-    inner = getattr(model, "module", None)
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
-
-
-def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
-    """A batch of any data loader, with row ids and labels of its own if it has none."""
-    if isinstance(batch, Batch):
-        return batch.to(device)
-    ids, mask = batch["input_ids"], attention_mask_of(batch)
-    return Batch([str(n) for n in range(len(ids))], ids, mask, batch.get("labels", ids)).to(device)
 
 
 def _detached(routing: LayerRouting) -> LayerRouting:
