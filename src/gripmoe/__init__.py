@@ -7,11 +7,17 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gripmoe.correction import realign, remember
+    from gripmoe.guard import constrain
+    from gripmoe.moe.sharding import shard_experts
+    from gripmoe.reparameterization import reparameterize
+    from gripmoe.trainer import trainer_callback
 
 __version__ = "0.1.0"
 __all__ = ["constrain", "realign", "remember", "reparameterize", "shard_experts", "trainer_callback"]
-
-
 _HOMES = {
     "constrain": "guard",
     "realign": "correction",
@@ -22,7 +28,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"gripmoe.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
