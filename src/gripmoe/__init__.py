@@ -10,16 +10,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gripmoe.adapter import constrain
     from gripmoe.correction import realign, remember
-    from gripmoe.guard import constrain
+    from gripmoe.guard import Diverged
     from gripmoe.moe.sharding import shard_experts
     from gripmoe.reparameterization import reparameterize
     from gripmoe.trainer import trainer_callback
 
 __version__ = "0.1.0"
-__all__ = ["constrain", "realign", "remember", "reparameterize", "shard_experts", "trainer_callback"]
+__all__ = ["Diverged", "constrain", "realign", "remember", "reparameterize", "shard_experts", "trainer_callback"]
 _HOMES = {
-    "constrain": "guard",
+    "Diverged": "guard",
+    "constrain": "adapter",
     "realign": "correction",
     "remember": "correction",
     "reparameterize": "reparameterization",

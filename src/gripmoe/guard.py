@@ -1,48 +1,29 @@
-"""A constraint held over anybody's training loop, and the public face of Methods A and B.
+"""What holds a constraint over a training loop: hooks around the optimizer's step, marks around forward passes.
 
-    guard = gripmoe.constrain(model, optimizer, retain=batches, method="expert_specific")
-    ...train as usual...
-    guard.close()
-
-The guard snapshots the routers before each optimizer step, lets the optimizer step, and writes back what the constraint
-lets stand. It keeps no global state and changes nothing else in the loop.
+The guard snapshots the routers before each step, lets the optimizer step, and writes back what the constraint lets
+stand. It keeps no global state and changes nothing else in the loop.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from gripmoe import distributed
-from gripmoe.basis_store import BasisStore
-from gripmoe.config import EpsNullConfig, Method
-from gripmoe.constraints import RouterConstraint, Seen, fit_bases
-from gripmoe.data.documents import Batch, as_batch, attention_mask_of
-from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.constraints import RouterConstraint, Seen
+from gripmoe.data.documents import attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import routed_tokens, unwrapped
-from gripmoe.penalties import constraint_of
+from gripmoe.moe.model import routed_tokens
 
-RELATIVE = EpsNullConfig(value=1e-4, kind="relative")
-ABSOLUTE = EpsNullConfig(value=1e-2, kind="absolute")
-UNABLE = ("reference", "experts", "replay", "critical_experts", "surface", "correction", "corrects")  # of a Method
-METHODS = {
-    "frozen_router": Method(constraint="frozen"),
-    "expert_specific": Method(constraint="null_space", basis="original", eps_null=RELATIVE),
-    "full_null_space": Method(constraint="null_space", basis="original", eps_null=RELATIVE, granularity="layer"),
-    "expert_specific_minibatch": Method(constraint="null_space", basis="minibatch", eps_null=RELATIVE),
-    "expert_specific_paper": Method(constraint="null_space", form="paper", basis="minibatch", eps_null=ABSOLUTE),
-    "anchored": Method(constraint="anchor"),
-    "anchored_tracked": Method(constraint="anchor", tracked=True),
-}
+
+class Diverged(RuntimeError):
+    """The retain loss has left its bound: what is to be retained is being destroyed."""
 
 
 class RouterGuard:
@@ -53,16 +34,24 @@ class RouterGuard:
     methods both are free of effect, so a loop may always be written with them.
     """
 
-    def __init__(self, model: MoEModel, optimizer: torch.optim.Optimizer, constraint: RouterConstraint):
+    def __init__(
+        self,
+        model: MoEModel,
+        optimizer: torch.optim.Optimizer,
+        constraint: RouterConstraint,
+        loss_bound: float = math.inf,
+    ):
         self.model = model
         self.constraint = constraint
+        self.loss_bound = loss_bound
         self.seconds = 0.0  # spent on the constraint since the guard was made
         self._seen: list[RoutingTrace] = []
         self._penalties: list[Tensor | float] = []
         self._marked: set[str] = set()  # kinds of forward passes, since the guard was made
         self._before: dict[int, Tensor] = {}
+        self._checked = False  # the retain loss, since the last step
         self._undo = ExitStack()  # when the constraint is lifted
-        optimizer = _inner(optimizer)
+        optimizer = inner_optimizer(optimizer)
         self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
         self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
 
@@ -115,6 +104,14 @@ class RouterGuard:
         self._penalties = []
         return penalty
 
+    def check(self, retain_loss: Tensor | float) -> None:
+        """Raises Diverged if the loss on retain data, of all processes, is above `loss_bound` or no number. Ask before
+        the backward pass: the weights are then those of the step before."""
+        loss = distributed.average(float(torch.as_tensor(retain_loss).detach()))
+        self._checked = True
+        if not loss <= self.loss_bound:
+            raise Diverged(f"retain loss {loss:.3g}, above {self.loss_bound:.3g}: take an earlier checkpoint")
+
     def _before_step(self, *_) -> None:
         self._before = self.model.thetas()
 
@@ -127,6 +124,9 @@ class RouterGuard:
             raise RuntimeError(f"this method looks at the {kind} forward: run it within `with guard.{kind}():`")
         if any(isinstance(penalty, Tensor) for penalty in self._penalties):
             raise RuntimeError("this method adds to the loss: add `guard.penalty()` to it before the backward pass")
+        if self.loss_bound < math.inf and not self._checked:
+            raise RuntimeError("a bound on the retain loss was given: call `guard.check(loss)` in every step")
+        self._checked = False
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
             seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None
@@ -155,120 +155,10 @@ class RouterGuard:
         self.close()
 
 
-def constrain(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    retain: Iterable[Batch | Mapping[str, Tensor]],
-    *,
-    method: str | Method = "expert_specific",
-    seed: int = 0,
-    cache: Path | None = None,
-    hot_bytes: float = float("inf"),
-    warm_bytes: float = float("inf"),
-) -> RouterGuard:
-    """Holds the routers of `model` while `optimizer` trains it (Method A; Eq. 3, Alg. 1).
-
-    `model` is a transformers MoE model of a known family, or one that accelerate has prepared; `optimizer` holds its
-    routers among others and may be wrapped by accelerate. `retain` are batches of input_ids (rows, positions) and, if
-    rows are padded, attention_mask; the original routing of these tokens is recorded once, here, so call this before
-    training. To resume, call this on the original model once more, then load the weights, the optimizer and
-    `guard.state_dict()`. `method` is a name of METHODS or a `Method`:
-
-    - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
-      retain tokens, whatever momentum or weight decay add, up to directions that `eps_null` counts as none. Needs
-      nothing in the loop.
-    - "full_null_space": no router row may change its score of any retain token (Sec. 4.1).
-    - "expert_specific_paper", "expert_specific_minibatch": each step against the current retain batch, whose forward
-      pass runs within `with guard.retain():`.
-    - "anchored" (ours): a frozen router and a penalty on what its inputs become; retain passes within
-      `with guard.retain():`, on documents of `retain`, and `guard.penalty()` added to the loss. "anchored_tracked": a
-      router that follows its inputs by recursive least squares instead.
-    - "frozen_router": the control.
-
-    `cache` is a folder for the bases of methods that have fixed ones: they are found there by the next run on the same
-    model and documents, and with `hot_bytes` and `warm_bytes` (device, host) need not fit memory (App. D).
-
-    In several processes (data parallel, or `shard_experts`) every one calls this with the same `retain`; what each sees
-    of the retain pass is gathered, and routers stay equal to the bit.
-
-    Raises ValueError for an unknown family or method, one that is more than a constraint on routers, or an optimizer
-    without the routers.
-    """
-    if isinstance(method, str):
-        if method not in METHODS:
-            raise ValueError(f"unknown method {method!r}; one of {', '.join(METHODS)}, or a gripmoe.config.Method")
-        method = METHODS[method]
-    unable = {name for name in UNABLE if getattr(method, name) != Method.model_fields[name].default}
-    if method.constraint in (None, "gate_anchor") or unable:
-        raise ValueError(
-            f"a guard holds routers on `retain` while they train; it cannot do {method.constraint or ''} "
-            f"{', '.join(sorted(unable))}".rstrip()
-        )
-    moe = MoEModel(unwrapped(model))
-    with ExitStack() as undo:
-        undo.callback(moe.release)
-        if not moe.layers:
-            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
-        if method.constraint == "null_space":
-            held = {id(p) for group in _inner(optimizer).param_groups for p in group["params"]}
-            missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in held]
-            if missing:
-                raise ValueError(
-                    f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain"
-                )
-        batches = [as_batch(batch, moe.model.device) for batch in retain]
-        reference = moe.trace(batches)
-        limits = {"hot_bytes": hot_bytes, "warm_bytes": warm_bytes}
-        bases = _bases(moe, reference, method, cache, **limits) if method.has_bases else None
-        constraint = constraint_of(method, reference, bases, None, seed)
-        free = [p for layer in moe.layers for p in moe.router(layer).parameters() if p.requires_grad]
-        undo.callback(_thaw, free)
-        with moe.evaluating():
-            constraint.start(moe, [], batches)
-        frozen = not all(parameter.requires_grad for parameter in free)
-        if frozen and isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
-            raise ValueError(
-                "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it "
-                "wraps the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
-            )
-        guard = RouterGuard(moe, optimizer, constraint)
-        guard._undo.enter_context(undo.pop_all())
-    return guard
-
-
-def _bases(
-    moe: MoEModel, reference: RoutingTrace, method: Method, cache: Path | None, **limits: float
-) -> Mapping[int, RetainBasis]:
-    """The fixed bases of a method, in memory or in the tiers of `cache`."""
-    if cache is None:
-        return fit_bases(reference, moe.rules(), method)
-
-    def fit(layer: int) -> RetainBasis:
-        return fit_bases(reference, moe.rules(), method, only=[layer])[layer]
-
-    metadata = {"reference": _digest(reference), "method": method.model_dump_json()}
-    return BasisStore(Path(cache), moe.layers, fit, metadata, device=moe.model.device, **limits)
-
-
-def _thaw(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-
-
-def _digest(reference: RoutingTrace) -> str:
-    """A checksum of what the original routers saw and selected: of model and retain documents together."""
-    digest = hashlib.sha256()
-    for layer, seen in reference.items():
-        for tensor in (seen.x_Nd, seen.top_k_Nk):
-            digest.update(f"{layer} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _inner(optimizer) -> torch.optim.Optimizer:
+def inner_optimizer(optimizer) -> torch.optim.Optimizer:
     """The optimizer that really steps, below accelerate's wrapper."""
     inner = getattr(optimizer, "optimizer", None)
-    return _inner(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+    return inner_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _detached(routing: LayerRouting) -> LayerRouting:

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
+from gripmoe.adapter import constrain
 from gripmoe.data.documents import Batch
-from gripmoe.guard import RouterGuard, constrain
+from gripmoe.guard import RouterGuard
 
 
 class GuardCallback(TrainerCallback):

@@ -28,7 +28,7 @@ def test_the_built_package_is_marked_as_typed_and_has_its_data(tmp_path):
     assert "gripmoe/py.typed" in built
 
 
-@pytest.mark.parametrize("name", gripmoe.__all__)
+@pytest.mark.parametrize("name", [name for name in gripmoe.__all__ if name.islower()])
 def test_public_names_have_types(name):
     function = getattr(gripmoe, name)
     hints = typing.get_type_hints(inspect.unwrap(function))

@@ -225,21 +225,25 @@ class MoEModel:
             self.model.to(home)
 
     @contextmanager
-    def force_routing(self, routes: Routes | Callable[..., Routes]) -> Iterator[None]:
+    def force_routing(self, routes: Routes | Callable[..., Routes | None]) -> Iterator[None]:
         """Within the block every router selects the given experts instead of its own, weighted as its family weighs
         (for most: softmax over all experts, gathered, renormalised) or with the weights given. Forcing a model's own
         sets changes no bit.
 
         `routes` is a trace's top_k by layer for the tokens of each forward pass, or a function that yields it from the
-        pass's input_ids and attention_mask (rows, positions; None where none was given). Raises ValueError if the
-        number of tokens does not match.
+        pass's input_ids and attention_mask (rows, positions; None where none was given), or None for a pass that
+        is left alone. Raises ValueError if the number of tokens does not match, and RuntimeError where gradient
+        checkpointing asks for the routes of a pass that was not the last one.
         """
         current: Routes | None = None if callable(routes) else routes
         asking = False  # a model forced to its own sets is asked for them unforced
+        passes, recomputed = 0, False  # with a graph, since the backward pass before
 
         def read_inputs(module, args, kwargs):
-            nonlocal current, asking
+            nonlocal current, asking, passes, recomputed
             if not asking:
+                passes = (0 if recomputed else passes) + torch.is_grad_enabled()
+                recomputed = False
                 asking = True
                 input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
                 current = routes(input_ids, kwargs.get("attention_mask"))
@@ -247,7 +251,12 @@ class MoEModel:
 
         def hook_for(layer: int):
             def hook(router, args, output):
-                if asking:
+                nonlocal recomputed
+                if in_recomputation():
+                    recomputed = True
+                    if passes > 1:
+                        raise RuntimeError("forced routing with gradient checkpointing: one backward pass per forward")
+                if asking or current is None:
                     return None
                 scores_TE, route = output[0], current[layer]
                 top_k_Tk, weights_Tk = route if isinstance(route, tuple) else (route, None)
