@@ -1,4 +1,4 @@
-"""The guard in other people's loops: accumulation, mixed batches, recomputation, accelerate, Trainer, resuming."""
+"""The guard in other people's loops: accumulation, mixed batches, recomputation, accelerate, resuming."""
 
 import copy
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainerState, TrainingArguments
 
 import gripmoe
 from conftest import random_batch, small_model
@@ -123,23 +122,6 @@ def accelerated(constrained):
 def test_accelerate_with_gradient_accumulation():
     assert accelerated(True) == 1.0
     assert accelerated(False) < 0.95, "the control"
-
-
-def trained_by_trainer(tmp_path, callbacks):
-    model = small_model()
-    reference = MoEModel(model).trace(RETAIN)
-    documents = [{"input_ids": row, "labels": row} for row in random_batch(rows=8, length=10).input_ids]
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=6, learning_rate=0.05, per_device_train_batch_size=2, use_cpu=True, report_to=[],
-        save_strategy="no", logging_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    Trainer(model, arguments, train_dataset=documents, callbacks=callbacks).train()
-    return router_only_stability(reference, model)
-
-
-def test_trainer(tmp_path):
-    assert trained_by_trainer(tmp_path, [gripmoe.trainer_callback(RETAIN)]) == 1.0
-    assert trained_by_trainer(tmp_path, []) < 0.95, "the control"
 
 
 def test_a_resumed_loop_is_the_uninterrupted_one():
@@ -323,13 +305,6 @@ def test_what_a_guard_cannot_do_is_refused():
     for method in ("seuf", METHODS["expert_specific"].model_copy(update={"surface": "forget"})):
         with pytest.raises(ValueError, match="give batches of it as `forget`"):
             gripmoe.constrain(model, adamw(model), RETAIN, method=method)
-
-
-def test_a_resumed_trainer_is_refused():
-    model = small_model()
-    callback = gripmoe.trainer_callback(RETAIN)
-    with pytest.raises(ValueError, match="resumes at step 4"):
-        callback.on_train_begin(None, TrainerState(global_step=4), None, model=model, optimizer=adamw(model))
 
 
 @pytest.fixture

@@ -36,5 +36,6 @@ class GuardCallback(TrainerCallback):
 
 def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], **settings: Any) -> GuardCallback:
     """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it holds
-    `gripmoe.constrain(model, optimizer, retain, **settings)` from the beginning of training to its end."""
+    `gripmoe.constrain(model, optimizer, retain, **settings)` from the beginning of training to its end. Where training
+    ends in an error, close its `guard`."""
     return GuardCallback(retain, settings)
