@@ -88,6 +88,8 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].pop("layer"), "objective_training.rmu.objective.layer: this key is required"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(steering=3), "objective_training.rmu.objective: give one of `kappa`"),
     ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
+    ("methods.yaml", lambda c: c["expert_specific_paper"].update(max_rank=64), "expert_specific_paper: `max_rank` is a choice of"),
+    ("methods.yaml", lambda c: c["expert_specific"].update(max_rank=0), "expert_specific.max_rank: Input should be greater than 0 (got 0)"),
     ("methods.yaml", lambda c: c.update(odd={}), "methods.yaml: odd: give exactly one of"),
     ("methods.yaml", lambda c: c["ptc"].pop("correction"), "methods.yaml: ptc: `corrects` needs `correction:"),
     ("models.yaml", lambda c: c["tiny_a"].pop("oracle"), "needs `oracle:` in models.yaml for 'tiny_a'"),

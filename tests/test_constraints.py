@@ -6,7 +6,14 @@ import torch
 import gripmoe
 from conftest import random_batch, small_model
 from gripmoe.config import EpsNullConfig, Method
-from gripmoe.constraints import FrozenRouter, NullSpaceMinibatch, NullSpacePaper, Unconstrained, fit_bases
+from gripmoe.constraints import (
+    FrozenRouter,
+    NullSpaceMinibatch,
+    NullSpacePaper,
+    Unconstrained,
+    fit_bases,
+    make_constraint,
+)
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
 from gripmoe.geometry.routing import (
     LayerRouting,
@@ -207,6 +214,31 @@ def test_bands_count_layers_of_the_whole_trace_also_for_one_of_them():
     ranks = {layer: basis.ranks.sum() for layer, basis in fit_bases(reference, rules, method).items()}
     assert ranks[0] == ranks[1] < ranks[2]
     assert fit_bases(reference, rules, method, only=[2])[2].ranks.sum() == ranks[2]
+
+
+@pytest.mark.parametrize("basis", ["original", "minibatch", "tracked"])
+def test_a_rank_cap_holds_the_strongest_directions_alone(basis):
+    """Inputs with one strong direction: capped at one, bases hold it, and let go of the weak ones."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoEModel(small_model())
+    theta = moe.theta(0).detach()
+    x = torch.randn(40, 32, generator=generator)
+    x[:, 0] = 50.0
+    seen, strong = route(x, theta, moe.rule(0)), torch.eye(32)[0]
+    reference = dict.fromkeys(range(2), seen)
+    update = 1e-3 * torch.randn(theta.shape, generator=generator)
+    served = selection_mask(seen.top_k_Nk, 8).any(dim=0)
+    strongly, weakly = {}, {}
+    for cap in (None, 1):
+        config = EpsNullConfig(value=1e-9, kind="relative")
+        method = Method(constraint="null_space", basis=basis, eps_null=config, max_rank=cap)
+        constraint = make_constraint(method, reference, fit_bases(reference, moe.rules(), method), seed=0)
+        constraint.start(moe, [], [])
+        allowed = constraint.constrain(0, theta, theta + update, seen) - theta
+        strongly[cap] = (allowed[served] @ strong).abs().max().item()
+        weakly[cap] = (x @ allowed.T).abs().gather(1, seen.top_k_Nk).max().item()
+    assert max(strongly.values()) < 1e-4 < (update[served] @ strong).abs().max()
+    assert weakly[None] < 1e-5 < 1e-3 < weakly[1]
 
 
 def test_tracked_bases_remember_and_forget():

@@ -6,21 +6,31 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gripmoe.adapter import constrain
+    from gripmoe.correction import realign, remember
+    from gripmoe.guard import Diverged
+    from gripmoe.moe.sharding import shard_experts
+    from gripmoe.reparameterization import reparameterize
+    from gripmoe.trainer import trainer_callback
+
 __version__ = "0.1.0"
-__all__ = ["constrain", "realign", "remember", "reparameterize", "shard_experts", "trainer_callback"]
+__all__ = ["Diverged", "constrain", "realign", "remember", "reparameterize", "shard_experts", "trainer_callback"]
+_HOMES = {
+    "Diverged": "guard",
+    "constrain": "adapter",
+    "realign": "correction",
+    "remember": "correction",
+    "reparameterize": "reparameterization",
+    "shard_experts": "moe.sharding",
+    "trainer_callback": "trainer",
+}
 
 
-def __getattr__(name: str):
-    if name == "reparameterize":
-        from gripmoe.reparameterization import reparameterize
-
-        return reparameterize
-    if name == "shard_experts":
-        from gripmoe.moe.sharding import shard_experts
-
-        return shard_experts
-    if name in __all__:
-        from gripmoe import guard
-
-        return getattr(guard, name)
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"gripmoe.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gripmoe.data.documents import Batch
+from gripmoe.data.documents import Batch, attention_mask_of
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import attention_mask_of
 from gripmoe.reference import ReferenceCache
 
 

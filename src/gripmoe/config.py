@@ -266,6 +266,7 @@ class Method(Strict):
     basis: Literal["original", "minibatch", "tracked"] | None = None
     forgetting: Fraction = 0.95  # of tracked bases: what a step leaves of the weight of those before
     eps_null: EpsNullConfig | None = None
+    max_rank: PositiveInt | None = None  # of a null space's bases: the strongest directions alone are held
     safety_margin: NonNegative = 1e-3
     weight: PositiveFloat = 1.0  # of a soft constraint
     routing_stability: Fraction = 0.95  # that an anchor holds on retain batches
@@ -288,6 +289,8 @@ class Method(Strict):
             raise ValueError("`constraint: null_space` needs `eps_null` and `basis`, no other constraint has them")
         if self.constraint == "null_space" and self.form == "paper" and self.basis != "minibatch":
             raise ValueError("`form: paper` of the null space works with `basis: minibatch`")
+        if self.max_rank and (self.constraint != "null_space" or self.form == "paper"):
+            raise ValueError("`max_rank` is a choice of `constraint: null_space` in its sound form")
         if self.surface != "retain" and self.basis != "original":
             raise ValueError("`surface` is a choice of `basis: original`")
         return self

@@ -184,12 +184,14 @@ class NullSpaceMinibatch(_TwoStages):
         granularity: str,
         safety_margin: float = 1e-3,
         forgetting: float | None = None,
+        max_rank: int | None = None,
     ):
         super().__init__()
         self.eps_null = eps_null
         self.granularity = granularity
         self.safety_margin = safety_margin
         self.forgetting = forgetting
+        self.max_rank = max_rank
         self._factors: dict[int, Tensor] = {}
 
     def start(self, model, forget, retain) -> None:
@@ -203,7 +205,7 @@ class NullSpaceMinibatch(_TwoStages):
         rule = self._rules[layer]
         current = route(seen.x_Nd, before_Ed, rule)
         basis, factor_Erd = _basis(
-            current, rule, self.eps_null[layer], self.granularity, earlier_Erd=self._factors.get(layer)
+            current, rule, self.eps_null[layer], self.granularity, self.max_rank, self._factors.get(layer)
         )
         if self.forgetting:
             self._factors[layer] = self.forgetting**0.5 * factor_Erd
@@ -292,7 +294,9 @@ def make_constraint(
     if method.basis in ("minibatch", "tracked"):
         eps_null = eps_by_layer(method.eps_null, list(reference))
         forgetting = method.forgetting if method.basis == "tracked" else None
-        return NullSpaceMinibatch(eps_null, method.granularity, method.safety_margin, forgetting)
+        return NullSpaceMinibatch(
+            eps_null, method.granularity, method.safety_margin, forgetting=forgetting, max_rank=method.max_rank
+        )
     return NullSpace(reference, bases, method.safety_margin)
 
 
@@ -309,14 +313,13 @@ def fit_bases(
     reference: RoutingTrace,
     rules: Mapping[int, SelectionRule],
     method: Method,
-    max_rank: int | None = None,
     only: Sequence[int] | None = None,
 ) -> dict[int, RetainBasis]:
     """The retain basis of each layer of a trace (or `only` of some), per expert or, with granularity "layer", of all
     tokens for all experts (the full null space, Sec. 4.1)."""
     eps_null = eps_by_layer(method.eps_null, list(reference))
     return {
-        layer: _basis(reference[layer], rules[layer], eps_null[layer], method.granularity, max_rank)[0]
+        layer: _basis(reference[layer], rules[layer], eps_null[layer], method.granularity, method.max_rank)[0]
         for layer in (reference if only is None else only)
     }
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gripmoe.config import Method
-from gripmoe.data.documents import Batch
+from gripmoe.data.documents import Batch, as_batch, collate_inputs
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.realignment import Realignment, holdout_stability, realign, realign_paper
+from gripmoe.geometry.realignment import Realignment, holdout_stability, realign_paper
+from gripmoe.geometry.realignment import realign as realign_router
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import routed_tokens
+from gripmoe.moe.model import routed_tokens, unwrapped
 
 KACZMARZ_DRAWS = (1, 10, 30, 100, 300, 1000, 3000)  # the paper's limit is 100
 KACZMARZ_TOKENS = 400
@@ -131,11 +133,45 @@ def realign_routers(
         if form == "paper":
             realigned[layer] = realign_paper(*old, x_post_Nd[:retain_tokens])
         else:
-            realigned[layer] = realign(*old, x_post_Nd[:retain_tokens], model.rule(layer))
+            realigned[layer] = realign_router(*old, x_post_Nd[:retain_tokens], model.rule(layer))
             model.set_thetas({layer: realigned[layer].theta_Ed})
 
     keep = routed_tokens(batch.attention_mask)
     with model.evaluating(), model.before_routers(lambda layer, x_Td: fit(layer, x_Td[keep])):
         model.model.model(**batch.inputs)
     model.set_thetas({layer: result.theta_Ed for layer, result in realigned.items()})
+    return realigned
+
+
+@dataclass(frozen=True)
+class Original:
+    """What Method B needs of the model before unlearning: its routers, and what they saw of the retain documents."""
+
+    theta_0: dict[int, Tensor]
+    reference: RoutingTrace
+    batch: Batch
+
+
+def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -> Original:
+    """Records the original routers and their retain inputs; call it before unlearning. `retain` as in `constrain`; at
+    least four tokens per hidden dimension are advisable (App. D). Routers of a precision below fp32 are in fp32 from
+    here on, and what `realign` writes is."""
+    moe = MoEModel(unwrapped(model))
+    batch = collate_inputs([as_batch(batch, moe.model.device) for batch in retain])
+    original = Original(moe.thetas(), moe.trace([batch]), batch)
+    moe.release()
+    return original
+
+
+def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dict[int, Realignment]:
+    """Method B (PTC, Eq. 5): refits every router of the unlearned `model` so that retain tokens are routed as
+    `original` recorded. Returns what was done to each layer: the ridge chosen, held-out stability, acceptance.
+
+    It corrects routing, not knowledge: on the models measured here it undoes much of the forgetting. Raises ValueError
+    for an unknown form."""
+    if form not in ("sound", "paper"):
+        raise ValueError(f"unknown form {form!r}; sound or paper")
+    moe = MoEModel(unwrapped(model))
+    realigned = realign_routers(moe, original.theta_0, original.reference, original.batch, form=form)
+    moe.release()
     return realigned

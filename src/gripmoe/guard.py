@@ -1,51 +1,29 @@
-"""A constraint held over anybody's training loop, and the public face of Methods A and B.
+"""What holds a constraint over a training loop: hooks around the optimizer's step, marks around forward passes.
 
-    guard = gripmoe.constrain(model, optimizer, retain=batches, method="expert_specific")
-    ...train as usual...
-    guard.close()
-
-The guard snapshots the routers before each optimizer step, lets the optimizer step, and writes back what the constraint
-lets stand. It keeps no global state and changes nothing else in the loop.
+The guard snapshots the routers before each step, lets the optimizer step, and writes back what the constraint lets
+stand. It keeps no global state and changes nothing else in the loop.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from gripmoe import distributed
-from gripmoe.basis_store import BasisStore
-from gripmoe.config import EpsNullConfig, Method
-from gripmoe.constraints import RouterConstraint, Seen, fit_bases
-from gripmoe.correction import realign_routers
-from gripmoe.data.documents import Batch, collate_inputs
-from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.realignment import Realignment
+from gripmoe.constraints import RouterConstraint, Seen
+from gripmoe.data.documents import attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import attention_mask_of, routed_tokens
-from gripmoe.penalties import constraint_of
+from gripmoe.moe.model import routed_tokens
 
-RELATIVE = EpsNullConfig(value=1e-4, kind="relative")
-ABSOLUTE = EpsNullConfig(value=1e-2, kind="absolute")
-UNABLE = ("reference", "experts", "replay", "critical_experts", "surface", "correction", "corrects")  # of a Method
-METHODS = {
-    "frozen_router": Method(constraint="frozen"),
-    "expert_specific": Method(constraint="null_space", basis="original", eps_null=RELATIVE),
-    "full_null_space": Method(constraint="null_space", basis="original", eps_null=RELATIVE, granularity="layer"),
-    "expert_specific_minibatch": Method(constraint="null_space", basis="minibatch", eps_null=RELATIVE),
-    "expert_specific_paper": Method(constraint="null_space", form="paper", basis="minibatch", eps_null=ABSOLUTE),
-    "anchored": Method(constraint="anchor"),
-    "anchored_tracked": Method(constraint="anchor", tracked=True),
-}
+
+class Diverged(RuntimeError):
+    """The retain loss has left its bound: what is to be retained is being destroyed."""
 
 
 class RouterGuard:
@@ -56,20 +34,26 @@ class RouterGuard:
     methods both are free of effect, so a loop may always be written with them.
     """
 
-    def __init__(self, model: MoEModel, optimizer: torch.optim.Optimizer, constraint: RouterConstraint):
+    def __init__(
+        self,
+        model: MoEModel,
+        optimizer: torch.optim.Optimizer,
+        constraint: RouterConstraint,
+        loss_bound: float = math.inf,
+    ):
         self.model = model
         self.constraint = constraint
+        self.loss_bound = loss_bound
         self.seconds = 0.0  # spent on the constraint since the guard was made
         self._seen: list[RoutingTrace] = []
         self._penalties: list[Tensor | float] = []
         self._marked: set[str] = set()  # kinds of forward passes, since the guard was made
         self._before: dict[int, Tensor] = {}
-        optimizer = _inner(optimizer)
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
-        self._thawed: list[nn.Parameter] = []  # when the constraint is lifted
+        self._checked = False  # the retain loss, since the last step
+        self._undo = ExitStack()  # when the constraint is lifted
+        optimizer = inner_optimizer(optimizer)
+        self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
 
     def retain(self, rows: Tensor | None = None):
         """Marks a forward pass of retain data; of a batch that holds other data too, `rows` (bool, one entry per row)
@@ -120,6 +104,14 @@ class RouterGuard:
         self._penalties = []
         return penalty
 
+    def check(self, retain_loss: Tensor | float) -> None:
+        """Raises Diverged if the loss on retain data, of all processes, is above `loss_bound` or no number. Ask before
+        the backward pass: the weights are then those of the step before."""
+        loss = distributed.average(float(torch.as_tensor(retain_loss).detach()))
+        self._checked = True
+        if not loss <= self.loss_bound:
+            raise Diverged(f"retain loss {loss:.3g}, above {self.loss_bound:.3g}: take an earlier checkpoint")
+
     def _before_step(self, *_) -> None:
         self._before = self.model.thetas()
 
@@ -132,6 +124,9 @@ class RouterGuard:
             raise RuntimeError(f"this method looks at the {kind} forward: run it within `with guard.{kind}():`")
         if any(isinstance(penalty, Tensor) for penalty in self._penalties):
             raise RuntimeError("this method adds to the loss: add `guard.penalty()` to it before the backward pass")
+        if self.loss_bound < math.inf and not self._checked:
+            raise RuntimeError("a bound on the retain loss was given: call `guard.check(loss)` in every step")
+        self._checked = False
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
             seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None
@@ -148,12 +143,10 @@ class RouterGuard:
         self.constraint.load_state(state)
 
     def close(self) -> None:
-        """Lifts the constraint; closing twice does no harm."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        for parameter in self._thawed:
-            parameter.requires_grad_(True)
+        """Lifts the constraint: nothing of it stays on model or optimizer, and what it froze is free again. Routers of
+        a precision below fp32 alone go on computing in fp32, in which they were trained: rounding them back would undo
+        part of what the constraint has held. Closing twice does no harm."""
+        self._undo.close()
 
     def __enter__(self) -> RouterGuard:
         return self
@@ -162,171 +155,10 @@ class RouterGuard:
         self.close()
 
 
-def constrain(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    retain: Iterable[Batch | Mapping[str, Tensor]],
-    *,
-    method: str | Method = "expert_specific",
-    seed: int = 0,
-    cache: Path | None = None,
-    hot_bytes: float = float("inf"),
-    warm_bytes: float = float("inf"),
-) -> RouterGuard:
-    """Holds the routers of `model` while `optimizer` trains it (Method A; Eq. 3, Alg. 1).
-
-    `model` is a transformers MoE model of a known family, or one that accelerate has prepared; `optimizer` holds its
-    routers among others and may be wrapped by accelerate. `retain` are batches of input_ids (rows, positions) and, if
-    rows are padded, attention_mask; the original routing of these tokens is recorded once, here, so call this before
-    training. To resume, call this on the original model once more, then load the weights, the optimizer and
-    `guard.state_dict()`. `method` is a name of METHODS or a `Method`:
-
-    - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
-      retain tokens, whatever momentum or weight decay add, up to directions that `eps_null` counts as none. Needs
-      nothing in the loop.
-    - "full_null_space": no router row may change its score of any retain token (Sec. 4.1).
-    - "expert_specific_paper", "expert_specific_minibatch": each step against the current retain batch, whose forward
-      pass runs within `with guard.retain():`.
-    - "anchored" (ours): a frozen router and a penalty on what its inputs become; retain passes within
-      `with guard.retain():`, on documents of `retain`, and `guard.penalty()` added to the loss. "anchored_tracked": a
-      router that follows its inputs by recursive least squares instead.
-    - "frozen_router": the control.
-
-    `cache` is a folder for the bases of methods that have fixed ones: they are found there by the next run on the same
-    model and documents, and with `hot_bytes` and `warm_bytes` (device, host) need not fit memory (App. D).
-
-    In several processes (data parallel, or `shard_experts`) every one calls this with the same `retain`; what each sees
-    of the retain pass is gathered, and routers stay equal to the bit.
-
-    Raises ValueError for an unknown family or method, one that is more than a constraint on routers, or an optimizer
-    without the routers.
-    """
-    if isinstance(method, str):
-        if method not in METHODS:
-            raise ValueError(f"unknown method {method!r}; one of {', '.join(METHODS)}, or a gripmoe.config.Method")
-        method = METHODS[method]
-    unable = {name for name in UNABLE if getattr(method, name) != Method.model_fields[name].default}
-    if method.constraint in (None, "gate_anchor") or unable:
-        raise ValueError(
-            f"a guard holds routers on `retain` while they train; it cannot do {method.constraint or ''} "
-            f"{', '.join(sorted(unable))}".rstrip()
-        )
-    moe = MoEModel(unwrapped(model))
-    if not moe.layers:
-        raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
-    if method.constraint == "null_space":
-        held = {id(p) for group in _inner(optimizer).param_groups for p in group["params"]}
-        missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in held]
-        if missing:
-            raise ValueError(
-                f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain"
-            )
-    batches = [as_batch(batch, moe.model.device) for batch in retain]
-    reference = moe.trace(batches)
-    bases = None
-    if method.has_bases and cache is None:
-        bases = fit_bases(reference, moe.rules(), method)
-    elif method.has_bases:
-
-        def fit(layer: int) -> RetainBasis:
-            return fit_bases(reference, moe.rules(), method, only=[layer])[layer]
-
-        metadata = {"reference": _digest(reference), "method": method.model_dump_json()}
-        limits = {"hot_bytes": hot_bytes, "warm_bytes": warm_bytes, "device": moe.model.device}
-        bases = BasisStore(Path(cache), moe.layers, fit, metadata, **limits)
-    constraint = constraint_of(method, reference, bases, None, seed)
-    trained = [p for layer in moe.layers for p in moe.router(layer).parameters() if p.requires_grad]
-    with moe.evaluating():
-        constraint.start(moe, [], batches)
-    guard = RouterGuard(moe, optimizer, constraint)
-    guard._thawed = [parameter for parameter in trained if not parameter.requires_grad]
-    if guard._thawed and isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
-        guard.close()
-        raise ValueError(
-            "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it wraps "
-            "the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
-        )
-    return guard
-
-
-@dataclass(frozen=True)
-class Original:
-    """What Method B needs of the model before unlearning: its routers, and what they saw of the retain documents."""
-
-    theta_0: dict[int, Tensor]
-    reference: RoutingTrace
-    batch: Batch
-
-
-def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -> Original:
-    """Records the original routers and their retain inputs; call it before unlearning. `retain` as in `constrain`; at
-    least four tokens per hidden dimension are advisable (App. D)."""
-    moe = MoEModel(unwrapped(model))
-    batch = collate_inputs([as_batch(batch, moe.model.device) for batch in retain])
-    return Original(moe.thetas(), moe.trace([batch]), batch)
-
-
-def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dict[int, Realignment]:
-    """Method B (PTC, Eq. 5): refits every router of the unlearned `model` so that retain tokens are routed as
-    `original` recorded. Returns what was done to each layer: the ridge chosen, held-out stability, acceptance.
-
-    It corrects routing, not knowledge: on the models measured here it undoes much of the forgetting. Raises ValueError
-    for an unknown form."""
-    if form not in ("sound", "paper"):
-        raise ValueError(f"unknown form {form!r}; sound or paper")
-    return realign_routers(MoEModel(unwrapped(model)), original.theta_0, original.reference, original.batch, form=form)
-
-
-def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], *, method: str | Method = "expert_specific"):
-    """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it constrains at the
-    beginning of training and lets go at the end. Its `guard` is there for methods that look at the retain forward."""
-    from transformers import TrainerCallback
-
-    class GuardCallback(TrainerCallback):
-        guard: RouterGuard | None = None
-
-        def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-            if state.global_step:
-                raise ValueError(
-                    f"training resumes at step {state.global_step}: its routers are not the original ones any more. "
-                    "Call gripmoe.constrain on the original model, then load weights, optimizer and guard.state_dict()"
-                )
-            self.guard = constrain(model, optimizer, retain, method=method)
-
-        def on_train_end(self, args, state, control, **kwargs):
-            self.guard.close()
-
-    return GuardCallback()
-
-
-def _digest(reference: RoutingTrace) -> str:
-    """A checksum of what the original routers saw and selected: of model and retain documents together."""
-    digest = hashlib.sha256()
-    for layer, seen in reference.items():
-        for tensor in (seen.x_Nd, seen.top_k_Nk):
-            digest.update(f"{layer} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _inner(optimizer) -> torch.optim.Optimizer:
+def inner_optimizer(optimizer) -> torch.optim.Optimizer:
     """The optimizer that really steps, below accelerate's wrapper."""
     inner = getattr(optimizer, "optimizer", None)
-    return _inner(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, below what accelerate or data parallelism wrap around it."""
-    inner = getattr(model, "module", None)
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
-
-
-def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
-    """A batch of any data loader, with row ids and labels of its own if it has none."""
-    if isinstance(batch, Batch):
-        return batch.to(device)
-    ids, mask = batch["input_ids"], attention_mask_of(batch)
-    return Batch([str(n) for n in range(len(ids))], ids, mask, batch.get("labels", ids)).to(device)
+    return inner_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def _detached(routing: LayerRouting) -> LayerRouting:

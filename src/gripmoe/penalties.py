@@ -138,7 +138,8 @@ class Anchored(FrozenRouter):
         for number, layer in enumerate(self._layers):
             before_Nd, now = inputs_NLd[:, number].float(), seen.routing[layer]
             original = route(before_Nd, self._theta_0[layer], self._rules[layer])
-            agreement.append(jaccard(original.top_k_Nk, now.top_k_Nk).mean().item() if len(before_Nd) else 0.0)
+            own_Nk = self._rules[layer].select(now.scores_NE)  # under replay not what the pass used
+            agreement.append(jaccard(original.top_k_Nk, own_Nk).mean().item() if len(before_Nd) else 0.0)
             if self.tracked:
                 self._wanted[layer].append(before_Nd @ self._theta_0[layer].T)
             if not self.final_only:

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from gripmoe.data.documents import Batch
 from gripmoe.moe import MoEModel
+from gripmoe.moe.model import Routes
 
 
 class ReferenceCache:
@@ -52,6 +53,24 @@ class ReferenceCache:
         for row, mask, value in zip(padded, attention_mask.cpu().bool(), kept, strict=True):
             row[mask] = value
         return padded.to(input_ids.device)
+
+
+class OriginalSets:
+    """The original model's expert sets of documents, for routing replay: training under them, with live weights."""
+
+    def __init__(self, model: MoEModel, batches: Iterable[Batch]):
+        def stacked(batch: Batch) -> Tensor:
+            routes = model.routes(**batch.inputs)
+            return torch.stack([routes[layer].unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)
+
+        self._layers, self._sets = model.layers, ReferenceCache()
+        self._sets.fill(batches, stacked, "original sets")
+
+    def of(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
+        """The sets of these documents, as `MoEModel.force_routing` takes them. Raises KeyError for unknown ones."""
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        sets_TLk = self._sets.of(input_ids, mask).flatten(0, 1)
+        return {layer: sets_TLk[:, number] for number, layer in enumerate(self._layers)}
 
 
 def _documents(input_ids: Tensor, attention_mask: Tensor) -> list[tuple[int, ...]]:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from gripmoe.adapter import METHODS
 from gripmoe.constraints import fit_bases
-from gripmoe.data.documents import Batch
+from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.guard import METHODS, as_batch, unwrapped
 from gripmoe.moe import MoEModel
+from gripmoe.moe.model import unwrapped
 
 
 class InNullSpace(nn.Module):
@@ -41,8 +42,8 @@ def reparameterize(
     model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]], *, method: str = "expert_specific"
 ) -> Iterator[nn.Module]:
     """Within the block every router of `model` is reparameterized; when it ends, routers are plain weights again, where
-    training has left them. `retain` and the thresholds of `method`, which must have fixed bases, as in
-    `gripmoe.constrain`.
+    training has left them; those of a precision below fp32 stay in fp32. `retain` and the thresholds of `method`, which
+    must have fixed bases, as in `gripmoe.constrain`.
 
     Make the optimizer within the block, from `model.parameters()`: it must hold W. Raises ValueError for a method
     without fixed bases.
@@ -53,7 +54,7 @@ def reparameterize(
     moe = MoEModel(unwrapped(model))
     reference = moe.trace([as_batch(batch, moe.model.device) for batch in retain])
     bases = fit_bases(reference, moe.rules(), METHODS[method])
-    moe.freeze_router_biases()
+    frozen = moe.freeze_router_biases()
     routers = [(moe.router(layer), bases[layer]) for layer in moe.layers]
     for router, basis in routers:
         parametrize.register_parametrization(router, "weight", InNullSpace(router.weight, basis))
@@ -63,3 +64,6 @@ def reparameterize(
         for router, _ in routers:
             with torch.no_grad():
                 parametrize.remove_parametrizations(router, "weight", leave_parametrized=True)
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        moe.release()

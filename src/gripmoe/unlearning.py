@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from gripmoe import distributed
@@ -26,7 +26,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision
 from gripmoe.objectives import Objective
 from gripmoe.optimizer import make_adamw
-from gripmoe.reference import ReferenceCache
+from gripmoe.reference import OriginalSets
 
 TOKENS_PER_PASS = 4000  # padded, where nothing is trained
 
@@ -109,10 +109,7 @@ def unlearn(
     routers, experts = _trainable(model, scope)
     objective.start(model, *documents)
     constraint.start(model, *documents)
-    original_sets = ReferenceCache()
-    if replay:
-        for batches in documents:
-            original_sets.fill(batches, lambda batch: _stacked_sets(model, batch), "original sets")
+    original_sets = OriginalSets(model, [*documents[0], *documents[1]]) if replay else None
     weights = routing_aware_weights(model, *documents, critical_experts) if critical_experts else None
     optimizer = _adamw(routers, experts, training)
     if training.gradient_checkpointing:
@@ -123,10 +120,8 @@ def unlearn(
     def as_trained(batch: Batch) -> Iterator[None]:
         with ExitStack() as entered:
             entered.enter_context(expert_precision(model, training.expert_precision))
-            if replay:
-                sets = original_sets.of(**batch.inputs).flatten(0, 1)
-                routes = {layer: sets[:, number] for number, layer in enumerate(model.layers)}
-                entered.enter_context(model.force_routing(routes))
+            if original_sets:
+                entered.enter_context(model.force_routing(original_sets.of(**batch.inputs)))
             yield
 
     def needed_layers(kind: str):
@@ -213,12 +208,6 @@ def _trainable(model: MoEModel, scope: dict[int, list[int]] | None) -> tuple[lis
     for parameter in routers + experts:
         parameter.requires_grad_(True)
     return routers, experts
-
-
-def _stacked_sets(model: MoEModel, batch: Batch) -> Tensor:
-    """The model's own expert sets, (rows, positions, L, k)."""
-    routes = model.routes(**batch.inputs)
-    return torch.stack([routes[layer].unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)
 
 
 def _adamw(routers: list[nn.Parameter], experts: list[nn.Parameter], training: Training) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ def attacks_that_fail_at(broken: str, made: list[str]):
             if name == broken:
                 raise KeyboardInterrupt
             made.append(name)
-            return Found({f"{name}_metric": value}, {f"{name}_metric": {"a": value, name: 0.5}})
+            return Found({f"{name}_metric": value}, {f"{name}_metric": {"z": value, name: 0.5}})
 
         return make
 
@@ -32,7 +32,7 @@ def test_an_interrupted_attack_goes_on_with_the_next_one(tmp_path):
     assert repr(found) == repr(whole), "in the same order too"
     assert found.metrics["noise_metric"] == 1 / 3
     rows = {row["id"]: row for row in by_item(found)}
-    assert list(rows) == ["a", "forcing", "probes", "noise"] and rows["a"]["noise_metric"] == 1 / 3
+    assert list(rows) == ["z", "forcing", "probes", "noise"] and rows["z"]["noise_metric"] == 1 / 3
     assert (rows["noise"]["noise_metric"], rows["noise"]["forcing_metric"]) == (0.5, "")
 
 

@@ -11,9 +11,10 @@ import time
 import pytest
 import torch
 
+from gripmoe.adapter import METHODS, constrain
 from gripmoe.constraints import Unconstrained
 from gripmoe.data.documents import Row, collate
-from gripmoe.guard import METHODS, RouterGuard, constrain
+from gripmoe.guard import RouterGuard
 from gripmoe.moe import MoEModel
 from gripmoe.worlds.models import make_model
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import gripmoe
 from gripmoe.data.documents import Row, collate
@@ -57,6 +57,10 @@ PARTICULAR = {
     "glm4_moe": dict(first_k_dense_replace=1, n_shared_experts=1, **GROUPS),
     "dots1": dict(first_k_dense_replace=1, n_shared_experts=1, layer_types=["full_attention"] * 2, **GROUPS),
 }
+for name in ("axk1", "deepseek_v32", "exaone_moe", "glm4_moe_lite", "glm_moe_dsa", "nemotron_h", "solar_open"):
+    PARTICULAR[name] = dict(PARTICULAR["deepseek_v3"])
+PARTICULAR["nemotron_h"] |= dict(mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=4, n_groups=2, chunk_size=8)
+del PARTICULAR["solar_open"]["first_k_dense_replace"]
 
 
 def make(family: str):
@@ -223,12 +227,37 @@ def test_margins_of_a_biased_sigmoid_are_where_a_tie_is():
     torch.testing.assert_close(tied_NE[reachable_NE], lowest_N1.expand_as(tied_NE)[reachable_NE])
 
 
-def test_a_family_that_does_not_fit_says_why():
-    config = AutoConfig.for_model("llama", **{k: SMALL[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers")})
-    config.num_attention_heads = config.num_key_value_heads = 2
-    config.intermediate_size = 32
-    with pytest.raises(ValueError, match="no row for model type 'llama'.*a dense model has none"):
-        MoEModel(AutoModelForCausalLM.from_config(config))
+OBSTACLES = {
+    "llama": "dense or hides its routers: nothing to constrain",
+    "llama4": "Llama4Router is no router of its own within a block",
+    "jetmoe": "JetMoeAttention is no router of its own within a block",
+    "doge": "DogeCDMoE is no router of its own within a block",
+    "dbrx": "decoder layers are not at `model.layers`",
+    "zaya": "ZayaRouter is no single linear map",
+    "longcat_flash": "LongcatFlashTopkRouter is no single linear map",
+    "afmoe": "AfmoeTokenChoiceRouter needs expert_bias from its block",
+    "minimax_m2": "MiniMaxM2TopKRouter needs e_score_correction_bias from its block",
+    "gemma4": "decoder layers are not at `model.layers`",
+    "qwen3_vl_moe": "decoder layers are not at `model.layers`",
+    "switch_transformers": "decoder layers are not at `model.layers`",
+    "kimi_linear": "look as they should; add a row",
+    "qwen3_5_moe": "look as they should; add a row",
+}
+
+
+@pytest.mark.parametrize("family", OBSTACLES)
+def test_a_family_that_does_not_fit_says_why(family):
+    config = AutoConfig.for_model(family)
+    config.get_text_config().num_hidden_layers = 4
+    if family == "dbrx":
+        config.attn_config.rope_theta = 1e4
+    kind = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
+    with torch.device("meta"):  # of its full width, without weights
+        model = kind.from_config(config)
+    with pytest.raises(
+        ValueError, match=f"no row for model type '{family}.*{OBSTACLES[family]}.*known families: qwen3"
+    ):
+        MoEModel(model)
 
 
 def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,20 @@ class Batch:
     @property
     def inputs(self) -> dict[str, Tensor]:
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+
+
+def attention_mask_of(inputs: Mapping[str, Tensor]) -> Tensor:
+    """The (rows, positions) mask of a forward pass's inputs; all ones where none is given."""
+    mask = inputs.get("attention_mask")
+    return torch.ones_like(inputs["input_ids"]) if mask is None else mask
+
+
+def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
+    """A batch of any data loader, with row ids and labels of its own if it has none."""
+    if isinstance(batch, Batch):
+        return batch.to(device)
+    ids, mask = batch["input_ids"], attention_mask_of(batch)
+    return Batch([str(n) for n in range(len(ids))], ids, mask, batch.get("labels", ids)).to(device)
 
 
 def collate(rows: Sequence[Row], pad_id: int) -> Batch:

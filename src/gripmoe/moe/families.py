@@ -7,6 +7,7 @@ them; the model's `_can_record_outputs` table names their class. A row says how 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -116,29 +117,60 @@ FAMILIES = {
     "qwen2_moe": Family(_renormalized_if_so_configured, shared_expert="shared_expert"),
     "qwen3_next": Family(_renormalized_if_so_configured, shared_expert="shared_expert"),
     "olmoe": Family(_renormalized_if_so_configured),
+    "flex_olmo": Family(_renormalized_if_so_configured),
+    "mellum": Family(_renormalized_if_so_configured),
     "mixtral": Family(_renormalized),
     "minimax": Family(_renormalized),
     "jamba": Family(_probabilities),
     "granitemoe": Family(_softmax_of_chosen),
+    "granitemoe_swa": Family(_softmax_of_chosen),
+    "granitemoeshared": Family(_softmax_of_chosen),
     "gpt_oss": Family(_softmax_of_chosen, _with_logit_bias),
     "phimoe": Family(_sparse_mixer),
     "ernie4_5_moe": Family(_renormalized_above_minimum, _with_statistics, shared_expert="shared_experts"),
     "deepseek_v2": Family(_scaled_probabilities, _greedy_groups, shared_expert="shared_experts"),
-    "deepseek_v3": Family(_scaled_sigmoids, _biased_groups, shared_expert="shared_experts"),
-    "glm4_moe": Family(_scaled_sigmoids, _biased_groups, shared_expert="shared_experts"),
-    "dots1": Family(_scaled_sigmoids, _biased_groups, shared_expert="shared_experts"),
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "dots1", "exaone_moe", "solar_open")
+        + ("nemotron_h", "axk1"),
+        Family(_scaled_sigmoids, _biased_groups, shared_expert="shared_experts"),
+    ),
 }
 
 
 def family_of(model: nn.Module) -> Family:
-    """The row of a transformers model. Raises ValueError for a family without one."""
+    """The row of a transformers model. Raises ValueError for a family without one, and says what stands in the way."""
     model_type = model.config.model_type
     if model_type not in FAMILIES:
         raise ValueError(
-            f"no row for model type {model_type!r} in gripmoe.moe.families (known: {', '.join(FAMILIES)}). Add one if "
-            "its routers are linear and return (logits, weights, indices); a dense model has none to constrain."
+            f"no row for model type {model_type!r} in gripmoe.moe.families: {_obstacle(model)} (known families: "
+            f"{', '.join(FAMILIES)})"
         )
     return FAMILIES[model_type]
+
+
+def _obstacle(model: nn.Module) -> str:
+    """Why the model does not fit, from what transformers records of it and from its routers themselves."""
+    record = _router_record(model)
+    if record is None:
+        return "transformers records no router logits of it, it is dense or hides its routers: nothing to constrain"
+    target = record.target_class
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        return "its decoder layers are not at `model.layers`, as in an encoder-decoder or a model of several modalities"
+    blocks = [block for layer in layers for block in layer.children()]
+    router = next((child for block in blocks for child in block.children() if isinstance(child, target)), None)
+    if record.index != 0 or router is None:
+        return f"its {target.__name__} is no router of its own within a block, that returns (logits, weights, indices)"
+    needed = [p.name for p in inspect.signature(router.forward).parameters.values() if p.default is p.empty]
+    if len(needed) > 1:
+        return f"its {target.__name__} needs {', '.join(needed[1:])} from its block to select experts"
+    weight = getattr(router, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        return f"its {target.__name__} is no single linear map with a `weight` of (experts, hidden size)"
+    output = router(weight.new_zeros(2, weight.shape[1]))
+    if not (isinstance(output, tuple) and len(output) == 3 and output[0].shape == (2, len(weight))):
+        return f"its {target.__name__} does not return (logits, weights, indices)"
+    return "its routers look as they should; add a row that says how they select experts and weigh them"
 
 
 def is_moe(model: nn.Module) -> bool:
@@ -148,8 +180,13 @@ def is_moe(model: nn.Module) -> bool:
 
 def router_class(model: nn.Module) -> type[nn.Module]:
     """The router's class, from transformers' own table of what can be recorded."""
-    tables = (getattr(module, "_can_record_outputs", None) for module in model.modules())
-    for table in tables:
-        if table and "router_logits" in table:
-            return table["router_logits"].target_class
-    raise ValueError(f"{type(model).__name__} records no router logits: it is not a mixture of experts")
+    record = _router_record(model)
+    if record is None:
+        raise ValueError(f"{type(model).__name__} records no router logits: it is not a mixture of experts")
+    return record.target_class
+
+
+def _router_record(model: nn.Module):
+    tables = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
+    record = next((table["router_logits"] for table in tables if "router_logits" in table), None)
+    return record[0] if isinstance(record, list) else record

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from gripmoe.data.documents import Batch
+from gripmoe.data.documents import Batch, attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.families import DENSE, family_of, router_class
+from gripmoe.moe.fp32 import compute_in_fp32, release
 
 # By layer: top_k_Tk for every token of one forward pass, or a pair of it and weights_Tk to use with it.
 Routes = dict[int, Tensor | tuple[Tensor, Tensor]]
@@ -63,6 +64,7 @@ class MoEModel:
         self.family = family_of(model)
         self._blocks: dict[int, nn.Module] = {}
         self._routers: dict[int, nn.Module] = {}
+        self._converted: list[nn.Module] = []
         if self.family is DENSE:
             self._blocks = {number: layer.mlp for number, layer in enumerate(model.model.layers)}
             self.num_experts, self.top_k, self.hidden_size = 0, 0, model.config.hidden_size
@@ -73,12 +75,20 @@ class MoEModel:
                 for router in block.children():
                     if isinstance(router, target):
                         self._blocks[number], self._routers[number] = block, router
-                        _compute_in_fp32(router)
+                        if compute_in_fp32(router):
+                            self._converted.append(router)
         if not self._routers:
             raise ValueError(f"{type(model).__name__}: no decoder layer has a {target.__name__} in a block of its own")
         first = next(iter(self._routers.values()))
         self.num_experts, self.hidden_size = first.weight.shape
         self.top_k: int = first.top_k
+
+    def release(self, *, rounded: bool = False) -> None:
+        """Takes the hooks off the routers that were in fp32 before this object was made; what was of lower precision
+        stays in fp32, with its hooks, or is `rounded` to what it was. Routers that compute in fp32 for another
+        `MoEModel` of the same model go on doing so."""
+        for router in self._converted:
+            release(router, rounded=rounded)
 
     @property
     def layers(self) -> list[int]:
@@ -112,12 +122,13 @@ class MoEModel:
         """Router weight of a layer, (E, d), fp32."""
         return self.router(layer).weight
 
-    def freeze_router_biases(self) -> None:
-        """What a router has besides its weight (GPT-OSS adds a bias to its logits) stays as it is from now on."""
-        for router in self._routers.values():
-            for parameter in router.parameters():
-                if parameter is not router.weight:
-                    parameter.requires_grad_(False)
+    def freeze_router_biases(self) -> list[nn.Parameter]:
+        """What a router has besides its weight (GPT-OSS adds a bias to its logits) stays as it is from now on. Returns
+        what this has frozen."""
+        biases = [p for r in self._routers.values() for p in r.parameters() if p is not r.weight and p.requires_grad]
+        for parameter in biases:
+            parameter.requires_grad_(False)
+        return biases
 
     def thetas(self) -> dict[int, Tensor]:
         """A detached copy of every router weight."""
@@ -219,21 +230,25 @@ class MoEModel:
             self.model.to(home)
 
     @contextmanager
-    def force_routing(self, routes: Routes | Callable[..., Routes]) -> Iterator[None]:
+    def force_routing(self, routes: Routes | Callable[..., Routes | None]) -> Iterator[None]:
         """Within the block every router selects the given experts instead of its own, weighted as its family weighs
         (for most: softmax over all experts, gathered, renormalised) or with the weights given. Forcing a model's own
         sets changes no bit.
 
         `routes` is a trace's top_k by layer for the tokens of each forward pass, or a function that yields it from the
-        pass's input_ids and attention_mask (rows, positions; None where none was given). Raises ValueError if the
-        number of tokens does not match.
+        pass's input_ids and attention_mask (rows, positions; None where none was given), or None for a pass that
+        is left alone. Raises ValueError if the number of tokens does not match, and RuntimeError where gradient
+        checkpointing asks for the routes of a pass that was not the last one.
         """
         current: Routes | None = None if callable(routes) else routes
         asking = False  # a model forced to its own sets is asked for them unforced
+        passes, recomputed = 0, False  # with a graph, since the backward pass before
 
         def read_inputs(module, args, kwargs):
-            nonlocal current, asking
+            nonlocal current, asking, passes, recomputed
             if not asking:
+                passes = (0 if recomputed else passes) + torch.is_grad_enabled()
+                recomputed = False
                 asking = True
                 input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
                 current = routes(input_ids, kwargs.get("attention_mask"))
@@ -241,7 +256,12 @@ class MoEModel:
 
         def hook_for(layer: int):
             def hook(router, args, output):
-                if asking:
+                nonlocal recomputed
+                if in_recomputation():
+                    recomputed = True
+                    if passes > 1:
+                        raise RuntimeError("forced routing with gradient checkpointing: one backward pass per forward")
+                if asking or current is None:
                     return None
                 scores_TE, route = output[0], current[layer]
                 top_k_Tk, weights_Tk = route if isinstance(route, tuple) else (route, None)
@@ -342,10 +362,10 @@ class MoEModel:
                 handle.remove()
 
 
-def attention_mask_of(inputs: Mapping[str, Tensor]) -> Tensor:
-    """The (rows, positions) mask of a forward pass's inputs; all ones where none is given."""
-    mask = inputs.get("attention_mask")
-    return torch.ones_like(inputs["input_ids"]) if mask is None else mask
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, below what accelerate or data parallelism wrap around it."""
+    inner = getattr(model, "module", None)
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def routed_tokens(attention_mask: Tensor, skip_positions: int = 1) -> Tensor:
@@ -363,24 +383,3 @@ def _hooked(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _compute_in_fp32(router: nn.Module) -> None:
-    """fp32 weight and logits, under autocast too; the weights of the chosen experts go back to the dtype that came in:
-    where experts combine, transformers multiplies by them and casts to the hidden dtype."""
-    router.float()
-    if hasattr(router, "_no_autocast"):
-        return  # hooked before
-    router._no_autocast = None
-
-    def enter(module, args):
-        module._no_autocast = torch.autocast(args[0].device.type, enabled=False)
-        module._no_autocast.__enter__()
-        return (args[0].float(), *args[1:])
-
-    def leave(module, args, output):
-        module._no_autocast.__exit__(None, None, None)
-        module._no_autocast = None
-
-    router.register_forward_pre_hook(enter)
-    router.register_forward_hook(leave, always_call=True)

@@ -1,0 +1,193 @@
+"""GRIP as an adapter over anybody's training loop: Method A and its relatives on any model and any optimizer.
+
+guard = gripmoe.constrain(model, optimizer, retain=batches, method="expert_specific")
+...train as usual...
+guard.close()
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gripmoe import distributed
+from gripmoe.basis_store import BasisStore
+from gripmoe.config import EpsNullConfig, Method
+from gripmoe.constraints import fit_bases, held_trace
+from gripmoe.data.documents import Batch, as_batch
+from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.geometry.routing import RoutingTrace
+from gripmoe.guard import RouterGuard, inner_optimizer
+from gripmoe.moe import MoEModel
+from gripmoe.moe.model import unwrapped
+from gripmoe.penalties import attributed_expert, constraint_of
+from gripmoe.reference import OriginalSets
+
+RELATIVE = EpsNullConfig(value=1e-4, kind="relative")
+ABSOLUTE = EpsNullConfig(value=1e-2, kind="absolute")
+METHODS = {
+    "frozen_router": Method(constraint="frozen"),
+    "expert_specific": Method(constraint="null_space", basis="original", eps_null=RELATIVE),
+    "full_null_space": Method(constraint="null_space", basis="original", eps_null=RELATIVE, granularity="layer"),
+    "expert_specific_minibatch": Method(constraint="null_space", basis="minibatch", eps_null=RELATIVE),
+    "expert_specific_tracked": Method(constraint="null_space", basis="tracked", eps_null=RELATIVE),
+    "expert_specific_paper": Method(constraint="null_space", form="paper", basis="minibatch", eps_null=ABSOLUTE),
+    "anchored": Method(constraint="anchor"),
+    "anchored_tracked": Method(constraint="anchor", tracked=True),
+    "seuf": Method(constraint="gate_anchor", experts="top_attributed"),
+}
+UNABLE = {
+    "reference": "it trains nothing",
+    "critical_experts": "it weighs tokens in the loss, which is the loop's own",
+    "correction": "it comes after training: gripmoe.realign",
+    "corrects": "it is about a finished model: gripmoe.realign",
+}
+
+
+def constrain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    retain: Iterable[Batch | Mapping[str, Tensor]],
+    *,
+    method: str | Method = "expert_specific",
+    forget: Iterable[Batch | Mapping[str, Tensor]] = (),
+    replay: bool = False,
+    loss_bound: float = math.inf,
+    seed: int = 0,
+    cache: Path | None = None,
+    hot_bytes: float = math.inf,
+    warm_bytes: float = math.inf,
+) -> RouterGuard:
+    """Holds the routers of `model` while `optimizer` trains it (Method A; Eq. 3, Alg. 1).
+
+    `model` is a transformers MoE model of a known family, or one that accelerate has prepared; `optimizer` holds its
+    routers among others and may be wrapped by accelerate. `retain` are batches of input_ids (rows, positions) and, if
+    rows are padded, attention_mask; the original routing of these tokens is recorded once, here, so call this before
+    training. To resume, call this on the original model once more, then load the weights, the optimizer and
+    `guard.state_dict()`. `method` is a name of METHODS or a `Method`:
+
+    - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
+      retain tokens, whatever momentum or weight decay add, up to directions that `eps_null` counts as none. Needs
+      nothing in the loop.
+    - "full_null_space": no router row may change its score of any retain token (Sec. 4.1).
+    - "expert_specific_paper", "expert_specific_minibatch": each step against the current retain batch, whose forward
+      pass runs within `with guard.retain():`. "expert_specific_tracked": earlier ones stay in the bases with a weight
+      that falls.
+    - "anchored" (ours): a frozen router and a penalty on what its inputs become; retain passes within
+      `with guard.retain():`, on documents of `retain`, and `guard.penalty()` added to the loss. "anchored_tracked": a
+      router that follows its inputs by recursive least squares instead.
+    - "seuf": of all experts only the one that serves the forget tokens most trains, and they are held at it; forget
+      passes within `with guard.forget():`, and `guard.penalty()` added to the loss.
+    - "frozen_router": the control.
+
+    `forget` is for what has to know the documents to forget: SEUF, a null space with `surface: forget` or `combined`,
+    and `replay`, an option of every method: while the model is in training mode, its forward passes use the original
+    model's expert sets, with live weights, and may be of documents of `retain` and `forget` only.
+
+    With `loss_bound` give every retain loss to `guard.check`, which raises `Diverged` when it is above: where a model
+    routes as it did, an anchor's weight falls to its floor, whatever else happens to what it knows.
+
+    `cache` is a folder for the bases of methods that have fixed ones: they are found there by the next run on the same
+    model and documents, and with `hot_bytes` and `warm_bytes` (device, host) need not fit memory (App. D).
+
+    In several processes (data parallel, or `shard_experts`) every one calls this with the same documents; what each
+    sees of the retain pass is gathered, and routers stay equal to the bit.
+
+    Raises ValueError for an unknown family or method, one that is more than a constraint on routers, documents to
+    forget that are missing, or an optimizer without the routers.
+    """
+    method = _method(method, replay)
+    moe = MoEModel(unwrapped(model))
+    with ExitStack() as undo:
+        undo.callback(moe.release)
+        if not moe.layers:
+            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
+        if method.constraint == "null_space":
+            _check_routers(moe, inner_optimizer(optimizer))
+        device = moe.model.device
+        to_retain, to_forget = ([as_batch(batch, device) for batch in batches] for batches in (retain, forget))
+        reference, attributed = moe.trace(to_retain), None
+        single = method.experts == "top_attributed"
+        if single and distributed.processes() > 1:
+            raise ValueError("a method that trains one expert needs one process: there is nothing to share")
+        if single or method.constraint == "gate_anchor" or method.surface != "retain":
+            if not to_forget:
+                raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
+            forget_trace = moe.trace(to_forget)
+            attributed = attributed_expert(forget_trace, moe.layers)
+            reference = held_trace(method, reference, forget_trace)
+        limits = {"hot_bytes": hot_bytes, "warm_bytes": warm_bytes}
+        bases = _bases(moe, reference, method, cache, **limits) if method.has_bases else None
+        constraint = constraint_of(method, reference, bases, attributed, seed)
+        trained = [(p, p.requires_grad) for layer in moe.layers for p in moe.router(layer).parameters()]
+        undo.callback(_train_again, trained)
+        with moe.evaluating():
+            constraint.start(moe, to_forget, to_retain)
+            original = OriginalSets(moe, [*to_retain, *to_forget]) if method.replay else None
+        frozen = any(before and not parameter.requires_grad for parameter, before in trained)
+        if frozen and isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+            raise ValueError(
+                "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it "
+                "wraps the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
+            )
+        if original:
+            undo.enter_context(moe.force_routing(lambda *inputs: original.of(*inputs) if moe.model.training else None))
+        if single:
+            undo.enter_context(moe.restrict_experts({attributed[0]: [attributed[1]]}, inner_optimizer(optimizer)))
+        guard = RouterGuard(moe, optimizer, constraint, loss_bound)
+        guard._undo.enter_context(undo.pop_all())
+    return guard
+
+
+def _method(method: str | Method, replay: bool) -> Method:
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ValueError(f"unknown method {method!r}; one of {', '.join(METHODS)}, or a gripmoe.config.Method")
+        method = METHODS[method]
+    for name, reason in UNABLE.items():
+        if getattr(method, name) != Method.model_fields[name].default:
+            raise ValueError(f"a guard holds routers while they train; it cannot do `{name}`: {reason}")
+    return method.model_copy(update={"replay": True}) if replay else method
+
+
+def _check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in held]
+    if missing:
+        raise ValueError(f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain")
+
+
+def _bases(
+    moe: MoEModel, reference: RoutingTrace, method: Method, cache: Path | None, **limits: float
+) -> Mapping[int, RetainBasis]:
+    """The fixed bases of a method, in memory or in the tiers of `cache`."""
+    if cache is None:
+        return fit_bases(reference, moe.rules(), method)
+
+    def fit(layer: int) -> RetainBasis:
+        return fit_bases(reference, moe.rules(), method, only=[layer])[layer]
+
+    metadata = {"reference": _digest(reference), "method": method.model_dump_json()}
+    return BasisStore(Path(cache), moe.layers, fit, metadata, device=moe.model.device, **limits)
+
+
+def _train_again(parameters: list[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, trained in parameters:
+        parameter.requires_grad_(trained)
+
+
+def _digest(reference: RoutingTrace) -> str:
+    """A checksum of what the original routers saw and selected: of model and retain documents together."""
+    digest = hashlib.sha256()
+    for layer, seen in reference.items():
+        for tensor in (seen.x_Nd, seen.top_k_Nk):
+            digest.update(f"{layer} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

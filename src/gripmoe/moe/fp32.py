@@ -1,0 +1,43 @@
+"""Routers that compute in fp32, whatever the precision of the model around them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def compute_in_fp32(router: nn.Module) -> bool:
+    """fp32 weight and logits, under autocast too; the weights of the chosen experts go back to the dtype that came in:
+    where experts combine, transformers multiplies by them and casts to the hidden dtype. Returns whether there was
+    anything to do."""
+    dtype = router.weight.dtype
+    router.float()
+    if hasattr(router, "_in_fp32"):
+        if dtype != torch.float32:  # the whole model was cast since
+            router._in_fp32 = dtype, router._in_fp32[1]
+        return False
+    handles = router.register_forward_pre_hook(_enter), router.register_forward_hook(_leave, always_call=True)
+    router._in_fp32, router._no_autocast = (dtype, handles), None
+    return True
+
+
+def release(router: nn.Module, *, rounded: bool = False) -> None:
+    """Ends that: a router that was in fp32 before is as if nothing had been. One of lower precision is left as it is,
+    or `rounded` to the dtype it had, which moves some of its selections. Without effect on other routers."""
+    dtype, handles = getattr(router, "_in_fp32", (None, ()))
+    if dtype == torch.float32 or (dtype and rounded):
+        for handle in handles:
+            handle.remove()
+        router.to(dtype)
+        del router._in_fp32, router._no_autocast
+
+
+def _enter(router, args):
+    router._no_autocast = torch.autocast(args[0].device.type, enabled=False)
+    router._no_autocast.__enter__()
+    return (args[0].float(), *args[1:])
+
+
+def _leave(router, args, output):
+    router._no_autocast.__exit__(None, None, None)
+    router._no_autocast = None

@@ -1,0 +1,162 @@
+"""Stage 2 against a QP solver (quadprog), family by family of random and degenerate instances; and Algorithm 1 where
+nothing is feasible. `pytest -rP tests/geometry/test_oracle.py` prints the largest residuals."""
+
+import numpy as np
+import pytest
+import quadprog
+import torch
+
+from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
+from gripmoe.geometry.nullspace import EpsNull, RetainStatistics
+from gripmoe.geometry.routing import selection_margins, selection_mask
+
+INSTANCES = 20  # of each family
+LARGEST = np.array([1e-10, 1e-12, 1e-12, 1e-11])  # point, distance, equalities, violation
+
+
+def instance(seed, N=120, d=24, E=8, k=2, held=40, scale=0.5, change=lambda x, theta: None, margin=1e-3):
+    """Tokens, the basis of the first `held` of them, margins less a safety margin, and an update."""
+    generator = torch.Generator().manual_seed(seed)
+    x, theta = (torch.randn(n, d, generator=generator, dtype=torch.float64) for n in (N, E))
+    change(x, theta)
+    scores = x @ theta.T
+    selected = selection_mask(scores.topk(k).indices, E)
+    basis = RetainStatistics(E, d).update(x[:held], selected[:held]).basis(EpsNull(1e-12, "relative"))
+    bounds = (selection_margins(scores, selected) - margin).masked_fill(selected, torch.inf)
+    return x, basis, bounds, scale * torch.randn(E, d, generator=generator, dtype=torch.float64)
+
+
+def duplicated(x, theta):
+    x[::2] = x[0]
+
+
+def nearly_parallel(x, theta):
+    x[1::2] = x[::2] + 1e-7 * x[1::2]
+
+
+def tied(x, theta):
+    """Two experts have one score each: a margin is 0 wherever only one of them is selected."""
+    theta[0] = theta[1]
+
+
+def some_tokens_zero(x, theta):
+    x[::5] = 0
+
+
+def one_expert_takes_all_and_one_none(x, theta):
+    x[:, 0] = x[:, 0].abs() + 1
+    theta[0, 0], theta[1, 0] = 1e3, -1e3
+
+
+def low_rank(x, theta):
+    x[:, 6:] = 0
+
+
+def anisotropic(x, theta):
+    x *= torch.logspace(2, -2, x.shape[1], dtype=x.dtype)
+
+
+FAMILIES = {
+    "random": {},
+    "large updates": dict(scale=5.0),
+    "more dimensions than tokens": dict(N=40, d=60),
+    "many more tokens than dimensions": dict(N=1000, d=12, held=20),
+    "duplicates": dict(change=duplicated),
+    "nearly parallel tokens": dict(change=nearly_parallel),
+    "ties": dict(change=tied, margin=0.0),
+    "tokens that are zero": dict(change=some_tokens_zero),
+    "empty and full index sets": dict(change=one_expert_takes_all_and_one_none),
+    "every expert selected": dict(k=8),
+    "no token held": dict(held=0),
+    "nothing left free": dict(N=400, held=400),
+    "fewer directions than dimensions": dict(change=low_rank),
+    "anisotropic": dict(change=anisotropic),
+}
+
+
+def oracle(update_d, U_dr, x_Nd, bounds_N):
+    """min ||u - update||^2 s.t. U^T u = 0, x u <= b, with the equalities eliminated."""
+    d = len(update_d)
+    free = np.linalg.svd(np.eye(d) - U_dr @ U_dr.T)[0][:, : d - np.linalg.matrix_rank(U_dr)] if U_dr.size else np.eye(d)
+    finite = np.isfinite(bounds_N)
+    if not free.shape[1]:
+        return np.zeros(d)
+    A = -(x_Nd[finite] @ free)
+    keep = np.abs(A).max(axis=1, initial=0) > 1e-12  # a token without a free direction says 0 <= b
+    if not keep.any():
+        return free @ (free.T @ update_d)
+    return free @ quadprog.solve_qp(np.eye(free.shape[1]), free.T @ update_d, A[keep].T, -bounds_N[finite][keep])[0]
+
+
+def residuals(solved, basis, x, bounds, update):
+    """Largest over rows: distance to the oracle's point, how much farther from the update than it, equality residual,
+    all relative to the update's norm; and the violation, relative to update and token."""
+    away, farther = [], []
+    for j, u in enumerate(solved):
+        U = basis.U_ret_Edr[j].numpy()
+        best = oracle(update[j].numpy(), U[:, np.abs(U).any(axis=0)], x.numpy(), bounds[:, j].numpy())
+        size = update[j].norm().item()
+        away.append(np.linalg.norm(u.numpy() - best) / size)
+        farther.append(np.linalg.norm(u - update[j]) / size - np.linalg.norm(best - update[j].numpy()) / size)
+    size = update.norm(dim=1).max().item()
+    leak = (solved - basis.project(solved)).norm(dim=1).max().item() / size
+    return (
+        max(away),
+        max(farther),
+        leak,
+        violation(solved, x, bounds).max().item() / (size * x.norm(dim=1).max().item()),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_exact_solver_is_the_qp_solver(family):
+    worst = np.zeros(4)
+    touched = 0.0
+    for seed in range(INSTANCES):
+        x, basis, bounds, update = instance(seed, **FAMILIES[family])
+        bounds = bounds.clamp_min(0)
+        solved = nearest_feasible(update, basis, x, bounds, tolerance=1e-12)
+        worst = np.maximum(worst, residuals(solved, basis, x, bounds, update))
+        touched = max(touched, (solved - basis.project(update)).norm().item())
+    print("{}: point {:.0e}, distance {:.0e}, equalities {:.0e}, violation {:.0e}".format(family, *worst))
+    assert (worst < LARGEST).all()
+    assert touched > 1e-2 or family in ("every expert selected", "nothing left free"), (
+        "the control: Stage 1 is not enough"
+    )
+
+
+def feasible(basis_dr, x_Nd, bounds_N):
+    finite = np.isfinite(bounds_N)
+    rows, limits = np.vstack([basis_dr.T, -x_Nd[finite]]), np.r_[np.zeros(basis_dr.shape[1]), -bounds_N[finite]]
+    try:
+        quadprog.solve_qp(np.eye(x_Nd.shape[1]), np.zeros(x_Nd.shape[1]), rows.T, limits, meq=basis_dr.shape[1])
+    except ValueError as error:
+        assert "inconsistent" in str(error)
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_margins_spent_afresh_may_be_infeasible(seed):
+    """Unclamped, a margin below the safety margin is a negative bound, and where the tokens that an expert serves leave
+    it no direction to fall along, no point respects it. Algorithm 1 then moves a router that the optimizer left alone,
+    breaks its equalities and leaves violations; clamped, the system is feasible and the router stays put."""
+    x, basis, bounds, _ = instance(seed, N=200, held=200, margin=0.5)
+    systems = [(U_dr.numpy(), bounds_N.numpy()) for U_dr, bounds_N in zip(basis.U_ret_Edr, bounds.T, strict=True)]
+    assert not any(feasible(U_dr, x.numpy(), bounds_N) for U_dr, bounds_N in systems)
+    assert all(feasible(U_dr, x.numpy(), bounds_N.clip(0)) for U_dr, bounds_N in systems), "the control"
+    still = torch.zeros(8, 24, dtype=torch.float64)
+    paper = randomized_kaczmarz(still, x, bounds, generator=torch.Generator().manual_seed(seed))
+    leak, left = (paper - basis.project(paper)).norm(dim=1).max(), violation(paper, x, bounds).max()
+    print(
+        f"infeasible: Algorithm 1 moves by {paper.norm():.2f}, of it {leak:.2f} in the span, and violates by {left:.2f}"
+    )
+    assert paper.isfinite().all() and leak > 1e-2 and left > 0.1
+    assert nearest_feasible(still, basis, x, bounds.clamp_min(0)).norm() == 0
+
+
+def test_the_degenerate_families_are_what_they_say():
+    _, basis, bounds, _ = instance(0, **FAMILIES["empty and full index sets"])
+    assert bounds[:, 0].isinf().all() and bounds[:, 1].isfinite().all() and basis.ranks[1] == 0
+    assert (instance(0, **FAMILIES["ties"])[2] == 0).sum() > 10
+    assert (instance(0, **FAMILIES["nothing left free"])[1].ranks == 24).all()

@@ -1,0 +1,186 @@
+"""What `constrain` offers beyond the constraint: documents to forget, routing replay, a bound on the retain loss."""
+
+import pytest
+import torch
+
+import gripmoe
+from conftest import random_batch, small_model
+from gripmoe.adapter import METHODS
+from gripmoe.config import Method
+from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.moe import MoEModel
+
+RETAIN, FORGET = [random_batch(seed=100)], [random_batch(seed=200)]
+
+
+def adamw(model, lr=0.05):
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+
+
+def train(model, optimizer, guard, steps=3, retain=RETAIN):
+    model.train()
+    for step in range(steps):
+        optimizer.zero_grad()
+        with guard.forget():
+            loss = -0.1 * model(**FORGET[0].inputs, labels=FORGET[0].input_ids).loss
+        (loss + guard.penalty()).backward()
+        with guard.retain():
+            loss = model(**retain[step % len(retain)].inputs, labels=retain[step % len(retain)].input_ids).loss
+        (loss + guard.penalty()).backward()
+        optimizer.step()
+    model.eval()
+
+
+def router_only_stability(reference, model):
+    moe = MoEModel(model)
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
+    return mean_stability(routing_stability(reference, moved))
+
+
+@pytest.mark.parametrize("surface", ["retain", "forget", "combined"])
+def test_a_null_space_holds_the_surface_that_it_is_given(surface):
+    model = small_model()
+    optimizer = adamw(model)
+    references = {"retain": MoEModel(model).trace(RETAIN), "forget": MoEModel(model).trace(FORGET)}
+    method = METHODS["expert_specific"].model_copy(update={"surface": surface})
+    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method=method) as guard:
+        train(model, optimizer, guard)
+    for name, reference in references.items():
+        assert (router_only_stability(reference, model) == 1.0) == (surface in (name, "combined"))
+
+
+def test_tracked_bases_still_hold_the_batch_of_the_step_before():
+    """One batch a step in turns: what the other batch's selected scores move by in a step that does not see it."""
+    retain = [random_batch(rows=1, seed=seed) for seed in (100, 101)]
+    moved = {}
+    for method in ("expert_specific_minibatch", "expert_specific_tracked"):
+        model = small_model()
+        optimizer = adamw(model)
+        with gripmoe.constrain(model, optimizer, retain, method=method) as guard:
+            before = guard.model.trace(retain[:1])
+            train(model, optimizer, guard, steps=1, retain=retain)
+            theta = guard.model.thetas()
+            train(model, optimizer, guard, steps=1, retain=retain[1:])
+            moves = [
+                (r.x_Nd @ (guard.model.theta(layer) - theta[layer]).T).gather(1, r.top_k_Nk).abs().max().item()
+                for layer, r in before.items()
+            ]
+        moved[method] = max(moves)
+    assert moved["expert_specific_tracked"] < 0.2 * moved["expert_specific_minibatch"], moved
+
+
+def test_seuf_trains_one_expert_and_its_router():
+    model = small_model()
+    optimizer = adamw(model, lr=1e-2)
+    moe = MoEModel(model)
+    before = [[p.detach().clone() for p in moe.expert_parameters(layer)] for layer in moe.layers]
+
+    def changed():
+        pairs = [
+            (now[expert], old[expert])
+            for layer, parameters in zip(moe.layers, before, strict=True)
+            for now, old in zip(moe.expert_parameters(layer), parameters, strict=True)
+            for expert in range(8)
+        ]
+        return sum(not torch.equal(now, old) for now, old in pairs)
+
+    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method="seuf") as guard:
+        train(model, optimizer, guard)
+        assert changed() == 2, "its two matrices"
+    optimizer.step()
+    assert changed() > 16, "the control"
+
+
+def sets_used(model, batch):
+    with MoEModel(model).record_routing() as recorder:
+        model(**batch.inputs)
+        return {layer: seen.top_k_Nk for layer, seen in recorder.take(batch.attention_mask.bool()).items()}
+
+
+def agree(some, others):
+    return all(torch.equal(some[layer], others[layer]) for layer in some)
+
+
+@pytest.mark.parametrize("method", ["frozen_router", "anchored", "expert_specific", Method(constraint="none")], ids=str)
+def test_replay_trains_under_the_original_sets_and_evaluates_freely(method):
+    model = small_model()
+    optimizer = adamw(model, lr=0.1)
+    original = sets_used(model, FORGET[0])
+    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method=method, replay=True) as guard:
+        train(model, optimizer, guard)
+        assert not agree(sets_used(model, FORGET[0]), original), "in evaluation, and the control"
+        model.train()
+        assert agree(sets_used(model, FORGET[0]), original)
+        with pytest.raises(KeyError, match="give every document that training uses"):
+            model(**random_batch(seed=5).inputs)
+    assert not agree(sets_used(model, FORGET[0]), original), "closed, it is free in training mode too"
+
+
+def test_replay_of_activations_that_are_computed_again():
+    """One forward, one backward: the same gradients as without recomputation. Two forwards before one backward would be
+    recomputed under the sets of the second, and are refused."""
+    gradients = []
+    for recomputed in (False, True):
+        model = small_model().train()
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = adamw(model)
+        method = Method(constraint="none")
+        with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method=method, replay=True):
+            with torch.no_grad():
+                model.model.layers[0].mlp.experts.down_proj.mul_(3)
+            for batch in (RETAIN[0], FORGET[0]):
+                model(**batch.inputs, labels=batch.input_ids).loss.backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            if recomputed:
+                loss = sum(model(**batch.inputs, labels=batch.input_ids).loss for batch in (RETAIN[0], FORGET[0]))
+                with pytest.raises(RuntimeError, match="one backward pass per forward"):
+                    loss.backward()
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_under_replay_an_anchor_still_sees_what_routers_would_choose():
+    """The passes use the original sets, so by those nothing would ever be amiss and the weight would fall."""
+    model = small_model()
+    method = Method(constraint="anchor", anchor_floor=1e-3)
+    with gripmoe.constrain(model, adamw(model), RETAIN, method=method, replay=True) as guard:
+        model.train()
+        with torch.no_grad():
+            model.model.embed_tokens.weight.add_(torch.randn_like(model.model.embed_tokens.weight))
+        with guard.retain():
+            model(**RETAIN[0].inputs)
+        assert guard.constraint.weight.value > 1.0
+
+
+def test_a_retain_loss_above_its_bound_ends_training_before_the_step():
+    """Ascent on everything: without the bound the model is destroyed, with it the last weights are still good."""
+    losses = {}
+    for bound in (5.0, float("inf")):
+        model = small_model()
+        optimizer = adamw(model, lr=1e-2)
+
+        def loss_of(batch, model=model):
+            return model(**batch.inputs, labels=batch.input_ids).loss
+
+        with gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router", loss_bound=bound) as guard:
+            try:
+                for _ in range(40):
+                    optimizer.zero_grad()
+                    guard.check(loss_of(RETAIN[0]))
+                    (-loss_of(FORGET[0])).backward()
+                    optimizer.step()
+            except gripmoe.Diverged:
+                assert bound == 5.0
+        losses[bound] = loss_of(RETAIN[0]).item()
+    assert losses[5.0] < 6.0 and losses[float("inf")] > 8.0, losses
+    with pytest.raises(gripmoe.Diverged, match="retain loss nan"):
+        guard.check(float("nan"))
+
+
+def test_a_bound_that_the_loop_leaves_out_is_an_error():
+    model = small_model()
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router", loss_bound=5.0):
+        model(**RETAIN[0].inputs, labels=RETAIN[0].input_ids).loss.backward()
+        with pytest.raises(RuntimeError, match=r"call `guard.check\(loss\)` in every step"):
+            optimizer.step()
