@@ -7,7 +7,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +30,7 @@ def recorded(path: Path, step: Callable) -> Iterator[None]:
             "step": entry_of(step),
             "code": code,
             "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "packages": {name: _version(name) for name in PACKAGES},
+            "packages": package_versions(PACKAGES),
             "python": platform.python_version(),
             "device": _device(),
             "job": os.environ.get("SLURM_JOB_ID"),
@@ -45,11 +45,15 @@ def entry_of(step: Callable) -> str:
     return f"{step.__module__}:{step.__name__}"
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def package_versions(names: Iterable[str]) -> dict[str, str | None]:
+    """None for what is not installed."""
+    versions: dict[str, str | None] = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
 
 
 def _device() -> str:

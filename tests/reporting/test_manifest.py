@@ -16,6 +16,7 @@ def written(tmp_path):
     cell = tmp_path / "m" / "b" / "gd" / "ptc" / "3"
     write_json(cell / "evaluation.provenance.json", {"code": "abc", "device": "CPU", "seconds": 3})
     write_json(cell / "checkpoint.json", {"weights": "123"})
+    write_json(cell / "evaluation.json", {"forget_accuracy": 0.25})
     figure = tmp_path / "figure.png"
     figure.write_bytes(b"picture")
     write_json(tmp_path / "manifest.json", manifest([figure, histories], runs))
@@ -28,6 +29,22 @@ def test_it_names_the_code_and_weights_behind_each_cell(written):
     assert cell["weights"] == "123" and cell["steps"]["evaluation"]["code"] == "abc" and record["seeds"] == [3]
 
 
+def test_it_says_what_each_artefact_was_made_of(written, monkeypatch):
+    monkeypatch.chdir(written)
+    notebook, table = (written / "notebooks" / "figure.ipynb", written / "figures" / "figure.csv")
+    for file in (notebook, table):
+        file.parent.mkdir()
+        file.write_text("{}")
+    record = manifest([notebook, table, written / "histories_w.csv"], written / "runs_w.csv")
+    assert record["artefacts"]["figure"] == {
+        "notebook": "notebooks/figure.ipynb",
+        "inputs": ["histories_w.csv", "runs_w.csv"],
+        "parameters": {"runs": "runs_w.csv", "output": "figures/figure.csv"},
+        "files": ["figures/figure.csv"],
+    }
+    assert record["packages"]["matplotlib"] and set(record["files"]) >= set(record["artefacts"]["figure"]["inputs"])
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
@@ -35,6 +52,7 @@ def test_it_names_the_code_and_weights_behind_each_cell(written):
         (lambda folder: (folder / "figure.png").write_bytes(b"other"), "figure.png: changed"),
         (lambda folder: (folder / "figure.png").unlink(), "figure.png: missing"),
         (lambda folder: (folder / "runs_w.csv").write_text("model\n"), "runs_w.csv: changed"),
+        (lambda folder: write_json(folder / "m/b/gd/ptc/3/evaluation.json", {}), "evaluation.json: changed"),
     ],
 )
 def test_a_change_is_found(written, change, fault):

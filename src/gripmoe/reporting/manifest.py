@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,21 +11,47 @@ import pandas as pd
 
 from gripmoe.files import file_digest, read_json
 from gripmoe.fingerprint import code_fingerprint, fingerprint_now
+from gripmoe.provenance import package_versions
 from gripmoe.reporting import RENDERING
 from gripmoe.reporting.collect import KEYS, load_runs
 
+PACKAGES = ("gripmoe", "matplotlib", "pandas", "scipy", "papermill", "snakemake")  # that draw
+MEASURED = ("evaluation.json", "attack.json", "history.json", "questions.csv", "attack_questions.csv")
+
 
 def manifest(files: Sequence[Path], runs: Path) -> dict:
-    """Checksums of `files` (artefacts, notebooks, the tables they come from) and of `runs`; the cells behind them with
-    the provenance that each step wrote: code, packages, device."""
+    """Checksums of `files` (artefacts, notebooks, the tables they come from) and of `runs`; what each artefact was made
+    of, with which parameters and packages; and the cells behind them: checksums of what was measured, and the
+    provenance that each step wrote (code, packages, device)."""
     cells = load_runs(runs, kind=None)[KEYS].drop_duplicates()
+    digests = {_relative(file): file_digest(file) for file in (*sorted(files), runs)}
     return {
         "code": code_fingerprint(*RENDERING),
-        "files": {str(file): file_digest(file) for file in (*sorted(files), runs)},
+        "python": platform.python_version(),
+        "packages": package_versions(PACKAGES),
+        "files": digests,
+        "artefacts": _artefacts(list(digests), _relative(runs)),
         "results": str(runs.parent),
         "seeds": sorted({int(seed) for seed in cells.seed}),
         "cells": {"/".join(map(str, cell)): _provenance(runs.parent, cell) for cell in cells.itertuples(index=False)},
     }
+
+
+def _artefacts(files: Sequence[str], runs: str) -> dict[str, dict]:
+    """By name: the notebook that makes an artefact, the tables it may read, its parameters, and its files."""
+    folder_of_tables = str(Path(runs).parent)
+    tables = [file for file in files if str(Path(file).parent) == folder_of_tables]
+    made = {}
+    for notebook in [file for file in files if file.endswith(".ipynb")]:
+        name = Path(notebook).stem
+        outputs = [file for file in files if Path(file).stem == name and file != notebook]
+        parameters = {"runs": runs, "output": next((file for file in outputs if file.endswith(".csv")), None)}
+        made[name] = {"notebook": notebook, "inputs": tables, "parameters": parameters, "files": outputs}
+    return made
+
+
+def _relative(file: Path) -> str:
+    return os.path.relpath(file)
 
 
 def _provenance(results: Path, cell: pd.Series) -> dict:
@@ -34,6 +62,7 @@ def _provenance(results: Path, cell: pd.Series) -> dict:
     return {
         "steps": {name: {key: record.get(key) for key in kept} for name, record in sorted(steps.items())},
         "weights": read_json(weights)["weights"] if weights.exists() else None,
+        "measured": {name: file_digest(folder / name) for name in MEASURED if (folder / name).exists()},
         "settings": file_digest(settings) if (settings := folder / "run.yaml").exists() else None,
     }
 
@@ -54,6 +83,10 @@ def mismatches(path: Path) -> list[str]:
         for step in record["steps"].values():
             if step.get("step") and fingerprint_now(step["step"]) != step["code"]:
                 stale.setdefault(step["step"], []).append(cell)
+        for name, digest in record.get("measured", {}).items():
+            measured = Path(written["results"], cell, name)
+            if not (measured.exists() and file_digest(measured) == digest):
+                faults.append(f"{measured}: changed since the manifest was written")
         settings = Path(written["results"], cell, "run.yaml")
         if record["settings"] and not (settings.exists() and file_digest(settings) == record["settings"]):
             faults.append(f"{settings}: changed since the manifest was written")
