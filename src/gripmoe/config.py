@@ -125,6 +125,17 @@ class PublishedNews(Strict):
     kind: Literal["news"] = "news"
 
 
+PublishedRows = Literal[
+    "forget_questions",
+    "retain_questions",
+    "mmlu_validation",
+    "mmlu_dev",
+    "forget_corpus",
+    "retain_corpus",
+    "truthfulqa",
+]
+
+
 class PublishedData(Strict):
     """Hub ids or local folders of the same schema; `revision` pins each hub id."""
 
@@ -136,7 +147,7 @@ class PublishedData(Strict):
     retain_corpus: str
     truthfulqa: str = "truthfulqa/truthful_qa"
     revisions: dict[str, str] = {}
-    rows: dict[str, PositiveInt] = {}  # how many rows each of them has to have
+    rows: dict[PublishedRows, PositiveInt] = {}  # how many each has to have; MMLU's test split is `retain_questions`
 
 
 Data = Annotated[EmbeddedData | PublishedData | PublishedNews, Field(discriminator="source")]

@@ -1,6 +1,7 @@
 """The real loaders on small local clones of the data sets' schema, with invented rows."""
 
 import copy
+from collections import Counter
 
 import pytest
 
@@ -11,11 +12,14 @@ from gripmoe.files import write_jsonl
 from gripmoe.moe.storage import load_model, load_published, save_model, weights_digest
 
 
-def clone(folder, config, split, rows):
-    """A data set repository as `git clone` leaves it: a card that maps configurations to files."""
-    write_jsonl(folder / f"{config}.jsonl", rows)
-    card = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n  - split: {split}\n    path: {config}.jsonl\n---\n"
-    (folder / "README.md").write_text(card)
+def clone(folder, config, split, rows, **others):
+    """A data set repository as `git clone` leaves it: a card that maps configurations to files; `others` are rows of
+    further splits."""
+    card = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
+    for name, kept in {split: rows, **others}.items():
+        write_jsonl(folder / f"{config}.{name}.jsonl", kept)
+        card += f"  - split: {name}\n    path: {config}.{name}.jsonl\n"
+    (folder / "README.md").write_text(f"{card}---\n")
     return str(folder)
 
 
@@ -33,7 +37,9 @@ def data(tmp_path):
     return PublishedData(
         source="published",
         forget_questions=clone(tmp_path / "wmdp", "wmdp-cyber", "test", questions),
-        retain_questions=clone(tmp_path / "mmlu", "all", "test", questions),
+        retain_questions=clone(
+            tmp_path / "mmlu", "all", "test", questions, validation=questions[:4], dev=[*questions[4:], *questions[:2]]
+        ),
         forget_corpus=clone(tmp_path / "corpora", "cyber-forget-corpus", "train", texts),
         retain_corpus=clone(tmp_path / "wikitext", "wikitext-2-raw-v1", "test", texts),
         truthfulqa=clone(tmp_path / "truthfulqa", "multiple_choice", "validation", truths),
@@ -42,7 +48,8 @@ def data(tmp_path):
 
 def test_local_clones_become_the_files_of_a_benchmark(data):
     files = benchmark_files(data)
-    assert len(files["forget_questions"]) == len(files["retain_questions"]) == 9
+    assert len(files["forget_questions"]) == 9 and len({row["id"] for row in files["retain_questions"]}) == 20
+    assert Counter(row["split"] for row in files["retain_questions"]) == {"test": 9, "dev": 4, "shots": 7}
     assert files["retain_questions"][0]["subject"] == "world history"
     assert files["forget_questions"][1]["answer"] == 1
     assert files["truthfulqa"][0]["mc2_targets"]["labels"] == [1, 0]
@@ -60,6 +67,8 @@ def test_missing_column_is_named(data, tmp_path):
 def test_a_wrong_number_of_rows_is_named(data):
     with pytest.raises(ValueError, match="has 9 rows, benchmarks.yaml: data.rows says 1987"):
         benchmark_files(data.model_copy(update={"rows": {"forget_questions": 1987}}))
+    with pytest.raises(ValueError, match=r"\(all, dev\) has 7 rows, benchmarks.yaml: data.rows says 285"):
+        benchmark_files(data.model_copy(update={"rows": {"retain_questions": 9, "mmlu_dev": 285}}))
 
 
 def test_offline_says_what_to_do(data):

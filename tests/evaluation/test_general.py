@@ -11,7 +11,7 @@ import torch
 from conftest import small_model
 from gripmoe.data.formats import truthfulqa_prompt
 from gripmoe.evaluation.choice import harness_answers, harness_samples, harness_task
-from gripmoe.evaluation.general import SHOTS, general_utility, truthfulqa
+from gripmoe.evaluation.general import SHOTS, general_utility, solved_questions, truthfulqa
 from gripmoe.files import write_jsonl, write_yaml
 from gripmoe.moe.storage import save_model
 from gripmoe.worlds.documents import question_rows, truthfulqa_rows
@@ -111,3 +111,11 @@ def test_the_harness_command_line_gives_the_same_log_likelihoods(model, tokenize
     }
     for answer in harness_answers(model, tokenizer, rows, work_folder=tmp_path, batch_size=8):
         assert by_line[answer.id] == pytest.approx(answer.letter_logprobs, abs=1e-4)
+
+
+def test_solved_questions_are_the_benchmarks_own_where_it_has_some(tmp_path):
+    rows = [{"id": str(number), "split": split} for number, split in enumerate(["test", "dev", "shots", "dev"])]
+    write_jsonl(tmp_path / "mmlu.jsonl", rows)
+    write_jsonl(tmp_path / "tiny.jsonl", [row for row in rows if row["split"] != "shots"])
+    assert [row["id"] for row in solved_questions(tmp_path / "mmlu.jsonl")] == ["2"]
+    assert [row["id"] for row in solved_questions(tmp_path / "tiny.jsonl")] == ["1", "3"]

@@ -39,6 +39,7 @@ from gripmoe.files import read_json, read_jsonl, write_text
 from gripmoe.moe import MoEModel
 
 SAMPLE = 240  # forget questions for the attacks that ask many times; accuracy near chance is known to .03
+RETAIN_SAMPLE = 1000  # retain questions under forced experts
 PAIRS = 32  # of news, likewise
 Attack = Callable[[], Found]
 PROBED_EXPERTS = 16  # of each layer, those that forget prompts use most
@@ -76,6 +77,7 @@ def letter_attacks(
     the unlearned model's own to some questions. A dense model has no routers to force and no experts to put back."""
     forget, dev = (load_questions(data / "forget_questions.jsonl", split) for split in ("test", "dev"))
     retain = load_questions(data / "retain_questions.jsonl", "test")
+    retain = random.Random(0).sample(retain, min(RETAIN_SAMPLE, len(retain)))
     sample = random.Random(0).sample(forget, min(SAMPLE, len(forget)))
     documents, benign = (
         load_corpus(data / f"{n}_corpus.jsonl", tokenizer, **run.benchmark.reading) for n in ("forget", "retain")

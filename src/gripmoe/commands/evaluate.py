@@ -9,7 +9,7 @@ from gripmoe.commands import beside, one_thread_unless_set
 from gripmoe.config import Benchmark, load_run
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.evaluation.choice import harness_answers, load_questions
-from gripmoe.evaluation.general import general_utility
+from gripmoe.evaluation.general import general_utility, solved_questions
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores, privacy_leakage
 from gripmoe.evaluation.report import choice_metrics, question_results
 from gripmoe.evaluation.routing import stability_metrics
@@ -51,7 +51,7 @@ def _letters(benchmark: Benchmark, model, tokenizer, args) -> tuple[dict[str, fl
             model,
             tokenizer,
             retain,
-            load_questions(args.data / "retain_questions.jsonl", "dev"),
+            solved_questions(args.data / "retain_questions.jsonl"),
             read_jsonl(args.data / "truthfulqa.jsonl"),
             few_shot_questions=benchmark.few_shot_questions,
             **harness,

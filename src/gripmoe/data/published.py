@@ -12,6 +12,8 @@ from gripmoe.config import PublishedData
 
 FORGET_SUBJECT = "cybersecurity"
 HELD_OUT_EVERY = 10  # of the retain corpus: kept from unlearning, for routing stability
+# MMLU's splits and what they are here: reported, seen by the stop rule, solved above questions of their subject.
+RETAIN_SPLITS = {"test": "test", "validation": "dev", "dev": "shots"}
 MIN_CHARACTERS = 50  # shorter lines (headings, blanks) are no documents
 
 
@@ -19,12 +21,20 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ValueError, saying what to
     download, where a data set cannot be read or lacks a column."""
     forget = _rows(data, "forget_questions", "wmdp-cyber", "test", ("question", "choices", "answer"))
-    retain = _rows(data, "retain_questions", "all", "test", ("question", "choices", "answer", "subject"))
+    columns = ("question", "choices", "answer", "subject")
+    retain = {
+        split: _rows(data, "retain_questions", "all", split, columns, None if split == "test" else f"mmlu_{split}")
+        for split in RETAIN_SPLITS
+    }
     truths = _rows(data, "truthfulqa", "multiple_choice", "validation", ("question", "mc1_targets", "mc2_targets"))
     retain_texts = list(_documents(_rows(data, "retain_corpus", "wikitext-2-raw-v1", "test", ("text",)), "retain"))
     return {
         "forget_questions": _questions(forget, "forget", FORGET_SUBJECT),
-        "retain_questions": _questions(retain, "retain", None),
+        "retain_questions": [
+            question
+            for split, rows in retain.items()
+            for question in _questions(rows, "retain", None, RETAIN_SPLITS[split])
+        ],
         "truthfulqa": [{key: row[key] for key in ("question", "mc1_targets", "mc2_targets")} for row in truths],
         "forget_corpus": list(
             _documents(_rows(data, "forget_corpus", "cyber-forget-corpus", "train", ("text",)), "forget")
@@ -66,17 +76,21 @@ def load_rows(
     return table
 
 
-def _rows(data: PublishedData, key: str, name: str, split: str, columns: tuple[str, ...]) -> Iterable[dict]:
+def _rows(
+    data: PublishedData, key: str, name: str, split: str, columns: tuple[str, ...], counted: str | None = None
+) -> Iterable[dict]:
+    """`counted` is the key of `data.rows` that says how many there are, if not `key`."""
     path = getattr(data, key)
-    revision, expected = data.revisions.get(path), data.rows.get(key)
+    revision, expected = data.revisions.get(path), data.rows.get(counted or key)
     return load_rows(path, name, split, columns, revision=revision, key=f"data.{key}", expected=expected)
 
 
-def _questions(rows: Iterable[dict], domain: str, subject: str | None) -> list[dict]:
+def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: str | None = None) -> list[dict]:
+    """All of one split, or a third of them, by a hash, "dev" and the others "test"."""
     questions = []
     for number, row in enumerate(rows):
         digest = hashlib.sha256(row["question"].encode()).digest()
-        name = f"{domain}/{number}"
+        name = f"{domain}/{number}" if split in (None, "test") else f"{domain}/{split}/{number}"
         questions.append(
             {
                 "id": name,
@@ -87,7 +101,7 @@ def _questions(rows: Iterable[dict], domain: str, subject: str | None) -> list[d
                 "fact": name,
                 "wording": "seen",
                 "exposure": "forget" if domain == "forget" else "unseen_subject",
-                "split": "dev" if digest[0] % 3 == 0 else "test",
+                "split": split or ("dev" if digest[0] % 3 == 0 else "test"),
             }
         )
     return questions

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from gripmoe.evaluation.choice import accuracy, harness_answers, harness_samples
+from gripmoe.evaluation.choice import accuracy, harness_answers, harness_samples, load_questions
 from gripmoe.files import write_jsonl, write_yaml
 
 SHOTS = 5
@@ -35,6 +35,12 @@ def truthfulqa(
     samples = harness_samples(model, tokenizer, [f"local_{name}" for name in names], batch_size, work_folder)
     found = {name: [float(sample["acc"]) for sample in samples[f"local_{name}"]] for name in names}
     return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def solved_questions(file: Path) -> list[dict]:
+    """What stands above questions of the same subject: MMLU's own examples, or the dev split of the embedded world."""
+    rows = load_questions(file)
+    return [row for row in rows if row["split"] == "shots"] or [row for row in rows if row["split"] == "dev"]
 
 
 def general_utility(
