@@ -40,6 +40,7 @@ def test_each_job_knows_its_memory(tmp_path):
     cell = "qwen3_30b_a3b.wmdp_cyber.gd"
     assert jobs["unlearn", f"{cell}.anchored.0"] == (2, pytest.approx(90.0))
     assert jobs["unlearn", f"{cell}.seuf.0"] == (1, pytest.approx(61.0)), "one expert trains, in one process"
+    assert jobs["prepare_model", "qwen3_30b_a3b"] == (0, pytest.approx(61.0)), "in the machine"
     assert jobs["realign", f"{cell}.ptc.0"] == (1, pytest.approx(61.0))
     assert jobs["evaluate", f"{cell}.ptc.0"] == jobs["attack", f"{cell}.ptc.0"] == (1, pytest.approx(122.0))
     single = jobs_left(Project(CONFIG, "single_gpu"), tmp_path)

@@ -165,7 +165,9 @@ def _memory(project: Project, rule: str, cell: tuple) -> Memory | None:
     if rule == "attack" and project.world.relearning:
         compared, relearned = _held(project, name, rule, models=2), _trained_whole(project, name, "relearning")
         return max(compared, relearned, key=lambda need: need.total)
-    return _held(project, name, rule, models=2 if rule in ("evaluate", "attack") else 1)
+    return _held(
+        project, name, rule, models=2 if rule in ("evaluate", "attack") else 1, gpus=int(rule != "prepare_model")
+    )
 
 
 def _sizes(project: Project, name: str) -> Sizes | None:
@@ -173,8 +175,8 @@ def _sizes(project: Project, name: str) -> Sizes | None:
     return model.parameters if isinstance(model, PublishedModel) else None
 
 
-def _held(project: Project, name: str, what: str, models: int) -> Memory:
-    return Memory(name, what, 1, models * _sizes(project, name).total * BYTES_WEIGHT / 1e9, 0.0, 0.0)
+def _held(project: Project, name: str, what: str, models: int, gpus: int = 1) -> Memory:
+    return Memory(name, what, gpus, models * _sizes(project, name).total * BYTES_WEIGHT / 1e9, 0.0, 0.0)
 
 
 def _trained_whole(project: Project, name: str, what: str) -> Memory:

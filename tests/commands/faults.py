@@ -1,8 +1,8 @@
-"""Breaks a training cell again and again and counts what is lost: `python faults.py FOLDER FAULTS SEED` prints JSON.
+"""Breaks the steps of a cell again and again and counts what is lost: `python faults.py FOLDER FAULTS SEED`.
 
-A fault hits `gripmoe unlearn` at a random instant: kill -9; SIGTERM, as preemption and time limits send it; a disk that
-is full in the middle of a file; a second trainer of the same cell. After a few faults the cell is left to end, and must
-end with the weights and the history of an uninterrupted run, and with nothing else in its folder.
+A fault hits `gripmoe unlearn`, `realign`, `evaluate` or `attack` at a random instant: kill -9; SIGTERM, as preemption
+and time limits send it; a disk that is full in the middle of a file; a second process on the same cell. After a few
+faults the step is left to end, and must end with the files of an uninterrupted run, to the byte, and with no others.
 """
 
 import json
@@ -21,12 +21,14 @@ import torch
 from gripmoe.cli import main
 from gripmoe.files import read_json
 
-KINDS = ("kill", "terminate", "full disk", "second trainer")
-FILES = {".lock", "checkpoint.json", "checkpoint.provenance.json", "history.json", "weights"}
+STEPS = ("unlearn", "realign", "evaluate", "attack")
+KINDS = ("kill", "terminate", "full disk", "second process")
+RESUMED_FROM = ("state.pt", "attack_state.json")
+MEASURED = (".lock", ".provenance.json")  # what differs from one run to the next
 
 
 def start(arguments: list[str], bytes_left: int | None = None) -> int:
-    """A trainer in a process of its own, which need not import anything again."""
+    """A step in a process of its own, which need not import anything again."""
     if process := os.fork():
         return process
     code = 1
@@ -44,21 +46,34 @@ def ended(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def outcome(folder: Path) -> tuple:
-    history = read_json(folder / "history.json")
-    timeless = [{name: value for name, value in row.items() if "seconds" not in name} for row in history]
-    return read_json(folder / "checkpoint.json")["weights"], timeless
+def outcome(folder: Path) -> dict[str, object]:
+    """What a step has left: the content of every file, without times."""
+    files = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+    return {name: None if name.endswith(MEASURED) else timeless(file) for name, file in files.items()}
 
 
-def break_once(kind: str, arguments: list[str], folder: Path, seconds: float, luck: random.Random) -> tuple[str, bool]:
-    """One fault; what came of it, and whether the cell has ended nevertheless."""
+def timeless(file: Path) -> object:
+    if file.suffix != ".json":
+        return file.read_bytes()
+
+    def without(pairs):
+        return {name: value for name, value in pairs if "seconds" not in name and name != "time_ratio"}
+
+    return json.loads(file.read_text(), object_pairs_hook=without)
+
+
+def interrupted(folder: Path) -> bool:
+    return any((folder / name).exists() for name in RESUMED_FROM)
+
+
+def break_once(kind: str, arguments: list[str], size: int, seconds: float, luck: random.Random) -> tuple[str, bool]:
+    """One fault in a step that takes `seconds` and writes a file of `size`; what came of it, and whether the step has
+    ended nevertheless."""
     if kind == "full disk":
-        state = folder / "state.pt"
-        size = state.stat().st_size if state.exists() else 100_000
         code = ended(start(arguments, bytes_left=luck.randrange(1, size)))
         return "stopped" if code else "escaped", code == 0
     first = start(arguments)
-    if kind == "second trainer":
+    if kind == "second process":
         time.sleep(luck.uniform(0.1, 0.4) * seconds)
         code = ended(start(arguments))
         both = code != 2 and os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
@@ -70,20 +85,18 @@ def break_once(kind: str, arguments: list[str], folder: Path, seconds: float, lu
     return "stopped" if code else "escaped", code == 0
 
 
-def figures(prepared: dict, root: Path, faults: int, seed: int) -> dict:
+def figures(step: str, flags: dict[str, str], root: Path, faults: int, seed: int) -> dict:
     def arguments(folder: Path) -> list[str]:
-        folder.mkdir()
-        return [
-            "unlearn",
-            *(f"--{name}={value}" for name, value in prepared.items()),
-            f"--output={folder}/checkpoint.json",
-        ]
+        folder.mkdir(parents=True)
+        paths = {name: value.format(cell=folder) for name, value in flags.items()}
+        return [step, *(f"--{name}={value}" for name, value in paths.items())]
 
     command = arguments(root / "whole")
     began = time.monotonic()
     assert ended(start(command)) == 0
     seconds = time.monotonic() - began
     expected = outcome(root / "whole")
+    size = max(file.stat().st_size for file in (root / "whole").rglob("*"))
     luck, counts, injected, cells, resumed = random.Random(seed), Counter(), 0, 0, 0
     while injected < faults:
         cells += 1
@@ -93,21 +106,23 @@ def figures(prepared: dict, root: Path, faults: int, seed: int) -> dict:
             if done:
                 break
             kind = luck.choice(KINDS)
-            resumed += (folder / "state.pt").exists()
-            came, done = break_once(kind, command, folder, seconds, luck)
+            resumed += interrupted(folder)
+            came, done = break_once(kind, command, size, seconds, luck)
             counts[f"{kind}: {came}"] += 1
             injected += 1
         if not done:
-            resumed += (folder / "state.pt").exists()
+            resumed += interrupted(folder)
             assert ended(start(command)) == 0
-        counts["results lost"] += outcome(folder) != expected
-        counts["files left over"] += len({file.name for file in folder.iterdir()} ^ FILES)
+        found = outcome(folder)
+        counts["results lost"] += any(found.get(name, b"") != content for name, content in expected.items())
+        counts["files left over"] += len(found.keys() - expected.keys())
     duplicates = sum(count for name, count in counts.items() if "DUPLICATE" in name)
     return {
         "faults": injected,
         "cells": cells,
         "resumed": resumed,
         "duplicates": duplicates,
+        "seconds": round(time.monotonic() - began),
         **dict(sorted(counts.items())),
     }
 
@@ -115,6 +130,12 @@ def figures(prepared: dict, root: Path, faults: int, seed: int) -> dict:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     given = Namespace(folder=Path(sys.argv[1]), faults=int(sys.argv[2]), seed=int(sys.argv[3]))
+    import gripmoe.commands.attack
+    import gripmoe.commands.evaluate
     import gripmoe.commands.unlearn  # noqa: F401, before the first fork
 
-    print(json.dumps(figures(read_json(given.folder / "flags.json"), given.folder, given.faults, given.seed), indent=1))
+    flags, found = read_json(given.folder / "flags.json"), {}
+    for step in STEPS:
+        faults = given.faults if step == "unlearn" else given.faults // 4
+        found[step] = figures(step, flags[step], given.folder / step, faults, given.seed)
+    print(json.dumps(found, indent=1))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_every_method import OBJECTIVES, PROJECT, TRAINING, prepare
+from test_every_method import OBJECTIVES, PROJECT, TRAINING, prepare, with_questions
 
 from conftest import held
 from gripmoe.cli import COMMANDS, main
@@ -23,7 +23,8 @@ def trainer(world, tokenizer, tmp_path_factory):
     """Flags of a cell to train, with a checkpoint every three steps."""
     folder = tmp_path_factory.mktemp("trainer")
     root, benchmark, files = prepare("qwen3_moe", world, tokenizer, folder / "prepared")
-    more = {"max_steps": 150, "check_every": 3, "checkpoint_every": 3, "objective": OBJECTIVES["gd"]}
+    with_questions(root, world)
+    more = {"max_steps": 100, "check_every": 3, "checkpoint_every": 3, "objective": OBJECTIVES["gd"]}
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
     run = run.model_copy(update={"benchmark": benchmark, "training": TRAINING.model_copy(update=more)})
     write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
@@ -32,17 +33,46 @@ def trainer(world, tokenizer, tmp_path_factory):
     return {name: str(value) for name, value in flags.items()}
 
 
+def every_step(trainer, folder):
+    """Flags of each step of a cell, of which it writes into {cell}; what follows training is of a cell in `folder`."""
+    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "ptc", 0)
+    shared = read_yaml(Path(trainer["run"]))["benchmark"]
+    write_yaml(folder / "ptc.yaml", {**run.model_dump(mode="json"), "benchmark": shared})
+    trained = {"model": trainer["model"], "checkpoint": f"{folder}/unlearn/whole/checkpoint.json"}
+    measured = {"run": trainer["run"], **trained, "data": trainer["data"], "questions": "{cell}/questions.csv"}
+    return {
+        "unlearn": {**trainer, "output": "{cell}/checkpoint.json"},
+        "realign": {
+            "run": f"{folder}/ptc.yaml",
+            **trained,
+            "retain-corpus": f"{trainer['data']}/retain_corpus.jsonl",
+            "trace": trainer["trace"],
+            "output": "{cell}/checkpoint.json",
+        },
+        "evaluate": {**measured, "output": "{cell}/evaluation.json"},
+        "attack": {
+            **measured,
+            "settings": "null",
+            "answers": f"{folder}/evaluate/whole/questions.csv",
+            "output": "{cell}/attack.json",
+        },
+    }
+
+
 def test_faults_at_random_instants_lose_and_double_nothing(trainer, tmp_path):
-    write_json(tmp_path / "flags.json", trainer)
+    write_json(tmp_path / "flags.json", every_step(trainer, tmp_path))
     ended = subprocess.run(
         [sys.executable, Path(__file__).with_name("faults.py"), tmp_path, str(FAULTS), "0"],
         capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
-    figures = json.loads(ended.stdout)
     print(ended.stdout)
-    assert figures["results lost"] == figures["duplicates"] == figures["files left over"] == 0
-    assert figures["faults"] >= FAULTS and figures["resumed"] > 3, "the faults did hit something"
+    found = json.loads(ended.stdout)
+    assert found.keys() == {"unlearn", "realign", "evaluate", "attack"}
+    for figures in found.values():
+        assert figures["results lost"] == figures["duplicates"] == figures["files left over"] == 0
+        assert figures["faults"] >= FAULTS // 4 and figures["cells"] > 1
+    assert found["unlearn"]["resumed"] > 3, "the faults did hit something"
 
 
 @pytest.mark.parametrize("step", ["unlearn", "realign", "evaluate", "attack"])

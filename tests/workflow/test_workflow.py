@@ -18,10 +18,10 @@ SMOKE_ARTEFACTS = yaml.safe_load(SMOKE.read_text())["artefacts"]
 ARTEFACTS = ROOT / "workflow" / "config" / "artefacts.yaml"
 
 
-def snakemake(*arguments, directory, check=True, root=ROOT):
+def snakemake(*arguments, directory, check=True, root=ROOT, path=Path(sys.executable).parent):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(root / "src")  # the code that is fingerprinted and run, in a copy too
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
     command = [sys.executable, "-m", "snakemake", "-s", str(root / "Snakefile"), "--directory", str(directory)]
     result = subprocess.run(
         [*command, *map(str, arguments)], capture_output=True, text=True, env=environment, cwd=root, check=False
@@ -68,6 +68,46 @@ def test_slurm_profile_as_typed_from_a_clone(tmp_path):
         gpus = 2 if "model=qwen3_30b_a3b" in unlearn and "method=seuf" not in unlearn else 1
         assert re.search(rf"resources: .*gpu={gpus}, ", unlearn) and f"--processes {gpus}" in unlearn
         assert "runtime=" in unlearn and f"mem_mb={65536 * gpus}" in unlearn
+
+
+PROFILE = ROOT / "workflow" / "profiles" / "slurm"
+ON_GPU = {"finetune_model", "trace_routing", "unlearn", "realign", "evaluate", "attack"}
+
+
+def test_facts_of_a_cluster_stand_in_a_copy_of_the_profile_and_gpus_go_to_what_uses_them(tmp_path, monkeypatch):
+    """The lines that are commented in the profile, as they are; a GPU model asks for a GPU, so it is no rule's but
+    those'."""
+    copy = tmp_path / "snakemake" / "mycluster" / "config.yaml"
+    copy.parent.mkdir(parents=True)
+    text = (PROFILE / "config.yaml").read_text()
+    copy.write_text(re.sub(r"(?m)^( *)# ( *[\w-]+:( .*)?)$", r"\1\2", text))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    output = snakemake("-n", "--profile", "mycluster", "--config", "world=paper_muse", directory=tmp_path / "work")
+    asked = dict(re.findall(r"^(?:local)?rule (\w+):.*?resources: (.*?)$", output, re.M | re.S))
+    assert ON_GPU < asked.keys() and {"prepare_news", "prepare_model", "fit_basis", "collect"} < asked.keys()
+    assert {rule for rule, resources in asked.items() if re.search("gpu=[1-9]", resources)} == ON_GPU
+    assert {rule for rule, resources in asked.items() if "gpu_model=h200" in resources} == ON_GPU
+    assert all("slurm_account=myproject" in resources for resources in asked.values())
+
+
+def test_memory_and_time_grow_with_every_attempt_that_the_profile_allows(tmp_path, monkeypatch):
+    """A trainer that always fails, of a model that two processes share."""
+    target = "results/paper/qwen3_30b_a3b/wmdp_cyber/gd/unconstrained/0/checkpoint.json"
+    planned_job = snakemake("-n", target, "--config", "world=paper", directory=tmp_path).split("rule unlearn:")[1]
+    for name in re.search(r"input: (.*)", planned_job)[1].split(", "):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    failing = tmp_path / "bin" / "gripmoe"
+    failing.parent.mkdir()
+    failing.write_text("#!/bin/sh\nexit 1\n")
+    failing.chmod(0o755)
+    output = snakemake(
+        target, "--profile", "slurm", "--executor", "local", "--cores", 2, "--allowed-rules", "unlearn",
+        directory=tmp_path, check=False, path=failing.parent,
+    )  # fmt: skip
+    attempts = 1 + yaml.safe_load((PROFILE / "config.yaml").read_text())["retries"]
+    asked = re.findall(r"resources: .*?mem_mb=(\d+).*runtime=(\d+)", output)
+    assert asked == [(str(2 * 65536 * n), str(720 * n)) for n in range(1, attempts + 1)] and attempts > 1
 
 
 def test_order_of_the_steps(tmp_path):

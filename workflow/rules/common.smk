@@ -170,7 +170,8 @@ def processes_of(wildcards):
 
 
 MEMORY = 65536 if ON_GPU else 3000  # MB
-GPU_RESOURCES = {"gpu": 1 if ON_GPU else 0, "mem_mb": growing(MEMORY)}
+CPU_RESOURCES = {"mem_mb": growing(MEMORY)}  # of what holds a model or its traces and computes nothing on a GPU
+GPU_RESOURCES = {**CPU_RESOURCES, "gpu": 1 if ON_GPU else 0}
 # Of what trains a model: a GPU for each process.
 TRAINING_RESOURCES = {**GPU_RESOURCES, "processes": 1}
 if WORLD.processes:

@@ -47,7 +47,7 @@ rule fit_basis:
         ENVIRONMENT
     threads: 1
     resources:
-        **GPU_RESOURCES,
+        **CPU_RESOURCES,
         runtime=growing(60),
     params:
         settings=lambda w: canonical(PROJECT.methods[w.method]),

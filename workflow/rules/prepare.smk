@@ -62,7 +62,7 @@ rule prepare_model:
         ENVIRONMENT
     threads: 1
     resources:
-        **GPU_RESOURCES,
+        **CPU_RESOURCES,
         runtime=growing(240),
     params:
         settings=lambda w: canonical(PROJECT.models[w.model]),
