@@ -77,6 +77,14 @@ def test_memory_by_hand_and_rmu_needs_less():
     assert needs_of(Project(CONFIG, "single_gpu"))["olmoe", "relearning"].total == pytest.approx(6.9 * 6)
 
 
+def test_three_trained_layers_let_rmu_fit_one_gpu():
+    """As RMU's authors have it: Qwen3-30B-A3B on one GPU of 80 GB, not only on one of 141."""
+    three = Project(CONFIG, "paper").world.training.model_copy(update={"trained_layers": 3, "optimizer": "adamw"})
+    needs = needs_of(changed("paper", training=three, processes={}))
+    assert needs["qwen3_30b_a3b", "rmu"].total == pytest.approx(61 + 58 * 3 / 48 * 3) and 61 + 58 / 16 * 3 < 80
+    assert needs["qwen3_30b_a3b", "gd"].total == pytest.approx(61 + 58 * 3 / 48 * 3)
+
+
 def test_disk_by_hand():
     """Eleven methods under four objectives and three seeds, of two models."""
     assert disk_needed(Project(CONFIG, "paper")) == pytest.approx(11 * 4 * 3 * (61.0 + 28.6))

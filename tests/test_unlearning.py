@@ -185,6 +185,22 @@ def test_only_expert_blocks_and_routers_train(tmp_path):
     assert any(name.endswith("gate.weight") for name in changed)
 
 
+RMU_AT_0 = RepresentationMisdirection(layer=0, alpha=1.0, kappa=2.0, seed=0)
+
+
+@pytest.mark.parametrize("objective, trained", [(None, {1}), (RMU_AT_0, {0})])
+def test_only_the_last_layers_that_the_losses_look_at_train(tmp_path, objective, trained):
+    start = dict(small_model().named_parameters())
+    for count, wanted in ((1, trained), (None, {0, 1} if objective is None else {0})):
+        training = TRAINING.model_copy(
+            update={"trained_layers": count, "weight_decay": 0.0, "router_weight_decay": 0.0}
+        )
+        moe, _ = run(tmp_path / f"{count}.pt", training=training, constraint=Unconstrained(), objective=objective)
+        moved = {name for name, value in moe.model.named_parameters() if not torch.equal(value, start[name])}
+        assert {int(name.split(".")[2]) for name in moved} == wanted
+        assert any("gate.weight" in name for name in moved)
+
+
 def test_the_check_sees_corrected_routers_and_training_does_not(tmp_path):
     """ptc_matched: the stop rule looks at a corrected copy; the trajectory is that of the uncorrected run."""
     original = MoEModel(small_model()).thetas()

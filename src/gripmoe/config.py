@@ -242,6 +242,7 @@ class Training(Strict):
     gradient_checkpointing: bool = False  # activations are computed again in the backward pass, for large models
     expert_precision: Precision = "native"  # of the experts' products in training steps; the paper: fp8
     loss_bound: PositiveFloat  # a retain loss above it, or no number, ends the run as diverged
+    trained_layers: PositiveInt | None = None  # MoE blocks: the last so many that the losses look at; all if absent
     objective: dict[str, int | float] = {}
     alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight
 

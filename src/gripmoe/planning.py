@@ -108,12 +108,12 @@ def _estimated_hours(project: Project, rule: str, cell: tuple) -> float:
     if rule == "unlearn":
         training = project.training(cell[2], cell[3], cell[1])
         tokens = (training.forget_batch_size + training.retain_batch_size) * benchmark.max_length
-        share = _trained_layers(cell[2], training, model.parameters) / model.parameters.layers
+        share = _layers_run(cell[2], training, model.parameters) / model.parameters.layers
         return training.max_steps * tokens * 6 * model.parameters.active * share / FLOPS / 3600
     return flops[rule] / FLOPS / 3600
 
 
-def _trained_layers(objective: str, training: Training, sizes: Sizes) -> int:
+def _layers_run(objective: str, training: Training, sizes: Sizes) -> int:
     """RMU neither trains nor runs what comes after its layer, unless a constraint looks there."""
     return training.objective["layer"] + 1 if objective == "rmu" else sizes.layers
 
@@ -192,7 +192,8 @@ def _unlearned(project: Project, name: str, benchmark: str, objective: str, meth
     """A method that trains one expert has next to no gradients and states."""
     sizes, gpus = _sizes(project, name), project.processes(name, method)
     training = project.training(objective, method, benchmark)
-    trained = sizes.blocks * _trained_layers(objective, training, sizes) / sizes.layers / gpus
+    layers = min(_layers_run(objective, training, sizes), training.trained_layers or sizes.layers)
+    trained = sizes.blocks * layers / sizes.layers / gpus
     if project.methods[method].experts == "top_attributed":
         trained = 0.0
     parts = sizes.held_by(gpus) * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES[training.optimizer]

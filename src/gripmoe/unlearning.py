@@ -106,7 +106,7 @@ def unlearn(
 
     model.model.eval()
     documents = used(forget, training.forget_batch_size), used(retain, training.retain_batch_size)
-    routers, experts = _trainable(model, scope)
+    routers, experts = _trainable(model, scope, trained_layers(model, objective.last_layer, training.trained_layers))
     objective.start(model, *documents)
     constraint.start(model, *documents)
     original_sets = OriginalSets(model, [*documents[0], *documents[1]]) if replay else None
@@ -196,14 +196,24 @@ def unlearn(
     return Outcome(status, step, history)
 
 
-def _trainable(model: MoEModel, scope: dict[int, list[int]] | None) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Routers, and the rest of the MoE blocks or the fused experts of the layers in `scope`; freezes all else."""
+def trained_layers(model: MoEModel, last_layer: int | None, count: int | None) -> list[int]:
+    """The layers whose blocks train: all, or the last `count` up to `last_layer`, where the losses look last."""
+    if count is None:
+        return model.all_layers
+    return [layer for layer in model.all_layers if last_layer is None or layer <= last_layer][-count:]
+
+
+def _trainable(
+    model: MoEModel, scope: dict[int, list[int]] | None, layers: Sequence[int]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Routers of `layers`, and the rest of their MoE blocks or the fused experts of the layers in `scope`; freezes all
+    else."""
     model.model.requires_grad_(False)
-    routers = [model.theta(layer) for layer in model.layers]
+    routers = [model.theta(layer) for layer in layers if layer in model.layers]
     if scope:
         experts = [p for layer in scope for p in model.expert_parameters(layer)]
     else:
-        blocks = [p for block in model.blocks for p in block.parameters()]
+        blocks = [p for layer in layers for p in model.block(layer).parameters()]
         experts = [p for p in blocks if all(p is not router for router in routers)]
     for parameter in routers + experts:
         parameter.requires_grad_(True)

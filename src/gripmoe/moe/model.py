@@ -99,13 +99,9 @@ class MoEModel:
         """`layers`, or of a dense model every layer."""
         return list(self._blocks)
 
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """Every MoE block; of a dense model every feed-forward block."""
-        return list(self._blocks.values())
-
     def block(self, layer: int) -> nn.Module:
-        """The whole MoE block of a layer: router, experts, shared expert where there is one."""
+        """The whole MoE block of a layer: router, experts, shared expert where there is one; of a dense model its
+        feed-forward block."""
         return self._blocks[layer]
 
     def router(self, layer: int) -> nn.Module:
