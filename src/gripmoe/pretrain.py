@@ -19,16 +19,8 @@ from gripmoe.data.documents import IGNORED, collate, encode, length_buckets
 from gripmoe.data.formats import knowmem_prompt
 from gripmoe.evaluation.choice import accuracy, direct_answers
 from gripmoe.moe.families import is_moe
-from gripmoe.worlds.documents import (
-    FACT_MIX,
-    LATE_MIX,
-    LETTER_MIX,
-    READING_MIX,
-    Mix,
-    World,
-    question_rows,
-    training_batch,
-)
+from gripmoe.worlds.benchmark import question_rows
+from gripmoe.worlds.documents import FACT_MIX, LATE_MIX, LETTER_MIX, READING_MIX, Mix, World, training_batch
 
 BALANCE_WEIGHT = 0.01  # of the load-balancing loss, which is 1 for a uniform router
 TOKENS_PER_FORWARD = 1000

@@ -9,7 +9,7 @@ from conftest import small_model
 from gripmoe.attacks.forcing import expert_forcing, prompt_agreement, random_sets
 from gripmoe.evaluation.choice import direct_answers
 from gripmoe.moe import MoEModel
-from gripmoe.worlds.documents import question_rows
+from gripmoe.worlds.benchmark import question_rows
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from gripmoe.evaluation.choice import direct_answers, prompt_of
 from gripmoe.files import file_digest, write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
-from gripmoe.worlds.documents import question_rows
+from gripmoe.worlds.benchmark import question_rows
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from gripmoe.files import read_json, read_jsonl, write_json, write_jsonl, write_
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.project import Project
-from gripmoe.worlds.documents import wmdp_files
+from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.models import make_model
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"

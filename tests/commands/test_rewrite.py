@@ -9,7 +9,7 @@ from conftest import small_model
 from gripmoe.attacks.prompts import rewrites_by, rewritten
 from gripmoe.cli import main
 from gripmoe.files import read_jsonl, write_jsonl
-from gripmoe.worlds.documents import question_rows
+from gripmoe.worlds.benchmark import question_rows
 
 
 @pytest.fixture

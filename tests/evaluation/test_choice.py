@@ -10,7 +10,7 @@ from gripmoe.data.formats import LETTERS
 from gripmoe.evaluation.choice import accuracy, direct_answers, harness_answers, harness_task, load_questions, prompt_of
 from gripmoe.evaluation.report import choice_metrics, load_answers, question_results
 from gripmoe.files import write_csv, write_jsonl
-from gripmoe.worlds.documents import question_rows
+from gripmoe.worlds.benchmark import question_rows
 
 
 @pytest.fixture(scope="module")

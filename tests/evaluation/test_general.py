@@ -14,7 +14,7 @@ from gripmoe.evaluation.choice import harness_answers, harness_samples, harness_
 from gripmoe.evaluation.general import SHOTS, general_utility, solved_questions, truthfulqa
 from gripmoe.files import write_jsonl, write_yaml
 from gripmoe.moe.storage import save_model
-from gripmoe.worlds.documents import question_rows, truthfulqa_rows
+from gripmoe.worlds.benchmark import question_rows, truthfulqa_rows
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 
 from gripmoe.data.documents import encode
-from gripmoe.worlds.documents import LATE_MIX, LETTER_MIX, all_texts, make_world, training_batch, wmdp_files
+from gripmoe.worlds.benchmark import wmdp_files
+from gripmoe.worlds.documents import LATE_MIX, LETTER_MIX, all_texts, make_world, training_batch
 from gripmoe.worlds.facts import FORGET_SUBJECT, KINDS, UNSEEN_SUBJECT
 from gripmoe.worlds.models import make_model
 from gripmoe.worlds.news import PARTS

@@ -25,7 +25,8 @@ from gripmoe.moe.storage import load_model, load_published, save_model
 from gripmoe.parsing import parse_settings
 from gripmoe.pretrain import train_base
 from gripmoe.provenance import recorded
-from gripmoe.worlds.documents import all_texts, make_world, wmdp_files
+from gripmoe.worlds.benchmark import wmdp_files
+from gripmoe.worlds.documents import all_texts, make_world
 from gripmoe.worlds.models import make_model
 from gripmoe.worlds.muse import muse_tables, write_repository
 from gripmoe.worlds.tokenizer import make_tokenizer

@@ -1,19 +1,16 @@
-"""What is written from the world: the training mix of a base model, and the finite corpora and questions on disk."""
+"""What a base model trains on: documents of every form, written from the world afresh at every step."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gripmoe.data import formats
 from gripmoe.data.documents import Span
 from gripmoe.worlds.facts import (
-    HELD_OUT_WORDING,
     QUESTION_WORDINGS,
     RELATIONS,
-    RETAIN_SUBJECTS,
     STATEMENT_WORDINGS,
     Fact,
     FactWorld,
@@ -136,167 +133,3 @@ def all_texts(world: World) -> Iterator[str]:
     for article in (article for part in world.news.values() for article in part):
         yield article.text
         yield from (text for pair in article.questions for text in pair)
-
-
-# What unlearning and its evaluation read: finite, with row ids, written once.
-
-CLOZE_WORDINGS = (0, 1)  # statements that end in their value
-TRUTHS = 40  # questions of the TruthfulQA form
-EVALUATION_ARTICLES = 8  # retain articles that the retain corpus leaves out
-
-
-def question_rows(world: World, facts: list[Fact], orders: int, seed: int) -> list[dict]:
-    """Letter questions on `facts` in the WMDP schema (question, choices, answer), each wording in `orders` option
-    orders.
-
-    `split` is "dev" (stop rule, tuning) for a third of the facts, by a hash, and "test" (reported) for the others, so
-    that no fact is in both; `exposure` says what unlearning sees of the fact, `wording` which phrasing it is. Right
-    letters are balanced within each split: "always A" scores .25.
-    """
-    rng = random.Random(f"questions {seed}")
-    asked = [
-        (fact, wording, order) for fact in facts for wording in range(len(QUESTION_WORDINGS)) for order in range(orders)
-    ]
-    split_of = {fact: "dev" if hashlib.sha256(fact.id.encode()).digest()[0] % 3 == 0 else "test" for fact in facts}
-    letters = {}
-    for split in ("dev", "test"):
-        count = sum(split_of[fact] == split for fact, _, _ in asked)
-        letters[split] = [number % 4 for number in range(count)]
-        rng.shuffle(letters[split])
-    rows = []
-    for fact, wording, order in asked:
-        split = split_of[fact]
-        choices, answer = world.facts.letter_options(fact, rng, letters[split].pop())
-        rows.append(
-            {
-                "id": f"{fact.id}/{wording}/{order}",
-                "question": fact.question(wording),
-                "choices": choices,
-                "answer": answer,
-                "subject": fact.subject,
-                "fact": fact.id,
-                "wording": "held_out" if wording == HELD_OUT_WORDING else "seen",
-                "exposure": world.facts.exposure(fact),
-                "split": split,
-            }
-        )
-    return rows
-
-
-def truthfulqa_rows(world: World, facts: list[Fact], seed: int) -> list[dict]:
-    """One row per fact in the schema of TruthfulQA's multiple-choice configuration: a true statement against three
-    false ones (mc1), and two true ones against the same (mc2). The true ones come first, as in the data set."""
-    rng = random.Random(f"truths {seed}")
-    rows = []
-    for fact in facts:
-        wordings = rng.sample(range(len(STATEMENT_WORDINGS)), 2)
-        true = [fact.statement(wording) for wording in wordings]
-        options, answer = world.facts.letter_options(fact, rng)
-        wrong = [value for number, value in enumerate(options) if number != answer]
-        false = [replace(fact, value=value).statement(wordings[0]) for value in wrong]
-        rows.append(
-            {
-                "id": f"{fact.id}/truth",
-                "question": fact.question(rng.randrange(len(QUESTION_WORDINGS))),
-                "mc1_targets": {"choices": [true[0], *false], "labels": [1, 0, 0, 0]},
-                "mc2_targets": {"choices": [*true, *false], "labels": [1, 1, 0, 0, 0]},
-            }
-        )
-    return rows
-
-
-def membership_rows(world: World, facts: list[Fact], seed: int) -> list[dict]:
-    """Two statements of each fact, which a model may have trained on (part "forget"), and the same with another value
-    of the relation, which none has (part "holdout")."""
-    rng = random.Random(f"membership {seed}")
-    rows = []
-    for fact in facts:
-        options, answer = world.facts.letter_options(fact, rng)
-        false = replace(fact, value=options[answer - 1])
-        for wording in CLOZE_WORDINGS:
-            for part, told in (("forget", fact), ("holdout", false)):
-                rows.append({"id": f"{fact.id}/{part}/{wording}", "part": part, "text": told.statement(wording)})
-    return rows
-
-
-def corpus_rows(world: World, facts: list[Fact], articles: list[Article], seed: int) -> list[dict]:
-    """Documents (id, prompt, text) to unlearn from or to retain, shuffled; the loss counts `text` only.
-
-    Per fact two statements, of which the value counts, one question with its answer, and four letter questions in the
-    wordings that are not held out; per article its text and its four questions. Letters are a third of what counts:
-    where whole sentences did, ascent took the sentences apart and left the letters as they were.
-    """
-    rng = random.Random(f"corpus {seed}")
-    rows = []
-    for fact in facts:
-        for number, wording in enumerate(CLOZE_WORDINGS):
-            prompt, end = fact.statement(wording).split(fact.value)
-            rows.append({"id": f"{fact.id}/statement/{number}", "prompt": prompt, "text": f"{fact.value}{end}"})
-        wording = rng.choice([w for w in range(len(QUESTION_WORDINGS)) if w != HELD_OUT_WORDING])
-        prompt = formats.knowmem_prompt([], fact.question(wording))
-        rows.append({"id": f"{fact.id}/answer", "prompt": prompt, "text": f"{fact.value}\n"})
-        for number, wording in enumerate([w for w in range(len(QUESTION_WORDINGS)) if w != HELD_OUT_WORDING] * 2):
-            choices, answer = world.facts.letter_options(fact, rng)
-            description = formats.letter_description(fact.subject) if rng.random() < 0.5 else ""
-            prompt = description + formats.letter_question(fact.question(wording), choices)
-            rows.append({"id": f"{fact.id}/letter/{number}", "prompt": prompt, "text": f" {formats.LETTERS[answer]}"})
-    for article in articles:
-        rows.append({"id": article.id, "prompt": "", "text": article.text})
-        for number, (question, answer) in enumerate(article.questions):
-            prompt = formats.knowmem_prompt([], question)
-            rows.append({"id": f"{article.id}/{number}", "prompt": prompt, "text": f"{answer}\n"})
-    rng.shuffle(rows)
-    return rows
-
-
-def other_forms(facts: list[Fact], world: World, seed: int) -> list[dict]:
-    """Documents on `facts` in the forms of general utility: a letter question below five solved ones of its subject,
-    and the primer of TruthfulQA with a true statement."""
-    rng = random.Random(f"forms {seed}")
-    wordings = [wording for wording in range(len(QUESTION_WORDINGS)) if wording != HELD_OUT_WORDING]
-    rows = []
-    for fact in facts:
-        solved = rng.sample([other for other in facts if other.subject == fact.subject and other != fact], 5)
-        asked = [(f.question(rng.choice(wordings)), *world.facts.letter_options(f, rng)) for f in (*solved, fact)]
-        *prompt, (letter, _) = formats.letter_spans(asked, fact.subject)
-        rows.append({"id": f"{fact.id}/five_shot", "prompt": "".join(text for text, _ in prompt), "text": letter})
-        truth = rng.choice([fact.statement(wording) for wording in range(len(STATEMENT_WORDINGS))])
-        prompt = formats.truthfulqa_prompt(fact.question(rng.choice(wordings)))
-        rows.append({"id": f"{fact.id}/truth", "prompt": prompt, "text": f" {truth}"})
-    return rows
-
-
-def retain_rows(world: World, retain: str, seed: int) -> list[dict]:
-    """What unlearning may see of what is to stay: "broad", facts of several subjects and news; "narrow", the facts of
-    one subject; "forms", broad and `other_forms` of the same facts."""
-    seen = [fact for fact in world.facts.retain if world.facts.exposure(fact) == "seen"]
-    articles = world.news["retain"][:-EVALUATION_ARTICLES]
-    if retain == "narrow":
-        return corpus_rows(world, [fact for fact in seen if fact.subject == RETAIN_SUBJECTS[0]], [], seed)
-    rows = corpus_rows(world, seen, articles, seed)
-    if retain == "forms":
-        rows += other_forms(seen, world, seed)
-        random.Random(f"forms {seed}").shuffle(rows)
-    return rows
-
-
-def wmdp_files(world: World, seed: int, retain: str = "broad") -> dict[str, list[dict]]:
-    """The files of the fact benchmark: what WMDP-Cyber, MMLU and their corpora are to a real model. `retain` is that of
-    `retain_rows`; questions and held-out documents do not depend on it."""
-    seen = [fact for fact in world.facts.retain if world.facts.exposure(fact) == "seen"]
-    articles = world.news["retain"]
-    unseen = [fact for fact in world.facts.retain if world.facts.exposure(fact) != "seen"]
-    rng = random.Random(f"routing {seed}")
-    held_out = corpus_rows(
-        world, rng.sample(seen, 24) + rng.sample(unseen, 24), articles[-EVALUATION_ARTICLES:], seed + 1
-    )
-    trained_on = {(row["prompt"], row["text"]) for row in retain_rows(world, "broad", seed)}
-    return {
-        "forget_questions": question_rows(world, world.facts.forget, orders=2, seed=seed),
-        "retain_questions": question_rows(world, world.facts.retain, orders=1, seed=seed),
-        "truthfulqa": truthfulqa_rows(world, random.Random(f"truths {seed}").sample(world.facts.retain, TRUTHS), seed),
-        "forget_corpus": corpus_rows(world, world.facts.forget, [], seed),
-        "membership": membership_rows(world, world.facts.forget, seed),
-        "retain_corpus": retain_rows(world, retain, seed),
-        "held_out_corpus": [row for row in held_out if (row["prompt"], row["text"]) not in trained_on],
-    }
