@@ -252,6 +252,20 @@ def test_a_closed_guard_leaves_nothing_behind(method):
     assert traces_of_a_guard(model, optimizer) == before != held
 
 
+def test_method_b_and_reparameterized_routers_leave_nothing_behind_either():
+    model = small_model()
+    optimizer = adamw(model)
+    before = traces_of_a_guard(model, optimizer)
+    original = gripmoe.remember(model, RETAIN)
+    gripmoe.realign(model, original)
+    assert traces_of_a_guard(model, optimizer) == before
+    with gripmoe.reparameterize(model, RETAIN):
+        hooks, *_ = traces_of_a_guard(model, optimizer)
+        assert sum(hooks) == 2 * 2, "the control"
+    assert traces_of_a_guard(model, optimizer)[0] == before[0]
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
 def test_a_guard_that_is_refused_leaves_nothing_behind():
     model = small_model()
     experts_only = torch.optim.AdamW(MoEModel(model).expert_parameters(0))

@@ -61,6 +61,10 @@ for name in ("axk1", "deepseek_v32", "exaone_moe", "glm4_moe_lite", "glm_moe_dsa
     PARTICULAR[name] = dict(PARTICULAR["deepseek_v3"])
 PARTICULAR["nemotron_h"] |= dict(mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=4, n_groups=2, chunk_size=8)
 del PARTICULAR["solar_open"]["first_k_dense_replace"]
+PARTICULAR["qwen3_5_moe_text"] = PARTICULAR["qwen3_next"]
+PARTICULAR["granitemoehybrid"] = dict(
+    mamba_n_heads=4, mamba_d_state=4, shared_intermediate_size=16, layer_types=["linear_attention", "full_attention"]
+)
 
 
 def make(family: str):
@@ -240,8 +244,9 @@ OBSTACLES = {
     "gemma4": "decoder layers are not at `model.layers`",
     "qwen3_vl_moe": "decoder layers are not at `model.layers`",
     "switch_transformers": "decoder layers are not at `model.layers`",
-    "kimi_linear": "look as they should; add a row",
-    "qwen3_5_moe": "look as they should; add a row",
+    "kimi_linear": "return what they should; if they are linear, add a row",
+    "cohere2_moe": "return what they should; if they are linear, add a row",
+    "laguna": "return what they should; if they are linear, add a row",
 }
 
 

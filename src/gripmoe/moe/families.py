@@ -116,6 +116,7 @@ FAMILIES = {
     # Qwen1.5-MoE; its checkpoints set norm_topk_prob: false.
     "qwen2_moe": Family(_renormalized_if_so_configured, shared_expert="shared_expert"),
     "qwen3_next": Family(_renormalized_if_so_configured, shared_expert="shared_expert"),
+    "qwen3_5_moe_text": Family(_renormalized, shared_expert="shared_expert"),
     "olmoe": Family(_renormalized_if_so_configured),
     "flex_olmo": Family(_renormalized_if_so_configured),
     "mellum": Family(_renormalized_if_so_configured),
@@ -125,6 +126,7 @@ FAMILIES = {
     "granitemoe": Family(_softmax_of_chosen),
     "granitemoe_swa": Family(_softmax_of_chosen),
     "granitemoeshared": Family(_softmax_of_chosen),
+    "granitemoehybrid": Family(_softmax_of_chosen),
     "gpt_oss": Family(_softmax_of_chosen, _with_logit_bias),
     "phimoe": Family(_sparse_mixer),
     "ernie4_5_moe": Family(_renormalized_above_minimum, _with_statistics, shared_expert="shared_experts"),
@@ -170,7 +172,7 @@ def _obstacle(model: nn.Module) -> str:
     output = router(weight.new_zeros(2, weight.shape[1]))
     if not (isinstance(output, tuple) and len(output) == 3 and output[0].shape == (2, len(weight))):
         return f"its {target.__name__} does not return (logits, weights, indices)"
-    return "its routers look as they should; add a row that says how they select experts and weigh them"
+    return "its routers return what they should; if they are linear, add a row: how they select experts and weigh them"
 
 
 def is_moe(model: nn.Module) -> bool:

@@ -85,8 +85,8 @@ class MoEModel:
 
     def release(self, *, rounded: bool = False) -> None:
         """Takes the hooks off the routers that were in fp32 before this object was made; what was of lower precision
-        stays in fp32, with its hooks, or is `rounded` to what it was. Routers that compute in fp32 for another
-        `MoEModel` of the same model go on doing so."""
+        stays in fp32, with its hooks, or is `rounded` to what it was. What an earlier `MoEModel` of the same model has
+        changed stays."""
         for router in self._converted:
             release(router, rounded=rounded)
 
