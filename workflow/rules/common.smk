@@ -3,6 +3,7 @@
 
 import gc
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -32,6 +33,8 @@ RUNS = f"{RESULTS}/runs_{PROJECT.name}.csv"
 # Beside RUNS, where notebooks look for them: what training saw, and the answer to every letter question.
 HISTORIES = f"{RESULTS}/histories_{PROJECT.name}.csv"
 ANSWERS = f"{RESULTS}/answers_{PROJECT.name}.csv"
+# Relative, as all inputs: Snakemake knows a file again by its path, also in a checkout that lies elsewhere.
+NOTEBOOKS = os.path.relpath(Path(workflow.basedir).resolve() / "notebooks")
 FIGURES = f"paper_figures/{PROJECT.name}"
 MANIFEST = f"{FIGURES}/manifest.json"
 LOGS = f"{RESULTS}/logs"

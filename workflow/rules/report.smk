@@ -29,7 +29,7 @@ for artefact in WORLD.artefacts:
         name:
             f"render_{artefact}"
         input:
-            notebook=f"{workflow.basedir}/notebooks/{artefact}.ipynb",
+            notebook=f"{NOTEBOOKS}/{artefact}.ipynb",
             runs=RUNS,
             histories=HISTORIES,
             answers=ANSWERS,
@@ -64,7 +64,7 @@ for artefact in WORLD.artefacts:
 rule manifest:
     input:
         artefacts=artefact_files(),
-        notebooks=[f"{workflow.basedir}/notebooks/{artefact}.ipynb" for artefact in WORLD.artefacts],
+        notebooks=[f"{NOTEBOOKS}/{artefact}.ipynb" for artefact in WORLD.artefacts],
         runs=RUNS,
         tables=[HISTORIES, ANSWERS],
     output:
