@@ -11,10 +11,10 @@ from gripmoe import distributed, objectives
 from gripmoe.adapter import METHODS
 from gripmoe.checkpoint import remove_state
 from gripmoe.config import EpsNullConfig, Method, Training
-from gripmoe.constraints import fit_bases
 from gripmoe.data import corpora
 from gripmoe.data.documents import Row, collate
 from gripmoe.finetune import finetune
+from gripmoe.method_a import fit_bases
 from gripmoe.moe import MoEModel, sharding
 from gripmoe.moe.storage import save_model
 from gripmoe.objectives import make_objective

@@ -12,11 +12,11 @@ import gripmoe
 from conftest import random_batch, small_model
 from gripmoe.adapter import METHODS
 from gripmoe.config import Method
-from gripmoe.constraints import NullSpacePaper
 from gripmoe.data.documents import Row, collate, collate_inputs
 from gripmoe.geometry.nullspace import EpsNull
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
 from gripmoe.guard import RouterGuard
+from gripmoe.method_a import NullSpacePaper
 from gripmoe.moe import MoEModel
 
 RETAIN = [random_batch(seed=100), random_batch(seed=101)]

@@ -13,9 +13,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from conftest import small_model
 from gripmoe import distributed
 from gripmoe.config import Training
-from gripmoe.constraints import NullSpacePaper, Unconstrained
+from gripmoe.constraints import Unconstrained
 from gripmoe.data.documents import Row
 from gripmoe.geometry.nullspace import EpsNull
+from gripmoe.method_a import NullSpacePaper
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.objectives import GradientDifference, RepresentationMisdirection

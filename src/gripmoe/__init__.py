@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gripmoe.adapter import constrain
-    from gripmoe.correction import realign, remember
     from gripmoe.guard import Diverged
+    from gripmoe.method_b import realign, remember
     from gripmoe.moe.sharding import shard_experts
     from gripmoe.reparameterization import reparameterize
     from gripmoe.trainer import trainer_callback
@@ -22,8 +22,8 @@ __all__ = ["Diverged", "constrain", "realign", "remember", "reparameterize", "sh
 _HOMES = {
     "Diverged": "guard",
     "constrain": "adapter",
-    "realign": "correction",
-    "remember": "correction",
+    "realign": "method_b",
+    "remember": "method_b",
     "reparameterize": "reparameterization",
     "shard_experts": "moe.sharding",
     "trainer_callback": "trainer",

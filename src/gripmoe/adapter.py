@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gripmoe import distributed
 from gripmoe.basis_store import BasisStore
 from gripmoe.config import EpsNullConfig, Method
-from gripmoe.constraints import fit_bases, held_trace
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import RoutingTrace
 from gripmoe.guard import RouterGuard, inner_optimizer
+from gripmoe.method_a import fit_bases, held_trace
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 from gripmoe.penalties import attributed_expert, constraint_of

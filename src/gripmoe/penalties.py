@@ -12,11 +12,12 @@ from torch import Tensor
 
 from gripmoe import distributed
 from gripmoe.config import Method
-from gripmoe.constraints import FrozenRouter, RouterConstraint, Unconstrained, make_constraint
+from gripmoe.constraints import FrozenRouter, RouterConstraint, Unconstrained
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import RoutingTrace, jaccard, route, selection_mask
 from gripmoe.geometry.tracking import DualWeight, RouterTracker
+from gripmoe.method_a import null_space_of
 from gripmoe.moe import MoEModel
 from gripmoe.reference import ReferenceCache
 
@@ -194,4 +195,6 @@ def constraint_of(
         return RoutingScores(method.weight)
     if method.constraint == "anchor":
         return Anchored(method.routing_stability, method.anchor_floor, method.final_only, method.tracked)
-    return make_constraint(method, reference, bases, seed)
+    if method.constraint == "null_space":
+        return null_space_of(method, reference, bases, seed)
+    return FrozenRouter() if method.constraint == "frozen" else Unconstrained()

@@ -75,11 +75,13 @@ def _bases(project: Project) -> list[str]:
 def _job(project: Project, results: Path, rule: str, cell: tuple) -> Job:
     """With hours, and memory of an embedded model, as recorded; else as estimated."""
     recorded, need = _benchmarks(results, rule, cell), _memory(project, rule, cell)
-    hours, memory = _estimated_hours(project, rule, cell), need and need.total
+    memory = need and need.total
     if recorded:
         together = rule in ("unlearn", "finetune_model")
         processes = project.processes(cell[0], cell[3] if len(cell) > 1 else None) if together else 1
         hours = processes * sum(float(row["s"]) for row in recorded) / len(recorded) / 3600
+    else:
+        hours = _estimated_hours(project, rule, cell)
     if project.trained_from(cell[0]).source == "embedded":
         peaks = [float(row["max_rss"]) / 1e3 for row in recorded if row.get("max_rss", "-") not in ("-", "NA")]
         memory = max(peaks, default=TINY_MEMORY)

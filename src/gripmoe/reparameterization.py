@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from gripmoe.adapter import METHODS
-from gripmoe.constraints import fit_bases
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.method_a import fit_bases
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 

@@ -365,7 +365,7 @@ class TestRun:
             ("src/gripmoe/objectives.py", "return -cross_entropy(", "return -1.0 * cross_entropy(", TRAINING_ON),
             ("src/gripmoe/moe/model.py", "return list(self._routers)", "return [*self._routers]", ["prepare_model"]),
             ("src/gripmoe/commands/unlearn.py", 'corpus["retain"][:', 'corpus["retain"][0:', TRAINING_ON),
-            ("src/gripmoe/correction.py", "import torch\n", "import torch\n\nUNUSED = 1\n", []),
+            ("src/gripmoe/method_b.py", "import torch\n", "import torch\n\nUNUSED = 1\n", []),
             ("src/gripmoe/evaluation/report.py", "return [\n", "return 1 * [\n", ["evaluate", "collect"]),
             ("src/gripmoe/attacks/restoration.py", '("experts", "router")', '("router", "experts")', ["attack"]),
             # Which attacks are made, and when a run has forgotten.
@@ -447,3 +447,27 @@ class TestRun:
         file.write_text(before)
         module.write_text(code)
         assert planned(output) == {}
+
+    @pytest.mark.skipif(not shutil.which("git"), reason="not run: no git")
+    def test_a_fresh_checkout_beside_copied_results_reruns_nothing(self, finished, tmp_path):
+        """A clone is new in every file and lies elsewhere; with the control, an edit there."""
+        fresh = tmp_path / "fresh"
+        as_someone = ["git", "-c", "user.name=someone", "-c", "user.email=someone@localhost", "-C", finished]
+        try:
+            for command in (
+                ["init", "-q"],
+                ["add", "-A"],
+                ["commit", "-qm", "everything"],
+                ["clone", "-q", ".", fresh],
+            ):
+                subprocess.run([*as_someone, *command], check=True, capture_output=True)
+        finally:
+            shutil.rmtree(finished / ".git", ignore_errors=True)
+        for kept in ("results", "paper_figures", ".snakemake"):
+            shutil.copytree(finished / kept, fresh / kept, dirs_exist_ok=True)
+        checked_out = (fresh / "notebooks" / "main_results.ipynb").stat().st_mtime
+        assert checked_out > (fresh / "paper_figures" / "smoke" / "main_results.png").stat().st_mtime
+        assert planned(dry_run(fresh)) == {}
+        objectives = fresh / "src" / "gripmoe" / "objectives.py"
+        objectives.write_text(objectives.read_text().replace("return -cross_entropy(", "return -1.0 * cross_entropy("))
+        assert set(TRAINING_ON) <= planned(dry_run(fresh)).keys()

@@ -3,6 +3,7 @@
 
 import gc
 import json
+import os
 from argparse import Namespace
 from pathlib import Path
 
@@ -34,6 +35,8 @@ RUNS = f"{RESULTS}/runs_{PROJECT.name}.csv"
 HISTORIES = f"{RESULTS}/histories_{PROJECT.name}.csv"
 ANSWERS = f"{RESULTS}/answers_{PROJECT.name}.csv"
 ATTACKS = f"{RESULTS}/attacks_{PROJECT.name}.csv"
+# Relative, as all inputs: Snakemake knows a file again by its path, also in a checkout that lies elsewhere.
+NOTEBOOKS = os.path.relpath(Path(workflow.basedir).resolve() / "notebooks")
 FIGURES = f"paper_figures/{PROJECT.name}"
 MANIFEST = f"{FIGURES}/manifest.json"
 LOGS = f"{RESULTS}/logs"

@@ -30,7 +30,7 @@ for artefact in WORLD.artefacts:
         name:
             f"render_{artefact}"
         input:
-            notebook=f"{workflow.basedir}/notebooks/{artefact}.ipynb",
+            notebook=f"{NOTEBOOKS}/{artefact}.ipynb",
             runs=RUNS,
             histories=HISTORIES,
             answers=ANSWERS,
@@ -59,7 +59,7 @@ for artefact in WORLD.artefacts:
             runtime=growing(30),
         params:
             code=code_fingerprint(*RENDERING),
-            about=introduction(f"{workflow.basedir}/notebooks/{artefact}.ipynb"),
+            about=introduction(f"{NOTEBOOKS}/{artefact}.ipynb"),
         shell:
             "papermill {input.notebook} {output.notebook} -p runs {input.runs} -p output {output.files[0]} > {log} 2>&1"
 
@@ -67,7 +67,7 @@ for artefact in WORLD.artefacts:
 rule manifest:
     input:
         artefacts=artefact_files(),
-        notebooks=[f"{workflow.basedir}/notebooks/{artefact}.ipynb" for artefact in WORLD.artefacts],
+        notebooks=[f"{NOTEBOOKS}/{artefact}.ipynb" for artefact in WORLD.artefacts],
         runs=RUNS,
         tables=[HISTORIES, ANSWERS, ATTACKS],
     output:

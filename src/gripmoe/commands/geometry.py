@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from gripmoe.commands import beside, one_thread_unless_set
 from gripmoe.config import Benchmark, Method
-from gripmoe.constraints import fit_bases, held_trace
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.files import file_digest, read_json, write_json
+from gripmoe.method_a import fit_bases, held_trace
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, load_rules, load_trace, save_bases, save_trace
 from gripmoe.parsing import parse_settings

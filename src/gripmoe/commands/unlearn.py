@@ -11,12 +11,12 @@ from gripmoe import distributed
 from gripmoe.checkpoint import claim_state, remove_state
 from gripmoe.commands import beside, identity_of, one_thread_unless_set, training_together
 from gripmoe.config import load_run
-from gripmoe.constraints import held_trace
-from gripmoe.correction import holdout_report, kaczmarz_report, make_correction
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.stopping import stop_rule
 from gripmoe.files import exclusive, read_json, write_json
+from gripmoe.method_a import held_trace
+from gripmoe.method_b import holdout_report, kaczmarz_report, make_correction
 from gripmoe.moe import MoEModel
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_bases, load_model, load_routers, load_trace, save_model

@@ -5,8 +5,8 @@ import copy
 import torch
 
 from conftest import random_batch, small_model
-from gripmoe.correction import kaczmarz_report, realign_routers, restore_routers
 from gripmoe.geometry.routing import mean_stability, routing_stability
+from gripmoe.method_b import kaczmarz_report, realign_routers, restore_routers
 from gripmoe.moe import MoEModel
 
 

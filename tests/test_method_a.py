@@ -6,14 +6,7 @@ import torch
 import gripmoe
 from conftest import random_batch, small_model
 from gripmoe.config import EpsNullConfig, Method
-from gripmoe.constraints import (
-    FrozenRouter,
-    NullSpaceMinibatch,
-    NullSpacePaper,
-    Unconstrained,
-    fit_bases,
-    make_constraint,
-)
+from gripmoe.constraints import FrozenRouter, Unconstrained
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
 from gripmoe.geometry.routing import (
     LayerRouting,
@@ -24,6 +17,7 @@ from gripmoe.geometry.routing import (
     selection_mask,
 )
 from gripmoe.guard import RouterGuard
+from gripmoe.method_a import NullSpaceMinibatch, NullSpacePaper, fit_bases, null_space_of
 from gripmoe.moe import MoEModel
 
 ABSOLUTE = dict.fromkeys(range(2), EpsNull(1e-2, "absolute"))
@@ -232,7 +226,7 @@ def test_a_rank_cap_holds_the_strongest_directions_alone(basis):
     for cap in (None, 1):
         config = EpsNullConfig(value=1e-9, kind="relative")
         method = Method(constraint="null_space", basis=basis, eps_null=config, max_rank=cap)
-        constraint = make_constraint(method, reference, fit_bases(reference, moe.rules(), method), seed=0)
+        constraint = null_space_of(method, reference, fit_bases(reference, moe.rules(), method), seed=0)
         constraint.start(moe, [], [])
         allowed = constraint.constrain(0, theta, theta + update, seen) - theta
         strongly[cap] = (allowed[served] @ strong).abs().max().item()
