@@ -206,7 +206,9 @@ def null_space_of(
         return NullSpacePaper(eps_null, safety_margin=method.safety_margin, seed=seed)
     if method.basis in ("minibatch", "tracked"):
         forgetting = method.forgetting if method.basis == "tracked" else None
-        return NullSpaceMinibatch(eps_null, method.granularity, method.safety_margin, forgetting)
+        return NullSpaceMinibatch(
+            eps_null, method.granularity, method.safety_margin, forgetting=forgetting, max_rank=method.max_rank
+        )
     return NullSpace(reference, bases, method.safety_margin)
 
 
