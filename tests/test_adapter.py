@@ -1,5 +1,7 @@
 """What `constrain` offers beyond the constraint: documents to forget, routing replay, a bound on the retain loss."""
 
+import copy
+
 import pytest
 import torch
 
@@ -184,3 +186,39 @@ def test_a_bound_that_the_loop_leaves_out_is_an_error():
         model(**RETAIN[0].inputs, labels=RETAIN[0].input_ids).loss.backward()
         with pytest.raises(RuntimeError, match=r"call `guard.check\(loss\)` in every step"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("method", ["anchored", Method(constraint="routing_scores")])
+def test_a_second_model_answers_what_a_cache_would_and_about_documents_that_nobody_listed(method):
+    """After a step: penalties by the original's forward pass and by what was kept of it agree to the bit."""
+    penalties = {}
+    listed, unlisted = random_batch(seed=2), random_batch(seed=3)
+    for kind in ("kept", "asked"):
+        model = small_model()
+        original = copy.deepcopy(model) if kind == "asked" else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gripmoe.constrain(model, optimizer, [listed], method=method, original=original) as guard:
+            model(**random_batch(seed=1).inputs, labels=random_batch(seed=1).input_ids).loss.backward()
+            with guard.retain():
+                model(**listed.inputs)
+            guard.penalty()
+            optimizer.step()
+            with guard.retain():
+                model(**listed.inputs)
+            penalties[kind] = guard.penalty().item()
+            if kind == "kept":
+                with pytest.raises(KeyError, match="no reference for a document"), guard.retain():
+                    model(**unlisted.inputs)
+            else:
+                with guard.retain():
+                    model(**unlisted.inputs)
+                assert guard.penalty() > 0
+    assert penalties["kept"] == penalties["asked"] > 0
+
+
+def test_the_model_is_not_its_own_original():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="`original` is the model that trains"):
+        gripmoe.constrain(model, optimizer, [random_batch()], method="anchored", original=model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -58,6 +58,7 @@ def constrain(
     *,
     method: str | Method = "expert_specific",
     forget: Iterable[Batch | Mapping[str, Tensor]] = (),
+    original: nn.Module | None = None,
     replay: bool = False,
     loss_bound: float = math.inf,
     seed: int = 0,
@@ -91,6 +92,10 @@ def constrain(
     and `replay`, an option of every method: while the model is in training mode, its forward passes use the original
     model's expert sets, with live weights, and may be of documents of `retain` and `forget` only.
 
+    `original` is a second, untrained copy of the model: what an anchor or `routing_scores` compare with then comes from
+    a forward pass of it, so that retain passes may be of any documents, at the price of that pass; else it is kept from
+    here on, and they must be of `retain`.
+
     With `loss_bound` give every retain loss to `guard.check`, which raises `Diverged` when it is above: where a model
     routes as it did, an anchor's weight falls to its floor, whatever else happens to what it knows.
 
@@ -101,7 +106,7 @@ def constrain(
     sees of the retain pass is gathered, and routers stay equal to the bit.
 
     Raises ValueError for an unknown family or method, one that is more than a constraint on routers, documents to
-    forget that are missing, or an optimizer without the routers.
+    forget that are missing, an original that is the model itself, or an optimizer without the routers.
     """
     method = _method(method, replay)
     moe = MoEModel(unwrapped(model))
@@ -126,6 +131,10 @@ def constrain(
         limits = {"hot_bytes": hot_bytes, "warm_bytes": warm_bytes}
         bases = _bases(moe, reference, method, cache, **limits) if method.has_bases else None
         constraint = constraint_of(method, reference, bases, attributed, seed)
+        if original is not None:
+            if unwrapped(original) is moe.model:
+                raise ValueError("`original` is the model that trains: give a copy of it from before")
+            constraint.original = MoEModel(unwrapped(original).eval().requires_grad_(False))
         trained = [(p, p.requires_grad) for layer in moe.layers for p in moe.router(layer).parameters()]
         undo.callback(_train_again, trained)
         with moe.evaluating():

@@ -37,6 +37,7 @@ class RouterConstraint(Protocol):
 
     watches: frozenset[str]
     needs_retain: bool
+    original: MoEModel | None  # a second model, to ask where otherwise answers of the first are kept from `start` on
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
         """Sees the model before unlearning, and the documents that training will use."""
@@ -64,6 +65,7 @@ class Unconstrained:
 
     watches: frozenset[str] = frozenset()
     needs_retain = False
+    original: MoEModel | None = None
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
         pass

@@ -6,6 +6,7 @@ N tokens that count, d hidden size, E experts, L MoE layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from gripmoe.geometry.routing import RoutingTrace, jaccard, route, selection_mas
 from gripmoe.geometry.tracking import DualWeight, RouterTracker
 from gripmoe.method_a import null_space_of
 from gripmoe.moe import MoEModel
-from gripmoe.reference import ReferenceCache
+from gripmoe.reference import reference_of
 
 
 class RouterL2(Unconstrained):
@@ -86,8 +87,8 @@ class RoutingScores(Unconstrained):
 
     def start(self, model, forget, retain) -> None:
         self._layers = model.layers
-        self._scores = ReferenceCache()
-        self._scores.fill(retain, lambda batch: _per_layer(model, batch, "scores_NE"), "original scores")
+        scores = partial(_per_layer, field="scores_NE")
+        self._scores = reference_of(model, self.original, retain, scores, "original scores")
 
     def penalty(self, kind, seen) -> Tensor:
         wanted_NLE = self._scores.of(seen.input_ids, seen.attention_mask).flatten(0, 1)[seen.keep]
@@ -125,16 +126,12 @@ class Anchored(FrozenRouter):
         if self.tracked:
             self._trackers = {layer: RouterTracker(theta) for layer, theta in self._theta_0.items()}
         self._wanted: dict[int, list[Tensor]] = {layer: [] for layer in self._trackers}
-        self._inputs, self._final = ReferenceCache(), ReferenceCache()
-        dtype = model.model.dtype  # of the hidden states that they were
-        self._inputs.fill(retain, lambda batch: _per_layer(model, batch, "x_Nd").to(dtype), "original router inputs")
-        self._final.fill(retain, lambda batch: model.model.model(**batch.inputs).last_hidden_state, "original states")
+        self._states = reference_of(model, self.original, retain, _inputs_and_final, "original states")
 
     def penalty(self, kind, seen) -> Tensor:
-        documents = seen.input_ids, seen.attention_mask
-        final_Nd = self._final.of(*documents).flatten(0, 1)[seen.keep]
+        states_NLd = self._states.of(seen.input_ids, seen.attention_mask).flatten(0, 1)[seen.keep]
+        inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1]
         terms = [(seen.hidden_Nd - final_Nd).square().sum() / distributed.averaged_(final_Nd.square().sum())]
-        inputs_NLd = self._inputs.of(*documents).flatten(0, 1)[seen.keep]
         agreement = []
         for number, layer in enumerate(self._layers):
             before_Nd, now = inputs_NLd[:, number].float(), seen.routing[layer]
@@ -177,6 +174,15 @@ def _per_layer(model: MoEModel, batch: Batch, field: str) -> Tensor:
         trace = recorder.take()
     per_layer = [getattr(trace[layer], field) for layer in model.layers]
     return torch.stack([tensor.unflatten(0, batch.input_ids.shape) for tensor in per_layer], dim=2)
+
+
+def _inputs_and_final(model: MoEModel, batch: Batch) -> Tensor:
+    """What every router saw and, last, the final normed hidden state, (rows, positions, L + 1, d), in its dtype."""
+    with model.record_routing() as recorder:
+        final = model.model.model(**batch.inputs).last_hidden_state
+        trace = recorder.take()
+    inputs = [trace[layer].x_Nd.unflatten(0, batch.input_ids.shape).to(final) for layer in model.layers]
+    return torch.stack([*inputs, final], dim=2)
 
 
 def constraint_of(

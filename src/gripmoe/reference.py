@@ -55,6 +55,35 @@ class ReferenceCache:
         return padded.to(input_ids.device)
 
 
+class ReferenceForward:
+    """The same from a forward pass of the original model itself, a second one in memory: for documents that nobody can
+    list beforehand."""
+
+    def __init__(self, original: MoEModel, function: Callable[[MoEModel, Batch], Tensor]):
+        self._original, self._function = original, function
+
+    @torch.no_grad()
+    def of(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        batch = Batch([], input_ids, attention_mask, input_ids).to(self._original.model.device)
+        return self._function(self._original, batch).to(input_ids.device)
+
+
+def reference_of(
+    model: MoEModel,
+    original: MoEModel | None,
+    documents: Iterable[Batch],
+    function: Callable[[MoEModel, Batch], Tensor],
+    what: str,
+) -> ReferenceCache | ReferenceForward:
+    """Where `function` of the original model comes from: `original`, if there is a second model, else `model` as it is
+    now, asked about `documents` once."""
+    if original is not None:
+        return ReferenceForward(original, function)
+    cache = ReferenceCache()
+    cache.fill(documents, lambda batch: function(model, batch), what)
+    return cache
+
+
 class OriginalSets:
     """The original model's expert sets of documents, for routing replay: training under them, with live weights."""
 

@@ -34,7 +34,7 @@ def batches(count: int, rows: int, length: int, seed: int):
 class Loop:
     """One side: a copy of the model, its optimizer, and a guard by `method`, if any."""
 
-    def __init__(self, plain, method, forget, retain):
+    def __init__(self, plain, method, forget, retain, **settings):
         self.model = copy.deepcopy(plain).train()
         self.optimizer = torch.optim.AdamW(
             [
@@ -44,17 +44,16 @@ class Loop:
             weight_decay=0.0,
         )
         if method:
-            self.guard = constrain(self.model, self.optimizer, retain, forget=forget, method=method)
+            self.guard = constrain(self.model, self.optimizer, retain, forget=forget, method=method, **settings)
         else:
             self.guard = RouterGuard(MoEModel(self.model), self.optimizer, Unconstrained())
 
-    def step(self, forget, retain, reference=lambda batch: None) -> float:
+    def step(self, forget, retain) -> float:
         started = time.perf_counter()
         self.optimizer.zero_grad()
         with self.guard.forget():
             loss = -self.model(**forget.inputs, labels=forget.input_ids).loss
         (loss + self.guard.penalty()).backward()
-        reference(retain)
         with self.guard.retain():
             loss = self.model(**retain.inputs, labels=retain.input_ids).loss
         (loss + self.guard.penalty()).backward()
@@ -91,19 +90,10 @@ def test_where_the_anchors_references_come_from(references, benchmark):
     memory; both against an unconstrained step."""
     forget, retain, trained = documents()
     plain = make_model("qwen3_moe", 700, seed=0)
-    original = MoEModel(copy.deepcopy(plain).eval())
-    held, free = Loop(plain, "anchored", forget, retain), Loop(plain, None, forget, retain)
-
-    @torch.no_grad()
-    def forward(batch):
-        with original.record_routing():
-            original.model.model(**batch.inputs)
-
-    extra = {"reference": forward} if references == "forward" else {}
-    ratio = compared(
-        lambda step: held.step(forget[step % len(forget)], trained, **extra),
-        lambda step: free.step(forget[step % len(forget)], trained),
-    )
+    original = copy.deepcopy(plain) if references == "forward" else None
+    held, free = Loop(plain, "anchored", forget, retain, original=original), Loop(plain, None, forget, retain)
+    sides = [lambda step, side=side: side.step(forget[step % len(forget)], trained) for side in (held, free)]
+    ratio = compared(*sides)
     benchmark.extra_info["ratio"] = round(ratio, 3)
-    benchmark.pedantic(held.step, args=(forget[0], trained), kwargs=extra, rounds=5)
+    benchmark.pedantic(held.step, args=(forget[0], trained), rounds=5)
     print(f"\nanchored, references {references}: {ratio:.3f} of an unconstrained step")
