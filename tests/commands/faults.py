@@ -5,6 +5,7 @@ and time limits send it; a disk that is full in the middle of a file; a second p
 faults the step is left to end, and must end with the files of an uninterrupted run, to the byte, and with no others.
 """
 
+import fcntl
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -66,7 +68,9 @@ def interrupted(folder: Path) -> bool:
     return any((folder / name).exists() for name in RESUMED_FROM)
 
 
-def break_once(kind: str, arguments: list[str], size: int, seconds: float, luck: random.Random) -> tuple[str, bool]:
+def break_once(
+    kind: str, arguments: list[str], folder: Path, size: int, seconds: float, luck: random.Random
+) -> tuple[str, bool]:
     """One fault in a step that takes `seconds` and writes a file of `size`; what came of it, and whether the step has
     ended nevertheless."""
     if kind == "full disk":
@@ -75,17 +79,24 @@ def break_once(kind: str, arguments: list[str], size: int, seconds: float, luck:
     first = start(arguments)
     if kind == "second process":
         time.sleep(luck.uniform(0.1, 0.4) * seconds)
-        code = ended(start(arguments))
-        both = code != 2 and os.waitid(os.P_PID, first, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        came = "refused" if code == 2 else "DUPLICATE" if both else "came too late"
-        return came, ended(first) == 0
+        start(arguments)
+        ends = {}
+        while len(ends) < 2:
+            process, status = os.wait()
+            ends[process] = os.waitstatus_to_exitcode(status), time.time()
+        codes = [code for code, _ in ends.values()]
+        locked = (folder / ".lock").stat().st_mtime  # by the later of those that were not refused
+        beside = codes == [0, 0] and locked < ends[first][1] - 0.1
+        return "refused" if 2 in codes else "DUPLICATE" if beside else "came too late", 0 in codes
     time.sleep(luck.uniform(0, 1.1) * seconds)
     os.kill(first, signal.SIGKILL if kind == "kill" else signal.SIGTERM)
     code = ended(first)
     return "stopped" if code else "escaped", code == 0
 
 
-def figures(step: str, flags: dict[str, str], root: Path, faults: int, seed: int) -> dict:
+def figures(step: str, flags: dict[str, str], root: Path, faults: int, seed: int, kinds: Sequence[str] = KINDS) -> dict:
+    """Counts of what faults in a step came to; its files go below `root`."""
+
     def arguments(folder: Path) -> list[str]:
         folder.mkdir(parents=True)
         paths = {name: value.format(cell=folder) for name, value in flags.items()}
@@ -97,7 +108,7 @@ def figures(step: str, flags: dict[str, str], root: Path, faults: int, seed: int
     seconds = time.monotonic() - began
     expected = outcome(root / "whole")
     size = max(file.stat().st_size for file in (root / "whole").rglob("*"))
-    luck, counts, injected, cells, resumed = random.Random(seed), Counter(), 0, 0, 0
+    luck, counts, injected, cells, resumed = random.Random(f"{step} {seed}"), Counter(), 0, 0, 0
     while injected < faults:
         cells += 1
         folder = root / f"cell{cells}"
@@ -105,9 +116,9 @@ def figures(step: str, flags: dict[str, str], root: Path, faults: int, seed: int
         for _ in range(luck.randrange(1, 7)):
             if done:
                 break
-            kind = luck.choice(KINDS)
+            kind = luck.choice(kinds)
             resumed += interrupted(folder)
-            came, done = break_once(kind, command, size, seconds, luck)
+            came, done = break_once(kind, command, folder, size, seconds, luck)
             counts[f"{kind}: {came}"] += 1
             injected += 1
         if not done:
@@ -136,6 +147,9 @@ if __name__ == "__main__":
 
     flags, found = read_json(given.folder / "flags.json"), {}
     for step in STEPS:
-        faults = given.faults if step == "unlearn" else given.faults // 4
+        faults = given.faults if step == "unlearn" else given.faults // 5
         found[step] = figures(step, flags[step], given.folder / step, faults, given.seed)
+    fcntl.flock = lambda *_: None
+    root, kinds = given.folder / "control", ("second process",)
+    found["without a lock"] = figures("realign", flags["realign"], root, 3, given.seed, kinds)
     print(json.dumps(found, indent=1))

@@ -68,10 +68,11 @@ def test_faults_at_random_instants_lose_and_double_nothing(trainer, tmp_path):
     assert ended.returncode == 0, ended.stderr[-3000:]
     print(ended.stdout)
     found = json.loads(ended.stdout)
+    assert found.pop("without a lock")["duplicates"] > 0, "the control: two processes side by side are seen"
     assert found.keys() == {"unlearn", "realign", "evaluate", "attack"}
     for figures in found.values():
         assert figures["results lost"] == figures["duplicates"] == figures["files left over"] == 0
-        assert figures["faults"] >= FAULTS // 4 and figures["cells"] > 1
+        assert figures["faults"] >= FAULTS // 5
     assert found["unlearn"]["resumed"] > 3, "the faults did hit something"
 
 
