@@ -86,3 +86,12 @@ def test_curves_show_the_oracle_in_every_panel():
         (axes,) = figure.axes
         drawn = [line for line in axes.lines if len(line.get_xdata())]
         assert len(drawn) == 4 and {line.get_color() for line in drawn} == {"#d55e00", "#7f7f7f"}
+
+
+def test_what_a_dense_model_cannot_have_is_told_from_what_was_not_measured():
+    (cell,) = cells("unconstrained")
+    for experts, text in ((0.0, "n/a"), (16.0, "–")):
+        table = attack_matrix(runs_of([cell], num_experts=experts, forget_accuracy=0.2, prompt_plain=0.2))
+        found = entries(table)["Unconstrained"]
+        assert found["forced FA"].text == found["noise"].text == text and found["4 bit"].text == "–"
+        assert any("dense" in note for note in table.notes) == (experts == 0)

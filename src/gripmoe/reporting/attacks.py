@@ -9,10 +9,10 @@ import pandas as pd
 
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import KEYS
-from gripmoe.reporting.comparison import comparison
+from gripmoe.reporting.comparison import absent, comparison
 from gripmoe.reporting.figures import house_style, legend_below, nothing, panels_of
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
-from gripmoe.reporting.tables import MISSING, Cell, Table, interval
+from gripmoe.reporting.tables import Cell, Table, interval
 
 OWN = "forget_accuracy"
 FULL_SHADE = 0.7  # what an attack returns at most of a model that knew nearly everything
@@ -32,7 +32,7 @@ def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None) -> Ta
     def recovered(cells: pd.DataFrame, metric: str, news: bool) -> Cell:
         mean, half = _paired(by_cell, cells, metric) if by_cell else _over_runs(cells, metric)
         if mean is None:
-            return Cell(MISSING)
+            return absent(cells, metric)
         mean = round(mean, 2) + 0.0
         text = f"{mean:.2f}"
         shade = 0.0 if metric == OWN else min(1.0, max(0.0, mean) / FULL_SHADE)

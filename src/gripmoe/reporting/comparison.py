@@ -14,6 +14,7 @@ import yaml
 from gripmoe.reporting import labels
 from gripmoe.reporting.tables import MISSING, Cell, Table, interval
 
+NO_ROUTER = "n/a"
 Measured = Callable[[pd.DataFrame, str, bool], Cell]  # the runs of a row, a metric, whether it is about news
 # From the dev split, on which runs stop, to the test split.
 FORGET_SLACK = {"forget_accuracy": 0.05, "verbmem": 5.0, "knowmem_forget": 5.0}
@@ -106,10 +107,16 @@ def _published(metric: str, value: float | None, news: bool) -> Cell:
     return Cell(f"{value:g}" if abs(value) < 1 and round(value, 2) != value else text, value)
 
 
+def absent(runs: pd.DataFrame, metric: str) -> Cell:
+    """In place of a value: not measured, or such as models without a router do not have."""
+    experts = runs.loc[runs.metric == "num_experts", "value"]
+    return Cell(NO_ROUTER if metric.startswith(labels.NEED_A_ROUTER) and (experts == 0).any() else MISSING)
+
+
 def _measured(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
     values = runs.loc[runs.metric == metric, "value"]
     if values.dropna().empty:
-        return Cell(MISSING)
+        return absent(runs, metric)
     mean, half_width = (values.iloc[0], None) if metric.startswith("setting_") else interval(values)
     text = _text(metric, mean, news)
     if half_width is not None:
@@ -194,4 +201,6 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     cells = [cell for _, entries in table.blocks for _, measured, paper in entries for cell in (*measured, *paper)]
     if any(cell.text == MISSING for cell in cells):
         explained.append("– not measured here, or not in the paper")
+    if any(cell.text == NO_ROUTER for cell in cells):
+        explained.append("n/a: a dense model has no router")
     return [*notes, *["; ".join(explained) + "."] * bool(explained)]

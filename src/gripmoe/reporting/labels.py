@@ -112,7 +112,7 @@ METRICS = {
     "forced_with_recorded_weights": "with weights",
     "quantized_4_bit": "4 bit",
     "quantized_8_bit": "8 bit",
-    "restored_attention_all": "attention",
+    "restored_attention_all": "attent.",
     "transplanted_experts_lowest": "converse",
     "relearned_after_5": "learn 5",
     "relearned_after_20": "learn 20",
@@ -239,6 +239,23 @@ NEITHER_IS_BETTER = {
 }
 COUNTS = {"steps", "num_shifted", "wrong_to_right", "right_to_wrong"}
 FRACTIONS = {"routing_stability", "auc_min_40"}  # where the other measures of a table are per cent
+
+
+NEED_A_ROUTER = (  # how names of metrics begin that a dense model cannot have
+    "routing_stability",
+    "forget_routing_stability",
+    "forced_",
+    "random_forced_",
+    "recovery_rate",
+    "num_shifted",
+    "wrong_to_right",
+    "right_to_wrong",
+    "restored_router",
+    "restored_single_expert",
+    "noisy_routing",
+    "wider_routing",
+    "probe_best_expert",
+)
 
 
 def method_label(method: str) -> str:
