@@ -74,7 +74,7 @@ def letter_attacks(
     finetuning: Relearning | None,
 ) -> dict[str, Attack]:
     """Forced experts on every test question, through the harness; the others on a sample, asked directly. `answers` are
-    the unlearned model's own to some questions. A dense model has no routers to force and no experts to put back."""
+    the unlearned model's own to some questions. What is about routers and single experts a dense model is spared."""
     forget, dev = (load_questions(data / "forget_questions.jsonl", split) for split in ("test", "dev"))
     retain = load_questions(data / "retain_questions.jsonl", "test")
     retain = random.Random(0).sample(retain, min(RETAIN_SAMPLE, len(retain)))
