@@ -256,4 +256,5 @@ def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_
     metrics, attacks = read_json(folder / "metrics.json"), read_json(folder / "attacks.json")
     assert "forget_accuracy" in metrics and "routing_stability" not in metrics
     assert {"probe_best_layer", "prompt_five_shot", "quantized_4_bit", "relearned_after_20"} <= attacks.keys()
-    assert not [name for name in attacks if "forced" in name or "restored" in name]
+    assert not [name for name in attacks if "forced" in name or "router" in name or "single" in name]
+    assert metrics["num_experts"] == 0 and "restored_experts_worst_layer" in attacks, "its feed-forward blocks"

@@ -37,6 +37,8 @@ def evaluate(args) -> None:
             models = MoEModel(before), MoEModel(after)
             for rows, prefix in ((held_out, "routing_stability"), (forget, "forget_routing_stability")):
                 metrics |= stability_metrics(*models, in_batches(rows, tokenizer.pad_token_id), prefix)
+        else:
+            metrics["num_experts"] = 0  # tables say why nothing of a router stands there
         write_csv(args.questions, items)
         write_json(args.output, metrics)
 
