@@ -57,6 +57,7 @@ def main() -> None:
         "reached",
         "diverged",
         "forget_accuracy_target",
+        "corrected_after",
         "steps",
     }
     for name, title in TABLES.items():
