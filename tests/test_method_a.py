@@ -274,3 +274,20 @@ def test_the_history_says_how_often_the_null_space_is_not_enough(learning_rate, 
         observed = guard.constraint.observed()
     assert least <= observed["stage_2_rate"] <= most
     assert observed["rank_layer_1"] == guard.constraint.bases[1].ranks.double().mean() > 0
+
+
+def test_what_was_observed_outlives_an_interruption():
+    """Between two looks a resumed run says what the interrupted one said; without its state it looks anew."""
+    retain = [random_batch(seed=3)]
+
+    def guarded(steps, learning_rate, state=None):
+        moe = MoEModel(small_model())
+        optimizer = torch.optim.AdamW(moe.model.parameters(), lr=learning_rate)
+        with gripmoe.constrain(moe.model, optimizer, retain, method=null_space(0.3)) as guard:
+            if state is not None:
+                guard.load_state_dict(state)
+            train(moe.model, optimizer, guard, steps=steps)
+            return guard.constraint.observed(), guard.state_dict()
+
+    calm, state = guarded(2, 1e-7)
+    assert guarded(1, 0.3, state)[0] == calm != guarded(1, 0.3)[0]

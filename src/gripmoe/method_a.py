@@ -23,8 +23,8 @@ class _TwoStages(Unconstrained):
 
     def __init__(self) -> None:
         self._calls: Counter[int] = Counter()
-        self._beyond: dict[int, Tensor] = {}
-        self._ranks: dict[int, Tensor] = {}
+        self._beyond: dict[int, float] = {}
+        self._ranks: dict[int, float] = {}
 
     def _note(self, layer: int, basis: RetainBasis, update_Ed: Tensor, allowed_Ed: Tensor) -> None:
         self._calls[layer] += 1
@@ -32,15 +32,22 @@ class _TwoStages(Unconstrained):
             return
         stage_1_Ed = basis.project(update_Ed)
         moved_E = (allowed_Ed - stage_1_Ed).norm(dim=1) > 1e-4 * stage_1_Ed.norm(dim=1)  # not by rounding
-        self._beyond[layer], self._ranks[layer] = moved_E.double().mean(), basis.ranks.double().mean()
+        self._beyond[layer], self._ranks[layer] = (v.double().mean().item() for v in (moved_E, basis.ranks))
 
     def observed(self) -> dict[str, float]:
         """`stage_2_rate`, the share of router rows that Stage 1 alone leaves beyond a margin, and `rank_layer_<l>`, the
         mean number of directions that it holds."""
         if not self._beyond:
             return {}
-        rate = torch.stack(list(self._beyond.values())).mean().item()
-        return {"stage_2_rate": rate} | {f"rank_layer_{layer}": rank.item() for layer, rank in self._ranks.items()}
+        rate = sum(self._beyond.values()) / len(self._beyond)
+        return {"stage_2_rate": rate} | {f"rank_layer_{layer}": rank for layer, rank in self._ranks.items()}
+
+    def state(self) -> dict:
+        return {"observed": (dict(self._calls), dict(self._beyond), dict(self._ranks))}
+
+    def load_state(self, state: dict) -> None:
+        calls, self._beyond, self._ranks = state.get("observed", ({}, {}, {}))
+        self._calls = Counter(calls)
 
 
 class NullSpace(_TwoStages):
@@ -132,9 +139,10 @@ class NullSpaceMinibatch(_TwoStages):
         return before_Ed + update_Ed
 
     def state(self) -> dict:
-        return {"factors": self._factors}
+        return {**super().state(), "factors": self._factors}
 
     def load_state(self, state: dict) -> None:
+        super().load_state(state)
         self._factors = dict(state.get("factors", {}))
 
 
@@ -190,9 +198,10 @@ class NullSpacePaper(_TwoStages):
         return before_Ed + update_Ed
 
     def state(self) -> dict:
-        return {"generator": self.generator.get_state()}
+        return {**super().state(), "generator": self.generator.get_state()}
 
     def load_state(self, state: dict) -> None:
+        super().load_state(state)
         if state:
             self.generator.set_state(state["generator"])
 

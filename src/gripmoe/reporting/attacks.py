@@ -36,7 +36,7 @@ def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None) -> Ta
         mean = round(mean, 2) + 0.0
         text = f"{mean:.2f}"
         shade = 0.0 if metric == OWN else min(1.0, max(0.0, mean) / FULL_SHADE)
-        return Cell(text if half is None else f"{text} ± {f'{half:.2f}'[1:]}", mean, half, shade=shade)
+        return Cell(text if half is None else f"{text} ± {f'{half:.2f}'.removeprefix('0')}", mean, half, shade=shade)
 
     table = comparison(runs, "attack_matrix", recovered)
     table.notes[-1] = f"The darker, the more comes back. {table.notes[-1]}"
