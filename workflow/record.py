@@ -1,5 +1,5 @@
 """Writes docs/record/: the tables of measured runs as Markdown, and the numbers behind them as one compact CSV; and the
-README's pictures of them.
+README's pictures of them. With `--output` tables and numbers go elsewhere, and no pictures are drawn.
 
 python workflow/record.py results/tiny/runs_record.csv [more tables of runs] \
     --table seuf_comparison results/tiny/runs_tiny_shared.csv --table dense_baseline results/tiny/runs_tiny_dense.csv
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument(
         "--table", nargs=2, action="append", default=[], metavar=("NAME", "RUNS"), help="a table of runs of its own"
     )
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="another folder than docs/record")
     args = parser.parse_args()
     runs = pd.concat([load_runs(path, kind=None) for path in args.runs]).drop_duplicates([*KEYS, "metric"])
     of_their_own = {name: load_runs(Path(path), kind=None) for name, path in args.table}
@@ -67,12 +68,13 @@ def main() -> None:
             parts.append(f"## {title}\n\n{as_markdown(table)}")
             shown |= set(spec["measured"])
     parts.append(f"## Statements\n\n{as_markdown(claims_table(runs))}")
-    write_text(OUTPUT / "tables.md", "\n".join(parts))
-    draw_pictures(runs)
+    write_text(args.output / "tables.md", "\n".join(parts))
+    if args.output == OUTPUT:
+        draw_pictures(runs)
     runs = pd.concat([runs, *of_their_own.values()]).drop_duplicates([*KEYS, "metric"])
     compact = runs[runs.metric.isin(shown)].dropna(subset="value").sort_values([*KEYS, "metric"])
-    write_text(OUTPUT / "runs.csv", compact.to_csv(index=False, float_format="%.4g"))
-    print(f"{len(runs[KEYS].drop_duplicates())} cells, {len(compact)} numbers in {OUTPUT}")
+    write_text(args.output / "runs.csv", compact.to_csv(index=False, float_format="%.4g"))
+    print(f"{len(runs[KEYS].drop_duplicates())} cells, {len(compact)} numbers in {args.output}")
 
 
 def table_of(runs: pd.DataFrame, name: str) -> Table:

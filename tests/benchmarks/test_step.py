@@ -16,6 +16,7 @@ from gripmoe.constraints import Unconstrained
 from gripmoe.data.documents import Row, collate
 from gripmoe.guard import RouterGuard
 from gripmoe.moe import MoEModel
+from gripmoe.optimizer import make_adamw
 from gripmoe.worlds.models import make_model
 
 PAIRS = 25
@@ -34,15 +35,13 @@ def batches(count: int, rows: int, length: int, seed: int):
 class Loop:
     """One side: a copy of the model, its optimizer, and a guard by `method`, if any."""
 
-    def __init__(self, plain, method, forget, retain, **settings):
+    def __init__(self, plain, method, forget, retain, optimizer="adamw", learning_rate=5e-4, **settings):
         self.model = copy.deepcopy(plain).train()
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for n, p in self.model.named_parameters() if "mlp.gate" not in n], "lr": 5e-4},
-                {"params": [p for n, p in self.model.named_parameters() if "mlp.gate" in n], "lr": 5e-3},
-            ],
-            weight_decay=0.0,
+        rest, routers = (
+            [p for n, p in self.model.named_parameters() if ("mlp.gate." in n) == r] for r in (False, True)
         )
+        groups = [{"params": rest, "lr": learning_rate}, {"params": routers, "lr": 10 * learning_rate}]
+        self.optimizer = make_adamw(optimizer, groups, weight_decay=0.0)
         if method:
             self.guard = constrain(self.model, self.optimizer, retain, forget=forget, method=method, **settings)
         else:

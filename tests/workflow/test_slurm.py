@@ -190,7 +190,7 @@ def test_what_runs_out_of_memory_and_of_time_gets_more_and_resumes(slurm, tmp_pa
     """A training cell gets too little memory at first, then a minute that is not enough, then enough of both."""
     plain, folder = tmp_path / "plain", tmp_path / "slurm"
     wanted = cell(Path(), LONG, "unconstrained") / "checkpoint.json"
-    limits = ["--set-resources", "unlearn:gpu=1", "unlearn:mem_mb=400*attempt", "unlearn:runtime=max(1,2*attempt-3)"]
+    limits = ["--set-resources", "unlearn:gpu=1", "unlearn:mem_mb=400*attempt", "unlearn:runtime=max(1,30*(attempt-2))"]
     alone = head(plain, ENVIRONMENT, str(wanted), "--cores", "1", world=LONG)
     clustered = head(folder, slurm, str(wanted), *ON_SLURM, *limits, world=LONG)
     until(lambda: (folder / wanted).with_name("state.pt").exists(), "a checkpoint", 480)
