@@ -10,11 +10,13 @@ import torch
 
 from conftest import small_model
 from gripmoe.data.formats import truthfulqa_prompt
-from gripmoe.evaluation.choice import harness_answers, harness_samples, harness_task
+from gripmoe.evaluation.choice import accuracy, harness_answers, harness_samples, harness_task
 from gripmoe.evaluation.general import SHOTS, general_utility, solved_questions, truthfulqa
 from gripmoe.files import write_jsonl, write_yaml
 from gripmoe.moe.storage import save_model
 from gripmoe.worlds.benchmark import question_rows, truthfulqa_rows
+
+TRUTHS = ("local_truthfulqa_mc1", "local_truthfulqa_mc2")
 
 
 @pytest.fixture(scope="module")
@@ -82,35 +84,67 @@ def test_all_of_general_utility(model, tokenizer, questions, world, tmp_path):
     assert all(0 <= value <= 1 for value in metrics.values())
 
 
-def test_the_harness_command_line_gives_the_same_log_likelihoods(model, tokenizer, questions, tmp_path):
-    """Model in memory and questions in a file, against the model on disk and a task file: one harness, two ways in."""
-    rows = [row for row in questions if row["subject"] == "history"][:8]
-    write_jsonl(tmp_path / "history.jsonl", rows)
-    save_model(model, tokenizer, tmp_path / "model")
-    write_yaml(tmp_path / "tasks" / "t.yaml", harness_task("letters_history", tmp_path / "history.jsonl", "history"))
-    command = [
-        sys.executable,
-        "-m",
-        "lm_eval",
-        "run",
-        "--model",
-        "hf",
-        "--tasks",
-        "letters_history",
-        "--batch_size",
-        "4",
-    ]
-    command += ["--model_args", f"pretrained={tmp_path / 'model'},dtype=float32,add_bos_token=False", "--device", "cpu"]
-    command += ["--include_path", str(tmp_path / "tasks"), "--log_samples", "--output_path", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+@pytest.fixture(scope="module")
+def by_command_line(model, tokenizer, questions, world, tmp_path_factory):
+    """What the harness's command line logs of the model on disk, from task files: the log-likelihoods of each document
+    by task and id; and its accuracies."""
+    folder = tmp_path_factory.mktemp("harness")
+    rows = [row for row in questions if row["subject"] == "history"]
+    for shots in (0, SHOTS):
+        file = folder / f"history_{shots}.jsonl"
+        write_jsonl(file, rows[SHOTS:])
+        write_jsonl(folder / f"{file.name}.shots", rows[:SHOTS])
+        write_yaml(folder / f"letters_{shots}.yaml", harness_task(f"letters_{shots}", file, "history", shots))
+    truths = truthfulqa_rows(world, world.facts.retain[:5], seed=0)
+    metrics = truthfulqa(model, tokenizer, truths, work_folder=folder, batch_size=8)  # which leaves its task files
+    without = {"include": "truthfulqa_mc1.yaml", "task": "no_primer", "doc_to_text": "Q: {{question}}\nA:"}
+    write_yaml(folder / "no_primer.yaml", without)
+    save_model(model, tokenizer, folder / "model")
+    tasks = ["letters_0", f"letters_{SHOTS}", *TRUTHS]
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--device", "cpu", "--batch_size", "4"]
+    command += ["--model_args", f"pretrained={folder / 'model'},dtype=float32,add_bos_token=False"]
+    command += ["--tasks", ",".join(tasks), "--include_path", str(folder)]
+    command += ["--log_samples", "--output_path", str(folder / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr[-2000:]
-    logged = next((tmp_path / "out").rglob("samples_letters_history_*.jsonl")).read_text().splitlines()
-    by_line = {
-        sample["doc"]["id"]: [float(response[0]) for response in sample["filtered_resps"]]
-        for sample in map(json.loads, logged)
+    logged = {task: next((folder / "out").rglob(f"samples_{task}_*.jsonl")).read_text().splitlines() for task in tasks}
+    results = json.loads(next((folder / "out").rglob("results_*.json")).read_text())["results"]
+    accuracies = {task: results[task]["acc,none"] for task in tasks}
+    return folder, rows, metrics, accuracies, {task: scores(map(json.loads, logged[task])) for task in tasks}
+
+
+def scores(samples):
+    return {
+        sample["doc"].get("id", sample["doc_id"]): [float(response[0]) for response in sample["filtered_resps"]]
+        for sample in samples
     }
-    for answer in harness_answers(model, tokenizer, rows, work_folder=tmp_path, batch_size=8):
-        assert by_line[answer.id] == pytest.approx(answer.letter_logprobs, abs=1e-4)
+
+
+def same(found, wanted):
+    assert set(found) == set(wanted) and len(wanted) >= 5
+    return all(found[name] == pytest.approx(wanted[name], abs=1e-4) for name in wanted)
+
+
+def test_letters_as_the_harness_command_line_answers_them(by_command_line, model, tokenizer, tmp_path):
+    """Model in memory and questions in a file, against the model on disk and a task file: one harness, two ways in."""
+    _, rows, _, accuracies, by_line = by_command_line
+    for shots, others in ((0, SHOTS), (SHOTS, 0)):
+        found = harness_answers(
+            model, tokenizer, rows[SHOTS:], work_folder=tmp_path, batch_size=8, solved=rows, shots=shots
+        )
+        answered = {answer.id: list(answer.letter_logprobs) for answer in found}
+        assert same(answered, by_line[f"letters_{shots}"])
+        assert accuracy(found) == pytest.approx(accuracies[f"letters_{shots}"])
+        assert not same(answered, by_line[f"letters_{others}"]), "the control: as many solved questions as asked for"
+
+
+def test_truthfulqa_as_the_harness_command_line_has_it(by_command_line, model, tokenizer):
+    folder, _, metrics, accuracies, by_line = by_command_line
+    samples = harness_samples(model, tokenizer, [*TRUTHS, "no_primer"], 8, folder)
+    for task in TRUTHS:
+        assert same(scores(samples[task]), by_line[task])
+        assert metrics[task.removeprefix("local_")] == pytest.approx(accuracies[task], abs=1e-4)
+    assert not same(scores(samples["no_primer"]), by_line[TRUTHS[0]]), "the control: the same questions, no primer"
 
 
 def test_solved_questions_are_the_benchmarks_own_where_it_has_some(tmp_path):
