@@ -49,6 +49,27 @@ def test_what_an_attack_adds_is_paired_by_question():
     assert found["Unconstrained"]["noise"].text == "–", "not asked"
 
 
+def test_news_has_two_measures_and_each_attack_adds_to_its_own():
+    """What was attacked of one measure says nothing about the other, nor what was not attacked about what was."""
+    unlearned, oracle = ("m", "b", "gd", "unconstrained", 0), ("m", "b", "none", "retain_only", 0)
+    items = []
+    for cell, back in ((unlearned, 50.0), (oracle, 0.0)):
+        for number in range(FACTS):
+            item = dict(zip(KEYS, cell, strict=True)) | {"id": f"i{number}", "fact": f"i{number}"}
+            recited = {"verbmem": 20.0, "forced_verbmem": 20.0 + back + number % 2}
+            answered = {"knowmem_forget": 60.0, "forced_knowmem_forget": 60.0 + back / 2}
+            sampled = {"knowmem_forget": 0.0, "restored_router_all": back}  # of which the model knows less
+            items += [item | recited, item | answered] if number % 2 else [item | recited, item | sampled]
+    table = attack_matrix(runs_of([unlearned, oracle], verbmem=20.0), pd.DataFrame(items), "muse_attack_matrix")
+    found = entries(table)
+    added = found["Unconstrained"]
+    assert (added["C1"].text, added["C2"].text) == ("20 ± 0", "30 ± 12")
+    assert added["forced C1"].value == 50.5 and 0 < added["forced C1"].half_width < 1 < added["C2"].half_width
+    assert added["forced C2"].value == 25.0 and added["routers"].value == 50.0, "not 50 - 30"
+    assert found["Retain-only oracle"]["routers"].value == 0.0 and added["4 bit"].text == "–"
+    assert added["forced C1"].shade == pytest.approx(50.5 / 70) and added["C1"].shade == added["C2"].shade == 0.0
+
+
 def test_an_attack_that_changes_nothing_is_known_to_change_nothing():
     (cell,) = cells("unconstrained")
     table = attack_matrix(runs_of([cell], forget_accuracy=0.5), pd.DataFrame(attacked(cell, *[lambda f: f % 2] * 2)))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from gripmoe.reporting import labels
 from gripmoe.reporting.comparison import specification
 
 ROOT = Path(__file__).parents[2]
@@ -56,14 +57,21 @@ def runs(tmp_path_factory):
         histories.benchmark == "muse_tiny", histories.metric.isin(OF_NEWS)
     )
     histories[~of_the_other].to_csv(folder / "histories_record.csv", index=False)
-    answers = invented({"exposure": ["forget", "held_out"], "fact": ["a", "b", "c"], "order": [0, 1]})
-    answers["id"] = answers.fact + answers.order.astype(str) + answers.exposure
-    answers["chosen"], answers["correct"] = (10 * answers.value).astype(int) % 4, (answers.value > 0.4).astype(int)
-    answers[[*CELL, "id", "fact", "exposure", "chosen", "correct"]].to_csv(folder / "answers_record.csv", index=False)
-    attacked = answers[answers.exposure == "forget"][[*CELL, "id", "fact"]].copy()
-    for number, attack in enumerate(["forget_accuracy", *specification("attack_matrix")["measured"][1:]]):
-        attacked[attack] = [(row + number) % 3 == 0 for row in range(len(attacked))]
-    attacked.astype({"forget_accuracy": float}).to_csv(folder / "attacks_record.csv", index=False)
+    answers = invented({"metric": [*OF_NEWS, *OF_LETTERS], "fact": ["a", "b", "c"], "order": [0, 1]})
+    answers = answers[answers.metric.isin(OF_NEWS) == (answers.benchmark == "muse_tiny")]
+    news = answers.metric.isin(OF_NEWS)
+    answers["id"] = answers.fact + answers.order.astype(str) + answers.metric
+    answers["chosen"] = (10 * answers.value).astype(int).mod(4).mask(news)
+    answers["score"] = (100 * answers.value).where(news, (answers.value > 0.4).astype(float))
+    answers[[*CELL, "id", "fact", "metric", "chosen", "score"]].to_csv(folder / "answers_record.csv", index=False)
+    attacked = []
+    for matrix, of_kind in (("attack_matrix", answers[~news]), ("muse_attack_matrix", answers[news])):
+        attacks = [name for name in specification(matrix)["measured"] if name not in labels.MATCHED]
+        for own in sorted(labels.MATCHED & set(of_kind.metric)):
+            items = of_kind[of_kind.metric == own].rename(columns={"score": own}).drop(columns=["metric", "value"])
+            scores = {name: (items[own] * (5 + n) / 10 + n) for n, name in enumerate(attacks)}
+            attacked.append(items.assign(**scores))
+    pd.concat(attacked).to_csv(folder / "attacks_record.csv", index=False)
     return folder / "runs_record.csv"
 
 

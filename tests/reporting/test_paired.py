@@ -4,14 +4,21 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gripmoe.reporting.paired import compared, mcnemar, paired_interval, paired_table
+from gripmoe.reporting.paired import compared, paired_interval, paired_table, sign_test
 
 
 def test_mcnemar_by_hand():
     left = np.array([True] * 10 + [False] * 2 + [True] * 30)
     right = np.array([False] * 10 + [True] * 2 + [True] * 30)
-    assert mcnemar(left, right) == pytest.approx(0.03857, abs=1e-5)  # 2 * P(Bin(12, .5) <= 2)
-    assert mcnemar(left, left) == 1.0
+    assert sign_test(left, right) == pytest.approx(0.03857, abs=1e-5)  # 2 * P(Bin(12, .5) <= 2)
+    assert sign_test(left, left) == 1.0
+
+
+def test_scores_of_texts_count_by_which_is_higher():
+    left = np.array([30.0] * 10 + [5.0] * 2 + [40.0] * 30)
+    right = np.array([10.0] * 10 + [90.0] * 2 + [40.0] * 30)
+    assert sign_test(left, right) == pytest.approx(0.03857, abs=1e-5), "by how much does not matter"
+    assert sign_test(left, right) == sign_test(right, left) != sign_test(left[:10], right[:10])
 
 
 def series(values, per_fact=2):
@@ -39,9 +46,9 @@ def test_questions_about_one_fact_count_as_one():
     assert high - low > 2 * (narrow_high - narrow_low)
 
 
-def answers(method, seed, correct):
+def answers(method, seed, correct, metric="forget_accuracy", letters=True):
     rows = [
-        dict(id=f"q{i}", fact=f"f{i // 2}", exposure="forget", chosen=0 if i % 4 else 1, correct=int(c))
+        dict(id=f"q{i}", fact=f"f{i // 2}", metric=metric, chosen=int(i % 4 == 0) if letters else None, score=float(c))
         for i, c in enumerate(correct)
     ]
     keys = dict(model="m", benchmark="b", objective="gd", method=method, seed=seed)
@@ -51,11 +58,25 @@ def answers(method, seed, correct):
 def test_methods_are_compared_on_the_runs_that_both_have():
     rows = [row for seed in (0, 1) for row in answers("unconstrained", seed, [True] * 8)]
     rows += answers("anchored", 1, [False] * 8)
-    found = compared(pd.DataFrame(rows), "gd", "anchored", "unconstrained", "forget")
+    found = compared(pd.DataFrame(rows), "gd", "anchored", "unconstrained", "forget_accuracy")
     assert (found["runs"], found["difference"], found["p"]) == (1, -1.0, pytest.approx(2 / 256))
-    assert compared(pd.DataFrame(rows), "gd", "ptc", "unconstrained", "forget") is None
+    assert compared(pd.DataFrame(rows), "gd", "ptc", "unconstrained", "forget_accuracy") is None
     table = paired_table(pd.DataFrame(rows), pd.DataFrame(columns=["objective", "method", "metric", "value"]))
     (_, entries), *_ = table.blocks
     shown = {label: [cell.text for cell in cells] for label, cells, _ in entries}
-    assert shown["Anchored (ours)"][:3] == ["-1.00", "-1.00 .. -1.00", ".008"]
-    assert shown["Unconstrained"][:3] == ["–", "–", "–"] and shown["Unconstrained"][6] == "0.75"
+    assert table.columns == ["Δ FA", "p", "letter", "shuffled"], "retain questions were not asked"
+    assert shown["Anchored (ours)"][:2] == ["-1.00 ± .00", ".008"]
+    assert shown["Unconstrained"][:3] == ["–", "–", "0.75"]
+
+
+def test_news_is_compared_on_its_own_measures():
+    rows = answers("unconstrained", 0, [80.0] * 8, "knowmem_retain", letters=False)
+    rows += answers("anchored", 0, [90.0] * 6 + [60.0] * 2, "knowmem_retain", letters=False)
+    rows += answers("unconstrained", 0, [20.0] * 8, "verbmem", letters=False)
+    rows += answers("anchored", 0, [20.0] * 8, "verbmem", letters=False)
+    table = paired_table(pd.DataFrame(rows), pd.DataFrame(columns=["objective", "method", "metric", "value"]))
+    (_, entries), *_ = table.blocks
+    shown = {label: [cell.text for cell in cells] for label, cells, _ in entries}
+    assert table.columns == ["Δ C1", "p", "Δ C4", "p"] and "sign test" in table.notes[1]
+    assert shown["Anchored (ours)"][:2] == ["+0.0 ± .0", "1"] and shown["Anchored (ours)"][3] == ".289"
+    assert shown["Anchored (ours)"][2].startswith("+2.5 ± ")

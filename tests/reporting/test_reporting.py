@@ -263,7 +263,8 @@ def test_collecting_cells(tmp_path):
     (attacked,) = load_attacks(tmp_path / "runs_w.csv").to_dict("records")
     assert (attacked["method"], attacked["fact"], attacked["noisy_routing"]) == ("ptc", "q", 1.0)
     (answer,) = load_answers(tmp_path / "runs_w.csv").to_dict("records")
-    assert (answer["method"], answer["fact"], answer["chosen"], answer["correct"]) == ("ptc", "q", 2, 1)
+    assert (answer["method"], answer["fact"], answer["chosen"], answer["score"]) == ("ptc", "q", 2, 1)
+    assert answer["metric"] == "forget_accuracy"
     history = load_histories(tmp_path / "runs_w.csv")
     assert history[["method", "step", "metric", "value"]].values.tolist() == [["ptc", 10, "forget_accuracy", 0.5]]
     (tmp_path / "runs_w.csv").rename(tmp_path / "runs.csv")
@@ -339,6 +340,9 @@ def test_what_counts_as_forgotten_on_news_comes_from_the_oracle(tmp_path):
     assert values["ptc", "verbmem_target"] == 27.0 and values["ptc", "knowmem_forget_target"] == 17.0
     assert values["ptc", "knowmem_retain_share"] == 0.5 and values["retain_only", "knowmem_retain_share"] == 1.125
     assert load_answers(tmp_path / "runs_n.csv").empty and load_runs(tmp_path / "runs_n.csv").empty
+    assert load_answers(tmp_path / "runs_n.csv", "news").score.tolist() == [1.0] * 3
+    attacked = load_attacks(tmp_path / "runs_n.csv")
+    assert attacked[["verbmem", "forced_verbmem"]].values.tolist() == [[1.0, 2.0]] * 3, "beside what it adds to"
 
 
 def test_a_table_without_any_of_the_papers_rows_has_no_columns_for_them():

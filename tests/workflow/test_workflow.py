@@ -335,7 +335,8 @@ class TestRun:
         world.write_text(
             f"extends: {finished / 'smoke.yaml'}\nmodels: [smoke_news]\nbenchmarks: [muse_smoke]\nseeds: [0]\n"
             "methods: [original, retain_only, unconstrained, expert_specific]\n"
-            "processes: {smoke_news: 2}\nartefacts: [muse_results, muse_attacks, muse_tradeoff]\n"
+            "processes: {smoke_news: 2}\n"
+            "artefacts: [muse_results, muse_attacks, muse_attack_matrix, muse_paired_tests, muse_tradeoff]\n"
         )
         snakemake("--cores", 2, "--config", f"world={world}", directory=finished, root=finished)
         log = finished / "results/smoke/logs/finetune_model/smoke_news_oracle.log"
@@ -347,7 +348,8 @@ class TestRun:
         assert measured["original_forced_verbmem"] == measured["original_verbmem"]
         assert "forced_knowmem_forget" in measured and "relearned_from_others_after_20" in measured
         assert (cell / "attack_questions.csv").stat().st_size > 100
-        for name in ("muse_results.tex", "muse_attacks.png", "muse_tradeoff.pdf"):
+        names = ("muse_results.tex", "muse_attacks.png", "muse_attack_matrix.png", "muse_paired_tests.tex")
+        for name in (*names, "muse_tradeoff.pdf"):
             assert (finished / "paper_figures/news" / name).stat().st_size > 500
 
     def test_corrected_runs_follow_the_run_they_correct(self, finished):

@@ -30,8 +30,8 @@ except ConfigError as error:
 WORLD = PROJECT.world
 RESULTS = f"results/{PROJECT.results_name}"  # a world that extends another shares its cells
 RUNS = f"{RESULTS}/runs_{PROJECT.name}.csv"
-# Beside RUNS, where notebooks look for them: what training saw, the answer to every letter question, and what every
-# attack found on every item.
+# Beside RUNS, where notebooks look for them: what training saw, how every item was answered, and what every attack
+# found on every item.
 HISTORIES = f"{RESULTS}/histories_{PROJECT.name}.csv"
 ANSWERS = f"{RESULTS}/answers_{PROJECT.name}.csv"
 ATTACKS = f"{RESULTS}/attacks_{PROJECT.name}.csv"

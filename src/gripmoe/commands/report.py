@@ -13,8 +13,8 @@ from gripmoe.reporting.manifest import mismatches
 
 
 def collect(args) -> None:
-    """Tidy CSVs of all cells: a row per cell and metric, per cell and check, per cell and letter question, per cell and
-    item that attacks ask."""
+    """Tidy CSVs of all cells: a row per cell and metric, per cell and check, per cell and item that it was asked, per
+    cell and item that attacks ask."""
     with recorded(beside(args.output), collect):
         collect_cells(args.cells, args.output, args.histories, args.answers, args.attacks)
 

@@ -9,12 +9,11 @@ import pandas as pd
 
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import KEYS
-from gripmoe.reporting.comparison import absent, comparison
+from gripmoe.reporting.comparison import absent, comparison, specification
 from gripmoe.reporting.figures import house_style, legend_below, nothing, panels_of
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
-from gripmoe.reporting.tables import Cell, Table, interval
+from gripmoe.reporting.tables import Cell, Table, interval, with_half_width
 
-OWN = "forget_accuracy"
 FULL_SHADE = 0.7  # what an attack returns at most of a model that knew nearly everything
 
 
@@ -23,53 +22,58 @@ def load_attacks(runs: Path) -> pd.DataFrame:
     return pd.read_csv(runs.with_name(runs.name.replace("runs_", "attacks_", 1)))
 
 
-def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None) -> Table:
-    """Forget accuracy of every method, and what each attack adds to it, the darker the more. With the table of
-    `attacks` differences are paired by question, and intervals are bootstrapped over runs and the facts asked about;
-    without it they are those over runs alone."""
+def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name: str = "attack_matrix") -> Table:
+    """What every method forgets, and what each attack adds to it, the darker the more: the table `name` of
+    comparisons.yaml, where an attack stands right of the measure that it adds to. With the table of `attacks`
+    differences are paired by item, and intervals are bootstrapped over runs and items (of letter questions over the
+    facts asked about); without it, for letter questions alone, they are those over runs."""
     by_cell = {} if attacks is None else dict(list(attacks.groupby(KEYS)))
+    spec = specification(name)
+    own, added_to = "", {}
+    for metric in spec["measured"]:
+        added_to[metric] = own = metric if metric in labels.MATCHED else own
 
     def recovered(cells: pd.DataFrame, metric: str, news: bool) -> Cell:
-        mean, half = _paired(by_cell, cells, metric) if by_cell else _over_runs(cells, metric)
+        own = added_to[metric]
+        mean, half = _paired(by_cell, cells, metric, own) if by_cell else _over_runs(cells, metric, own)
         if mean is None:
             return absent(cells, metric)
-        mean = round(mean, 2) + 0.0
-        text = f"{mean:.2f}"
-        shade = 0.0 if metric == OWN else min(1.0, max(0.0, mean) / FULL_SHADE)
-        return Cell(text if half is None else f"{text} ± {f'{half:.2f}'.removeprefix('0')}", mean, half, shade=shade)
+        full, decimals = (100 * FULL_SHADE, 0) if news else (FULL_SHADE, 2)
+        shade = 0.0 if metric == own else min(1.0, max(0.0, mean) / full)
+        return Cell(with_half_width(mean, half, decimals), mean, half, shade=shade)
 
-    table = comparison(runs, "attack_matrix", recovered)
+    table = comparison(runs, name, recovered)
     table.notes[-1] = f"The darker, the more comes back. {table.notes[-1]}"
     if by_cell:
+        drawn = "items" if spec.get("kind") == "news" else "the facts that questions ask about"
         table.notes[0] = (
-            f"Mean over runs; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of runs and of the facts that"
-            " questions ask about, paired by question. Every attack on every method: forget accuracy, and what each"
-            " attack adds to it."
+            f"Mean over runs; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of runs and of {drawn}, paired"
+            f" by item. {spec['title']}."
         )
     return table
 
 
-def _paired(by_cell: dict, cells: pd.DataFrame, metric: str) -> tuple[float | None, float | None]:
+def _paired(by_cell: dict, cells: pd.DataFrame, metric: str, own: str) -> tuple[float | None, float | None]:
     differences = []
     for key in cells[KEYS].drop_duplicates().itertuples(index=False):
         asked = by_cell.get(tuple(key))
         if asked is None or metric not in asked or asked[metric].isna().all():
             continue
         asked = asked[asked[metric].notna()].set_index("fact")
-        differences.append(asked[OWN] if metric == OWN else asked[metric] - asked[OWN])
+        differences.append(asked[own] if metric == own else asked[metric] - asked[own])
     if not differences:
         return None, None
     mean, low, high = paired_interval(differences)
     return mean, (high - low) / 2
 
 
-def _over_runs(cells: pd.DataFrame, metric: str) -> tuple[float | None, float | None]:
+def _over_runs(cells: pd.DataFrame, metric: str, own: str) -> tuple[float | None, float | None]:
     wide = cells.pivot_table(index=KEYS, columns="metric", values="value")
     if metric not in wide:
         return None, None
     # Forcing is asked about every question, the rest about the sample that the plain prompt is asked about too.
-    base = OWN if metric == "forced_forget_accuracy" or "prompt_plain" not in wide else "prompt_plain"
-    values = wide[metric] if metric == OWN else wide[metric] - wide[base]
+    base = own if metric == "forced_forget_accuracy" or "prompt_plain" not in wide else "prompt_plain"
+    values = wide[metric] if metric == own else wide[metric] - wide[base]
     mean, half = interval(values)
     return (None, None) if pd.isna(mean) else (mean, half)
 

@@ -1,5 +1,5 @@
-"""All cells in tidy tables: a row per cell and metric; per cell, check of the stop rule and metric; per cell and letter
-question; per cell and item that attacks ask."""
+"""All cells in tidy tables: a row per cell and metric; per cell, check of the stop rule and metric; per cell and item
+that it was asked; per cell and item that attacks ask."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEYS = ["model", "benchmark", "objective", "method", "seed"]
 COLUMNS = [*KEYS, "metric", "value"]
 HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
 ATTACK_COLUMNS = [*KEYS, "id", "fact"]  # and one per attack
-ANSWER_COLUMNS = ["id", "fact", "exposure", "chosen", "correct"]
+ANSWER_COLUMNS = ["id", "fact", "metric", "chosen", "score"]  # the metric is the mean of its scores
 
 
 def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answers: Path, attacks: Path) -> None:
@@ -40,20 +40,26 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answer
         for check in history:
             step = check.pop("step")
             history_rows += [[*key, step, metric, float(value)] for metric, value in sorted(check.items())]
-        asked = [row for row in _rows_of(folder / "questions.csv") if "chosen" in row]  # letter questions
-        answer_rows += [[*key, *(row[column] for column in ANSWER_COLUMNS)] for row in asked]
-        facts = {row["id"]: row["fact"] for row in asked}
+        asked = {item["id"]: item for item in map(_answer, _rows_of(folder / "questions.csv"))}
+        answer_rows += [[*key, *(item[column] for column in ANSWER_COLUMNS)] for item in asked.values()]
         cell = dict(zip(KEYS, key, strict=True))
-        attack_rows += [
-            {**cell, "fact": facts.get(row["id"], row["id"]), **row}
-            for row in _rows_of(folder / "attack_questions.csv")
-        ]
+        for row in _rows_of(folder / "attack_questions.csv"):
+            item = asked[row["id"]]
+            attack_rows.append({**cell, "fact": item["fact"], item["metric"]: item["score"], **row})
     _write(output, COLUMNS, rows)
     scores = dict.fromkeys(name for row in attack_rows for name in row if name not in ATTACK_COLUMNS)
     columns = [*ATTACK_COLUMNS, *scores]
     _write(attacks, columns, [[row.get(column, "") for column in columns] for row in attack_rows])
     _write(answers, [*KEYS, *ANSWER_COLUMNS], answer_rows)
     _write(histories, HISTORY_COLUMNS, history_rows)
+
+
+def _answer(row: dict[str, str]) -> dict[str, str]:
+    """A letter question, or an item of news: about itself, without a letter."""
+    if "criterion" in row:
+        return {"id": row["id"], "fact": row["id"], "metric": row["criterion"], "chosen": "", "score": row["score"]}
+    metric = "forget_accuracy" if row["exposure"] == "forget" else "retain_accuracy"
+    return {**row, "metric": metric, "score": row["correct"]}
 
 
 def _rows_of(path: Path) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Two methods on the same questions: paired bootstrap intervals and McNemar's test, with runs as the outer level."""
+"""Two methods on the same items: paired bootstrap intervals and sign tests, with runs as the outer level."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ import pandas as pd
 from scipy import stats
 
 from gripmoe.reporting import labels
-from gripmoe.reporting.tables import MISSING, Cell, Table, without_zeros
+from gripmoe.reporting.collect import of_kind
+from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
 
 RUN = ["model", "benchmark", "seed"]
 RESAMPLES = 4000
+MEASURES = ("forget_accuracy", "retain_accuracy", "verbmem", "knowmem_forget", "knowmem_retain")
 
 
-def load_answers(runs: Path) -> pd.DataFrame:
-    """The table of answers that belongs to the table of `runs`: a row per cell and question."""
-    return pd.read_csv(runs.with_name(runs.name.replace("runs_", "answers_", 1)))
+def load_answers(runs: Path, kind: str = "letters") -> pd.DataFrame:
+    """The table of answers that belongs to the table of `runs`, of one kind of benchmark: a row per cell and item."""
+    return of_kind(pd.read_csv(runs.with_name(runs.name.replace("runs_", "answers_", 1))), kind)
 
 
-def mcnemar(left: np.ndarray, right: np.ndarray) -> float:
-    """Exact two-sided p that two models are right equally often, from the questions on which they differ."""
-    only_left, only_right = int((left & ~right).sum()), int((right & ~left).sum())
-    if only_left + only_right == 0:
+def sign_test(left: np.ndarray, right: np.ndarray) -> float:
+    """Exact two-sided p that two models win equally often, from the items on which they differ: McNemar's test, where
+    answers are right or wrong."""
+    wins, losses = int((left > right).sum()), int((left < right).sum())
+    if wins + losses == 0:
         return 1.0
-    return float(stats.binomtest(only_left, only_left + only_right).pvalue)
+    return float(stats.binomtest(wins, wins + losses).pvalue)
 
 
 def paired_interval(differences: list[pd.Series], seed: int = 0, level: float = 0.95) -> tuple[float, float, float]:
-    """Mean difference over runs and its bootstrap interval. A run's series holds left minus right per question, indexed
+    """Mean difference over runs and its bootstrap interval. A run's series holds left minus right per item, indexed
     by the fact that it asks about: runs are drawn with replacement, and facts within each run drawn."""
     generator = np.random.default_rng(seed)
     means = np.empty((len(differences), RESAMPLES))
@@ -44,58 +47,69 @@ def paired_interval(differences: list[pd.Series], seed: int = 0, level: float = 
     return float(np.mean([difference.mean() for difference in differences])), float(low), float(high)
 
 
-def compared(answers: pd.DataFrame, objective: str, method: str, against: str, domain: str) -> dict[str, float] | None:
-    """`method` minus `against` on forget or retain questions, over the runs that have both: the mean difference, its
-    interval, and the largest McNemar p of a run. None if no run has both."""
-    asked = answers[(answers.objective == objective) & ((answers.exposure == "forget") == (domain == "forget"))]
+def compared(answers: pd.DataFrame, objective: str, method: str, against: str, metric: str) -> dict[str, float] | None:
+    """`method` minus `against` on the items of a metric, over the runs that have both: the mean difference, half of its
+    interval, and the largest p of a run. None if no run has both."""
+    asked = answers[(answers.objective == objective) & (answers.metric == metric)]
     sides = [dict(list(asked[asked.method == name].groupby(RUN))) for name in (method, against)]
     differences, p_values = [], []
     for run in sorted(set(sides[0]) & set(sides[1])):
         left, right = (side[run].set_index("id") for side in sides)
-        both = left.join(right.correct, rsuffix="_right", how="inner")
-        differences.append(pd.Series((both.correct - both.correct_right).to_numpy(), index=both.fact))
-        p_values.append(mcnemar(both.correct.to_numpy(bool), both.correct_right.to_numpy(bool)))
+        both = left.join(right.score, rsuffix="_right", how="inner")
+        differences.append(pd.Series((both.score - both.score_right).to_numpy(), index=both.fact))
+        p_values.append(sign_test(both.score.to_numpy(), both.score_right.to_numpy()))
     if not differences:
         return None
     mean, low, high = paired_interval(differences)
-    return {"difference": mean, "low": low, "high": high, "p": max(p_values), "runs": len(differences)}
+    return {"difference": mean, "half_width": (high - low) / 2, "p": max(p_values), "runs": len(differences)}
 
 
 def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unconstrained") -> Table:
-    """Every method beside `against`, question by question; and, so that "always A" is seen for what it is, how often
-    the commonest letter is given on forget questions and what accuracy is left when choices change places."""
-    columns = ["Δ FA", "95 %", "p", "Δ RA", "95 %", "p", "letter", "shuffled"]
-    table = Table(columns, [], label_width=1.7)
+    """Every method beside `against`, item by item. Of letter questions also, so that "always A" is seen for what it is,
+    how often the commonest letter is given on forget questions and what accuracy is left when choices change places."""
+    metrics = [metric for metric in MEASURES if metric in set(answers.metric)]
+    letters = bool(answers.chosen.notna().any())
+    columns = [column for metric in metrics for column in (f"Δ {labels.metric_label(metric)}", "p")]
+    table = Table(columns + ["letter", "shuffled"] * letters, [], label_width=1.7)
     for objective in [o for o in labels.OBJECTIVES if o != "none" and o in set(answers.objective)]:
         entries = []
-        present = set(answers[answers.objective == objective].method)
-        for method in [m for m in labels.METHODS if m in present]:
+        of_objective = answers[answers.objective == objective]
+        for method in [m for m in labels.METHODS if m in set(of_objective.method)]:
             cells = []
-            for domain in ("forget", "retain"):
-                found = None if method == against else compared(answers, objective, method, against, domain)
-                cells += _cells(found)
-            chosen = answers[(answers.objective == objective) & (answers.method == method)]
-            letters = chosen[chosen.exposure == "forget"].groupby([*RUN, "chosen"]).size().groupby(RUN)
-            share = float((letters.max() / letters.sum()).mean())
-            of_method = runs[(runs.objective == objective) & (runs.method == method)]
-            shuffled = of_method.loc[of_method.metric == "prompt_choice_shuffle", "value"].mean()
-            cells += [Cell(f"{share:.2f}", share), Cell(MISSING if np.isnan(shuffled) else f"{shuffled:.2f}", shuffled)]
+            for metric in metrics:
+                found = None if method == against else compared(answers, objective, method, against, metric)
+                cells += _cells(found, decimals=2 if letters else 1)
+            if letters:
+                of_method = runs[(runs.objective == objective) & (runs.method == method)]
+                cells += _letter_bias(of_objective[of_objective.method == method], of_method)
             entries.append((labels.method_label(method), cells, []))
         table.blocks.append((labels.OBJECTIVES[objective], entries))
+    beside = f"{labels.method_label(against).lower()} on the same test {'questions' if letters else 'items'}"
     table.notes = [
-        f"Differences to {labels.method_label(against).lower()} on the same test questions; 95 % bootstrap intervals,"
-        f" {RESAMPLES} resamples of runs and of facts within runs; p: exact McNemar test, the largest of a run.",
-        "letter: share of the letter given most on forget questions; shuffled: FA with choices in another order.",
+        f"Differences to {beside}; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of runs and of"
+        f" {'facts' if letters else 'items'} within runs.",
+        f"p: exact {'McNemar' if letters else 'sign'} test, the largest of a run.",
     ]
+    if letters:
+        table.notes[1] += " letter: share of the one given most on forget questions; shuffled: FA, choices reordered."
+    else:
+        table.notes[1] += " " + "; ".join(f"{labels.metric_label(m)}: {labels.METRIC_NOTES[m]}" for m in metrics) + "."
     return table
 
 
-def _cells(found: dict[str, float] | None) -> list[Cell]:
+def _cells(found: dict[str, float] | None, decimals: int) -> list[Cell]:
     if found is None:
-        return [Cell(MISSING) for _ in range(3)]
-    p = found["p"]
+        return [Cell(MISSING) for _ in range(2)]
+    difference, half_width, p = found["difference"], found["half_width"], found["p"]
+    text = with_half_width(difference, half_width, decimals)
     return [
-        Cell(f"{round(found['difference'], 2) + 0.0:+.2f}", found["difference"]),
-        Cell(without_zeros(f"{found['low']:+.2f} .. {found['high']:+.2f}"), found["high"] - found["low"]),
+        Cell(text if text.startswith("-") else f"+{text}", difference, half_width),
         Cell("< .001" if p < 0.001 else f"{p:.3f}"[1:] if p < 1 else "1", p),
     ]
+
+
+def _letter_bias(answers: pd.DataFrame, runs: pd.DataFrame) -> list[Cell]:
+    chosen = answers[answers.metric == "forget_accuracy"].groupby([*RUN, "chosen"]).size().groupby(RUN)
+    share = float((chosen.max() / chosen.sum()).mean())
+    shuffled = runs.loc[runs.metric == "prompt_choice_shuffle", "value"].mean()
+    return [Cell(f"{share:.2f}", share), Cell(MISSING if np.isnan(shuffled) else f"{shuffled:.2f}", shuffled)]

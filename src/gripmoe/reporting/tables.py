@@ -64,6 +64,12 @@ def interval(values: pd.Series, level: float = 0.95) -> tuple[float, float | Non
     return float(values.mean()), float(stats.t.ppf((1 + level) / 2, len(values) - 1) * values.sem())
 
 
+def with_half_width(mean: float, half_width: float | None, decimals: int) -> str:
+    """A mean and, where there is one, half of its interval."""
+    text = f"{round(mean, decimals) + 0.0:.{decimals}f}"  # + 0.0: no negative zero
+    return text if half_width is None else f"{text} ± {without_zeros(f'{half_width:.{decimals}f}')}"
+
+
 def as_frame(table: Table) -> pd.DataFrame:
     """One row per table row: measured means and half-widths (or texts), and the paper's values in columns of their
     own; or what the table says of itself. A heading that comes again is named with the one before it."""
