@@ -43,7 +43,7 @@ def test_limits_are_kept(tmp_path, hot, warm, expected):
     limited = store(tmp_path, hot_bytes=hot * BYTES, warm_bytes=warm * BYTES)
     for _ in range(3):
         assert same(limited[1], 1)
-        assert limited._hot.used <= hot * BYTES and limited._warm.used <= warm * BYTES
+        assert limited.held_bytes["hot"] <= hot * BYTES and limited.held_bytes["warm"] <= warm * BYTES
     assert limited.counts[expected] >= EXPERTS
     assert limited.counts["computed"] == 1
 

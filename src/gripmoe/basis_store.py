@@ -51,6 +51,11 @@ class BasisStore(Mapping[int, RetainBasis]):
         self._warm = _Tier(warm_bytes)
         self._num_experts: dict[int, int] = {}
 
+    @property
+    def held_bytes(self) -> dict[str, int]:
+        """What the tiers in memory hold now."""
+        return {"hot": self._hot.used, "warm": self._warm.used}
+
     def __iter__(self) -> Iterator[int]:
         return iter(self.layers)
 

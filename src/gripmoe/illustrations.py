@@ -1,16 +1,30 @@
-"""Figures of the method itself, drawn from the geometry as it computes: a schematic, and what happens inside a run."""
+"""The method itself, from the geometry as it computes: a schematic, what happens inside a run, the cache of bases."""
 
 from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from math import inf
+from pathlib import Path
+from time import perf_counter
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
 
+from gripmoe.basis_store import BasisStore
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
-from gripmoe.geometry.nullspace import EpsNull, RetainStatistics
+from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics
+from gripmoe.moe.storage import load_bases
 from gripmoe.reporting import labels
+from gripmoe.reporting.collect import load_runs
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style
+from gripmoe.reporting.tables import MISSING, Cell, Table
+
+TIERS = {"hot": "hot: device", "warm": "warm: host", "cold": "cold: disk"}
+HOT_BASES = 8  # the paper's example
+MEASURED_STEPS = 20
 
 
 def method_schematic() -> tuple[plt.Figure, pd.DataFrame]:
@@ -178,3 +192,78 @@ def _draw_left(axes: plt.Axes, left: pd.Series) -> None:
     axes.text(110, 0.93, "k_max", fontsize=5.5, color="0.4")
     axes.text(1, 0.03, "exact projection", fontsize=5.5, color=labels.colour("expert_specific"))
     axes.set_xscale("log")
+
+
+def basis_cache(runs: Path, method: str = "expert_specific") -> Table:
+    """What the tiers of App. D hold and serve under several limits, measured on the bases that lie beside the table of
+    `runs`: of the first of its models that has them."""
+    table = Table(["limit, MB", "held, MB", "of the model", "served", "µs each"], [], heading="Tier")
+    pairs = load_runs(runs, kind=None)[["model", "benchmark"]].drop_duplicates().itertuples(index=False)
+    files = {pair: runs.parent / pair.model / pair.benchmark / "bases" / f"{method}.safetensors" for pair in pairs}
+    found = next(((pair.model, file) for pair, file in files.items() if file.exists()), None)
+    if found is None:
+        table.notes = ["Not measured: no bases lie beside the table of runs."]
+        return table
+    model, file = found
+    bases = load_bases(file, {})
+    ranks_E = torch.cat([basis.ranks for basis in bases.values()]).sort().values
+    stored = next(iter(bases.values())).U_ret_Edr
+    hidden, column = stored.shape[1], stored.shape[1] * stored.element_size()  # bytes of one
+    total, hot = (int(ranks.sum()) * column for ranks in (ranks_E, ranks_E[-HOT_BASES:]))
+    of_model = sum(weights.stat().st_size for weights in (runs.parent / "models" / model).rglob("*.safetensors"))
+    for name, limits in (
+        ("No limit", {"hot": inf, "warm": inf}),
+        (f"{HOT_BASES} bases hot, as in the paper, and all warm", {"hot": hot, "warm": inf}),
+        (f"{HOT_BASES} hot, half of all warm", {"hot": hot, "warm": total / 2}),
+    ):
+        held, served, seconds = _accesses(bases, limits)
+        entries = []
+        for tier, label in TIERS.items():
+            limit, share = limits.get(tier, inf), served[tier] / served.total()
+            cells = [
+                Cell(MISSING) if limit == inf else _megabytes(limit),
+                _megabytes(held[tier]),
+                Cell(f"{held[tier] / of_model:.1%}", held[tier] / of_model) if of_model else Cell(MISSING),
+                Cell(f"{share:.0%}", share),
+                Cell(MISSING),
+            ]
+            if served[tier]:
+                cells[-1] = Cell(f"{1e6 * seconds[tier] / served[tier]:.1f}", 1e6 * seconds[tier] / served[tier])
+            entries.append((label, cells, []))
+        table.blocks.append((name, entries))
+    dense = hidden * column * len(ranks_E) / 1e6
+    table.notes = [
+        f"{labels.method_label(method)} on {model}: {len(ranks_E)} bases of {ranks_E.double().mean():.0f} of {hidden}"
+        f" dimensions in the mean, {total / 1e6:.2f} MB; as dense projectors {dense:.2f} MB.",
+        f"served: share of the accesses of {MEASURED_STEPS} steps, each of which asks for every expert of every layer,"
+        " in the same order; on a CPU, where hot and warm are the same memory. – no limit, or nothing served.",
+    ]
+    return table
+
+
+def _megabytes(size: float) -> Cell:
+    return Cell(f"{size / 1e6:.2f}", size / 1e6)
+
+
+def _accesses(
+    bases: dict[int, RetainBasis], limits: dict[str, float]
+) -> tuple[dict[str, int], Counter[str], Counter[str]]:
+    """Bytes held, accesses served and their seconds by tier, when every step asks as training does; without the first,
+    which finds nothing."""
+    keys = [(layer, expert) for layer, basis in bases.items() for expert in range(len(basis.U_ret_Edr))]
+    seconds: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        store = BasisStore(
+            Path(folder), list(bases), bases.__getitem__, {}, hot_bytes=limits["hot"], warm_bytes=limits["warm"]
+        )
+        for layer in store:
+            store[layer]
+        on_disk = store.counts["bytes_written"]
+        store.counts.clear()
+        for key in keys * MEASURED_STEPS:
+            before, start = store.counts.copy(), perf_counter()
+            store.of(key)
+            took = perf_counter() - start
+            seconds[next(tier for tier in TIERS if store.counts[tier] > before[tier])] += took
+    served = Counter({tier: store.counts[tier] for tier in TIERS})
+    return {**store.held_bytes, "cold": on_disk}, served, seconds

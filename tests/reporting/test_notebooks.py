@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
+from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.moe.storage import save_bases
 from gripmoe.reporting import labels
 from gripmoe.reporting.comparison import specification
 
@@ -72,6 +75,8 @@ def runs(tmp_path_factory):
             scores = {name: (items[own] * (5 + n) / 10 + n) for n, name in enumerate(attacks)}
             attacked.append(items.assign(**scores))
     pd.concat(attacked).to_csv(folder / "attacks_record.csv", index=False)
+    bases = {layer: RetainBasis(torch.eye(128)[:, :96].repeat(16, 1, 1)) for layer in range(2)}
+    save_bases(folder / "tiny_a" / "wmdp_tiny" / "bases" / "expert_specific.safetensors", bases, {})
     return folder / "runs_record.csv"
 
 
