@@ -22,6 +22,7 @@ from gripmoe.moe.model import MoEModel
 from gripmoe.moe.sharding import whole_state
 
 ROUTERS = "routers.safetensors"
+METADATA = "gripmoe"  # the entry of a safetensors header that says whose a trace or a basis is
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -130,7 +131,7 @@ def save_trace(
 def load_rules(path: Path) -> dict[int, SelectionRule]:
     """The rules that a saved trace's routers followed."""
     with safe_open(path, framework="pt") as file:
-        scalars = json.loads(file.metadata()["rules"])
+        scalars = json.loads(_metadata(file)["rules"])
         names = [name for name in file.keys() if ".rule." in name]
         for name in names:
             layer, _, field = name.split(".")
@@ -161,13 +162,18 @@ def load_bases(path: Path, metadata: dict[str, str], device: torch.device | str 
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    one_entry = {METADATA: json.dumps(metadata)}  # several are written in any order: the same content, another file
     with atomic_path(path) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, one_entry)
+
+
+def _metadata(file: safe_open) -> dict[str, str]:
+    return json.loads((file.metadata() or {}).get(METADATA, "{}"))
 
 
 def _load(path: Path, metadata: dict[str, str], device: torch.device | str) -> dict[str, torch.Tensor]:
     with safe_open(path, framework="pt", device=str(device)) as file:
-        found = file.metadata() or {}
+        found = _metadata(file)
         for key, wanted in metadata.items():
             if found.get(key) != wanted:
                 raise ValueError(f"{path}: {key} is {found.get(key)!r}, expected {wanted!r}; delete the file and rerun")
