@@ -130,7 +130,8 @@ class RouterGuard:
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
             seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None
-            theta.copy_(self.constraint.constrain(layer, before_Ed, theta.detach().clone(), seen))
+            after_Ed = theta.detach().to(before_Ed.device, copy=True)
+            theta.copy_(self.constraint.constrain(layer, before_Ed, after_Ed, seen))
             distributed.from_first_(theta.data)
         self._seen = []
         self.seconds += time.perf_counter() - started

@@ -49,13 +49,13 @@ def holdout_report(
 ) -> dict[str, float]:
     """How Method B generalises on an uncorrected model, by the number of tokens it is fitted to, from an eighth of the
     hidden size to half of all: mean over layers, both forms, on the tokens fitted and on others."""
-    after = model.trace([batch])
+    after, thetas = model.trace([batch]), model.thetas()
     tokens = len(next(iter(after.values())))
     sizes = [s for n in range(-3, 16) for s in (round(model.hidden_size * 2**n),) if 8 <= s <= tokens // 2]
     report: dict[str, float] = {}
     for form in ("paper", "sound"):
         for layer, seen in after.items():
-            old = theta_0[layer], model.theta(layer), reference[layer].x_Nd.to(seen.x_Nd.device), seen.x_Nd
+            old = theta_0[layer], thetas[layer], reference[layer].x_Nd.to(seen.x_Nd.device), seen.x_Nd
             curve = holdout_stability(*old, model.rule(layer), sizes, form)
             for size, values in curve.items():
                 for where, value in zip(("fit", "other"), values, strict=True):
@@ -72,11 +72,12 @@ def kaczmarz_report(
     `violation_after_<draws>` and, of the exact projection, `violation_exact`. A row's worst violation as a share of
     what it was, mean over all router rows that have any; empty where none has."""
     left: dict[str, list[Tensor]] = {}
+    thetas = model.thetas()
     for layer, recorded in first_tokens(reference, KACZMARZ_TOKENS).items():
-        seen, rule = recorded.to(model.theta(layer).device), model.rule(layer)
+        seen, rule = recorded.to(model.model.device), model.rule(layer)
         margins_NE = rule.margins(seen.scores_NE, seen.top_k_Nk).clamp_min(0)
         bounds_NE = margins_NE.masked_fill(rule.held(seen.scores_NE, seen.top_k_Nk), torch.inf).double()
-        moved_Ed = (model.theta(layer).detach() - theta_0[layer]).double()
+        moved_Ed = (thetas[layer] - theta_0[layer]).double()
         x_Nd = seen.x_Nd.double()
         points = {
             f"violation_after_{draws}": randomized_kaczmarz(
@@ -124,12 +125,12 @@ def realign_routers(
     all layers to the uncorrected model. The sound form corrects each router within the one forward pass, before the
     router is used, so that every layer is fitted to what the corrected layers below it send.
     """
-    reference = first_tokens(reference, retain_tokens)
+    reference, theta_post = first_tokens(reference, retain_tokens), model.thetas()
     realigned: dict[int, Realignment] = {}
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
         x_pre_Nd = reference[layer].x_Nd.to(x_post_Nd.device)
-        old = theta_0[layer], model.theta(layer).detach().clone(), x_pre_Nd
+        old = theta_0[layer], theta_post[layer], x_pre_Nd
         if form == "paper":
             realigned[layer] = realign_paper(*old, x_post_Nd[:retain_tokens])
         else:

@@ -36,7 +36,10 @@ class RouterL2(Unconstrained):
         self._model, self._theta_0 = model, model.thetas()
 
     def penalty(self, kind, seen) -> Tensor:
-        moved = [(self._model.theta(l) - t).square().sum() / t.square().sum() for l, t in self._theta_0.items()]
+        moved = []
+        for layer, theta_0 in self._theta_0.items():
+            distance = (self._model.theta(layer).to(theta_0.device) - theta_0).square().sum()
+            moved.append(distance / theta_0.square().sum())
         return self.weight * torch.stack(moved).mean()
 
 

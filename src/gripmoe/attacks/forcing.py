@@ -142,8 +142,7 @@ def random_sets(model: MoEModel, seed: int) -> Callable[..., Routes]:
     def routes(input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
         shape = (input_ids.numel(), model.num_experts)
         return {
-            layer: torch.rand(shape, generator=generator).topk(model.top_k, dim=-1).indices.to(input_ids.device)
-            for layer in model.layers
+            layer: torch.rand(shape, generator=generator).topk(model.top_k, dim=-1).indices for layer in model.layers
         }
 
     return routes

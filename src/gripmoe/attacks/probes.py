@@ -26,7 +26,7 @@ def last_states(model: MoEModel, tokenizer, questions: Sequence[dict]) -> np.nda
 
     def states(batch: Batch) -> Tensor:
         output = model.model.model(**batch.inputs, output_hidden_states=True)
-        return torch.stack(output.hidden_states, dim=2)
+        return torch.stack([state.to(batch.input_ids.device) for state in output.hidden_states], dim=2)
 
     return _at_last_tokens(model, tokenizer, questions, states)
 

@@ -187,7 +187,7 @@ def _with_original(before: MoEModel, after: MoEModel, attack: Attack) -> Attack:
     """An attack that needs both models side by side; under the others the original one stays where it is."""
 
     def attacked() -> Found:
-        with before.brought_to(after.model.device):
+        with before.brought_beside(after):
             return attack()
 
     return attacked

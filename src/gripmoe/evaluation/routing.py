@@ -40,4 +40,5 @@ def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch
 
 
 def _rerouted(trace: RoutingTrace, model: MoEModel) -> RoutingTrace:
-    return {layer: route(r.x_Nd, model.theta(layer).detach(), model.rule(layer)) for layer, r in trace.items()}
+    thetas = model.thetas()
+    return {layer: route(r.x_Nd, thetas[layer], model.rule(layer)) for layer, r in trace.items()}

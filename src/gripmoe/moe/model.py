@@ -1,7 +1,9 @@
 """Record what routers do, force them to do otherwise, and restrict which experts may change.
 
-Hooks live inside context managers only. Shapes: T tokens of a forward pass in row-major order (rows x positions), d
-hidden size, E experts, k experts per token.
+Hooks live inside context managers only. Where layers lie on several devices, what is recorded comes to that of the
+model, and what is forced goes to the layer's.
+
+Shapes: T tokens of a forward pass in row-major order (rows x positions), d hidden size, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from gripmoe.data.documents import Batch, attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.families import DENSE, family_of, router_class
 from gripmoe.moe.fp32 import compute_in_fp32, release
+from gripmoe.moe.placement import devices_of, place
 
 # By layer: top_k_Tk for every token of one forward pass, or a pair of it and weights_Tk to use with it.
 Routes = dict[int, Tensor | tuple[Tensor, Tensor]]
@@ -127,8 +130,8 @@ class MoEModel:
         return biases
 
     def thetas(self) -> dict[int, Tensor]:
-        """A detached copy of every router weight."""
-        return {layer: self.theta(layer).detach().clone() for layer in self.layers}
+        """A detached copy of every router weight, on the model's device."""
+        return {layer: self.theta(layer).detach().to(self.model.device, copy=True) for layer in self.layers}
 
     @torch.no_grad()
     def set_thetas(self, thetas: Mapping[int, Tensor]) -> None:
@@ -156,7 +159,7 @@ class MoEModel:
             def hook(router, args, output):
                 if not in_recomputation():
                     x_Td = args[0].reshape(-1, self.hidden_size)
-                    recorder._add(layer, LayerRouting(x_Td, output[0], output[2]))
+                    recorder._add(layer, LayerRouting(x_Td, output[0], output[2]).to(self.model.device))
 
             return hook
 
@@ -170,7 +173,7 @@ class MoEModel:
         handles = [
             self.router(layer).register_forward_pre_hook(
                 lambda router, args, layer=layer: function(
-                    layer, args[0].detach().reshape(-1, self.hidden_size).float()
+                    layer, args[0].detach().reshape(-1, self.hidden_size).to(self.model.device, torch.float32)
                 )
             )
             for layer in self.layers
@@ -216,14 +219,14 @@ class MoEModel:
             self.model.train(was_training)
 
     @contextmanager
-    def brought_to(self, device: torch.device | str) -> Iterator[None]:
-        """Within the block the model is on `device`; then where it was."""
-        home = self.model.device
-        self.model.to(device)
+    def brought_beside(self, other: MoEModel) -> Iterator[None]:
+        """Within the block every layer is where that of `other` is; then where it was."""
+        home = devices_of(self.model)
+        place(self.model, devices_of(other.model))
         try:
             yield
         finally:
-            self.model.to(home)
+            place(self.model, home)
 
     @contextmanager
     def force_routing(self, routes: Routes | Callable[..., Routes | None]) -> Iterator[None]:
@@ -263,9 +266,10 @@ class MoEModel:
                 top_k_Tk, weights_Tk = route if isinstance(route, tuple) else (route, None)
                 if len(scores_TE) != len(top_k_Tk):
                     raise ValueError(f"layer {layer}: routes for {len(top_k_Tk)} tokens, the pass has {len(scores_TE)}")
+                top_k_Tk = top_k_Tk.to(scores_TE.device)
                 if weights_Tk is None:
                     weights_Tk = self.family.weigh(router, scores_TE, top_k_Tk)
-                return scores_TE, weights_Tk.to(output[1].dtype), top_k_Tk
+                return scores_TE, weights_Tk.to(output[1]), top_k_Tk
 
             return hook
 
@@ -323,7 +327,7 @@ class MoEModel:
 
         def hook(module, args, output):
             if not in_recomputation():
-                outputs.append(output[0] if isinstance(output, tuple) else output)
+                outputs.append((output[0] if isinstance(output, tuple) else output).to(self.model.device))
 
         with _hooked([(self.model.model.layers[layer], hook)]):
             yield outputs

@@ -19,6 +19,7 @@ from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.families import is_moe
 from gripmoe.moe.model import MoEModel
+from gripmoe.moe.placement import place, visible_devices
 from gripmoe.moe.sharding import whole_state
 
 ROUTERS = "routers.safetensors"
@@ -59,10 +60,9 @@ def load_model(folder: Path, device: str | None = None) -> tuple[PreTrainedModel
     """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode. A tokenizer without a
     padding token (Mixtral's) pads with its end-of-text token, which no attention mask lets be seen.
 
-    On the GPU if there is one, unless `device` says otherwise; for several processes on the CPU, as no GPU need hold
-    what they will share."""
-    device = device or ("cuda" if torch.cuda.is_available() and distributed.processes() == 1 else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    Its layers lie evenly on all GPUs that the process sees (`visible_devices`), unless `device` names another place."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    place(model, [device] if device else visible_devices())
     if stored := _stored_routers(folder):
         with torch.no_grad():
             for name, router in _router_parameters(MoEModel(model)).items():
@@ -142,7 +142,7 @@ def load_rules(path: Path) -> dict[int, SelectionRule]:
 def load_trace(path: Path, metadata: dict[str, str]) -> RoutingTrace:
     """A saved trace, router inputs in fp32, on the CPU: it may be larger than the model. Raises ValueError if it was
     not recorded as `metadata` says."""
-    tensors = _load(path, metadata, "cpu")
+    tensors = _load(path, metadata)
     layers = sorted({int(name.split(".")[0]) for name in tensors})
     return {
         layer: LayerRouting(
@@ -158,7 +158,7 @@ def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, st
 
 def load_bases(path: Path, metadata: dict[str, str], device: torch.device | str = "cpu") -> dict[int, RetainBasis]:
     """Saved bases on `device`. Raises ValueError if they were not fitted as `metadata` says."""
-    return {int(layer): RetainBasis(U_ret_Edr) for layer, U_ret_Edr in _load(path, metadata, device).items()}
+    return {int(layer): RetainBasis(U_ret_Edr.to(device)) for layer, U_ret_Edr in _load(path, metadata).items()}
 
 
 def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -171,8 +171,8 @@ def _metadata(file: safe_open) -> dict[str, str]:
     return json.loads((file.metadata() or {}).get(METADATA, "{}"))
 
 
-def _load(path: Path, metadata: dict[str, str], device: torch.device | str) -> dict[str, torch.Tensor]:
-    with safe_open(path, framework="pt", device=str(device)) as file:
+def _load(path: Path, metadata: dict[str, str]) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt") as file:
         found = _metadata(file)
         for key, wanted in metadata.items():
             if found.get(key) != wanted:

@@ -1,0 +1,116 @@
+"""A model whose layers lie on several devices, and what shows that a test of it would see devices mixed."""
+
+import pytest
+import torch
+from accelerate import dispatch_model
+
+from conftest import MOE_FAMILIES, SMALL, small_model
+from gripmoe.attacks.forcing import LockStep
+from gripmoe.attacks.probes import last_states
+from gripmoe.evaluation.muse import continuations
+from gripmoe.moe import MoEModel
+from gripmoe.moe.placement import devices_of, place
+from gripmoe.worlds.models import make_model
+from pretended_devices import FIRST, HOST, SECOND, MixedDevices, PretendedDevices, device_of
+
+
+def measured(moe, batch):
+    """Logits, free and under forced sets, and what routers see, on the CPU."""
+    with torch.no_grad():
+        free = moe.model(**batch.inputs).logits
+        with moe.force_routing(moe.routes):
+            own = moe.model(**batch.inputs).logits
+        rolled = {layer: (top_k + 1) % moe.num_experts for layer, top_k in moe.routes(**batch.inputs).items()}
+        with moe.force_routing(rolled):
+            other = moe.model(**batch.inputs).logits
+    trace = [tensor for seen in moe.trace([batch]).values() for tensor in vars(seen).values()]
+    return [tensor.cpu() for tensor in (free, own, other, *trace)]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_layers_lie_where_they_should_and_no_bit_changes(family, batch):
+    plain = measured(MoEModel(small_model(family)), batch)
+    with PretendedDevices():
+        moe = MoEModel(small_model(family))
+        place(moe.model, [FIRST, SECOND])
+        assert devices_of(moe.model) == [FIRST, SECOND]
+        inner = {id(p) for layer in moe.model.model.layers for p in layer.parameters()}
+        assert {device_of(p) for p in moe.model.parameters() if id(p) not in inner} == {FIRST}
+        split = measured(moe, batch.to(FIRST))
+    assert same(plain, split) and torch.equal(plain[0], plain[1]) and not torch.allclose(plain[0], plain[2])
+
+
+def test_a_model_is_brought_beside_another_and_back(batch):
+    with PretendedDevices():
+        after, before = (MoEModel(small_model(seed=seed)) for seed in (0, 1))
+        alone = measured(before, batch)
+        place(after.model, [FIRST, SECOND])
+        for _ in range(2):
+            with before.brought_beside(after):
+                assert devices_of(before.model) == devices_of(after.model) and before.model.device == FIRST
+                beside = measured(before, batch.to(FIRST))
+                with after.force_routing(before.weighted_routes):
+                    after.model(**batch.to(FIRST).inputs)
+            assert {device_of(p) for p in before.model.parameters()} == {HOST}
+        assert same(alone, beside) and same(alone, measured(before, batch))
+
+
+def test_generation_in_lock_step(tokenizer):
+    prompts = ["News from Bazis on Monday", "The people of"]
+    models = [MoEModel(small_model(vocabulary_size=len(tokenizer), seed=seed)) for seed in (0, 1)]
+
+    def written():
+        before, after = models
+        with after.force_routing(LockStep(before)):
+            return continuations(after.model, tokenizer, prompts, 5)
+
+    plain = written()
+    with PretendedDevices():
+        for moe in models:
+            place(moe.model, [FIRST, SECOND])
+        assert written() == plain
+
+
+def test_states_of_all_layers(tokenizer):
+    """More layers than devices, or no inner state would lie on the second."""
+    model = make_model("qwen3_moe", len(tokenizer), seed=0, **{**SMALL, "num_layers": 4}).eval()
+    questions = [{"id": "1", "subject": "rivers", "question": "Where ?", "choices": ["a", "b", "c", "d"]}]
+    plain = last_states(MoEModel(model), tokenizer, questions)
+    with PretendedDevices():
+        place(model, [FIRST, SECOND])
+        assert devices_of(model) == [FIRST, FIRST, SECOND, SECOND]
+        assert (last_states(MoEModel(model), tokenizer, questions) == plain).all()
+
+
+def test_mixed_devices_are_seen(batch):
+    """The controls: what these tests are to find they do find."""
+    with PretendedDevices():
+        a, b = torch.ones(2, device=FIRST), torch.ones(2, device=SECOND)
+        for mix in (lambda: a + b, lambda: a + torch.ones(2), lambda: torch.stack([a, b]), lambda: a[b.long()]):
+            with pytest.raises(MixedDevices):
+                mix()
+        with pytest.raises(MixedDevices, match="numpy"):
+            a.numpy()
+        assert (a + b.to(a.device) + torch.tensor(1.0)).device == FIRST and a[torch.zeros(1).long()].device == FIRST
+        moe = MoEModel(small_model())
+        place(moe.model, [FIRST, SECOND])
+        for layer in moe.model.model.layers:
+            layer._forward_pre_hooks.clear()
+        with pytest.raises(MixedDevices):
+            moe.model(**batch.to(FIRST).inputs)
+
+
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_a_model_that_accelerate_has_spread(family, batch):
+    """With its hooks on every module, as after `device_map="auto"`."""
+    plain = measured(MoEModel(small_model(family)), batch)
+    model = small_model(family)
+    parts = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
+    parts += [f"model.layers.{number}" for number in range(len(model.model.layers))]
+    dispatch_model(model, dict.fromkeys([*parts, "lm_head"], "cpu"), force_hooks=True)
+    assert hasattr(model.model.layers[1], "_hf_hook"), "the map is followed"
+    assert same(plain, measured(MoEModel(model), batch))
