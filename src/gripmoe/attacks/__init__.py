@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
+
+import torch
+from torch import nn
 
 from gripmoe.moe import MoEModel
 
@@ -34,6 +38,19 @@ def mean(scores: Scores) -> float:
 def highest(found: Iterable[Scores]) -> Scores:
     """The scores of the attack that found most."""
     return max(found, key=mean)
+
+
+@contextmanager
+def kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Within the block these may change; then they are what they were. Copies lie in host memory, so that GPUs hold no
+    more than the models."""
+    own = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, before in own:
+                parameter.copy_(before)
 
 
 def by_item(found: Found) -> list[dict]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gripmoe.attacks import Recall, Scores
+from gripmoe.attacks import Recall, Scores, kept
 from gripmoe.moe import MoEModel
 
 
@@ -31,16 +31,11 @@ def quantized(model: MoEModel, bits: int) -> Iterator[None]:
         for parameter in layer.parameters()
         if parameter.ndim > 1 and id(parameter) not in routers
     ]
-    own = [matrix.detach().clone() for matrix in matrices]
-    try:
+    with kept(matrices):
         with torch.no_grad():
             for matrix in matrices:
                 matrix.copy_(rounded(matrix, bits))
         yield
-    finally:
-        with torch.no_grad():
-            for matrix, kept in zip(matrices, own, strict=True):
-                matrix.copy_(kept)
 
 
 def quantization(model: MoEModel, recall: Recall, bits: Sequence[int] = (8, 4)) -> dict[str, Scores]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
-from gripmoe.attacks import Recall, Scores
+from gripmoe.attacks import Recall, Scores, kept
 from gripmoe.config import Relearning
 from gripmoe.data.documents import Row, collate
 from gripmoe.moe import MoEModel
@@ -50,20 +48,18 @@ def relearning(
 
 @contextmanager
 def _trainable(model: MoEModel, gradient_checkpointing: bool) -> Iterator[None]:
-    """Within the block all parameters train; then they are what they were, from a copy that lies on the CPU."""
-    own = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in model.model.parameters()]
-    trained = [parameter.requires_grad for parameter, _ in own]
+    """Within the block all parameters train; then they are what they were."""
+    trained = [(parameter, parameter.requires_grad) for parameter in model.model.parameters()]
     if gradient_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     model.model.requires_grad_(True)
     try:
-        yield
+        with kept(model.model.parameters()):
+            yield
     finally:
         model.model.eval()
         if gradient_checkpointing:
             model.model.gradient_checkpointing_disable()
-        with torch.no_grad():
-            for (parameter, kept), requires_grad in zip(own, trained, strict=True):
-                parameter.copy_(kept)
-                parameter.grad = None
-                parameter.requires_grad_(requires_grad)
+        for parameter, requires_grad in trained:
+            parameter.grad = None
+            parameter.requires_grad_(requires_grad)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from gripmoe.attacks import Recall, Scores, highest, mean
+from gripmoe.attacks import Recall, Scores, highest, kept, mean
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.moe import MoEModel
 
@@ -30,16 +30,11 @@ def restored(before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Se
         for part in parts
         for pair in zip(_parameters(before, layer, part), _parameters(after, layer, part), strict=True)
     ]
-    own = [current.detach().clone() for _, current in pairs]
-    try:
+    with kept(current for _, current in pairs):
         with torch.no_grad():
             for original, current in pairs:
                 current.copy_(original)
         yield
-    finally:
-        with torch.no_grad():
-            for (_, current), kept in zip(pairs, own, strict=True):
-                current.copy_(kept)
 
 
 def _parameters(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
@@ -67,8 +62,8 @@ def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Se
         yield
     finally:
         with torch.no_grad():
-            for (current, _, chosen), kept in zip(slices, own, strict=True):
-                current[chosen] = kept
+            for (current, _, chosen), before_it in zip(slices, own, strict=True):
+                current[chosen] = before_it
 
 
 def most_used_experts(model: MoEModel, tokenizer, prompts: Sequence[str], count: int = 2) -> dict[int, list[int]]:
