@@ -81,7 +81,7 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c.update(overrides={"gd/ptcc": {}}), "overrides: unknown name 'gd/ptcc'; did you mean 'gd/ptc'"),
     ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"lr": 1}}), "overrides.frozen_router.lr: unknown key"),
     ("tiny.yaml", lambda c: c.update(artefacts=["main_result"]), "artefacts: unknown name 'main_result'; did you mean 'main_results'"),
-    ("tiny.yaml", lambda c: c.update(processes={"tiny_a": 3}), "processes.tiny_a: forget_batch_size of gd/unconstrained is 16, which 3 processes cannot share"),
+    ("tiny.yaml", lambda c: c.update(gpus={"tiny_a": 3}), "gpus.tiny_a: forget_batch_size of gd/unconstrained is 16, which 3 processes cannot share"),
     ("tiny.yaml", lambda c: c["training"].update(lr=1), "training.lr: unknown key; valid keys: learning_rate, router_multiplier"),
     ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpah": 1}), "objective_training.gd.objective.alpah: unknown key; valid keys: alpha"),
     ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpha": -1}), "objective_training.gd.objective.alpha: Input should be greater than or equal to 0 (got -1"),
@@ -108,8 +108,8 @@ def test_mistakes_are_named(folder, file, change, message):
 
 
 def test_a_finetuned_models_batches_are_shared_too(folder):
-    edit(folder / "tiny_muse.yaml", lambda c: c.update(processes={"tiny_news": 3}))
-    with pytest.raises(ConfigError, match="tiny_muse.yaml: processes.tiny_news: batch_size .* is 8, which 3 processes"):
+    edit(folder / "tiny_muse.yaml", lambda c: c.update(gpus={"tiny_news": 3}))
+    with pytest.raises(ConfigError, match="tiny_muse.yaml: gpus.tiny_news: batch_size .* is 8, which 3 processes"):
         Project(folder, "tiny_muse")
 
 

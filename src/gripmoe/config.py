@@ -5,6 +5,7 @@ A `Run` is everything that one cell's training depends on, and nothing else: it 
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,6 +61,10 @@ class Sizes(Strict):
     def held_by(self, processes: int) -> float:
         """Parameters on each of so many that share the MoE blocks and have all else."""
         return self.total - self.blocks + self.blocks / processes
+
+    def split_over(self, gpus: int) -> float:
+        """Parameters, at most, on each of so many GPUs that share the layers in order."""
+        return self.total - self.blocks + self.blocks * ceil(self.layers / gpus) / self.layers
 
 
 class PublishedModel(Strict):
@@ -337,7 +342,7 @@ class World(Strict):
     benchmark_training: dict[Name, dict[Literal["all"] | ObjectiveName, dict[str, Any]]] = {}
     overrides: dict[str, dict[str, Any]] = {}
     relearning: Relearning | None = None  # an attack that is left out without it
-    processes: dict[Name, PositiveInt] = {}  # that train a model together, a GPU each; one if it is not named
+    gpus: dict[Name, PositiveInt] = {}  # that a model takes: a process each trains it; one if it is not named
     artefacts: list[Name]
 
     @property

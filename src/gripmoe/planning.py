@@ -76,12 +76,13 @@ def _job(project: Project, results: Path, rule: str, cell: tuple) -> Job:
     """With hours, and memory of an embedded model, as recorded; else as estimated."""
     recorded, need = _benchmarks(results, rule, cell), _memory(project, rule, cell)
     memory = need and need.total
+    training = rule in ("unlearn", "finetune_model")
+    processes = project.processes(cell[0], cell[3] if len(cell) > 1 else None) if training else 1
+    held = max(need.gpus, 1) if need else processes
     if recorded:
-        together = rule in ("unlearn", "finetune_model")
-        processes = project.processes(cell[0], cell[3] if len(cell) > 1 else None) if together else 1
-        hours = processes * sum(float(row["s"]) for row in recorded) / len(recorded) / 3600
-    else:
-        hours = _estimated_hours(project, rule, cell)
+        hours = held * sum(float(row["s"]) for row in recorded) / len(recorded) / 3600
+    else:  # GPUs that share the layers work one after the other
+        hours = held / processes * _estimated_hours(project, rule, cell)
     if project.trained_from(cell[0]).source == "embedded":
         peaks = [float(row["max_rss"]) / 1e3 for row in recorded if row.get("max_rss", "-") not in ("-", "NA")]
         memory = max(peaks, default=TINY_MEMORY)
@@ -138,8 +139,8 @@ class Memory:
 
 def memory_needed(project: Project) -> list[Memory]:
     """Of every published model: its weights and the original's where it is evaluated and attacked; under an objective
-    gradients and AdamW states of the MoE blocks that train (RMU: those up to its layer), all of these divided by the
-    processes that share the model. Finetuning on news, in as many processes, and relearning, in one, train everything.
+    gradients and AdamW states of the MoE blocks that train (RMU: those up to its layer). Finetuning on news and
+    relearning train everything. The model's GPUs share its experts where a process on each trains, else its layers.
     Embedded models need next to nothing."""
     needs = []
     for name in project.world.models:
@@ -167,9 +168,9 @@ def _memory(project: Project, rule: str, cell: tuple) -> Memory | None:
     if rule == "attack" and project.world.relearning:
         compared, relearned = _held(project, name, rule, models=2), _trained_whole(project, name, "relearning")
         return max(compared, relearned, key=lambda need: need.total)
-    return _held(
-        project, name, rule, models=2 if rule in ("evaluate", "attack") else 1, gpus=int(rule != "prepare_model")
-    )
+    if rule == "prepare_model":
+        return Memory(name, rule, 0, _sizes(project, name).total * BYTES_WEIGHT / 1e9, 0.0, 0.0)
+    return _held(project, name, rule, models=2 if rule in ("evaluate", "attack") else 1)
 
 
 def _sizes(project: Project, name: str) -> Sizes | None:
@@ -177,28 +178,32 @@ def _sizes(project: Project, name: str) -> Sizes | None:
     return model.parameters if isinstance(model, PublishedModel) else None
 
 
-def _held(project: Project, name: str, what: str, models: int, gpus: int = 1) -> Memory:
-    return Memory(name, what, gpus, models * _sizes(project, name).total * BYTES_WEIGHT / 1e9, 0.0, 0.0)
+def _held(project: Project, name: str, what: str, models: int) -> Memory:
+    gpus = project.gpus(name)
+    return Memory(name, what, gpus, models * _sizes(project, name).split_over(gpus) * BYTES_WEIGHT / 1e9, 0.0, 0.0)
 
 
 def _trained_whole(project: Project, name: str, what: str) -> Memory:
-    """Finetuning or relearning, of every parameter."""
-    settings, gpus = (
-        (project.models[name], project.processes(name)) if what == "finetuning" else (project.world.relearning, 1)
+    """Finetuning, in processes that share the experts, or relearning, in one; of every parameter."""
+    sizes, gpus = _sizes(project, name), project.gpus(name)
+    settings, parameters = (
+        (project.models[name], sizes.held_by(gpus))
+        if what == "finetuning"
+        else (project.world.relearning, sizes.split_over(gpus))
     )
     each = BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES[settings.optimizer]
-    return Memory(name, what, gpus, *(_sizes(project, name).held_by(gpus) * part / 1e9 for part in each))
+    return Memory(name, what, gpus, *(parameters * part / 1e9 for part in each))
 
 
 def _unlearned(project: Project, name: str, benchmark: str, objective: str, method: str) -> Memory:
-    """A method that trains one expert has next to no gradients and states."""
-    sizes, gpus = _sizes(project, name), project.processes(name, method)
+    """A method that trains one expert has next to no gradients and states, and one process."""
+    sizes, gpus = _sizes(project, name), project.gpus(name)
     training = project.training(objective, method, benchmark)
     layers = min(_layers_run(objective, training, sizes), training.trained_layers or sizes.layers)
-    trained = sizes.blocks * layers / sizes.layers / gpus
+    held, trained = sizes.held_by(gpus), sizes.blocks * layers / sizes.layers / gpus
     if project.methods[method].experts == "top_attributed":
-        trained = 0.0
-    parts = sizes.held_by(gpus) * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES[training.optimizer]
+        held, trained = sizes.split_over(gpus), 0.0
+    parts = held * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES[training.optimizer]
     return Memory(name, objective, gpus, *(part / 1e9 for part in parts))
 
 

@@ -68,8 +68,8 @@ class Project:
         cells = [f"{objective}/{method}" for objective in world.objectives for method in world.methods_of(objective)]
         for key in world.overrides:
             _require_known(key, [*self.methods, *cells], f"{file}: overrides")  # of methods that others may list too
-        for name in world.processes:
-            _require_known(name, world.models, f"{file}: processes")
+        for name in world.gpus:
+            _require_known(name, world.models, f"{file}: gpus")
             self._check_processes(name)
         for name in world.benchmark_training:
             _require_known(name, self.benchmarks, f"{file}: benchmark_training")
@@ -101,7 +101,7 @@ class Project:
         config, processes = self.models[model], self.processes(model)
         if config.source == "finetuned" and config.batch_size % processes:
             raise ConfigError(
-                f"{self.world_file}: processes.{model}: batch_size of the model in models.yaml is {config.batch_size}, "
+                f"{self.world_file}: gpus.{model}: batch_size of the model in models.yaml is {config.batch_size}, "
                 f"which {processes} processes cannot share"
             )
         for name, benchmark, objective, method, _ in self.cells():
@@ -109,7 +109,7 @@ class Project:
             for key in ("forget_batch_size", "retain_batch_size") if training else ():
                 if getattr(training, key) % self.processes(model, method):
                     raise ConfigError(
-                        f"{self.world_file}: processes.{model}: {key} of {objective}/{method} is "
+                        f"{self.world_file}: gpus.{model}: {key} of {objective}/{method} is "
                         f"{getattr(training, key)}, which {self.processes(model, method)} processes cannot share"
                     )
 
@@ -138,13 +138,16 @@ class Project:
         config = self.models[model]
         return self.models[config.base] if config.source == "finetuned" else config
 
-    def processes(self, model: str, method: str | None = None) -> int:
-        """How many train a cell together, or finetune a model: as many as the world gives the model (its oracle as
-        many), or one if one expert trains."""
-        if method and self.methods[method].experts == "top_attributed":
-            return 1
+    def gpus(self, model: str) -> int:
+        """How many a model takes, and its oracle as many: one, if the world does not say. Layers are split over them,
+        or processes that train the model share its experts."""
         known = next((name for name in self.world.models if self.models[name].oracle == model), model)
-        return self.world.processes.get(known, 1)
+        return self.world.gpus.get(known, 1)
+
+    def processes(self, model: str, method: str | None = None) -> int:
+        """How many train a cell together, or finetune a model: one on each of its GPUs, or a single one if one expert
+        trains."""
+        return 1 if method and self.methods[method].experts == "top_attributed" else self.gpus(model)
 
     def training(self, objective: str, method_name: str, benchmark: str) -> Training | None:
         """Training of a cell: the world's, changed by its objective, benchmark, method, and the overrides, in that

@@ -63,11 +63,12 @@ def test_slurm_profile_as_typed_from_a_clone(tmp_path):
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-3000:]
     assert "results/paper/" in output and "results/tiny" not in output
-    for unlearn in output.split("rule unlearn:")[1:]:
-        unlearn = unlearn.split("rule ")[0]
-        gpus = 2 if "model=qwen3_30b_a3b" in unlearn and "method=seuf" not in unlearn else 1
-        assert re.search(rf"resources: .*gpu={gpus}, ", unlearn) and f"--processes {gpus}" in unlearn
-        assert "runtime=" in unlearn and f"mem_mb={65536 * gpus}" in unlearn
+    for job in re.split(r"\nrule (?=trace_routing|unlearn|realign|evaluate|attack)", output)[1:]:
+        job = job.split("\nrule ")[0]
+        gpus = 2 if "model=qwen3_30b_a3b" in job else 1
+        assert re.search(rf"resources: .*gpu={gpus}\b", job) and "runtime=" in job and f"mem_mb={65536 * gpus}," in job
+        if job.startswith("unlearn"):  # where one expert trains, in one process over all GPUs
+            assert f"--processes {1 if 'method=seuf' in job else gpus}" in job
 
 
 PROFILE = ROOT / "workflow" / "profiles" / "slurm"
@@ -335,7 +336,7 @@ class TestRun:
         world.write_text(
             f"extends: {finished / 'smoke.yaml'}\nmodels: [smoke_news]\nbenchmarks: [muse_smoke]\nseeds: [0]\n"
             "methods: [original, retain_only, unconstrained, expert_specific]\n"
-            "processes: {smoke_news: 2}\n"
+            "gpus: {smoke_news: 2}\n"
             "artefacts: [muse_results, muse_attacks, muse_attack_matrix, muse_paired_tests, muse_tradeoff]\n"
         )
         snakemake("--cores", 2, "--config", f"world={world}", directory=finished, root=finished)

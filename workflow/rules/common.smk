@@ -168,6 +168,10 @@ def growing(amount):
     return lambda wildcards, attempt: amount * attempt
 
 
+def gpus_of(wildcards):
+    return PROJECT.gpus(wildcards.model)
+
+
 def processes_of(wildcards):
     return PROJECT.processes(wildcards.model, getattr(wildcards, "method", None))
 
@@ -175,12 +179,11 @@ def processes_of(wildcards):
 MEMORY = 65536 if ON_GPU else 3000  # MB
 CPU_RESOURCES = {"mem_mb": growing(MEMORY)}  # of what holds a model or its traces and computes nothing on a GPU
 GPU_RESOURCES = {**CPU_RESOURCES, "gpu": 1 if ON_GPU else 0}
-# Of what trains a model: a GPU for each process.
 TRAINING_RESOURCES = {**GPU_RESOURCES, "processes": 1}
-if WORLD.processes:
-    TRAINING_RESOURCES = {
-        "gpu": processes_of if ON_GPU else 0,
-        "mem_mb": lambda wildcards, attempt: MEMORY * attempt * processes_of(wildcards),
-        "processes": processes_of,
+if WORLD.gpus:
+    GPU_RESOURCES = {
+        "gpu": gpus_of if ON_GPU else 0,
+        "mem_mb": lambda wildcards, attempt: MEMORY * attempt * gpus_of(wildcards),
     }
+    TRAINING_RESOURCES = {**GPU_RESOURCES, "processes": processes_of}
 ENVIRONMENT = f"{workflow.basedir}/envs/environment.yaml"

@@ -55,8 +55,8 @@ def plan(args) -> None:
         raise ValueError(
             f"GPUs of {args.gpu_memory:g} GB do not hold {names}"
             + (f"; they hold {', '.join(fitting)}" if fitting else "")
-            + ". For training give the model more `processes` in the world file, or take `optimizer: adamw_8bit` or an "
-            "objective that trains fewer layers; leave out `relearning`; or take a smaller model."
+            + ". Give the model more `gpus` in the world file; take `optimizer: adamw_8bit` or an objective that "
+            "trains fewer layers; leave out `relearning`; or take a smaller model."
         )
 
 
