@@ -5,11 +5,12 @@ import torch
 from accelerate import dispatch_model
 
 from conftest import MOE_FAMILIES, SMALL, small_model
+from gripmoe import distributed
 from gripmoe.attacks.forcing import LockStep
 from gripmoe.attacks.probes import last_states
 from gripmoe.evaluation.muse import continuations
 from gripmoe.moe import MoEModel
-from gripmoe.moe.placement import devices_of, place
+from gripmoe.moe.placement import devices_of, place, visible_devices
 from gripmoe.worlds.models import make_model
 from pretended_devices import FIRST, HOST, SECOND, MixedDevices, PretendedDevices, device_of
 
@@ -42,6 +43,15 @@ def test_layers_lie_where_they_should_and_no_bit_changes(family, batch):
         assert {device_of(p) for p in moe.model.parameters() if id(p) not in inner} == {FIRST}
         split = measured(moe, batch.to(FIRST))
     assert same(plain, split) and torch.equal(plain[0], plain[1]) and not torch.allclose(plain[0], plain[2])
+
+
+def test_one_process_sees_every_gpu_and_of_several_none_takes_the_whole_model(monkeypatch):
+    assert visible_devices() == [HOST]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert visible_devices() == [torch.device("cuda:0"), torch.device("cuda:1")]
+    monkeypatch.setattr(distributed, "processes", lambda: 2)
+    assert visible_devices() == [HOST]
 
 
 def test_a_model_is_brought_beside_another_and_back(batch):
