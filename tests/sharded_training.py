@@ -37,16 +37,21 @@ CASES = {
     "rmu": Method(constraint="none"),
     "kl": Method(constraint="none"),
     "adamw_8bit": Method(constraint="none"),
+    "adamw_fp32": Method(constraint="none"),
     "checkpointed": Method(constraint="router_l2"),
 }
-CHANGES = {"adamw_8bit": {"optimizer": "adamw_8bit"}, "checkpointed": {"gradient_checkpointing": True}}
+CHANGES = {
+    "adamw_8bit": {"optimizer": "adamw_8bit"},
+    "adamw_fp32": {"optimizer": "adamw_fp32"},
+    "checkpointed": {"gradient_checkpointing": True},
+}
 OBJECTIVES = {
     "gd": {"alpha": 1.0},
     "kl": {"alpha": 1.0},
     "npo": {"alpha": 1.0, "beta": 0.1},
     "rmu": {"alpha": 1.0, "layer": 1, "kappa": 2.0},
 }
-RESUMED = ("anchored_tracked", "adamw_8bit")
+RESUMED = ("anchored_tracked", "adamw_8bit", "adamw_fp32")
 NEAR_TIES = EpsNullConfig(value=1e-2, kind="relative")  # so that no direction is decided by a rounding error
 
 

@@ -32,11 +32,68 @@ def test_stochastic_rounding_goes_as_far_as_fp32_on_average():
     assert far == pytest.approx(1.0, abs=0.01)
     far, stuck = moved("adamw_8bit", torch.bfloat16)
     assert far == pytest.approx(1.0, abs=0.05) and stuck < 0.05
+    far, _ = moved("adamw_fp32", torch.bfloat16)
+    assert far == pytest.approx(1.0, abs=0.05)
 
 
 def test_rounding_to_the_nearest_does_not():
     far, stuck = moved("adamw", torch.bfloat16)
     assert stuck > 0.3 and abs(far - 1) > 0.1
+
+
+def trained(optimizer, weight, steps, first=0):
+    """Steps on gradients that are numbers of bf16, whatever the weight is."""
+    for step in range(first, first + steps):
+        torch.manual_seed(step)
+        weight.grad = torch.randn(weight.shape).bfloat16().to(weight.dtype)
+        optimizer.step()
+
+
+SETTINGS = dict(lr=3e-5, weight_decay=0.01)
+
+
+def weights():
+    """The same one in bf16 and in fp32."""
+    torch.manual_seed(0)
+    start = (0.02 * torch.randn(64, 256)).bfloat16()
+    return torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.float())
+
+
+def test_fp32_states_move_bf16_weights_as_fp32_ones_to_the_bit():
+    """The control: with states in bf16 they end elsewhere."""
+    (low, full), (plain, _) = weights(), weights()
+    exact = make_adamw("adamw_fp32", [{"params": [low]}], **SETTINGS)
+    trained(exact, low, 30)
+    trained(torch.optim.AdamW([full], foreach=False, **SETTINGS), full, 30)
+    trained(make_adamw("adamw", [{"params": [plain]}], **SETTINGS), plain, 30)
+    assert low.dtype == torch.bfloat16 and torch.equal(low.float() + exact.state[low]["lost"], full)
+    assert torch.equal(low, full.bfloat16()) and not torch.equal(plain, full.bfloat16())
+
+
+def test_fp32_states_are_resumed_in_fp32():
+    (whole, _), (stopped, _) = weights(), weights()
+    trained(make_adamw("adamw_fp32", [{"params": [whole]}], **SETTINGS), whole, 8)
+    first = make_adamw("adamw_fp32", [{"params": [stopped]}], **SETTINGS)
+    trained(first, stopped, 4)
+    again = make_adamw("adamw_fp32", [{"params": [stopped]}], **SETTINGS)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert {state.dtype for state in again.state[stopped].values()} == {torch.float32}
+    trained(again, stopped, 4, first=4)
+    assert torch.equal(whole, stopped)
+
+
+def test_what_others_write_into_a_weight_stands():
+    """As a constraint does after a step: no hidden copy overrules it."""
+    weight, _ = weights()
+    optimizer = make_adamw("adamw_fp32", [{"params": [weight]}], **SETTINGS)
+    trained(optimizer, weight, 2)
+    with torch.no_grad():
+        weight.fill_(1.0)
+    trained(optimizer, weight, 1)
+    assert (weight.float() - 1.0).abs().max() < 0.01
 
 
 @pytest.mark.parametrize("kind", sorted(BYTES_STATES))

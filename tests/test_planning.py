@@ -97,6 +97,14 @@ def test_small_gpus_hold_the_large_model_if_there_are_enough():
     assert {need.objective for need in two if need.gpus == 2 and need.total < 48} == {"rmu"}
 
 
+def test_states_in_fp32_take_more_gpus():
+    fp32 = Project(CONFIG, "paper").world.training.model_copy(update={"optimizer": "adamw_fp32"})
+    two, eight = (needs_of(changed("paper", training=fp32, gpus={"qwen3_30b_a3b": count})) for count in (2, 8))
+    assert two["qwen3_30b_a3b", "rmu"].total == pytest.approx(32 + 29 * 8 / 48 * 7)
+    assert two["qwen3_30b_a3b", "gd"].total == pytest.approx(32 + 29 * 7)
+    assert eight["qwen3_30b_a3b", "gd"].total == pytest.approx(2 * (1.5 + 29 / 8) + 29 / 4 * 7)
+
+
 def test_layers_are_not_cut():
     """Of 16 layers the fullest of three GPUs has six."""
     sizes = Sizes(total=10.0, blocks=8.0, active=1.0, layers=16)

@@ -23,7 +23,7 @@ from gripmoe.parsing import load_yaml, parse_as
 Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 Precision = Literal["native", "fp8", "fp8_emulated"]  # fp8: on Hopper GPUs; emulated: anywhere, slowly
 ObjectiveName = Literal["gd", "kl", "npo", "rmu"]
-Optimizer = Literal["adamw", "adamw_8bit"]  # the latter also rounds bf16 weights stochastically
+Optimizer = Literal["adamw", "adamw_8bit", "adamw_fp32"]  # what bf16 weights need: `gripmoe.optimizer`
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 

@@ -24,7 +24,8 @@ TINY_SECONDS = {
     "attack": 45,
 }  # two laptop cores
 BYTES_WEIGHT, BYTES_GRADIENT = 2, 2  # bf16
-BYTES_STATES = {"adamw": 4, "adamw_8bit": 2}  # two states in the dtype of the parameter, or in 8 bits
+# Two states in the dtype of the parameter, or in 8 bits, or in fp32 with what rounding has lost.
+BYTES_STATES = {"adamw": 4, "adamw_8bit": 2, "adamw_fp32": 12}
 QUESTIONS, QUESTION_TOKENS = 16_000, 150  # WMDP-Cyber and MMLU
 ATTACK_PASSES = 3.0  # what all attacks ask, as a multiple of one evaluation
 
