@@ -6,8 +6,10 @@ and so is what a call of torch makes of itself in C++, since its own arguments a
 backward pass. Marks are lost, and tensors taken for the host's, where C++ makes tensors by itself.
 """
 
+from unittest.mock import patch
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,6 +30,23 @@ def device_of(tensor: Tensor) -> torch.device:
 
 
 class PretendedDevices(TorchFunctionMode):
+    def __enter__(self):
+        make = nn.Parameter.__new__
+
+        def marked(cls, data=None, requires_grad=True):  # the one constructor that a mode does not see
+            parameter = make(cls, data, requires_grad)
+            if data is not None:
+                parameter._pretended = device_of(data)
+            return parameter
+
+        self._parameters = patch.object(nn.Parameter, "__new__", marked)
+        self._parameters.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._parameters.stop()
+        return super().__exit__(*error)
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -40,10 +59,13 @@ class PretendedDevices(TorchFunctionMode):
             raise MixedDevices("numpy: of a tensor that is not in host memory")
         if name not in ACROSS and not name.startswith("_foreach"):  # those sort tensors by their devices
             self._check(name, args, tensors)
+        where = self._result_device(name, args, kwargs, tensors)
+        if name == "to":  # or a tensor that is there already would be copied
+            args = [HOST if isinstance(value, str | torch.device) else value for value in args]
+            kwargs = {key: HOST if key == "device" else value for key, value in kwargs.items()}
         result = func(*args, **kwargs)
         if func == Tensor.data.__set__:
             args[0]._pretended = device_of(args[1])
-        where = self._result_device(name, args, kwargs, tensors)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and device_of(leaf) != where:
                 if any(leaf is tensor for tensor in tensors):

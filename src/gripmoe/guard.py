@@ -89,7 +89,8 @@ class RouterGuard:
                 keep = routed_tokens(mask)
                 if distributed.processes() == 1 and not keep.any():  # a mixed batch without a row that counts
                     return
-                seen = Seen(recorder.take(keep), hidden[0].flatten(0, 1)[keep], inputs[0]["input_ids"], mask, keep)
+                final_Nd = hidden[0].to(keep.device).flatten(0, 1)[keep]  # accelerate puts the last norm elsewhere
+                seen = Seen(recorder.take(keep), final_Nd, inputs[0]["input_ids"], mask, keep)
                 self._penalties.append(self.constraint.penalty(kind, seen))
                 if kind == "retain" and self.constraint.needs_retain:
                     self._seen.append({layer: _detached(routing) for layer, routing in seen.routing.items()})

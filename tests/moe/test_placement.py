@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate import dispatch_model
 
+import gripmoe
 from conftest import MOE_FAMILIES, SMALL, small_model
 from gripmoe import distributed
 from gripmoe.attacks.forcing import LockStep
@@ -114,13 +115,39 @@ def test_mixed_devices_are_seen(batch):
             moe.model(**batch.to(FIRST).inputs)
 
 
+def spread_by_accelerate(family, first, last):
+    """With its hooks on the modules, as after `device_map="auto"`: the last layer, norm and head on another device."""
+    model = small_model(family)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # else it stays by the embedding
+    parts = {"embed_tokens": first, "rotary_emb": first, "layers.0": first, "layers.1": last, "norm": last}
+    where = {f"model.{name}": str(device) for name, device in parts.items()}  # by "cpu" it knows what stays there
+    dispatch_model(model, {**where, "lm_head": str(last)}, main_device=str(first), force_hooks=True)
+    assert hasattr(model.model.layers[1], "_hf_hook"), "the map is followed"
+    return model
+
+
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_a_model_that_accelerate_has_spread(family, batch):
-    """With its hooks on every module, as after `device_map="auto"`."""
     plain = measured(MoEModel(small_model(family)), batch)
-    model = small_model(family)
-    parts = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
-    parts += [f"model.layers.{number}" for number in range(len(model.model.layers))]
-    dispatch_model(model, dict.fromkeys([*parts, "lm_head"], "cpu"), force_hooks=True)
-    assert hasattr(model.model.layers[1], "_hf_hook"), "the map is followed"
-    assert same(plain, measured(MoEModel(model), batch))
+    assert same(plain, measured(MoEModel(spread_by_accelerate(family, HOST, HOST)), batch))
+    with PretendedDevices():
+        assert same(plain, measured(MoEModel(spread_by_accelerate(family, FIRST, SECOND)), batch.to(FIRST)))
+
+
+@pytest.mark.parametrize("method", ["expert_specific", "expert_specific_paper", "anchored"])
+def test_constraints_on_a_model_that_accelerate_has_spread(method, batch):
+    def trained(model, batch):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with gripmoe.constrain(model, optimizer, [batch], method=method) as guard:
+            for _ in range(2):
+                optimizer.zero_grad()
+                with guard.retain():
+                    loss = model(**batch.inputs, labels=batch.labels).loss
+                (loss + guard.penalty()).backward()
+                optimizer.step()
+        return torch.cat([theta.cpu() for theta in MoEModel(model).thetas().values()])
+
+    one = trained(spread_by_accelerate("qwen3_moe", HOST, HOST), batch)
+    with PretendedDevices():
+        two = trained(spread_by_accelerate("qwen3_moe", FIRST, SECOND), batch.to(FIRST))
+    torch.testing.assert_close(one, two)

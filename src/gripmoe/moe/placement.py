@@ -46,6 +46,7 @@ def devices_of(model: nn.Module) -> list[torch.device]:
 
 
 def _bring_along(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The inputs of a module where its weights are; a cache stays, whose entries are made by the layers themselves."""
-    device = next(chain(module.parameters(), module.buffers())).device
-    return send_to_device((args, kwargs), device, skip_keys="past_key_values")
+    """The inputs of a module where its weights are, if it has any; a cache stays, whose entries are made by the layers
+    themselves."""
+    own = next(chain(module.parameters(), module.buffers()), None)
+    return (args, kwargs) if own is None else send_to_device((args, kwargs), own.device, skip_keys="past_key_values")
