@@ -68,11 +68,11 @@ def constrain(
 ) -> RouterGuard:
     """Holds the routers of `model` while `optimizer` trains it (Method A; Eq. 3, Alg. 1).
 
-    `model` is a transformers MoE model of a known family, or one that accelerate has prepared; `optimizer` holds its
-    routers among others and may be wrapped by accelerate. `retain` are batches of input_ids (rows, positions) and, if
-    rows are padded, attention_mask; the original routing of these tokens is recorded once, here, so call this before
-    training. To resume, call this on the original model once more, then load the weights, the optimizer and
-    `guard.state_dict()`. `method` is a name of METHODS or a `Method`:
+    `model` is a transformers MoE model of a known family, or one that accelerate has prepared or spread over devices
+    (`device_map`); `optimizer` holds its routers among others and may be wrapped by accelerate. `retain` are batches of
+    input_ids (rows, positions) and, if rows are padded, attention_mask; the original routing of these tokens is
+    recorded once, here, so call this before training. To resume, call this on the original model once more, then load
+    the weights, the optimizer and `guard.state_dict()`. `method` is a name of METHODS or a `Method`:
 
     - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
       retain tokens, whatever momentum or weight decay add, up to directions that `eps_null` counts as none. Needs
