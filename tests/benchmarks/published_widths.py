@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from typing import get_args
 
 import torch
 from test_step import Loop, batches
@@ -33,6 +34,7 @@ from transformers import (
 
 import gripmoe
 from gripmoe.adapter import METHODS
+from gripmoe.config import Optimizer
 from gripmoe.data.documents import Batch
 from gripmoe.evaluation.choice import direct_answers
 from gripmoe.files import write_text
@@ -203,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=8, help="documents of a batch")
     parser.add_argument("--length", type=int, default=256, help="tokens of a document")
     parser.add_argument("--retain-batches", type=int, default=4, help="batches whose routing is held")
-    parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw")
     parser.add_argument("--output", type=Path, help="a Markdown file; else it is printed")
     args = vars(parser.parse_args(arguments))
     output = args.pop("output")

@@ -79,9 +79,10 @@ def _over_runs(cells: pd.DataFrame, metric: str, own: str) -> tuple[float | None
 
 
 def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
-    """Forget accuracy as the model is (filled), under the original expert sets (open) beside random ones (bar), and with
-    one layer's original experts put back (cross), for every method (the paper's Figure 1b). What random sets return is
-    not the router's doing. The band is the oracle's range of the four, which no method can be asked to stay below."""
+    """Forget accuracy as the model is (filled), under the original expert sets (open) beside random ones (bar), and
+    with one layer's original experts put back (cross), for every method (the paper's Figure 1b). What random sets
+    return is not the router's doing. The band is the oracle's range of the four: no method can be asked to stay below.
+    """
     marks = {
         "forget_accuracy": ("o", True, "as it is"),
         "forced_forget_accuracy": ("o", False, "original sets forced"),
