@@ -142,7 +142,7 @@ def draw(table: Table) -> plt.Figure:
     notes = [line for note in table.notes for line in textwrap.wrap(note, NOTE_CHARACTERS)]
     num_rows = sum(len(entries) + bool(block) for block, entries in table.blocks)
     line = 0.165  # inches per row
-    height = line * (num_rows + 2.6 + 0.8 * len(notes)) + 0.25
+    height = line * (num_rows + bool(table.paper_columns) + 0.8 * len(notes)) + 0.02 * len(table.blocks) + 0.33
     with house_style():
         figure = plt.figure(figsize=(PAPER_WIDTH, height))
         axes = figure.add_axes((0, 0, 1, 1))
@@ -193,7 +193,7 @@ def draw(table: Table) -> plt.Figure:
                         axes.add_patch(ground)
                     weight = "bold" if cell.best else "normal"
                     text = without_zeros(cell.text).replace(" ± ", "±") if crowded else cell.text
-                    size = 5.2 if crowded else 6
+                    size = min(5.2, 15 * measured_width) if crowded else 6
                     axes.text(x, y, text, ha="center", va="center", fontsize=size, weight=weight)
                 for x, cell in zip(paper_xs, paper, strict=True):
                     size = 5.2 if many else 6
