@@ -349,9 +349,10 @@ class TestRun:
         assert measured["original_forced_verbmem"] == measured["original_verbmem"]
         assert "forced_knowmem_forget" in measured and "relearned_from_others_after_20" in measured
         assert (cell / "attack_questions.csv").stat().st_size > 100
-        names = ("muse_results.tex", "muse_attacks.png", "muse_attack_matrix.png", "muse_paired_tests.tex")
-        for name in (*names, "muse_tradeoff.pdf"):
-            assert (finished / "paper_figures/news" / name).stat().st_size > 500
+        figures = finished / "paper_figures/news"
+        for name in ("muse_results.tex", "muse_attacks.png", "muse_attack_matrix.png", "muse_tradeoff.pdf"):
+            assert (figures / name).stat().st_size > 500
+        assert "Method A, sound & +" in (figures / "muse_paired_tests.tex").read_text()
 
     def test_corrected_runs_follow_the_run_they_correct(self, finished):
         file = finished / "smoke.yaml"
