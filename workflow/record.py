@@ -14,7 +14,7 @@ import pandas as pd
 
 from gripmoe.files import write_text
 from gripmoe.project import NO_OBJECTIVE
-from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability
+from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
 from gripmoe.reporting.claims import claims_table, load_claims
 from gripmoe.reporting.collect import KEYS, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, specification
@@ -52,6 +52,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="another folder than docs/record")
     args = parser.parse_args()
     runs = pd.concat([load_runs(path, kind=None) for path in args.runs]).drop_duplicates([*KEYS, "metric"])
+    try:
+        attacks = pd.concat([load_attacks(path) for path in args.runs]).drop_duplicates([*KEYS, "id"])
+    except FileNotFoundError:  # runs of a record, which keeps no items
+        attacks = None
     of_their_own = {name: load_runs(Path(path), kind=None) for name, path in args.table}
     parts = ["# Tables of the record\n"]
     shown = {claim["metric"] for claim in load_claims().values()} | {
@@ -63,7 +67,7 @@ def main() -> None:
     }
     for name, title in TABLES.items():
         spec = specification(name)
-        table = table_of(of_kind(of_their_own.get(name, runs), spec.get("kind", "letters")), name)
+        table = table_of(of_kind(of_their_own.get(name, runs), spec.get("kind", "letters")), name, attacks)
         if any(cell.value is not None for _, entries in table.blocks for _, cells, _ in entries for cell in cells):
             parts.append(f"## {title}\n\n{as_markdown(table)}")
             shown |= set(spec["measured"])
@@ -77,8 +81,8 @@ def main() -> None:
     print(f"{len(runs[KEYS].drop_duplicates())} cells, {len(compact)} numbers in {args.output}")
 
 
-def table_of(runs: pd.DataFrame, name: str) -> Table:
-    return attack_matrix(runs) if name == "attack_matrix" else comparison(runs, name)
+def table_of(runs: pd.DataFrame, name: str, attacks: pd.DataFrame | None = None) -> Table:
+    return attack_matrix(runs, attacks) if name == "attack_matrix" else comparison(runs, name)
 
 
 def draw_pictures(runs: pd.DataFrame) -> None:
