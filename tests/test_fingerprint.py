@@ -51,7 +51,7 @@ EDITS = [
     ("data/corpora.py", "TOKENS_PER_BATCH = ", "TOKENS_PER_BATCH = 1 + ", [EVALUATE], [DATA]),
     ("moe/storage.py", "def load_model(", "def load_model(unused=1, *, ", [UNLEARN, EVALUATE], [DATA]),
     ("config.py", "class World(Strict):", "class World(Strict):\n    unused: int = 0", [], [UNLEARN, MODEL, EVALUATE]),
-    ("config.py", "attempts: PositiveInt = 3", "attempts: PositiveInt = 4", [MODEL], [EVALUATE]),
+    ("catalogue.py", "attempts: PositiveInt = 3", "attempts: PositiveInt = 4", [MODEL], [EVALUATE]),
     ("provenance.py", "round(peak_kib", "abs(peak_kib", [], [UNLEARN, MODEL, EVALUATE]),
     ("reporting/tables.py", "MISSING = ", "MISSING = '' + ", ["gripmoe.reporting.comparison"], [UNLEARN, EVALUATE]),
     ("reporting/claims.yaml", "Method A", "Method a", ["gripmoe.reporting.claims"], ["gripmoe.reporting.tables"]),

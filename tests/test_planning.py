@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gripmoe.config import Sizes
+from gripmoe.catalogue import Sizes
 from gripmoe.files import write_json
 from gripmoe.planning import check_budget, disk_needed, jobs_left, memory_needed
 from gripmoe.project import Project

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gripmoe.config import PublishedModel, Sizes, Training
+from gripmoe.catalogue import PublishedModel, Sizes
+from gripmoe.config import Training
 from gripmoe.project import Project
 
 FLOPS = 1.0e14  # of one GPU in eager MoE code, a tenth of what an H100 or H200 can do in bf16

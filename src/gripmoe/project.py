@@ -10,16 +10,8 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from gripmoe.config import (
-    OBJECTIVE_SETTINGS,
-    Artefact,
-    Benchmark,
-    Method,
-    ModelConfig,
-    Run,
-    Training,
-    World,
-)
+from gripmoe.catalogue import Benchmark, ModelConfig
+from gripmoe.config import OBJECTIVE_SETTINGS, Artefact, Method, Run, Training, World
 from gripmoe.parsing import ConfigError, load_yaml, parse_as
 
 NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing

@@ -34,7 +34,7 @@ from transformers import (
 
 import gripmoe
 from gripmoe.adapter import METHODS
-from gripmoe.config import Optimizer
+from gripmoe.catalogue import Optimizer
 from gripmoe.data.documents import Batch
 from gripmoe.evaluation.choice import direct_answers
 from gripmoe.files import write_text

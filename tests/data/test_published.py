@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from conftest import small_model
-from gripmoe.config import PublishedData, PublishedModel
+from gripmoe.catalogue import PublishedData, PublishedModel
 from gripmoe.data.published import benchmark_files
 from gripmoe.files import write_jsonl
 from gripmoe.moe.storage import load_model, load_published, save_model, weights_digest

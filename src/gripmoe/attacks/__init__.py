@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from gripmoe.moe import MoEModel
 
@@ -41,7 +41,7 @@ def highest(found: Iterable[Scores]) -> Scores:
 
 
 @contextmanager
-def kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def kept(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Within the block these may change; then they are what they were. Copies lie in host memory, so that GPUs hold no
     more than the models."""
     own = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]

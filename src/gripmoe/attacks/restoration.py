@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gripmoe.attacks import Recall, Scores, highest, kept, mean
 from gripmoe.data.documents import collate, encode, length_buckets
@@ -28,11 +28,18 @@ def restored(before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Se
         pair
         for layer in layers
         for part in parts
-        for pair in zip(_parameters(before, layer, part), _parameters(after, layer, part), strict=True)
+        for pair in zip(_parameters(after, layer, part), _parameters(before, layer, part), strict=True)
     ]
-    with kept(current for _, current in pairs):
+    with _replaced(pairs):
+        yield
+
+
+@contextmanager
+def _replaced(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Within the block the first of each pair has the values of the second."""
+    with kept(current for current, _ in pairs):
         with torch.no_grad():
-            for original, current in pairs:
+            for current, original in pairs:
                 current.copy_(original)
         yield
 
@@ -50,20 +57,13 @@ def _parameters(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
 def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Sequence[int]]) -> Iterator[None]:
     """Within the block `after` has the original weights of single `experts` (by layer)."""
     slices = [
-        (current, original, list(chosen))
+        (current.detach()[expert], original[expert])  # views
         for layer, chosen in experts.items()
         for original, current in zip(before.expert_parameters(layer), after.expert_parameters(layer), strict=True)
+        for expert in chosen
     ]
-    own = [current[chosen].detach().clone() for current, _, chosen in slices]
-    try:
-        with torch.no_grad():
-            for current, original, chosen in slices:
-                current[chosen] = original[chosen]
+    with _replaced(slices):
         yield
-    finally:
-        with torch.no_grad():
-            for (current, _, chosen), before_it in zip(slices, own, strict=True):
-                current[chosen] = before_it
 
 
 def most_used_experts(model: MoEModel, tokenizer, prompts: Sequence[str], count: int = 2) -> dict[int, list[int]]:

@@ -29,7 +29,8 @@ from gripmoe.attacks.quantization import quantization
 from gripmoe.attacks.relearning import relearning
 from gripmoe.attacks.restoration import most_used_experts, restoration
 from gripmoe.attacks.routers import router_attacks
-from gripmoe.config import Benchmark, Relearning, Run
+from gripmoe.catalogue import Benchmark
+from gripmoe.config import Relearning, Run
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import Row
 from gripmoe.data.muse import CONTEXT

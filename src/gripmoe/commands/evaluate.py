@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from gripmoe.catalogue import Benchmark
 from gripmoe.commands import beside, one_thread_unless_set
-from gripmoe.config import Benchmark, load_run
+from gripmoe.config import load_run
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.evaluation.choice import harness_answers, load_questions
 from gripmoe.evaluation.general import general_utility, solved_questions

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from gripmoe.catalogue import Benchmark
 from gripmoe.commands import beside, one_thread_unless_set
-from gripmoe.config import Benchmark, Method
+from gripmoe.config import Method
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.files import file_digest, read_json, write_json
 from gripmoe.method_a import fit_bases, held_trace

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from gripmoe.config import PublishedData, PublishedModel, PublishedNews
+from gripmoe.catalogue import PublishedData, PublishedModel, PublishedNews
 from gripmoe.project import Project
 
 

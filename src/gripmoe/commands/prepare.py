@@ -8,9 +8,9 @@ from pathlib import Path
 
 from gripmoe import distributed
 from gripmoe.attacks.forcing import random_sets
+from gripmoe.catalogue import Benchmark, Data, EmbeddedModel, FinetunedModel, ModelConfig
 from gripmoe.checkpoint import claim_state, remove_state
 from gripmoe.commands import identity_of, one_thread_unless_set, training_together
-from gripmoe.config import Benchmark, Data, EmbeddedModel, FinetunedModel, ModelConfig
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.muse import news_files
 from gripmoe.data.published import benchmark_files

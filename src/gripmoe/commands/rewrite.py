@@ -5,8 +5,8 @@ from __future__ import annotations
 from tqdm import tqdm
 
 from gripmoe.attacks.prompts import INSTRUCTIONS, rewrites_by
+from gripmoe.catalogue import PublishedModel
 from gripmoe.commands import one_thread_unless_set
-from gripmoe.config import PublishedModel
 from gripmoe.evaluation.choice import load_questions
 from gripmoe.files import read_jsonl, write_jsonl
 from gripmoe.moe.storage import load_published

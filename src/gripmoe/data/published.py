@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from gripmoe.config import PublishedData
+from gripmoe.catalogue import PublishedData
 
 FORGET_SUBJECT = "cybersecurity"
 HELD_OUT_EVERY = 10  # of the retain corpus: kept from unlearning, for routing stability

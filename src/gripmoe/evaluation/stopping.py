@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from gripmoe.config import Benchmark
+from gripmoe.catalogue import Benchmark
 from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
 from gripmoe.evaluation.muse import News, mean_score, news_scores
 from gripmoe.files import read_json

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gripmoe import distributed
-from gripmoe.config import PublishedModel
+from gripmoe.catalogue import PublishedModel
 from gripmoe.files import atomic_path
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
