@@ -114,3 +114,11 @@ def test_a_part_that_was_not_finished_by_all_is_passed_over(tmp_path, monkeypatc
 def test_one_process_does_not_resume_what_two_have_saved(shared):
     with pytest.raises(ValueError, match="saved by 2 processes.*delete the file"):
         train("anchored_tracked", shared[0])
+
+
+def test_a_step_in_which_no_process_has_a_row_that_counts_has_no_share(monkeypatch):
+    monkeypatch.setattr(distributed, "processes", lambda: 2)
+    monkeypatch.setattr(distributed, "average", lambda count: 1.5)
+    assert distributed.share(3) == 2.0
+    monkeypatch.setattr(distributed, "average", lambda count: 0.0)
+    assert distributed.share(0) == 1.0

@@ -79,7 +79,8 @@ def average(value: float) -> float:
 def share(count: int) -> float:
     """What makes a mean over `count` things of this process its part of the mean over all, once processes are averaged:
     1 where all have equally many."""
-    return count / average(float(count)) if processes() > 1 else 1.0
+    mean = average(float(count))
+    return count / mean if mean else 1.0
 
 
 def agreed(values: dict[str, float]) -> dict[str, float]:

@@ -99,8 +99,8 @@ def kaczmarz_report(
     return {name: shares.mean().item() for name, shares in joined.items() if len(shares)}
 
 
-def first_tokens(trace: RoutingTrace, count: int | None) -> RoutingTrace:
-    """The first `count` tokens of a trace, the paper's N_r; all of them for None."""
+def first_tokens(trace: RoutingTrace, count: int) -> RoutingTrace:
+    """The first `count` tokens of a trace."""
     return {layer: LayerRouting(r.x_Nd[:count], r.scores_NE[:count], r.top_k_Nk[:count]) for layer, r in trace.items()}
 
 
@@ -125,11 +125,11 @@ def realign_routers(
     all layers to the uncorrected model. The sound form corrects each router within the one forward pass, before the
     router is used, so that every layer is fitted to what the corrected layers below it send.
     """
-    reference, theta_post = first_tokens(reference, retain_tokens), model.thetas()
+    theta_post = model.thetas()
     realigned: dict[int, Realignment] = {}
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
-        x_pre_Nd = reference[layer].x_Nd.to(x_post_Nd.device)
+        x_pre_Nd = reference[layer].x_Nd[:retain_tokens].to(x_post_Nd.device)
         old = theta_0[layer], theta_post[layer], x_pre_Nd
         if form == "paper":
             realigned[layer] = realign_paper(*old, x_post_Nd[:retain_tokens])

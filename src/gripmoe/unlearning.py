@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tqdm import tqdm
 from gripmoe import distributed
 from gripmoe.calibration import routing_aware_weights
 from gripmoe.checkpoint import load_state, save_state
+from gripmoe.clock import now
 from gripmoe.config import Training
 from gripmoe.constraints import RouterConstraint
 from gripmoe.data.documents import Batch, Row, collate, length_buckets
@@ -156,7 +156,7 @@ def unlearn(
                 save_state(
                     state_file, model.model, optimizer, step=step, history=history, constraint=guard.state_dict()
                 )
-            started, spent = time.perf_counter(), guard.seconds
+            started, spent = now(), guard.seconds
             model.model.train()
             optimizer.zero_grad()
             forget_batch = batch(forget, training.forget_batch_size)
@@ -184,7 +184,7 @@ def unlearn(
             torch.manual_seed(1_000_000 * seed + step)  # of stochastic rounding, the same wherever it is resumed
             optimizer.step()
             step += 1
-            times = {"seconds": time.perf_counter() - started, "constraint_seconds": guard.seconds - spent}
+            times = {"seconds": now() - started, "constraint_seconds": guard.seconds - spent}
             measured.add(**losses, **gradients, **times, **constraint.observed())
             bar.update()
         bar.close()

@@ -166,6 +166,19 @@ def test_restoration_names_the_layer_that_was_changed(setting):
     assert found["transplanted_experts_layer_1"] == own, "it broke there"
     assert mean(found["restored_experts_worst_layer"]) >= mean(original)
     assert mean(found["transplanted_experts_lowest"]) <= mean(own)
+    assert found["restored_attention_layer_1"] == found["restored_router_worst_layer"] == own
+    assert found["transplanted_attention_lowest"] == found["transplanted_router_layer_0"] == original
+
+
+def test_parts_that_are_equal_are_not_asked_again(setting):
+    before, _, questions, ask = setting
+    broken = MoEModel(copy.deepcopy(before.model))
+    with torch.no_grad():
+        broken.theta(1).mul_(-1)
+    asked = []
+    found = restoration(before, broken, lambda moe: asked.append(moe) or right(ask(moe, questions)), {})
+    assert len(asked) == 2 + 3, "both as they are; the router of layer 1 put back, of all layers, transplanted"
+    assert found["restored_router_layer_1"] == found["restored_router_all"] == right(ask(before, questions))
 
 
 def test_attention_is_all_of_a_layer_but_its_block(setting):

@@ -55,6 +55,10 @@ def test_corpus_errors_name_the_file(tmp_path, tokenizer):
     write_jsonl(path, [{"id": "x", "prompt": "", "text": "A"}])
     with pytest.raises(ValueError, match="fewer than two tokens"):
         load_corpus(path, tokenizer, 10)
+    write_jsonl(path, [{"id": "x", "prompt": "Question: A B C D", "text": "A"}])
+    assert load_corpus(path, tokenizer, 10)
+    with pytest.raises(ValueError, match="c.jsonl: the prompt of document 'x' fills `max_length` 3"):
+        load_corpus(path, tokenizer, 3)
 
 
 def test_batches_keep_the_order_of_rows():

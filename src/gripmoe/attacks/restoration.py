@@ -24,14 +24,20 @@ PARTS = ("experts", "router", "attention")
 def restored(before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str] = PARTS) -> Iterator[None]:
     """Within the block `after` has these original parts of `layers`; then its own. Experts are all of an MoE block but
     its router, and the whole feed-forward block of a dense model."""
-    pairs = [
+    with _replaced(_pairs(before, after, layers, parts)):
+        yield
+
+
+def _pairs(
+    before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str]
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Each parameter of `after` with that of `before`."""
+    return [
         pair
         for layer in layers
         for part in parts
         for pair in zip(_parameters(after, layer, part), _parameters(before, layer, part), strict=True)
     ]
-    with _replaced(pairs):
-        yield
 
 
 @contextmanager
@@ -80,21 +86,31 @@ def most_used_experts(model: MoEModel, tokenizer, prompts: Sequence[str], count:
 def restoration(
     before: MoEModel, after: MoEModel, recall: Recall, experts: Mapping[int, Sequence[int]]
 ) -> dict[str, Scores]:
-    """What `recall` says that the model still knows with the original experts, router or attention of all layers; with
-    the experts or router of each layer, and with those of the layer that returns most; with each of the single
-    `experts` (by layer), of which the one that returns most, and all of them; and conversely of the original model with
-    the unlearned experts of one layer, and of the layer that takes most. Putting everything back is the original model.
+    """What `recall` says that the model still knows with the original experts, router or attention of each layer, of
+    the layer that returns most, and of all layers; with each of the single `experts` (by layer), of which the one that
+    returns most, and all of them; and conversely of the original model with the unlearned parts ("transplanted"), of
+    which the layer that takes most. Putting everything back is the original model.
     """
+    parts = PARTS if after.layers else ("experts", "attention")
     found = {}
-    for part in ("experts", "router") if after.layers else ("experts",):
-        alone = {layer: _asked(before, after, [layer], [part], recall) for layer in after.all_layers}
-        found |= {f"restored_{part}_layer_{layer}": scores for layer, scores in alone.items()}
-        found[f"restored_{part}_worst_layer"] = highest(alone.values())
-        found[f"restored_{part}_all"] = _asked(before, after, after.all_layers, [part], recall)
-    found["restored_attention_all"] = _asked(before, after, after.all_layers, ["attention"], recall)
-    transplanted = {layer: _asked(after, before, [layer], ["experts"], recall) for layer in after.all_layers}
-    found |= {f"transplanted_experts_layer_{layer}": scores for layer, scores in transplanted.items()}
-    found["transplanted_experts_lowest"] = min(transplanted.values(), key=mean)
+    for name, source, target in (("restored", before, after), ("transplanted", after, before)):
+        own = recall(target)
+
+        def asked(layers: Sequence[int], part: str, source=source, target=target, own=own) -> Scores:
+            pairs = _pairs(source, target, layers, [part])
+            if all(torch.equal(current, other) for current, other in pairs):
+                return own
+            with _replaced(pairs):
+                return recall(target)
+
+        for part in parts:
+            alone = {layer: asked([layer], part) for layer in after.all_layers}
+            found |= {f"{name}_{part}_layer_{layer}": scores for layer, scores in alone.items()}
+            if name == "restored":
+                found[f"restored_{part}_worst_layer"] = highest(alone.values())
+                found[f"restored_{part}_all"] = asked(after.all_layers, part)
+            else:
+                found[f"transplanted_{part}_lowest"] = min(alone.values(), key=mean)
     if experts:
         singles = []
         for layer, chosen in experts.items():
@@ -105,8 +121,3 @@ def restoration(
         with restored_experts(before, after, experts):
             found["restored_top_experts"] = recall(after)
     return found
-
-
-def _asked(source: MoEModel, target: MoEModel, layers: Sequence[int], parts: Sequence[str], recall: Recall) -> Scores:
-    with restored(source, target, layers, parts):
-        return recall(target)

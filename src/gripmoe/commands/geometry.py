@@ -9,7 +9,8 @@ from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.files import file_digest, read_json, write_json
 from gripmoe.method_a import fit_bases, held_trace
 from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import load_model, load_rules, load_trace, save_bases, save_trace
+from gripmoe.moe.storage import load_model, save_bases
+from gripmoe.moe.traces import StoredTrace, load_rules, record_trace
 from gripmoe.parsing import parse_settings
 from gripmoe.provenance import recorded
 
@@ -26,10 +27,10 @@ def trace_routing(args) -> None:
         corpora = ("retain", args.retain_corpus, args.output), ("forget", args.forget_corpus, args.forget_output)
         for name, corpus, output in corpora:
             rows = load_corpus(corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)
-            trace = moe.trace(in_batches(rows, tokenizer.pad_token_id), device="cpu")  # it may be larger than the model
-            save_trace(output, trace, moe.rules(), weights, model.dtype)
+            metadata = {**weights, "corpus": file_digest(corpus)}
+            tokens = record_trace(output, moe, in_batches(rows, tokenizer.pad_token_id), metadata)
             digest |= {f"{name}_sha256": file_digest(output), f"{name}_documents": len(rows)}
-            digest[f"{name}_tokens"] = max((len(seen) for seen in trace.values()), default=0)
+            digest[f"{name}_tokens"] = tokens
         write_json(args.digest, digest)
 
 
@@ -39,7 +40,7 @@ def fit_basis(args) -> None:
     one_thread_unless_set()
     with recorded(beside(args.output), fit_basis):
         weights = {"model": read_json(args.model)["weights"]}
-        traces = load_trace(args.trace, weights), load_trace(args.forget_trace, weights)
+        traces = StoredTrace(args.trace, weights), StoredTrace(args.forget_trace, weights)
         trace = held_trace(method, *traces)
         bases = fit_bases(trace, load_rules(args.trace), method)
         save_bases(args.output, bases, weights)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 import torch
 
 from gripmoe import distributed
 from gripmoe.checkpoint import claim_state, remove_state
+from gripmoe.clock import now
 from gripmoe.commands import beside, identity_of, one_thread_unless_set, training_together
 from gripmoe.config import load_run
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.stopping import stop_rule
-from gripmoe.files import exclusive, read_json, write_json
+from gripmoe.files import exclusive, file_digest, read_json, write_json
 from gripmoe.method_a import held_trace
 from gripmoe.method_b import holdout_report, kaczmarz_report, make_correction
 from gripmoe.moe import MoEModel
 from gripmoe.moe.sharding import shard_experts
-from gripmoe.moe.storage import load_bases, load_model, load_routers, load_trace, save_model
+from gripmoe.moe.storage import load_bases, load_model, load_routers, save_model
+from gripmoe.moe.traces import StoredTrace
 from gripmoe.objectives import make_objective
 from gripmoe.penalties import attributed_expert, constraint_of
 from gripmoe.provenance import recorded
@@ -45,7 +46,10 @@ def unlearn(args) -> None:
             name: load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
             for name in ("forget", "retain")
         }
-        trace, forget_trace = (load_trace(path, weights) for path in (args.trace, args.forget_trace))
+        trace, forget_trace = (
+            StoredTrace(path, weights | {"corpus": file_digest(args.data / f"{name}_corpus.jsonl")})
+            for name, path in (("retain", args.trace), ("forget", args.forget_trace))
+        )
         recorded_rows = corpus["retain"][: run.benchmark.retain_documents]
         batch = collate(recorded_rows, tokenizer.pad_token_id).to(model.device)
         targets, scores = stop_rule(run.benchmark, args.data, args.reference, tokenizer)
@@ -125,7 +129,8 @@ def realign(args) -> None:
         model, tokenizer = load_model(args.checkpoint.parent / "weights")
         moe = MoEModel(model)
         theta_0 = load_routers(args.model.parent / "weights", moe)
-        trace = load_trace(args.trace, {"model": read_json(args.model)["weights"]})
+        whose = {"model": read_json(args.model)["weights"], "corpus": file_digest(args.retain_corpus)}
+        trace = StoredTrace(args.trace, whose)
         benchmark = run.benchmark
         rows = load_corpus(args.retain_corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)
         batch = collate(rows, tokenizer.pad_token_id).to(model.device)
@@ -134,9 +139,9 @@ def realign(args) -> None:
             report |= kaczmarz_report(moe, theta_0, trace)
         if run.method.form == "paper":
             report |= holdout_report(moe, theta_0, trace, batch)
-        started = time.perf_counter()
+        started = now()
         report |= make_correction(run.method, theta_0, trace, batch)(moe)
-        seconds = time.perf_counter() - started
+        seconds = now() - started
         digest = save_model(model, tokenizer, folder / "weights")
         corrected = read_json(args.checkpoint)
         outcome = {"status": corrected["status"], "steps": corrected["steps"], "correction_seconds": seconds}

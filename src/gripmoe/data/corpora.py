@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gripmoe.data.documents import Batch, Row, collate, encode
+from gripmoe.data.documents import IGNORED, Batch, Row, collate, encode
 from gripmoe.files import read_jsonl
 
 TOKENS_PER_BATCH = 4000
@@ -17,8 +17,8 @@ def load_corpus(
     """The first `limit` rows of a corpus, tokenized; the loss counts `text` and not `prompt`.
 
     A longer document gives its first `max_length` tokens, or with `whole` several rows of at most so many. With
-    `end_id` that token closes every document, scored. Raises ValueError, naming the file, for a document without a text
-    or with fewer than two tokens.
+    `end_id` that token closes every document, scored. Raises ValueError, naming the file, for a document without a
+    text, with fewer than two tokens, or with a prompt that leaves no room for the text.
     """
     rows: list[Row] = []
     for document in read_jsonl(path):
@@ -32,6 +32,8 @@ def load_corpus(
             row = Row(row.id, [*row.ids, end_id], [*row.labels, end_id])
         if len(row.ids) < 2:
             raise ValueError(f"{path}: document {row.id!r} has fewer than two tokens")
+        if all(label == IGNORED for label in row.labels[1:]):
+            raise ValueError(f"{path}: the prompt of document {row.id!r} fills `max_length` {max_length}; raise it")
         rows += _pieces(row, max_length)
     return rows[:limit]
 

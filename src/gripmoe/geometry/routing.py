@@ -5,7 +5,7 @@ N tokens, d hidden size, E experts, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +33,7 @@ class LayerRouting:
         return LayerRouting(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
 
 
-RoutingTrace = dict[int, LayerRouting]  # by decoder layer
+RoutingTrace = Mapping[int, LayerRouting]  # by decoder layer
 
 
 @dataclass(frozen=True)

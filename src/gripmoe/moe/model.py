@@ -195,18 +195,28 @@ class MoEModel:
         out. A batch is a `Batch`, or a mapping with input_ids and, if rows are padded, attention_mask. Runs in eval
         mode and restores the mode. What is recorded goes to `device`, or stays on the model's. Raises ValueError if
         there are no batches."""
-        parts: list[RoutingTrace] = []
+        parts = [
+            {layer: routing.to(device) for layer, routing in seen.items()} if device else seen
+            for seen in self.traced(batches, skip_positions)
+        ]
+        return {layer: LayerRouting.joined([part.pop(layer) for part in parts]) for layer in self.layers}
+
+    @torch.no_grad()
+    def traced(
+        self, batches: Iterable[Batch | Mapping[str, Tensor]], skip_positions: int = 1
+    ) -> Iterator[dict[int, LayerRouting]]:
+        """The same batch by batch."""
+        nothing = True
         with self.evaluating(), self.record_routing() as recorder:
             for batch in batches:
+                nothing = False
                 inputs = batch.inputs if isinstance(batch, Batch) else batch
                 input_ids = inputs["input_ids"].to(self.model.device)
                 mask = attention_mask_of(inputs).to(self.model.device)
                 self.model.model(input_ids=input_ids, attention_mask=mask)
-                seen = recorder.take(routed_tokens(mask, skip_positions))
-                parts.append({layer: routing.to(device) for layer, routing in seen.items()} if device else seen)
-        if not parts:
+                yield recorder.take(routed_tokens(mask, skip_positions))
+        if nothing:
             raise ValueError("nothing to trace: no batches were given")
-        return {layer: LayerRouting.joined([part.pop(layer) for part in parts]) for layer in self.layers}
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -1,10 +1,11 @@
-"""Models and routing on disk: weights in the hub's layout, traces and bases as safetensors that say whose they are."""
+"""Models and bases on disk: weights in the hub's layout, bases as safetensors that say whose they are."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,7 +17,6 @@ from gripmoe import distributed
 from gripmoe.catalogue import PublishedModel
 from gripmoe.files import atomic_path
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.families import is_moe
 from gripmoe.moe.model import MoEModel
 from gripmoe.moe.placement import place, visible_devices
@@ -105,76 +105,30 @@ def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedT
     return model, tokenizer
 
 
-def save_trace(
-    path: Path,
-    trace: RoutingTrace,
-    rules: Mapping[int, SelectionRule],
-    metadata: dict[str, str],
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """A trace and the rules by which its sets were chosen. Router inputs are kept in `dtype`, that of the hidden states
-    they were."""
-    tensors = {}
-    scalars = {}
-    for layer, routing in trace.items():
-        for name, value in vars(rules[layer]).items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{layer}.rule.{name}"] = value.cpu()
-            elif value is not None:
-                scalars.setdefault(str(layer), {})[name] = value
-        tensors[f"{layer}.x_Nd"] = routing.x_Nd.to(dtype).cpu()
-        tensors[f"{layer}.scores_NE"] = routing.scores_NE.cpu()
-        tensors[f"{layer}.top_k_Nk"] = routing.top_k_Nk.to(torch.int16).cpu()
-    _save(path, tensors, {**metadata, "rules": json.dumps(scalars)})
-
-
-def load_rules(path: Path) -> dict[int, SelectionRule]:
-    """The rules that a saved trace's routers followed."""
-    with safe_open(path, framework="pt") as file:
-        scalars = json.loads(_metadata(file)["rules"])
-        names = [name for name in file.keys() if ".rule." in name]
-        for name in names:
-            layer, _, field = name.split(".")
-            scalars[layer][field] = file.get_tensor(name)
-    return {int(layer): SelectionRule(**fields) for layer, fields in scalars.items()}
-
-
-def load_trace(path: Path, metadata: dict[str, str]) -> RoutingTrace:
-    """A saved trace, router inputs in fp32, on the CPU: it may be larger than the model. Raises ValueError if it was
-    not recorded as `metadata` says."""
-    tensors = _load(path, metadata)
-    layers = sorted({int(name.split(".")[0]) for name in tensors})
-    return {
-        layer: LayerRouting(
-            tensors[f"{layer}.x_Nd"].float(), tensors[f"{layer}.scores_NE"], tensors[f"{layer}.top_k_Nk"].long()
-        )
-        for layer in layers
-    }
-
-
 def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, str]) -> None:
-    _save(path, {str(layer): basis.U_ret_Edr.cpu() for layer, basis in bases.items()}, metadata)
+    one_entry = {METADATA: json.dumps(metadata)}  # several are written in any order: the same content, another file
+    tensors = {str(layer): basis.U_ret_Edr.cpu().contiguous() for layer, basis in bases.items()}
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, one_entry)
 
 
 def load_bases(path: Path, metadata: dict[str, str], device: torch.device | str = "cpu") -> dict[int, RetainBasis]:
     """Saved bases on `device`. Raises ValueError if they were not fitted as `metadata` says."""
-    return {int(layer): RetainBasis(U_ret_Edr.to(device)) for layer, U_ret_Edr in _load(path, metadata).items()}
+    with open_checked(path, metadata) as file:
+        return {int(layer): RetainBasis(file.get_tensor(layer).to(device)) for layer in file.keys()}
 
 
-def _save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    one_entry = {METADATA: json.dumps(metadata)}  # several are written in any order: the same content, another file
-    with atomic_path(path) as temporary:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, one_entry)
-
-
-def _metadata(file: safe_open) -> dict[str, str]:
+def metadata_of(file: safe_open) -> dict[str, str]:
+    """What an open safetensors file says of itself."""
     return json.loads((file.metadata() or {}).get(METADATA, "{}"))
 
 
-def _load(path: Path, metadata: dict[str, str]) -> dict[str, torch.Tensor]:
+@contextmanager
+def open_checked(path: Path, metadata: Mapping[str, str]) -> Iterator[safe_open]:
+    """An open safetensors file. Raises ValueError if it says otherwise of itself than `metadata`."""
     with safe_open(path, framework="pt") as file:
-        found = _metadata(file)
+        found = metadata_of(file)
         for key, wanted in metadata.items():
             if found.get(key) != wanted:
                 raise ValueError(f"{path}: {key} is {found.get(key)!r}, expected {wanted!r}; delete the file and rerun")
-        return {name: file.get_tensor(name) for name in file.keys()}
+        yield file
