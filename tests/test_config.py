@@ -86,6 +86,7 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpah": 1}), "objective_training.gd.objective.alpah: unknown key; valid keys: alpha"),
     ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpha": -1}), "objective_training.gd.objective.alpha: Input should be greater than or equal to 0 (got -1"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].pop("layer"), "objective_training.rmu.objective.layer: this key is required"),
+    ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(idle_layers="host"), "objective_training.gd.idle_layers: gd runs every layer"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(steering=3), "objective_training.rmu.objective: give one of `kappa`"),
     ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
     ("methods.yaml", lambda c: c["expert_specific_paper"].update(max_rank=64), "expert_specific_paper: `max_rank` is a choice of"),

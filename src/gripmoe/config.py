@@ -82,6 +82,8 @@ class Training(Strict):
     expert_precision: Precision = "native"  # of the experts' products in training steps; the paper: fp8
     loss_bound: PositiveFloat  # a retain loss above it, or no number, ends the run as diverged
     trained_layers: PositiveInt | None = None  # MoE blocks: the last so many that the losses look at; all if absent
+    # RMU: the layers after its own, which only checks run. In host memory they come to the GPU one by one.
+    idle_layers: Literal["resident", "host"] = "resident"
     objective: dict[str, int | float] = {}
     alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight
 

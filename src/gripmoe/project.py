@@ -171,6 +171,8 @@ class Project:
             settings = {**resolved["objective"], **change.get("objective", {})}
             resolved.update({**change, "objective": settings})
             training = parse_as(Training, resolved, file, prefix=key)
+            if change.get("idle_layers") == "host" and objective != "rmu":
+                raise ConfigError(f"{file}: {key}.idle_layers: {objective} runs every layer; only rmu leaves some idle")
         self._check_objective(objective, training.objective)
         return training
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 
@@ -10,7 +11,7 @@ from gripmoe import distributed
 from gripmoe.checkpoint import claim_state, remove_state
 from gripmoe.clock import now
 from gripmoe.commands import beside, identity_of, one_thread_unless_set, training_together
-from gripmoe.config import load_run
+from gripmoe.config import Method, Training, load_run
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.stopping import stop_rule
@@ -18,6 +19,7 @@ from gripmoe.files import exclusive, file_digest, read_json, write_json
 from gripmoe.method_a import held_trace
 from gripmoe.method_b import holdout_report, kaczmarz_report, make_correction
 from gripmoe.moe import MoEModel
+from gripmoe.moe.placement import visiting
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_bases, load_model, load_routers, save_model
 from gripmoe.moe.traces import StoredTrace
@@ -37,7 +39,9 @@ def unlearn(args) -> None:
     with training_together(args.output, beside(args.output), unlearn):
         files = (args.run, args.model, args.reference, *sorted(args.data.glob("*.jsonl")))
         claim_state(state_file, identity_of(unlearn, *files))
-        model, tokenizer = load_model(args.model.parent / "weights")
+        method, objective = run.method, make_objective(run.objective, run.training.objective, run.seed)
+        resident = resident_layers(run.training, objective.last_layer, method)
+        model, tokenizer = load_model(args.model.parent / "weights", resident=resident)
         weights = {"model": read_json(args.model)["weights"]}
         moe = MoEModel(model)
         shard_experts(moe)
@@ -53,7 +57,6 @@ def unlearn(args) -> None:
         recorded_rows = corpus["retain"][: run.benchmark.retain_documents]
         batch = collate(recorded_rows, tokenizer.pad_token_id).to(model.device)
         targets, scores = stop_rule(run.benchmark, args.data, args.reference, tokenizer)
-        method, objective = run.method, make_objective(run.objective, run.training.objective, run.seed)
         attributed = None
         if method.experts == "top_attributed" or method.constraint == "gate_anchor":
             last = moe.layers[-1] if objective.last_layer is None else objective.last_layer
@@ -62,24 +65,25 @@ def unlearn(args) -> None:
 
         held = held_trace(method, trace, forget_trace)
         constraint = constraint_of(method, held, bases, attributed, run.seed)
-        outcome = run_unlearning(
-            moe,
-            objective,
-            constraint,
-            corpus["forget"],
-            corpus["retain"],
-            run.training,
-            seed=run.seed,
-            pad_id=tokenizer.pad_token_id,
-            targets=targets,
-            scores=scores,
-            scope={attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None,
-            replay=method.replay,
-            critical_experts=method.critical_experts,
-            corrected=make_correction(method, theta_0, trace, batch) if method.correction else None,
-            state_file=state_file,
-            description=f"{run.objective}/{run.method_name}/{run.seed}",
-        )
+        with nullcontext() if resident is None else visiting(model, resident):
+            outcome = run_unlearning(
+                moe,
+                objective,
+                constraint,
+                corpus["forget"],
+                corpus["retain"],
+                run.training,
+                seed=run.seed,
+                pad_id=tokenizer.pad_token_id,
+                targets=targets,
+                scores=scores,
+                scope={attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None,
+                replay=method.replay,
+                critical_experts=method.critical_experts,
+                corrected=make_correction(method, theta_0, trace, batch) if method.correction else None,
+                state_file=state_file,
+                description=f"{run.objective}/{run.method_name}/{run.seed}",
+            )
         digest = save_model(model, tokenizer, folder / "weights")
         if distributed.is_first():
             write_json(folder / "history.json", outcome.history)
@@ -87,6 +91,16 @@ def unlearn(args) -> None:
             write_json(args.output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(constraint) / 1e6})
         distributed.wait_for_all()
         remove_state(state_file)
+
+
+def resident_layers(training: Training, last_layer: int | None, method: Method) -> int | None:
+    """How many decoder layers stay on the GPU while the others, which only checks run, lie in host memory; None where
+    all stay. A constraint that looks at training passes runs them all."""
+    if training.idle_layers == "resident" or last_layer is None:
+        return None
+    if distributed.processes() > 1:
+        raise ValueError("`idle_layers: host` needs one process: layers that are shared cannot leave their GPUs")
+    return None if constraint_of(method, {}, None, (0, 0), 0).watches else last_layer + 1
 
 
 def costs(outcome: Outcome) -> dict[str, float]:

@@ -56,13 +56,16 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     return digest
 
 
-def load_model(folder: Path, device: str | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(
+    folder: Path, device: str | None = None, resident: int | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode. A tokenizer without a
     padding token (Mixtral's) pads with its end-of-text token, which no attention mask lets be seen.
 
-    Its layers lie evenly on all GPUs that the process sees (`visible_devices`), unless `device` names another place."""
+    Its layers lie evenly on all GPUs that the process sees (`visible_devices`), unless `device` names another place;
+    with `resident` the first so many, and the others in host memory."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    place(model, [device] if device else visible_devices())
+    place(model, [device] if device else visible_devices(), resident)
     if stored := _stored_routers(folder):
         with torch.no_grad():
             for name, router in _router_parameters(MoEModel(model)).items():
