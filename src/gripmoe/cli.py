@@ -54,8 +54,8 @@ COMMANDS = (
         "unlearn",
         "train a cell until it has forgotten",
         ("run", "model", "data", "trace", "forget-trace", "output"),
-        optional=("bases", "reference"),
-        values=(("processes", int, 1),),
+        optional=("bases", "reference", "references"),
+        values=(("processes", int, 1), ("reference-memory", float, 8.0)),
     ),
     Command(
         "unlearn",

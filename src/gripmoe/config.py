@@ -178,6 +178,7 @@ class World(Strict):
     benchmark_training: dict[Name, dict[Literal["all"] | ObjectiveName, dict[str, Any]]] = {}
     overrides: dict[str, dict[str, Any]] = {}
     relearning: Relearning | None = None  # an attack that is left out without it
+    reference_memory: PositiveInt = 8  # GB of host memory for what a run asks of the original model; more goes to disk
     gpus: dict[Name, PositiveInt] = {}  # that a model takes: a process each trains it; one if it is not named
     artefacts: list[Name]
 

@@ -60,7 +60,7 @@ class KullbackLeibler(GradientDifference):
     """KL: ascend on forget tokens, hold the original model's predictions of retain tokens, KL(original || current)."""
 
     def start(self, model, forget, retain) -> None:
-        self._hidden = ReferenceCache()
+        self._hidden = ReferenceCache(model.references)
         self._hidden.fill(retain, lambda batch: final_hidden_states(model, batch), "KL reference")
         head = model.model.lm_head.weight  # tied to the embedding or not, it does not train
         self._head = head.detach().clone() if head.requires_grad else head
@@ -87,7 +87,7 @@ class NegativePreference(GradientDifference):
         self.beta = beta
 
     def start(self, model, forget, retain) -> None:
-        self._logprob = ReferenceCache()
+        self._logprob = ReferenceCache(model.references)
         self._logprob.fill(forget, lambda batch: sequence_logprobs(model, batch), "NPO reference")
 
     def forget_loss(self, model, batch) -> Tensor:
@@ -115,9 +115,10 @@ class RepresentationMisdirection:
         self.monitor: dict[str, float] = {}
 
     def start(self, model, forget, retain) -> None:
-        self._hidden = ReferenceCache()
+        self._hidden = ReferenceCache(model.references)
+        what = f"RMU reference {self.layer}"
         with model.only_layers(self.layer + 1):
-            self._hidden.fill(retain, lambda batch: hidden_states(model, self.layer, batch), "RMU reference")
+            self._hidden.fill(retain, lambda batch: hidden_states(model, self.layer, batch), what)
         if self.steering is None:
             lengths = [self._hidden.of(**batch.inputs).norm(dim=-1)[batch.attention_mask.bool()] for batch in retain]
             self.steering = self.kappa * torch.cat(lengths).mean().item()

@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from gripmoe import distributed
 from gripmoe.data.documents import Batch
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
+from gripmoe.tensorfile import tensor_file
+
+
+@dataclass(frozen=True)
+class ReferenceStore:
+    """Where caches keep what takes more than `memory` bytes: in files of `folder`, made once and found again by every
+    run that asks the same (`model`, a digest of its weights) about the same documents."""
+
+    folder: Path
+    model: str
+    memory: float
+
+    def file(self, what: str, batches: Sequence[Batch]) -> Path:
+        digest = hashlib.sha256(self.model.encode())
+        for batch in batches:
+            for tokens in _documents(batch.input_ids, batch.attention_mask):
+                digest.update(repr(tokens).encode())
+        return self.folder / f"{what.replace(' ', '_')}_{digest.hexdigest()[:16]}.safetensors"
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """The entries of one document in a file of those of many."""
+
+    file: safe_open
+    start: int
+    end: int
+
+    def read(self) -> Tensor:
+        return self.file.get_slice("values")[self.start : self.end]
 
 
 class ReferenceCache:
     """One tensor per document, or one per token of it, by a function of the original model; found by the document's
-    tokens. Held on the CPU in the dtype in which it was computed."""
+    tokens. Held on the CPU, or where `store` says, in the dtype in which it was computed."""
 
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, ...], Tensor] = {}
+    def __init__(self, store: ReferenceStore | None = None) -> None:
+        self._store = store
+        self._kept: dict[tuple[int, ...], Tensor | _OnDisk] = {}
+        self._example: Tensor | None = None  # of a document without tokens
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -26,33 +66,70 @@ class ReferenceCache:
     @torch.no_grad()
     def fill(self, batches: Iterable[Batch], function: Callable[[Batch], Tensor], what: str = "reference") -> None:
         """Keeps `function(batch)` of every row: (rows,) or, with entries per token, (rows, positions, ...)."""
+        batches = list(batches)
+        if not batches:
+            return
+        found = self._values(batches, function, what)
+        first = next(found)
+        some, found = first[1][0], chain([first], found)
+        self._example = some[:0].clone() if some.ndim else torch.zeros_like(some)
+        tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
+        size = tokens * some.element_size() * math.prod(some.shape[1:])
+        if self._store is None or not some.ndim or size <= self._store.memory:
+            for documents, values in found:
+                self._kept.update(zip(documents, values, strict=True))
+            return
+        file = self._store.file(what, batches)
+        if not distributed.agreed({"there": float(file.exists())})["there"]:
+            shape = {"values": (some.dtype, (tokens, *some.shape[1:]))}
+            whose = {"model": self._store.model, "what": what}
+            with tensor_file(file, shape, whose) if distributed.is_first() else nullcontext(_forget) as put:
+                for _, values in found:
+                    put("values", torch.cat(values))
+            distributed.wait_for_all()
+        opened, end = safe_open(file, framework="pt"), 0
+        for batch in batches:
+            for document in _documents(batch.input_ids, batch.attention_mask):
+                start, end = end, end + len(document)
+                self._kept[document] = _OnDisk(opened, start, end)
+
+    @staticmethod
+    def _values(
+        batches: Sequence[Batch], function: Callable[[Batch], Tensor], what: str
+    ) -> Iterator[tuple[list[tuple[int, ...]], list[Tensor]]]:
+        """Of each batch the documents and what is kept of each."""
         for batch in tqdm(batches, desc=what, leave=False):
             values, masks = function(batch).cpu(), batch.attention_mask.cpu().bool()
-            documents = _documents(batch.input_ids, batch.attention_mask)
-            for tokens, value, mask in zip(documents, values, masks, strict=True):
-                self._kept[tokens] = value[mask].clone() if value.ndim else value.clone()
+            kept = [
+                value[mask].clone() if value.ndim else value.clone() for value, mask in zip(values, masks, strict=True)
+            ]
+            yield _documents(batch.input_ids, batch.attention_mask), kept
 
     def of(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """What was kept of each row, with zeros where it is padded, and of rows that the mask hides altogether. Raises
         KeyError for a document that was not among those filled in."""
         kept = []
-        example = next(iter(self._kept.values()), None)
         for tokens in _documents(input_ids, attention_mask):
             if not tokens:
-                kept.append(example[:0] if example.ndim else torch.zeros_like(example))
+                kept.append(torch.zeros_like(self._example))
                 continue
             if tokens not in self._kept:
                 raise KeyError(
                     f"no reference for a document of {len(tokens)} tokens, {list(tokens[:8])}...: give every document "
                     "that training uses beforehand"
                 )
-            kept.append(self._kept[tokens])
-        if not example.ndim:
+            found = self._kept[tokens]
+            kept.append(found.read() if isinstance(found, _OnDisk) else found)
+        if not self._example.ndim:
             return torch.stack(kept).to(input_ids.device)
-        padded = example.new_zeros(len(kept), input_ids.shape[1], *example.shape[1:])
+        padded = self._example.new_zeros(len(kept), input_ids.shape[1], *self._example.shape[1:])
         for row, mask, value in zip(padded, attention_mask.cpu().bool(), kept, strict=True):
             row[mask] = value
         return padded.to(input_ids.device)
+
+
+def _forget(name: str, values: Tensor) -> None:
+    """What the processes that write nothing do with their part."""
 
 
 class ReferenceForward:
@@ -79,7 +156,7 @@ def reference_of(
     now, asked about `documents` once."""
     if original is not None:
         return ReferenceForward(original, function)
-    cache = ReferenceCache()
+    cache = ReferenceCache(model.references)
     cache.fill(documents, lambda batch: function(model, batch), what)
     return cache
 
@@ -92,7 +169,7 @@ class OriginalSets:
             routes = model.routes(**batch.inputs)
             return torch.stack([routes[layer].unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)
 
-        self._layers, self._sets = model.layers, ReferenceCache()
+        self._layers, self._sets = model.layers, ReferenceCache(model.references)
         self._sets.fill(batches, stacked, "original sets")
 
     def of(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:

@@ -64,7 +64,7 @@ def prepare(family, world, tokenizer, root):
     return root, settings, files
 
 
-def run_cell(prepared, method_name, objective, folder, **changes):
+def run_cell(prepared, method_name, objective, folder, references=None, **changes):
     root, benchmark, files = prepared
     method = PROJECT.methods[method_name]
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", method_name, 0)
@@ -86,7 +86,8 @@ def run_cell(prepared, method_name, objective, folder, **changes):
             settings=method.model_dump_json(), model=common["model"], digest=folder / "bases.json", output=bases
         )
         fit_basis(Namespace(**vars(settings), **files))
-    unlearn(Namespace(**common, **files, data=root / "data", bases=bases, reference=None))
+    where = dict(reference=None, references=references, reference_memory=0.0)
+    unlearn(Namespace(**common, **files, **where, data=root / "data", bases=bases))
     return read_json(folder / "checkpoint.json")
 
 
@@ -115,6 +116,20 @@ def test_every_trained_method(method, prepared, tmp_path):
 @pytest.mark.parametrize("method", ["expert_specific", "expert_specific_paper", "anchored_replay", "seuf"])
 def test_methods_do_not_care_which_objective(method, objective, prepared, tmp_path):
     assert run_cell(prepared, method, objective, tmp_path)["status"] == "not_reached"
+
+
+@pytest.mark.parametrize(
+    ("method", "objective", "files"),
+    [("anchored", "gd", 1), ("unconstrained", "kl", 1), ("unconstrained", "rmu", 1), ("anchored_replay", "rmu", 3)],
+)
+def test_references_on_disk_change_no_bit_and_serve_the_next_run(prepared, tmp_path, method, objective, files):
+    store = tmp_path / "references"
+    weights = [
+        run_cell(prepared, method, objective, tmp_path / name, references=where)["weights"]
+        for name, where in (("memory", None), ("first", store), ("second", store))
+    ]
+    assert weights[0] == weights[1] == weights[2]
+    assert len(list(store.iterdir())) == files
 
 
 def test_seuf_trains_one_expert_and_its_router(prepared, tmp_path):

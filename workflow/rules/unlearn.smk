@@ -30,14 +30,16 @@ rule unlearn:
     resources:
         **TRAINING_RESOURCES,
         runtime=growing(720),
+        reference_gb=WORLD.reference_memory,
     params:
         data=folder_of,
+        references=REFERENCES,
         bases=bases_flag,
         reference=reference_flag,
         code=code_fingerprint("gripmoe.commands.unlearn:unlearn"),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
-        " --processes {resources.processes}"
+        " --processes {resources.processes} --references {params.references} --reference-memory {resources.reference_gb}"
         " {params.bases} {params.reference} --output {output.checkpoint} > {log} 2>&1"
 
 

@@ -26,6 +26,7 @@ from gripmoe.moe.traces import StoredTrace
 from gripmoe.objectives import make_objective
 from gripmoe.penalties import attributed_expert, constraint_of
 from gripmoe.provenance import recorded
+from gripmoe.reference import ReferenceStore
 from gripmoe.unlearning import Outcome
 from gripmoe.unlearning import unlearn as run_unlearning
 
@@ -45,6 +46,8 @@ def unlearn(args) -> None:
         weights = {"model": read_json(args.model)["weights"]}
         moe = MoEModel(model)
         shard_experts(moe)
+        if args.references:
+            moe.references = ReferenceStore(args.references, weights["model"], args.reference_memory * 1e9)
         theta_0 = moe.thetas()
         corpus = {
             name: load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)

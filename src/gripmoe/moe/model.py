@@ -65,6 +65,7 @@ class MoEModel:
     def __init__(self, model: nn.Module):
         self.model = model
         self.family = family_of(model)
+        self.references = None  # a `ReferenceStore`, where what this model says of documents shall be kept
         self._blocks: dict[int, nn.Module] = {}
         self._routers: dict[int, nn.Module] = {}
         self._converted: list[nn.Module] = []

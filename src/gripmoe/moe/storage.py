@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -21,9 +18,9 @@ from gripmoe.moe.families import is_moe
 from gripmoe.moe.model import MoEModel
 from gripmoe.moe.placement import place, visible_devices
 from gripmoe.moe.sharding import whole_state
+from gripmoe.tensorfile import open_checked, write_tensors
 
 ROUTERS = "routers.safetensors"
-METADATA = "gripmoe"  # the entry of a safetensors header that says whose a trace or a basis is
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -109,29 +106,10 @@ def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedT
 
 
 def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, str]) -> None:
-    one_entry = {METADATA: json.dumps(metadata)}  # several are written in any order: the same content, another file
-    tensors = {str(layer): basis.U_ret_Edr.cpu().contiguous() for layer, basis in bases.items()}
-    with atomic_path(path) as temporary:
-        save_file(tensors, temporary, one_entry)
+    write_tensors(path, {str(layer): basis.U_ret_Edr for layer, basis in bases.items()}, metadata)
 
 
 def load_bases(path: Path, metadata: dict[str, str], device: torch.device | str = "cpu") -> dict[int, RetainBasis]:
     """Saved bases on `device`. Raises ValueError if they were not fitted as `metadata` says."""
     with open_checked(path, metadata) as file:
         return {int(layer): RetainBasis(file.get_tensor(layer).to(device)) for layer in file.keys()}
-
-
-def metadata_of(file: safe_open) -> dict[str, str]:
-    """What an open safetensors file says of itself."""
-    return json.loads((file.metadata() or {}).get(METADATA, "{}"))
-
-
-@contextmanager
-def open_checked(path: Path, metadata: Mapping[str, str]) -> Iterator[safe_open]:
-    """An open safetensors file. Raises ValueError if it says otherwise of itself than `metadata`."""
-    with safe_open(path, framework="pt") as file:
-        found = metadata_of(file)
-        for key, wanted in metadata.items():
-            if found.get(key) != wanted:
-                raise ValueError(f"{path}: {key} is {found.get(key)!r}, expected {wanted!r}; delete the file and rerun")
-        yield file

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 
 import torch
@@ -14,20 +11,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gripmoe.data.documents import Batch
-from gripmoe.files import atomic_path
 from gripmoe.geometry.routing import LayerRouting, SelectionRule
 from gripmoe.moe.model import MoEModel, routed_tokens
-from gripmoe.moe.storage import METADATA, metadata_of, open_checked
-
-DTYPES = {  # as a safetensors header names them
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int16: "I16",
-    torch.bool: "BOOL",
-}
+from gripmoe.tensorfile import metadata_of, open_checked, tensor_file
 
 
 def record_trace(path: Path, moe: MoEModel, batches: Sequence[Batch], metadata: Mapping[str, str]) -> int:
@@ -48,7 +34,7 @@ def record_trace(path: Path, moe: MoEModel, batches: Sequence[Batch], metadata: 
     }
     shapes = {f"{layer}.{field}": shape for layer in moe.layers for field, shape in of_field.items()}
     shapes |= {name: (value.dtype, tuple(value.shape)) for name, value in rules.items()}
-    with atomic_path(path) as temporary, _written(temporary, shapes, {**metadata, "rules": json.dumps(scalars)}) as put:
+    with tensor_file(path, shapes, {**metadata, "rules": json.dumps(scalars)}) as put:
         for name, value in rules.items():
             put(name, value)
         for trace in moe.traced(batches):
@@ -90,33 +76,3 @@ def load_rules(path: Path) -> dict[int, SelectionRule]:
             layer, _, field = name.split(".")
             scalars[layer][field] = file.get_tensor(name)
     return {int(layer): SelectionRule(**fields) for layer, fields in scalars.items()}
-
-
-@contextmanager
-def _written(path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]):
-    """A safetensors file whose tensors come in pieces: `put(name, rows)` appends rows to a tensor. Raises ValueError at
-    the end if a tensor has not become what `shapes` says."""
-    header: dict[str, dict] = {"__metadata__": {METADATA: json.dumps(dict(metadata))}}
-    offset, filled = 0, {}
-    for name in sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name)):  # aligned: the widest first
-        dtype, shape = shapes[name]
-        end = offset + dtype.itemsize * prod(shape)
-        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        filled[name], offset = offset, end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        start = file.tell()
-        file.truncate(start + offset)
-
-        def put(name: str, rows: Tensor) -> None:
-            stored = rows.detach().to("cpu", shapes[name][0]).contiguous()
-            file.seek(start + filled[name])
-            file.write(stored.reshape(-1).view(torch.uint8).numpy())
-            filled[name] += stored.nbytes
-
-        yield put
-        for name, reached in filled.items():
-            if reached != header[name]["data_offsets"][1]:
-                raise ValueError(f"{path}: {name} was announced with shape {shapes[name][1]} and got other rows")

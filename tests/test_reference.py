@@ -1,0 +1,65 @@
+"""What the original model says of documents: kept in memory or on disk, the same; whose it is, and of what."""
+
+import pytest
+import torch
+
+from conftest import random_batch, small_model
+from gripmoe.moe import MoEModel
+from gripmoe.reference import OriginalSets, ReferenceCache, ReferenceStore, final_hidden_states
+
+DOCUMENTS = [random_batch(rows=3, length=6 + seed, seed=seed) for seed in range(3)]
+
+
+@pytest.fixture
+def asked():
+    """A function of a model, and how often it was asked."""
+    model, calls = MoEModel(small_model()), []
+    return calls, lambda batch: calls.append(1) or final_hidden_states(model, batch)
+
+
+def test_what_lies_on_disk_is_what_lay_in_memory(tmp_path, asked):
+    calls, function = asked
+    memory, disk = ReferenceCache(), ReferenceCache(ReferenceStore(tmp_path, "a", memory=0))
+    for cache in (memory, disk):
+        cache.fill(DOCUMENTS, function, "states")
+    assert len(calls) == 2 * len(DOCUMENTS) and len(list(tmp_path.iterdir())) == 1
+    mixed = random_batch(rows=3, length=7, seed=1).inputs  # documents of the second batch
+    hidden = {**mixed, "attention_mask": mixed["attention_mask"].clone()}
+    hidden["attention_mask"][1] = 0
+    for inputs in (*(batch.inputs for batch in DOCUMENTS), hidden):
+        assert torch.equal(disk.of(**inputs), memory.of(**inputs)) and memory.of(**inputs).abs().sum() > 0
+    with pytest.raises(KeyError, match="no reference for a document"):
+        disk.of(**random_batch(seed=9).inputs)
+
+
+def test_a_file_serves_the_same_question_and_no_other(tmp_path, asked):
+    calls, function = asked
+
+    def passes(model="a", documents=DOCUMENTS, what="states"):
+        calls.clear()
+        ReferenceCache(ReferenceStore(tmp_path, model, memory=0)).fill(documents, function, what)
+        return len(calls)
+
+    every = len(DOCUMENTS)
+    assert passes() == every and passes() == 1, "one pass says what is to be found"
+    assert passes(model="b") == every, "another model"
+    assert passes(what="other states") == every
+    assert passes(documents=[*DOCUMENTS[:2], random_batch(seed=7)]) == every
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_fits_into_memory_stays_there(tmp_path, asked):
+    tokens = sum(int(batch.attention_mask.sum()) for batch in DOCUMENTS)
+    size = tokens * 32 * 4
+    for memory, files in ((size, 0), (size - 1, 1)):
+        ReferenceCache(ReferenceStore(tmp_path, "a", memory)).fill(DOCUMENTS, asked[1])
+        assert len(list(tmp_path.iterdir())) == files
+
+
+def test_replayed_sets_from_disk(tmp_path):
+    moe = MoEModel(small_model())
+    in_memory = OriginalSets(moe, DOCUMENTS)
+    moe.references = ReferenceStore(tmp_path, "a", memory=0)
+    on_disk = OriginalSets(moe, DOCUMENTS)
+    for layer, sets in in_memory.of(**DOCUMENTS[1].inputs).items():
+        assert torch.equal(on_disk.of(**DOCUMENTS[1].inputs)[layer], sets)
