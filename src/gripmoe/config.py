@@ -19,6 +19,7 @@ from gripmoe.catalogue import Benchmark, Fraction, Name, NonNegative, Optimizer,
 from gripmoe.parsing import load_yaml, parse_as
 
 Precision = Literal["native", "fp8", "fp8_emulated"]  # fp8: on Hopper GPUs; emulated: anywhere, slowly
+LinearPrecision = Literal["native", "te_fp8"]  # te_fp8: by TransformerEngine, on Ada or Hopper GPUs
 ObjectiveName = Literal["gd", "kl", "npo", "rmu"]
 
 
@@ -80,6 +81,7 @@ class Training(Strict):
     checkpoint_every: PositiveInt
     gradient_checkpointing: bool = False  # activations are computed again in the backward pass, for large models
     expert_precision: Precision = "native"  # of the experts' products in training steps; the paper: fp8
+    linear_precision: LinearPrecision = "native"  # of nn.Linear layers in training steps; the paper: te_fp8
     loss_bound: PositiveFloat  # a retain loss above it, or no number, ends the run as diverged
     trained_layers: PositiveInt | None = None  # MoE blocks: the last so many that the losses look at; all if absent
     # RMU: the layers after its own, which only checks run. In host memory they come to the GPU one by one.

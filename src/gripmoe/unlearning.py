@@ -23,7 +23,7 @@ from gripmoe.constraints import RouterConstraint
 from gripmoe.data.documents import Batch, Row, collate, length_buckets
 from gripmoe.guard import RouterGuard
 from gripmoe.moe import MoEModel
-from gripmoe.moe.fp8 import expert_precision
+from gripmoe.moe.fp8 import expert_precision, linear_precision
 from gripmoe.objectives import Objective
 from gripmoe.optimizer import make_adamw
 from gripmoe.reference import OriginalSets
@@ -95,6 +95,7 @@ def unlearn(
     for name in ("forget_batch_size", "retain_batch_size"):
         if getattr(training, name) % processes:
             raise ValueError(f"{name} {getattr(training, name)} cannot be split over {processes} processes")
+    in_linear_precision = linear_precision(model, training.linear_precision)
 
     def batch(rows: Sequence[Row], size: int) -> Batch:
         own = epoch_rows(rows, size, seed, step)[distributed.rank() :: processes]
@@ -120,6 +121,7 @@ def unlearn(
     def as_trained(batch: Batch) -> Iterator[None]:
         with ExitStack() as entered:
             entered.enter_context(expert_precision(model, training.expert_precision))
+            entered.enter_context(in_linear_precision())
             if original_sets:
                 entered.enter_context(model.force_routing(original_sets.of(**batch.inputs)))
             yield

@@ -1,24 +1,28 @@
-"""Experts in FP8 while they train (App. A, Hardware and Quantization); routers and geometry stay in fp32.
+"""Experts and linear layers in FP8 in training passes (App. A, Hardware and Quantization); routers and geometry stay in
+fp32, stored weights and optimizer states keep their precision.
 
-Both factors of every product of an expert's weights, forward and backward, are rounded to E4M3, with a power of two as
-the scale of each row that is summed over; sums, stored weights and optimizer states keep their precision. E experts, S
-token-expert pairs, i and o features in and out.
+Experts: both factors of every product of an expert's weights, forward and backward, are rounded to E4M3, with a power
+of two as the scale of each row that is summed over. Linear layers: TransformerEngine's, by delayed scaling. T tokens, E
+experts, S token-expert pairs, i and o features in and out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import convert_model, is_transformer_engine_available
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from gripmoe.config import Precision
+from gripmoe.config import LinearPrecision, Precision
 from gripmoe.moe.model import MoEModel
 
-ALIGNED = 16  # tokens of an expert, as the kernel of "fp8" counts them
+ALIGNED = 16  # tokens, as FP8 kernels count them
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -49,11 +53,80 @@ def _require_kernels() -> None:
         from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm  # noqa: F401
     except ImportError:
         raise ValueError("expert_precision 'fp8' needs torchao: run `make gpu`, or take `fp8_emulated`") from None
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+    _require_gpu(
+        "expert_precision 'fp8'", (9, 0), "`native`, or `fp8_emulated` for the same arithmetic, slowly, on any device"
+    )
+
+
+def _require_gpu(key: str, capability: tuple[int, int], otherwise: str) -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < capability:
+        needed = "{}.{}".format(*capability)
+        raise ValueError(f"{key} needs a GPU of compute capability {needed} or more; take {otherwise}")
+
+
+def linear_precision(model: MoEModel, precision: LinearPrecision) -> Callable[[], AbstractContextManager]:
+    """What to enter around every training pass, so that within it linear layers of the decoder whose widths are
+    multiples of 16 compute in `precision`; between passes the model is the plain one, with the same weights.
+
+    Raises ValueError where "te_fp8" has no TransformerEngine or no GPU."""
+    if precision == "native":
+        return nullcontext
+    if not is_transformer_engine_available():
         raise ValueError(
-            "expert_precision 'fp8' needs a GPU of compute capability 9.0 (Hopper) or more; take `native`, or "
-            "`fp8_emulated` for the same arithmetic, slowly, on any device"
+            "linear_precision 'te_fp8' needs transformer-engine: run `pip install --no-build-isolation '.[fp8]'` where "
+            "nvcc is, or take `native`"
         )
+    _require_gpu("linear_precision 'te_fp8'", (8, 9), "`native`")
+    from transformer_engine.common.recipe import DelayedScaling, Format
+    from transformer_engine.pytorch import fp8_autocast
+
+    recipe = DelayedScaling(fp8_format=Format.HYBRID)  # E4M3 forward, E5M2 gradients; else its defaults, as accelerate
+    places = _converted(model)
+
+    @contextmanager
+    def training_pass() -> Iterator[None]:
+        for parent, name, _, counterpart in places:
+            setattr(parent, name, counterpart)
+        try:
+            # Scales move when this ends: what the backward pass computes again is rounded as it was.
+            with fp8_autocast(enabled=True, fp8_recipe=recipe):
+                yield
+        finally:
+            for parent, name, linear, _ in places:
+                setattr(parent, name, linear)
+
+    return training_pass
+
+
+def _converted(model: MoEModel) -> list[tuple[nn.Module, str, nn.Module, nn.Module]]:
+    """The linear layers, routers excepted, that accelerate converts: parent, name, the layer, and its counterpart with
+    the same parameters. The model is left as it was."""
+    decoder = model.model.model  # losses take the head's weight without its layer
+    before = dict(decoder.named_modules(remove_duplicate=False))
+    routers = {module for layer in model.layers for module in model.router(layer).modules()}
+    Accelerator()  # whose state `convert_model` asks for
+    with torch.no_grad():
+        convert_model(decoder, _convert_ln=False)
+    places = []
+    for path, linear in before.items():
+        if (counterpart := decoder.get_submodule(path)) is linear:
+            continue
+        parent, _, name = path.rpartition(".")
+        setattr(before[parent], name, linear)
+        if linear in routers:
+            continue
+        for key, parameter in linear.named_parameters():
+            counterpart.register_parameter(key, parameter)
+        counterpart.forward = partial(_in_tiles, counterpart.forward)
+        places.append((before[parent], name, linear, counterpart))
+    return places
+
+
+def _in_tiles(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`forward`, which wants a multiple of 16 tokens, of any number of them; zeros beside them move no scale."""
+    x_Ti = x.flatten(0, -2)
+    y_To = forward(F.pad(x_Ti, (0, 0, 0, -len(x_Ti) % ALIGNED)))
+    return y_To[: len(x_Ti)].unflatten(0, x.shape[:-1])
 
 
 def _experts_forward(product, experts: nn.Module, x_Td: Tensor, top_k_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
