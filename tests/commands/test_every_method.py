@@ -45,9 +45,9 @@ def prepared(tmp_path_factory, world, tokenizer):
     return prepare("qwen3_moe", world, tokenizer, tmp_path_factory.mktemp("prepared"))
 
 
-def prepare(family, world, tokenizer, root):
+def prepare(family, world, tokenizer, root, dtype=torch.float32):
     """A random model, a few documents and questions, and the original routing of them."""
-    model = make_model(family, len(tokenizer), seed=0, **SMALL)
+    model = make_model(family, len(tokenizer), seed=0, **SMALL).to(dtype)
     write_json(root / "model" / "model.json", {"weights": save_model(model, tokenizer, root / "model" / "weights")})
     for name, rows in wmdp_files(world, 0).items():
         kept = [row for row in rows if row.get("split", "dev") == "dev"][:24]
@@ -251,6 +251,18 @@ def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer,
     assert {"forced_forget_accuracy", "probe_best_layer", "probe_best_expert", "relearned_after_20"} <= read_json(
         folder / "attacks.json"
     ).keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_cell_of_low_precision_says_what_plain_transformers_would_move(dtype, world, tokenizer, tmp_path):
+    prepared = prepare("qwen3_moe", world, tokenizer, tmp_path, dtype)
+    with_questions(tmp_path, world)
+    run_cell(prepared, "unconstrained", "gd", tmp_path / "cell")
+    evaluated(tmp_path, tmp_path / "cell")
+    metrics = read_json(tmp_path / "cell" / "metrics.json")
+    kept = metrics.get("routing_stability_plain_reload")
+    assert 0.9 < kept < 1.0 if dtype == torch.bfloat16 else kept is None
+    assert 0 < metrics["routing_stability"] < 1.0
 
 
 def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_path, monkeypatch):

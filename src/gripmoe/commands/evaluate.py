@@ -13,7 +13,7 @@ from gripmoe.evaluation.choice import harness_answers, load_questions
 from gripmoe.evaluation.general import general_utility, solved_questions
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores, privacy_leakage
 from gripmoe.evaluation.report import choice_metrics, question_results
-from gripmoe.evaluation.routing import stability_metrics
+from gripmoe.evaluation.routing import reload_stability, stability_metrics
 from gripmoe.files import exclusive, read_json, read_jsonl, write_csv, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
@@ -38,6 +38,7 @@ def evaluate(args) -> None:
             models = MoEModel(before), MoEModel(after)
             for rows, prefix in ((held_out, "routing_stability"), (forget, "forget_routing_stability")):
                 metrics |= stability_metrics(*models, in_batches(rows, tokenizer.pad_token_id), prefix)
+            metrics |= reload_stability(models[1], in_batches(held_out, tokenizer.pad_token_id))
         else:
             metrics["num_experts"] = 0  # tables say why nothing of a router stands there
         write_csv(args.questions, items)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import RoutingTrace, mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel
+
+Pairs = dict[str, tuple[RoutingTrace, RoutingTrace]]  # by the name of a metric: what is compared, of the same tokens
 
 
 def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch], prefix: str) -> dict[str, float]:
@@ -15,28 +19,52 @@ def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch
 
     `num_experts` and `top_k` stand beside them: they fix what random sets would give.
     """
-    sums: dict[str, dict[int, float]] = {}
-    tokens = 0
-    for batch in batches:  # what all of them route would not fit beside large models
+
+    def pairs(batch: Batch) -> Pairs:
         trace_before, trace_after = before.trace([batch]), after.trace([batch])
-        if not (count := len(next(iter(trace_before.values())))):
-            continue
-        parts = {
-            prefix: routing_stability(trace_before, trace_after),
-            f"{prefix}_router_only": routing_stability(trace_before, _rerouted(trace_before, after)),
-            f"{prefix}_representation_only": routing_stability(trace_before, _rerouted(trace_after, before)),
+        return {
+            prefix: (trace_before, trace_after),
+            f"{prefix}_router_only": (trace_before, _rerouted(trace_before, after)),
+            f"{prefix}_representation_only": (trace_before, _rerouted(trace_after, before)),
         }
-        tokens += count
-        for name, by_layer in parts.items():
-            kept = sums.setdefault(name, dict.fromkeys(by_layer, 0.0))
-            for layer, value in by_layer.items():
-                kept[layer] += count * value
+
     metrics = {"num_experts": after.num_experts, "top_k": after.top_k, "hidden_size": after.hidden_size}
-    for name, kept in sums.items():
-        by_layer = {layer: value / tokens for layer, value in kept.items()}
+    for name, by_layer in _stabilities(batches, pairs).items():
         metrics[name] = mean_stability(by_layer)
         metrics |= {f"{name}_layer_{layer}": value for layer, value in by_layer.items()}
     return metrics
+
+
+def reload_stability(model: MoEModel, batches: Sequence[Batch]) -> dict[str, float]:
+    """`routing_stability_plain_reload`: what a model of low precision keeps of its sets when plain transformers reloads
+    it and so rounds its fp32 routers and their scores. Nothing for a model in fp32, which loses nothing."""
+    if model.model.dtype == torch.float32:
+        return {}
+
+    def pairs(batch: Batch) -> Pairs:
+        exact = model.trace([batch])
+        with model.rounded_routers():
+            return {"routing_stability_plain_reload": (exact, model.trace([batch]))}
+
+    return {name: mean_stability(by_layer) for name, by_layer in _stabilities(batches, pairs).items()}
+
+
+def _stabilities(batches: Sequence[Batch], pairs: Callable[[Batch], Pairs]) -> dict[str, dict[int, float]]:
+    """By name and layer, the mean over all tokens: batch by batch, as what all of them route would not fit beside large
+    models."""
+    sums: dict[str, dict[int, float]] = {}
+    tokens = 0
+    for batch in batches:
+        traces = pairs(batch)
+        if not (count := len(next(iter(next(iter(traces.values()))[0].values())))):
+            continue
+        tokens += count
+        for name, both in traces.items():
+            by_layer = routing_stability(*both)
+            kept = sums.setdefault(name, dict.fromkeys(by_layer, 0.0))
+            for layer, value in by_layer.items():
+                kept[layer] += count * value
+    return {name: {layer: value / tokens for layer, value in kept.items()} for name, kept in sums.items()}
 
 
 def _rerouted(trace: RoutingTrace, model: MoEModel) -> RoutingTrace:

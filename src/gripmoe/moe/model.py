@@ -8,6 +8,7 @@ Shapes: T tokens of a forward pass in row-major order (rows x positions), d hidd
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -93,6 +94,19 @@ class MoEModel:
         changed stays."""
         for router in self._converted:
             release(router, rounded=rounded)
+
+    @contextmanager
+    def rounded_routers(self) -> Iterator[None]:
+        """Within the block routers have the precision of the model, as when plain transformers has reloaded it."""
+        exact = {router: copy.deepcopy(router.state_dict()) for router in self._routers.values()}
+        for router in exact:
+            release(router, rounded=True)
+        try:
+            yield
+        finally:
+            for router, state in exact.items():
+                compute_in_fp32(router)
+                router.load_state_dict(state)
 
     @property
     def layers(self) -> list[int]:
