@@ -64,7 +64,8 @@ def prepare(family, world, tokenizer, root, dtype=torch.float32):
     return root, settings, files
 
 
-def run_cell(prepared, method_name, objective, folder, references=None, **changes):
+def run_cell(prepared, method_name, objective, folder, checkpoint=None, references=None, **changes):
+    """Trains a cell, or corrects that of `checkpoint`; without one the original model."""
     root, benchmark, files = prepared
     method = PROJECT.methods[method_name]
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", method_name, 0)
@@ -76,7 +77,7 @@ def run_cell(prepared, method_name, objective, folder, references=None, **change
     if method.corrects:
         corpus = root / "data" / "retain_corpus.jsonl"
         realign(
-            Namespace(**common, checkpoint=root / "model" / "model.json", retain_corpus=corpus, trace=files["trace"])
+            Namespace(**common, checkpoint=checkpoint or common["model"], retain_corpus=corpus, trace=files["trace"])
         )
         return read_json(folder / "checkpoint.json")
     bases = None
@@ -178,6 +179,24 @@ def test_every_correction(method, prepared, tmp_path):
     status = read_json(root / "model" / "model.json")
     write_json(root / "model" / "model.json", {**status, "status": "reached", "steps": 3})
     assert run_cell(prepared, method, "gd", tmp_path)["steps"] == 3
+
+
+@pytest.mark.parametrize("method", CORRECTED)
+def test_a_correction_reads_the_originals_routers_and_no_other_weight_of_it(method, world, tokenizer, tmp_path):
+    """With its recorded routing, a finished run is corrected to the same bytes when the original model is gone."""
+    prepared, trained = prepare("qwen3_moe", world, tokenizer, tmp_path), tmp_path / "trained"
+    run_cell(prepared, "unconstrained", "gd", trained)
+    whole = run_cell(prepared, method, "gd", tmp_path / "whole", checkpoint=trained / "checkpoint.json")
+    original = tmp_path / "model" / "weights"
+    for file in original.glob("model*.safetensors"):
+        file.unlink()
+    with pytest.raises(OSError, match="model.safetensors"):
+        load_model(original)
+    without = run_cell(prepared, method, "gd", tmp_path / "without", checkpoint=trained / "checkpoint.json")
+    assert without["weights"] == whole["weights"] != read_json(trained / "checkpoint.json")["weights"]
+    (original / "routers.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no routers of layers \[0, 1\]"):
+        run_cell(prepared, method, "gd", tmp_path / "neither", checkpoint=trained / "checkpoint.json")
 
 
 def interrupted(*_):
