@@ -4,11 +4,14 @@ import copy
 from collections import Counter
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import small_model
 from gripmoe.catalogue import PublishedData, PublishedModel
 from gripmoe.data.published import benchmark_files
 from gripmoe.files import write_jsonl
+from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, load_published, save_model, weights_digest
 
 
@@ -78,14 +81,27 @@ def test_offline_says_what_to_do(data):
         load_published(PublishedModel(source="published", id="nobody/nothing"))
 
 
-def test_published_checkpoint_from_a_folder(tmp_path, tokenizer):
-    model = small_model("qwen2_moe", len(tokenizer))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "qwen2_moe"])
+def test_published_checkpoint_from_a_folder(family, dtype, tmp_path, tokenizer):
+    """It is read in the dtype asked for, whatever it was written in; its routers are kept in fp32 in both."""
+    sizes = dict(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=16, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=8,
+        num_experts_per_tok=2,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).float()
     model.save_pretrained(tmp_path / "hub")
     tokenizer.save_pretrained(tmp_path / "hub")
-    config = PublishedModel(source="published", id=str(tmp_path / "hub"), dtype="float32")
+    config = PublishedModel(source="published", id=str(tmp_path / "hub"), dtype=str(dtype).removeprefix("torch."))
     digest = save_model(*load_published(config), tmp_path / "weights")
     reloaded, _ = load_model(tmp_path / "weights")
-    assert digest == weights_digest(reloaded) == weights_digest(model)
+    asked = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", dtype=dtype)
+    MoEModel(asked)
+    assert digest == weights_digest(reloaded) == weights_digest(asked)
+    assert (digest == weights_digest(model)) == (dtype == torch.float32)
+    assert {p.dtype for name, p in reloaded.named_parameters() if "gate.weight" not in name} == {dtype}
+    assert all(theta.dtype == torch.float32 for theta in MoEModel(reloaded).thetas().values())
 
 
 def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path, tokenizer):
