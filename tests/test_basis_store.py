@@ -1,7 +1,12 @@
 """The tiers hold what they may, files that cannot be trusted are fitted again, and results never differ."""
 
+import shutil
+import warnings
+
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import gripmoe
 from conftest import random_batch, small_model
@@ -30,9 +35,11 @@ def same(basis: RetainBasis, layer: int) -> bool:
 def test_computed_once_then_found_on_disk_and_in_memory(tmp_path):
     first = store(tmp_path)
     assert same(first[0], 0) and first.counts["computed"] == 1 and first.counts["bytes_written"] == EXPERTS * BYTES
+    assert first.counts["missed"] == 1, "of the first expert, which fits the whole layer"
     assert same(first[0], 0) and first.counts["hot"] == EXPERTS
     second = store(tmp_path)
     assert same(second[0], 0) and second.counts["computed"] == 0 and second.counts["cold"] == EXPERTS
+    assert second.counts["missed"] == 0
     assert list(second) == [0, 1] and len(second) == 2
     with pytest.raises(KeyError):
         second[7]
@@ -83,6 +90,28 @@ def test_what_cannot_be_trusted_is_fitted_again(tmp_path, fault):
         with pytest.warns(UserWarning, match="fitted again"):
             assert same(again[0], 0)
     assert again.counts["computed"] == 1
+
+
+def rewritten(file, **changed):
+    """The file with other metadata over the same tensor."""
+    with safe_open(file, framework="pt") as opened:
+        metadata, basis = opened.metadata(), opened.get_tensor("U_ret")
+    save_file({"U_ret": basis}, file, metadata | changed)
+
+
+@pytest.mark.parametrize("fault", ["nothing", "of another expert", "says it is shared by all"])
+def test_a_basis_of_another_expert_or_another_number_of_experts_is_never_used(tmp_path, fault):
+    store(tmp_path)[0]
+    rewritten(tmp_path / "0.1.safetensors")  # the control: what is written back unchanged is used
+    if fault == "of another expert":
+        shutil.copy(tmp_path / "0.2.safetensors", tmp_path / "0.3.safetensors")
+    elif fault == "says it is shared by all":
+        rewritten(tmp_path / "0.0.safetensors", experts="1")
+    again = store(tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert same(again[0], 0)
+    assert len(caught) == again.counts["computed"] == again.counts["missed"] == (fault != "nothing")
 
 
 def test_a_guard_over_a_store_holds_what_one_without_does(tmp_path):

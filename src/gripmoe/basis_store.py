@@ -7,6 +7,7 @@ host memory, what is used now on the device.
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +28,9 @@ class BasisStore(Mapping[int, RetainBasis]):
     """Retain bases by layer, assembled from one basis per expert; what is not there is computed and kept.
 
     `compute(layer)` fits a whole layer; `metadata` says what the bases depend on (model, retain documents, thresholds):
-    a file that says otherwise, or is truncated or corrupted, is computed anew with a warning, never used. `hot_bytes`
-    limits what is kept on `device`, `warm_bytes` what is kept on the host. `counts` holds hits per tier ("hot", "warm",
-    "cold"), "computed" layers, and bytes read and written.
+    a file that says otherwise, or is truncated, corrupted or another expert's, is computed anew with a warning, never
+    used. `hot_bytes` limits what is kept on `device`, `warm_bytes` what is kept on the host. `counts` holds hits per
+    tier ("hot", "warm", "cold"), bases "missed" by all three, "computed" layers, and bytes read and written.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class BasisStore(Mapping[int, RetainBasis]):
         else:
             basis = self._read(key)
             if basis is None:
+                self.counts["missed"] += 1
                 self._fit(key[0])
                 basis = self._read(key)
             else:
@@ -89,6 +91,10 @@ class BasisStore(Mapping[int, RetainBasis]):
         basis = basis.to(self.device)
         self._hot.put(key, basis)
         return basis
+
+    def _identity(self, key: Key) -> dict[str, str]:
+        """What the metadata of a basis must say for it to be used."""
+        return {**self.metadata, "layer": str(key[0]), "expert": str(key[1])}
 
     def _file(self, key: Key) -> Path:
         return self.folder / f"{key[0]}.{key[1]}.safetensors"
@@ -100,9 +106,9 @@ class BasisStore(Mapping[int, RetainBasis]):
         self.counts["computed"] += 1
         for expert, (U_dr, rank) in enumerate(zip(fitted.U_ret_Edr.cpu(), fitted.ranks.tolist(), strict=True)):
             kept = U_dr[:, :rank].contiguous()
-            metadata = {**self.metadata, "layer": str(layer), "experts": str(experts), "checksum": _checksum(kept)}
+            metadata = {**self._identity((layer, expert)), "experts": str(experts)}
             with atomic_path(self._file((layer, expert))) as temporary:
-                save_file({"U_ret": kept}, temporary, metadata)
+                save_file({"U_ret": kept}, temporary, metadata | {"checksum": _checksum(kept, metadata)})
             self.counts["bytes_written"] += kept.nbytes
         self._num_experts[layer] = experts
 
@@ -116,10 +122,11 @@ class BasisStore(Mapping[int, RetainBasis]):
                 basis = opened.get_tensor("U_ret")
         except (SafetensorError, OSError) as error:
             return self._distrust(file, f"cannot be read ({error})")
-        for name, wanted in {**self.metadata, "layer": str(key[0])}.items():
+        checksum = found.pop("checksum", None)
+        for name, wanted in self._identity(key).items():
             if found.get(name) != wanted:
                 return self._distrust(file, f"{name} is {found.get(name)!r}, not {wanted!r}")
-        if found.get("checksum") != _checksum(basis) or "experts" not in found:
+        if checksum != _checksum(basis, found) or "experts" not in found:
             return self._distrust(file, "its content does not match its checksum")
         self._num_experts[key[0]] = int(found["experts"])
         self.counts["bytes_read"] += basis.nbytes
@@ -153,5 +160,8 @@ class _Tier:
             self.used -= dropped.nbytes
 
 
-def _checksum(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+def _checksum(tensor: Tensor, metadata: Mapping[str, str]) -> str:
+    """Of a tensor and of all that its file says about it."""
+    digest = hashlib.sha256(json.dumps([sorted(metadata.items()), str(tensor.dtype), tensor.shape]).encode())
+    digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
