@@ -216,6 +216,24 @@ def test_a_second_model_answers_what_a_cache_would_and_about_documents_that_nobo
     assert penalties["kept"] == penalties["asked"] > 0
 
 
+def test_a_closed_guard_gives_the_second_model_back_as_it_was():
+    """Its hooks, its mode, what of it trains, and its routers' precision and values."""
+    model = small_model().bfloat16()
+    original = copy.deepcopy(model).train()
+    original.model.embed_tokens.requires_grad_(False)
+
+    def looks():
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in original.modules())
+        return hooks, original.training, [(p.dtype, p.requires_grad) for p in original.parameters()]
+
+    before, weights = looks(), copy.deepcopy(original.state_dict())
+    with gripmoe.constrain(model, adamw(model), RETAIN, method="anchored", original=original):
+        hooks, training, parameters = looks()
+        assert hooks == 2 * 2 and not training and not any(grad for _, grad in parameters), "the control"
+    assert looks() == before
+    assert all(torch.equal(value, weights[name]) for name, value in original.state_dict().items())
+
+
 def test_the_model_is_not_its_own_original():
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -132,6 +132,37 @@ def test_a_guard_over_a_store_holds_what_one_without_does(tmp_path):
     assert guard.constraint.bases.counts["cold"] > 0
 
 
+def test_a_guard_fits_bases_again_where_anything_that_they_come_from_has_changed(tmp_path):
+    """And finds them on disk where nothing has; each file says what it is of."""
+
+    def counts(model, retain, method="expert_specific"):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        with gripmoe.constrain(model, optimizer, retain, method=method, cache=tmp_path) as guard:
+            return [guard.constraint.bases[layer] for layer in guard.model.layers] and guard.constraint.bases.counts
+
+    retain = [random_batch(seed=9)]
+    assert counts(small_model(), retain)["computed"] == 2
+    with safe_open(tmp_path / "1.5.safetensors", framework="pt") as opened:
+        metadata = opened.metadata()
+    assert metadata.keys() == {
+        *("model", "layers", "dtype", "retain_tokens", "reference", "method"),
+        *("layer", "expert", "experts", "checksum"),
+    }
+    tokens = int(retain[0].attention_mask.sum()) - 4
+    assert metadata["retain_tokens"] == str(tokens) and metadata["layers"] == "[0, 1]" and metadata["layer"] == "1"
+    assert metadata["model"] == "Qwen3MoeForCausalLM" and metadata["dtype"] == "torch.float32"
+    assert metadata["expert"] == "5" and metadata["experts"] == "8"
+    again = counts(small_model(), retain)
+    assert again["computed"] == again["missed"] == 0 and again["cold"] == 2 * 8, "the control"
+    renamed = small_model()
+    renamed.config._name_or_path = "another"
+    for changed in ((renamed, retain), (small_model(seed=1), retain), (small_model(), [random_batch(seed=8)])):
+        with pytest.warns(UserWarning, match="fitted again"):
+            assert counts(*changed)["computed"] == 2
+    with pytest.warns(UserWarning, match="method is .* fitted again"):
+        assert counts(small_model(), [random_batch(seed=8)], "full_null_space")["computed"] == 2
+
+
 def test_files_of_another_number_of_experts_are_fitted_again(tmp_path):
     """As "full_null_space" leaves them, or a job that was killed while it wrote."""
     shared = BasisStore(tmp_path, [0, 1], lambda layer: RetainBasis(fitted(layer).U_ret_Edr[:1]), {"model": "shared"})

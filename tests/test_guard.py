@@ -1,6 +1,7 @@
 """The guard in other people's loops: accumulation, mixed batches, recomputation, accelerate, resuming."""
 
 import copy
+from contextlib import nullcontext
 
 import accelerate
 import pytest
@@ -168,6 +169,222 @@ def test_every_method_trains_in_one_loop(method):
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
+def step_of(model, optimizer, guard, batch):
+    """One marked retain pass, with whatever the method adds to the loss."""
+    optimizer.zero_grad()
+    with guard.retain():
+        loss = loss_of(model, batch)
+    (loss + guard.penalty()).backward()
+    optimizer.step()
+
+
+def thetas_of(model):
+    return [layer.mlp.gate.weight.detach().clone() for layer in model.model.layers]
+
+
+def equal(some, others):
+    return all(map(torch.equal, some, others))
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_a_pass_that_is_not_marked_is_an_error_before_anything_moves(by_closure):
+    model = small_model()
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_paper") as guard:
+
+        def closure(marked=True):
+            optimizer.zero_grad()
+            with guard.retain() if marked else nullcontext():
+                loss = loss_of(model, RETAIN[0])
+            loss.backward()
+            return loss
+
+        def step(marked):
+            if by_closure:
+                return optimizer.step(lambda: closure(marked))
+            closure(marked)
+            return optimizer.step()
+
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for _ in range(2):
+            with pytest.raises(
+                RuntimeError, match=r"retain forward: run it within `with guard.retain\(\):`, in every step"
+            ):
+                step(marked=False)
+            assert equal(model.parameters(), before)
+        loss = step(marked=True)
+        assert not equal(model.parameters(), before), "the control"
+        assert (loss is not None) == by_closure, "and the step returns what its closure does"
+
+
+@pytest.mark.parametrize("method", ["anchored", "expert_specific_minibatch"])
+def test_every_step_needs_its_marked_pass_and_accumulation_marks_several(method):
+    model = small_model()
+    optimizer = adamw(model, lr=1e-3)
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as guard:
+        for _ in range(2):
+            for batch in RETAIN:
+                with guard.retain():
+                    loss = loss_of(model, batch)
+                (loss + guard.penalty()).backward()
+            optimizer.step()
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        loss_of(model, RETAIN[0]).backward()
+        with pytest.raises(RuntimeError, match="retain forward: run it within"):
+            optimizer.step()
+        assert equal(model.parameters(), before)
+
+
+def gradients(method, **checkpointing):
+    """Of the penalty alone, on a model whose hidden states have left the original ones."""
+    model = small_model().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(checkpointing)
+    guard = gripmoe.constrain(model, adamw(model), RETAIN, method=method)
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(2)
+    with guard.retain():
+        model(**RETAIN[0].inputs)
+    guard.penalty().backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("method", ["anchored", Method(constraint="routing_scores")], ids=["anchored", "scores"])
+def test_a_penalty_has_the_same_gradient_where_activations_are_computed_again(method):
+    """Reentrant checkpointing would drop the part of it that goes through the routers, and is refused."""
+    plain = gradients(method)
+    torch.testing.assert_close(gradients(method, use_reentrant=False), plain)
+    assert max(gradient.abs().max() for gradient in plain) > 0.1, "the control"
+    with pytest.raises(RuntimeError, match='"use_reentrant": False'):
+        gradients(method, use_reentrant=True)
+
+
+def test_what_takes_no_gradient_through_routers_bears_reentrant_checkpointing():
+    routers = []
+    for checkpointing in ({}, {"use_reentrant": True}):
+        model = small_model().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(checkpointing)
+            model.enable_input_require_grads()
+        optimizer = adamw(model)
+        with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_minibatch") as guard:
+            step_of(model, optimizer, guard, RETAIN[0])
+        routers.append(thetas_of(model))
+    torch.testing.assert_close(*routers)
+
+
+def test_after_closing_marks_are_without_effect():
+    model = small_model()
+    optimizer = adamw(model)
+    guard = gripmoe.constrain(model, optimizer, RETAIN, method="anchored_tracked")
+    with guard.retain():
+        model(**RETAIN[0].inputs)
+    assert guard._seen, "the control"
+    guard.close()
+    with guard.retain(rows="nobody looks at them"):
+        model(**RETAIN[0].inputs)
+    assert not guard._seen and guard.penalty() == 0
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.tensor([True]), torch.arange(4), [True] * 4, torch.ones(5, dtype=torch.bool)], ids=str
+)
+def test_rows_are_a_mask_with_an_entry_for_each(rows):
+    model = small_model()
+    guard = gripmoe.constrain(model, adamw(model), RETAIN, method="anchored")
+    with pytest.raises(ValueError, match="`rows` must be a bool tensor with an entry for each of the 4 rows, not "):
+        with guard.retain(rows=rows):
+            model(**RETAIN[0].inputs)
+    assert guard.penalty() == 0
+    with guard.retain(rows=torch.ones(4, dtype=torch.bool)):
+        model(**RETAIN[0].inputs)
+    assert isinstance(guard.penalty(), torch.Tensor), "the control"
+
+
+def test_a_second_guard_on_a_model_is_refused_until_the_first_is_closed():
+    """It would hold another set of routers, and the first to be closed would take what both need off the model."""
+    model = small_model()
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN):
+        held = traces_of_a_guard(model, optimizer)
+        with pytest.raises(ValueError, match="another guard holds this model: close it first"):
+            gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router")
+        assert traces_of_a_guard(model, optimizer) == held
+        other = copy.deepcopy(model)
+        gripmoe.constrain(other, adamw(other), RETAIN).close()
+    gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router").close()
+
+
+def resumed(method, with_state=True, from_original=True):
+    """Six steps, interrupted after three and continued by a new model, optimizer and guard; the weights at the end."""
+    model = small_model()
+    optimizer = adamw(model, lr=0.01)
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as guard:
+        for step in range(3):
+            step_of(model, optimizer, guard, RETAIN[step % 2])
+        weights, moments, state = (copy.deepcopy(part.state_dict()) for part in (model, optimizer, guard))
+        if with_state is None:  # not interrupted
+            for step in range(3, 6):
+                step_of(model, optimizer, guard, RETAIN[step % 2])
+            return list(model.parameters())
+    model = small_model()
+    optimizer = adamw(model, lr=0.01)
+    if not from_original:
+        model.load_state_dict(weights)
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as guard:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+        if with_state:
+            guard.load_state_dict(state)
+        for step in range(3, 6):
+            step_of(model, optimizer, guard, RETAIN[step % 2])
+    return list(model.parameters())
+
+
+# Draws rows at random wherever a margin is exceeded, which with a wide one is in every step.
+PAPER = METHODS["expert_specific_paper"].model_copy(update={"safety_margin": 1.0})
+
+
+@pytest.mark.parametrize(
+    "method", ["expert_specific", PAPER, "expert_specific_tracked", "anchored", "anchored_tracked"]
+)
+def test_training_resumes_where_it_was(method):
+    """To the bit; the control is what a guard forgets without its state, save sound Method A, which has nothing to."""
+    uninterrupted = resumed(method, with_state=None)
+    assert equal(resumed(method), uninterrupted)
+    assert equal(resumed(method, with_state=False), uninterrupted) == (method == "expert_specific")
+    with pytest.raises(ValueError, match="call gripmoe.constrain on the original model"):
+        resumed(method, from_original=False)
+
+
+def test_a_state_is_of_its_method_and_its_documents():
+    model = small_model()
+    settings = [{"retain": RETAIN}, {"retain": RETAIN[::-1]}, {"retain": RETAIN[:1]}, {"method": "frozen_router"}]
+    states = []
+    for setting in settings:
+        with gripmoe.constrain(model, adamw(model), **{"retain": RETAIN, **setting}) as guard:
+            states.append(guard.state_dict())
+    with gripmoe.constrain(model, adamw(model), RETAIN) as guard:
+        for state in states[:2]:  # in whatever order documents come
+            guard.load_state_dict(state)
+        for state in (*states[2:], {}):
+            with pytest.raises(ValueError, match="of another model, method or documents"):
+                guard.load_state_dict(state)
+
+
+def test_a_state_stays_as_it_was_taken():
+    model = small_model()
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_tracked") as guard:
+        step_of(model, optimizer, guard, RETAIN[0])
+        state = guard.state_dict()
+        kept = copy.deepcopy(state)
+        step_of(model, optimizer, guard, RETAIN[1])
+        assert all(torch.equal(state["factors"][layer], kept["factors"][layer]) for layer in kept["factors"])
+        assert not torch.equal(guard.state_dict()["factors"][0], kept["factors"][0]), "the control"
+
+
 def test_mistakes():
     model = small_model()
     with pytest.raises(ValueError, match="unknown method 'magic'; one of frozen_router"):
@@ -177,6 +394,11 @@ def test_mistakes():
         gripmoe.constrain(model, experts_only, RETAIN)
     with pytest.raises(ValueError, match="nothing to trace"):
         gripmoe.constrain(model, adamw(model), [])
+    with pytest.raises(ValueError, match="`routing_stability` must lie between 0 and 1"):
+        gripmoe.constrain(model, adamw(model), RETAIN, method=Method(constraint="anchor", routing_stability=1.0))
+    with gripmoe.constrain(model, adamw(model), RETAIN, method="anchored") as guard:
+        with pytest.raises(ValueError, match="knows documents by their tokens: give `input_ids`"), guard.retain():
+            model(inputs_embeds=model.model.embed_tokens(RETAIN[0].input_ids))
     with pytest.raises(ValueError, match="unknown form 'best'"):
         gripmoe.realign(model, gripmoe.remember(model, RETAIN), form="best")
 

@@ -8,13 +8,15 @@ guard.close()
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gripmoe import distributed
@@ -28,7 +30,7 @@ from gripmoe.method_a import fit_bases, held_trace
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 from gripmoe.penalties import attributed_expert, constraint_of
-from gripmoe.reference import OriginalSets
+from gripmoe.reference import OriginalSets, documents_of
 
 RELATIVE = EpsNullConfig(value=1e-4, kind="relative")
 ABSOLUTE = EpsNullConfig(value=1e-2, kind="absolute")
@@ -43,6 +45,7 @@ METHODS = {
     "anchored_tracked": Method(constraint="anchor", tracked=True),
     "seuf": Method(constraint="gate_anchor", experts="top_attributed"),
 }
+SAMPLED = 256  # entries of a weight that name the model
 UNABLE = {
     "reference": "it trains nothing",
     "critical_experts": "it weighs tokens in the loss, which is the loop's own",
@@ -94,7 +97,7 @@ def constrain(
 
     `original` is a second, untrained copy of the model: what an anchor or `routing_scores` compare with then comes from
     a forward pass of it, so that retain passes may be of any documents, at the price of that pass; else it is kept from
-    here on, and they must be of `retain`.
+    here on, and they must be of `retain`. Until the guard is closed that copy evaluates and takes no gradients.
 
     With `loss_bound` give every retain loss to `guard.check`, which raises `Diverged` when it is above: where a model
     routes as it did, an anchor's weight falls to its floor, whatever else happens to what it knows.
@@ -106,7 +109,8 @@ def constrain(
     sees of the retain pass is gathered, and routers stay equal to the bit.
 
     Raises ValueError for an unknown family or method, one that is more than a constraint on routers, documents to
-    forget that are missing, an original that is the model itself, or an optimizer without the routers.
+    forget that are missing, an original that is the model itself, an optimizer without the routers, or a model that
+    another guard holds.
     """
     method = _method(method, replay)
     moe = MoEModel(unwrapped(model))
@@ -134,7 +138,7 @@ def constrain(
         if original is not None:
             if unwrapped(original) is moe.model:
                 raise ValueError("`original` is the model that trains: give a copy of it from before")
-            constraint.original = MoEModel(unwrapped(original).eval().requires_grad_(False))
+            constraint.original = undo.enter_context(_untrained(unwrapped(original)))
         trained = [(p, p.requires_grad) for layer in moe.layers for p in moe.router(layer).parameters()]
         undo.callback(_train_again, trained)
         with moe.evaluating():
@@ -150,7 +154,8 @@ def constrain(
             undo.enter_context(moe.force_routing(lambda *inputs: original.of(*inputs) if moe.model.training else None))
         if single:
             undo.enter_context(moe.restrict_experts({attributed[0]: [attributed[1]]}, inner_optimizer(optimizer)))
-        guard = RouterGuard(moe, optimizer, constraint, loss_bound)
+        origin = _origin(moe, method, [*to_retain, *to_forget])
+        guard = RouterGuard(moe, optimizer, constraint, loss_bound, origin)
         guard._undo.enter_context(undo.pop_all())
     return guard
 
@@ -183,8 +188,41 @@ def _bases(
     def fit(layer: int) -> RetainBasis:
         return fit_bases(reference, moe.rules(), method, only=[layer])[layer]
 
-    metadata = {"reference": _digest(reference), "method": method.model_dump_json()}
+    metadata = {
+        "model": moe.model.config._name_or_path or type(moe.model).__name__,
+        "layers": json.dumps(moe.layers),
+        "dtype": str(moe.model.dtype),
+        "retain_tokens": str(len(next(iter(reference.values())))),
+        "reference": _digest(reference),
+        "method": method.model_dump_json(),
+    }
     return BasisStore(Path(cache), moe.layers, fit, metadata, device=moe.model.device, **limits)
+
+
+@contextmanager
+def _untrained(model: nn.Module) -> Iterator[MoEModel]:
+    """Within the block a model that is only asked; then as it was, to the bit: nothing has trained it."""
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    moe = MoEModel(model)
+    try:
+        with moe.evaluating():
+            model.requires_grad_(False)
+            yield moe
+    finally:
+        _train_again(trained)
+        moe.release(rounded=True)
+
+
+def _origin(moe: MoEModel, method: Method, batches: Sequence[Batch]) -> str:
+    """A checksum of what a guard is made from: the method, the documents, and of every weight up to SAMPLED entries,
+    evenly spaced. It is the same on every device; shards, which differ between processes, do not count."""
+    documents = sorted(tokens for batch in batches for tokens in documents_of(batch.input_ids, batch.attention_mask))
+    digest = hashlib.sha256(json.dumps([method.model_dump_json(), documents]).encode())
+    for parameter in moe.model.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_meta:
+            entries = parameter.detach().flatten()
+            digest.update(_bytes(entries[:: max(1, len(entries) // SAMPLED)][:SAMPLED].float()))
+    return digest.hexdigest()
 
 
 def _train_again(parameters: list[tuple[nn.Parameter, bool]]) -> None:
@@ -198,5 +236,9 @@ def _digest(reference: RoutingTrace) -> str:
     for layer, seen in reference.items():
         for tensor in (seen.x_Nd, seen.top_k_Nk):
             digest.update(f"{layer} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(_bytes(tensor))
     return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

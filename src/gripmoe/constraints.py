@@ -32,11 +32,13 @@ class RouterConstraint(Protocol):
     """Decides what stands of an optimizer step on the routers, or what is added to the loss.
 
     `watches` names the forward passes ("retain", "forget") for which `penalty` is asked; `needs_retain` says that
-    `constrain` looks at the retain forward of its step.
+    `constrain` looks at the retain forward of its step, `needs_graph` that `penalty` has a gradient through what
+    routers saw.
     """
 
     watches: frozenset[str]
     needs_retain: bool
+    needs_graph: bool
     original: MoEModel | None  # a second model, to ask where otherwise answers of the first are kept from `start` on
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
@@ -65,6 +67,7 @@ class Unconstrained:
 
     watches: frozenset[str] = frozenset()
     needs_retain = False
+    needs_graph = False
     original: MoEModel | None = None
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:

@@ -1,7 +1,7 @@
 """What holds a constraint over a training loop: hooks around the optimizer's step, marks around forward passes.
 
 The guard snapshots the routers before each step, lets the optimizer step, and writes back what the constraint lets
-stand. It keeps no global state and changes nothing else in the loop.
+stand. It changes nothing else in the loop.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gripmoe import distributed
 from gripmoe.constraints import RouterConstraint, Seen
@@ -20,6 +21,8 @@ from gripmoe.data.documents import attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import routed_tokens
+
+_HELD: WeakSet[nn.Module] = WeakSet()  # by a guard that is open
 
 
 class Diverged(RuntimeError):
@@ -30,8 +33,11 @@ class RouterGuard:
     """Holds `constraint` over `optimizer` until closed.
 
     Forward passes of retain data run within `with guard.retain():` where a method looks at them (`constraint.watches`),
-    those of forget data within `with guard.forget():`; `guard.penalty()` is then added to the loss. For all other
-    methods both are free of effect, so a loop may always be written with them.
+    those of forget data within `with guard.forget():`, in every step; `guard.penalty()` is then added to the loss. For
+    all other methods both are free of effect, so a loop may always be written with them.
+
+    `origin` names what the constraint was made from, so that no other guard takes its state for its own. Raises
+    ValueError if another guard of the same model is open.
     """
 
     def __init__(
@@ -40,42 +46,56 @@ class RouterGuard:
         optimizer: torch.optim.Optimizer,
         constraint: RouterConstraint,
         loss_bound: float = math.inf,
+        origin: str = "",
     ):
+        if model.model in _HELD:
+            raise ValueError("another guard holds this model: close it first")
         self.model = model
+        self.origin = origin
         self.constraint = constraint
         self.loss_bound = loss_bound
         self.seconds = 0.0  # spent on the constraint since the guard was made
         self._seen: list[RoutingTrace] = []
         self._penalties: list[Tensor | float] = []
-        self._marked: set[str] = set()  # kinds of forward passes, since the guard was made
+        self._marked: set[str] = set()  # kinds of forward passes, since the last step
         self._before: dict[int, Tensor] = {}
         self._checked = False  # the retain loss, since the last step
+        self._closed = False
         self._undo = ExitStack()  # when the constraint is lifted
+        _HELD.add(model.model)
+        self._undo.callback(_HELD.discard, model.model)
         optimizer = inner_optimizer(optimizer)
         self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
         self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
 
-    def retain(self, rows: Tensor | None = None):
+    def retain(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
         """Marks a forward pass of retain data; of a batch that holds other data too, `rows` (bool, one entry per row)
-        names the retain rows. Several passes before one step count together, as in gradient accumulation."""
+        names the retain rows. Several passes before one step count together, as in gradient accumulation. Raises
+        ValueError for `rows` of another kind or a pass without `input_ids`."""
         return self._watched("retain", rows)
 
-    def forget(self, rows: Tensor | None = None):
+    def forget(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
         """Marks a forward pass of forget data."""
         return self._watched("forget", rows)
 
     @contextmanager
     def _watched(self, kind: str, rows: Tensor | None) -> Iterator[None]:
-        if kind not in self.constraint.watches:
+        if self._closed or kind not in self.constraint.watches:
             yield
             return
         self._marked.add(kind)
         inputs: list[Mapping[str, Tensor]] = []
         hidden: list[Tensor] = []
+        grad_modes: set[bool] = set()  # of the decoder and of the routers within it
         decoder = self.model.model.model
+        routers = [self.model.router(layer) for layer in self.model.layers]
         handles = [
             decoder.register_forward_pre_hook(lambda module, args, kwargs: inputs.append(kwargs), with_kwargs=True),
             decoder.register_forward_hook(lambda module, args, output: hidden.append(output.last_hidden_state)),
+        ]
+        handles += [
+            module.register_forward_pre_hook(lambda *_: grad_modes.add(torch.is_grad_enabled()))
+            for module in (decoder, *routers)
         ]
         try:
             with self.model.record_routing() as recorder:
@@ -83,9 +103,16 @@ class RouterGuard:
                 started = time.perf_counter()
                 if len(inputs) != 1:
                     raise RuntimeError(f"`with guard.{kind}():` marks one forward pass, not {len(inputs)}")
+                if inputs[0].get("input_ids") is None:
+                    raise ValueError(f"`with guard.{kind}():` knows documents by their tokens: give `input_ids`")
+                if self.constraint.needs_graph and len(grad_modes) > 1:
+                    raise RuntimeError(
+                        "reentrant gradient checkpointing hides what routers see from the penalty's gradient: "
+                        'model.gradient_checkpointing_enable({"use_reentrant": False})'
+                    )
                 mask = attention_mask_of(inputs[0])
                 if rows is not None:
-                    mask = mask * rows[:, None].to(mask)
+                    mask = mask * _checked_rows(rows, len(mask))[:, None].to(mask)
                 keep = routed_tokens(mask)
                 if distributed.processes() == 1 and not keep.any():  # a mixed batch without a row that counts
                     return
@@ -113,21 +140,38 @@ class RouterGuard:
         if not loss <= self.loss_bound:
             raise Diverged(f"retain loss {loss:.3g}, above {self.loss_bound:.3g}: take an earlier checkpoint")
 
-    def _before_step(self, *_) -> None:
+    def _before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self._before = self.model.thetas()
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            self._require_marks()
+            return None
 
-    @torch.no_grad()
-    def _after_step(self, *_) -> None:
-        started = time.perf_counter()
-        if self.constraint.needs_retain and not self._seen:
-            raise RuntimeError("this constraint looks at the retain forward: run it within `with guard.retain():`")
+        def checked():  # the passes run within the step
+            loss = closure()
+            self._require_marks()
+            return loss
+
+        return (args[0], checked), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _require_marks(self) -> None:
+        """Raises RuntimeError if the loop has left out what the constraint needs of this step."""
         for kind in self.constraint.watches - self._marked:
-            raise RuntimeError(f"this method looks at the {kind} forward: run it within `with guard.{kind}():`")
+            raise RuntimeError(
+                f"this method looks at the {kind} forward: run it within `with guard.{kind}():`, in every step"
+            )
+        if self.constraint.needs_retain and not self._seen:
+            raise RuntimeError("this method looks at retain tokens in every step, and no row of this one holds any")
         if any(isinstance(penalty, Tensor) for penalty in self._penalties):
             raise RuntimeError("this method adds to the loss: add `guard.penalty()` to it before the backward pass")
         if self.loss_bound < math.inf and not self._checked:
             raise RuntimeError("a bound on the retain loss was given: call `guard.check(loss)` in every step")
+
+    @torch.no_grad()
+    def _after_step(self, *_) -> None:
+        started = time.perf_counter()
         self._checked = False
+        self._marked.clear()
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
             seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None
@@ -139,15 +183,24 @@ class RouterGuard:
 
     def state_dict(self) -> dict:
         """What a resumed run needs beyond model and optimizer."""
-        return self.constraint.state()
+        return {**self.constraint.state(), "origin": self.origin}
 
     def load_state_dict(self, state: dict) -> None:
-        self.constraint.load_state(state)
+        """Goes on from there. Raises ValueError for the state of a guard made from another model, other documents or
+        another method."""
+        if state.get("origin", "") != self.origin:
+            raise ValueError(
+                "this state is of another model, method or documents: call gripmoe.constrain on the original model, "
+                "before its trained weights are loaded"
+            )
+        self.constraint.load_state({name: value for name, value in state.items() if name != "origin"})
 
     def close(self) -> None:
         """Lifts the constraint: nothing of it stays on model or optimizer, and what it froze is free again. Routers of
         a precision below fp32 alone go on computing in fp32, in which they were trained: rounding them back would undo
         part of what the constraint has held. Closing twice does no harm."""
+        self._closed = True
+        self._seen, self._penalties = [], []
         self._undo.close()
 
     def __enter__(self) -> RouterGuard:
@@ -161,6 +214,13 @@ def inner_optimizer(optimizer) -> torch.optim.Optimizer:
     """The optimizer that really steps, below accelerate's wrapper."""
     inner = getattr(optimizer, "optimizer", None)
     return inner_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _checked_rows(rows: Tensor, count: int) -> Tensor:
+    if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.shape != (count,):
+        given = f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        raise ValueError(f"`rows` must be a bool tensor with an entry for each of the {count} rows, not {given}")
+    return rows
 
 
 def _detached(routing: LayerRouting) -> LayerRouting:

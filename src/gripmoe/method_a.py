@@ -139,7 +139,7 @@ class NullSpaceMinibatch(_TwoStages):
         return before_Ed + update_Ed
 
     def state(self) -> dict:
-        return {**super().state(), "factors": self._factors}
+        return {**super().state(), "factors": dict(self._factors)}
 
     def load_state(self, state: dict) -> None:
         super().load_state(state)

@@ -48,6 +48,7 @@ class GateAnchor(Unconstrained):
     probabilities g. With `alone`, no other layer's router trains."""
 
     watches = frozenset({"forget"})
+    needs_graph = True
 
     def __init__(self, layer: int, expert: int, weight: float, alone: bool):
         self.layer, self.expert, self.weight, self.alone = layer, expert, weight, alone
@@ -84,6 +85,7 @@ class RoutingScores(Unconstrained):
     tokens, relative to the variance of the original ones; its gradient reaches the experts below each router."""
 
     watches = frozenset({"retain"})
+    needs_graph = True
 
     def __init__(self, weight: float):
         self.weight = weight
@@ -115,8 +117,11 @@ class Anchored(FrozenRouter):
     """
 
     watches = frozenset({"retain"})
+    needs_graph = True
 
     def __init__(self, routing_stability: float, floor: float, final_only: bool = False, tracked: bool = False):
+        if not 0 < routing_stability < 1:
+            raise ValueError(f"`routing_stability` must lie between 0 and 1, both excluded, not at {routing_stability}")
         self.weight = DualWeight(1 - routing_stability, floor)
         self.final_only = final_only
         self.needs_retain = self.tracked = tracked

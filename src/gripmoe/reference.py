@@ -34,7 +34,7 @@ class ReferenceStore:
     def file(self, what: str, batches: Sequence[Batch]) -> Path:
         digest = hashlib.sha256(self.model.encode())
         for batch in batches:
-            for tokens in _documents(batch.input_ids, batch.attention_mask):
+            for tokens in documents_of(batch.input_ids, batch.attention_mask):
                 digest.update(repr(tokens).encode())
         return self.folder / f"{what.replace(' ', '_')}_{digest.hexdigest()[:16]}.safetensors"
 
@@ -89,7 +89,7 @@ class ReferenceCache:
             distributed.wait_for_all()
         opened, end = safe_open(file, framework="pt"), 0
         for batch in batches:
-            for document in _documents(batch.input_ids, batch.attention_mask):
+            for document in documents_of(batch.input_ids, batch.attention_mask):
                 start, end = end, end + len(document)
                 self._kept[document] = _OnDisk(opened, start, end)
 
@@ -103,13 +103,13 @@ class ReferenceCache:
             kept = [
                 value[mask].clone() if value.ndim else value.clone() for value, mask in zip(values, masks, strict=True)
             ]
-            yield _documents(batch.input_ids, batch.attention_mask), kept
+            yield documents_of(batch.input_ids, batch.attention_mask), kept
 
     def of(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """What was kept of each row, with zeros where it is padded, and of rows that the mask hides altogether. Raises
         KeyError for a document that was not among those filled in."""
         kept = []
-        for tokens in _documents(input_ids, attention_mask):
+        for tokens in documents_of(input_ids, attention_mask):
             if not tokens:
                 kept.append(torch.zeros_like(self._example))
                 continue
@@ -179,7 +179,8 @@ class OriginalSets:
         return {layer: sets_TLk[:, number] for number, layer in enumerate(self._layers)}
 
 
-def _documents(input_ids: Tensor, attention_mask: Tensor) -> list[tuple[int, ...]]:
+def documents_of(input_ids: Tensor, attention_mask: Tensor) -> list[tuple[int, ...]]:
+    """The tokens of each row, without padding."""
     return [tuple(ids[mask.bool()].tolist()) for ids, mask in zip(input_ids, attention_mask, strict=True)]
 
 
