@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 
 import accelerate
 import pytest
@@ -421,7 +422,7 @@ def test_realigning_brings_routing_back():
             MoEModel(model).theta(layer).add_(0.5 * torch.randn(8, 32, generator=generator))
     moe = MoEModel(model)
     before = mean_stability(routing_stability(original.reference, moe.trace(retain)))
-    report = gripmoe.realign(model, original)
+    report = gripmoe.realign(model, reference=original)
     assert mean_stability(routing_stability(original.reference, moe.trace(retain))) > 0.99 > before + 0.2
     assert set(report) == {0, 1}
 
@@ -486,6 +487,26 @@ def test_method_b_and_reparameterized_routers_leave_nothing_behind_either():
         assert sum(hooks) == 2 * 2, "the control"
     assert traces_of_a_guard(model, optimizer)[0] == before[0]
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_what_method_b_and_reparameterization_refuse_leaves_nothing_behind():
+    model = small_model()
+    optimizer = adamw(model)
+    before = traces_of_a_guard(model, optimizer)
+    one_token = {"input_ids": torch.tensor([[5, 6]])}
+    with pytest.raises(ValueError, match="`retain` holds no batches"):
+        gripmoe.remember(model, [])
+    with pytest.raises(ValueError, match="`retain` holds 1 tokens that count.* fits well from 128"):
+        gripmoe.remember(model, [one_token])
+    with pytest.raises(ValueError, match="nothing to trace"), gripmoe.reparameterize(model, []):
+        pass
+    assert traces_of_a_guard(model, optimizer) == before
+    two = gripmoe.remember(model, [{"input_ids": torch.tensor([[5, 6, 7]])}])
+    assert set(gripmoe.realign(model, two)) == {0, 1}, "the control"
+    disturbed = replace(two, theta_0={})
+    with pytest.raises(KeyError):
+        gripmoe.realign(model, disturbed)
+    assert traces_of_a_guard(model, optimizer) == before
 
 
 def test_a_guard_that_is_refused_leaves_nothing_behind():

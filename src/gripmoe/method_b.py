@@ -156,23 +156,38 @@ class Original:
 def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -> Original:
     """Records the original routers and their retain inputs; call it before unlearning. `retain` as in `constrain`; at
     least four tokens per hidden dimension are advisable (App. D). Routers of a precision below fp32 are in fp32 from
-    here on, and what `realign` writes is."""
+    here on, and what `realign` writes is. Raises ValueError for a dense model, or fewer than two tokens that count."""
     moe = MoEModel(unwrapped(model))
-    batch = collate_inputs([as_batch(batch, moe.model.device) for batch in retain])
-    original = Original(moe.thetas(), moe.trace([batch]), batch)
-    moe.release()
+    try:
+        if not moe.layers:
+            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to remember")
+        batches = [as_batch(batch, moe.model.device) for batch in retain]
+        if not batches:
+            raise ValueError("`retain` holds no batches: Method B fits routers to what they saw of retain documents")
+        batch = collate_inputs(batches)
+        original = Original(moe.thetas(), moe.trace([batch]), batch)
+    finally:
+        moe.release()
+    tokens = int(routed_tokens(batch.attention_mask).sum())
+    if tokens < 2:
+        raise ValueError(
+            f"`retain` holds {tokens} tokens that count, the first of every row aside: Method B fits to one and checks "
+            f"on another at least, and fits well from {4 * moe.hidden_size}"
+        )
     return original
 
 
-def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dict[int, Realignment]:
+def realign(model: nn.Module, reference: Original, *, form: str = "sound") -> dict[int, Realignment]:
     """Method B (PTC, Eq. 5): refits every router of the unlearned `model` so that retain tokens are routed as
-    `original` recorded. Returns what was done to each layer: the ridge chosen, held-out stability, acceptance.
+    `reference`, of `remember`, has them. Returns what was done to each layer: the ridge chosen, held-out stability,
+    acceptance.
 
     It corrects routing, not knowledge: on the models measured here it undoes much of the forgetting. Raises ValueError
     for an unknown form."""
     if form not in ("sound", "paper"):
         raise ValueError(f"unknown form {form!r}; sound or paper")
     moe = MoEModel(unwrapped(model))
-    realigned = realign_routers(moe, original.theta_0, original.reference, original.batch, form=form)
-    moe.release()
-    return realigned
+    try:
+        return realign_routers(moe, reference.theta_0, reference.reference, reference.batch, form=form)
+    finally:
+        moe.release()

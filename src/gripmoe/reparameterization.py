@@ -8,7 +8,7 @@ at a step, and that any optimizer, momentum and weight decay act on W alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -52,18 +52,19 @@ def reparameterize(
         fixed = ", ".join(name for name, row in METHODS.items() if row.has_bases)
         raise ValueError(f"method {method!r} has no fixed bases; one of {fixed}")
     moe = MoEModel(unwrapped(model))
-    reference = moe.trace([as_batch(batch, moe.model.device) for batch in retain])
-    bases = fit_bases(reference, moe.rules(), METHODS[method])
-    frozen = moe.freeze_router_biases()
-    routers = [(moe.router(layer), bases[layer]) for layer in moe.layers]
-    for router, basis in routers:
-        parametrize.register_parametrization(router, "weight", InNullSpace(router.weight, basis))
-    try:
+    with ExitStack() as undo:
+        undo.callback(moe.release)
+        reference = moe.trace([as_batch(batch, moe.model.device) for batch in retain])
+        bases = fit_bases(reference, moe.rules(), METHODS[method])
+        for parameter in moe.freeze_router_biases():
+            undo.callback(parameter.requires_grad_, True)
+        for layer in moe.layers:
+            router = moe.router(layer)
+            parametrize.register_parametrization(router, "weight", InNullSpace(router.weight, bases[layer]))
+            undo.callback(_plain_again, router)
         yield model
-    finally:
-        for router, _ in routers:
-            with torch.no_grad():
-                parametrize.remove_parametrizations(router, "weight", leave_parametrized=True)
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        moe.release()
+
+
+@torch.no_grad()
+def _plain_again(router: nn.Module) -> None:
+    parametrize.remove_parametrizations(router, "weight", leave_parametrized=True)
