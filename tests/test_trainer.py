@@ -2,23 +2,28 @@
 
 import pytest
 import torch
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import gripmoe
 from conftest import random_batch, small_model
+from gripmoe.adapter import METHODS
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.guard import RouterGuard
 from gripmoe.moe import MoEModel
 
 RETAIN = [random_batch(seed=100), random_batch(seed=101)]
 
 
-def trained(tmp_path, model, callbacks, trainer=Trainer, **settings):
+def trained(tmp_path, model, callbacks, trainer=Trainer, resume=None, late=None, **settings):
     documents = [{"input_ids": row, "labels": row} for row in random_batch(rows=8, length=10).input_ids]
     arguments = TrainingArguments(
-        str(tmp_path), per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, **settings,
+        str(tmp_path), per_device_train_batch_size=2, use_cpu=True, report_to=[], logging_strategy="no",
+        disable_tqdm=True, **{"save_strategy": "no"} | settings,
     )  # fmt: skip
-    trainer(model, arguments, train_dataset=documents, callbacks=callbacks).train()
+    trainer = trainer(model, arguments, train_dataset=documents, callbacks=callbacks)
+    if late:
+        trainer.add_callback(late)
+    trainer.train(resume_from_checkpoint=resume)
 
 
 @pytest.mark.parametrize("held", [True, False])
@@ -64,8 +69,58 @@ def test_a_retain_loss_above_its_bound_ends_training(tmp_path):
         trained(tmp_path, small_model(), [callback], Unlearner, max_steps=4)
 
 
-def test_a_resumed_trainer_is_refused():
-    model = small_model()
-    optimizer, callback = torch.optim.SGD(model.parameters()), gripmoe.trainer_callback(RETAIN)
-    with pytest.raises(ValueError, match="resumes at step 4"):
-        callback.on_train_begin(None, TrainerState(global_step=4), None, model=model, optimizer=optimizer)
+# Draws rows at random wherever a margin is exceeded, which with a wide one is in every step.
+PAPER = METHODS["expert_specific_paper"].model_copy(update={"safety_margin": 1.0})
+SAVED = dict(save_strategy="steps", save_steps=3, max_steps=6, learning_rate=1e-2)
+
+
+def weights_after(tmp_path, method="expert_specific", dtype=torch.float32, resume=None, model=None, **settings):
+    model = model or small_model().to(dtype)
+    callback = gripmoe.trainer_callback(RETAIN, method=method)
+    trained(tmp_path, model, [callback], Unlearner, resume=resume, **SAVED, **settings)
+    return model.state_dict()
+
+
+def equal(some, others):
+    return all(torch.equal(some[name], others[name]) for name in others)
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [("expert_specific", torch.bfloat16), (PAPER, torch.float32), ("anchored", torch.bfloat16)],
+    ids=["sound", "paper", "anchored"],
+)
+def test_training_resumes_where_it_was(method, dtype, tmp_path, monkeypatch):
+    """To the bit, from a checkpoint of the trainer; the control is what a guard forgets without its state."""
+    uninterrupted = weights_after(tmp_path, method, dtype)
+    assert equal(weights_after(tmp_path, method, dtype, resume=f"{tmp_path}/checkpoint-3"), uninterrupted)
+    monkeypatch.setattr(RouterGuard, "load_state_dict", lambda guard, state: None)
+    forgetful = weights_after(tmp_path, method, dtype, resume=f"{tmp_path}/checkpoint-3")
+    assert equal(forgetful, uninterrupted) == (method == "expert_specific"), "sound Method A has nothing to forget"
+
+
+def test_a_checkpoint_elsewhere_is_resumed_where_the_arguments_name_it(tmp_path):
+    there, here, checkpoint = tmp_path / "there", tmp_path / "here", str(tmp_path / "there" / "checkpoint-3")
+    uninterrupted = weights_after(there)
+    named = weights_after(here, resume=checkpoint, resume_from_checkpoint=checkpoint)
+    assert equal(named, uninterrupted)
+    with pytest.raises(ValueError, match="does not hold the guard's state of that step"):
+        weights_after(tmp_path / "nowhere", resume=checkpoint)
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path):
+    weights = weights_after(tmp_path)
+    checkpoint = tmp_path / "checkpoint-3"
+    already_trained = small_model()
+    already_trained.load_state_dict(weights)
+    with pytest.raises(ValueError, match="of another model, method or documents"):
+        weights_after(tmp_path, resume=checkpoint, model=already_trained)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in already_trained.modules())
+    with pytest.raises(ValueError, match="of another model, method or documents"):
+        weights_after(tmp_path, "frozen_router", resume=checkpoint)
+    late = gripmoe.trainer_callback(RETAIN)
+    with pytest.raises(ValueError, match="resumes at step 3, and what the routers were before is not known"):
+        trained(tmp_path, small_model(), [], resume=checkpoint, late=late, **SAVED)
+    (checkpoint / "router_guard.pt").unlink()
+    with pytest.raises(ValueError, match="does not hold the guard's state of that step"):
+        weights_after(tmp_path, resume=checkpoint)

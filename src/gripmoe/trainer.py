@@ -3,39 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from gripmoe.adapter import constrain
 from gripmoe.data.documents import Batch
+from gripmoe.files import atomic_path
 from gripmoe.guard import RouterGuard
+from gripmoe.moe import MoEModel
+from gripmoe.moe.model import unwrapped
+
+STATE = "router_guard.pt"  # in every checkpoint folder
 
 
 class GuardCallback(TrainerCallback):
     """Constrains at the beginning of training, when the trainer has made its optimizer, and lets go at the end; in
-    between its `guard` is there for methods that look at the retain forward."""
+    between its `guard` is there for methods that look at the retain forward.
+
+    Where training may resume, the weights that the trainer is given are kept on the CPU until training begins: by then
+    those of the checkpoint have taken their place. They are put back for `constrain` to see, and the checkpoint is read
+    anew: `Trainer` looks for weights by the names in the file, under which it does not find fused experts.
+    """
 
     guard: RouterGuard
 
     def __init__(self, retain: Iterable[Batch | Mapping[str, Tensor]], settings: dict[str, Any]):
-        self._retain, self._settings = retain, settings
+        self._retain, self._settings = list(retain), settings
+        self._original: dict[str, Tensor] | None = None
+        self._moe: MoEModel | None = None
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        if args.resume_from_checkpoint or (Path(args.output_dir).is_dir() and get_last_checkpoint(args.output_dir)):
+            self._moe = MoEModel(unwrapped(model))  # whose routers take what a checkpoint has of them in fp32
+            self._original = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        if state.global_step:
+        original, self._original = self._original, None
+        if not state.global_step:
+            self.guard = constrain(model, optimizer, self._retain, **self._settings)
+            return
+        folder = Path(args.resume_from_checkpoint or _checkpoint(args, state.global_step))
+        saved = _state_in(folder, state.global_step)
+        if original is None:
             raise ValueError(
-                f"training resumes at step {state.global_step}: its routers are not the original ones any more. "
-                "Call gripmoe.constrain on the original model, then load weights, optimizer and guard.state_dict()"
+                f"training resumes at step {state.global_step}, and what the routers were before is not known: give "
+                "this callback to the Trainer when it is made, on the original model, with the checkpoint in "
+                "`output_dir` or named by `resume_from_checkpoint` of its arguments"
             )
+        model.load_state_dict(original)
         self.guard = constrain(model, optimizer, self._retain, **self._settings)
+        try:
+            self.guard.load_state_dict(saved)
+        except ValueError:
+            self.on_train_end(args, state, control)
+            raise
+        model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            with atomic_path(_checkpoint(args, state.global_step) / STATE) as file:
+                torch.save({"step": state.global_step, "guard": self.guard.state_dict()}, file)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.guard.close()
+        if self._moe:
+            self._moe.release()
 
 
 def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], **settings: Any) -> GuardCallback:
     """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it holds
     `gripmoe.constrain(model, optimizer, retain, **settings)` from the beginning of training to its end. Where training
-    ends in an error, close its `guard`."""
+    ends in an error, close its `guard`.
+
+    To resume, make the trainer as before, on the original model, and call `train(resume_from_checkpoint=...)`. Raises
+    ValueError where the checkpoint was saved without this callback, or of another model, method or documents."""
     return GuardCallback(retain, settings)
+
+
+def _checkpoint(args, step: int) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{step}"
+
+
+def _state_in(checkpoint: Path, step: int) -> dict:
+    """The guard's state as `on_save` left it. Raises ValueError if it is not there, or of another step."""
+    file = checkpoint / STATE
+    saved = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
+    if saved.get("step") != step:
+        raise ValueError(f"training resumes at step {step}, and {file} does not hold the guard's state of that step")
+    return saved["guard"]
