@@ -69,6 +69,26 @@ def test_forcing_the_wrong_number_of_tokens_is_an_error(moe, batch):
             logits(moe, batch)
 
 
+def test_routes_that_could_not_be_given_are_asked_for_again(moe, batch):
+    """A pass that fails for want of routes fails alone: the next one is forced again."""
+    free = logits(moe, batch)
+    others = {layer: (top_k + 1) % moe.num_experts for layer, top_k in moe.routes(batch.input_ids).items()}
+    with moe.force_routing(others):
+        forced = logits(moe, batch)
+    known = []
+
+    def routes(*inputs):
+        if not known:
+            raise KeyError("unknown document")
+        return others
+
+    with moe.force_routing(routes):
+        with pytest.raises(KeyError, match="unknown document"):
+            logits(moe, batch)
+        known.append(True)
+        assert torch.equal(logits(moe, batch), forced) and not torch.equal(forced, free)
+
+
 def test_padding_does_not_reach_the_trace(moe):
     """Right- and left-padded rows give the routing of each row alone."""
     rows = [Row(str(n), list(range(3, 3 + n)), list(range(3, 3 + n))) for n in (4, 9, 6)]

@@ -275,8 +275,10 @@ class MoEModel:
                 recomputed = False
                 asking = True
                 input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-                current = routes(input_ids, kwargs.get("attention_mask"))
-                asking = False
+                try:
+                    current = routes(input_ids, kwargs.get("attention_mask"))
+                finally:
+                    asking = False
 
         def hook_for(layer: int):
             def hook(router, args, output):
