@@ -17,7 +17,7 @@ from gripmoe.geometry.routing import (
     selection_mask,
 )
 from gripmoe.guard import RouterGuard
-from gripmoe.method_a import NullSpaceMinibatch, NullSpacePaper, fit_bases, null_space_of
+from gripmoe.method_a import NullSpace, NullSpaceMinibatch, NullSpacePaper, fit_bases, null_space_of
 from gripmoe.moe import MoEModel
 
 ABSOLUTE = dict.fromkeys(range(2), EpsNull(1e-2, "absolute"))
@@ -165,6 +165,31 @@ def test_paper_form_projects_each_update_against_the_current_minibatch():
     assert (x @ (after - before).T).abs()[selected].max() > 1e-2, "the control"
     expected = covariance_basis(x, selected, EpsNull(1e-2, "absolute")).project(after - before)
     torch.testing.assert_close(allowed - before, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("safety_margin", [1e-3, 1e3], ids=["margins", "bounds of 0"])
+def test_large_inputs_of_low_rank_keep_their_sets_and_leave_the_rest_free(safety_margin):
+    """Inputs of norm 30 that span 16 of 32 directions, but for the rounding of fp32: what the other directions do to
+    scores is rounding, and no reason to stop rows, even where every bound is 0."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoEModel(small_model())
+    theta = moe.theta(0).detach().clone()
+    x = torch.randn(400, 16, generator=generator) @ torch.randn(16, 32, generator=generator)
+    seen = route(30 * x / x.norm(dim=1, keepdim=True), theta, moe.rule(0))
+    reference = dict.fromkeys(range(2), seen)
+    constraint = NullSpace(reference, fit_bases(reference, moe.rules(), null_space(1e-4)), safety_margin)
+    constraint.start(moe, [], [])
+    held, free = theta, theta
+    for _ in range(20):
+        step = 0.05 * torch.randn(theta.shape, generator=generator)
+        held, free = constraint.constrain(0, held, held + step, None), free + step
+
+    def stability(moved):
+        return mean_stability(routing_stability({0: seen}, {0: route(seen.x_Nd, moved, moe.rule(0))}))
+
+    assert stability(held) == 1.0 and stability(free) < 0.9
+    allowed = constraint.bases[0].project(free - theta)
+    assert ((held - theta).norm(dim=1) > 0.99 * allowed.norm(dim=1)).all()
 
 
 def test_paper_form_needs_the_retain_forward():

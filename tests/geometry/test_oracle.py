@@ -7,11 +7,11 @@ import quadprog
 import torch
 
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
-from gripmoe.geometry.nullspace import EpsNull, RetainStatistics
+from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, outside_span
 from gripmoe.geometry.routing import selection_margins, selection_mask
 
 INSTANCES = 20  # of each family
-LARGEST = np.array([1e-10, 1e-12, 1e-12, 1e-11])  # point, distance, equalities, violation
+LARGEST = np.array([1e-12, 1e-13, 1e-13, 1e-13])  # point, distance, equalities, violation
 
 
 def instance(seed, N=120, d=24, E=8, k=2, held=40, scale=0.5, change=lambda x, theta: None, margin=1e-3):
@@ -123,6 +123,35 @@ def test_the_exact_solver_is_the_qp_solver(family):
     assert touched > 1e-2 or family in ("every expert selected", "nothing left free"), (
         "the control: Stage 1 is not enough"
     )
+
+
+@pytest.mark.parametrize("norm", [1, 30, 300])
+@pytest.mark.parametrize("basis_dtype", [torch.float64, torch.float32], ids=str)
+def test_tokens_within_the_span_up_to_fp32_rounding_cost_nothing(norm, basis_dtype):
+    """100 tokens of rank 16, at bounds of 0 where they lie within an expert's span and rounding alone exceeds them,
+    beside 20 others: the QP without the former is solved, up to what rounding to fp32 makes of scores."""
+
+    def low_rank_in_fp32(x, theta):
+        x[:100] = x[:100, :16] @ x[:16] / 4
+        x.copy_((norm / 8 * x).float())
+
+    worst, within, touched = np.zeros(4), 0.0, 0.0
+    for seed in range(INSTANCES):
+        x, basis, bounds, update = instance(seed, d=64, held=100, change=low_rank_in_fp32)
+        in_span = outside_span(x.expand(8, -1, -1), basis.U_ret_Edr).norm(dim=2).T < 1e-6 * x.norm(dim=1)[:, None]
+        stage_1 = basis.project(update)
+        others = bounds.clamp_min(0).masked_fill(in_span, torch.inf)
+        bounds = others.masked_fill(in_span & bounds.isfinite(), 0)
+        within = max(within, violation(stage_1, x, bounds.masked_fill(~in_span, torch.inf)).max().item())
+        solved = nearest_feasible(
+            update, RetainBasis(basis.U_ret_Edr.to(basis_dtype)), x.float(), bounds.float(), tolerance=1e-6
+        )
+        assert violation(solved, x, bounds).max() < 1e-6 * norm * update.norm(dim=1).max()
+        worst = np.maximum(worst, residuals(solved, basis, x / norm, others / norm, update))
+        touched = max(touched, (solved - stage_1).norm().item())
+    print("{} {}: point {:.0e}, distance {:.0e}, equalities {:.0e}, violation {:.0e}".format(norm, basis_dtype, *worst))
+    assert (worst < 1e-6).all()
+    assert within > 1e-8 * norm and touched > 1e-2, "the controls: bounds within the span are exceeded, others bind"
 
 
 def feasible(basis_dr, x_Nd, bounds_N):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.geometry.nullspace import RetainBasis, outside_span
 
 
 def violation(update_Ed: Tensor, x_Nd: Tensor, bounds_NE: Tensor) -> Tensor:
@@ -64,60 +64,56 @@ def nearest_feasible(
     Constraints enter as they are violated; on those the dual is solved exactly, in the Gram matrix of the *projected*
     rows P x_i, so that moving along them keeps the equalities. `near_Ed`, a feasible point close to the answer (the one
     of the step before), names the constraints to begin with; it changes the time taken and nothing else. Solved in
-    fp64, returned in the dtype of `update_Ed`. Bounds must not be negative: then u = 0 is feasible, and what the
-    limit on rounds may leave violated is removed exactly by shrinking that row towards 0. Raises ValueError for a
+    fp64, returned in the dtype of `update_Ed`. What exceeds its bound by less than `tolerance`, or by less than the
+    rounding of x_i changes <u_j, x_i> (1e-6 of the product of their norms, 1e-12 for fp64 tokens), is no violation: a
+    token within the span up to rounding leaves nothing to correct. Bounds must not be negative: then u = 0 is feasible,
+    and what the limit on rounds may leave violated is removed by shrinking that row towards 0. Raises ValueError for a
     negative bound.
     """
     if bounds_NE.numel() and bounds_NE.amin() < 0:
         raise ValueError("bounds must be >= 0, or u = 0 is not feasible; clamp the margins")
+    rounding = 1e-12 if x_Nd.dtype == torch.float64 else 1e-6  # tokens of lower precision are routed in fp32
     basis = RetainBasis(basis.U_ret_Edr.double())
     x_Nd, bounds_NE = x_Nd.double(), bounds_NE.double()
     u_Ed = start_Ed = basis.project(update_Ed.double())
     reached_NE = start_NE = x_Nd @ start_Ed.T
-    excess_NE = start_NE - bounds_NE
-    pending_E = violated_E = excess_NE.amax(dim=0) > tolerance
+    norms_NE = torch.outer(x_Nd.norm(dim=1), start_Ed.norm(dim=1))
+    limits_NE = bounds_NE + (rounding * norms_NE).clamp_min(tolerance)
+    excess_NE = start_NE - limits_NE
+    pending_E = violated_E = excess_NE.amax(dim=0) > 0
     active_NE = torch.zeros_like(bounds_NE, dtype=torch.bool)
     if near_Ed is not None and pending_E.any():
-        active_NE = (x_Nd @ near_Ed.double().T > bounds_NE - 1e-6) & pending_E
+        active_NE = (x_Nd @ near_Ed.double().T > bounds_NE - 1e-6) & (excess_NE > 0)
         excess_NE = excess_NE.masked_fill(active_NE, -torch.inf)
     for _ in range(max_rounds):
         if not pending_E.any():
             break
         worst = excess_NE.topk(min(ADDED_PER_ROUND, len(x_Nd)), dim=0)
-        entering = active_NE.gather(0, worst.indices) | (worst.values > tolerance)
+        entering = active_NE.gather(0, worst.indices) | (worst.values > 0)
         active_NE = active_NE.scatter(0, worst.indices, entering)
         # To gather most of the bases takes longer than to solve all rows again.
         rows_M = slice(None) if 2 * pending_E.sum() > len(pending_E) else pending_E.nonzero()[:, 0]
         U_Mdr = basis.U_ret_Edr if len(basis.U_ret_Edr) == 1 else basis.U_ret_Edr[rows_M]
         solved_Md, active_NM = _on_active(
-            start_Ed[rows_M], start_NE[:, rows_M], U_Mdr, x_Nd, bounds_NE[:, rows_M], active_NE[:, rows_M]
+            start_Ed[rows_M], start_NE[:, rows_M], U_Mdr, x_Nd, bounds_NE[:, rows_M], active_NE[:, rows_M], rounding
         )
         u_Ed, reached_NE = u_Ed.clone(), reached_NE.clone()
         u_Ed[rows_M], active_NE[:, rows_M], reached_NE[:, rows_M] = solved_Md, active_NM, x_Nd @ solved_Md.T
-        excess_NE = (reached_NE - bounds_NE).masked_fill(active_NE, -torch.inf)
-        pending_E = excess_NE.amax(dim=0) > tolerance
-    return _shrunk(u_Ed, start_Ed, x_Nd, bounds_NE, reached_NE, violated_E, tolerance).to(update_Ed.dtype)
+        excess_NE = (reached_NE - limits_NE).masked_fill(active_NE, -torch.inf)
+        pending_E = excess_NE.amax(dim=0) > 0
+    limits_NE = limits_NE.maximum(bounds_NE + 1e-9 * norms_NE)
+    return _shrunk(u_Ed, bounds_NE, limits_NE, reached_NE, violated_E).to(update_Ed.dtype)
 
 
-def _shrunk(
-    u_Ed: Tensor,
-    start_Ed: Tensor,
-    x_Nd: Tensor,
-    bounds_NE: Tensor,
-    reached_NE: Tensor,
-    violated_E: Tensor,
-    tolerance: float,
-) -> Tensor:
+def _shrunk(u_Ed: Tensor, bounds_NE: Tensor, limits_NE: Tensor, reached_NE: Tensor, violated_E: Tensor) -> Tensor:
     """What the limit on rounds has left: towards 0, which is feasible. What no round looks at, and what regularising
     the solve leaves, is no violation: at a bound of 0 it would cost the whole row. Rows never violated stay as they
     are."""
-    rows_M = (((reached_NE - bounds_NE).amax(dim=0) > tolerance) & violated_E).nonzero()[:, 0]
+    rows_M = ((reached_NE > limits_NE).any(dim=0) & violated_E).nonzero()[:, 0]
     if not len(rows_M):
         return u_Ed
     reached_NM, bounds_NM = reached_NE[:, rows_M], bounds_NE[:, rows_M]
-    slack_NM = (1e-9 * x_Nd.norm(dim=1)[:, None] * start_Ed[rows_M].norm(dim=1)).clamp_min(tolerance)
-    too_far_NM = reached_NM > bounds_NM + slack_NM
-    allowed_NM = torch.where(too_far_NM, bounds_NM / reached_NM.clamp_min(1e-300), 1)
+    allowed_NM = torch.where(reached_NM > limits_NE[:, rows_M], bounds_NM / reached_NM.clamp_min(1e-300), 1)
     return u_Ed.index_copy(0, rows_M, u_Ed[rows_M] * allowed_NM.amin(dim=0)[:, None])
 
 
@@ -125,44 +121,50 @@ ADDED_PER_ROUND = 32  # violated constraints that enter at once, per row
 
 
 def _on_active(
-    start_Md: Tensor, start_NM: Tensor, U_Mdr: Tensor, x_Nd: Tensor, bounds_NM: Tensor, active_NM: Tensor
+    start_Md: Tensor,
+    start_NM: Tensor,
+    U_Mdr: Tensor,
+    x_Nd: Tensor,
+    bounds_NM: Tensor,
+    active_NM: Tensor,
+    rounding: float,
 ) -> tuple[Tensor, Tensor]:
     """The nearest points to `start_Md` that respect the active constraints, and which of these they touch. `start_NM`
     is <start_j, x_i>; U_Mdr may be one basis for all rows."""
     index_Mm, valid_Mm = _padded_indices(active_NM)
     x_Mmd = x_Nd[index_Mm]
-    inside_Mmr = x_Mmd @ U_Mdr
-    whole_Mmm = x_Mmd @ x_Mmd.transpose(1, 2)
-    gram_Mmm = whole_Mmm - inside_Mmr @ inside_Mmr.transpose(1, 2)
-    gap_Mm = start_NM.T.gather(1, index_Mm) - bounds_NM.T.gather(1, index_Mm)
-    # A row within the retain span has no direction left to move along, and cannot be violated.
-    usable_Mm = valid_Mm & (gram_Mmm.diagonal(dim1=1, dim2=2) > 1e-10 * whole_Mmm.diagonal(dim1=1, dim2=2))
-    multipliers_Mm = _nonnegative_quadratic(gram_Mmm, gap_Mm, usable_Mm)
-    along_M1m = multipliers_Mm[:, None, :]
-    u_Md = start_Md - (along_M1m @ x_Mmd - (along_M1m @ inside_Mmr) @ U_Mdr.transpose(1, 2))[:, 0]
+    free_Mmd = outside_span(x_Mmd, U_Mdr)
+    norms_Mm1 = free_Mmd.norm(dim=2, keepdim=True)
+    # A token within the span up to rounding has no direction left to move along, and cannot be violated.
+    usable_Mm = valid_Mm & (norms_Mm1 > rounding * x_Mmd.norm(dim=2, keepdim=True))[..., 0]
+    norms_Mm1 = torch.where(usable_Mm[..., None], norms_Mm1, 1)
+    free_Mmd = free_Mmd / norms_Mm1
+    gap_Mm = (start_NM.T.gather(1, index_Mm) - bounds_NM.T.gather(1, index_Mm)) / norms_Mm1[..., 0]
+    multipliers_Mm = _nonnegative_quadratic(free_Mmd @ free_Mmd.transpose(1, 2), gap_Mm, usable_Mm)
+    u_Md = start_Md - (multipliers_Mm[:, None, :] @ free_Mmd)[:, 0]
     return u_Md, torch.zeros_like(active_NM).scatter(0, index_Mm.T, (multipliers_Mm > 0).T)
 
 
 def _nonnegative_quadratic(gram_Mmm: Tensor, gap_Mm: Tensor, usable_Mm: Tensor, max_exchanges: int = 200) -> Tensor:
-    """argmax over lambda >= 0 of lambda.gap - lambda.G lambda / 2, by block principal pivoting (Portugal et al., 1994):
-    guess which multipliers are positive, solve, exchange all wrong guesses, and one at a time where that cycles."""
+    """argmax over lambda >= 0 of lambda.gap - lambda.G lambda / 2, for a Gram matrix of unit rows, by block principal
+    pivoting (Portugal et al., 1994): guess which multipliers are positive, solve, exchange all wrong guesses, and one
+    at a time where that cycles."""
     size = gram_Mmm.shape[1]
     eye_mm = torch.eye(size, dtype=gram_Mmm.dtype, device=gram_Mmm.device)
-    scale_M = gram_Mmm.diagonal(dim1=1, dim2=2).amax(dim=1).clamp_min(torch.finfo(gram_Mmm.dtype).tiny)
-    gram_Mmm = gram_Mmm + 1e-12 * scale_M[:, None, None] * eye_mm  # equal rows make it singular
     positive_Mm = usable_Mm & (gap_Mm > 0)
-    fewest_M = torch.full_like(scale_M, size + 1)
-    chances_M = torch.full_like(scale_M, 3)
+    fewest_M = torch.full_like(gap_Mm[:, 0], size + 1)
+    chances_M = torch.full_like(fewest_M, 3)
     for _ in range(max_exchanges):
         both_Mmm = positive_Mm[:, :, None] & positive_Mm[:, None, :]
         system_Mmm = torch.where(both_Mmm, gram_Mmm, 0) + torch.diag_embed((~positive_Mm).to(gram_Mmm.dtype))
+        factor_Mmm = torch.linalg.cholesky_ex(system_Mmm + 1e-12 * eye_mm).L  # equal rows make the system singular
         right_Mm1 = torch.where(positive_Mm, gap_Mm, 0)[..., None]
-        multipliers_Mm = torch.cholesky_solve(right_Mm1, torch.linalg.cholesky_ex(system_Mmm).L)[..., 0]
+        multipliers_Mm1 = torch.cholesky_solve(right_Mm1, factor_Mmm)
+        multipliers_Mm1 += torch.cholesky_solve(right_Mm1 - system_Mmm @ multipliers_Mm1, factor_Mmm)
+        multipliers_Mm = multipliers_Mm1[..., 0]
         slack_Mm = (gram_Mmm @ multipliers_Mm[..., None])[..., 0] - gap_Mm
-        wrong_Mm = (positive_Mm & (multipliers_Mm < 0)) | (
-            ~positive_Mm & usable_Mm & (slack_Mm < -1e-12 * scale_M[:, None])
-        )
-        num_wrong_M = wrong_Mm.sum(dim=1).to(scale_M.dtype)
+        wrong_Mm = (positive_Mm & (multipliers_Mm < 0)) | (~positive_Mm & usable_Mm & (slack_Mm < -1e-12))
+        num_wrong_M = wrong_Mm.sum(dim=1).to(fewest_M.dtype)
         if not wrong_Mm.any():
             break
         fewer_M = num_wrong_M < fewest_M
