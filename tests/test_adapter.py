@@ -103,7 +103,10 @@ def agree(some, others):
     return all(torch.equal(some[layer], others[layer]) for layer in some)
 
 
-@pytest.mark.parametrize("method", ["frozen_router", "anchored", "expert_specific", Method(constraint="none")], ids=str)
+SOFT = [Method(constraint=name) for name in ("none", "router_l2", "gate_anchor", "routing_scores")]
+
+
+@pytest.mark.parametrize("method", [*METHODS, *SOFT], ids=lambda m: m if isinstance(m, str) else m.constraint)
 def test_replay_trains_under_the_original_sets_and_evaluates_freely(method):
     model = small_model()
     optimizer = adamw(model, lr=0.1)
