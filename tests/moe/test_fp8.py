@@ -1,5 +1,8 @@
 """Experts in FP8: the emulated arithmetic beside the exact one, forward and backward, and in training."""
 
+import sys
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,5 +97,10 @@ def test_it_ends_with_the_block_and_where_it_cannot_be_it_says_so(monkeypatch):
         assert moe.model.config._experts_implementation in ALL_EXPERTS_FUNCTIONS
     assert moe.model.config._experts_implementation == before
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training", None)
+    with pytest.raises(ValueError, match="needs torchao: run `make gpu`"), fp8.expert_precision(moe, "fp8"):
+        pass
+    kernels = types.SimpleNamespace(_to_fp8_rowwise_then_scaled_grouped_mm=None)
+    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training", kernels)
     with pytest.raises(ValueError, match="compute capability 9.0.*`fp8_emulated`"), fp8.expert_precision(moe, "fp8"):
         pass
