@@ -7,6 +7,7 @@ import gripmoe
 from conftest import random_batch, small_model
 from gripmoe.config import EpsNullConfig, Method
 from gripmoe.constraints import FrozenRouter, Unconstrained
+from gripmoe.geometry.halfspace import violation
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
 from gripmoe.geometry.routing import (
     LayerRouting,
@@ -190,6 +191,35 @@ def test_large_inputs_of_low_rank_keep_their_sets_and_leave_the_rest_free(safety
     assert stability(held) == 1.0 and stability(free) < 0.9
     allowed = constraint.bases[0].project(free - theta)
     assert ((held - theta).norm(dim=1) > 0.99 * allowed.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize(
+    "choice, less", [({"kaczmarz_steps": 5000}, 0.5), ({"kaczmarz_tolerance": 1e6}, None)], ids=str
+)
+def test_a_method_chooses_the_draws_of_algorithm_1_and_what_triggers_them(choice, less):
+    """More draws leave less violated; under a tolerance that nothing exceeds Stage 1 is all there is."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoEModel(small_model())
+    theta, rule = moe.theta(0).detach(), moe.rule(0)
+    seen = route(torch.randn(100, 32, generator=generator), theta, rule)
+    update = torch.randn(theta.shape, generator=generator)
+    eps_null = EpsNullConfig(value=0.3, kind="relative")
+    method = Method(constraint="null_space", form="paper", basis="minibatch", eps_null=eps_null)
+    selected = selection_mask(seen.top_k_Nk, moe.num_experts)
+    bounds = (rule.margins(seen.scores_NE, seen.top_k_Nk) - 1e-3).masked_fill(selected, torch.inf)
+
+    def allowed(method):
+        constraint = null_space_of(method, dict.fromkeys(range(2), seen), None, seed=0)
+        constraint.start(moe, [], [])
+        return constraint.constrain(0, theta, theta + update, seen) - theta
+
+    stage_1 = covariance_basis(seen.x_Nd, selected, EpsNull(0.3, "relative")).project(update)
+    usual, chosen = allowed(method), allowed(method.model_copy(update=choice))
+    if less is None:
+        torch.testing.assert_close(chosen, stage_1, atol=1e-5, rtol=0)
+        assert (usual - stage_1).norm() > 0.1, "the control"
+    else:
+        assert 0 < violation(chosen, seen.x_Nd, bounds).sum() < less * violation(usual, seen.x_Nd, bounds).sum()
 
 
 def test_paper_form_needs_the_retain_forward():

@@ -123,6 +123,8 @@ class Method(Strict):
     eps_null: EpsNullConfig | None = None
     max_rank: PositiveInt | None = None  # of a null space's bases: the strongest directions alone are held
     safety_margin: NonNegative = 1e-3
+    kaczmarz_steps: PositiveInt = 100  # Algorithm 1's k_max, in the paper's form
+    kaczmarz_tolerance: NonNegative = 1e-4  # and its eta
     weight: PositiveFloat = 1.0  # of a soft constraint
     routing_stability: Fraction = 0.95  # that an anchor holds on retain batches
     anchor_floor: NonNegative = 1.0  # of an anchor's weight
@@ -144,8 +146,14 @@ class Method(Strict):
             raise ValueError("`constraint: null_space` needs `eps_null` and `basis`, no other constraint has them")
         if self.constraint == "null_space" and self.form == "paper" and self.basis != "minibatch":
             raise ValueError("`form: paper` of the null space works with `basis: minibatch`")
+        if self.constraint == "null_space" and self.form == "paper" and self.granularity != "expert":
+            raise ValueError("`form: paper` of the null space has a basis for each expert: leave out `granularity`")
         if self.max_rank and (self.constraint != "null_space" or self.form == "paper"):
             raise ValueError("`max_rank` is a choice of `constraint: null_space` in its sound form")
+        if self.constraint != "null_space" or self.form != "paper":
+            for name in ("kaczmarz_steps", "kaczmarz_tolerance"):
+                if getattr(self, name) != Method.model_fields[name].default:
+                    raise ValueError(f"`{name}` is a choice of `constraint: null_space` with `form: paper`")
         if self.surface != "retain" and self.basis != "original":
             raise ValueError("`surface` is a choice of `basis: original`")
         return self

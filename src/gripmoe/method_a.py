@@ -212,7 +212,13 @@ def null_space_of(
     """The form that a row of methods.yaml asks for; `bases` where it has fixed ones."""
     eps_null = eps_by_layer(method.eps_null, list(reference))
     if method.form == "paper":
-        return NullSpacePaper(eps_null, safety_margin=method.safety_margin, seed=seed)
+        return NullSpacePaper(
+            eps_null,
+            safety_margin=method.safety_margin,
+            max_steps=method.kaczmarz_steps,
+            tolerance=method.kaczmarz_tolerance,
+            seed=seed,
+        )
     if method.basis in ("minibatch", "tracked"):
         forgetting = method.forgetting if method.basis == "tracked" else None
         return NullSpaceMinibatch(
