@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gripmoe.geometry.nullspace import RetainBasis, outside_span
+from gripmoe.geometry.nullspace import RetainBasis
 
 
 def violation(update_Ed: Tensor, x_Nd: Tensor, bounds_NE: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ def _on_active(
     is <start_j, x_i>; U_Mdr may be one basis for all rows."""
     index_Mm, valid_Mm = _padded_indices(active_NM)
     x_Mmd = x_Nd[index_Mm]
-    free_Mmd = outside_span(x_Mmd, U_Mdr)
+    free_Mmd = x_Mmd - (x_Mmd @ U_Mdr) @ U_Mdr.transpose(1, 2)
     norms_Mm1 = free_Mmd.norm(dim=2, keepdim=True)
     # A token within the span up to rounding has no direction left to move along, and cannot be violated.
     usable_Mm = valid_Mm & (norms_Mm1 > rounding * x_Mmd.norm(dim=2, keepdim=True))[..., 0]
@@ -141,7 +141,7 @@ def _on_active(
     free_Mmd = free_Mmd / norms_Mm1
     gap_Mm = (start_NM.T.gather(1, index_Mm) - bounds_NM.T.gather(1, index_Mm)) / norms_Mm1[..., 0]
     multipliers_Mm = _nonnegative_quadratic(free_Mmd @ free_Mmd.transpose(1, 2), gap_Mm, usable_Mm)
-    u_Md = start_Md - (multipliers_Mm[:, None, :] @ free_Mmd)[:, 0]
+    u_Md = RetainBasis(U_Mdr).project(start_Md - (multipliers_Mm[:, None, :] @ free_Mmd)[:, 0])
     return u_Md, torch.zeros_like(active_NM).scatter(0, index_Mm.T, (multipliers_Mm > 0).T)
 
 

@@ -49,16 +49,12 @@ class RetainBasis:
         return (self.U_ret_Edr != 0).any(dim=1).sum(dim=-1)
 
     def project(self, update_Ed: Tensor) -> Tensor:
-        """P u = u - U (U^T u) for each router row (Eq. 6)."""
-        return outside_span(update_Ed[:, None, :], self.U_ret_Edr)[:, 0]
-
-
-def outside_span(rows_Emd: Tensor, U_Edr: Tensor) -> Tensor:
-    """P of each of m rows per expert. Twice: neither rounding nor columns that are orthonormal in fp32 alone leave a
-    trace in the span."""
-    for _ in range(2):
-        rows_Emd = rows_Emd - (rows_Emd @ U_Edr) @ U_Edr.transpose(1, 2)
-    return rows_Emd
+        """P u = u - U (U^T u) for each router row (Eq. 6); twice: neither rounding nor columns that are orthonormal in
+        fp32 alone leave a trace in the span."""
+        for _ in range(2):
+            coefficients_E1r = update_Ed[:, None, :] @ self.U_ret_Edr
+            update_Ed = update_Ed - (self.U_ret_Edr @ coefficients_E1r.transpose(1, 2))[..., 0]
+        return update_Ed
 
 
 class RetainStatistics:
