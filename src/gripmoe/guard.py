@@ -7,7 +7,6 @@ stand. It changes nothing else in the loop.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from weakref import WeakSet
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gripmoe import distributed
+from gripmoe.clock import now
 from gripmoe.constraints import RouterConstraint, Seen
 from gripmoe.data.documents import attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
@@ -100,7 +100,7 @@ class RouterGuard:
         try:
             with self.model.record_routing() as recorder:
                 yield
-                started = time.perf_counter()
+                started = now()
                 if len(inputs) != 1:
                     raise RuntimeError(f"`with guard.{kind}():` marks one forward pass, not {len(inputs)}")
                 if inputs[0].get("input_ids") is None:
@@ -121,7 +121,7 @@ class RouterGuard:
                 self._penalties.append(self.constraint.penalty(kind, seen))
                 if kind == "retain" and self.constraint.needs_retain:
                     self._seen.append({layer: _detached(routing) for layer, routing in seen.routing.items()})
-                self.seconds += time.perf_counter() - started
+                self.seconds += now() - started
         finally:
             for handle in handles:
                 handle.remove()
@@ -169,7 +169,7 @@ class RouterGuard:
 
     @torch.no_grad()
     def _after_step(self, *_) -> None:
-        started = time.perf_counter()
+        started = now()
         self._checked = False
         self._marked.clear()
         for layer, before_Ed in self._before.items():
@@ -179,7 +179,7 @@ class RouterGuard:
             theta.copy_(self.constraint.constrain(layer, before_Ed, after_Ed, seen))
             distributed.from_first_(theta.data)
         self._seen = []
-        self.seconds += time.perf_counter() - started
+        self.seconds += now() - started
 
     def state_dict(self) -> dict:
         """What a resumed run needs beyond model and optimizer."""
