@@ -53,7 +53,7 @@ class RetainBasis:
         fp32 alone leave a trace in the span."""
         for _ in range(2):
             coefficients_E1r = update_Ed[:, None, :] @ self.U_ret_Edr
-            update_Ed = update_Ed - (self.U_ret_Edr @ coefficients_E1r.transpose(1, 2))[..., 0]
+            update_Ed = update_Ed - (coefficients_E1r @ self.U_ret_Edr.transpose(1, 2))[:, 0]
         return update_Ed
 
 
