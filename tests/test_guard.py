@@ -126,6 +126,41 @@ def test_accelerate_with_gradient_accumulation():
     assert accelerated(False) < 0.95, "the control"
 
 
+def accumulated(method, by_accelerate, marked=2):
+    """Two steps of two micro-batches, of which the first `marked` are retain passes; the weights at the end."""
+    model = small_model()
+    optimizer = adamw(model, lr=1e-2)
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    if by_accelerate:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    guard = gripmoe.constrain(model, optimizer, RETAIN, method=method)
+    for number, batch in enumerate(2 * RETAIN):
+        with accelerator.accumulate(model) if by_accelerate else nullcontext():
+            with guard.retain() if number % 2 < marked else nullcontext():
+                loss = loss_of(model, batch)
+            loss = loss + guard.penalty()
+            if by_accelerate:
+                accelerator.backward(loss)
+            else:
+                (loss / 2).backward()
+            if by_accelerate or number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    guard.close()
+    return [parameter.detach() for parameter in accelerator.unwrap_model(model).parameters()]
+
+
+@pytest.mark.parametrize(
+    "method", ["expert_specific_minibatch", "expert_specific_tracked", "anchored", "anchored_tracked"]
+)
+def test_what_is_marked_under_accelerate_counts_as_in_a_plain_loop(method):
+    """All micro-batches of a step; the control is a loop that leaves the second one's mark out."""
+    accelerated, plain = accumulated(method, True), accumulated(method, False)
+    torch.testing.assert_close(accelerated, plain)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(accelerated, accumulated(method, False, marked=1))
+
+
 def test_a_resumed_loop_is_the_uninterrupted_one():
     """The paper's form draws random rows: without its state a resumed run draws others."""
     results = {}
@@ -151,23 +186,44 @@ def test_a_resumed_loop_is_the_uninterrupted_one():
     assert not torch.equal(results["never"], results["without"])
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_trains_in_one_loop(method):
-    """Written once with the marks and the penalty, a loop serves all methods."""
+# Of two layers, how many routers move; what keeps its sets on original retain inputs; and of each step on its own.
+MOVES = {"frozen_router": 0, "anchored": 0, "seuf": 1}
+HOLDS_ORIGINAL = {"frozen_router", "anchored", "expert_specific", "full_null_space"}
+HOLDS_STEP = {"frozen_router", "anchored", "expert_specific_minibatch", "expert_specific_tracked"}
+
+
+@pytest.mark.parametrize("name", [*METHODS, "no constraint"])
+def test_every_method_does_what_it_says_in_one_loop(name):
+    """Written once with the marks and the penalty, a loop serves all methods; what holds nothing is the control."""
     model = small_model()
-    optimizer = adamw(model, lr=1e-2)
+    optimizer = adamw(model, lr=0.05)
     forget = [random_batch(seed=step) for step in range(3)]
-    with gripmoe.constrain(model, optimizer, RETAIN, forget=forget, method=method) as guard:
+    retain = [random_batch(rows=1, seed=seed) for seed in (100, 101)]  # fewer tokens than dimensions
+    method = METHODS.get(name, Method(constraint="none"))
+    original, thetas, by_step = MoEModel(model).trace(retain), thetas_of(model), []
+    experts = model.model.layers[1].mlp.experts.down_proj.detach().clone()
+    with gripmoe.constrain(model, optimizer, retain, forget=forget, method=method) as guard:
         for step in range(3):
+            seen = guard.model.trace([retain[step % 2]])
             optimizer.zero_grad()
             with guard.forget():
                 loss = -0.1 * loss_of(model, forget[step])
             (loss + guard.penalty()).backward()
             with guard.retain():
-                loss = loss_of(model, RETAIN[step % 2])
+                loss = loss_of(model, retain[step % 2])
             (loss + guard.penalty()).backward()
             optimizer.step()
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
+            by_step.append(router_only_stability(seen, model))
+    moved = [not torch.equal(old, now) for old, now in zip(thetas, thetas_of(model), strict=True)]
+    assert sum(moved) == MOVES.get(name, 2)
+    assert not torch.equal(experts, model.model.layers[1].mlp.experts.down_proj) or name == "seuf"
+    in_all, in_each = router_only_stability(original, model), min(by_step)
+    if name in HOLDS_ORIGINAL:
+        assert in_all == 1.0
+    if name in HOLDS_STEP:
+        assert in_each == 1.0
+    if name == "no constraint":
+        assert max(in_all, in_each) < 1.0
 
 
 def step_of(model, optimizer, guard, batch):
@@ -579,16 +635,24 @@ def test_data_parallel_training(method, process_group):
         with pytest.raises(ValueError, match="before it wraps"):
             gripmoe.constrain(DistributedDataParallel(model), adamw(model), RETAIN, method=method)
         assert model.model.layers[0].mlp.gate.weight.requires_grad
-    model = small_model()
-    optimizer = adamw(model)
-    guard = gripmoe.constrain(model, optimizer, RETAIN, method=method)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)  # not every expert is used in every step
-    for _ in range(3):
-        optimizer.zero_grad()
-        with guard.retain():
-            loss = loss_of(wrapped, RETAIN[0])
-        (loss + guard.penalty()).backward()
-        optimizer.step()
+    weights = {}
+    for kind in ("plain", "wrapped", "unconstrained"):
+        model = small_model()
+        optimizer = adamw(model)
+        guard = gripmoe.constrain(
+            model, optimizer, RETAIN, method=Method(constraint="none") if kind == "unconstrained" else method
+        )
+        # Not every expert is used in every step.
+        called = DistributedDataParallel(model, find_unused_parameters=True) if kind == "wrapped" else model
+        for _ in range(3):
+            optimizer.zero_grad()
+            with guard.retain():
+                loss = loss_of(called, RETAIN[0])
+            (loss + guard.penalty()).backward()
+            optimizer.step()
+        weights[kind] = [parameter.detach() for parameter in model.parameters()]
+    torch.testing.assert_close(weights["wrapped"], weights["plain"])
+    assert not torch.equal(weights["plain"][0], weights["unconstrained"][0]), "the control"
 
 
 @pytest.mark.parametrize("method", ["anchored", "anchored_tracked"])
