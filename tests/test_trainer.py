@@ -1,4 +1,6 @@
-"""In transformers' own `Trainer`."""
+"""In transformers' own `Trainer`, and one of TRL's."""
+
+import copy
 
 import pytest
 import torch
@@ -34,6 +36,28 @@ def test_method_a(held, tmp_path):
     moe = MoEModel(model)
     moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
     assert (mean_stability(routing_stability(reference, moved)) == 1.0) == held
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_method_a_in_preference_optimization(held, tmp_path, tokenizer):
+    """TRL's DPO, with a second model that it compares with."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    model = small_model(vocabulary_size=len(tokenizer))
+    words = [tokenizer.decode([n]) for n in range(5, 37)]
+    columns = dict(zip(("prompt", "chosen", "rejected"), (words[:8], words[8:16], words[16:24]), strict=True))
+    retain = [tokenizer([" ".join(words[24:])], return_tensors="pt")]
+    original = MoEModel(model).trace(retain)
+    arguments = trl.DPOConfig(
+        str(tmp_path), max_steps=4, learning_rate=0.05, per_device_train_batch_size=2, use_cpu=True, bf16=False,
+        report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trl.DPOTrainer(
+        model, copy.deepcopy(model), arguments, train_dataset=datasets.Dataset.from_dict(columns),
+        processing_class=tokenizer, callbacks=[gripmoe.trainer_callback(retain)] if held else [],
+    ).train()  # fmt: skip
+    moe = MoEModel(model)
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in original.items()}
+    assert (mean_stability(routing_stability(original, moved)) == 1.0) == held
 
 
 class Unlearner(Trainer):
