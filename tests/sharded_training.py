@@ -51,6 +51,7 @@ OBJECTIVES = {
     "npo": {"alpha": 1.0, "beta": 0.1},
     "rmu": {"alpha": 1.0, "layer": 1, "kappa": 2.0},
 }
+FIRST_STEP = ("unconstrained", "expert_specific", "gd", "rmu", "kl")
 RESUMED = ("anchored_tracked", "adamw_8bit", "adamw_fp32")
 NEAR_TIES = EpsNullConfig(value=1e-2, kind="relative")  # so that no direction is decided by a rounding error
 
@@ -67,7 +68,7 @@ def documents(seed: int) -> list[Row]:
     return [Row(f"{seed}/{i}", row, row) for i, row in enumerate(ids)]
 
 
-def train(name: str, folder: Path, steps: int = 6) -> dict:
+def train(name: str, folder: Path, steps: int = 6, **changes) -> dict:
     """The whole model after training, its digest as written, routers as each process has them, and the last losses."""
     moe = MoEModel(small_model("qwen2_moe"))
     sharding.shard_experts(moe)
@@ -80,7 +81,7 @@ def train(name: str, folder: Path, steps: int = 6) -> dict:
     outcome = unlearn(
         moe, make_objective(objective, OBJECTIVES[objective], 0),
         constraint_of(method, reference, bases, None, 0), forget, retain,
-        TRAINING.model_copy(update={"max_steps": steps, **CHANGES.get(name, {})}), seed=0, pad_id=0,
+        TRAINING.model_copy(update={"max_steps": steps, **CHANGES.get(name, {}), **changes}), seed=0, pad_id=0,
         targets={"accuracy": -1.0}, scores=lambda model: {"accuracy": 1.0}, state_file=folder / f"{name}.pt",
     )  # fmt: skip
     thetas = torch.stack([moe.theta(layer).detach() for layer in moe.layers])
@@ -88,6 +89,11 @@ def train(name: str, folder: Path, steps: int = 6) -> dict:
     digest = save_model(moe.model, Tokenizer(), folder / name)
     losses = {key: value for key, value in outcome.history[-1].items() if "seconds" not in key}
     return {"state": state, "digest": digest, "thetas": distributed.gathered(thetas[None]), "losses": losses}
+
+
+def first_step(name: str, folder: Path) -> dict:
+    """After one step with an epsilon above the rounding errors of gradients, of which AdamW makes whole steps."""
+    return train(name, folder / "first step", steps=1, adam_epsilon=1e-5)
 
 
 def finetuned(folder: Path, name: str = "finetuned", **options) -> dict:
@@ -104,6 +110,7 @@ def finetuned(folder: Path, name: str = "finetuned", **options) -> dict:
 def main(folder: Path) -> None:
     with distributed.launched():
         results = {name: train(name, folder) for name in CASES}
+        results["first step"] = {name: first_step(name, folder) for name in FIRST_STEP}
         results["finetuned"] = finetuned(folder)
         results["finetuned again"] = finetuned(folder)  # from the state of its second step
         results["finetuned checkpointed"] = finetuned(folder, "finetuned_checkpointed", gradient_checkpointing=True)

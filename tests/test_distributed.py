@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from conftest import small_model
 from gripmoe import distributed
 from gripmoe.checkpoint import save_state
-from sharded_training import CASES, RESUMED, finetuned, train
+from gripmoe.moe import MoEModel
+from sharded_training import CASES, FIRST_STEP, RESUMED, finetuned, first_step, train
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # or torchao compiles its optimizer, which takes longer than all else
 PROGRAM = Path(__file__).with_name("sharded_training.py")
@@ -53,6 +54,15 @@ def test_the_model_is_the_one_of_a_single_process(name, shared, alone):
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-2 if in_8_bits else 1e-4)
 
 
+@pytest.mark.parametrize("name", FIRST_STEP)
+def test_a_step_moves_routers_as_that_of_a_single_process_does(name, shared, tmp_path):
+    """In fp32 within 1e-6, of weights up to 4 that move by 5e-3."""
+    start = MoEModel(small_model("qwen2_moe")).thetas()
+    one, two = first_step(name, tmp_path)["thetas"][0], shared[1]["first step"][name]["thetas"]
+    assert all((one - each).abs().max() < 1e-6 for each in two)
+    assert (one - torch.stack(list(start.values()))).abs().max() > 4e-3
+
+
 def test_means_of_means_are_another_loss(shared, alone):
     """Documents are of different lengths."""
     moved = largest_difference(alone["gd"]["state"], small_model("qwen2_moe").state_dict())
@@ -60,8 +70,9 @@ def test_means_of_means_are_another_loss(shared, alone):
 
 
 def test_without_averaged_gradients_it_is_not(shared, alone):
-    found = shared[1]["not averaged"]["state"]
-    assert largest_difference(found, alone["unconstrained"]["state"]) > 1e-4
+    found = shared[1]["not averaged"]
+    assert largest_difference(found["state"], alone["unconstrained"]["state"]) > 1e-4
+    assert (found["thetas"] - alone["unconstrained"]["thetas"]).abs().max() > 1e-4, "routers too"
 
 
 @pytest.mark.parametrize("name", CASES)
