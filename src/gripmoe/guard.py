@@ -20,7 +20,7 @@ from gripmoe.constraints import RouterConstraint, Seen
 from gripmoe.data.documents import attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import routed_tokens
+from gripmoe.moe.recording import routed_tokens
 
 _HELD: WeakSet[nn.Module] = WeakSet()  # by a guard that is open
 

@@ -16,7 +16,8 @@ from gripmoe.geometry.realignment import Realignment, holdout_stability, realign
 from gripmoe.geometry.realignment import realign as realign_router
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import routed_tokens, unwrapped
+from gripmoe.moe.model import unwrapped
+from gripmoe.moe.recording import routed_tokens
 
 KACZMARZ_DRAWS = (1, 10, 30, 100, 300, 1000, 3000)  # the paper's limit is 100
 KACZMARZ_TOKENS = 400

@@ -10,7 +10,7 @@ from conftest import MOE_FAMILIES, random_batch, small_model
 from gripmoe.data.documents import Row, collate
 from gripmoe.geometry.routing import routing_stability
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import routed_tokens
+from gripmoe.moe.recording import routed_tokens
 from gripmoe.moe.storage import load_routers, save_model
 
 

@@ -17,7 +17,8 @@ from gripmoe.evaluation.choice import Answer, prompt_of
 from gripmoe.evaluation.muse import Scored
 from gripmoe.geometry.routing import jaccard
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import Routes, routed_tokens
+from gripmoe.moe.model import Routes
+from gripmoe.moe.recording import routed_tokens
 
 AnswerAll = Callable[[MoEModel, Sequence[dict]], list[Answer]]
 

@@ -20,39 +20,10 @@ from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.families import DENSE, family_of, router_class
 from gripmoe.moe.fp32 import compute_in_fp32, release
 from gripmoe.moe.placement import devices_of, place
+from gripmoe.moe.recording import RoutingRecorder, hooked, in_recomputation, routed_tokens
 
 # By layer: top_k_Tk for every token of one forward pass, or a pair of it and weights_Tk to use with it.
 Routes = dict[int, Tensor | tuple[Tensor, Tensor]]
-
-
-def in_recomputation() -> bool:
-    """True while gradient checkpointing runs a forward again inside backward: hooks must not count it."""
-    return torch._C._current_graph_task_id() != -1
-
-
-class RoutingRecorder:
-    """Collects the routing of every forward pass within `MoEModel.record_routing`."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, list[LayerRouting]] = {}
-
-    def _add(self, layer: int, routing: LayerRouting) -> None:
-        self._seen.setdefault(layer, []).append(routing)
-
-    def take(self, keep: Tensor | None = None) -> RoutingTrace:
-        """The trace since the last call, in order of the forward passes, and forgets it.
-
-        `keep` (bool, as many entries as there were tokens) selects tokens, for example those that are not padding.
-        """
-        trace = {}
-        for layer, seen in self._seen.items():
-            parts = [(r.x_Nd, r.scores_NE, r.top_k_Nk) for r in seen]
-            x, scores, top_k = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-            if keep is not None:
-                x, scores, top_k = (tensor[keep.reshape(-1)] for tensor in (x, scores, top_k))
-            trace[layer] = LayerRouting(x, scores, top_k)
-        self._seen.clear()
-        return trace
 
 
 class MoEModel:
@@ -178,7 +149,7 @@ class MoEModel:
 
             return hook
 
-        with _hooked((self.router(layer), hook_for(layer)) for layer in self.layers):
+        with hooked((self.router(layer), hook_for(layer)) for layer in self.layers):
             yield recorder
 
     @contextmanager
@@ -302,7 +273,7 @@ class MoEModel:
 
         reader = self.model.model.register_forward_pre_hook(read_inputs, with_kwargs=True) if callable(routes) else None
         try:
-            with _hooked((self.router(layer), hook_for(layer)) for layer in self.layers):
+            with hooked((self.router(layer), hook_for(layer)) for layer in self.layers):
                 yield
         finally:
             if reader:
@@ -327,7 +298,7 @@ class MoEModel:
         def hook(block, args, output):
             return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
 
-        with _hooked((self.block(layer), hook) for layer in self.layers):
+        with hooked((self.block(layer), hook) for layer in self.layers):
             yield
 
     @torch.no_grad()
@@ -356,7 +327,7 @@ class MoEModel:
             if not in_recomputation():
                 outputs.append((output[0] if isinstance(output, tuple) else output).to(self.model.device))
 
-        with _hooked([(self.model.model.layers[layer], hook)]):
+        with hooked([(self.model.model.layers[layer], hook)]):
             yield outputs
 
     @contextmanager
@@ -393,20 +364,3 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """The model itself, below what accelerate or data parallelism wrap around it."""
     inner = getattr(model, "module", None)
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
-
-
-def routed_tokens(attention_mask: Tensor, skip_positions: int = 1) -> Tensor:
-    """Which tokens count in a routing measure: no padding on either side, not the first `skip_positions` of a row."""
-    return (attention_mask.bool() & (attention_mask.cumsum(dim=-1) > skip_positions)).reshape(-1)
-
-
-@contextmanager
-def _hooked(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
-    handles = []
-    try:
-        for module, hook in hooks:
-            handles.append(module.register_forward_hook(hook))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import LayerRouting, SelectionRule
-from gripmoe.moe.model import MoEModel, routed_tokens
+from gripmoe.moe.model import MoEModel
+from gripmoe.moe.recording import routed_tokens
 from gripmoe.tensorfile import metadata_of, open_checked, tensor_file
 
 
