@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
+from gripmoe.memory import BYTES_STATES
 from gripmoe.optimizer import make_adamw
-from gripmoe.planning import BYTES_STATES
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its step, which takes longer than all else
 

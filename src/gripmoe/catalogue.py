@@ -59,6 +59,14 @@ class Sizes(Strict):
         return self.total - self.blocks + self.blocks * ceil(self.layers / gpus) / self.layers
 
 
+class Widths(Strict):
+    """What planning must know of a published model beside its `Sizes`: hidden size, experts per layer and per token."""
+
+    hidden: PositiveInt
+    experts: PositiveInt
+    chosen: PositiveInt
+
+
 class PublishedModel(Strict):
     """A checkpoint of the hub, or a local folder of the same layout."""
 

@@ -92,6 +92,7 @@ COMMANDS = (
             ("world", str, "tiny"),
             ("config", Path, Path("workflow/config")),
             ("gpu-memory", float, 141.0),
+            ("host-memory", float, 2000.0),
             ("budget", float, None),
             ("cells", bool, False),
         ),

@@ -1,4 +1,4 @@
-"""What a world still has to compute, what that costs, and whether it fits: before anything is submitted.
+"""What a world still has to compute, and what that costs: before anything is submitted.
 
 Seconds come from the benchmarks that earlier jobs recorded; where there are none, from arithmetic on the model's size.
 """
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gripmoe.catalogue import PublishedModel, Sizes
-from gripmoe.config import Training
+from gripmoe.catalogue import PublishedModel
+from gripmoe.memory import BYTES_WEIGHT, Step, layers_run, needed
 from gripmoe.project import Project
 
 FLOPS = 1.0e14  # of one GPU in eager MoE code, a tenth of what an H100 or H200 can do in bf16
@@ -24,9 +24,6 @@ TINY_SECONDS = {
     "evaluate": 20,
     "attack": 45,
 }  # two laptop cores
-BYTES_WEIGHT, BYTES_GRADIENT = 2, 2  # bf16
-# Two states in the dtype of the parameter, or in 8 bits, or in fp32 with what rounding has lost.
-BYTES_STATES = {"adamw": 4, "adamw_8bit": 2, "adamw_fp32": 12}
 QUESTIONS, QUESTION_TOKENS = 16_000, 150  # WMDP-Cyber and MMLU
 ATTACK_PASSES = 3.0  # what all attacks ask, as a multiple of one evaluation
 
@@ -76,7 +73,7 @@ def _bases(project: Project) -> list[str]:
 
 def _job(project: Project, results: Path, rule: str, cell: tuple) -> Job:
     """With hours, and memory of an embedded model, as recorded; else as estimated."""
-    recorded, need = _benchmarks(results, rule, cell), _memory(project, rule, cell)
+    recorded, need = _benchmarks(results, rule, cell), needed(project, Step(cell[0], rule, *cell[1:4]), results)
     memory = need and need.total
     training = rule in ("unlearn", "finetune_model")
     processes = project.processes(cell[0], cell[3] if len(cell) > 1 else None) if training else 1
@@ -113,100 +110,9 @@ def _estimated_hours(project: Project, rule: str, cell: tuple) -> float:
     if rule == "unlearn":
         training = project.training(cell[2], cell[3], cell[1])
         tokens = (training.forget_batch_size + training.retain_batch_size) * benchmark.max_length
-        share = _layers_run(cell[2], training, model.parameters) / model.parameters.layers
+        share = layers_run(cell[2], training, model.parameters) / model.parameters.layers
         return training.max_steps * tokens * 6 * model.parameters.active * share / FLOPS / 3600
     return flops[rule] / FLOPS / 3600
-
-
-def _layers_run(objective: str, training: Training, sizes: Sizes) -> int:
-    """RMU neither trains nor runs what comes after its layer, unless a constraint looks there."""
-    return training.objective["layer"] + 1 if objective == "rmu" else sizes.layers
-
-
-@dataclass(frozen=True)
-class Memory:
-    """GB that a step needs at least on each of its GPUs (activations come on top), with the arithmetic."""
-
-    model: str
-    objective: str  # or what else is done with the model
-    gpus: int
-    weights: float
-    gradients: float
-    states: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.states
-
-
-def memory_needed(project: Project) -> list[Memory]:
-    """Of every published model: its weights and the original's where it is evaluated and attacked; under an objective
-    gradients and AdamW states of the MoE blocks that train (RMU: those up to its layer). Finetuning on news and
-    relearning train everything. The model's GPUs share its experts where a process on each trains, else its layers.
-    Embedded models need next to nothing."""
-    needs = []
-    for name in project.world.models:
-        if not _sizes(project, name):
-            continue
-        needs.append(_held(project, name, "evaluation", models=2))
-        if project.models[name].source == "finetuned":
-            needs.append(_trained_whole(project, name, "finetuning"))
-        if project.world.relearning:
-            needs.append(_trained_whole(project, name, "relearning"))
-        benchmark = next(b for b in project.world.benchmarks if project.fits(name, b))
-        needs += [_unlearned(project, name, benchmark, o, "unconstrained") for o in project.world.objectives]
-    return needs
-
-
-def _memory(project: Project, rule: str, cell: tuple) -> Memory | None:
-    """What one job needs; None for an embedded model, and for one whose sizes the catalogue does not give."""
-    name = cell[0]
-    if not _sizes(project, name):
-        return None
-    if rule == "finetune_model":
-        return _trained_whole(project, name, "finetuning")
-    if rule == "unlearn":
-        return _unlearned(project, name, *cell[1:4])
-    if rule == "attack" and project.world.relearning:
-        compared, relearned = _held(project, name, rule, models=2), _trained_whole(project, name, "relearning")
-        return max(compared, relearned, key=lambda need: need.total)
-    if rule == "prepare_model":
-        return Memory(name, rule, 0, _sizes(project, name).total * BYTES_WEIGHT / 1e9, 0.0, 0.0)
-    return _held(project, name, rule, models=2 if rule in ("evaluate", "attack") else 1)
-
-
-def _sizes(project: Project, name: str) -> Sizes | None:
-    model = project.trained_from(name)
-    return model.parameters if isinstance(model, PublishedModel) else None
-
-
-def _held(project: Project, name: str, what: str, models: int) -> Memory:
-    gpus = project.gpus(name)
-    return Memory(name, what, gpus, models * _sizes(project, name).split_over(gpus) * BYTES_WEIGHT / 1e9, 0.0, 0.0)
-
-
-def _trained_whole(project: Project, name: str, what: str) -> Memory:
-    """Finetuning, in processes that share the experts, or relearning, in one; of every parameter."""
-    sizes, gpus = _sizes(project, name), project.gpus(name)
-    settings, parameters = (
-        (project.models[name], sizes.held_by(gpus))
-        if what == "finetuning"
-        else (project.world.relearning, sizes.split_over(gpus))
-    )
-    each = BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES[settings.optimizer]
-    return Memory(name, what, gpus, *(parameters * part / 1e9 for part in each))
-
-
-def _unlearned(project: Project, name: str, benchmark: str, objective: str, method: str) -> Memory:
-    """A method that trains one expert has next to no gradients and states, and one process."""
-    sizes, gpus = _sizes(project, name), project.gpus(name)
-    training = project.training(objective, method, benchmark)
-    layers = min(_layers_run(objective, training, sizes), training.trained_layers or sizes.layers)
-    held, trained = sizes.held_by(gpus), sizes.blocks * layers / sizes.layers / gpus
-    if project.methods[method].experts == "top_attributed":
-        held, trained = sizes.split_over(gpus), 0.0
-    parts = held * BYTES_WEIGHT, trained * BYTES_GRADIENT, trained * BYTES_STATES[training.optimizer]
-    return Memory(name, objective, gpus, *(part / 1e9 for part in parts))
 
 
 def disk_needed(project: Project) -> float:

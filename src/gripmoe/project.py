@@ -1,7 +1,8 @@
 """A project: a world file with the catalogues beside it, cross-checked, and the cells that it asks for.
 
-A world lists what to run; models.yaml, benchmarks.yaml, methods.yaml and artefacts.yaml say what the names mean. One
-with `extends: other` replaces keys of that world and shares its results, cell by cell.
+A world lists what to run; models.yaml, benchmarks.yaml, methods.yaml and artefacts.yaml say what the names mean, and
+widths.yaml what planning must know of published models. A world with `extends: other` replaces keys of that one and
+shares its results, cell by cell.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from gripmoe.catalogue import Benchmark, ModelConfig
+from gripmoe.catalogue import Benchmark, ModelConfig, Widths
 from gripmoe.config import OBJECTIVE_SETTINGS, Artefact, Method, Run, Training, World
 from gripmoe.parsing import ConfigError, load_yaml, parse_as
 
@@ -28,6 +29,7 @@ class Project:
         self.benchmarks = _catalogue(folder / "benchmarks.yaml", Benchmark)
         self.methods = _catalogue(folder / "methods.yaml", Method)
         self.artefacts = _catalogue(folder / "artefacts.yaml", Artefact)
+        self.widths = _catalogue(folder / "widths.yaml", Widths)
         content = load_yaml(self.world_file)
         self.results_name = self.name
         while isinstance(content, dict) and "extends" in content:
@@ -67,6 +69,9 @@ class Project:
             _require_known(name, self.benchmarks, f"{file}: benchmark_training")
         for name in world.models:
             model = self.models[name]
+            if getattr(self.trained_from(name), "parameters", None):
+                base = model.base if model.source == "finetuned" else name
+                _require_known(base, self.widths, f"{self.folder / 'widths.yaml'}")
             if "retain_only" in self.reference_kinds and not model.oracle:
                 raise ConfigError(f"{file}: method 'retain_only' needs `oracle:` in models.yaml for {name!r}")
             if model.source == "finetuned":
@@ -209,7 +214,7 @@ def _find_world(folder: Path, world: str) -> tuple[str, Path]:
     """A name of a file in the configuration folder, or the path of a YAML file."""
     path = Path(world) if world.endswith((".yaml", ".yml")) else folder / f"{world}.yaml"
     if not path.is_file():
-        known = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in CATALOGUES)
+        known = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in (*CATALOGUES, "widths"))
         raise ConfigError(f"world {world!r}: no file {path}; give one of {', '.join(known)} or the path of a YAML file")
     return path.stem, path
 

@@ -9,20 +9,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gripmoe.commands.pin import unpinned
 from gripmoe.files import read_json, read_yaml
 from gripmoe.fingerprint import fingerprint_now
-from gripmoe.planning import Job, check_budget, disk_needed, jobs_left, memory_needed
+from gripmoe.memory import Memory, Step, memory_needed, what_would_fit
+from gripmoe.planning import Job, check_budget, disk_needed, jobs_left
 from gripmoe.progress import cell_status
 from gripmoe.project import Project
 
+UPPER_BOUNDS = """
+Tokens and bases count for as many as there may be until prepare_data, trace_routing and fit_basis have run, then for as
+many as there are."""
+NO_WAY = "none of gpus, optimizer, trained_layers, max_rank or max_steps alone"
 MOST_EXPENSIVE = 5  # cells that a plan shows if it is not asked for all
 
 
 def plan(args) -> None:
-    """Prints jobs and hours by rule, the most expensive cells (`--cells`: all), and memory against `--gpu-memory`.
-    Raises ValueError above `--budget` hours, or if a model does not fit."""
+    """Prints jobs and hours by rule, the most expensive cells (`--cells`: all), memory against `--gpu-memory` and
+    `--host-memory`, and what is read from the hub unpinned. Raises ValueError above `--budget` hours, or if a step does
+    not fit."""
     project = Project(args.config, args.world)
-    jobs = jobs_left(project, Path("results") / project.results_name)
+    results = Path("results") / project.results_name
+    jobs = jobs_left(project, results)
     by_rule = defaultdict(list)
     for job in jobs:
         by_rule[job.rule].append(job)
@@ -35,29 +43,51 @@ def plan(args) -> None:
         print(f"{rule:<16}{len(listed):>6}{hours / len(listed):>12.3f}{hours:>9.2f}  {source}")
     print(f"{'all':<16}{len(jobs):>6}{'':>12}{sum(job.hours for job in jobs):>9.2f}")
     _print_cells(jobs, None if args.cells else MOST_EXPENSIVE)
-    too_large = []
-    for need in memory_needed(project):
-        fits = need.total <= args.gpu_memory
-        print(
-            f"{need.model}, {need.objective}, {need.gpus} GPU{'s' * (need.gpus > 1)}: {need.weights:.0f} GB weights + "
-            f"{need.gradients:.0f} gradients + {need.states:.0f} AdamW states = {need.total:.0f} GB of "
-            f"{args.gpu_memory:g} on each: "
-            f"{'fits' if fits else 'does not fit'}"
-        )
-        if not fits:
-            too_large.append(need)
+    needs = memory_needed(project, results)
+    _print_memory(needs, args.gpu_memory, args.host_memory)
     if disk := disk_needed(project):
         print(f"weights of finished cells on disk: {disk:.0f} GB")
-    check_budget(jobs, args.budget)
-    if too_large:
-        names = ", ".join(f"{need.model} under {need.objective}" for need in too_large)
-        fitting = [f"{n.model} under {n.objective}" for n in memory_needed(project) if n.total <= args.gpu_memory]
-        raise ValueError(
-            f"GPUs of {args.gpu_memory:g} GB do not hold {names}"
-            + (f"; they hold {', '.join(fitting)}" if fitting else "")
-            + ". Give the model more `gpus` in the world file; take `optimizer: adamw_8bit` or an objective that "
-            "trains fewer layers; leave out `relearning`; or take a smaller model."
+    if floating := [repository for *_, repository in unpinned(project)]:
+        print(
+            f"warning: without a revision, so read as the hub has them that day: {', '.join(floating)}; "
+            f"`gripmoe pin --world {args.world}` prints the lines that pin them"
         )
+    check_budget(jobs, args.budget)
+    if too_large := [need.step for need in needs if not need.fits(args.gpu_memory, args.host_memory)]:
+        raise ValueError(
+            f"{len(too_large)} of {len(needs)} steps do not fit GPUs of {args.gpu_memory:g} GB and machines of "
+            f"{args.host_memory:g} GB:{_what_would_fit(project, too_large, args, results)}{UPPER_BOUNDS}"
+        )
+
+
+def _what_would_fit(project: Project, too_large: Sequence[Step], args, results: Path) -> str:
+    """A line for each model and objective with the methods for which the same changes do."""
+    lines = defaultdict(list)
+    for step in too_large:
+        places = what_would_fit(project, step, args.gpu_memory, args.host_memory, results)
+        ways = "; ".join(f"{place}: {' or '.join(found) or NO_WAY}" for place, found in places.items())
+        lines[step.kind, ways].append(step.method)
+    said = {(kind, ways): f" ({', '.join(methods)})" if any(methods) else "" for (kind, ways), methods in lines.items()}
+    return "".join(f"\n  {kind}{methods}\n    {ways}" for (kind, ways), methods in said.items())
+
+
+def _print_memory(needs: Sequence[Memory], gpu_memory: float, host_memory: float) -> None:
+    """A line for each objective and each other step of a model, under the methods that need most."""
+    together = defaultdict(list)
+    for need in needs:
+        together[need.step.kind].append(need)
+    for kind, listed in together.items():
+        need, most = max(listed, key=lambda need: need.total), max(listed, key=lambda need: need.host)
+        parts = [f"{need.weights:.0f} GB weights"]
+        if need.gradients:
+            parts += [f"{need.gradients:.0f} gradients", f"{need.states:.0f} AdamW states"]
+        if need.held:
+            parts.append(f"{need.held:.1f} held by {need.step.method}")
+        on_gpus = f"{need.gpus} GPU{'s' * (need.gpus > 1)}: {' + '.join(parts)} = {need.total:.0f} GB of "
+        on_gpus += f"{gpu_memory:g} on each{' (does not fit)' * (need.total > gpu_memory)}"
+        host = f"host: {most.host:.0f} GB of {host_memory:g}{f' ({most.step.method})' * bool(most.step.method)}"
+        said = [on_gpus] * bool(need.gpus) + [host + " (does not fit)" * (most.host > host_memory)]
+        print(f"{kind}, {'; '.join(said)}")
 
 
 def _print_cells(jobs: Sequence[Job], shown: int | None) -> None:

@@ -1,0 +1,421 @@
+"""What every step of a published model needs to hold, on each GPU and on the host, and what would make it fit.
+
+Sizes that only files tell (tokens of a corpus, recorded tokens, fitted bases) are read from a world's results where
+they are there, and are upper bounds before.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from gripmoe.catalogue import PublishedModel, Sizes, Widths
+from gripmoe.config import Method, Training
+from gripmoe.files import read_json
+from gripmoe.project import Project
+
+BYTES_WEIGHT, BYTES_GRADIENT = 2, 2  # bf16
+# Two states in the dtype of the parameter, or in 8 bits, or in fp32 with what rounding has lost.
+BYTES_STATES = {"adamw": 4, "adamw_8bit": 2, "adamw_fp32": 12}
+BYTES_PER_TOKEN = 3  # of text, at least
+GB = 1e9
+MOST_GPUS = 64  # that are suggested for one model
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a model: "unlearn" with benchmark, objective and method, or another of `STEPS`."""
+
+    model: str
+    what: str
+    benchmark: str = ""
+    objective: str = ""
+    method: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Model and objective, or what else is done with it."""
+        return f"{self.model}, {self.objective or self.what}"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """GB that a step needs on each of its GPUs (activations, and what a constraint makes and drops within a step, come
+    on top), with the arithmetic, and `host` GB on each of its machines."""
+
+    step: Step
+    gpus: int
+    weights: float
+    gradients: float = 0.0
+    states: float = 0.0
+    held: float = 0.0  # by the method: bases, traces, copies of routers and of what must not change
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.states + self.held
+
+    def fits(self, gpu_memory: float, host_memory: float) -> bool:
+        return self.total <= gpu_memory and self.host <= host_memory
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a method keeps through training: on the GPU of each process, and in host memory of each process."""
+
+    gpu: float = 0.0
+    host: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of documents that were traced (on one side), and of those that training goes through."""
+
+    traced: int
+    retain: int
+    forget: int
+    forget_documents: int
+
+
+def memory_needed(project: Project, results: Path | None = None) -> list[Memory]:
+    """Of every published model whose sizes are known: evaluation with the original beside it; tracing and fitting;
+    finetuning on news and relearning, which train everything; every objective under every method."""
+    needs = []
+    for name in project.world.models:
+        if sizes_of(project, name):
+            cells = [cell for cell in project.cells() if cell[0] == name and project.methods[cell[3]].trains]
+            steps = [Step(name, "evaluate")]
+            if project.models[name].source == "finetuned":
+                steps.append(Step(name, "finetune_model"))
+            if project.world.relearning:
+                steps.append(Step(name, "relearning"))
+            for _, benchmark, _, method, _ in cells:
+                steps.append(Step(name, "trace_routing", benchmark))
+                if project.methods[method].has_bases:
+                    steps.append(Step(name, "fit_basis", benchmark, method=method))
+            steps += [Step(name, "unlearn", *cell[1:4]) for cell in cells]
+            needs += [needed(project, step, results) for step in dict.fromkeys(steps)]
+    return needs
+
+
+def needed(project: Project, step: Step, results: Path | None = None) -> Memory | None:
+    """None for an embedded model, and for one whose sizes the catalogue does not give."""
+    return STEPS[step.what](project, step, results) if sizes_of(project, step.model) else None
+
+
+def sizes_of(project: Project, name: str) -> Sizes | None:
+    model = project.trained_from(name)
+    return model.parameters if isinstance(model, PublishedModel) else None
+
+
+def _widths(project: Project, name: str) -> Widths:
+    config = project.models[name]
+    return project.widths[config.base if config.source == "finetuned" else name]
+
+
+def _models(count: int) -> Callable[..., Memory]:
+    """A step that holds so many models, with their layers split over the GPUs; each has come through host memory."""
+
+    def need(project: Project, step: Step, results: Path | None) -> Memory:
+        sizes, gpus = sizes_of(project, step.model), project.gpus(step.model)
+        weights, whole = (parameters * BYTES_WEIGHT / GB for parameters in (sizes.split_over(gpus), sizes.total))
+        return Memory(step, gpus, count * weights, host=count * whole)
+
+    return need
+
+
+def _prepared(project: Project, step: Step, results: Path | None) -> Memory:
+    whole = sizes_of(project, step.model).total * BYTES_WEIGHT / GB
+    return Memory(step, 0, whole, host=whole)
+
+
+def _traced(project: Project, step: Step, results: Path | None) -> Memory:
+    """The traces of both corpora, and one of them again as it is written."""
+    sizes, widths = sizes_of(project, step.model), _widths(project, step.model)
+    tokens = traced_tokens(project, step, results)
+    traces = 2 * trace_bytes(widths, sizes.layers, tokens) + tokens * sizes.layers * widths.hidden * BYTES_WEIGHT
+    model = _models(1)(project, step, results)
+    return replace(model, host=max(model.host, traces / GB))
+
+
+def _fitted(project: Project, step: Step, results: Path | None) -> Memory:
+    """In host memory: traces, bases, and of one layer the triangular factor, its decomposition and a copy in fp64."""
+    sizes, widths, method = sizes_of(project, step.model), _widths(project, step.model), project.methods[step.method]
+    tokens = traced_tokens(project, step, results)
+    traces = _traces_kept(method) * trace_bytes(widths, sizes.layers, tokens)
+    bases = basis_bytes(widths, sizes.layers, tokens, method)
+    return Memory(step, 0, 0.0, host=(traces + bases + 8 * bases / sizes.layers) / GB)
+
+
+def _corrected(project: Project, step: Step, results: Path | None) -> Memory:
+    """Method B: one model and the trace of its original."""
+    model, widths = _models(1)(project, step, results), _widths(project, step.model)
+    trace = trace_bytes(widths, sizes_of(project, step.model).layers, traced_tokens(project, step, results))
+    return replace(model, host=model.host + trace / GB)
+
+
+def _attacked(project: Project, step: Step, results: Path | None) -> Memory:
+    compared = _models(2)(project, step, results)
+    if not project.world.relearning:
+        return compared
+    relearned = _trained_whole(project, step, results)
+    return replace(max(compared, relearned, key=lambda need: need.total), host=compared.host)
+
+
+def _trained_whole(project: Project, step: Step, results: Path | None) -> Memory:
+    """Finetuning, in processes that share the experts, or relearning, in one; of every parameter."""
+    sizes, gpus = sizes_of(project, step.model), project.gpus(step.model)
+    processes = project.processes(step.model) if step.what == "finetune_model" else 1
+    settings, parameters = (
+        (project.models[step.model], sizes.held_by(gpus))
+        if step.what == "finetune_model"
+        else (project.world.relearning, sizes.split_over(gpus))
+    )
+    each = BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES[settings.optimizer]
+    host = processes * sizes.total * BYTES_WEIGHT / GB
+    return Memory(step, gpus, *(parameters * part / GB for part in each), host=host)
+
+
+def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
+    """Gradients and AdamW states of the MoE blocks that train; of a method that trains one expert, those of the fused
+    tensors of its layer, and a copy of them. Every process reads the whole model, keeps what the method keeps, and
+    the first gathers the whole model to write it."""
+    sizes, widths, method = sizes_of(project, step.model), _widths(project, step.model), project.methods[step.method]
+    gpus, processes = project.gpus(step.model), project.processes(step.model, step.method)
+    training = project.training(step.objective, step.method, step.benchmark)
+    tokens = tokens_of(project, step, training, results)
+    held = held_by_method(method, step.objective, sizes, widths, tokens)
+    if fitted := _fitted_bytes(project, step, results):
+        held = replace(held, gpu=held.gpu + fitted - basis_bytes(widths, sizes.layers, tokens.traced, method))
+    if method.experts == "top_attributed":
+        weights, trained, copies = sizes.split_over(gpus), sizes.blocks / sizes.layers, BYTES_WEIGHT
+    else:
+        layers = layers_trained(step.objective, training, sizes)
+        weights, trained, copies = sizes.held_by(gpus), sizes.blocks * layers / sizes.layers / gpus, 0
+    parts = (
+        weights * BYTES_WEIGHT,
+        trained * BYTES_GRADIENT,
+        trained * BYTES_STATES[training.optimizer],
+        trained * copies + held.gpu,
+    )
+    whole = sizes.total * BYTES_WEIGHT
+    host = max(processes * whole, processes * held.host + whole)
+    return Memory(step, gpus, *(part / GB for part in parts), host=host / GB)
+
+
+STEPS = {
+    "prepare_model": _prepared,
+    "finetune_model": _trained_whole,
+    "trace_routing": _traced,
+    "fit_basis": _fitted,
+    "unlearn": _unlearned,
+    "realign": _corrected,
+    "evaluate": _models(2),
+    "attack": _attacked,
+    "relearning": _trained_whole,
+}
+
+
+def layers_run(objective: str, training: Training, sizes: Sizes) -> int:
+    """RMU neither trains nor runs what comes after its layer, unless a constraint looks there."""
+    return training.objective["layer"] + 1 if objective == "rmu" else sizes.layers
+
+
+def layers_trained(objective: str, training: Training, sizes: Sizes) -> int:
+    return min(layers_run(objective, training, sizes), training.trained_layers or sizes.layers)
+
+
+def held_by_method(method: Method, objective: str, sizes: Sizes, widths: Widths, tokens: Tokens) -> Held:
+    """Bytes kept beside the model: copies of routers (of the run, of each step, of most constraints), bases with the
+    inputs and margins of their tokens, factors that follow; on the host both traces and what losses compare with."""
+    layers, d, experts = sizes.layers, widths.hidden, widths.experts
+    routers = layers * experts * d * 4
+    gpu, host = 2 * routers, _traces_kept(method) * trace_bytes(widths, layers, tokens.traced)
+    if method.constraint in ("router_l2", "anchor") or method.has_bases or method.form == "paper":
+        gpu += routers
+    if method.has_bases:
+        held = tokens.traced * (2 if method.surface == "combined" else 1)
+        gpu += basis_bytes(widths, layers, tokens.traced, method) + layers * held * (d + experts) * 4
+    if method.basis == "tracked":  # triangular factors in fp64
+        gpu += layers * _bases_per_layer(widths, method) * min(d, method.max_rank or d) * d * 8
+    if method.constraint == "anchor" and method.tracked:  # routers, cross and gram matrices in fp64
+        gpu += 2 * 2 * routers + layers * d * d * 8
+    per_retain_token = 0
+    if method.constraint == "anchor":
+        per_retain_token += (layers + 1) * d * BYTES_WEIGHT
+    elif method.constraint == "routing_scores":
+        per_retain_token += layers * experts * 4
+    if objective in ("kl", "rmu"):
+        per_retain_token += d * BYTES_WEIGHT
+    if method.critical_experts:
+        per_retain_token += 4
+    host += tokens.retain * per_retain_token
+    if objective == "npo":
+        host += tokens.forget_documents * 4
+    if method.replay:
+        host += (tokens.retain + tokens.forget) * layers * widths.chosen * 8
+    return Held(gpu, host)
+
+
+def trace_bytes(widths: Widths, layers: int, tokens: int) -> int:
+    """Router inputs and scores in fp32 and the chosen experts of so many tokens."""
+    return layers * tokens * (4 * widths.hidden + 4 * widths.experts + 8 * widths.chosen)
+
+
+def basis_bytes(widths: Widths, layers: int, tokens: int, method: Method) -> int:
+    """Of fixed bases, at most: as wide as the expert of a layer that serves most tokens needs, so as wide as all
+    tokens, the hidden size or `max_rank` allow."""
+    tokens *= 2 if method.surface == "combined" else 1
+    width = min(widths.hidden, tokens, method.max_rank or widths.hidden)
+    return layers * _bases_per_layer(widths, method) * widths.hidden * width * 4
+
+
+def _bases_per_layer(widths: Widths, method: Method) -> int:
+    return 1 if method.granularity == "layer" else widths.experts
+
+
+def _traces_kept(method: Method) -> int:
+    """Of retain and of forget documents, and with `surface: combined` of both again."""
+    return 4 if method.surface == "combined" else 2
+
+
+def _fitted_bytes(project: Project, step: Step, results: Path | None) -> float | None:
+    """What the bases of a method take, if they are there."""
+    digest = results and results / step.model / step.benchmark / "bases" / f"{step.method}.json"
+    has = project.methods[step.method].has_bases and digest and digest.exists()
+    return read_json(digest)["basis_megabytes"] * 1e6 if has else None
+
+
+def tokens_of(project: Project, step: Step, training: Training, results: Path | None) -> Tokens:
+    """As recorded, or at most."""
+    documents, tokens = {}, {}
+    for side, size in (("retain", training.retain_batch_size), ("forget", training.forget_batch_size)):
+        documents[side], tokens[side] = _corpus(project, step, f"{side}_corpus", size * training.max_steps, results)
+    return Tokens(traced_tokens(project, step, results), tokens["retain"], tokens["forget"], documents["forget"])
+
+
+def traced_tokens(project: Project, step: Step, results: Path | None) -> int:
+    """Of the longer of both traces, as recorded or at most."""
+    digest = results and results / step.model / step.benchmark / "routing.json"
+    if digest and digest.exists():
+        recorded = read_json(digest)
+        return max(recorded["retain_tokens"], recorded["forget_tokens"])
+    limit = project.benchmarks[step.benchmark].retain_documents
+    return max(_corpus(project, step, f"{side}_corpus", limit, results)[1] for side in ("retain", "forget"))
+
+
+def _corpus(project: Project, step: Step, corpus: str, limit: int, results: Path | None) -> tuple[int, int]:
+    """Rows and tokens of at most `limit` rows of a corpus, at most: by the size of the file where it is there."""
+    benchmark = project.benchmarks[step.benchmark]
+    file = results and results / "data" / step.benchmark / f"{corpus}.jsonl"
+    if not file or not file.exists():
+        return limit, limit * benchmark.max_length
+    size = file.stat().st_size
+    if benchmark.is_news:  # long documents become several rows
+        return limit, min(limit * benchmark.max_length, size // BYTES_PER_TOKEN)
+    lines = _lines(file, file.stat().st_mtime_ns)
+    rows = min(limit, lines)
+    return rows, int(rows * min(benchmark.max_length, size / lines / BYTES_PER_TOKEN))
+
+
+@cache
+def _lines(file: Path, changed: int) -> int:
+    with file.open("rb") as content:
+        return sum(1 for _ in content)
+
+
+def what_would_fit(
+    project: Project, step: Step, gpu_memory: float, host_memory: float, results: Path | None = None
+) -> dict[str, list[str]]:
+    """Where a step does not fit, "GPU" or "host", the changes each of which makes it fit there, by the same arithmetic.
+    Where no change alone makes it fit its GPUs: more of them with a `max_rank` of an eighth of the hidden size or more.
+    """
+
+    def on_gpus(changed: Project) -> bool:
+        return needed(changed, step, results).total <= gpu_memory
+
+    def on_host(changed: Project) -> bool:
+        return needed(changed, step, results).host <= host_memory
+
+    def largest(key: str, fits: Callable[[Project], bool], within: Project = project) -> int:
+        below = range(1, settings.get(key, 1))
+        return bisect_left(below, True, key=lambda value: not fits(_set(within, step, key, value)))
+
+    settings, ways = _settings(project, step), {}
+    if not on_gpus(project):
+        more = next((text for text, changed in _more_gpus(project, step) if on_gpus(changed)), None)
+        ways["GPU"] = [more] if more else []
+        if (optimizer := _other_optimizer(project, step)) and on_gpus(optimizer):
+            ways["GPU"].append("optimizer: adamw_8bit")
+        found = {key: largest(key, on_gpus) for key in ("trained_layers", "max_rank")}
+        ways["GPU"] += [f"{key}: {value}" for key, value in found.items() if value]
+        for text, changed in _more_gpus(project, step) if "max_rank" in settings and not ways["GPU"] else ():
+            if (rank := largest("max_rank", on_gpus, changed)) >= settings["max_rank"] // 8:
+                ways["GPU"] = [f"{text} with max_rank: {rank}"]
+                break
+    if not on_host(project):
+        steps = largest("max_steps", on_host)
+        ways["host"] = [f"max_steps: {steps}"] if steps else []
+    return ways
+
+
+def _with_world(project: Project, **changes) -> Project:
+    changed = copy.copy(project)
+    changed.world = project.world.model_copy(update=changes)
+    return changed
+
+
+def _more_gpus(project: Project, step: Step) -> Iterator[tuple[str, Project]]:
+    batch_sizes = []
+    if step.what == "finetune_model":
+        batch_sizes = [project.models[step.model].batch_size]
+    elif step.what == "unlearn" and project.methods[step.method].experts == "all":
+        training = project.training(step.objective, step.method, step.benchmark)
+        batch_sizes = [training.forget_batch_size, training.retain_batch_size]
+    for count in range(project.gpus(step.model) + 1, MOST_GPUS + 1):
+        divisible = "" if not any(size % count for size in batch_sizes) else f" and batch sizes divisible by {count}"
+        yield f"gpus: {count}{divisible}", _with_world(project, gpus={**project.world.gpus, step.model: count})
+
+
+def _other_optimizer(project: Project, step: Step) -> Project | None:
+    """With AdamW in 8 bits, if the step trains with another."""
+    world = project.world
+    if step.what == "unlearn":
+        training = project.training(step.objective, step.method, step.benchmark)
+        return None if training.optimizer == "adamw_8bit" else _set(project, step, "optimizer", "adamw_8bit")
+    if step.what == "relearning" and world.relearning.optimizer != "adamw_8bit":
+        return _with_world(project, relearning=world.relearning.model_copy(update={"optimizer": "adamw_8bit"}))
+    if step.what == "finetune_model" and project.models[step.model].optimizer != "adamw_8bit":
+        changed = copy.copy(project)
+        model = project.models[step.model].model_copy(update={"optimizer": "adamw_8bit"})
+        changed.models = {**project.models, step.model: model}
+        return changed
+    return None
+
+
+def _settings(project: Project, step: Step) -> dict[str, int]:
+    """Numbers that the memory of a step grows with, as they are."""
+    if step.what != "unlearn":
+        return {}
+    training, method = project.training(step.objective, step.method, step.benchmark), project.methods[step.method]
+    settings = {"max_steps": training.max_steps}
+    if method.experts == "all":
+        settings["trained_layers"] = layers_trained(step.objective, training, sizes_of(project, step.model))
+    if method.has_bases:
+        settings["max_rank"] = method.max_rank or _widths(project, step.model).hidden
+    return settings
+
+
+def _set(project: Project, step: Step, key: str, value: object) -> Project:
+    """A project in which a step's method or training has one other setting."""
+    if key == "max_rank":
+        changed = copy.copy(project)
+        method = project.methods[step.method].model_copy(update={key: value})
+        changed.methods = {**project.methods, step.method: method}
+        return changed
+    cell, overrides = f"{step.objective}/{step.method}", project.world.overrides
+    return _with_world(project, overrides={**overrides, cell: {**overrides.get(cell, {}), key: value}})
