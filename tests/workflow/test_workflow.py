@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gripmoe.memory import Step, needed
+from gripmoe.project import Project
+
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "tests" / "workflow" / "smoke.yaml"
 SMOKE_ARTEFACTS = yaml.safe_load(SMOKE.read_text())["artefacts"]
@@ -159,6 +162,20 @@ def test_a_budget_refuses_before_any_job(tmp_path):
 def test_the_plan_is_a_target(tmp_path):
     output = snakemake("plan", "--cores", 1, "--config", f"world={SMOKE}", directory=tmp_path)
     assert "hours each" in output and "prepare_model" in output
+
+
+def test_jobs_ask_for_the_host_memory_that_planning_says(tmp_path):
+    """Of a published model what its method keeps, and a fifth more; of an embedded one as ever."""
+    output = snakemake("-n", "--config", "world=paper", directory=tmp_path)
+    asked = dict(re.findall(r"^rule unlearn:.*?wildcards: (\S.*?)\n.*?mem_mb=(\d+)", output, re.M | re.S))
+    cell = "model=qwen3_30b_a3b, benchmark=wmdp_cyber, objective=gd, method={}, seed=0"
+    paper = Project(ROOT / "workflow" / "config", "paper")
+    for method in ("anchored", "unconstrained"):
+        need = needed(paper, Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", method))
+        assert int(asked[cell.format(method)]) == pytest.approx(1.2 * need.host * 1e9 / 2**20, rel=1e-4)
+    assert int(asked[cell.format("anchored")]) > 10 * int(asked[cell.format("unconstrained")])
+    tiny = snakemake("-n", "--config", "world=tiny", directory=tmp_path)
+    assert set(re.findall(r"^rule unlearn:.*?mem_mb=(\d+)", tiny, re.M | re.S)) == {"3000"}
 
 
 def test_unknown_config_key_is_refused(tmp_path):

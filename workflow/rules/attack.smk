@@ -22,7 +22,7 @@ rule attack:
         ENVIRONMENT
     threads: 1
     resources:
-        **GPU_RESOURCES,
+        **gpu_resources("attack"),
         runtime=growing(240),
     params:
         data=folder_of,

@@ -11,6 +11,7 @@ from snakemake.exceptions import WorkflowError
 
 from gripmoe.parsing import ConfigError
 from gripmoe.fingerprint import code_fingerprint
+from gripmoe.memory import Step, needed
 from gripmoe.project import Project
 from gripmoe.reporting import RENDERING
 
@@ -177,14 +178,31 @@ def processes_of(wildcards):
     return PROJECT.processes(wildcards.model, getattr(wildcards, "method", None))
 
 
-MEMORY = 65536 if ON_GPU else 3000  # MB
-CPU_RESOURCES = {"mem_mb": growing(MEMORY)}  # of what holds a model or its traces and computes nothing on a GPU
-GPU_RESOURCES = {**CPU_RESOURCES, "gpu": 1 if ON_GPU else 0}
-TRAINING_RESOURCES = {**GPU_RESOURCES, "processes": 1}
-if WORLD.gpus:
-    GPU_RESOURCES = {
-        "gpu": gpus_of if ON_GPU else 0,
-        "mem_mb": lambda wildcards, attempt: MEMORY * attempt * gpus_of(wildcards),
-    }
-    TRAINING_RESOURCES = {**GPU_RESOURCES, "processes": processes_of}
+MEMORY = 65536 if ON_GPU else 3000  # MB, for each GPU
+HEADROOM = 1.2  # of what a published model is known to need on the host
+
+
+def memory_of(rule, gpus):
+    """Host memory of a rule on so many GPUs: at least MEMORY for each, and what planning says that its cell needs."""
+
+    def amount(wildcards, attempt):
+        step = Step(wildcards.model, rule, *(wildcards.get(key, "") for key in ("benchmark", "objective", "method")))
+        need = needed(PROJECT, step, Path(RESULTS))
+        known = int(HEADROOM * need.host * 1e9 / 2**20) if need else 0
+        return attempt * max(MEMORY * (gpus(wildcards) if callable(gpus) else gpus), known)
+
+    return amount
+
+
+def cpu_resources(rule):
+    """Of what holds a model or its traces and computes nothing on a GPU."""
+    return {"mem_mb": memory_of(rule, 1)}
+
+
+def gpu_resources(rule):
+    gpus = gpus_of if WORLD.gpus else 1
+    return {"mem_mb": memory_of(rule, gpus), "gpu": gpus if ON_GPU else 0}
+
+
+PROCESSES = processes_of if WORLD.gpus else 1
 ENVIRONMENT = f"{workflow.basedir}/envs/environment.yaml"

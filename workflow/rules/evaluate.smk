@@ -25,7 +25,7 @@ rule evaluate:
         ENVIRONMENT
     threads: 1
     resources:
-        **GPU_RESOURCES,
+        **gpu_resources("evaluate"),
         runtime=growing(240),
     params:
         data=folder_of,

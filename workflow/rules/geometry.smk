@@ -19,7 +19,7 @@ rule trace_routing:
         ENVIRONMENT
     threads: 1
     resources:
-        **GPU_RESOURCES,
+        **gpu_resources("trace_routing"),
         runtime=growing(60),
     params:
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark]),
@@ -47,7 +47,7 @@ rule fit_basis:
         ENVIRONMENT
     threads: 1
     resources:
-        **CPU_RESOURCES,
+        **cpu_resources("fit_basis"),
         runtime=growing(60),
     params:
         settings=lambda w: canonical(PROJECT.methods[w.method]),

@@ -62,7 +62,7 @@ rule prepare_model:
         ENVIRONMENT
     threads: 1
     resources:
-        **CPU_RESOURCES,
+        **cpu_resources("prepare_model"),
         runtime=growing(240),
     params:
         settings=lambda w: canonical(PROJECT.models[w.model]),
@@ -86,9 +86,10 @@ rule finetune_model:
     priority: 100
     conda:
         ENVIRONMENT
-    threads: TRAINING_RESOURCES["processes"]
+    threads: PROCESSES
     resources:
-        **TRAINING_RESOURCES,
+        **gpu_resources("finetune_model"),
+        processes=PROCESSES,
         runtime=growing(720),
     params:
         data=folder_of,

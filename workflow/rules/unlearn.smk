@@ -26,9 +26,10 @@ rule unlearn:
     priority: 10
     conda:
         ENVIRONMENT
-    threads: TRAINING_RESOURCES["processes"]
+    threads: PROCESSES
     resources:
-        **TRAINING_RESOURCES,
+        **gpu_resources("unlearn"),
+        processes=PROCESSES,
         runtime=growing(720),
         reference_gb=WORLD.reference_memory,
     params:
@@ -64,7 +65,7 @@ rule realign:
         ENVIRONMENT
     threads: 1
     resources:
-        **GPU_RESOURCES,
+        **gpu_resources("realign"),
         runtime=growing(120),
     params:
         code=code_fingerprint("gripmoe.commands.unlearn:realign"),
