@@ -1,4 +1,6 @@
-"""What test_distributed.py runs in one process and, under torchrun, in two: `python sharded_training.py FOLDER`."""
+"""What test_distributed.py runs in one process and, under torchrun, in two: `python sharded_training.py FOLDER NAMES`;
+without names of cases all of it.
+"""
 
 import sys
 from pathlib import Path
@@ -107,7 +109,13 @@ def finetuned(folder: Path, name: str = "finetuned", **options) -> dict:
     return {"state": state, "losses": losses}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
+    if names:
+        with distributed.launched():
+            results = {name: train(name, folder) for name in names}
+            if distributed.is_first():
+                torch.save(results, folder / "results.pt")
+        return
     with distributed.launched():
         results = {name: train(name, folder) for name in CASES}
         results["first step"] = {name: first_step(name, folder) for name in FIRST_STEP}
@@ -134,4 +142,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

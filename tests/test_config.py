@@ -82,6 +82,8 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"lr": 1}}), "overrides.frozen_router.lr: unknown key"),
     ("tiny.yaml", lambda c: c.update(artefacts=["main_result"]), "artefacts: unknown name 'main_result'; did you mean 'main_results'"),
     ("tiny.yaml", lambda c: c.update(gpus={"tiny_a": 3}), "gpus.tiny_a: forget_batch_size of gd/unconstrained is 16, which 3 processes cannot share"),
+    ("tiny.yaml", lambda c: c.update(gpus={"tiny_a": 4}, nodes={"tiny_a": 3}), "nodes.tiny_a: 3 do not divide its `gpus`, 4"),
+    ("tiny.yaml", lambda c: c.update(nodes={"tinya": 2}), "nodes: unknown name 'tinya'; did you mean 'tiny_a'"),
     ("tiny.yaml", lambda c: c["training"].update(lr=1), "training.lr: unknown key; valid keys: learning_rate, router_multiplier"),
     ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpah": 1}), "objective_training.gd.objective.alpah: unknown key; valid keys: alpha"),
     ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpha": -1}), "objective_training.gd.objective.alpha: Input should be greater than or equal to 0 (got -1"),

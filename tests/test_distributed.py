@@ -1,6 +1,7 @@
 """Two processes that share a model train it as one does: on CPU, over gloo."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from conftest import small_model
 from gripmoe import distributed
 from gripmoe.checkpoint import save_state
+from gripmoe.launching import torchrun
 from gripmoe.moe import MoEModel
 from sharded_training import CASES, FIRST_STEP, RESUMED, finetuned, first_step, train
 
@@ -79,6 +81,28 @@ def test_without_averaged_gradients_it_is_not(shared, alone):
 def test_every_process_has_the_same_routers_to_the_bit(name, shared):
     first, second = shared[1][name]["thetas"]
     assert torch.equal(first, second)
+
+
+def test_two_nodes_train_what_two_processes_of_one_do(shared, alone, tmp_path):
+    """To the bit, which one process does not. Each node has an agent of its own; they meet at a port of the first."""
+    names = ["unconstrained", "expert_specific", "anchored_tracked"]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        place = f"localhost:{free.getsockname()[1]}"
+    command = [*torchrun(2, 2, place, [str(tmp_path)]), PROGRAM, tmp_path, *names]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    agents = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    try:
+        said = [agent.communicate(timeout=150)[1] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said[0][-2000:] + said[1][-2000:]
+    apart = torch.load(tmp_path / "results.pt")
+    for name in names:
+        assert apart[name]["digest"] == shared[1][name]["digest"]
+        assert largest_difference(apart[name]["state"], shared[1][name]["state"]) == 0
+        assert largest_difference(alone[name]["state"], shared[1][name]["state"]) > 0
 
 
 def test_what_is_written_is_the_whole_model(shared):

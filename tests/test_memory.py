@@ -326,13 +326,26 @@ def test_where_no_single_change_does_gpus_and_a_rank_together_may():
 
 def test_too_many_references_want_fewer_steps():
     paper, step = Project(CONFIG, "paper"), Step(LARGE, "unlearn", *CELL, "anchored")
-    (way,) = what_would_fit(paper, step, 141, 2000)["host"]
+    (way,) = what_would_fit(paper, step, 141, 2000)["host"]  # two nodes are not enough
     steps = int(way.removeprefix("max_steps: "))
     hosts = []
     for count in (steps, steps + 1):
         overrides = {**paper.world.overrides, "gd/anchored": {"max_steps": count}}
         hosts.append(unlearned(changed("paper", overrides=overrides), "anchored").host)
     assert hosts[0] <= 2000 < hosts[1]
+
+
+def test_nodes_share_what_the_host_holds_and_split_what_one_process_does():
+    """Two GPUs on two nodes: a process on each; what a single process does has one GPU."""
+    paper, far = Project(CONFIG, "paper"), changed("paper", nodes={LARGE: 2})
+    near, apart = (unlearned(project, "anchored") for project in (paper, far))
+    assert near.total == apart.total and near.host - 61 == pytest.approx(2 * (apart.host - 61))
+    assert "nodes: 2" in what_would_fit(paper, near.step, 141, 2200)["host"]
+    assert (unlearned(far, "seuf").gpus, needed(far, Step(LARGE, "evaluate"))) == (
+        1,
+        needed(changed("paper", gpus={}), Step(LARGE, "evaluate")),
+    )
+    assert needed(far, Step(LARGE, "evaluate")).total == pytest.approx(122.0)
 
 
 def plan(folder, *arguments, world="paper"):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from gripmoe.launching import started_together
 from gripmoe.parsing import ConfigError
 
 
@@ -26,6 +27,7 @@ class Command(NamedTuple):
     values: tuple[tuple[str, type, object], ...] = ()  # flags that are no paths: name, type, default
 
 
+TOGETHER = (("processes", int, 1), ("nodes", int, 1), ("rendezvous", str, None))  # how a model is trained
 COMMANDS = (
     Command("configure", "configure", "write the resolved configuration of a cell", ("settings", "output")),
     Command("prepare", "prepare_data", "write a benchmark's questions and corpora", ("settings", "output")),
@@ -35,7 +37,7 @@ COMMANDS = (
         "finetune_model",
         "finetune a base model on the documents of a news benchmark",
         ("settings", "benchmark", "model", "data", "output"),
-        values=(("processes", int, 1),),
+        values=TOGETHER,
     ),
     Command(
         "geometry",
@@ -55,7 +57,7 @@ COMMANDS = (
         "train a cell until it has forgotten",
         ("run", "model", "data", "trace", "forget-trace", "output"),
         optional=("bases", "reference", "references"),
-        values=(("processes", int, 1), ("reference-memory", float, 8.0)),
+        values=(*TOGETHER, ("reference-memory", float, 8.0)),
     ),
     Command(
         "unlearn",
@@ -150,11 +152,11 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument(command.many, nargs="+", type=Path)
 
     args = parser.parse_args(argv)
-    if getattr(args, "processes", 1) > 1 and "WORLD_SIZE" not in os.environ:  # torchrun calls this again, in each
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.processes}"]
-        os.execv(sys.executable, [*torchrun, "-m", "--", "gripmoe.cli", *(sys.argv[1:] if argv is None else argv)])
-    module = importlib.import_module(f"gripmoe.commands.{args.chosen.module}")
     try:
+        if getattr(args, "processes", 1) > 1 and "WORLD_SIZE" not in os.environ:  # what is started calls this again
+            command = started_together(args.processes, args.nodes, args.rendezvous, argv or sys.argv[1:], os.environ)
+            os.execvp(command[0], command)
+        module = importlib.import_module(f"gripmoe.commands.{args.chosen.module}")
         getattr(module, args.chosen.function)(args)
     except (ConfigError, ValueError, FileNotFoundError) as error:
         if os.environ.get("GRIPMOE_DEBUG"):

@@ -118,10 +118,11 @@ def _widths(project: Project, name: str) -> Widths:
 
 
 def _models(count: int) -> Callable[..., Memory]:
-    """A step that holds so many models, with their layers split over the GPUs; each has come through host memory."""
+    """A step that holds so many models, with their layers split over the GPUs of a node; each has come through host
+    memory."""
 
     def need(project: Project, step: Step, results: Path | None) -> Memory:
-        sizes, gpus = sizes_of(project, step.model), project.gpus(step.model)
+        sizes, gpus = sizes_of(project, step.model), project.gpus_per_node(step.model)
         weights, whole = (parameters * BYTES_WEIGHT / GB for parameters in (sizes.split_over(gpus), sizes.total))
         return Memory(step, gpus, count * weights, host=count * whole)
 
@@ -168,15 +169,15 @@ def _attacked(project: Project, step: Step, results: Path | None) -> Memory:
 
 def _trained_whole(project: Project, step: Step, results: Path | None) -> Memory:
     """Finetuning, in processes that share the experts, or relearning, in one; of every parameter."""
-    sizes, gpus = sizes_of(project, step.model), project.gpus(step.model)
-    processes = project.processes(step.model) if step.what == "finetune_model" else 1
-    settings, parameters = (
-        (project.models[step.model], sizes.held_by(gpus))
-        if step.what == "finetune_model"
-        else (project.world.relearning, sizes.split_over(gpus))
-    )
+    sizes, on_node = sizes_of(project, step.model), project.gpus_per_node(step.model)
+    if step.what == "finetune_model":
+        settings, gpus, readers = project.models[step.model], project.gpus(step.model), on_node
+        parameters = sizes.held_by(gpus)
+    else:
+        settings, gpus, readers = project.world.relearning, on_node, 1
+        parameters = sizes.split_over(gpus)
     each = BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES[settings.optimizer]
-    host = processes * sizes.total * BYTES_WEIGHT / GB
+    host = readers * sizes.total * BYTES_WEIGHT / GB
     return Memory(step, gpus, *(parameters * part / GB for part in each), host=host)
 
 
@@ -185,7 +186,8 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
     tensors of its layer, and a copy of them. Every process reads the whole model, keeps what the method keeps, and
     the first gathers the whole model to write it."""
     sizes, widths, method = sizes_of(project, step.model), _widths(project, step.model), project.methods[step.method]
-    gpus, processes = project.gpus(step.model), project.processes(step.model, step.method)
+    nodes = project.nodes(step.model, step.method)
+    gpus, readers = nodes * project.gpus_per_node(step.model), project.processes(step.model, step.method) // nodes
     training = project.training(step.objective, step.method, step.benchmark)
     tokens = tokens_of(project, step, training, results)
     held = held_by_method(method, step.objective, sizes, widths, tokens)
@@ -203,7 +205,7 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
         trained * copies + held.gpu,
     )
     whole = sizes.total * BYTES_WEIGHT
-    host = max(processes * whole, processes * held.host + whole)
+    host = max(readers * whole, readers * held.host + whole)
     return Memory(step, gpus, *(part / GB for part in parts), host=host / GB)
 
 
@@ -319,7 +321,7 @@ def _corpus(project: Project, step: Step, corpus: str, limit: int, results: Path
         return limit, min(limit * benchmark.max_length, size // BYTES_PER_TOKEN)
     lines = _lines(file, file.stat().st_mtime_ns)
     rows = min(limit, lines)
-    return rows, int(rows * min(benchmark.max_length, size / lines / BYTES_PER_TOKEN))
+    return rows, int(rows * min(benchmark.max_length, size / max(lines, 1) / BYTES_PER_TOKEN))
 
 
 @cache
@@ -359,7 +361,8 @@ def what_would_fit(
                 break
     if not on_host(project):
         steps = largest("max_steps", on_host)
-        ways["host"] = [f"max_steps: {steps}"] if steps else []
+        more = next((text for text, changed in _more_nodes(project, step) if on_host(changed)), None)
+        ways["host"] = ([f"max_steps: {steps}"] if steps else []) + ([more] if more else [])
     return ways
 
 
@@ -370,15 +373,23 @@ def _with_world(project: Project, **changes) -> Project:
 
 
 def _more_gpus(project: Project, step: Step) -> Iterator[tuple[str, Project]]:
-    batch_sizes = []
+    batch_sizes, nodes = [], project.world.nodes.get(step.model, 1)
     if step.what == "finetune_model":
         batch_sizes = [project.models[step.model].batch_size]
     elif step.what == "unlearn" and project.methods[step.method].experts == "all":
         training = project.training(step.objective, step.method, step.benchmark)
         batch_sizes = [training.forget_batch_size, training.retain_batch_size]
-    for count in range(project.gpus(step.model) + 1, MOST_GPUS + 1):
+    for count in range(project.gpus(step.model) + nodes, MOST_GPUS + 1, nodes):
         divisible = "" if not any(size % count for size in batch_sizes) else f" and batch sizes divisible by {count}"
         yield f"gpus: {count}{divisible}", _with_world(project, gpus={**project.world.gpus, step.model: count})
+
+
+def _more_nodes(project: Project, step: Step) -> Iterator[tuple[str, Project]]:
+    """Over which its GPUs can be spread, if several processes train."""
+    gpus, nodes = project.gpus(step.model), project.world.nodes
+    for count in range(nodes.get(step.model, 1) + 1, gpus + 1):
+        if gpus % count == 0:
+            yield f"nodes: {count}", _with_world(project, nodes={**nodes, step.model: count})
 
 
 def _other_optimizer(project: Project, step: Step) -> Project | None:

@@ -65,6 +65,10 @@ class Project:
         for name in world.gpus:
             _require_known(name, world.models, f"{file}: gpus")
             self._check_processes(name)
+        for name, nodes in world.nodes.items():
+            _require_known(name, world.models, f"{file}: nodes")
+            if self.gpus(name) % nodes:
+                raise ConfigError(f"{file}: nodes.{name}: {nodes} do not divide its `gpus`, {self.gpus(name)}")
         for name in world.benchmark_training:
             _require_known(name, self.benchmarks, f"{file}: benchmark_training")
         for name in world.models:
@@ -136,10 +140,20 @@ class Project:
         return self.models[config.base] if config.source == "finetuned" else config
 
     def gpus(self, model: str) -> int:
-        """How many a model takes, and its oracle as many: one, if the world does not say. Layers are split over them,
-        or processes that train the model share its experts."""
-        known = next((name for name in self.world.models if self.models[name].oracle == model), model)
-        return self.world.gpus.get(known, 1)
+        """How many a model takes, and its oracle as many: one, if the world does not say. Processes that train the
+        model share its experts; in a single process its layers are split over those of one node."""
+        return self.world.gpus.get(self._named(model), 1)
+
+    def gpus_per_node(self, model: str) -> int:
+        return self.gpus(model) // self.world.nodes.get(self._named(model), 1)
+
+    def nodes(self, model: str, method: str | None = None) -> int:
+        """Over how many the processes are spread that train a cell, or finetune a model."""
+        return self.processes(model, method) // min(self.processes(model, method), self.gpus_per_node(model))
+
+    def _named(self, model: str) -> str:
+        """The model of the world whose oracle this is, or the model itself."""
+        return next((name for name in self.world.models if self.models[name].oracle == model), model)
 
     def processes(self, model: str, method: str | None = None) -> int:
         """How many train a cell together, or finetune a model: one on each of its GPUs, or a single one if one expert

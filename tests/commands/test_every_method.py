@@ -141,21 +141,46 @@ def test_seuf_trains_one_expert_and_its_router(prepared, tmp_path):
     }
 
 
-def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_path):
-    """Documents differ in length, so a mean over each process's tokens weighs them a little differently."""
-    alone = run_cell(prepared, "expert_specific_paper", "gd", tmp_path)
+SRUN = """#!{python}
+# Two nodes of a SLURM job: both run the command behind srun's own options.
+import subprocess, sys
+start = next(i for i, part in enumerate(sys.argv[1:], 1) if not part.startswith("--"))
+assert {{"--jobid=4321", "--nodes=2", "--ntasks-per-node=1"}} < set(sys.argv[1:start]), sys.argv
+nodes = [subprocess.Popen(sys.argv[start:]) for _ in range(2)]
+sys.exit(max(node.wait() for node in nodes))
+"""
+
+
+def unlearned_together(prepared, folder, run, **environment):
+    """What two processes of the command write to `folder`."""
     root, _, files = prepared
-    (tmp_path / "two").mkdir()
+    folder.mkdir()
     flags = {
-        **dict(run=tmp_path / "run.yaml", model=root / "model/model.json", data=root / "data", trace=files["trace"]),
+        **dict(run=run, model=root / "model/model.json", data=root / "data", trace=files["trace"]),
         **{"forget-trace": files["forget_trace"]},
-        **dict(output=tmp_path / "two/checkpoint.json", processes=2),
+        **dict(output=folder / "checkpoint.json", processes=2),
     }
     command = [sys.executable, "-m", "gripmoe.cli", "unlearn", *(f"--{name}={value}" for name, value in flags.items())]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command += ["--nodes=2"] if environment else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    together = read_json(tmp_path / "two/checkpoint.json")
+    return read_json(folder / "checkpoint.json")
+
+
+def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_path):
+    """Documents differ in length, so a mean over each process's tokens weighs them a little differently. On two nodes
+    of a SLURM job, each with one of the processes, the weights are the same to the bit."""
+    alone = run_cell(prepared, "expert_specific_paper", "gd", tmp_path)
+    root = prepared[0]
+    together = unlearned_together(prepared, tmp_path / "two", tmp_path / "run.yaml")
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(SRUN.format(python=sys.executable))
+    srun.chmod(0o755)
+    path = f"{srun.parent}{os.pathsep}{os.environ['PATH']}"
+    apart = unlearned_together(prepared, tmp_path / "far", tmp_path / "run.yaml", SLURM_JOB_ID="4321", PATH=path)
+    assert apart["weights"] == together["weights"] != alone["weights"]
     assert (together["steps"], together["status"]) == (alone["steps"], alone["status"])
     (_, one), (_, two) = (read_json(folder / "history.json") for folder in (tmp_path, tmp_path / "two"))
     assert two["retain_loss"] == pytest.approx(one["retain_loss"], rel=0.02)

@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import yaml
+from snakemake_executor_plugin_slurm.submit_string import get_submit_command
 
 from gripmoe.memory import Step, needed
 from gripmoe.project import Project
@@ -69,7 +71,8 @@ def test_slurm_profile_as_typed_from_a_clone(tmp_path):
     for job in re.split(r"\nrule (?=trace_routing|unlearn|realign|evaluate|attack)", output)[1:]:
         job = job.split("\nrule ")[0]
         gpus = 2 if "model=qwen3_30b_a3b" in job else 1
-        assert re.search(rf"resources: .*gpu={gpus}\b", job) and "runtime=" in job and f"mem_mb={65536 * gpus}," in job
+        assert re.search(rf"resources: .*gpu={gpus}\b", job) and "runtime=" in job
+        assert int(re.search(r"mem_mb=(\d+)", job)[1]) >= 65536 * gpus
         if job.startswith("unlearn"):  # where one expert trains, in one process over all GPUs
             assert f"--processes {1 if 'method=seuf' in job else gpus}" in job
 
@@ -100,7 +103,7 @@ def test_memory_and_time_grow_with_every_attempt_that_the_profile_allows(tmp_pat
     planned_job = snakemake("-n", target, "--config", "world=paper", directory=tmp_path).split("rule unlearn:")[1]
     for name in re.search(r"input: (.*)", planned_job)[1].split(", "):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text('{"retain_tokens": 100, "forget_tokens": 100}' if name.endswith(".json") else "")
     failing = tmp_path / "bin" / "gripmoe"
     failing.parent.mkdir()
     failing.write_text("#!/bin/sh\nexit 1\n")
@@ -111,7 +114,9 @@ def test_memory_and_time_grow_with_every_attempt_that_the_profile_allows(tmp_pat
     )  # fmt: skip
     attempts = 1 + yaml.safe_load((PROFILE / "config.yaml").read_text())["retries"]
     asked = re.findall(r"resources: .*?mem_mb=(\d+).*runtime=(\d+)", output)
-    assert asked == [(str(2 * 65536 * n), str(720 * n)) for n in range(1, attempts + 1)] and attempts > 1
+    first = int(asked[0][0])
+    assert asked == [(str(first * n), str(720 * n)) for n in range(1, attempts + 1)] and attempts > 1
+    assert first >= 2 * 65536
 
 
 def test_order_of_the_steps(tmp_path):
@@ -176,6 +181,31 @@ def test_jobs_ask_for_the_host_memory_that_planning_says(tmp_path):
     assert int(asked[cell.format("anchored")]) > 10 * int(asked[cell.format("unconstrained")])
     tiny = snakemake("-n", "--config", "world=tiny", directory=tmp_path)
     assert set(re.findall(r"^rule unlearn:.*?mem_mb=(\d+)", tiny, re.M | re.S)) == {"3000"}
+
+
+class Resources(dict):
+    """Of a job, as a plugin reads them."""
+
+    __getattr__ = dict.__getitem__
+
+
+def test_a_model_on_several_nodes_asks_slurm_for_them(tmp_path):
+    """One task on each node; the executor starts the command on the first alone. A cell in one process asks for one
+    node and its GPUs."""
+    world = tmp_path / "far.yaml"
+    world.write_text("extends: paper\ngpus: {qwen3_30b_a3b: 2}\nnodes: {qwen3_30b_a3b: 2}\n")
+    output = snakemake("-n", "-p", "--config", f"world={world}", directory=tmp_path)
+    for method, nodes in (("anchored", 2), ("seuf", 1)):
+        cell = f"model=qwen3_30b_a3b, benchmark=wmdp_cyber, objective=gd, method={method}, seed=0"
+        jobs = (job.split("\nrule ")[0] for job in output.split("\nrule unlearn:")[1:])
+        job = next(job for job in jobs if f"wildcards: {cell}\n" in job)
+        asked = dict(re.findall(r"(\w+)=([^,\n]*)", re.search(r"resources: (.*)", job)[1]))
+        resources = Resources({name: int(value) if value.isdigit() else value for name, value in asked.items()})
+        names = ("run_uuid", "slurm_logfile", "comment_str", "account", "partition", "workdir")
+        command = get_submit_command(Namespace(resources=resources, threads=1), dict.fromkeys(names, ""))
+        assert f"--nodes={nodes}" in command.split() and ("--ntasks=2" in command.split()) == (nodes == 2)
+        assert "ntasks-per-gpu" not in command and (resources.gpu, bool(resources.mpi)) == (nodes, nodes == 2)
+        assert f"--processes {nodes} --nodes {nodes}" in job
 
 
 def test_unknown_config_key_is_refused(tmp_path):

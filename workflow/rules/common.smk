@@ -170,12 +170,16 @@ def growing(amount):
     return lambda wildcards, attempt: amount * attempt
 
 
-def gpus_of(wildcards):
-    return PROJECT.gpus(wildcards.model)
+def gpus_per_node(wildcards):
+    return PROJECT.gpus_per_node(wildcards.model)
 
 
 def processes_of(wildcards):
     return PROJECT.processes(wildcards.model, getattr(wildcards, "method", None))
+
+
+def nodes_of(wildcards):
+    return PROJECT.nodes(wildcards.model, getattr(wildcards, "method", None))
 
 
 MEMORY = 65536 if ON_GPU else 3000  # MB, for each GPU
@@ -183,7 +187,8 @@ HEADROOM = 1.2  # of what a published model is known to need on the host
 
 
 def memory_of(rule, gpus):
-    """Host memory of a rule on so many GPUs: at least MEMORY for each, and what planning says that its cell needs."""
+    """Host memory of a rule on so many GPUs of each node: at least MEMORY for each, and what planning says that its cell
+    needs."""
 
     def amount(wildcards, attempt):
         step = Step(wildcards.model, rule, *(wildcards.get(key, "") for key in ("benchmark", "objective", "method")))
@@ -200,9 +205,27 @@ def cpu_resources(rule):
 
 
 def gpu_resources(rule):
-    gpus = gpus_of if WORLD.gpus else 1
+    gpus = gpus_per_node if WORLD.gpus else 1
     return {"mem_mb": memory_of(rule, gpus), "gpu": gpus if ON_GPU else 0}
 
 
-PROCESSES = processes_of if WORLD.gpus else 1
+def training_resources(rule):
+    """Of several processes, on nodes that the SLURM executor is to treat as those of an MPI job: it then starts the
+    command once, on the first of them, and the command itself starts a task on each."""
+    resources = {**gpu_resources(rule), "processes": processes_of if WORLD.gpus else 1}
+    if WORLD.nodes:
+        resources |= {
+            "gpu": lambda wildcards: gpus_per_node(wildcards) * nodes_of(wildcards) if ON_GPU else 0,
+            "nodes": nodes_of,
+            "tasks": nodes_of,
+            "tasks_per_gpu": 0,
+            "mpi": lambda wildcards: "srun" if nodes_of(wildcards) > 1 else "",
+        }
+    return resources
+
+
+THREADS = (lambda wildcards: processes_of(wildcards) // nodes_of(wildcards)) if WORLD.gpus else 1
+NODES = (
+    " --nodes {resources.nodes}" if WORLD.nodes else ""
+)  # worlds without the key keep their command, and their cells
 ENVIRONMENT = f"{workflow.basedir}/envs/environment.yaml"

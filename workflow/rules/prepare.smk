@@ -86,10 +86,9 @@ rule finetune_model:
     priority: 100
     conda:
         ENVIRONMENT
-    threads: PROCESSES
+    threads: THREADS
     resources:
-        **gpu_resources("finetune_model"),
-        processes=PROCESSES,
+        **training_resources("finetune_model"),
         runtime=growing(720),
     params:
         data=folder_of,
@@ -98,7 +97,7 @@ rule finetune_model:
         code=code_fingerprint("gripmoe.commands.prepare:finetune_model"),
     shell:
         "gripmoe finetune-model --settings {params.settings:q} --benchmark {params.news:q} --model {input.base}"
-        " --processes {resources.processes} --data {params.data} --output {output} > {log} 2>&1"
+        " --processes {resources.processes}" + NODES + " --data {params.data} --output {output} > {log} 2>&1"
 
 
 localrules:

@@ -26,10 +26,9 @@ rule unlearn:
     priority: 10
     conda:
         ENVIRONMENT
-    threads: PROCESSES
+    threads: THREADS
     resources:
-        **gpu_resources("unlearn"),
-        processes=PROCESSES,
+        **training_resources("unlearn"),
         runtime=growing(720),
         reference_gb=WORLD.reference_memory,
     params:
@@ -41,7 +40,8 @@ rule unlearn:
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
         " --processes {resources.processes} --references {params.references} --reference-memory {resources.reference_gb}"
-        " {params.bases} {params.reference} --output {output.checkpoint} > {log} 2>&1"
+        + NODES
+        + " {params.bases} {params.reference} --output {output.checkpoint} > {log} 2>&1"
 
 
 rule realign:

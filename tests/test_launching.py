@@ -1,0 +1,42 @@
+"""The commands that start processes on one node or several; that they meet, test_distributed.py shows."""
+
+import sys
+
+import pytest
+
+from gripmoe.cli import main
+from gripmoe.launching import started_together
+
+CELL = ["unlearn", "--run", "run.yaml", "--processes", "8"]
+
+
+def test_one_node_needs_no_meeting_place():
+    command = started_together(8, 1, None, CELL, {"SLURM_JOB_ID": "7"})
+    assert command[:5] == [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8"]
+    assert command[5:] == ["-m", "--", "gripmoe.cli", *CELL]
+
+
+def test_a_slurm_job_starts_the_same_command_once_on_each_node():
+    """Which then knows where to meet, and so starts its own processes instead of srun again."""
+    job = {"SLURM_JOB_ID": "12345"}
+    srun = started_together(8, 2, None, CELL, job)
+    assert srun[:5] == ["srun", "--jobid=12345", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1"]
+    again = srun[srun.index("gripmoe.cli") + 1 :]
+    assert again[:-2] == CELL and again[-2] == "--rendezvous" and again[-1].endswith(":22345")
+    each = started_together(8, 2, again[-1], again, job)
+    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-backend=c10d", f"--rdzv-endpoint={again[-1]}"} < set(each)
+    other = started_together(8, 2, again[-1], [*again, "--seed"], job)
+    names = [next(part for part in command if "rdzv-id" in part) for command in (each, each, other)]
+    assert names[0] == names[1] != names[2], "two runs that meet at one place do not mix"
+
+
+def test_what_cannot_be_started_is_refused(capsys, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    paths = [
+        part for flag in ("run", "model", "data", "trace", "forget-trace", "output") for part in (f"--{flag}", "x")
+    ]
+    assert main(["unlearn", *paths, "--processes", "8", "--nodes", "2"]) == 2
+    assert "start the same command on each node with --rendezvous" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="8 processes cannot be spread evenly over 3 nodes"):
+        started_together(8, 3, "first:29400", CELL, {})
