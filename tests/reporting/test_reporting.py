@@ -85,6 +85,44 @@ def test_measured_and_paper_stand_apart():
     assert {"RA", "RA ±", "paper: RA"} <= set(frame.columns)
 
 
+def test_base_models_of_different_kinds_are_not_pooled():
+    runs = synthetic()
+    other = runs.assign(model="olmoe", value=runs.value.where(runs.metric != "retain_accuracy", 0.1))
+    alone, again = (comparison(runs, "main_results"), runs.assign(model="tiny_b"))
+    tables = {
+        name: comparison(pd.concat([runs, more]), "main_results") for name, more in (("kinds", other), ("seeds", again))
+    }
+    blocks = {name: [block for block, _ in table.blocks] for name, table in tables.items()}
+    assert blocks["seeds"] == [block for block, _ in alone.blocks] == ["", "RMU"]
+    assert blocks["kinds"] == ["Tiny Qwen3-MoE", "Tiny Qwen3-MoE, RMU", "OLMoE-1B-7B", "OLMoE-1B-7B, RMU"]
+    found = [
+        row(Table(tables["kinds"].columns, tables["kinds"].paper_columns, [block]), "Unconstrained")
+        for block in tables["kinds"].blocks[1::2]
+    ]
+    assert [measured["RA"].value for _, measured, _ in found] == pytest.approx([0.71, 0.1]), "not .405"
+    assert [paper["RS"].value for _, _, paper in found] == [0.43, None], "the paper's beside one of them"
+    paper = pd.concat([runs, runs.assign(model="qwen3_30b_a3b")])
+    *_, (_, entries) = comparison(paper, "main_results").blocks
+    assert [cell.value for cell in entries[0][2]] == [0.26, 0.35, 0.43], "beside its own model"
+
+
+def test_benchmarks_are_not_pooled():
+    runs = pd.concat([synthetic(), synthetic().assign(benchmark="wmdp_tiny_narrow")])
+    assert [block for block, _ in comparison(runs, "main_results").blocks][1::2] == [
+        "wmdp_tiny, RMU",
+        "wmdp_tiny_narrow, RMU",
+    ]
+
+
+def test_models_of_one_name_differ_by_their_seed_alone():
+    catalogue = yaml.safe_load((Path(__file__).parents[2] / "workflow/config/models.yaml").read_text(encoding="utf-8"))
+    for (first, a), (second, b) in combinations(catalogue.items(), 2):
+        alike = [{key: value for key, value in model.items() if key not in ("seed", "oracle")} for model in (a, b)]
+        of_one_name = labels.model_label(first) == labels.model_label(second)
+        known = first in labels.MODELS and second in labels.MODELS
+        assert (alike[0] == alike[1]) == of_one_name or not known, (first, second)
+
+
 def test_what_was_not_measured_is_missing_not_filled():
     table = comparison(synthetic(), "main_results")
     _, measured, paper = row(table, "Before unlearning")

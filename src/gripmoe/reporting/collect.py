@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 from gripmoe.files import atomic_path, read_json, read_yaml
+from gripmoe.reporting import labels
 
 KEYS = ["model", "benchmark", "objective", "method", "seed"]
 COLUMNS = [*KEYS, "metric", "value"]
@@ -136,6 +137,17 @@ def _seconds(output: Path) -> float:
     """What the step took that wrote `output`."""
     record = output.with_name(f"{output.stem}.provenance.json")
     return read_json(record)["seconds"] if record.exists() else float("nan")
+
+
+def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
+    """Rows that may be pooled, with their name, which is empty if all of them may: of base models of one kind, which
+    differ by their seed alone, on one benchmark (or what else `by` says of the two)."""
+    names = pd.DataFrame({"model": table.model.map(labels.model_label), "benchmark": table.benchmark})[list(by)]
+    differ = [column for column in by if names[column].nunique() > 1]
+    if not differ:
+        return [("", table)]
+    together = names[differ].agg(", ".join, axis=1)
+    return [(name, table[together == name]) for name in together.unique()]
 
 
 def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import resources
+from itertools import product
 
 import pandas as pd
 import yaml
 
 from gripmoe.reporting import labels
+from gripmoe.reporting.collect import apart
 from gripmoe.reporting.tables import MISSING, Cell, Table, interval
 
 NO_ROUTER = "n/a"
+PAPER_MODEL = "qwen3_30b_a3b"
 Measured = Callable[[pd.DataFrame, str, bool], Cell]  # the runs of a row, a metric, whether it is about news
 # From the dev split, on which runs stop, to the test split.
 FORGET_SLACK = {"forget_accuracy": 0.05, "verbmem": 5.0, "knowmem_forget": 5.0}
@@ -52,10 +55,12 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) 
     metrics, published = spec["measured"], spec["paper"]
     news = spec.get("kind") == "news"
     table = Table([labels.metric_label(m) for m in metrics], [labels.metric_label(m) for m in published])
-    for block in spec["blocks"]:
+    groups = _groups(runs, spec)
+    beside_paper = next((kind for kind, of in groups if spec.get("model", PAPER_MODEL) in set(of.model)), groups[0][0])
+    for (kind, group), block in product(groups, spec["blocks"]):
         entries = []
-        rows = block["rows"]
-        of_block = runs[runs.benchmark == block["benchmark"]] if "benchmark" in block else runs
+        rows = block["rows"] if kind == beside_paper else [_unpublished(row) for row in block["rows"]]
+        of_block = group[group.benchmark == block["benchmark"]] if "benchmark" in block else group
         if spec.get("all_methods") and "objective" in block:
             rows = _with_all_methods(rows, of_block[of_block.objective == block["objective"]])
         for row in rows:
@@ -72,12 +77,22 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) 
         if entries and any(cell.value is not None for _, measured, _ in entries for cell in measured):
             if block.get("objective") and spec.get("marks_best", True):
                 _mark_best(entries, metrics, 0.0 if news else labels.CHANCE)
-            table.blocks.append((block.get("name", ""), entries))
+            table.blocks.append((", ".join(filter(None, [kind, block.get("name")])), entries))
     if not any(cell.value is not None for _, entries in table.blocks for _, _, paper in entries for cell in paper):
         table.paper_columns = []  # the paper has none of the rows that were measured
         table.blocks = [(name, [(label, cells, []) for label, cells, _ in entries]) for name, entries in table.blocks]
     table.notes = _notes(runs, spec, table)
     return table
+
+
+def _groups(runs: pd.DataFrame, spec: dict) -> list[tuple[str, pd.DataFrame]]:
+    """What must not be pooled, apart; where blocks or rows name benchmarks or models they say themselves."""
+    named = {key for block in spec["blocks"] for entry in (block, *block["rows"]) for key in entry}
+    return apart(runs, [column for column in ("model", "benchmark") if column not in named])
+
+
+def _unpublished(row: dict) -> dict:
+    return {key: value for key, value in row.items() if key not in ("paper", "line")}
 
 
 def _with_all_methods(rows: list[dict], runs: pd.DataFrame) -> list[dict]:
@@ -168,9 +183,11 @@ def _mark_best(block: list, metrics: list[str], chance: float) -> None:
 
 def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     seeds = runs.loc[runs.objective != "none", "seed"].nunique()
-    models = runs.model.nunique()
     of_one_model = any("model" in row for block in spec["blocks"] for row in block["rows"])
+    groups = _groups(runs, spec)
+    models = max(group.model.nunique() for _, group in groups)
     runs_in_row = seeds * (1 if of_one_model else models)
+    each = " per block" if len(groups) > 1 else ""
     spread = {1: "", 2: " ± half the range,"}.get(runs_in_row, " ± 95 % t-interval,")
     shown = {labels.metric_label(m): labels.METRIC_NOTES.get(m) for m in spec["measured"]}
     alone = any(
@@ -181,8 +198,8 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     )
     spread += " without ± one run," if spread and alone else ""
     notes = [
-        f"Mean over {seeds} unlearning seed{'s' if seeds > 1 else ''}, {models} base model{'s' if models > 1 else ''},"
-        f"{spread} test questions, held-out retain tokens. {spec['title']}.",
+        f"Mean over {seeds} unlearning seed{'s' if seeds > 1 else ''}, {models} base model{'s' if models > 1 else ''}"
+        f"{each},{spread} test questions, held-out retain tokens. {spec['title']}.",
         "; ".join(f"{label}: {note}" for label, note in shown.items() if note) + ".",
     ]
     notes += [spec["note"]] if "note" in spec else []

@@ -4,6 +4,20 @@ from __future__ import annotations
 
 OBJECTIVES = {"gd": "GD", "kl": "KL", "npo": "NPO", "rmu": "RMU", "none": ""}
 
+MODELS = {  # of one name: instances of one kind, that differ by their seed alone
+    "tiny_a": "Tiny Qwen3-MoE",
+    "tiny_b": "Tiny Qwen3-MoE",
+    "tiny_shared": "Tiny Qwen2-MoE",
+    "tiny_dense": "Tiny Qwen3, dense",
+    "tiny_news": "Tiny Qwen3-MoE, news",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "qwen15_moe": "Qwen1.5-MoE-A2.7B",
+    "olmoe": "OLMoE-1B-7B",
+    "qwen3_30b_a3b_news": "Qwen3-30B-A3B, news",
+    "qwen15_moe_news": "Qwen1.5-MoE-A2.7B, news",
+    "olmoe_news": "OLMoE-1B-7B, news",
+}
+
 METHODS = {
     "original": "Before unlearning",
     "retain_only": "Retain-only oracle",
@@ -267,6 +281,10 @@ def method_label(method: str) -> str:
         return method.replace("_", " ")
     where = METHODS.get(base, f"Method A, {base} layers")
     return f"{where}, {threshold.replace('em', 'e-')}"
+
+
+def model_label(model: str) -> str:
+    return MODELS.get(model, model.replace("_", " "))
 
 
 def metric_label(metric: str) -> str:
