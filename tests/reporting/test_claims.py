@@ -29,6 +29,19 @@ def test_pairs_are_runs_of_the_same_seed():
     assert sorted(pairs.round(6)) == [0.3, 0.4]
 
 
+def test_a_reference_stands_for_every_objective_and_seed():
+    of_two = pd.concat([runs(a=[0.9, 0.8, 0.7]), runs(a=[0.5]).assign(objective="gd")])
+    reference = runs(original=[0.4]).assign(objective="none")
+    of_another = reference.assign(model="tiny_b", value=9.0)
+    pairs = differences(pd.concat([of_two, reference, of_another]), {**ABOVE, "right": "original"})
+    assert sorted(pairs.round(6)) == [0.1, 0.3, 0.4, 0.5]
+    assert set(pairs.index.unique("objective")) == {"rmu", "gd"}
+    alone = differences(pd.concat([of_two, of_another]), {**ABOVE, "right": "original"})
+    assert alone.empty, "the reference of another base model"
+    named = {**ABOVE, "right": "original", "objectives": ["gd"]}
+    assert differences(pd.concat([of_two, reference]), named).tolist() == pytest.approx([0.1])
+
+
 def test_verdicts_by_hand():
     assert verdict(ABOVE, a=[0.9, 0.8, 0.9], b=[0.5, 0.4, 0.5]) == "holds"
     assert verdict(ABOVE, a=[0.5, 0.4, 0.5], b=[0.9, 0.8, 0.9]) == "does not hold"

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from gripmoe.reporting.collect import COLUMNS
 from gripmoe.reporting.paired import compared, paired_interval, paired_table, sign_test
 
 
@@ -46,12 +47,12 @@ def test_questions_about_one_fact_count_as_one():
     assert high - low > 2 * (narrow_high - narrow_low)
 
 
-def answers(method, seed, correct, metric="forget_accuracy", letters=True):
+def answers(method, seed, correct, metric="forget_accuracy", letters=True, objective="gd"):
     rows = [
         dict(id=f"q{i}", fact=f"f{i // 2}", metric=metric, chosen=int(i % 4 == 0) if letters else None, score=float(c))
         for i, c in enumerate(correct)
     ]
-    keys = dict(model="m", benchmark="b", objective="gd", method=method, seed=seed)
+    keys = dict(model="m", benchmark="b", objective=objective, method=method, seed=seed)
     return [{**keys, **row} for row in rows]
 
 
@@ -61,7 +62,7 @@ def test_methods_are_compared_on_the_runs_that_both_have():
     found = compared(pd.DataFrame(rows), "gd", "anchored", "unconstrained", "forget_accuracy")
     assert (found["runs"], found["difference"], found["p"]) == (1, -1.0, pytest.approx(2 / 256))
     assert compared(pd.DataFrame(rows), "gd", "ptc", "unconstrained", "forget_accuracy") is None
-    table = paired_table(pd.DataFrame(rows), pd.DataFrame(columns=["objective", "method", "metric", "value"]))
+    table = paired_table(pd.DataFrame(rows), pd.DataFrame(columns=COLUMNS))
     (_, entries), *_ = table.blocks
     shown = {label: [cell.text for cell in cells] for label, cells, _ in entries}
     assert table.columns == ["Δ FA", "p", "letter", "shuffled"], "retain questions were not asked"
@@ -69,12 +70,22 @@ def test_methods_are_compared_on_the_runs_that_both_have():
     assert shown["Unconstrained"][:3] == ["–", "–", "0.75"]
 
 
+def test_letter_bias_has_a_floor_in_the_models_that_trained_nothing():
+    rows = answers("original", 0, [True] * 8, objective="none") + answers("unconstrained", 0, [False] * 8)
+    shuffled = [("m", "b", "none", "original", 0, "prompt_choice_shuffle", 0.9)]
+    shuffled += [("other", "b", "none", "original", 0, "prompt_choice_shuffle", 0.1)]
+    (name, entries), (after, _) = paired_table(pd.DataFrame(rows), pd.DataFrame(shuffled, columns=COLUMNS)).blocks
+    ((label, cells, _),) = entries
+    assert (name, label, after) == ("", "Before unlearning", "GD")
+    assert [cell.text for cell in cells] == ["–", "–", "0.75", "0.90"]
+
+
 def test_news_is_compared_on_its_own_measures():
     rows = answers("unconstrained", 0, [80.0] * 8, "knowmem_retain", letters=False)
     rows += answers("anchored", 0, [90.0] * 6 + [60.0] * 2, "knowmem_retain", letters=False)
     rows += answers("unconstrained", 0, [20.0] * 8, "verbmem", letters=False)
     rows += answers("anchored", 0, [20.0] * 8, "verbmem", letters=False)
-    table = paired_table(pd.DataFrame(rows), pd.DataFrame(columns=["objective", "method", "metric", "value"]))
+    table = paired_table(pd.DataFrame(rows), pd.DataFrame(columns=COLUMNS))
     (_, entries), *_ = table.blocks
     shown = {label: [cell.text for cell in cells] for label, cells, _ in entries}
     assert table.columns == ["Δ C1", "p", "Δ C4", "p"] and "sign test" in table.notes[1]

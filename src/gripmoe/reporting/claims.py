@@ -13,6 +13,7 @@ from gripmoe.reporting.collect import of_kind
 from gripmoe.reporting.tables import Cell, Table
 
 RUN = ["model", "benchmark", "objective", "seed"]
+REFERENCES = ("original", "retain_only")
 VERDICTS = ("holds", "does not hold", "undecided", "not measured")
 
 
@@ -22,7 +23,8 @@ def load_claims() -> dict[str, dict]:
 
 
 def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
-    """Left minus right of every run that has both: paired by base model, benchmark, objective and seed. Runs that have
+    """Left minus right of every run that has both: paired by base model, benchmark, objective and seed, or with the
+    reference model of the same base model and benchmark. Runs that have
     not forgotten are left out, unless the statement is about those too (`unreached`)."""
     runs = of_kind(runs, claim.get("kind", "letters"))
     if not claim.get("unreached"):
@@ -31,11 +33,16 @@ def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
         runs = runs[~runs.set_index(keys).index.isin(missed.set_index(keys).index)]
     measured = runs[(runs.metric == claim["metric"]) & runs.value.notna()]
     if "objectives" in claim:
-        measured = measured[measured.objective.isin(claim["objectives"])]
+        measured = measured[measured.objective.isin([*claim["objectives"], "none"])]
     left = measured[measured.method == claim["left"]].set_index(RUN).value
     if not isinstance(claim["right"], str):
         return left - claim["right"]
-    return (left - measured[measured.method == claim["right"]].set_index(RUN).value).dropna()
+    right = measured[measured.method == claim["right"]]
+    if claim["right"] in REFERENCES:  # one for all objectives and seeds
+        of_model = right.set_index(["model", "benchmark"]).value
+        reference = left.index.droplevel(["objective", "seed"]).map(of_model)
+        return (left - pd.Series(reference, index=left.index, dtype=float)).dropna()
+    return (left - right.set_index(RUN).value).dropna()
 
 
 def judge(pairs: pd.Series, claim: dict, level: float = 0.95) -> tuple[str, float, float, float]:

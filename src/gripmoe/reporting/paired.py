@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,11 @@ import pandas as pd
 from scipy import stats
 
 from gripmoe.reporting import labels
-from gripmoe.reporting.collect import of_kind
+from gripmoe.reporting.collect import apart, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
 
 RUN = ["model", "benchmark", "seed"]
+NO_OBJECTIVE = "none"  # of the models that trained nothing
 RESAMPLES = 4000
 MEASURES = ("forget_accuracy", "retain_accuracy", "verbmem", "knowmem_forget", "knowmem_retain")
 
@@ -66,24 +68,28 @@ def compared(answers: pd.DataFrame, objective: str, method: str, against: str, m
 
 def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unconstrained") -> Table:
     """Every method beside `against`, item by item. Of letter questions also, so that "always A" is seen for what it is,
-    how often the commonest letter is given on forget questions and what accuracy is left when choices change places."""
+    how often the commonest letter is given on forget questions and what accuracy is left when choices change places;
+    there the models that trained nothing say what a model gives that answers, or that never knew."""
     metrics = [metric for metric in MEASURES if metric in set(answers.metric)]
     letters = bool(answers.chosen.notna().any())
     columns = [column for metric in metrics for column in (f"Δ {labels.metric_label(metric)}", "p")]
     table = Table(columns + ["letter", "shuffled"] * letters, [], label_width=1.7)
-    for objective in [o for o in labels.OBJECTIVES if o != "none" and o in set(answers.objective)]:
+    objectives = [NO_OBJECTIVE] * letters + [name for name in labels.OBJECTIVES if name != NO_OBJECTIVE]
+    for (kind, group), objective in product(apart(answers), objectives):
         entries = []
-        of_objective = answers[answers.objective == objective]
+        of_objective = group[group.objective == objective]
+        of_group = runs[runs.model.isin(group.model) & runs.benchmark.isin(group.benchmark)]
         for method in [m for m in labels.METHODS if m in set(of_objective.method)]:
             cells = []
             for metric in metrics:
-                found = None if method == against else compared(answers, objective, method, against, metric)
+                found = None if method == against else compared(group, objective, method, against, metric)
                 cells += _cells(found, decimals=2 if letters else 1)
             if letters:
-                of_method = runs[(runs.objective == objective) & (runs.method == method)]
+                of_method = of_group[(of_group.objective == objective) & (of_group.method == method)]
                 cells += _letter_bias(of_objective[of_objective.method == method], of_method)
             entries.append((labels.method_label(method), cells, []))
-        table.blocks.append((labels.OBJECTIVES[objective], entries))
+        if entries:
+            table.blocks.append((", ".join(filter(None, [kind, labels.OBJECTIVES[objective]])), entries))
     beside = f"{labels.method_label(against).lower()} on the same test {'questions' if letters else 'items'}"
     table.notes = [
         f"Differences to {beside}; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of runs and of"
