@@ -42,11 +42,11 @@ def test_what_an_attack_adds_is_paired_by_question():
     items += attacked(swaps, lambda f: f % 2 == 0, lambda f: f % 2 == 1)  # as many right, others
     table = attack_matrix(runs_of([hides, swaps], forget_accuracy=0.9), pd.DataFrame(items))
     found = entries(table)
-    hidden, swapped = (found[name]["forced FA"] for name in ("Unconstrained", "Frozen router"))
+    hidden, swapped = (found[name]["+ forced"] for name in ("Unconstrained", "Frozen router"))
     assert hidden.text.startswith("0.75") and found["Unconstrained"]["FA"].value == 0.25, "not what runs say"
     assert swapped.value == 0.0 and swapped.half_width > hidden.half_width > 0.1
     assert hidden.shade == 1.0 and swapped.shade == 0.0 == found["Unconstrained"]["FA"].shade
-    assert found["Unconstrained"]["noise"].text == "–", "not asked"
+    assert found["Unconstrained"]["+ noise"].text == "–", "not asked"
 
 
 def test_news_has_two_measures_and_each_attack_adds_to_its_own():
@@ -64,16 +64,16 @@ def test_news_has_two_measures_and_each_attack_adds_to_its_own():
     found = entries(table)
     added = found["Unconstrained"]
     assert (added["C1"].text, added["C2"].text) == ("20 ± 0", "30 ± 12")
-    assert added["forced C1"].value == 50.5 and 0 < added["forced C1"].half_width < 1 < added["C2"].half_width
-    assert added["forced C2"].value == 25.0 and added["routers"].value == 50.0, "not 50 - 30"
-    assert found["Retain-only oracle"]["routers"].value == 0.0 and added["4 bit"].text == "–"
-    assert added["forced C1"].shade == pytest.approx(50.5 / 70) and added["C1"].shade == added["C2"].shade == 0.0
+    assert added["+ forced C1"].value == 50.5 and 0 < added["+ forced C1"].half_width < 1 < added["C2"].half_width
+    assert added["+ forced C2"].value == 25.0 and added["+ routers"].value == 50.0, "not 50 - 30"
+    assert found["Retain-only oracle"]["+ routers"].value == 0.0 and added["+ 4 bit"].text == "–"
+    assert added["+ forced C1"].shade == pytest.approx(50.5 / 70) and added["C1"].shade == added["C2"].shade == 0.0
 
 
 def test_an_attack_that_changes_nothing_is_known_to_change_nothing():
     (cell,) = cells("unconstrained")
     table = attack_matrix(runs_of([cell], forget_accuracy=0.5), pd.DataFrame(attacked(cell, *[lambda f: f % 2] * 2)))
-    forced = entries(table)["Unconstrained"]["forced FA"]
+    forced = entries(table)["Unconstrained"]["+ forced"]
     assert (forced.value, forced.half_width) == (0.0, 0.0)
 
 
@@ -84,7 +84,7 @@ def test_intervals_widen_with_what_runs_differ_in():
         unlike[1], lambda f: False, lambda f: False
     )
     found = entries(attack_matrix(runs_of([*alike, *unlike], forget_accuracy=0.2), pd.DataFrame(items)))
-    same, other = (found[name]["forced FA"] for name in ("Unconstrained", "Frozen router"))
+    same, other = (found[name]["+ forced"] for name in ("Unconstrained", "Frozen router"))
     assert same.value == other.value == 0.5 and other.half_width == 0.5 > 2 * same.half_width
 
 
@@ -92,7 +92,7 @@ def test_without_items_what_is_added_is_added_to_the_same_questions():
     (cell,) = cells("unconstrained")
     metrics = dict(forget_accuracy=0.2, prompt_plain=0.3, forced_forget_accuracy=0.7, noisy_routing=0.4)
     found = entries(attack_matrix(runs_of([cell], **metrics)))["Unconstrained"]
-    assert found["forced FA"].value == pytest.approx(0.5) and found["noise"].value == pytest.approx(0.1)
+    assert found["+ forced"].value == pytest.approx(0.5) and found["+ noise"].value == pytest.approx(0.1)
 
 
 def test_curves_show_the_oracle_in_every_panel():
@@ -114,5 +114,5 @@ def test_what_a_dense_model_cannot_have_is_told_from_what_was_not_measured():
     for experts, text in ((0.0, "n/a"), (16.0, "–")):
         table = attack_matrix(runs_of([cell], num_experts=experts, forget_accuracy=0.2, prompt_plain=0.2))
         found = entries(table)["Unconstrained"]
-        assert found["forced FA"].text == found["noise"].text == text and found["4 bit"].text == "–"
+        assert found["+ forced"].text == found["+ noise"].text == text and found["+ 4 bit"].text == "–"
         assert any("dense" in note for note in table.notes) == (experts == 0)

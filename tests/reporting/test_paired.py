@@ -89,5 +89,5 @@ def test_news_is_compared_on_its_own_measures():
     (_, entries), *_ = table.blocks
     shown = {label: [cell.text for cell in cells] for label, cells, _ in entries}
     assert table.columns == ["Δ C1", "p", "Δ C4", "p"] and "sign test" in table.notes[1]
-    assert shown["Anchored (ours)"][:2] == ["+0.0 ± .0", "1"] and shown["Anchored (ours)"][3] == ".289"
+    assert shown["Anchored (ours)"][:2] == ["+0.0 ± 0.0", "1"] and shown["Anchored (ours)"][3] == ".289"
     assert shown["Anchored (ours)"][2].startswith("+2.5 ± ")

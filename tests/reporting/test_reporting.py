@@ -1,8 +1,10 @@
 """Tables and figures from synthetic cells: numbers by hand, marks computed, the paper's values apart."""
 
+import re
 from itertools import combinations
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -13,7 +15,7 @@ from PIL import Image
 import gripmoe.reporting
 from gripmoe.files import file_digest, write_csv, write_json, write_yaml
 from gripmoe.reporting import labels
-from gripmoe.reporting.attacks import load_attacks
+from gripmoe.reporting.attacks import attack_matrix, load_attacks
 from gripmoe.reporting.collect import COLUMNS, at_equal_forgetting, collect_cells, load_histories, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, paper_values
 from gripmoe.reporting.figures import (
@@ -24,7 +26,7 @@ from gripmoe.reporting.figures import (
     stability_by_layer,
 )
 from gripmoe.reporting.paired import load_answers
-from gripmoe.reporting.tables import Cell, Table, as_frame, as_latex, draw, interval, save, without_zeros
+from gripmoe.reporting.tables import Cell, Table, as_frame, as_latex, as_tex, draw, interval, save, without_zeros
 
 COMPARISONS = Path(gripmoe.reporting.__file__).with_name("comparisons.yaml")
 
@@ -196,19 +198,21 @@ def test_every_table_is_complete_and_its_columns_have_names():
 
 @pytest.mark.parametrize("name", yaml.safe_load(COMPARISONS.read_text(encoding="utf-8")))
 def test_no_two_texts_of_a_drawn_table_overlap(name):
-    """With intervals everywhere, every row marked, nothing missing."""
+    """With intervals everywhere, some below zero, every row marked, nothing missing; of a matrix each attack's cell."""
     spec = yaml.safe_load(COMPARISONS.read_text(encoding="utf-8"))[name]
     benchmark = "muse_tiny" if spec.get("kind") == "news" else "wmdp_tiny"
     marks = {"reached": 0.0, "forget_accuracy_target": 0.25}
     rows = [
         (entry.get("model", "tiny_a"), benchmark, entry.get("objective", block.get("objective")), entry["method"], seed)
-        + (metric, value + seed / 10)
+        + (metric, (value - 0.6 * (number % 2)) * (1 + seed / 10))
         for block in spec["blocks"]
         for entry in block["rows"]
-        for metric, value in (dict.fromkeys(spec["measured"], 0.277) | marks).items()
+        for number, (metric, value) in enumerate((dict.fromkeys(spec["measured"], 0.277) | marks).items())
         for seed in (0, 1)
     ]
-    figure = draw(comparison(pd.DataFrame(rows, columns=COLUMNS), name))
+    runs = pd.DataFrame(rows, columns=COLUMNS)
+    figure = draw(attack_matrix(runs, name=name) if spec.get("differences") else comparison(runs, name))
+    figure.set_dpi(300)
     boxes = [(text.get_text(), text.get_window_extent()) for text in figure.axes[0].texts]
     assert len(boxes) >= len(spec["measured"])
     overlapping = [
@@ -217,6 +221,12 @@ def test_no_two_texts_of_a_drawn_table_overlap(name):
         if min(a.x1, b.x1) > max(a.x0, b.x0) and min(a.y1, b.y1) - max(a.y0, b.y0) > 0.3 * min(a.height, b.height)
     ]
     assert not overlapping
+    width = figure.get_window_extent().width
+    assert not [text for text, box in boxes if box.x0 < 0 or box.x1 > width], "and none is cut off"
+    beside = [(a, b) for (_, a), (_, b) in combinations(boxes, 2) if min(a.y1, b.y1) > max(a.y0, b.y0)]
+    assert min(max(b.x0 - a.x1, a.x0 - b.x1) for a, b in beside) > 0.03 * figure.dpi, "nor do they touch"
+    assert not [text for text, _ in boxes if re.search(r"(?<![\w.])-[.\d]", text)], "a hyphen is no minus"
+    plt.close(figure)
 
 
 def test_unknown_table():
@@ -232,6 +242,22 @@ def test_all_formats_are_written(tmp_path):
     assert pd.read_csv(tmp_path / "main_results.csv")["paper: RS"].notna().sum() == 5
     tex = as_latex(comparison(synthetic(), "main_results"))
     assert r"\textbf{" in tex and "±" not in tex and tex.count(r"\toprule") == 1
+
+
+def test_latex_has_plain_signs_only():
+    """What pdflatex takes: ASCII, escaped where it means something, math signs in math mode."""
+    shown = " ".join([*labels.METHODS.values(), *labels.METRICS.values(), *labels.METRIC_NOTES.values()])
+    shown += COMPARISONS.read_text(encoding="utf-8") + COMPARISONS.with_name("claims.yaml").read_text(encoding="utf-8")
+    shown += "".join(Path(file).read_text(encoding="utf-8") for file in COMPARISONS.parent.glob("*.py"))
+    shown += (COMPARISONS.parents[1] / "illustrations.py").read_text(encoding="utf-8")
+    assert {"±", "µ", "Δ", "‡"} <= set(shown) and as_tex(shown).isascii()
+    cells = [Cell("< .001", 0.0), Cell("-0.25 ± .05 %", -0.25, shade=1.0)]
+    tex = as_latex(Table(["a_b & c", "µs"], [], [("", [("Row *", cells, [])])], ["* 1 < 2; † so"]))
+    assert r"$<$ .001 & \cellcolor[HTML]{F5923E}$-$0.25 $\pm$ .05 \%" in tex and r"a\_b \& c & $\mu$s" in tex
+    assert tex.endswith("\\end{tabular}\n\\par\\smallskip{\\footnotesize * 1 $<$ 2; $\\dagger$ so\\par}\n")
+    for name in yaml.safe_load(COMPARISONS.read_text(encoding="utf-8")):
+        tex = as_latex(comparison(synthetic(), name))
+        assert tex.isascii() and tex.count("{") == tex.count("}") and tex.count("$") % 2 == 0
 
 
 def test_pictures_do_not_change_without_a_reason(tmp_path):
@@ -332,7 +358,8 @@ def test_equal_forgetting_by_hand():
 
 
 def test_short_numbers_lose_the_zero_before_the_point_and_no_other():
-    assert without_zeros("100.0 ± 0.05, -0.25, 30.4, 0.5") == "100.0 ± .05, -.25, 30.4, .5"
+    assert without_zeros("100.0 ± 0.05, -0.25, 30.4, 0.125") == "100.0 ± .05, -.25, 30.4, .125"
+    assert without_zeros("30.4 ± 0.4") == "30.4 ± 0.4", "a per cent"
 
 
 def news(method, objective="gd", seed=0, **metrics):

@@ -9,7 +9,7 @@ import pandas as pd
 
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import KEYS
-from gripmoe.reporting.comparison import absent, comparison, specification
+from gripmoe.reporting.comparison import absent, added_to, comparison, specification
 from gripmoe.reporting.figures import house_style, legend_below, nothing, panels_of
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
 from gripmoe.reporting.tables import Cell, Table, interval, with_half_width
@@ -29,12 +29,10 @@ def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name:
     facts asked about); without it, for letter questions alone, they are those over runs."""
     by_cell = {} if attacks is None else dict(list(attacks.groupby(KEYS)))
     spec = specification(name)
-    own, added_to = "", {}
-    for metric in spec["measured"]:
-        added_to[metric] = own = metric if metric in labels.MATCHED else own
+    measures = added_to(spec)
 
     def recovered(cells: pd.DataFrame, metric: str, news: bool) -> Cell:
-        own = added_to[metric]
+        own = measures[metric]
         mean, half = _paired(by_cell, cells, metric, own) if by_cell else _over_runs(cells, metric, own)
         if mean is None:
             return absent(cells, metric)

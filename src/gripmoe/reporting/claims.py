@@ -14,7 +14,8 @@ from gripmoe.reporting.tables import Cell, Table
 
 RUN = ["model", "benchmark", "objective", "seed"]
 REFERENCES = ("original", "retain_only")
-VERDICTS = ("holds", "does not hold", "undecided", "not measured")
+COLOURS = {"holds": "#0072b2", "does not hold": "#d55e00", "undecided": "#000000", "not measured": "#7f7f7f"}
+VERDICTS = tuple(COLOURS)
 
 
 def load_claims() -> dict[str, dict]:
@@ -122,7 +123,7 @@ def claims_table(runs: pd.DataFrame) -> Table:
                 Cell("–") if missing else Cell(f"{row.difference:+.2f}", row.difference),
                 Cell("–") if missing else Cell(f"{row.low:+.2f} .. {row.high:+.2f}", row.high - row.low),
                 Cell(str(row.runs), row.runs),
-                Cell(row.verdict, best=row.verdict == "holds"),
+                Cell(row.verdict, best=row.verdict == "holds", colour=COLOURS[row.verdict]),
             ]
             entries.append((row.text, cells, []))
         table.blocks.append((name, entries))

@@ -14,7 +14,7 @@ import yaml
 
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import apart
-from gripmoe.reporting.tables import MISSING, Cell, Table, interval
+from gripmoe.reporting.tables import MISSING, Cell, Table, interval, without_zeros
 
 NO_ROUTER = "n/a"
 PAPER_MODEL = "qwen3_30b_a3b"
@@ -43,6 +43,25 @@ def paper_values(name: str) -> dict[tuple[str, str, str], float]:
     }
 
 
+def added_to(spec: dict) -> dict[str, str]:
+    """By metric of a table whose attacks stand right of the measure that they add to: that measure."""
+    own, measures = "", {}
+    for metric in spec["measured"]:
+        measures[metric] = own = metric if metric in labels.MATCHED else own
+    return measures
+
+
+def headings(spec: dict) -> dict[str, str]:
+    """What the measured metrics of a table are called there; of a difference with a plus, so that nobody takes it for
+    the accuracy of another table."""
+    names = {metric: labels.metric_label(metric) for metric in spec["measured"]}
+    if spec.get("differences"):
+        measures = added_to(spec)
+        alone = labels.metric_label(spec["measured"][0]) if len(set(measures.values())) == 1 else ""
+        names = {m: text if m == measures[m] else f"+ {text.removesuffix(alone).rstrip()}" for m, text in names.items()}
+    return names
+
+
 def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) -> Table:
     """A table of comparisons.yaml from the tidy runs; `measured` says what stands for a metric of a row, if not the
     mean over its runs.
@@ -54,7 +73,7 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) 
     spec = specification(name)
     metrics, published = spec["measured"], spec["paper"]
     news = spec.get("kind") == "news"
-    table = Table([labels.metric_label(m) for m in metrics], [labels.metric_label(m) for m in published])
+    table = Table(list(headings(spec).values()), [labels.metric_label(m) for m in published])
     groups = _groups(runs, spec)
     beside_paper = next((kind for kind, of in groups if spec.get("model", PAPER_MODEL) in set(of.model)), groups[0][0])
     for (kind, group), block in product(groups, spec["blocks"]):
@@ -118,8 +137,8 @@ def _text(metric: str, value: float, news: bool) -> str:
 def _published(metric: str, value: float | None, news: bool) -> Cell:
     if value is None:
         return Cell(MISSING)
-    text = _text(metric, value, news and abs(value) >= 1)  # as it prints them
-    return Cell(f"{value:g}" if abs(value) < 1 and round(value, 2) != value else text, value)
+    text = _text(metric, value, news and abs(value) >= 1)
+    return Cell(text if float(text.rstrip("×")) == value else f"{value:g}", value)  # as it prints them
 
 
 def absent(runs: pd.DataFrame, metric: str) -> Cell:
@@ -137,8 +156,7 @@ def _measured(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
     if half_width is not None:
         unit = "×" if text.endswith("×") else ""
         half = _text(metric, half_width, news).removesuffix(unit)
-        half = half[1:] if half.startswith("0.") else half
-        text = f"{text.removesuffix(unit)} ± {half}{unit}"
+        text = f"{text.removesuffix(unit)} ± {without_zeros(half)}{unit}"
     return Cell(text, mean, half_width)
 
 
@@ -189,7 +207,7 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     runs_in_row = seeds * (1 if of_one_model else models)
     each = " per block" if len(groups) > 1 else ""
     spread = {1: "", 2: " ± half the range,"}.get(runs_in_row, " ± 95 % t-interval,")
-    shown = {labels.metric_label(m): labels.METRIC_NOTES.get(m) for m in spec["measured"]}
+    shown = {heading: labels.METRIC_NOTES.get(metric) for metric, heading in headings(spec).items()}
     alone = any(
         cell.half_width is None and cell.value is not None
         for _, entries in table.blocks
