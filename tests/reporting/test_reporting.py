@@ -344,6 +344,62 @@ def test_collecting_cells(tmp_path):
         load_runs(tmp_path / "bad.csv")
 
 
+def test_a_whole_run_costs_what_it_needs_before_its_first_step_too(tmp_path):
+    benchmark = tmp_path / "m" / "b"
+
+    def cell(method, constraint, **outcome):
+        folder = benchmark / "gd" / method / "0"
+        run = {"model": "m", "benchmark_name": "b", "objective": "gd", "method_name": method, "seed": 0}
+        settings = {"benchmark": {"target": {"forget_accuracy": 0.27}}}
+        write_yaml(folder / "run.yaml", run | settings | {"method": {"corrects": None, "constraint": constraint}})
+        write_json(folder / "checkpoint.json", {"weights": "w", "status": "reached"} | outcome)
+        for name in ("evaluation", "attack"):
+            write_json(folder / f"{name}.json", {"forget_accuracy": 0.2})
+        for name in ("questions", "attack_questions"):
+            (folder / f"{name}.csv").write_text("id\n")
+        return folder
+
+    write_json(benchmark / "bases" / "expert_specific.json", {"basis_megabytes": 1.0})
+    for stem, seconds in (("routing", 4), ("bases/expert_specific", 6)):
+        write_json(benchmark / f"{stem}.provenance.json", {"seconds": seconds})
+    folders = [
+        cell("unconstrained", "none", steps=10, seconds_per_step=2.0),
+        cell("frozen_router", "frozen", steps=5, seconds_per_step=2.0),
+        cell("expert_specific", "null_space", steps=10, seconds_per_step=2.5),
+        cell("anchored", "anchor", steps=30, seconds_per_step=2.0),
+        cell("ptc", None, steps=10, correction_seconds=1.0),
+    ]
+    collect_cells(folders, *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
+    runs = load_runs(tmp_path / "runs_w.csv")
+    found = runs[runs.metric == "whole_time_ratio"].set_index("method").value.to_dict()
+    assert found == dict(
+        unconstrained=1.0, frozen_router=0.5, expert_specific=(4 + 6 + 25) / 20, anchored=64 / 20, ptc=25 / 20
+    )
+    assert runs[runs.metric == "auc_zlib"].value.isna().sum() == len(folders), "asked of all, known of none"
+
+
+def test_what_cannot_be_measured_is_told_from_what_was_not():
+    runs = pd.concat(
+        [synthetic(), synthetic().query("metric == 'recovery_rate'").assign(metric="auc_zlib", value=np.nan)]
+    )
+    table = comparison(runs, "attack_controls")
+    cells = row(table, "Unconstrained")[1]
+    assert (cells["zlib"].text, cells["loss"].text) == ("n/a", "–")
+    assert "n/a: no statements that no model has seen" in table.notes[-1] and "dense" not in table.notes[-1]
+
+
+def test_runs_that_answer_by_chance_are_marked_and_never_best():
+    runs = synthetic()
+    assert row(comparison(runs, "main_results"), "Method A, paper")[0] == "Method A, paper"
+    destroyed = (runs.method == "expert_specific_paper") & (runs.metric == "retain_accuracy") & (runs.seed == 1)
+    runs.loc[destroyed, "value"] = 0.26
+    runs.loc[(runs.method == "expert_specific_paper") & (runs.metric == "recovery_rate"), "value"] = -0.2
+    runs.loc[runs.metric == "reached", "value"] = 1.0
+    table = comparison(runs, "main_results")
+    name, cells, _ = row(table, "Method A, paper")
+    assert name.endswith(" §") and not cells["recovery"].best and "§ collapsed" in table.notes[-1]
+
+
 def test_equal_forgetting_by_hand():
     history = [
         {"step": 0, "forget_accuracy": 0.9, "retain_accuracy": 1.0},

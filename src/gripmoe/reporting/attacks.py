@@ -120,7 +120,7 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
 def relearning_curves(runs: pd.DataFrame) -> plt.Figure:
     """Forget accuracy over steps of finetuning: on documents about other forget facts (solid), and on retain documents
     (dashed); of the methods that have a colour, and of the oracle, which never knew the answers."""
-    found = runs[runs.metric.str.fullmatch(r"relearned(_from_others)?_after_\d+")].copy()
+    found = runs[runs.metric.str.fullmatch(r"relearned(_from_others)?_after_\d+") & runs.value.notna()].copy()
     found["source"] = found.metric.str.contains("from_others")
     found["step"] = found.metric.str.extract(r"(\d+)$").astype(int)
     means = found.groupby(["objective", "method", "source", "step"]).value.mean()

@@ -17,6 +17,10 @@ KEYS = ["model", "benchmark", "objective", "method", "seed"]
 COLUMNS = [*KEYS, "metric", "value"]
 HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
 ATTACK_COLUMNS = [*KEYS, "id", "fact"]  # and one per attack
+NEED_DATA = (  # that not every benchmark or world has: without, they cannot be measured
+    *("auc_loss", "auc_zlib", "auc_min_20", "auc_min_plus_20"),
+    *("relearned_after_5", "relearned_after_20", "relearned_from_others_after_20"),
+)
 ANSWER_COLUMNS = ["id", "fact", "metric", "chosen", "score"]  # the metric is the mean of its scores
 
 
@@ -29,12 +33,19 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answer
         {(r["model"], r["benchmark_name"]): m for _, r, m in cells if r["method_name"] == name}
         for name in ("original", "retain_only")
     )
+    unconstrained = {
+        (r["model"], r["benchmark_name"], r["objective"], r["seed"]): m
+        for _, r, m in cells
+        if r["method_name"] == "unconstrained"
+    }
     for folder, run, metrics in cells:
         key = [run["model"], run["benchmark_name"], run["objective"], run["method_name"], run["seed"]]
         pair = run["model"], run["benchmark_name"]
         metrics |= _shares(metrics, originals.get(pair, {})) | _targets(
             run["benchmark"]["target"], oracles.get(pair, {})
         )
+        metrics |= _whole_time(metrics, unconstrained.get((*pair, run["objective"], run["seed"]), {}))
+        metrics |= {name: float("nan") for name in NEED_DATA if name not in metrics}
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
         metrics |= at_equal_forgetting(history, metrics.get("forget_accuracy_target"))
         rows += [[*key, metric, float(value)] for metric, value in sorted(metrics.items())]
@@ -105,6 +116,18 @@ def _shares(metrics: dict[str, float], original: dict[str, float]) -> dict[str, 
     }
 
 
+def _whole_time(metrics: dict[str, float], unconstrained: dict[str, float]) -> dict[str, float]:
+    """Seconds of all that a run needs, as a multiple of the unconstrained run's: their numbers of steps differ.
+    A run that was corrected afterwards has the seconds of the unconstrained one."""
+    try:
+        trained = metrics.get("seconds_per_step", unconstrained["seconds_per_step"]) * metrics["steps"]
+        before = metrics.get("tracing_seconds", 0.0) + metrics.get("basis_seconds", 0.0)
+        whole = before + trained + metrics.get("correction_seconds_cold", 0.0)
+        return {"whole_time_ratio": whole / (unconstrained["seconds_per_step"] * unconstrained["steps"])}
+    except KeyError:  # nothing was trained, or nothing to compare with
+        return {}
+
+
 def _metrics(folder: Path, run: dict) -> dict[str, float]:
     # Forget accuracy stands in both files; the attack's own count comes from the same questions and model.
     metrics = {**read_json(folder / "attack.json"), **read_json(folder / "evaluation.json")}
@@ -117,14 +140,15 @@ def _metrics(folder: Path, run: dict) -> dict[str, float]:
             "diverged": int(outcome["status"] == "diverged"),
         }
         metrics |= {name: value for name, value in outcome.items() if isinstance(value, (bool, int, float))}
+    routing = folder.parents[2] / "routing.json"
     bases = folder.parents[2] / "bases" / f"{run['method_name']}.json"
     if bases.exists():
         metrics |= {name: value for name, value in read_json(bases).items() if isinstance(value, int | float)}
         metrics["basis_seconds"] = _seconds(bases)
+    if bases.exists() or run["method"].get("constraint") == "anchor":
+        metrics["tracing_seconds"] = _seconds(routing)
     if "correction_seconds" in metrics:
-        metrics["correction_seconds_cold"] = metrics["correction_seconds"] + _seconds(
-            folder.parents[2] / "routing.json"
-        )
+        metrics["correction_seconds_cold"] = metrics["correction_seconds"] + _seconds(routing)
     settings = run.get("training") or {}
     for name, value in {**settings, **settings.get("objective", {})}.items():
         if isinstance(value, int | float):

@@ -16,7 +16,7 @@ from gripmoe.reporting import labels
 from gripmoe.reporting.collect import apart
 from gripmoe.reporting.tables import MISSING, Cell, Table, interval, without_zeros
 
-NO_ROUTER = "n/a"
+NOT_APPLICABLE = "n/a"
 PAPER_MODEL = "qwen3_30b_a3b"
 Measured = Callable[[pd.DataFrame, str, bool], Cell]  # the runs of a row, a metric, whether it is about news
 # From the dev split, on which runs stop, to the test split.
@@ -91,7 +91,7 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) 
                 continue
             printed = row.get("paper", [None] * len(published))
             paper = [_published(metric, value, news) for metric, value in zip(published, printed, strict=True)]
-            label = row.get("label", labels.method_label(row["method"])) + _marks(cells)
+            label = row.get("label", labels.method_label(row["method"])) + marks_of(cells)
             entries.append((label, [(measured or _measured)(cells, metric, news) for metric in metrics], paper))
         if entries and any(cell.value is not None for _, measured, _ in entries for cell in measured):
             if block.get("objective") and spec.get("marks_best", True):
@@ -130,7 +130,7 @@ def _text(metric: str, value: float, news: bool) -> str:
         return f"{value:.0f}"
     decimals = 1 if news and metric not in labels.FRACTIONS else 2
     return f"{round(value, decimals) + 0.0:.{decimals}f}" + (
-        "×" if metric == "time_ratio" else ""
+        "×" if metric in labels.TIMES else ""
     )  # + 0.0: no negative zero
 
 
@@ -142,9 +142,15 @@ def _published(metric: str, value: float | None, news: bool) -> Cell:
 
 
 def absent(runs: pd.DataFrame, metric: str) -> Cell:
-    """In place of a value: not measured, or such as models without a router do not have."""
+    """In place of a value: not measured, or what cannot be, such as the routing of a dense model, or what was asked of
+    these runs and has no value (NaN)."""
     experts = runs.loc[runs.metric == "num_experts", "value"]
-    return Cell(NO_ROUTER if metric.startswith(labels.NEED_A_ROUTER) and (experts == 0).any() else MISSING)
+    if metric.startswith(labels.NEED_A_ROUTER) and (experts == 0).any():
+        return Cell(NOT_APPLICABLE, reason="a dense model has no router")
+    if metric in set(runs.metric):
+        found = (text for prefix, text in labels.REASONS.items() if metric.startswith(prefix))
+        return Cell(NOT_APPLICABLE, reason=next(found, "undefined for these runs"))
+    return Cell(MISSING)
 
 
 def _measured(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
@@ -160,8 +166,9 @@ def _measured(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
     return Cell(text, mean, half_width)
 
 
-def _marks(cells: pd.DataFrame) -> str:
-    """The notes of a row: † diverged; * not forgotten, on the way or after a correction; ‡ corrected afterwards."""
+def marks_of(cells: pd.DataFrame) -> str:
+    """The notes of a row: † diverged; * not forgotten, on the way or after a correction; § a run was destroyed and
+    answers by chance; ‡ corrected afterwards."""
 
     def values(metric: str) -> pd.Series:
         return cells.loc[cells.metric == metric, "value"]
@@ -174,16 +181,18 @@ def _marks(cells: pd.DataFrame) -> str:
         marks += " †"
     elif (values("reached") == 0).any() or (above_target and not values("reached").empty):
         marks += " *"
+    if (cells[cells.objective != "none"].query("metric == 'retain_accuracy'").value <= labels.COLLAPSED).any():
+        marks += " §"
     return marks + (" ‡" if (values("corrected_after") == 1).any() else "")
 
 
 def _mark_best(block: list, metrics: list[str], chance: float) -> None:
-    """Marks the best value per column; rows with a note * or † have not forgotten as much and do not compete. Neither
-    do the measures of forgetting, which are matched by design."""
+    """Marks the best value per column; rows with a note * or † have not forgotten as much, those with § nothing else,
+    and do not compete. Neither do the measures of forgetting, which are matched by design."""
     for column, metric in enumerate(metrics):
         if metric in labels.MATCHED | labels.NEITHER_IS_BETTER:
             continue
-        competing = [cells[column] for label, cells, _ in block if not {"*", "†"} & set(label)]
+        competing = [cells[column] for label, cells, _ in block if not set("*†§") & set(label)]
         competing = [cell for cell in competing if cell.value is not None]
         if len(competing) < 2:
             continue
@@ -225,6 +234,7 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     signs = {
         "*": "* has not forgotten: target missed on dev, or exceeded by .05 (C1, C2: 5 points) on test",
         "†": "† diverged",
+        "§": f"§ collapsed: a run answers retain questions by chance ({labels.COLLAPSED} or less)",
         "‡": "‡ corrected at the end",
     }
     explained = [note for sign, note in signs.items() if sign in texts]
@@ -236,6 +246,8 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     cells = [cell for _, entries in table.blocks for _, measured, paper in entries for cell in (*measured, *paper)]
     if any(cell.text == MISSING for cell in cells):
         explained.append("– not measured here, or not in the paper")
-    if any(cell.text == NO_ROUTER for cell in cells):
-        explained.append("n/a: a dense model has no router")
+    reasons = dict.fromkeys(cell.reason for cell in cells if cell.reason)
+    explained += [f"{NOT_APPLICABLE}: {' or '.join(reasons)}"] * bool(reasons)
+    if "our TRACE" in texts:
+        explained.append("our TRACE: as we read that paper's abstract")
     return [*notes, *["; ".join(explained) + "."] * bool(explained)]

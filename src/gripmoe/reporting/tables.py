@@ -53,6 +53,7 @@ class Cell:
     best: bool = False
     shade: float = 0.0  # between 0 and 1, of the ground behind it
     colour: str = "black"
+    reason: str = ""  # why nothing can stand here
 
 
 @dataclass
