@@ -80,11 +80,25 @@ def method_schematic() -> tuple[plt.Figure, pd.DataFrame]:
         left.plot(*step[0], "s", color=labels.colour("unconstrained"), markersize=4, label="what the optimizer did")
         left.set(xlim=(-0.6, 2.1), ylim=(-0.6, 1.7), xticks=[], yticks=[], aspect="equal")
         left.set_title("Margins bound a row of the router")
-        left.text(-0.5, -0.45, "selections unchanged", fontsize=6, color="0.35")
+        left.text(-0.5, 0.05, "selections\nunchanged", fontsize=6, color="0.35", va="center")
         left.legend(frameon=False, fontsize=5.8, loc="upper left", bbox_to_anchor=(-0.02, -0.02))
         heights = np.arange(len(moved))
-        right.barh(heights + 0.2, moved["held score moved"], 0.36, color=labels.colour("unconstrained"))
-        right.barh(heights - 0.2, moved["worst violation"], 0.36, color=labels.colour("frozen_router"))
+        right.set_xlim(0, 1.15 * moved[["held score moved", "worst violation"]].to_numpy().max())
+        for column, method, above in (
+            ("held score moved", "unconstrained", 0.2),
+            ("worst violation", "frozen_router", -0.2),
+        ):
+            colour = labels.colour(method)
+            right.barh(heights + above, moved[column], 0.36, color=colour)
+            for height, value in zip(heights + above, moved[column], strict=True):  # or a bar of zero seems missing
+                right.text(
+                    value + 0.02,
+                    height,
+                    f"{value + 0.0:.2g}" if value > 1e-6 else "0",
+                    va="center",
+                    fontsize=5.8,
+                    color=colour,
+                )
         right.set_yticks(heights, moved["point"])
         right.invert_yaxis()
         right.set_title("... and selected scores must not move")
@@ -118,7 +132,9 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
         _draw_left(panels[1, 1], left)
         for axes in panels.flat[:3]:
             if axes.lines:
-                axes.legend(frameon=False, fontsize=5, labelspacing=0.15, loc="center left", bbox_to_anchor=(1.0, 0.5))
+                many = len(axes.get_legend_handles_labels()[1]) > 3
+                place = dict(loc="center left", bbox_to_anchor=(1.0, 0.5)) if many else dict(loc="best")
+                axes.legend(frameon=False, fontsize=5.8, labelspacing=0.2, **place)
         figure.tight_layout(w_pad=1.2, h_pad=1.5)
     numbers = pd.concat(
         [
@@ -152,7 +168,7 @@ def _draw_gradients(axes: plt.Axes, gradients: pd.Series) -> None:
             name = f"{labels.OBJECTIVES[objective]}, {metric.split('_')[0]}"
             axes.plot(line.index, line.values, style, color=colour, linewidth=1, label=name)
     axes.set_yscale("log")
-    axes.set(xlabel="step", title="RMS gradient per element")
+    axes.set(xlabel="step", ylabel="RMS per element", title="gradients")
 
 
 def _draw_dimensions(axes: plt.Axes, dimensions: pd.DataFrame) -> None:
@@ -167,7 +183,7 @@ def _draw_dimensions(axes: plt.Axes, dimensions: pd.DataFrame) -> None:
             axes.vlines(x, rows["0"], rows["100"], color=look["color"], linewidth=0.5)
             axes.vlines(x, rows["25"], rows["75"], color=look["color"], linewidth=1.8)
         axes.plot(x, rows["mean"], markersize=2.5, label=labels.method_label(method), **look)
-    axes.set(xlabel="MoE layer", title="dimensions left free", ylim=(0, None))
+    axes.set(xlabel="MoE layer", ylabel="dimensions", title="left free by Method A", ylim=(0, None))
     axes.set_xticks(sorted(set(dimensions.layer)))
 
 
@@ -176,12 +192,12 @@ def _draw_triggered(axes: plt.Axes, triggered: pd.Series) -> None:
         line = triggered[method]
         look = {"color": labels.colour(method), "linestyle": labels.line_style(method)}
         axes.plot(line.index, line.values, label=labels.method_label(method), **look)
-    axes.set(xlabel="step", title="rows that need Stage 2", ylim=(-0.02, 1.02))
+    axes.set(xlabel="step", ylabel="share of router rows", title="in need of Stage 2", ylim=(-0.02, 1.02))
 
 
 def _draw_left(axes: plt.Axes, left: pd.Series) -> None:
     """`left` by draws, as text; the exact projection's has none."""
-    axes.set(xlabel="draws of Algorithm 1", title="share of a violation that is left", ylim=(-0.03, 1.03))
+    axes.set(xlabel="draws of Algorithm 1", ylabel="share that is left", title="margins exceeded", ylim=(-0.03, 1.03))
     if left.empty:
         return
     drawn = left[left.index.notna()]
@@ -189,8 +205,8 @@ def _draw_left(axes: plt.Axes, left: pd.Series) -> None:
     axes.plot(drawn.index, drawn.values, marker="o", markersize=2.5, color=labels.colour("ptc_paper"))
     axes.axhline(left[left.index.isna()].iloc[0], color=labels.colour("expert_specific"), linewidth=1)
     axes.axvline(100, color="0.6", linewidth=0.7, linestyle=":")
-    axes.text(110, 0.93, "k_max", fontsize=5.5, color="0.4")
-    axes.text(1, 0.03, "exact projection", fontsize=5.5, color=labels.colour("expert_specific"))
+    axes.text(130, 0.95, "$k_{max}$", fontsize=5.5, color="0.4")
+    axes.text(1, 0.04, "exact projection", fontsize=5.5, color=labels.colour("expert_specific"))
     axes.set_xscale("log")
 
 

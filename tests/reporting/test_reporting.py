@@ -20,6 +20,7 @@ from gripmoe.reporting.collect import COLUMNS, at_equal_forgetting, collect_cell
 from gripmoe.reporting.comparison import comparison, paper_values
 from gripmoe.reporting.figures import (
     expected_overlap,
+    panels_of,
     random_floor,
     routing_stability_by_layer,
     save_figure,
@@ -283,6 +284,21 @@ def test_headings_that_come_again_keep_their_numbers_in_the_csv():
     assert as_frame(table).iloc[0][["A", "A: p", "B", "B: p", "C"]].tolist() == [0, 1, 2, 3, 4]
 
 
+def test_kinds_of_base_models_have_panels_of_their_own():
+    other = synthetic().assign(model="olmoe")
+    other.loc[other.metric.str.startswith("routing_stability"), "value"] = 0.5
+    runs = pd.concat([synthetic(), other])
+    data = stability_by_layer(runs).set_index(["kind", "method", "layer"])["mean"]
+    assert data["OLMoE-1B-7B", "unconstrained", 2] == 0.5 and data["Tiny Qwen3-MoE", "unconstrained", 2] < 0.22
+    figure = routing_stability_by_layer(runs)
+    assert [axes.get_title("left") for axes in figure.axes] == ["Tiny Qwen3-MoE, RMU", "OLMoE-1B-7B, RMU"]
+    _, panels = panels_of(runs)
+    assert [(objective, set(rows.model)) for _, objective, rows in panels] == [("rmu", {"tiny_a"}), ("rmu", {"olmoe"})]
+    _, (alone,) = panels_of(pd.concat([synthetic(), synthetic().assign(model="tiny_b")]))
+    assert set(alone[2].model) == {"tiny_a", "tiny_b"}, "instances of one kind"
+    plt.close("all")
+
+
 def test_layers_by_hand():
     data = stability_by_layer(synthetic())
     line = data[(data.method == "unconstrained") & (data.layer == 2)].iloc[0]
@@ -305,6 +321,37 @@ def test_every_method_has_a_name_and_a_look_of_its_own():
     assert set(labels.COLOURS) <= set(labels.METHODS) and labels.DASHED <= set(labels.COLOURS)
     looks = {(labels.colour(method), labels.line_style(method)) for method in labels.COLOURS}
     assert len(looks) == len(labels.COLOURS)
+    assert len({labels.marker(method) for method in labels.COLOURS}) == len(set(labels.COLOURS.values()))
+
+
+# As who lacks a cone sees linear RGB (Machado, Oliveira and Fernandes, 2009), and XYZ of it.
+VISION = {
+    "all cones": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "no green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "no red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+}
+XYZ = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]]
+
+
+def seen(colour, vision):
+    """CIELAB coordinates: a distance of 2 is just noticed."""
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    xyz = np.array(XYZ) @ np.clip(np.array(VISION[vision]) @ linear, 0, 1) / [0.95047, 1, 1.08883]
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_can_be_told_apart_by_everyone(vision):
+    def distance(first, second):
+        return np.linalg.norm(seen(first, vision) - seen(second, vision))
+
+    assert distance("#000000", "#ffffff") == pytest.approx(100, abs=0.1)
+    olive, orange = "#b8a800", "#e69f00"  # a pair that looks different to most
+    assert (distance(olive, orange) > 25) if vision == "all cones" else (distance(olive, orange) < 7)
+    distances = {pair: distance(*pair) for pair in combinations(set(labels.COLOURS.values()), 2)}
+    assert min(distances.values()) > 15, min(distances, key=distances.get)
 
 
 def test_collecting_cells(tmp_path):

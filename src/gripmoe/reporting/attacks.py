@@ -9,8 +9,8 @@ import pandas as pd
 
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import KEYS
-from gripmoe.reporting.comparison import absent, added_to, comparison, specification
-from gripmoe.reporting.figures import house_style, legend_below, nothing, panels_of
+from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
+from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, look_of, nothing, panels_of
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
 from gripmoe.reporting.tables import Cell, Table, interval, with_half_width
 
@@ -77,43 +77,48 @@ def _over_runs(cells: pd.DataFrame, metric: str, own: str) -> tuple[float | None
 
 
 def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
-    """Forget accuracy as the model is (filled), under the original expert sets (open) beside random ones (bar), and
+    """Forget accuracy as the model is (dot), under the original expert sets (ring) beside random ones (bar), and
     with one layer's original experts put back (cross), for every method (the paper's Figure 1b). What random sets
     return is not the router's doing. The band is the oracle's range of the four: no method can be asked to stay below.
     """
-    marks = {
-        "forget_accuracy": ("o", True, "as it is"),
-        "forced_forget_accuracy": ("o", False, "original sets forced"),
-        "random_forced_forget_accuracy": ("|", True, "random sets forced"),
-        "restored_experts_worst_layer": ("x", True, "one layer's experts put back"),
+    marks = {  # marker, size, whether filled; what is drawn later lies above
+        "forced_forget_accuracy": ("o", 6, False, "original sets forced"),
+        "forget_accuracy": ("o", 2.8, True, "as it is"),
+        "random_forced_forget_accuracy": ("|", 6, True, "random sets forced"),
+        "restored_experts_worst_layer": ("x", 4, True, "one layer's experts put back"),
     }
-    means = runs[runs.metric.isin(marks)].groupby(["objective", "method", "metric"]).value.mean().unstack("metric")
-    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in means.index.get_level_values(0)]
-    present = set(means.index.get_level_values("method"))
+    found = runs[runs.metric.isin(marks)]
+    present = set(found.method)
     methods = [m for m in labels.METHODS if m in present and m not in ("original", "retain_only")]
+    signs = ""
     with house_style():
-        height = 0.9 + 0.17 * len(methods)
-        figure, panels = panels_of(objectives, height)
-        for axes, objective in zip(panels, objectives, strict=True):
+        figure, panels = panels_of(found, 0.9 + 0.17 * len(methods))
+        for axes, objective, group in panels:
+            means = group.groupby(["objective", "method", "metric"]).value.mean().unstack("metric")
+            cells = runs[runs.model.isin(group.model) & runs.benchmark.isin(group.benchmark)]
             for y, method in enumerate(reversed(methods)):
                 if (objective, method) not in means.index:
                     continue
-                row = means.loc[(objective, method)]
-                axes.plot([row.min(), row.max()], [y, y], color=labels.colour(method), linewidth=0.8)
-                for metric, (marker, filled, _) in marks.items():
-                    face = labels.colour(method) if filled else "white"
-                    axes.plot(row[metric], y, marker, color=labels.colour(method), markerfacecolor=face, markersize=4)
+                row, colour = means.loc[(objective, method)], labels.colour(method)
+                axes.plot([row.min(), row.max()], [y, y], color=colour, linewidth=0.8)
+                for metric, (marker, size, filled, _) in marks.items():
+                    look = dict(color=colour, markerfacecolor=colour if filled else "white", markersize=size)
+                    axes.plot(row.get(metric), y, marker, clip_on=False, **look)
+                of_method = marks_of(cells[(cells.objective == objective) & (cells.method == method)]).replace(" ", "")
+                axes.annotate(of_method, (1.03, y), fontsize=6, va="center", annotation_clip=False)
+                signs += of_method
             if ("none", "retain_only") in means.index:
                 floor = means.loc[("none", "retain_only")]
                 axes.axvspan(floor.min(), floor.max(), color="0.9", zorder=0, linewidth=0)
-            axes.set_xlabel("forget accuracy")
-            axes.set_xlim(0, 1.02)
-        panels[0].set_yticks(range(len(methods)), [labels.method_label(m) for m in reversed(methods)])
-        for marker, filled, text in marks.values():
-            face = "0.3" if filled else "white"
-            panels[0].plot([], [], marker, color="0.3", markerfacecolor=face, markersize=4, label=text)
-        panels[0].plot([], [], color="0.85", linewidth=5, label="retain-only oracle")
-        legend_below(figure, panels[0], columns=3)
+            axes.set(xlabel="forget accuracy", xlim=(0, 1.02), ylim=(-0.7, len(methods) - 0.3))
+            axes.set_yticks(range(len(methods)), [labels.method_label(m) for m in reversed(methods)])
+        first = panels[0][0]
+        for marker, size, filled, text in marks.values():
+            look = dict(color="0.3", markerfacecolor="0.3" if filled else "white", markersize=size)
+            first.plot([], [], marker, label=text, **look)
+        first.plot([], [], color="0.85", linewidth=5, label="retain-only oracle")
+        note = "; ".join(text.partition(":")[0] for sign, text in labels.MARKS.items() if sign in signs)
+        legend_below(figure, first, columns=3, note=note)
     return figure
 
 
@@ -123,8 +128,7 @@ def relearning_curves(runs: pd.DataFrame) -> plt.Figure:
     found = runs[runs.metric.str.fullmatch(r"relearned(_from_others)?_after_\d+") & runs.value.notna()].copy()
     found["source"] = found.metric.str.contains("from_others")
     found["step"] = found.metric.str.extract(r"(\d+)$").astype(int)
-    means = found.groupby(["objective", "method", "source", "step"]).value.mean()
-    return _lines_by_objective(means, "step of finetuning", {False: "-", True: "--"}, _relearning_name)
+    return _lines_by_objective(found, "step of finetuning", {False: "-", True: "--"}, _relearning_name)
 
 
 def _relearning_name(benign: bool) -> str:
@@ -136,33 +140,41 @@ def component_restoration(runs: pd.DataFrame) -> plt.Figure:
     found = runs[runs.metric.str.fullmatch(r"restored_(experts|router)_layer_\d+")].copy()
     found["source"] = found.metric.str.split("_").str[1]
     found["step"] = found.metric.str.extract(r"(\d+)$").astype(int)
-    means = found.groupby(["objective", "method", "source", "step"]).value.mean()
-    return _lines_by_objective(means, "MoE layer put back", {"experts": "-", "router": ":"}, "{}".format)
+    return _lines_by_objective(found, "MoE layer put back", {"experts": "-", "router": ":"}, "{}".format)
 
 
-def _lines_by_objective(means: pd.Series, over: str, styles: dict, name) -> plt.Figure:
-    """A panel per objective, a colour per method, a line style per source; `means` by objective, method, source and
-    step. The oracle's lines, grey, stand in every panel."""
-    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in means.index.get_level_values(0)]
-    if not objectives:
+def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> plt.Figure:
+    """A panel per objective, a colour and marker per method, a line style per source; means over runs of the `value` by
+    method, `source` and `step`, with bands that span them. The oracle's lines, grey, stand in every panel."""
+    if set(found.objective) <= {"none"}:
         return nothing("no cell was attacked in this way")
     with house_style():
-        figure, panels = panels_of(objectives)
-        for axes, objective in zip(panels, objectives, strict=True):
-            present = means[objective].index.get_level_values(0)
-            drawn = [(objective, m) for m in labels.METHODS if m in set(present) & set(labels.COLOURS)]
-            drawn += [("none", "retain_only")] if ("none", "retain_only") in means.index else []
+        figure, panels = panels_of(found)
+        shown: set[str] = set()
+        for axes, objective, group in panels:
+            keys = ["objective", "method", "source", "step"]
+            spans = group.groupby(keys).value.agg(mean="mean", least="min", greatest="max")
+            present = set(group.method[group.objective == objective]) & set(labels.COLOURS)
+            drawn = [(objective, method) for method in labels.METHODS if method in present]
+            drawn += [("none", "retain_only")] if "retain_only" in set(group.method) else []
+            ends = {}
             for key in drawn:
                 for source, style in styles.items():
-                    if (*key, source) in means.index:
-                        line = means[(*key, source)]
-                        axes.plot(line.index, line.values, style, color=labels.colour(key[1]), marker="o", markersize=2)
-                axes.plot([], [], color=labels.colour(key[1]), label=labels.method_label(key[1]))
-            axes.set_xticks(sorted(means[objective].index.get_level_values("step").unique()))
-            axes.set_ylim(0, 1.02)
-            axes.set_xlabel(over)
+                    if (*key, source) in spans.index:
+                        line = spans.loc[(*key, source)]
+                        draw_line(axes, line, key[1], style)
+                        ends.setdefault(key[1], (line.index[-1], line["mean"].iloc[-1]))
+            axes.set(ylim=(0, 1.02), xlabel=over)
+            if len(panels) == 1:
+                label_ends(axes, ends)
+                axes.set_xlabel(over, x=0.33)
+            axes.set_xticks(sorted(found.step.unique()))
+            shown |= set(ends)
+        first = panels[0][0]
+        for method in [m for m in labels.METHODS if m in shown and len(panels) > 1]:
+            first.plot([], [], label=labels.method_label(method), **look_of(method))
         for source, style in styles.items():
-            panels[0].plot([], [], style, color="0.3", label=name(source))
-        panels[0].set_ylabel("forget accuracy")
-        legend_below(figure, panels[0])
+            first.plot([], [], style, color="0.3", label=name(source))
+        first.set_ylabel("forget accuracy")
+        legend_below(figure, first)
     return figure

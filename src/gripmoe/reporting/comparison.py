@@ -231,13 +231,7 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
     ]
     notes += [spec["note"]] if "note" in spec else []
     texts = " ".join(label for _, entries in table.blocks for label, _, _ in entries)
-    signs = {
-        "*": "* has not forgotten: target missed on dev, or exceeded by .05 (C1, C2: 5 points) on test",
-        "†": "† diverged",
-        "§": f"§ collapsed: a run answers retain questions by chance ({labels.COLLAPSED} or less)",
-        "‡": "‡ corrected at the end",
-    }
-    explained = [note for sign, note in signs.items() if sign in texts]
+    explained = [note for sign, note in labels.MARKS.items() if sign in texts]
     best = any(cell.best for _, entries in table.blocks for _, measured, _ in entries for cell in measured)
     alike = "" if spec.get("kind") == "news" else f", accuracies up to {labels.CHANCE} alike"
     explained += [f"bold: best in its block among runs that forgot enough{alike}"] * best

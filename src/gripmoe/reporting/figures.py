@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import comb
 from pathlib import Path
@@ -14,6 +14,7 @@ import pandas as pd
 from gripmoe.files import atomic_path, file_digest
 from gripmoe.fingerprint import code_fingerprint
 from gripmoe.reporting import RENDERING, labels
+from gripmoe.reporting.collect import apart
 
 PAPER_WIDTH = 5.5  # inches: the text width of the paper
 
@@ -70,10 +71,12 @@ def expected_overlap(num_experts: int, top_k: int) -> float:
 
 
 def stability_by_layer(runs: pd.DataFrame) -> pd.DataFrame:
-    """Routing stability per objective, method, layer: mean, least and greatest over seeds and base models."""
+    """Routing stability per kind of base model, objective, method, layer: mean, least and greatest over seeds and
+    instances of that kind."""
     by_layer = runs[runs.metric.str.fullmatch(r"routing_stability_layer_\d+")].copy()
     by_layer["layer"] = by_layer.metric.str.extract(r"(\d+)$").astype(int)
-    groups = by_layer.groupby(["objective", "method", "layer"])["value"]
+    named = pd.concat([group.assign(kind=kind) for kind, group in apart(by_layer)])
+    groups = named.groupby(["kind", "objective", "method", "layer"], sort=False)["value"]
     return groups.agg(mean="mean", least="min", greatest="max", runs="count").reset_index()
 
 
@@ -84,44 +87,58 @@ def random_floor(runs: pd.DataFrame) -> float | None:
 
 
 def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
-    """Fig. 1a: routing stability over depth of every method that has a colour of its own, one panel per objective;
-    bands span the seeds, dots mark what random sets would give."""
-    floor = random_floor(runs)
+    """Fig. 1a: routing stability over depth of every method that has a colour of its own, one panel per objective and
+    kind of base model; bands span the seeds, dots mark what random sets would give."""
     data = stability_by_layer(runs)
-    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in set(data.objective)]
+    floors = {kind: random_floor(group) for kind, group in apart(runs)}
+    present = data[["kind", "objective"]].drop_duplicates().itertuples(index=False)
+    shown = sorted((p for p in present if p.objective != "none"), key=lambda p: list(labels.OBJECTIVES).index(p[1]))
+    shown.sort(key=lambda p: list(floors).index(p.kind))
     with house_style():
-        columns = min(2, len(objectives))
-        rows = -(-len(objectives) // columns)
+        columns = min(2, len(shown))
+        rows = -(-len(shown) // columns)
         size = (PAPER_WIDTH * (0.62 if columns == 1 else 1.0), 2.4 * rows)
         figure, panels = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
-        for unused in panels.flat[len(objectives) :]:
+        for unused in panels.flat[len(shown) :]:
             unused.axis("off")
-        for axes, objective in zip(panels.flat, objectives, strict=False):
-            panel = data[data.objective == objective]
+        for axes, (kind, objective) in zip(panels.flat, shown, strict=False):
+            panel = data[(data.kind == kind) & (data.objective == objective)]
             ends = {}
             for method in [m for m in labels.METHODS if m in set(panel.method) & set(labels.COLOURS)]:
-                line = panel[panel.method == method].sort_values("layer")
-                style = labels.line_style(method)
-                axes.plot(line.layer, line["mean"], style, color=labels.colour(method), marker="o", markersize=2.2)
-                axes.fill_between(
-                    line.layer, line.least, line.greatest, color=labels.colour(method), alpha=0.12, linewidth=0
-                )
-                ends[method] = (line.layer.iloc[-1], line["mean"].iloc[-1])
-            if floor is not None:
-                axes.axhline(floor, color="0.6", linewidth=0.7, linestyle=":")
-                axes.text(panel.layer.min(), floor + 0.012, "random sets", fontsize=5.5, color="0.45")
-            axes.set_title(labels.OBJECTIVES[objective])
-            axes.set_xlabel("MoE layer")
-            axes.set_xticks(sorted(panel.layer.unique()))
+                line = panel[panel.method == method].sort_values("layer").set_index("layer")
+                draw_line(axes, line, method, labels.line_style(method))
+                ends[method] = (line.index[-1], line["mean"].iloc[-1])
+            first, last = panel.layer.min(), panel.layer.max()
+            if floors[kind] is not None:
+                axes.hlines(floors[kind], first, last, color="0.6", linewidth=0.7, linestyle=":")
+                axes.text(first, floors[kind] + 0.012, "random sets", fontsize=5.5, color="0.45")
+            axes.set_title(", ".join(filter(None, [kind, labels.OBJECTIVES[objective]])), loc="left")
+            axes.set_xlabel("MoE layer", x=0.33)
             axes.set_ylim(0, 1.03)
-            _label_ends(axes, ends)
+            label_ends(axes, ends)
+            axes.set_xticks(sorted(panel.layer.unique())[:: -(-panel.layer.nunique() // 8)])
         for axes in panels[:, 0]:
             axes.set_ylabel("routing stability")
         figure.tight_layout(w_pad=1.5, h_pad=1.5)
     return figure
 
 
-def _label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]], gap: float = 0.062) -> None:
+def draw_line(axes: plt.Axes, line: pd.DataFrame, method: str, style: str) -> None:
+    """Means in a method's colour and with its marker, over a band from the least to the greatest, by the index."""
+    axes.plot(line.index, line["mean"], style, **look_of(method))
+    if (line.greatest > line.least).any():
+        axes.fill_between(line.index, line.least, line.greatest, color=labels.colour(method), alpha=0.12, linewidth=0)
+
+
+def look_of(method: str, size: float = 3) -> dict:
+    """Colour and marker of a method; the marker of another form, in the colour of the first, is hollow."""
+    colour = labels.colour(method)
+    ground = "white" if method in labels.DASHED else colour
+    marker = dict(marker=labels.marker(method), markersize=size, markeredgewidth=0.6, markerfacecolor=ground)
+    return {"color": colour, **marker}
+
+
+def label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]], gap: float = 0.062) -> None:
     """Names each line at its right end, moved apart where they would overlap, with a thin leader."""
     ordered = sorted(ends.items(), key=lambda item: item[1][1])
     heights = [y for _, (_, y) in ordered]
@@ -151,19 +168,34 @@ def nothing(reason: str) -> plt.Figure:
     return figure
 
 
-def panels_of(objectives: Sequence[str], height: float = 2.3) -> tuple[plt.Figure, Sequence[plt.Axes]]:
-    """A row of panels on common axes, one per objective, with its name above."""
-    figure, (panels,) = plt.subplots(
-        1, len(objectives), figsize=(PAPER_WIDTH, height), sharex=True, sharey=True, squeeze=False
-    )
-    for axes, objective in zip(panels, objectives, strict=True):
-        axes.set_title(labels.OBJECTIVES[objective])
+Panel = tuple[plt.Axes, str, pd.DataFrame]
+
+
+def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, list[Panel]]:
+    """Panels on common axes: a row per kind of base model, a column per objective, whose name stands above; each with
+    its objective and the rows of its kind, `height` inches each."""
+    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in set(table.objective)]
+    kinds = apart(table)
+    size = PAPER_WIDTH, height * len(kinds)
+    figure, grid = plt.subplots(len(kinds), len(objectives), figsize=size, sharex=True, sharey=True, squeeze=False)
+    panels = []
+    for row, (kind, group) in zip(grid, kinds, strict=True):
+        for axes, objective in zip(row, objectives, strict=True):
+            axes.set_title(labels.OBJECTIVES[objective], loc="left")
+            panels.append((axes, objective, group))
+        if kind:
+            row[0].annotate(kind, (0, 1.16), xycoords="axes fraction", fontsize=7, weight="bold", annotation_clip=False)
     return figure, panels
 
 
-def legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4) -> None:
-    """What the lines of `axes` are called, in a row below all panels."""
+def legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4, note: str = "") -> None:
+    """What the lines of `axes` are called, in rows below all panels, and a note below that."""
     handles, names = axes.get_legend_handles_labels()
     rows = -(-len(names) // columns)
-    figure.tight_layout(rect=(0, 0.17 * rows / figure.get_figheight(), 1, 1))
-    figure.legend(handles, names, loc="lower center", ncol=columns, frameon=False, fontsize=5.8)
+    below = 0.06 + 0.135 * rows + 0.12 * bool(note)
+    figure.tight_layout(rect=(0, below / figure.get_figheight(), 1, 1))
+    foot = 0.12 * bool(note) / figure.get_figheight()
+    figure.legend(
+        handles, names, loc="lower center", ncol=columns, frameon=False, fontsize=6, bbox_to_anchor=(0.5, foot)
+    )
+    figure.text(0.5, 0.04 / figure.get_figheight(), note, ha="center", va="bottom", fontsize=5.8, color="0.25")

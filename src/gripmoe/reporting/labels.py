@@ -50,26 +50,35 @@ METHODS = {
     "anchored_replay": "Anchored + replay (ours)",
 }
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart; black and grey for references.
+# After Okabe and Ito's palette: also who sees no red or no green can tell any two apart. Black and grey for references.
 COLOURS = {
     "original": "#000000",
     "retain_only": "#7f7f7f",
     "unconstrained": "#d55e00",
     "frozen_router": "#0072b2",
     "restore_router": "#56b4e9",
-    "router_l2": "#b8a800",
-    "seuf": "#8c510a",
+    "router_l2": "#c7b653",
+    "seuf": "#894d07",
     "full_null_space": "#004d40",
-    "expert_specific": "#009e73",
-    "expert_specific_paper": "#009e73",
-    "ptc": "#cc79a7",
-    "ptc_paper": "#cc79a7",
+    "expert_specific": "#28a36d",
+    "expert_specific_paper": "#28a36d",
+    "ptc": "#d483b4",
+    "ptc_paper": "#d483b4",
     "ptc_matched": "#e69f00",
-    "anchored": "#6a3d9a",
-    "anchored_tracked": "#6a3d9a",
+    "anchored": "#542c84",
+    "anchored_tracked": "#542c84",
 }
 
 DASHED = {"expert_specific_paper", "ptc_paper", "anchored_tracked"}  # another form, in the colour of the first
+
+MARKERS = dict(zip(dict.fromkeys(COLOURS.values()), "<sovD^PX*dhp", strict=True))
+
+MARKS = {  # of runs whose values are not to be compared with others'
+    "*": "* has not forgotten: target missed on dev, or exceeded by .05 (C1, C2: 5 points) on test",
+    "†": "† diverged",
+    "§": "§ collapsed: a run answers retain questions by chance (.3 or less)",
+    "‡": "‡ corrected at the end",
+}
 
 METRICS = {
     "forget_accuracy": "FA",
@@ -306,6 +315,10 @@ def metric_label(metric: str) -> str:
 
 def line_style(method: str) -> str:
     return "--" if method in DASHED else "-"
+
+
+def marker(method: str) -> str:
+    return MARKERS.get(colour(method), "o")
 
 
 def colour(method: str) -> str:

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from gripmoe.reporting import labels
-from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, nothing, panels_of
+from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, look_of, nothing, panels_of
 
 RUN = ["model", "benchmark", "objective", "method", "seed"]
 SHOWN = [  # of all methods, in figures that have no room for more
@@ -27,27 +27,31 @@ def forget_utility_tradeoff(
     per method, the mean over runs at every check that all of them reached, and a dot at the mean of their last checks.
     Up and to the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
     wide = histories.pivot_table(index=[*RUN, "step"], columns="metric", values="value").reset_index()
-    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in set(wide.objective)]
     methods = [m for m in SHOWN if m in set(wide.method)]
     with house_style():
-        figure, panels = panels_of(objectives)
-        for axes, objective in zip(panels, objectives, strict=True):
+        figure, panels = panels_of(wide)
+        shown: dict[str, str] = {}
+        for axes, objective, group in panels:
             for method in methods:
-                runs = wide[(wide.objective == objective) & (wide.method == method)]
+                runs = group[(group.objective == objective) & (group.method == method)]
                 if runs.empty:
                     continue
                 complete = runs.groupby("step").filter(lambda at, all_runs=runs: len(at) == _num_runs(all_runs))
                 measures = [forget, retain]
                 last = runs.sort_values("step").groupby(RUN).tail(1)[measures].mean()
                 line = pd.concat([complete.groupby("step")[measures].mean(), last.to_frame().T])
-                style = dict(color=labels.colour(method), label=labels.method_label(method))
-                axes.plot(line[forget], line[retain], labels.line_style(method), alpha=0.8, **style)
-                axes.plot(*line.iloc[-1], "o", color=labels.colour(method), markersize=3.5)
+                style = labels.line_style(method)
+                axes.plot(line[forget], line[retain], style, alpha=0.8, color=labels.colour(method))
+                axes.plot(*line.iloc[-1], **look_of(method, 4))
+                shown[method] = style
             if forget == "forget_accuracy":
                 axes.axvline(0.25, color="0.6", linewidth=0.7, linestyle=":")
             axes.set_xlabel(f"{labels.METRIC_NOTES[forget]} (dev)")
-        panels[0].set_ylabel(f"{labels.METRIC_NOTES[retain]} (dev)")
-        legend_below(figure, panels[0])
+        first = panels[0][0]
+        for method, style in shown.items():
+            first.plot([], [], style, label=labels.method_label(method), **look_of(method, 4))
+        first.set_ylabel(f"{labels.METRIC_NOTES[retain]} (dev)")
+        legend_below(figure, first)
     return figure
 
 

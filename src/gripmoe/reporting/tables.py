@@ -245,7 +245,7 @@ def draw(table: Table) -> plt.Figure:
     paper_lefts = list(accumulate(layout.paper, initial=paper_x))
     right_end = PAPER_WIDTH
     headings = [
-        (left + width / 2, wrapped(name, heading_size, width - LEAST_GAP / 2), colour)
+        (left + width / 2, wrapped(name, heading_size, width - LEAST_GAP), colour)
         for names, starts, widths, colour in (
             (table.columns, lefts, layout.measured, "black"),
             (table.paper_columns, paper_lefts, layout.paper, "0.4"),
