@@ -103,7 +103,7 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
                 axes.plot([row.min(), row.max()], [y, y], color=colour, linewidth=0.8)
                 for metric, (marker, size, filled, _) in marks.items():
                     look = dict(color=colour, markerfacecolor=colour if filled else "white", markersize=size)
-                    axes.plot(row.get(metric), y, marker, clip_on=False, **look)
+                    axes.plot([row.get(metric)], [y], marker, clip_on=False, **look)
                 of_method = marks_of(cells[(cells.objective == objective) & (cells.method == method)]).replace(" ", "")
                 axes.annotate(of_method, (1.03, y), fontsize=6, va="center", annotation_clip=False)
                 signs += of_method

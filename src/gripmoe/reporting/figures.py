@@ -100,7 +100,7 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
         size = (PAPER_WIDTH * (0.62 if columns == 1 else 1.0), 2.4 * rows)
         figure, panels = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
         for unused in panels.flat[len(shown) :]:
-            unused.axis("off")
+            unused.remove()
         for axes, (kind, objective) in zip(panels.flat, shown, strict=False):
             panel = data[(data.kind == kind) & (data.objective == objective)]
             ends = {}
@@ -181,10 +181,13 @@ def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, lis
     panels = []
     for row, (kind, group) in zip(grid, kinds, strict=True):
         for axes, objective in zip(row, objectives, strict=True):
-            axes.set_title(labels.OBJECTIVES[objective], loc="left")
-            panels.append((axes, objective, group))
+            if objective in set(group.objective):
+                axes.set_title(labels.OBJECTIVES[objective], loc="left")
+                panels.append((axes, objective, group))
+            else:
+                axes.remove()
         if kind:
-            row[0].annotate(kind, (0, 1.16), xycoords="axes fraction", fontsize=7, weight="bold", annotation_clip=False)
+            panels[-1][0].annotate(kind, (1, 1.16), xycoords="axes fraction", ha="right", weight="bold")
     return figure, panels
 
 
