@@ -5,7 +5,8 @@ import pytest
 from gripmoe import fingerprint
 from gripmoe.files import read_json, write_json
 from gripmoe.reporting.collect import HISTORY_COLUMNS
-from gripmoe.reporting.manifest import manifest, mismatches
+from gripmoe.reporting.figures import nothing, save_figure
+from gripmoe.reporting.manifest import manifest, mismatches, other_versions
 
 
 @pytest.fixture
@@ -35,14 +36,30 @@ def test_it_says_what_each_artefact_was_made_of(written, monkeypatch):
     for file in (notebook, table):
         file.parent.mkdir()
         file.write_text("{}")
-    record = manifest([notebook, table, written / "histories_w.csv"], written / "runs_w.csv")
+    (written / "answers_w.csv").write_text("seed\n3\n")
+    save_figure(nothing("a test"), table, written / "histories_w.csv", written / "runs_w.csv")
+    tables = [written / f"{name}_w.csv" for name in ("histories", "answers")]
+    record = manifest([notebook, table, table.with_suffix(".png"), *tables], written / "runs_w.csv")
     assert record["artefacts"]["figure"] == {
         "notebook": "notebooks/figure.ipynb",
         "inputs": ["histories_w.csv", "runs_w.csv"],
         "parameters": {"runs": "runs_w.csv", "output": "figures/figure.csv"},
-        "files": ["figures/figure.csv"],
+        "files": ["figures/figure.csv", "figures/figure.png"],
     }
     assert record["packages"]["matplotlib"] and set(record["files"]) >= set(record["artefacts"]["figure"]["inputs"])
+
+
+def test_it_says_which_versions_are_others_here(written):
+    path = written / "manifest.json"
+    assert other_versions(path) == []
+    record = read_json(path)
+    record["packages"]["pandas"], record["cells"]["m/b/gd/ptc/3"]["steps"]["evaluation"]["python"] = "0.1", "2.7"
+    write_json(path, record)
+    drawn, computed = other_versions(path)
+    assert drawn.startswith("drawn: pandas was 0.1, here ") and computed.startswith(
+        "evaluation: python was 2.7, here 3."
+    )
+    assert mismatches(path) == [], "the files are what they were"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +70,7 @@ def test_it_says_what_each_artefact_was_made_of(written, monkeypatch):
         (lambda folder: (folder / "figure.png").unlink(), "figure.png: missing"),
         (lambda folder: (folder / "runs_w.csv").write_text("model\n"), "runs_w.csv: changed"),
         (lambda folder: write_json(folder / "m/b/gd/ptc/3/evaluation.json", {}), "evaluation.json: changed"),
+        (lambda folder: write_json(folder / "m/b/gd/ptc/3/checkpoint.json", {"weights": "4"}), "other weights"),
     ],
 )
 def test_a_change_is_found(written, change, fault):

@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.moe.storage import save_bases
@@ -81,7 +83,14 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_executed(notebook, runs, tmp_path):
+def test_notebook_is_executed(notebook, runs, tmp_path, monkeypatch):
+    read, read_csv = set(), pd.read_csv
+
+    def reading(path, **how):
+        read.update({Path(path).name} if "usecols" not in how else ())  # not where only seeds are looked up
+        return read_csv(path, **how)
+
+    monkeypatch.setattr(pd, "read_csv", reading)
     output = tmp_path / f"{notebook.stem}.png"
     namespace: dict = {}
     for cell in cells_of(notebook):
@@ -89,6 +98,8 @@ def test_notebook_is_executed(notebook, runs, tmp_path):
         code = f"runs, output = {str(runs)!r}, {str(output)!r}" if is_parameters else "".join(cell["source"])
         exec(compile(code, notebook.name, "exec"), namespace)
     assert output.stat().st_size > 5000 and output.with_suffix(".pdf").exists()
+    with Image.open(output) as picture:
+        assert set(re.findall(r"(\S+) sha256 ", picture.info["Source"])) == read, "it names what it was drawn from"
     figure = namespace.get("figure")
     assert not figure or all(axes.lines or axes.patches or axes.collections for axes in figure.axes), "an empty panel"
 

@@ -16,7 +16,15 @@ import gripmoe.reporting
 from gripmoe.files import file_digest, write_csv, write_json, write_yaml
 from gripmoe.reporting import labels
 from gripmoe.reporting.attacks import attack_matrix, load_attacks
-from gripmoe.reporting.collect import COLUMNS, at_equal_forgetting, collect_cells, load_histories, load_runs, of_kind
+from gripmoe.reporting.collect import (
+    COLUMNS,
+    at_equal_forgetting,
+    collect_cells,
+    computed_with,
+    load_histories,
+    load_runs,
+    of_kind,
+)
 from gripmoe.reporting.comparison import comparison, paper_values
 from gripmoe.reporting.figures import (
     expected_overlap,
@@ -269,12 +277,22 @@ def test_pictures_do_not_change_without_a_reason(tmp_path):
 
 
 def test_tables_and_figures_name_their_source(tmp_path):
-    runs = tmp_path / "runs_w.csv"
-    runs.write_text("model")
-    save(comparison(synthetic(), "main_results"), tmp_path / "main_results", runs)
-    source = f"runs_w.csv sha256 {file_digest(runs)}; gripmoe code "
+    runs, attacks = tmp_path / "runs_w.csv", tmp_path / "attacks_w.csv"
+    runs.write_text("model,seed\nm,1\nm,0\n")
+    attacks.write_text("model,seed\nm,0\n")
+    step = {"device": "abacus", "python": "3.9", "packages": {"torch": "2.0", "snakemake": None}}
+    write_json(tmp_path / "cell" / "evaluation.provenance.json", step)
+    write_json(tmp_path / "cell" / "attack.provenance.json", step | {"device": "slide rule"})
+    write_json(tmp_path / "runs_w.provenance.json", {"cells": computed_with([tmp_path / "cell"])})
+    save(comparison(synthetic(), "main_results"), tmp_path / "main_results", runs, attacks)
+    source = f"runs_w.csv sha256 {file_digest(runs)}; attacks_w.csv sha256 {file_digest(attacks)}; seeds 0 1; "
+    source += "computed with device abacus, slide rule; computed with packages torch 2.0; computed with python 3.9; "
+    source += "gripmoe code "
     with Image.open(tmp_path / "main_results.png") as picture:
-        assert picture.text["Source"].startswith(source)
+        assert picture.text["Source"].startswith(source) and "matplotlib 3" in picture.text["Source"]
+    save(comparison(synthetic(), "main_results"), tmp_path / "of_attacks", attacks)
+    with Image.open(tmp_path / "of_attacks.png") as picture:
+        assert picture.text["Source"].startswith(f"attacks_w.csv sha256 {file_digest(attacks)}; seeds 0; computed")
     assert f"% {source}" in (tmp_path / "main_results.tex").read_text()
     assert b"/Subject" in (tmp_path / "main_results.pdf").read_bytes()
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import sys
 
 from gripmoe.commands import beside
-from gripmoe.files import write_json
+from gripmoe.files import read_json, write_json
 from gripmoe.provenance import recorded
-from gripmoe.reporting.collect import collect_cells
+from gripmoe.reporting.collect import collect_cells, computed_with
 from gripmoe.reporting.manifest import manifest as manifest_of
-from gripmoe.reporting.manifest import mismatches
+from gripmoe.reporting.manifest import mismatches, other_versions
 
 
 def collect(args) -> None:
     """Tidy CSVs of all cells: a row per cell and metric, per cell and check, per cell and item that it was asked, per
     cell and item that attacks ask."""
-    with recorded(beside(args.output), collect):
+    record = beside(args.output)
+    with recorded(record, collect):
         collect_cells(args.cells, args.output, args.histories, args.answers, args.attacks)
+    write_json(record, read_json(record) | {"cells": computed_with(args.cells)})  # what artefacts say of them
 
 
 def manifest(args) -> None:
@@ -25,7 +27,10 @@ def manifest(args) -> None:
 
 
 def verify(args) -> None:
-    """Recomputes the checksums of a manifest. Raises ValueError if anything does not match."""
+    """Recomputes the checksums of a manifest, and says which versions are others here. Raises ValueError if a checksum
+    does not match."""
+    for remark in other_versions(args.manifest):
+        print(remark, file=sys.stderr)
     if faults := mismatches(args.manifest):
         for fault in faults:
             print(fault, file=sys.stderr)

@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from gripmoe.reporting import labels
-from gripmoe.reporting.collect import KEYS
+from gripmoe.reporting.collect import KEYS, beside
 from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
 from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, look_of, nothing, panels_of
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
@@ -19,7 +19,7 @@ FULL_SHADE = 0.7  # what an attack returns at most of a model that knew nearly e
 
 def load_attacks(runs: Path) -> pd.DataFrame:
     """The table of attacked items that belongs to the table of `runs`: a row per cell and item, a column per attack."""
-    return pd.read_csv(runs.with_name(runs.name.replace("runs_", "attacks_", 1)))
+    return pd.read_csv(beside(runs, "attacks"))
 
 
 def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name: str = "attack_matrix") -> Table:

@@ -157,6 +157,14 @@ def _metrics(folder: Path, run: dict) -> dict[str, float]:
     return metrics
 
 
+def computed_with(folders: Sequence[Path]) -> dict[str, list[str]]:
+    """Devices, versions of Python and of packages ("torch 2.13.0") that the steps of all cells ran with."""
+    records = [read_json(file) for folder in folders for file in sorted(folder.glob("*.provenance.json"))]
+    packages = {f"{name} {version}" for r in records for name, version in (r.get("packages") or {}).items() if version}
+    devices, pythons = ({str(r[key]) for r in records if r.get(key)} for key in ("device", "python"))
+    return {"device": sorted(devices), "python": sorted(pythons), "packages": sorted(packages)}
+
+
 def _seconds(output: Path) -> float:
     """What the step took that wrote `output`."""
     record = output.with_name(f"{output.stem}.provenance.json")
@@ -181,10 +189,14 @@ def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:
     return table[table.benchmark.isin(news) == (kind == "news")]
 
 
+def beside(runs: Path, name: str) -> Path:
+    """The table of that name ("histories", "answers", "attacks") that belongs to the table of `runs`."""
+    return runs.with_name(runs.name.replace("runs_", f"{name}_", 1))
+
+
 def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:
     """The table of checks that belongs to the table of `runs`, of one kind of benchmark."""
-    path = runs.with_name(runs.name.replace("runs_", "histories_", 1))
-    return of_kind(pd.read_csv(path, dtype={"value": float}), kind)
+    return of_kind(pd.read_csv(beside(runs, "histories"), dtype={"value": float}), kind)
 
 
 def load_runs(path: Path, kind: str | None = "letters") -> pd.DataFrame:

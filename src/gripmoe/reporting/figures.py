@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import platform
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import comb
 from pathlib import Path
@@ -11,8 +13,9 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from gripmoe.files import atomic_path, file_digest
+from gripmoe.files import atomic_path, file_digest, read_json
 from gripmoe.fingerprint import code_fingerprint
+from gripmoe.provenance import package_versions
 from gripmoe.reporting import RENDERING, labels
 from gripmoe.reporting.collect import apart
 
@@ -43,16 +46,28 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def made_of(runs: Path | None) -> str:
-    """In a line, what an artefact was made of: the table of runs with its checksum, and the code that drew it."""
-    source = f"{runs.name} sha256 {file_digest(runs)}; " if runs else ""
-    return f"{source}gripmoe code {code_fingerprint(*RENDERING)}"
+def made_of(tables: Sequence[Path]) -> str:
+    """In a line, what an artefact was made of: the tables that it was drawn from with their checksums and seeds; on
+    which devices and with what their cells were computed, which `gripmoe collect` has noted beside the table of runs;
+    and the code and the packages that drew it."""
+    parts = [f"{table.name} sha256 {file_digest(table)}" for table in tables]
+    seeds = {
+        seed for table in tables for seed in pd.read_csv(table, usecols=lambda name: name == "seed").squeeze("columns")
+    }
+    parts += [f"seeds {' '.join(map(str, sorted(seeds)))}"] if seeds else []
+    notes = {table.with_name(re.sub("^[a-z]+_", "runs_", table.stem) + ".provenance.json") for table in tables}
+    for note in sorted(file for file in notes if file.exists()):
+        cells = read_json(note).get("cells", {})
+        parts += [f"computed with {key} {', '.join(found)}" for key, found in cells.items() if found]
+    drawn = [f"{name} {version}" for name, version in package_versions(("matplotlib", "pandas", "scipy")).items()]
+    parts.append(f"gripmoe code {code_fingerprint(*RENDERING)}, python {platform.python_version()}, {', '.join(drawn)}")
+    return "; ".join(parts)
 
 
-def save_figure(figure: plt.Figure, stem: Path, runs: Path | None = None) -> None:
-    """Writes .pdf and .png beside `stem`, whatever its suffix, with their source in their metadata; the same content
-    gives the same bytes."""
-    source = made_of(runs)
+def save_figure(figure: plt.Figure, stem: Path, *tables: Path) -> None:
+    """Writes .pdf and .png beside `stem`, whatever its suffix, with the tables that were read and what else they were
+    made of in their metadata; the same content gives the same bytes."""
+    source = made_of(tables)
     kinds = {
         ".pdf": {"CreationDate": None, "Title": stem.stem, "Subject": source},
         ".png": {"Software": None, "Title": stem.stem, "Source": source},

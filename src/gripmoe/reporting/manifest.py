@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+from PIL import Image
 
 from gripmoe.files import file_digest, read_json
 from gripmoe.fingerprint import code_fingerprint, fingerprint_now
@@ -38,16 +40,28 @@ def manifest(files: Sequence[Path], runs: Path) -> dict:
 
 
 def _artefacts(files: Sequence[str], runs: str) -> dict[str, dict]:
-    """By name: the notebook that makes an artefact, the tables it may read, its parameters, and its files."""
-    folder_of_tables = str(Path(runs).parent)
-    tables = [file for file in files if str(Path(file).parent) == folder_of_tables]
+    """By name: the notebook that makes an artefact, the tables that it says it was made of, its parameters, and its
+    files."""
     made = {}
     for notebook in [file for file in files if file.endswith(".ipynb")]:
         name = Path(notebook).stem
         outputs = [file for file in files if Path(file).stem == name and file != notebook]
         parameters = {"runs": runs, "output": next((file for file in outputs if file.endswith(".csv")), None)}
-        made[name] = {"notebook": notebook, "inputs": tables, "parameters": parameters, "files": outputs}
+        made[name] = {
+            "notebook": notebook,
+            "inputs": _inputs(outputs, Path(runs).parent),
+            "parameters": parameters,
+            "files": outputs,
+        }
     return made
+
+
+def _inputs(outputs: Sequence[str], folder: Path) -> list[str]:
+    """The tables in `folder` that a picture names in its metadata."""
+    for picture in [file for file in outputs if file.endswith(".png")]:
+        with Image.open(picture) as opened:
+            return [str(folder / name) for name in re.findall(r"(\S+) sha256 ", opened.info.get("Source", ""))]
+    return []
 
 
 def _relative(file: Path) -> str:
@@ -87,6 +101,9 @@ def mismatches(path: Path) -> list[str]:
             measured = Path(written["results"], cell, name)
             if not (measured.exists() and file_digest(measured) == digest):
                 faults.append(f"{measured}: changed since the manifest was written")
+        weights = Path(written["results"], cell, "checkpoint.json")
+        if record.get("weights") and not (weights.exists() and read_json(weights)["weights"] == record["weights"]):
+            faults.append(f"{weights}: other weights than those of the manifest")
         settings = Path(written["results"], cell, "run.yaml")
         if record["settings"] and not (settings.exists() and file_digest(settings) == record["settings"]):
             faults.append(f"{settings}: changed since the manifest was written")
@@ -94,6 +111,25 @@ def mismatches(path: Path) -> list[str]:
         change = "its code has changed" if fingerprint_now(step) else "it is gone or has another name"
         faults.append(f"{step}: {change} since it ran for {_listed(cells)}")
     return faults
+
+
+def other_versions(path: Path) -> list[str]:
+    """Versions of Python and packages that a manifest names and that are others here, one line each: of what drew, and
+    of what each step ran with. Results may well be the same."""
+    written = read_json(path)
+    records = [("drawn", written)] + [
+        (name, step) for cell in written["cells"].values() for name, step in cell["steps"].items()
+    ]
+    found = []
+    for made, record in records:
+        named = {"python": record.get("python"), **(record.get("packages") or {})}
+        here = {"python": platform.python_version(), **package_versions([name for name in named if name != "python"])}
+        found += [
+            f"{made}: {n} was {version}, here {here[n]}"
+            for n, version in named.items()
+            if version and here[n] != version
+        ]
+    return list(dict.fromkeys(found))
 
 
 def _listed(cells: Sequence[str]) -> str:

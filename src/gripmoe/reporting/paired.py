@@ -10,7 +10,7 @@ import pandas as pd
 from scipy import stats
 
 from gripmoe.reporting import labels
-from gripmoe.reporting.collect import apart, of_kind
+from gripmoe.reporting.collect import apart, beside, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
 
 RUN = ["model", "benchmark", "seed"]
@@ -21,7 +21,7 @@ MEASURES = ("forget_accuracy", "retain_accuracy", "verbmem", "knowmem_forget", "
 
 def load_answers(runs: Path, kind: str = "letters") -> pd.DataFrame:
     """The table of answers that belongs to the table of `runs`, of one kind of benchmark: a row per cell and item."""
-    return of_kind(pd.read_csv(runs.with_name(runs.name.replace("runs_", "answers_", 1))), kind)
+    return of_kind(pd.read_csv(beside(runs, "answers")), kind)
 
 
 def sign_test(left: np.ndarray, right: np.ndarray) -> float:

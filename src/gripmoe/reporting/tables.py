@@ -329,9 +329,10 @@ def draw(table: Table) -> plt.Figure:
     return figure
 
 
-def save(table: Table, stem: Path, runs: Path | None = None) -> None:
-    """Writes .csv, .tex, .pdf and .png beside `stem`, whatever its suffix; all but .csv name the source, `runs`."""
+def save(table: Table, stem: Path, *tables: Path) -> None:
+    """Writes .csv, .tex, .pdf and .png beside `stem`, whatever its suffix; all but .csv name what they were made of,
+    the `tables` that were read first."""
     with atomic_path(stem.with_suffix(".csv")) as temporary:
         as_frame(table).to_csv(temporary, index=False)
-    write_text(stem.with_suffix(".tex"), f"% {made_of(runs)}\n{as_latex(table)}")
-    save_figure(draw(table), stem, runs)
+    write_text(stem.with_suffix(".tex"), f"% {made_of(tables)}\n{as_latex(table)}")
+    save_figure(draw(table), stem, *tables)
