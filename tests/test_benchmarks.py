@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gripmoe.adapter import METHODS
+from gripmoe.project import Project
 
 
 @pytest.fixture
@@ -30,7 +31,8 @@ def test_the_figures_of_published_widths_name_every_method(script, tmp_path):
 
 @pytest.mark.parametrize("name, parameters", [("olmoe", 6.9e9), ("qwen15_moe", 14.3e9), ("qwen3_30b_a3b", 30.5e9)])
 def test_widths_are_those_of_the_published_models(script, name, parameters):
-    """By the number of their parameters, which models.yaml has too; counted without making them."""
+    """By the number of their parameters, which models.yaml has too, counted without making them; and widths.yaml says
+    the same."""
     import torch
 
     layers, words = {"olmoe": (16, 50304), "qwen15_moe": (24, 151936), "qwen3_30b_a3b": (48, 151936)}[name]
@@ -38,3 +40,9 @@ def test_widths_are_those_of_the_published_models(script, name, parameters):
         model = script.WIDTHS[name](layers, words)
     untied = 0 if not model.config.tie_word_embeddings else model.get_output_embeddings().weight.numel()
     assert sum(p.numel() for p in model.parameters()) + untied == pytest.approx(parameters, rel=0.01)
+    project = Project(Path(__file__).parents[1] / "workflow" / "config", "tiny")
+    sizes, widths = project.models[name].parameters, project.widths[name]
+    assert sizes.total == pytest.approx(parameters) and sizes.layers == layers
+    config = model.config
+    assert (widths.hidden, widths.experts) == (config.hidden_size, config.num_experts)
+    assert widths.chosen == config.num_experts_per_tok
