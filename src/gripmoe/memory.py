@@ -1,4 +1,4 @@
-"""What every step of a published model needs to hold, on each GPU and on the host, and what would make it fit.
+"""What every step of a published model needs to hold, on each GPU and on the host.
 
 Sizes that only files tell (tokens of a corpus, recorded tokens, fitted bases) are read from a world's results where
 they are there, and are upper bounds before.
@@ -6,9 +6,7 @@ they are there, and are upper bounds before.
 
 from __future__ import annotations
 
-import copy
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +21,6 @@ BYTES_WEIGHT, BYTES_GRADIENT = 2, 2  # bf16
 BYTES_STATES = {"adamw": 4, "adamw_8bit": 2, "adamw_fp32": 12}
 BYTES_PER_TOKEN = 3  # of text, at least
 GB = 1e9
-MOST_GPUS = 64  # that are suggested for one model
 
 
 @dataclass(frozen=True)
@@ -112,7 +109,7 @@ def sizes_of(project: Project, name: str) -> Sizes | None:
     return model.parameters if isinstance(model, PublishedModel) else None
 
 
-def _widths(project: Project, name: str) -> Widths:
+def widths_of(project: Project, name: str) -> Widths:
     config = project.models[name]
     return project.widths[config.base if config.source == "finetuned" else name]
 
@@ -134,29 +131,19 @@ def _prepared(project: Project, step: Step, results: Path | None) -> Memory:
     return Memory(step, 0, whole, host=whole)
 
 
-def _traced(project: Project, step: Step, results: Path | None) -> Memory:
-    """The traces of both corpora, and one of them again as it is written."""
-    sizes, widths = sizes_of(project, step.model), _widths(project, step.model)
-    tokens = traced_tokens(project, step, results)
-    traces = 2 * trace_bytes(widths, sizes.layers, tokens) + tokens * sizes.layers * widths.hidden * BYTES_WEIGHT
-    model = _models(1)(project, step, results)
-    return replace(model, host=max(model.host, traces / GB))
-
-
 def _fitted(project: Project, step: Step, results: Path | None) -> Memory:
-    """In host memory: traces, bases, and of one layer the triangular factor, its decomposition and a copy in fp64."""
-    sizes, widths, method = sizes_of(project, step.model), _widths(project, step.model), project.methods[step.method]
+    """In host memory: bases; of one layer its trace, the triangular factor, its decomposition and a copy in fp64."""
+    sizes, widths, method = sizes_of(project, step.model), widths_of(project, step.model), project.methods[step.method]
     tokens = traced_tokens(project, step, results)
-    traces = _traces_kept(method) * trace_bytes(widths, sizes.layers, tokens)
+    traces = _traces_read(method, sizes.layers) * trace_bytes(widths, 1, tokens)
     bases = basis_bytes(widths, sizes.layers, tokens, method)
     return Memory(step, 0, 0.0, host=(traces + bases + 8 * bases / sizes.layers) / GB)
 
 
 def _corrected(project: Project, step: Step, results: Path | None) -> Memory:
-    """Method B: one model and the trace of its original."""
-    model, widths = _models(1)(project, step, results), _widths(project, step.model)
-    trace = trace_bytes(widths, sizes_of(project, step.model).layers, traced_tokens(project, step, results))
-    return replace(model, host=model.host + trace / GB)
+    """Method B: one model, and of the trace of its original one layer."""
+    model, widths = _models(1)(project, step, results), widths_of(project, step.model)
+    return replace(model, host=model.host + trace_bytes(widths, 1, traced_tokens(project, step, results)) / GB)
 
 
 def _attacked(project: Project, step: Step, results: Path | None) -> Memory:
@@ -185,12 +172,13 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
     """Gradients and AdamW states of the MoE blocks that train; of a method that trains one expert, those of the fused
     tensors of its layer, and a copy of them. Every process reads the whole model, keeps what the method keeps, and
     the first gathers the whole model to write it."""
-    sizes, widths, method = sizes_of(project, step.model), _widths(project, step.model), project.methods[step.method]
+    sizes, widths, method = sizes_of(project, step.model), widths_of(project, step.model), project.methods[step.method]
     nodes = project.nodes(step.model, step.method)
     gpus, readers = nodes * project.gpus_per_node(step.model), project.processes(step.model, step.method) // nodes
     training = project.training(step.objective, step.method, step.benchmark)
     tokens = tokens_of(project, step, training, results)
-    held = held_by_method(method, step.objective, sizes, widths, tokens)
+    in_memory = project.world.reference_memory * GB
+    held = held_by_method(method, step.objective, sizes, widths, tokens, in_memory)
     if fitted := _fitted_bytes(project, step, results):
         held = replace(held, gpu=held.gpu + fitted - basis_bytes(widths, sizes.layers, tokens.traced, method))
     if method.experts == "top_attributed":
@@ -198,6 +186,10 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
     else:
         layers = layers_trained(step.objective, training, sizes)
         weights, trained, copies = sizes.held_by(gpus), sizes.blocks * layers / sizes.layers / gpus, 0
+    idle = 0.0
+    if training.idle_layers == "host" and not looks_at_passes(method):  # one of them comes at a time
+        idle = sizes.blocks / sizes.layers * (sizes.layers - layers_run(step.objective, training, sizes) - 1)
+        weights -= idle
     parts = (
         weights * BYTES_WEIGHT,
         trained * BYTES_GRADIENT,
@@ -205,14 +197,14 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
         trained * copies + held.gpu,
     )
     whole = sizes.total * BYTES_WEIGHT
-    host = max(readers * whole, readers * held.host + whole)
+    host = max(readers * whole, readers * held.host + whole) + idle * BYTES_WEIGHT
     return Memory(step, gpus, *(part / GB for part in parts), host=host / GB)
 
 
 STEPS = {
     "prepare_model": _prepared,
     "finetune_model": _trained_whole,
-    "trace_routing": _traced,
+    "trace_routing": _models(1),
     "fit_basis": _fitted,
     "unlearn": _unlearned,
     "realign": _corrected,
@@ -231,12 +223,20 @@ def layers_trained(objective: str, training: Training, sizes: Sizes) -> int:
     return min(layers_run(objective, training, sizes), training.trained_layers or sizes.layers)
 
 
-def held_by_method(method: Method, objective: str, sizes: Sizes, widths: Widths, tokens: Tokens) -> Held:
+def looks_at_passes(method: Method) -> bool:
+    """Whether a constraint looks at training passes, through all layers."""
+    return not (method.constraint in ("none", "frozen") or method.has_bases)
+
+
+def held_by_method(
+    method: Method, objective: str, sizes: Sizes, widths: Widths, tokens: Tokens, reference_memory: float
+) -> Held:
     """Bytes kept beside the model: copies of routers (of the run, of each step, of most constraints), bases with the
-    inputs and margins of their tokens, factors that follow; on the host both traces and what losses compare with."""
+    inputs and margins of their tokens, factors that follow; on the host traces as they are read, and what losses
+    compare with, as far as each kind of it fits into `reference_memory` bytes."""
     layers, d, experts = sizes.layers, widths.hidden, widths.experts
     routers = layers * experts * d * 4
-    gpu, host = 2 * routers, _traces_kept(method) * trace_bytes(widths, layers, tokens.traced)
+    gpu = 2 * routers
     if method.constraint in ("router_l2", "anchor") or method.has_bases or method.form == "paper":
         gpu += routers
     if method.has_bases:
@@ -246,21 +246,21 @@ def held_by_method(method: Method, objective: str, sizes: Sizes, widths: Widths,
         gpu += layers * _bases_per_layer(widths, method) * min(d, method.max_rank or d) * d * 8
     if method.constraint == "anchor" and method.tracked:  # routers, cross and gram matrices in fp64
         gpu += 2 * 2 * routers + layers * d * d * 8
-    per_retain_token = 0
+    references = []
     if method.constraint == "anchor":
-        per_retain_token += (layers + 1) * d * BYTES_WEIGHT
+        references.append(tokens.retain * (layers + 1) * d * BYTES_WEIGHT)
     elif method.constraint == "routing_scores":
-        per_retain_token += layers * experts * 4
+        references.append(tokens.retain * layers * experts * 4)
     if objective in ("kl", "rmu"):
-        per_retain_token += d * BYTES_WEIGHT
+        references.append(tokens.retain * d * BYTES_WEIGHT)
+    if method.replay:
+        references.append((tokens.retain + tokens.forget) * layers * widths.chosen * 8)
+    host = sum(size for size in references if size <= reference_memory)
     if method.critical_experts:
-        per_retain_token += 4
-    host += tokens.retain * per_retain_token
+        host += tokens.retain * 4
     if objective == "npo":
         host += tokens.forget_documents * 4
-    if method.replay:
-        host += (tokens.retain + tokens.forget) * layers * widths.chosen * 8
-    return Held(gpu, host)
+    return Held(gpu, host + _traces_read(method, layers) * trace_bytes(widths, 1, tokens.traced))
 
 
 def trace_bytes(widths: Widths, layers: int, tokens: int) -> int:
@@ -280,9 +280,9 @@ def _bases_per_layer(widths: Widths, method: Method) -> int:
     return 1 if method.granularity == "layer" else widths.experts
 
 
-def _traces_kept(method: Method) -> int:
-    """Of retain and of forget documents, and with `surface: combined` of both again."""
-    return 4 if method.surface == "combined" else 2
+def _traces_read(method: Method, layers: int) -> int:
+    """Layers of traces that are in memory at once: one, or with `surface: combined` all of both traces."""
+    return 2 * layers if method.surface == "combined" else 1
 
 
 def _fitted_bytes(project: Project, step: Step, results: Path | None) -> float | None:
@@ -328,105 +328,3 @@ def _corpus(project: Project, step: Step, corpus: str, limit: int, results: Path
 def _lines(file: Path, changed: int) -> int:
     with file.open("rb") as content:
         return sum(1 for _ in content)
-
-
-def what_would_fit(
-    project: Project, step: Step, gpu_memory: float, host_memory: float, results: Path | None = None
-) -> dict[str, list[str]]:
-    """Where a step does not fit, "GPU" or "host", the changes each of which makes it fit there, by the same arithmetic.
-    Where no change alone makes it fit its GPUs: more of them with a `max_rank` of an eighth of the hidden size or more.
-    """
-
-    def on_gpus(changed: Project) -> bool:
-        return needed(changed, step, results).total <= gpu_memory
-
-    def on_host(changed: Project) -> bool:
-        return needed(changed, step, results).host <= host_memory
-
-    def largest(key: str, fits: Callable[[Project], bool], within: Project = project) -> int:
-        below = range(1, settings.get(key, 1))
-        return bisect_left(below, True, key=lambda value: not fits(_set(within, step, key, value)))
-
-    settings, ways = _settings(project, step), {}
-    if not on_gpus(project):
-        more = next((text for text, changed in _more_gpus(project, step) if on_gpus(changed)), None)
-        ways["GPU"] = [more] if more else []
-        if (optimizer := _other_optimizer(project, step)) and on_gpus(optimizer):
-            ways["GPU"].append("optimizer: adamw_8bit")
-        found = {key: largest(key, on_gpus) for key in ("trained_layers", "max_rank")}
-        ways["GPU"] += [f"{key}: {value}" for key, value in found.items() if value]
-        for text, changed in _more_gpus(project, step) if "max_rank" in settings and not ways["GPU"] else ():
-            if (rank := largest("max_rank", on_gpus, changed)) >= settings["max_rank"] // 8:
-                ways["GPU"] = [f"{text} with max_rank: {rank}"]
-                break
-    if not on_host(project):
-        steps = largest("max_steps", on_host)
-        more = next((text for text, changed in _more_nodes(project, step) if on_host(changed)), None)
-        ways["host"] = ([f"max_steps: {steps}"] if steps else []) + ([more] if more else [])
-    return ways
-
-
-def _with_world(project: Project, **changes) -> Project:
-    changed = copy.copy(project)
-    changed.world = project.world.model_copy(update=changes)
-    return changed
-
-
-def _more_gpus(project: Project, step: Step) -> Iterator[tuple[str, Project]]:
-    batch_sizes, nodes = [], project.world.nodes.get(step.model, 1)
-    if step.what == "finetune_model":
-        batch_sizes = [project.models[step.model].batch_size]
-    elif step.what == "unlearn" and project.methods[step.method].experts == "all":
-        training = project.training(step.objective, step.method, step.benchmark)
-        batch_sizes = [training.forget_batch_size, training.retain_batch_size]
-    for count in range(project.gpus(step.model) + nodes, MOST_GPUS + 1, nodes):
-        divisible = "" if not any(size % count for size in batch_sizes) else f" and batch sizes divisible by {count}"
-        yield f"gpus: {count}{divisible}", _with_world(project, gpus={**project.world.gpus, step.model: count})
-
-
-def _more_nodes(project: Project, step: Step) -> Iterator[tuple[str, Project]]:
-    """Over which its GPUs can be spread, if several processes train."""
-    gpus, nodes = project.gpus(step.model), project.world.nodes
-    for count in range(nodes.get(step.model, 1) + 1, gpus + 1):
-        if gpus % count == 0:
-            yield f"nodes: {count}", _with_world(project, nodes={**nodes, step.model: count})
-
-
-def _other_optimizer(project: Project, step: Step) -> Project | None:
-    """With AdamW in 8 bits, if the step trains with another."""
-    world = project.world
-    if step.what == "unlearn":
-        training = project.training(step.objective, step.method, step.benchmark)
-        return None if training.optimizer == "adamw_8bit" else _set(project, step, "optimizer", "adamw_8bit")
-    if step.what == "relearning" and world.relearning.optimizer != "adamw_8bit":
-        return _with_world(project, relearning=world.relearning.model_copy(update={"optimizer": "adamw_8bit"}))
-    if step.what == "finetune_model" and project.models[step.model].optimizer != "adamw_8bit":
-        changed = copy.copy(project)
-        model = project.models[step.model].model_copy(update={"optimizer": "adamw_8bit"})
-        changed.models = {**project.models, step.model: model}
-        return changed
-    return None
-
-
-def _settings(project: Project, step: Step) -> dict[str, int]:
-    """Numbers that the memory of a step grows with, as they are."""
-    if step.what != "unlearn":
-        return {}
-    training, method = project.training(step.objective, step.method, step.benchmark), project.methods[step.method]
-    settings = {"max_steps": training.max_steps}
-    if method.experts == "all":
-        settings["trained_layers"] = layers_trained(step.objective, training, sizes_of(project, step.model))
-    if method.has_bases:
-        settings["max_rank"] = method.max_rank or _widths(project, step.model).hidden
-    return settings
-
-
-def _set(project: Project, step: Step, key: str, value: object) -> Project:
-    """A project in which a step's method or training has one other setting."""
-    if key == "max_rank":
-        changed = copy.copy(project)
-        method = project.methods[step.method].model_copy(update={key: value})
-        changed.methods = {**project.methods, step.method: method}
-        return changed
-    cell, overrides = f"{step.objective}/{step.method}", project.world.overrides
-    return _with_world(project, overrides={**overrides, cell: {**overrides.get(cell, {}), key: value}})

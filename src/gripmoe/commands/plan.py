@@ -12,10 +12,11 @@ from typing import Any
 from gripmoe.commands.pin import unpinned
 from gripmoe.files import read_json, read_yaml
 from gripmoe.fingerprint import fingerprint_now
-from gripmoe.memory import Memory, Step, memory_needed, what_would_fit
+from gripmoe.memory import Memory, Step, memory_needed
 from gripmoe.planning import Job, check_budget, disk_needed, jobs_left
 from gripmoe.progress import cell_status
 from gripmoe.project import Project
+from gripmoe.remedies import what_would_fit
 
 UPPER_BOUNDS = """
 Tokens and bases count for as many as there may be until prepare_data, trace_routing and fit_basis have run, then for as
