@@ -37,6 +37,7 @@ figures-all: setup
 	$(MAKE) figures WORLD=tiny_all
 
 record: setup
+	-snakemake --profile workflow/profiles/tiny --cores $(CORES) --config world=record_main --keep-going
 	snakemake --profile workflow/profiles/tiny --cores $(CORES) --config world=record --keep-going
 
 # One self-contained page of the tables and figures that are there.
