@@ -1,102 +1,198 @@
-"""Writes docs/record/: the tables of measured runs as Markdown, and the numbers behind them as one compact CSV; and the
-README's pictures of them. With `--output` tables and numbers go elsewhere, and no pictures are drawn.
+"""Writes a record of measured runs: their numbers as one compact CSV, the tables that these give as Markdown, and what
+they were computed with; of docs/record also the README's pictures. A record may be drawn again from its own CSV.
 
-python workflow/record.py results/tiny/runs_record.csv [more tables of runs] \
-    --table seuf_comparison results/tiny/runs_tiny_shared.csv --table dense_baseline results/tiny/runs_tiny_dense.csv
+python workflow/record.py results/tiny/runs_record.csv results/tiny/runs_tiny_shared.csv [more tables of runs]
 """
 
 from __future__ import annotations
 
 import argparse
+import platform
+import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
 
-from gripmoe.files import write_text
-from gripmoe.project import NO_OBJECTIVE
+from gripmoe.files import file_digest, read_json, write_json, write_text
+from gripmoe.fingerprint import code_fingerprint
+from gripmoe.project import NO_OBJECTIVE, Project
+from gripmoe.provenance import package_versions
+from gripmoe.reporting import RENDERING, labels
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
 from gripmoe.reporting.claims import claims_table, load_claims
-from gripmoe.reporting.collect import KEYS, load_runs, of_kind
+from gripmoe.reporting.collect import KEYS, computed_with, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, specification
 from gripmoe.reporting.figures import routing_stability_by_layer, save_figure
-from gripmoe.reporting.tables import Table, as_markdown, draw
+from gripmoe.reporting.paired import load_answers, paired_table
+from gripmoe.reporting.tables import MISSING, Table, as_markdown, draw
 
-OUTPUT = Path(__file__).parents[1] / "docs" / "record"
+ROOT = Path(__file__).parents[1]
+OUTPUT = ROOT / "docs" / "record"
 PICTURES = OUTPUT.with_name("images")
 TABLES = {
     "main_results": "Main results",
     "drift_decomposition": "Where routing stability goes",
     "expert_forcing": "Expert forcing",
     "attack_matrix": "Every attack on every method",
+    "attack_controls": "Controls and further attacks",
+    "paired_tests": "Question by question",
     "blackbox_attacks": "Black-box prompts",
     "threshold_sensitivity": "The threshold of the null space",
     "per_band_threshold": "The threshold by depth",
     "constraint_ablation": "Forms of the constraint",
     "factorial": "Hardness and breadth",
     "constraint_surface": "Which routing is held",
+    "cost_and_memory": "What a constraint costs",
     "general_utility": "General utility",
     "retain_data": "What the documents to retain hold",
     "muse_results": "MUSE",
     "muse_attacks": "Attacks on forgotten news",
+    "muse_attack_matrix": "Every attack on forgotten news",
+    "muse_paired_tests": "Item by item",
     "seuf_comparison": "A model with a shared expert",
     "dense_baseline": "Mixture of experts and dense twin",
 }
+WORLDS = {"seuf_comparison": "tiny_shared", "dense_baseline": "tiny_dense", "retain_data": "tiny_retain"}
+OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "num_experts", "top_k"} | {
+    f"{measure}_target" for measure in labels.MATCHED
+}
+
+
+class Record:
+    """Tables of runs, and of answers and attacked items where they were kept."""
+
+    def __init__(self, paths: list[Path]):
+        self.paths = paths
+        runs = pd.concat([load_runs(path, kind=None) for path in paths]).drop_duplicates([*KEYS, "metric"])
+        self.runs = runs[runs.metric.isin(_shown()) | runs.metric.str.match("routing_stability_layer_")]
+        self.answers = {
+            kind: self._items(lambda path, kind=kind: load_answers(path, kind)) for kind in ("letters", "news")
+        }
+        self.attacks = self._items(load_attacks)
+
+    def _items(self, load) -> pd.DataFrame | None:
+        try:
+            return pd.concat([load(path) for path in self.paths]).drop_duplicates([*KEYS, "id"])
+        except FileNotFoundError:  # of a record, which keeps none
+            return None
+
+    def of_world(self, world: str) -> pd.DataFrame:
+        """The runs that a world lists. What it has of one method alone, for another world, compares nothing."""
+        cells = pd.MultiIndex.from_tuples(Project(ROOT / "workflow" / "config", world).cells(), names=KEYS)
+        runs = self.runs[self.runs.set_index(KEYS).index.isin(cells)]
+        methods = runs.groupby(["model", "benchmark", "objective", "seed"]).method.transform("nunique")
+        return runs[(methods > 1) | (world != "record") | (runs.objective == NO_OBJECTIVE)]
+
+    def table(self, name: str) -> Table | None:
+        """A table of what was measured, or None: without items some cannot be drawn."""
+        news = name.startswith("muse")
+        kind = "news" if news else "letters"
+        runs = of_kind(self.of_world(WORLDS.get(name, "tiny_muse" if news else "record")), kind)
+        if name in WORLDS and not set(runs.set_index(["model", "benchmark"]).index) - {("tiny_a", "wmdp_tiny")}:
+            return None
+        if name.endswith("paired_tests"):
+            answers = self.answers[kind]
+            return None if answers is None or answers.empty else paired_table(answers, runs)
+        if name.endswith("attack_matrix"):
+            return None if news and self.attacks is None else attack_matrix(runs, self.attacks, name)
+        return comparison(runs, name)
+
+
+def _shown() -> set[str]:
+    named = [name for name in TABLES if not name.endswith("paired_tests")]
+    return OF_MARKS | {claim["metric"] for claim in load_claims().values()} | {
+        metric for name in named for metric in specification(name)["measured"]
+    }  # fmt: skip
+
+
+def measured_only(table: Table) -> Table | None:
+    """Without the rows and columns in which nothing was measured, and without groups of a single row, which compare
+    nothing; None if no unlearned model is left."""
+    references = {labels.METHODS["original"], labels.METHODS["retain_only"]}
+    rows = [(block, [row for row in rows if any(c.text != MISSING for c in row[1])]) for block, rows in table.blocks]
+    table.blocks = [
+        (block, entries) for block, entries in rows if len(entries) > 1 or {label for label, *_ in entries} & references
+    ]
+    entries = [row for _, entries in table.blocks for row in entries]
+    if all(label in references for label, _, _ in entries):
+        return None
+    kept = [i for i in range(len(table.columns)) if any(cells[i].text != MISSING for _, cells, _ in entries)]
+    dropped = {name for i, name in enumerate(table.columns) if i not in kept}
+    table.columns = [table.columns[i] for i in kept]
+    table.blocks = [
+        (block, [(label, [cells[i] for i in kept], paper) for label, cells, paper in entries])
+        for block, entries in table.blocks
+    ]
+    table.notes = [
+        "; ".join(n for n in note.split("; ") if n.partition(": ")[0] not in dropped) for note in table.notes
+    ]
+    return table
+
+
+def provenance(paths: list[Path], record: dict, output: Path) -> dict:
+    """What wrote a record, and what its cells were computed with: of those that lie beside the tables of runs, or else
+    as the record had it."""
+    cells = pd.concat([load_runs(path, kind=None)[KEYS].drop_duplicates().assign(at=path.parent) for path in paths])
+    folders = {row.at.joinpath(*map(str, row[:-1])) for row in cells.itertuples(index=False)}
+    steps = [read_json(file) for folder in sorted(folders) for file in folder.glob("*.provenance.json")]
+    codes: dict[str, Counter] = {}
+    for step in steps:
+        codes.setdefault(step["step"], Counter())[step["code"]] += 1
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "written": {
+            "commit": commit.stdout.strip() or None,
+            "code": code_fingerprint(*RENDERING),
+            "python": platform.python_version(),
+            "packages": package_versions(["gripmoe", "pandas", "scipy", "matplotlib"]),
+            "runs.csv": file_digest(output / "runs.csv"),
+        },
+        "cells": {**computed_with(sorted(folders)), "code": codes} if steps else record.get("cells"),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="tables that `gripmoe collect` wrote")
-    parser.add_argument(
-        "--table", nargs=2, action="append", default=[], metavar=("NAME", "RUNS"), help="a table of runs of its own"
-    )
+    parser.add_argument("runs", nargs="+", type=Path, help="tables that `gripmoe collect` wrote, or a record's")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="another folder than docs/record")
     args = parser.parse_args()
-    runs = pd.concat([load_runs(path, kind=None) for path in args.runs]).drop_duplicates([*KEYS, "metric"])
-    try:
-        attacks = pd.concat([load_attacks(path) for path in args.runs]).drop_duplicates([*KEYS, "id"])
-    except FileNotFoundError:  # runs of a record, which keeps no items
-        attacks = None
-    of_their_own = {name: load_runs(Path(path), kind=None) for name, path in args.table}
+    runs = Record(args.runs).runs.sort_values([*KEYS, "metric"])
+    record = args.output / "runs.csv"
+    write_text(record, runs.to_csv(index=False, float_format="%.6g", na_rep="nan"))
+    file = args.output / "provenance.json"
+    write_json(file, provenance(args.runs, read_json(file) if file.exists() else {}, args.output))
+    measured = Record(args.runs)
+    measured.runs = load_runs(record, kind=None)  # so that the tables are what the record gives
     parts = ["# Tables of the record\n"]
-    shown = {claim["metric"] for claim in load_claims().values()} | {
-        "reached",
-        "diverged",
-        "forget_accuracy_target",
-        "corrected_after",
-        "steps",
-    }
     for name, title in TABLES.items():
-        spec = specification(name)
-        table = table_of(of_kind(of_their_own.get(name, runs), spec.get("kind", "letters")), name, attacks)
-        if any(cell.value is not None for _, entries in table.blocks for _, cells, _ in entries for cell in cells):
+        table = measured.table(name)
+        if table and (table := measured_only(table)):
             parts.append(f"## {title}\n\n{as_markdown(table)}")
-            shown |= set(spec["measured"])
-    parts.append(f"## Statements\n\n{as_markdown(claims_table(runs))}")
+    of_claims = pd.concat([measured.of_world(world) for world in ("record", "tiny_muse")])
+    parts.append(f"## Statements\n\n{as_markdown(claims_table(of_claims))}")
     write_text(args.output / "tables.md", "\n".join(parts))
     if args.output == OUTPUT:
-        draw_pictures(runs)
-    runs = pd.concat([runs, *of_their_own.values()]).drop_duplicates([*KEYS, "metric"])
-    compact = runs[runs.metric.isin(shown)].dropna(subset="value").sort_values([*KEYS, "metric"])
-    write_text(args.output / "runs.csv", compact.to_csv(index=False, float_format="%.4g"))
-    print(f"{len(runs[KEYS].drop_duplicates())} cells, {len(compact)} numbers in {args.output}")
+        draw_pictures(measured)
+    print(f"{len(runs[KEYS].drop_duplicates())} cells, {len(runs)} numbers in {args.output}")
 
 
-def table_of(runs: pd.DataFrame, name: str, attacks: pd.DataFrame | None = None) -> Table:
-    return attack_matrix(runs, attacks) if name == "attack_matrix" else comparison(runs, name)
-
-
-def draw_pictures(runs: pd.DataFrame) -> None:
+def draw_pictures(record: Record) -> None:
     """The README's, of the methods that every objective has."""
-    letters, news = of_kind(runs, "letters"), of_kind(runs, "news")
+    letters = record.of_world("record")
     measured = [set(found.method) for objective, found in letters.groupby("objective") if objective != NO_OBJECTIVE]
     common = set.intersection(*measured) | set(letters.method[letters.objective == NO_OBJECTIVE])
     letters = letters[letters.method.isin(common)]
-    figures = {name: draw(table_of(letters, name)) for name in ("main_results", "attack_matrix")}
-    figures["muse_results"] = draw(table_of(news, "muse_results"))
-    figures["forcing_vulnerability"] = forcing_vulnerability(letters)
-    figures["routing_stability_by_layer"] = routing_stability_by_layer(letters)
+    figures = {
+        "main_results": draw(comparison(letters, "main_results")),
+        "attack_matrix": draw(attack_matrix(letters, record.attacks)),
+        "muse_results": draw(comparison(record.of_world("tiny_muse"), "muse_results")),
+        "forcing_vulnerability": forcing_vulnerability(letters),
+    }
+    if letters.metric.str.startswith("routing_stability_layer_").any():
+        figures["routing_stability_by_layer"] = routing_stability_by_layer(letters)
     for name, figure in figures.items():
-        save_figure(figure, PICTURES / f"{name}.csv")
+        save_figure(figure, PICTURES / f"{name}.csv", OUTPUT / "runs.csv")
         (PICTURES / f"{name}.pdf").unlink()
 
 

@@ -191,7 +191,7 @@ def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:
 
 def beside(runs: Path, name: str) -> Path:
     """The table of that name ("histories", "answers", "attacks") that belongs to the table of `runs`."""
-    return runs.with_name(runs.name.replace("runs_", f"{name}_", 1))
+    return runs.with_name(name + runs.name.removeprefix("runs"))
 
 
 def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:
