@@ -18,7 +18,7 @@ from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, vi
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics
 from gripmoe.moe.storage import load_bases
 from gripmoe.reporting import labels
-from gripmoe.reporting.collect import load_runs
+from gripmoe.reporting.collect import apart, load_runs
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style
 from gripmoe.reporting.tables import MISSING, Cell, Table
 
@@ -115,7 +115,21 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
     """What happens inside: gradient per element of routers and experts while nothing is constrained; the dimensions
     that Method A leaves free, where its bases are fixed with the range and quartiles over experts; how often Stage 1 is
     not enough; and what Algorithm 1 leaves of the margins that a finished run exceeds, beside the exact projection.
-    Returns the numbers behind it too."""
+    Of every kind of base model by itself. Returns the numbers behind it too."""
+    kinds = apart(histories)
+    numbers = []
+    with house_style():
+        figure, grid = plt.subplots(2 * len(kinds), 2, figsize=(PAPER_WIDTH, 4.6 * len(kinds)), squeeze=False)
+        for panels, (kind, checks) in zip(np.split(grid, len(kinds)), kinds, strict=True):
+            of_kind = runs[runs.model.isin(checks.model) & runs.benchmark.isin(checks.benchmark)]
+            numbers.append(_draw_mechanism(panels, checks, of_kind).assign(kind=kind))
+            if kind:
+                panels[0, 0].annotate(kind, (0, 1.14), xycoords="axes fraction", weight="bold")
+        figure.tight_layout(w_pad=1.2, h_pad=1.5)
+    return figure, pd.concat(numbers)
+
+
+def _draw_mechanism(panels: np.ndarray, histories: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     free = histories[
         (histories.method == "unconstrained") & histories.metric.isin(["router_gradient", "expert_gradient"])
     ]
@@ -124,19 +138,16 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
     triggered = histories[histories.metric == "stage_2_rate"].groupby(["method", "step"]).value.mean()
     left = runs[runs.metric.str.match("violation_(after|exact)")]
     left = left.assign(draws=left.metric.str.extract(r"(\d+)$")[0]).groupby("draws", dropna=False).value.mean()
-    with house_style():
-        figure, panels = plt.subplots(2, 2, figsize=(PAPER_WIDTH, 4.6))
-        _draw_gradients(panels[0, 0], gradients)
-        _draw_dimensions(panels[0, 1], dimensions)
-        _draw_triggered(panels[1, 0], triggered)
-        _draw_left(panels[1, 1], left)
-        for axes in panels.flat[:3]:
-            if axes.lines:
-                many = len(axes.get_legend_handles_labels()[1]) > 3
-                place = dict(loc="center left", bbox_to_anchor=(1.0, 0.5)) if many else dict(loc="best")
-                axes.legend(frameon=False, fontsize=5.8, labelspacing=0.2, **place)
-        figure.tight_layout(w_pad=1.2, h_pad=1.5)
-    numbers = pd.concat(
+    _draw_gradients(panels[0, 0], gradients)
+    _draw_dimensions(panels[0, 1], dimensions)
+    _draw_triggered(panels[1, 0], triggered)
+    _draw_left(panels[1, 1], left)
+    for axes in panels.flat[:3]:
+        if axes.lines:
+            many = len(axes.get_legend_handles_labels()[1]) > 3
+            place = dict(loc="center left", bbox_to_anchor=(1.0, 0.5)) if many else dict(loc="best")
+            axes.legend(frameon=False, fontsize=5.8, labelspacing=0.2, **place)
+    return pd.concat(
         [
             gradients.rename("value").reset_index().assign(panel="gradient"),
             dimensions.assign(panel="free dimensions"),
@@ -144,7 +155,6 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
             left.rename("value").reset_index().assign(panel="violation left"),
         ]
     )
-    return figure, numbers
 
 
 def _free_dimensions(histories: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:

@@ -238,6 +238,23 @@ def test_no_two_texts_of_a_drawn_table_overlap(name):
     plt.close(figure)
 
 
+def test_the_papers_values_stand_as_it_prints_them():
+    published = comparison(pd.DataFrame(news("unconstrained") + news("ptc_paper"), columns=COLUMNS), "muse_results")
+    texts = {
+        name: [cell.text for cell in row(published, name)[2].values()] for name in ("Unconstrained", "Method B, paper")
+    }
+    assert texts["Unconstrained"] == ["0.05", "0.03", "-25.6", "4.31", "0.26"]
+    assert texts["Method B, paper"] == ["0.01", "0.00", "-30.4", "9.42", "1.00"]
+    letters = comparison(synthetic(), "constraint_ablation")
+    assert [cell.text for cell in row(letters, "Full null space")[2].values()] == ["0.38", "0.68", "0.96", "1.67×"]
+    few = news("unconstrained", privleak=0.42)
+    few += news("unconstrained", seed=1, privleak=1.0)
+    assert (
+        row(comparison(pd.DataFrame(few, columns=COLUMNS), "muse_results"), "Unconstrained")[1]["C3"].text
+        == "0.7 ± 0.3"
+    )
+
+
 def test_unknown_table():
     with pytest.raises(ValueError, match="no table 'magic'; one of main_results"):
         comparison(synthetic(), "magic")

@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from gripmoe.reporting import labels
+from gripmoe.reporting.collect import apart
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, look_of, nothing, panels_of
 
 RUN = ["model", "benchmark", "objective", "method", "seed"]
@@ -63,23 +64,25 @@ def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
         return nothing("no finished run was refitted in the paper's form (ptc_paper)")
     found[["form", "tokens", "where"]] = found.metric.str.extract(r"holdout_(paper|sound)_(\d+)_(fit|other)")
     found["tokens"] = found.tokens.astype(int)
-    means = found.groupby(["form", "where", "tokens"]).value.mean()
-    hidden = runs.loc[runs.metric == "hidden_size", "value"]
+    kinds = apart(found)
     with house_style():
-        figure, axes = plt.subplots(figsize=(PAPER_WIDTH * 0.62, 2.2))
-        for form, method in (("paper", "ptc_paper"), ("sound", "ptc")):
-            for where, style in (("fit", ":"), ("other", "-")):
-                line = means[form, where]
-                text = f"{'paper' if form == 'paper' else 'sound'}, {'its own' if where == 'fit' else 'other'} tokens"
-                colour = labels.colour(method)
-                filled = {} if form == "sound" else {"markerfacecolor": "white"}
-                axes.plot(line.index, line.values, style, marker="o", markersize=3, color=colour, label=text, **filled)
-        if not hidden.empty:
-            axes.axvline(hidden.iloc[0], color="0.6", linewidth=0.7, linestyle="--")
-            axes.text(hidden.iloc[0] * 1.05, 0.02, "as many as dimensions", fontsize=5.5, color="0.4")
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="retain tokens fitted to", ylabel="routing stability", ylim=(0, 1.03))
-        axes.legend(frameon=False, fontsize=5.8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        size = PAPER_WIDTH * (0.62 if len(kinds) == 1 else 1.0), 2.2
+        figure, (panels,) = plt.subplots(1, len(kinds), figsize=size, sharey=True, squeeze=False)
+        for axes, (kind, group) in zip(panels, kinds, strict=True):
+            means = group.groupby(["form", "where", "tokens"]).value.mean()
+            for form, method in (("paper", "ptc_paper"), ("sound", "ptc")):
+                for where, style in (("fit", ":"), ("other", "-")):
+                    line = means[form, where]
+                    name = f"{form}, {'its own' if where == 'fit' else 'other'} tokens"
+                    axes.plot(line.index, line.values, style, label=name, **look_of(method))
+            hidden = runs.loc[(runs.metric == "hidden_size") & runs.model.isin(group.model), "value"]
+            if not hidden.empty:
+                axes.axvline(hidden.iloc[0], color="0.6", linewidth=0.7, linestyle="--")
+                axes.text(hidden.iloc[0] / 1.1, 0.02, "as many as dimensions", fontsize=5.8, color="0.4", ha="right")
+            axes.set_xscale("log", base=2)
+            axes.set(xlabel="retain tokens fitted to", ylim=(0, 1.03), title=kind)
+        panels[0].set_ylabel("routing stability")
+        panels[-1].legend(frameon=False, fontsize=5.8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         figure.tight_layout()
     return figure
 

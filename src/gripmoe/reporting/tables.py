@@ -197,6 +197,10 @@ def wrapped(text: str, size: float, width: float, weight: str = "normal") -> lis
     return lines
 
 
+def _heading(name: str) -> str:
+    return name.replace("+ ", "+\u00a0")  # the sign stays with its word
+
+
 def _lines_of(cell: Cell, stacked: bool) -> list[str]:
     """A cell's text as it is drawn, with minus signs; if `stacked`, its half-width in a line of its own."""
     text = MINUS.sub("−", without_zeros(cell.text) if stacked else cell.text)
@@ -221,7 +225,7 @@ def _layout(table: Table) -> _Layout:
         widths = []
         for names, side, style in ((table.columns, 1, "normal"), (table.paper_columns, 2, "italic")):
             for number, name in enumerate(names):
-                longest_word = max(text_width(word, HEADING_SIZE) for word in name.split(" "))
+                longest_word = max(text_width(word, HEADING_SIZE) for word in _heading(name).split(" "))
                 cells = [_width_of(row[side][number], stacked, style) for row in rows]
                 widths.append(max([longest_word, *cells]))
         gap = (room - sum(widths)) / len(widths)
@@ -245,7 +249,7 @@ def draw(table: Table) -> plt.Figure:
     paper_lefts = list(accumulate(layout.paper, initial=paper_x))
     right_end = PAPER_WIDTH
     headings = [
-        (left + width / 2, wrapped(name, heading_size, width - LEAST_GAP), colour)
+        (left + width / 2, wrapped(_heading(name), heading_size, width - LEAST_GAP), colour)
         for names, starts, widths, colour in (
             (table.columns, lefts, layout.measured, "black"),
             (table.paper_columns, paper_lefts, layout.paper, "0.4"),
