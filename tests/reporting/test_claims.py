@@ -86,6 +86,16 @@ def test_runs_that_have_not_forgotten_do_not_count_unless_it_is_about_them():
     assert len(differences(pd.concat([data, missed]), {**ABOVE, "unreached": True})) == 3
 
 
+def test_a_statement_must_hold_for_each_kind_of_base_model():
+    good, bad = runs(a=[0.9, 0.8, 0.9], b=[0.1] * 3), runs(a=[0.1] * 3, b=[0.2] * 3)
+    kinds = differences(pd.concat([good, bad.assign(model="olmoe")]), ABOVE)
+    instances = differences(pd.concat([good, bad.assign(model="tiny_b")]), ABOVE)
+    assert judge_each(kinds, ABOVE)[0] == "does not hold" and judge_each(instances, ABOVE)[0] == "undecided"
+    assert judge_each(kinds, ABOVE)[1:] == judge_each(instances, ABOVE)[1:] == judge(kinds, ABOVE)[1:]
+    few = differences(pd.concat([good, runs(a=[0.9], b=[0.1]).assign(model="olmoe")]), ABOVE)
+    assert judge_each(few, ABOVE)[0] == "undecided" and judge(few, ABOVE)[0] == "holds", "one run of a kind"
+
+
 def test_a_statement_about_each_objective_needs_every_one():
     good, bad = runs(a=[0.9, 0.8, 0.9], b=[0.1] * 3), runs(a=[0.1] * 3, b=[0.2] * 3)
     pairs = differences(pd.concat([good, bad.assign(objective="gd")]), ABOVE)

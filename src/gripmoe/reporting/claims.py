@@ -66,12 +66,15 @@ def judge(pairs: pd.Series, claim: dict, level: float = 0.95) -> tuple[str, floa
 
 
 def judge_each(pairs: pd.Series, claim: dict) -> tuple[str, float, float, float]:
-    """Of a statement about each objective: it holds if it does for all, and does not if it does not for one. The
-    difference and its interval are those of all together."""
+    """Base models of different kinds, and benchmarks, are judged apart, and so are objectives if the statement is about
+    each: it holds if it does for all, and does not if it does not for one. The difference and its interval are those of
+    all together."""
     together = judge(pairs, claim)
-    if not claim.get("each_objective") or pairs.empty:
+    if pairs.empty:
         return together
-    verdicts = {judge(part, claim)[0] for _, part in pairs.groupby(level="objective")}
+    of = [pairs.index.get_level_values("model").map(labels.model_label), pairs.index.get_level_values("benchmark")]
+    of += [pairs.index.get_level_values("objective")] if claim.get("each_objective") else []
+    verdicts = {judge(part, claim)[0] for _, part in pairs.groupby(of)}
     worst = next(verdict for verdict in ("does not hold", "undecided", "holds") if verdict in verdicts)
     return worst, *together[1:]
 
@@ -131,7 +134,7 @@ def claims_table(runs: pd.DataFrame) -> Table:
     table.notes = [
         "line: of the paper's source; what each statement compares stands in the CSV. Differences paired by base model,"
         " objective and seed, of runs that forgot; 95 % t-interval over runs, of all objectives together, their range"
-        " below three.",
+        " below three. Kinds of base models are judged apart: a statement holds if it does for each.",
         "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS) + ".",
     ]
     return table

@@ -312,11 +312,11 @@ def draw(table: Table) -> plt.Figure:
                         size = width, row_height
                         ground = dict(color=SHADE, alpha=cell.shade, linewidth=0)
                         axes.add_patch(plt.Rectangle((left, y - row_height), *size, **ground))
-                    look = {"weight": "bold" if cell.best else "normal", "color": cell.colour}
                     texts = _lines_of(cell, layout.stacked)
                     for number, (text, size) in enumerate(zip(texts, (cell_size, half_size), strict=False)):
                         at = middle + (0.052 - 0.1 * number) * (len(texts) > 1)
-                        write(left + width / 2, at, text, fontsize=size, **look)
+                        weight = "bold" if cell.best and number == 0 else "normal"
+                        write(left + width / 2, at, text, fontsize=size, weight=weight, color=cell.colour)
                 for left, width, cell in zip(paper_lefts, layout.paper, paper, strict=False):
                     write(left + width / 2, middle, *_lines_of(cell, False), color="0.4", style="italic")
                 y -= row_height
