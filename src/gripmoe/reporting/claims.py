@@ -103,14 +103,18 @@ def judged(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def _signed(value: float) -> str:
+    return f"{round(value, 2) + 0.0:+.2f}"  # + 0.0: no negative zero
+
+
 def claims_table(runs: pd.DataFrame) -> Table:
     """The verdicts as a table of one page: the paper's statements, then ours."""
     verdicts = judged(runs)
     table = Table(
         ["line", "difference", "interval", "runs", "verdict"],
         [],
-        label_width=3.1,
-        label_size=5.4,
+        label_width=3.2,
+        label_size=5.8,
         heading="Statement",
         data=verdicts,
     )
@@ -123,8 +127,8 @@ def claims_table(runs: pd.DataFrame) -> Table:
             missing = row.verdict == "not measured"
             cells = [
                 Cell(str(row.line)),
-                Cell("–") if missing else Cell(f"{row.difference:+.2f}", row.difference),
-                Cell("–") if missing else Cell(f"{row.low:+.2f} .. {row.high:+.2f}", row.high - row.low),
+                Cell("–") if missing else Cell(_signed(row.difference), row.difference),
+                Cell("–") if missing else Cell(f"{_signed(row.low)} .. {_signed(row.high)}", row.high - row.low),
                 Cell(str(row.runs), row.runs),
                 Cell(row.verdict, best=row.verdict == "holds", colour=COLOURS[row.verdict]),
             ]
