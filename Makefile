@@ -8,6 +8,9 @@ WORLD  ?= tiny
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export HF_HUB_OFFLINE ?= 1
 export OMP_NUM_THREADS ?= 1
+# glibc otherwise returns the memory of every forward pass to the system and asks for it again: a tenth of all time
+export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
+export MALLOC_TRIM_THRESHOLD_ ?= 2147483648
 
 .PHONY: help setup gpu figures figures-all record report test lint format clean
 
