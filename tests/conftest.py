@@ -20,6 +20,13 @@ MOE_FAMILIES = ("qwen3_moe", "qwen2_moe")
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_experts=8, top_k=2, expert_width=16)
 
 
+def pytest_collection_modifyitems(items):
+    if os.environ.get("GRIPMOE_TEST_SLOW") != "1":
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="not run: takes minutes more; GRIPMOE_TEST_SLOW=1 runs it"))
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path

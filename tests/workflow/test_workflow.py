@@ -376,6 +376,7 @@ class TestRun:
         )
         assert reasons.endswith(" would run, because training.learning_rate is 0.01, was 0.005\n")
 
+    @pytest.mark.slow
     def test_news_takes_every_rule_too(self, finished):
         """A model finetuned on articles and one on those to retain, each by two processes, as its cells are unlearned;
         evaluated, attacked and rendered."""
@@ -409,6 +410,7 @@ class TestRun:
         file.write_text(before)
         assert planned(output)["realign"] == 4 and planned(output)["unlearn"] == 2
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("file", "old", "new", "rules"),
         [
@@ -418,7 +420,7 @@ class TestRun:
             ("src/gripmoe/commands/unlearn.py", 'corpus["retain"][:', 'corpus["retain"][0:', TRAINING_ON),
             ("src/gripmoe/method_b.py", "import torch\n", "import torch\n\nUNUSED = 1\n", []),
             ("src/gripmoe/evaluation/report.py", "return [\n", "return 1 * [\n", ["evaluate", "collect"]),
-            ("src/gripmoe/attacks/restoration.py", '("experts", "router")', '("router", "experts")', ["attack"]),
+            ("src/gripmoe/attacks/restoration.py", '("experts", "attention")', '("attention", "experts")', ["attack"]),
             # Which attacks are made, and when a run has forgotten.
             ("src/gripmoe/attacks/suite.py", "SAMPLE = 240", "SAMPLE = 241", ["attack"]),
             ("src/gripmoe/attacks/routers.py", "0.5, seed", "0.6, seed", ["attack"]),
@@ -451,6 +453,7 @@ class TestRun:
         elif rules == ["render_main_results"]:
             assert set(plan) == {"render_main_results", "manifest"}
 
+    @pytest.mark.slow
     def test_lost_metadata_hides_no_change_from_verify(self, finished):
         """Without Snakemake's own records it sees no changed parameter; the manifest still does: in the code that
         draws, in that of the cells, in their settings."""
@@ -480,6 +483,7 @@ class TestRun:
         assert "gripmoe.commands.unlearn:unlearn: its code has changed since it ran for smoke/" in faults
         assert "gd/unconstrained/0/run.yaml: changed since" in faults and "evaluate:evaluate" not in faults
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("edit", ["comment", "order", "touch", "docstring"])
     def test_harmless_edits_rerun_nothing(self, finished, edit):
         file = finished / "smoke.yaml"
