@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +17,7 @@ import torch
 from gripmoe.basis_store import BasisStore
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics
-from gripmoe.moe.storage import load_bases
+from gripmoe.moe.storage import StoredBases
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import apart, load_runs
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style
@@ -231,7 +232,7 @@ def basis_cache(runs: Path, method: str = "expert_specific") -> Table:
         table.notes = ["Not measured: no bases lie beside the table of runs."]
         return table
     model, file = found
-    bases = load_bases(file, {})
+    bases = StoredBases(file, {})
     ranks_E = torch.cat([basis.ranks for basis in bases.values()]).sort().values
     stored = next(iter(bases.values())).U_ret_Edr
     hidden, column = stored.shape[1], stored.shape[1] * stored.element_size()  # bytes of one
@@ -272,7 +273,7 @@ def _megabytes(size: float) -> Cell:
 
 
 def _accesses(
-    bases: dict[int, RetainBasis], limits: dict[str, float]
+    bases: Mapping[int, RetainBasis], limits: dict[str, float]
 ) -> tuple[dict[str, int], Counter[str], Counter[str]]:
     """Bytes held, accesses served and their seconds by tier, when every step asks as training does; without the first,
     which finds nothing."""

@@ -177,10 +177,12 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
     gpus, readers = nodes * project.gpus_per_node(step.model), project.processes(step.model, step.method) // nodes
     training = project.training(step.objective, step.method, step.benchmark)
     tokens = tokens_of(project, step, training, results)
-    in_memory = project.world.reference_memory * GB
-    held = held_by_method(method, step.objective, sizes, widths, tokens, in_memory)
-    if fitted := _fitted_bytes(project, step, results):
-        held = replace(held, gpu=held.gpu + fitted - basis_bytes(widths, sizes.layers, tokens.traced, method))
+    bases = basis_bytes(widths, sizes.layers, tokens.traced, method) if method.has_bases else 0
+    bases = _fitted_bytes(project, step, results) or bases
+    if bases > project.world.basis_memory * GB:  # that of one layer is there beside those that stay
+        bases = project.world.basis_memory * GB + bases / sizes.layers
+    held = held_by_method(method, step.objective, sizes, widths, tokens, project.world.reference_memory * GB)
+    held = replace(held, gpu=held.gpu + bases)
     if method.experts == "top_attributed":
         weights, trained, copies = sizes.split_over(gpus), sizes.blocks / sizes.layers, BYTES_WEIGHT
     else:
@@ -231,9 +233,9 @@ def looks_at_passes(method: Method) -> bool:
 def held_by_method(
     method: Method, objective: str, sizes: Sizes, widths: Widths, tokens: Tokens, reference_memory: float
 ) -> Held:
-    """Bytes kept beside the model: copies of routers (of the run, of each step, of most constraints), bases with the
-    inputs and margins of their tokens, factors that follow; on the host traces as they are read, and what losses
-    compare with, as far as each kind of it fits into `reference_memory` bytes."""
+    """Bytes kept beside model and bases: copies of routers (of the run, of each step, of most constraints), inputs and
+    margins of the bases' tokens, factors that follow; on the host traces as they are read, and what losses compare
+    with, as far as each kind of it fits into `reference_memory` bytes."""
     layers, d, experts = sizes.layers, widths.hidden, widths.experts
     routers = layers * experts * d * 4
     gpu = 2 * routers
@@ -241,7 +243,7 @@ def held_by_method(
         gpu += routers
     if method.has_bases:
         held = tokens.traced * (2 if method.surface == "combined" else 1)
-        gpu += basis_bytes(widths, layers, tokens.traced, method) + layers * held * (d + experts) * 4
+        gpu += layers * held * (d + experts) * 4
     if method.basis == "tracked":  # triangular factors in fp64
         gpu += layers * _bases_per_layer(widths, method) * min(d, method.max_rank or d) * d * 8
     if method.constraint == "anchor" and method.tracked:  # routers, cross and gram matrices in fp64

@@ -36,7 +36,7 @@ def what_would_fit(
         ways["GPU"] = [more] if more else []
         if (optimizer := _other_optimizer(project, step)) and on_gpus(optimizer):
             ways["GPU"].append("optimizer: adamw_8bit")
-        found = {key: largest(key, on_gpus) for key in ("trained_layers", "max_rank")}
+        found = {key: largest(key, on_gpus) for key in ("trained_layers", "max_rank", "basis_memory")}
         ways["GPU"] += [f"{key}: {value}" for key, value in found.items() if value]
         for text, changed in _more_gpus(project, step) if "max_rank" in settings and not ways["GPU"] else ():
             if (rank := largest("max_rank", on_gpus, changed)) >= settings["max_rank"] // 8:
@@ -101,11 +101,14 @@ def _settings(project: Project, step: Step) -> dict[str, int]:
         settings["trained_layers"] = layers_trained(step.objective, training, sizes_of(project, step.model))
     if method.has_bases:
         settings["max_rank"] = method.max_rank or widths_of(project, step.model).hidden
+        settings["basis_memory"] = project.world.basis_memory
     return settings
 
 
 def _set(project: Project, step: Step, key: str, value: object) -> Project:
-    """A project in which a step's method or training has one other setting."""
+    """A project in which a step's method or training, or the world, has one other setting."""
+    if key == "basis_memory":
+        return _with_world(project, basis_memory=value)
     if key == "max_rank":
         changed = copy.copy(project)
         method = project.methods[step.method].model_copy(update={key: value})

@@ -64,7 +64,7 @@ def prepare(family, world, tokenizer, root, dtype=torch.float32):
     return root, settings, files
 
 
-def run_cell(prepared, method_name, objective, folder, checkpoint=None, references=None, **changes):
+def run_cell(prepared, method_name, objective, folder, checkpoint=None, references=None, basis_memory=1.0, **changes):
     """Trains a cell, or corrects that of `checkpoint`; without one the original model."""
     root, benchmark, files = prepared
     method = PROJECT.methods[method_name]
@@ -87,7 +87,7 @@ def run_cell(prepared, method_name, objective, folder, checkpoint=None, referenc
             settings=method.model_dump_json(), model=common["model"], digest=folder / "bases.json", output=bases
         )
         fit_basis(Namespace(**vars(settings), **files))
-    where = dict(reference=None, references=references, reference_memory=0.0)
+    where = dict(reference=None, references=references, reference_memory=0.0, basis_memory=basis_memory)
     unlearn(Namespace(**common, **files, **where, data=root / "data", bases=bases))
     return read_json(folder / "checkpoint.json")
 
@@ -131,6 +131,12 @@ def test_references_on_disk_change_no_bit_and_serve_the_next_run(prepared, tmp_p
     ]
     assert weights[0] == weights[1] == weights[2]
     assert len(list(store.iterdir())) == files
+
+
+def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):
+    kept, read = (run_cell(prepared, "expert_specific", "gd", tmp_path / f"{gb}", basis_memory=gb) for gb in (1.0, 0.0))
+    assert kept["weights"] == read["weights"]
+    assert kept["constraint_megabytes"] > read["constraint_megabytes"] > 0
 
 
 def test_seuf_trains_one_expert_and_its_router(prepared, tmp_path):

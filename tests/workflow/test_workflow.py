@@ -171,10 +171,12 @@ def test_the_plan_is_a_target(tmp_path):
 
 def test_jobs_ask_for_the_host_memory_that_planning_says(tmp_path):
     """Of a published model what its method keeps, and a fifth more; of an embedded one as ever."""
-    output = snakemake("-n", "--config", "world=paper", directory=tmp_path)
+    world = tmp_path / "in_memory.yaml"
+    world.write_text("extends: paper\nreference_memory: 100000\n")
+    output = snakemake("-n", "--config", f"world={world}", directory=tmp_path)
     asked = dict(re.findall(r"^rule unlearn:.*?wildcards: (\S.*?)\n.*?mem_mb=(\d+)", output, re.M | re.S))
     cell = "model=qwen3_30b_a3b, benchmark=wmdp_cyber, objective=gd, method={}, seed=0"
-    paper = Project(ROOT / "workflow" / "config", "paper")
+    paper = Project(ROOT / "workflow" / "config", str(world))
     for method in ("anchored", "unconstrained"):
         need = needed(paper, Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", method))
         assert int(asked[cell.format(method)]) == pytest.approx(1.2 * need.host * 1e9 / 2**20, rel=1e-4)

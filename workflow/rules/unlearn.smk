@@ -31,6 +31,7 @@ rule unlearn:
         **training_resources("unlearn"),
         runtime=growing(720),
         reference_gb=WORLD.reference_memory,
+        basis_gb=WORLD.basis_memory,
     params:
         data=folder_of,
         references=REFERENCES,
@@ -39,9 +40,10 @@ rule unlearn:
         code=code_fingerprint("gripmoe.commands.unlearn:unlearn"),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
-        " --processes {resources.processes} --references {params.references} --reference-memory {resources.reference_gb}"
+        " --processes {resources.processes}"
         + NODES
-        + " {params.bases} {params.reference} --output {output.checkpoint} > {log} 2>&1"
+        + " --references {params.references} --reference-memory {resources.reference_gb} --basis-memory {resources.basis_gb}"
+        " {params.bases} {params.reference} --output {output.checkpoint} > {log} 2>&1"
 
 
 rule realign:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
@@ -21,7 +20,7 @@ from gripmoe.method_b import holdout_report, kaczmarz_report, make_correction
 from gripmoe.moe import MoEModel
 from gripmoe.moe.placement import visiting
 from gripmoe.moe.sharding import shard_experts
-from gripmoe.moe.storage import load_bases, load_model, load_routers, save_model
+from gripmoe.moe.storage import StoredBases, load_model, load_routers, save_model
 from gripmoe.moe.traces import StoredTrace
 from gripmoe.objectives import make_objective
 from gripmoe.penalties import attributed_expert, constraint_of
@@ -64,7 +63,8 @@ def unlearn(args) -> None:
         if method.experts == "top_attributed" or method.constraint == "gate_anchor":
             last = moe.layers[-1] if objective.last_layer is None else objective.last_layer
             attributed = attributed_expert(forget_trace, [layer for layer in moe.layers if layer <= last])
-        bases = load_bases(args.bases, weights, model.device) if args.bases else None
+        on_gpu = args.basis_memory * 1e9
+        bases = StoredBases(args.bases, weights, model.device, on_gpu) if args.bases else None
 
         held = held_trace(method, trace, forget_trace)
         constraint = constraint_of(method, held, bases, attributed, run.seed)
@@ -117,7 +117,8 @@ def costs(outcome: Outcome) -> dict[str, float]:
 
 
 def held_bytes(thing: object) -> int:
-    """Bytes of the tensors that an object keeps, in itself and in what it is made of; shared storage counts once."""
+    """Bytes of the tensors that an object keeps in memory, in itself and in what it is made of; shared storage counts
+    once."""
     storages: dict[int, int] = {}
     waiting, known = [thing], set()
     while waiting:
@@ -127,7 +128,7 @@ def held_bytes(thing: object) -> int:
         known.add(id(item))
         if isinstance(item, torch.Tensor):
             storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-        elif isinstance(item, Mapping):
+        elif isinstance(item, dict):
             waiting += item.values()
         elif isinstance(item, (list, tuple)):
             waiting += item

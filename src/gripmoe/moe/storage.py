@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -109,7 +111,39 @@ def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, st
     write_tensors(path, {str(layer): basis.U_ret_Edr for layer, basis in bases.items()}, metadata)
 
 
-def load_bases(path: Path, metadata: dict[str, str], device: torch.device | str = "cpu") -> dict[int, RetainBasis]:
-    """Saved bases on `device`. Raises ValueError if they were not fitted as `metadata` says."""
-    with open_checked(path, metadata) as file:
-        return {int(layer): RetainBasis(file.get_tensor(layer).to(device)) for layer in file.keys()}
+class StoredBases(Mapping[int, RetainBasis]):
+    """Saved bases on `device`. Those of the first layers that take no more than `memory` bytes together stay there; the
+    others are read whenever they are asked for. A training step asks for every layer once, in the same order, so that
+    to keep the last ones used would serve none. Raises ValueError if they were not fitted as `metadata` says."""
+
+    def __init__(
+        self,
+        path: Path,
+        metadata: Mapping[str, str],
+        device: torch.device | str = "cpu",
+        memory: float = math.inf,
+    ):
+        self._path, self._device = path, device
+        self._kept: dict[int, RetainBasis] = {}
+        with open_checked(path, metadata) as file:
+            self._layers = sorted(map(int, file.keys()))
+            for layer in self._layers:
+                basis = file.get_tensor(str(layer))
+                memory -= basis.nbytes
+                if memory < 0:
+                    break
+                self._kept[layer] = RetainBasis(basis.to(device))
+
+    def __getitem__(self, layer: int) -> RetainBasis:
+        if layer in self._kept:
+            return self._kept[layer]
+        if layer not in self._layers:
+            raise KeyError(layer)
+        with safe_open(self._path, framework="pt") as file:
+            return RetainBasis(file.get_tensor(str(layer)).to(self._device))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
