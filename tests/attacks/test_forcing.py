@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from conftest import small_model
+from gripmoe.attacks import forcing
 from gripmoe.attacks.forcing import expert_forcing, prompt_agreement, random_sets
-from gripmoe.evaluation.choice import direct_answers
+from gripmoe.evaluation.choice import Answer, direct_answers, harness_answers
 from gripmoe.moe import MoEModel
 from gripmoe.worlds.benchmark import question_rows
 
@@ -35,6 +36,54 @@ def test_controls(setting):
     assert metrics["num_shifted"] == metrics["num_questions"] == len(forget)
     gained, lost = metrics["wrong_to_right"], metrics["right_to_wrong"]
     assert metrics["recovery_rate"] * len(forget) == pytest.approx(gained - lost)
+
+
+def test_recovery_is_of_shifted_questions_as_the_paper_has_it_and_of_equal_ones(setting, monkeypatch):
+    """Here two of eight shifted: one that forcing turns right, and one that was right before and is turned wrong."""
+    before, hidden, tokenizer, forget, retain, _ = setting
+    forget = forget[:8]
+    right_before, right_forced = [0, 1, 1, 0, 1, 0, 0, 0], [1, 0, 1, 1, 1, 0, 0, 0]
+    agreement = {question["id"]: 0.5 if number < 2 else 1.0 for number, question in enumerate(forget)}
+    monkeypatch.setattr(forcing, "prompt_agreement", lambda *_: agreement)
+
+    def answers(pattern):
+        return [Answer(q["id"], 0, bool(right), (0.0,) * 4) for q, right in zip(forget, pattern, strict=True)]
+
+    metrics = expert_forcing(
+        before,
+        hidden,
+        tokenizer,
+        forget,
+        retain,
+        answers(right_before),
+        lambda moe, questions: answers(right_forced),
+        lambda moe, questions: [Answer(q["id"], 0, True, (0.0,) * 4) for q in questions],
+    ).metrics
+    assert (metrics["num_questions"], metrics["num_shifted"]) == (8, 2)
+    assert metrics["recovery_rate"] == pytest.approx(4 / 8 - 3 / 8)
+    assert metrics["recovery_rate_paper"] == pytest.approx(1 / 2 - 3 / 8), "shifted under force, all before"
+    assert metrics["recovery_rate_shifted"] == pytest.approx(1 / 2 - 1 / 2)
+    assert (metrics["wrong_to_right"], metrics["right_to_wrong"]) == (2, 1)
+
+
+def test_the_harness_answers_under_force(setting, tmp_path):
+    """What is reported is asked through lm-eval: it sees the forced sets as a direct question does, and its own sets
+    change nothing."""
+    before, hidden, tokenizer, forget, _, answer_all = setting
+
+    def by_harness(moe):
+        return harness_answers(moe.model, tokenizer, forget, work_folder=tmp_path, batch_size=3)
+
+    def logprobs(answers):
+        return torch.tensor([answer.letter_logprobs for answer in answers])
+
+    free = logprobs(by_harness(hidden))
+    with hidden.force_routing(before.routes):
+        forced, directly = logprobs(by_harness(hidden)), logprobs(answer_all(hidden, forget))
+    with hidden.force_routing(hidden.routes):
+        own = logprobs(by_harness(hidden))
+    torch.testing.assert_close(forced, directly, atol=1e-4, rtol=0)
+    assert torch.equal(own, free) and (forced - free).abs().max() > 1e-2
 
 
 def test_forcing_brings_first_layer_choices_back(setting):

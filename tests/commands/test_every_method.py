@@ -1,5 +1,6 @@
 """Every row of the catalogue through the commands that the rules call, and what each must change."""
 
+import csv
 import os
 import subprocess
 import sys
@@ -301,6 +302,26 @@ def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer,
     assert {"forced_forget_accuracy", "probe_best_layer", "probe_best_expert", "relearned_after_20"} <= read_json(
         folder / "attacks.json"
     ).keys()
+
+
+def test_attacks_write_scores_and_no_text(world, tokenizer, tmp_path):
+    """Not what was asked, nor what was recovered. The control: the questions' own file has it."""
+    prepared = prepare("qwen3_moe", world, tokenizer, tmp_path)
+    with_questions(tmp_path, world)
+    run_cell(prepared, "unconstrained", "gd", tmp_path / "cell")
+    arguments = evaluated(tmp_path, tmp_path / "cell")
+    before = set((tmp_path / "cell").iterdir())
+    attack(arguments)
+    asked = read_jsonl(tmp_path / "data" / "forget_questions.jsonl")
+    said = {text for question in asked for text in (question["question"], *question["choices"])}
+    written = [file for file in set((tmp_path / "cell").iterdir()) - before if file.is_file() and file.name != ".lock"]
+    assert {file.name for file in written} >= {"attacks.json", "forced.csv"}
+    for file in written:
+        assert not any(text in file.read_text() for text in said), file
+    assert any(text in (tmp_path / "data" / "forget_questions.jsonl").read_text() for text in said)
+    with (tmp_path / "cell" / "forced.csv").open() as rows:
+        for row in csv.DictReader(rows):
+            assert all(value == "" or float(value) <= 1 for name, value in row.items() if name != "id")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
