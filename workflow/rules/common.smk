@@ -187,7 +187,7 @@ HEADROOM = 1.2  # of what a published model is known to need on the host
 
 
 def memory_of(rule, gpus):
-    """Host memory of a rule on so many GPUs of each node: at least MEMORY for each, and what planning says that its cell
+    """Host memory of a job on so many GPUs of each node, at least MEMORY for each, and what planning says that its cell
     needs."""
 
     def amount(wildcards, attempt):
@@ -212,7 +212,7 @@ def gpu_resources(rule):
 def training_resources(rule):
     """Of several processes, on nodes that the SLURM executor is to treat as those of an MPI job: it then starts the
     command once, on the first of them, and the command itself starts a task on each."""
-    resources = {**gpu_resources(rule), "processes": processes_of if WORLD.gpus else 1}
+    resources = {**gpu_resources(rule), "processes": processes_of if WORLD.gpus else 1, "nodes": 1}
     if WORLD.nodes:
         resources |= {
             "gpu": lambda wildcards: gpus_per_node(wildcards) * nodes_of(wildcards) if ON_GPU else 0,
@@ -225,7 +225,4 @@ def training_resources(rule):
 
 
 THREADS = (lambda wildcards: processes_of(wildcards) // nodes_of(wildcards)) if WORLD.gpus else 1
-NODES = (
-    " --nodes {resources.nodes}" if WORLD.nodes else ""
-)  # worlds without the key keep their command, and their cells
 ENVIRONMENT = f"{workflow.basedir}/envs/environment.yaml"

@@ -97,7 +97,8 @@ rule finetune_model:
         code=code_fingerprint("gripmoe.commands.prepare:finetune_model"),
     shell:
         "gripmoe finetune-model --settings {params.settings:q} --benchmark {params.news:q} --model {input.base}"
-        " --processes {resources.processes}" + NODES + " --data {params.data} --output {output} > {log} 2>&1"
+        " --processes {resources.processes} --nodes {resources.nodes}"
+        " --data {params.data} --output {output} > {log} 2>&1"
 
 
 localrules:

@@ -40,9 +40,8 @@ rule unlearn:
         code=code_fingerprint("gripmoe.commands.unlearn:unlearn"),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
-        " --processes {resources.processes}"
-        + NODES
-        + " --references {params.references} --reference-memory {resources.reference_gb} --basis-memory {resources.basis_gb}"
+        " --processes {resources.processes} --nodes {resources.nodes}"
+        " --references {params.references} --reference-memory {resources.reference_gb} --basis-memory {resources.basis_gb}"
         " {params.bases} {params.reference} --output {output.checkpoint} > {log} 2>&1"
 
 
