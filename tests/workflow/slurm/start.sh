@@ -5,6 +5,10 @@
 set -euo pipefail
 base=$(realpath "$1")
 host=$(hostname -s)
+left=$(readlink /etc/slurm/slurm.conf || true)
+if [[ $left == */gripmoe-slurm-*/slurm.conf ]] && ! pgrep -x slurmctld > /dev/null; then
+    rm /etc/slurm/slurm.conf # of a test that was killed
+fi
 if [ -e /etc/slurm/slurm.conf ]; then
     echo "this machine has a SLURM already: /etc/slurm/slurm.conf" >&2
     exit 1
