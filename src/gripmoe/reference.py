@@ -25,7 +25,7 @@ from gripmoe.tensorfile import tensor_file
 @dataclass(frozen=True)
 class ReferenceStore:
     """Where caches keep what takes more than `memory` bytes: in files of `folder`, made once and found again by every
-    run that asks the same (`model`, a digest of its weights) about the same documents."""
+    run that asks the same (`model`, a digest of its weights and of the code that asks) about the same documents."""
 
     folder: Path
     model: str

@@ -13,6 +13,7 @@ import torch
 from conftest import SMALL
 from gripmoe import unlearning
 from gripmoe.attacks import suite
+from gripmoe.commands import unlearn as commands
 from gripmoe.commands.attack import attack
 from gripmoe.commands.evaluate import evaluate
 from gripmoe.commands.geometry import fit_basis, trace_routing
@@ -124,7 +125,9 @@ def test_methods_do_not_care_which_objective(method, objective, prepared, tmp_pa
     ("method", "objective", "files"),
     [("anchored", "gd", 1), ("unconstrained", "kl", 1), ("unconstrained", "rmu", 1), ("anchored_replay", "rmu", 3)],
 )
-def test_references_on_disk_change_no_bit_and_serve_the_next_run(prepared, tmp_path, method, objective, files):
+def test_references_on_disk_change_no_bit_and_serve_the_next_run(
+    prepared, tmp_path, monkeypatch, method, objective, files
+):
     store = tmp_path / "references"
     weights = [
         run_cell(prepared, method, objective, tmp_path / name, references=where)["weights"]
@@ -132,6 +135,9 @@ def test_references_on_disk_change_no_bit_and_serve_the_next_run(prepared, tmp_p
     ]
     assert weights[0] == weights[1] == weights[2]
     assert len(list(store.iterdir())) == files
+    monkeypatch.setattr(commands, "code_fingerprint", lambda entry: "edited since")
+    run_cell(prepared, method, objective, tmp_path / "edited", references=store)
+    assert len(list(store.iterdir())) == 2 * files, "what other code has kept is not taken"
 
 
 def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):

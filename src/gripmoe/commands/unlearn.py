@@ -15,6 +15,7 @@ from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.stopping import stop_rule
 from gripmoe.files import exclusive, file_digest, read_json, write_json
+from gripmoe.fingerprint import code_fingerprint
 from gripmoe.method_a import held_trace
 from gripmoe.method_b import holdout_report, kaczmarz_report, make_correction
 from gripmoe.moe import MoEModel
@@ -24,7 +25,7 @@ from gripmoe.moe.storage import StoredBases, load_model, load_routers, save_mode
 from gripmoe.moe.traces import StoredTrace
 from gripmoe.objectives import make_objective
 from gripmoe.penalties import attributed_expert, constraint_of
-from gripmoe.provenance import recorded
+from gripmoe.provenance import entry_of, recorded
 from gripmoe.reference import ReferenceStore
 from gripmoe.unlearning import Outcome
 from gripmoe.unlearning import unlearn as run_unlearning
@@ -46,7 +47,8 @@ def unlearn(args) -> None:
         moe = MoEModel(model)
         shard_experts(moe)
         if args.references:
-            moe.references = ReferenceStore(args.references, weights["model"], args.reference_memory * 1e9)
+            asked = f"{weights['model']} {code_fingerprint(entry_of(unlearn))}"  # what other code has kept is not found
+            moe.references = ReferenceStore(args.references, asked, args.reference_memory * 1e9)
         theta_0 = moe.thetas()
         corpus = {
             name: load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
