@@ -21,6 +21,7 @@ from gripmoe.moe import MoEModel, sharding
 from gripmoe.moe.storage import save_model
 from gripmoe.objectives import make_objective
 from gripmoe.penalties import constraint_of
+from gripmoe.reference import ReferenceStore
 from gripmoe.unlearning import unlearn
 
 TRAINING = Training(
@@ -70,9 +71,11 @@ def documents(seed: int) -> list[Row]:
     return [Row(f"{seed}/{i}", row, row) for i, row in enumerate(ids)]
 
 
-def train(name: str, folder: Path, steps: int = 6, **changes) -> dict:
-    """The whole model after training, its digest as written, routers as each process has them, and the last losses."""
+def train(name: str, folder: Path, steps: int = 6, references: Path | None = None, **changes) -> dict:
+    """The whole model after training, its digest as written, routers as each process has them, and the last losses.
+    What the original model says is kept in files of `references`, if given."""
     moe = MoEModel(small_model("qwen2_moe"))
+    moe.references = ReferenceStore(references, "small", memory=0) if references else None
     sharding.shard_experts(moe)
     forget, retain = documents(0), documents(1)
     method, objective = CASES[name], name if name in OBJECTIVES else "npo"
@@ -119,6 +122,9 @@ def main(folder: Path, *names: str) -> None:
     with distributed.launched():
         results = {name: train(name, folder) for name in CASES}
         results["first step"] = {name: first_step(name, folder) for name in FIRST_STEP}
+        for time in ("made", "found"):
+            on_disk = train("anchored_tracked", folder / time, references=folder / "references")
+            results[f"references {time}"] = on_disk
         results["finetuned"] = finetuned(folder)
         results["finetuned again"] = finetuned(folder)  # from the state of its second step
         results["finetuned checkpointed"] = finetuned(folder, "finetuned_checkpointed", gradient_checkpointing=True)

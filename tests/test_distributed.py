@@ -117,6 +117,14 @@ def test_two_processes_resume_where_two_were_stopped(name, shared):
     assert results[f"{name} resumed"]["digest"] == results[name]["digest"]
 
 
+@pytest.mark.parametrize("time", ["made", "found"])
+def test_references_on_disk_are_one_file_for_both_processes(time, shared):
+    folder, results = shared
+    assert results[f"references {time}"]["digest"] == results["anchored_tracked"]["digest"]
+    [file] = (folder / "references").iterdir()
+    assert file.name.startswith("original_states_")
+
+
 @pytest.mark.parametrize("name", ["finetuned", "finetuned checkpointed"])
 def test_finetuning_in_two_processes_is_that_of_one(name, shared, tmp_path):
     """In passes, with documents of different lengths."""

@@ -456,6 +456,9 @@ def test_mistakes():
     with gripmoe.constrain(model, adamw(model), RETAIN, method="anchored") as guard:
         with pytest.raises(ValueError, match="knows documents by their tokens: give `input_ids`"), guard.retain():
             model(inputs_embeds=model.model.embed_tokens(RETAIN[0].input_ids))
+    with gripmoe.constrain(model, adamw(model), RETAIN, replay=True):
+        with pytest.raises(ValueError, match="finds the routes of a pass by its tokens: give `input_ids`"):
+            model.train()(inputs_embeds=model.model.embed_tokens(RETAIN[0].input_ids))
     with pytest.raises(ValueError, match="unknown form 'best'"):
         gripmoe.realign(model, gripmoe.remember(model, RETAIN), form="best")
 

@@ -93,9 +93,9 @@ def nearest_feasible(
         active_NE = active_NE.scatter(0, worst.indices, entering)
         # To gather most of the bases takes longer than to solve all rows again.
         rows_M = slice(None) if 2 * pending_E.sum() > len(pending_E) else pending_E.nonzero()[:, 0]
-        U_Mdr = basis.U_ret_Edr if len(basis.U_ret_Edr) == 1 else basis.U_ret_Edr[rows_M]
+        own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows_M])
         solved_Md, active_NM = _on_active(
-            start_Ed[rows_M], start_NE[:, rows_M], U_Mdr, x_Nd, bounds_NE[:, rows_M], active_NE[:, rows_M], rounding
+            start_Ed[rows_M], start_NE[:, rows_M], own, x_Nd, bounds_NE[:, rows_M], active_NE[:, rows_M], rounding
         )
         u_Ed, reached_NE = u_Ed.clone(), reached_NE.clone()
         u_Ed[rows_M], active_NE[:, rows_M], reached_NE[:, rows_M] = solved_Md, active_NM, x_Nd @ solved_Md.T
@@ -123,17 +123,17 @@ ADDED_PER_ROUND = 32  # violated constraints that enter at once, per row
 def _on_active(
     start_Md: Tensor,
     start_NM: Tensor,
-    U_Mdr: Tensor,
+    basis: RetainBasis,
     x_Nd: Tensor,
     bounds_NM: Tensor,
     active_NM: Tensor,
     rounding: float,
 ) -> tuple[Tensor, Tensor]:
     """The nearest points to `start_Md` that respect the active constraints, and which of these they touch. `start_NM`
-    is <start_j, x_i>; U_Mdr may be one basis for all rows."""
+    is <start_j, x_i>."""
     index_Mm, valid_Mm = _padded_indices(active_NM)
     x_Mmd = x_Nd[index_Mm]
-    free_Mmd = x_Mmd - (x_Mmd @ U_Mdr) @ U_Mdr.transpose(1, 2)
+    free_Mmd = basis.remainder(x_Mmd)
     norms_Mm1 = free_Mmd.norm(dim=2, keepdim=True)
     # A token within the span up to rounding has no direction left to move along, and cannot be violated.
     usable_Mm = valid_Mm & (norms_Mm1 > rounding * x_Mmd.norm(dim=2, keepdim=True))[..., 0]
@@ -141,7 +141,7 @@ def _on_active(
     free_Mmd = free_Mmd / norms_Mm1
     gap_Mm = (start_NM.T.gather(1, index_Mm) - bounds_NM.T.gather(1, index_Mm)) / norms_Mm1[..., 0]
     multipliers_Mm = _nonnegative_quadratic(free_Mmd @ free_Mmd.transpose(1, 2), gap_Mm, usable_Mm)
-    u_Md = RetainBasis(U_Mdr).project(start_Md - (multipliers_Mm[:, None, :] @ free_Mmd)[:, 0])
+    u_Md = start_Md - basis.remainder(multipliers_Mm[:, None, :] @ free_Mmd)[:, 0]
     return u_Md, torch.zeros_like(active_NM).scatter(0, index_Mm.T, (multipliers_Mm > 0).T)
 
 

@@ -51,10 +51,13 @@ class RetainBasis:
     def project(self, update_Ed: Tensor) -> Tensor:
         """P u = u - U (U^T u) for each router row (Eq. 6); twice: neither rounding nor columns that are orthonormal in
         fp32 alone leave a trace in the span."""
-        for _ in range(2):
-            coefficients_E1r = update_Ed[:, None, :] @ self.U_ret_Edr
-            update_Ed = update_Ed - (coefficients_E1r @ self.U_ret_Edr.transpose(1, 2))[:, 0]
-        return update_Ed
+        return self.remainder(self.remainder(update_Ed[:, None, :]))[:, 0]
+
+    def remainder(self, x_Emd: Tensor) -> Tensor:
+        """What one projection leaves of m vectors per expert. U from the left: (x U) U^T takes CPUs three times as
+        long."""
+        coefficients_Erm = (x_Emd @ self.U_ret_Edr).transpose(1, 2)
+        return x_Emd - (self.U_ret_Edr @ coefficients_Erm).transpose(1, 2)
 
 
 class RetainStatistics:

@@ -232,8 +232,9 @@ class MoEModel:
 
         `routes` is a trace's top_k by layer for the tokens of each forward pass, or a function that yields it from the
         pass's input_ids and attention_mask (rows, positions; None where none was given), or None for a pass that
-        is left alone. Raises ValueError if the number of tokens does not match, and RuntimeError where gradient
-        checkpointing asks for the routes of a pass that was not the last one.
+        is left alone. Raises ValueError if the number of tokens does not match or a function is asked about a pass
+        without input_ids, and RuntimeError where gradient checkpointing asks for the routes of a pass that was not the
+        last one.
         """
         current: Routes | None = None if callable(routes) else routes
         asking = False  # a model forced to its own sets is asked for them unforced
@@ -244,8 +245,10 @@ class MoEModel:
             if not asking:
                 passes = (0 if recomputed else passes) + torch.is_grad_enabled()
                 recomputed = False
+                input_ids = args[0] if args else kwargs.get("input_ids")
+                if input_ids is None:
+                    raise ValueError("forced routing finds the routes of a pass by its tokens: give `input_ids`")
                 asking = True
-                input_ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
                 try:
                     current = routes(input_ids, kwargs.get("attention_mask"))
                 finally:
