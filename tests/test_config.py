@@ -100,6 +100,15 @@ MISTAKES = [
     ("methods.yaml", lambda c: c["ptc"].pop("correction"), "methods.yaml: ptc: `corrects` needs `correction:"),
     ("models.yaml", lambda c: c["tiny_a"].pop("oracle"), "needs `oracle:` in models.yaml for 'tiny_a'"),
     ("models.yaml", lambda c: c["tiny_a"].update(family="gpt2"), "models.yaml: tiny_a.family: Input should be 'qwen3_moe'"),
+    ("tiny.yaml", lambda c: c.update(overrides={"router_l2": {"lr": 1}}), "overrides.router_l2.lr: unknown key"),
+    ("tiny.yaml", lambda c: c.update(overrides={"gd/ptc": {"learning_rate": 1}}), "overrides.gd/ptc: 'ptc' trains nothing; it corrects what 'unconstrained' has trained"),
+    ("tiny.yaml", lambda c: c["relearning"].update(lr=1), "relearning.lr: unknown key; valid keys: learning_rate, optimizer"),
+    ("tiny.yaml", lambda c: c.update(extends="tiny"), "tiny.yaml: extends: 'tiny' extends itself"),
+    ("methods.yaml", lambda c: c["ptc"].update(training={"learning_rate": 1}), "methods.yaml: ptc: `training` is for a method that trains"),
+    ("methods.yaml", lambda c: c["expert_specific"].update(eps_null={"value": 1, "kind": "energy", "band": {}}), "expert_specific.eps_null.band: unknown key; valid keys: value, kind, bands"),
+    ("models.yaml", lambda c: c["tiny_a"].update(sed=1), "models.yaml: tiny_a.sed: unknown key; valid keys: source, family, seed"),
+    ("models.yaml", lambda c: c["olmoe"]["parameters"].update(layer=1), "models.yaml: olmoe.parameters.layer: unknown key; valid keys: total, blocks, active, layers"),
+    ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(sed=1), "wmdp_tiny.data.sed: unknown key; valid keys: source, kind, retain"),
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["target"].update(forget_accuracy=27), "wmdp_tiny.target.forget_accuracy: Input should be less"),
 ]  # fmt: skip
 

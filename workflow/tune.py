@@ -10,13 +10,11 @@ results folder of the world (`snakemake` makes them); a trial that has been run 
 from __future__ import annotations
 
 import argparse
-from argparse import Namespace
 from pathlib import Path
 
 import pandas as pd
 
-from gripmoe.commands.geometry import fit_basis
-from gripmoe.commands.unlearn import unlearn
+from gripmoe import cli
 from gripmoe.files import read_json, write_yaml
 from gripmoe.parsing import load_yaml
 from gripmoe.project import Project
@@ -41,21 +39,31 @@ def trial(
     name = "".join(c if c.isalnum() or c in "-._" else "" for c in name)
     folder = results / "tuning" / benchmark / objective / method / name
     routing = results / model / benchmark / "routing"
-    traces = {"trace": routing.with_suffix(".safetensors"), "forget_trace": Path(f"{routing}_forget.safetensors")}
-    weights = results / "models" / model / "model.json"
+    files = {
+        "model": results / "models" / model / "model.json",
+        "trace": routing.with_suffix(".safetensors"),
+        "forget-trace": Path(f"{routing}_forget.safetensors"),
+    }
     if not (folder / "checkpoint.json").exists():
         write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
-        bases = folder / "bases.safetensors" if run.method.has_bases else None
-        if bases:
-            axes_of = run.method.model_dump_json()
-            fit_basis(Namespace(settings=axes_of, model=weights, digest=folder / "bases.json", output=bases, **traces))
+        made = {}
+        if run.method.has_bases:
+            made["bases"], axes_of = folder / "bases.safetensors", run.method.model_dump_json()
+            command("fit-basis", **files, settings=axes_of, digest=folder / "bases.json", output=made["bases"])
+        if oracle := project.models[model].oracle:
+            made["reference"] = results / "models" / oracle / "model.json"
         data, output = results / "data" / benchmark, folder / "checkpoint.json"
-        files = {"run": folder / "run.yaml", "model": weights, "data": data, "bases": bases, "output": output}
-        oracle = project.models[model].oracle
-        unlearn(Namespace(**files, reference=results / "models" / oracle / "model.json" if oracle else None, **traces))
+        command("unlearn", **files, **made, run=folder / "run.yaml", data=data, output=output)
     last, outcome = read_json(folder / "history.json")[-1], read_json(folder / "checkpoint.json")
     scores = {key: last[key] for key in SCORES if key in last}
     return {"objective": objective, "method": method, "setting": name, **scores, **outcome, "weights": None}
+
+
+def command(name: str, **flags: object) -> None:
+    """A command as the rules call it."""
+    arguments = [part for flag, value in flags.items() for part in (f"--{flag}", str(value))]
+    if cli.main([name, *arguments]):
+        raise SystemExit(1)
 
 
 def main() -> None:

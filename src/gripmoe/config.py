@@ -142,6 +142,8 @@ class Method(Strict):
             raise ValueError("give exactly one of `reference`, `constraint`, `corrects`")
         if self.corrects and not self.correction:
             raise ValueError("`corrects` needs `correction: restore` or `correction: realign`")
+        if self.training and not self.constraint:
+            raise ValueError("`training` is for a method that trains: one with a `constraint`")
         if (self.constraint == "null_space") != (self.eps_null is not None and self.basis is not None):
             raise ValueError("`constraint: null_space` needs `eps_null` and `basis`, no other constraint has them")
         if self.constraint == "null_space" and self.form == "paper" and self.basis != "minibatch":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 
 class ConfigError(ValueError):
@@ -62,8 +62,23 @@ def _describe(target: Any, item: dict, path: Path, prefix: str) -> str:
 
 
 def _valid_keys(target: Any, path: tuple) -> list[str]:
-    """The keys of the object at `path` within a model; none where its type depends on its value."""
+    """The keys of the object at `path` within a model. Where that may be of several types, the path names the one that
+    its content asks for: by the class, or by the value of `source`."""
     for key in path:
-        field = getattr(target, "model_fields", {}).get(key)
-        target = field.annotation if field else None
-    return list(getattr(target, "model_fields", {}))
+        models = _models_in(target)
+        named = [model for model in models if key in (model.__name__, *_sources(model))]
+        fields = [model.model_fields[key] for model in models if key in model.model_fields]
+        target = named[0] if named else fields[0].annotation if fields else None
+    models = _models_in(target)
+    return list(models[0].model_fields) if len(models) == 1 else []
+
+
+def _models_in(target: Any) -> list[type[BaseModel]]:
+    if isinstance(target, type) and issubclass(target, BaseModel):
+        return [target]
+    return [model for part in get_args(target) for model in _models_in(part)]
+
+
+def _sources(model: type[BaseModel]) -> tuple:
+    field = model.model_fields.get("source")
+    return get_args(field.annotation) if field else ()

@@ -30,11 +30,7 @@ class Project:
         self.methods = _catalogue(folder / "methods.yaml", Method)
         self.artefacts = _catalogue(folder / "artefacts.yaml", Artefact)
         self.widths = _catalogue(folder / "widths.yaml", Widths)
-        content = load_yaml(self.world_file)
-        self.results_name = self.name
-        while isinstance(content, dict) and "extends" in content:
-            self.results_name, base_file = _find_world(folder, str(content.pop("extends")))
-            content = {**load_yaml(base_file), **content}
+        content, self.results_name = _world_content(folder, self.name, self.world_file)
         self.world = parse_as(World, content, self.world_file)
         self._check_names()
         for objective in self.world.objectives:
@@ -60,8 +56,14 @@ class Project:
                 if corrected and corrected not in world.methods_of(objective):
                     raise ConfigError(f"{file}: methods: {name!r} corrects {corrected!r}; list that method too")
         cells = [f"{objective}/{method}" for objective in world.objectives for method in world.methods_of(objective)]
-        for key in world.overrides:
+        for key, change in world.overrides.items():
             _require_known(key, [*self.methods, *cells], f"{file}: overrides")  # of methods that others may list too
+            method = key.split("/")[-1]
+            if not self.methods[method].trains:
+                of = self.methods[method].corrects
+                remedy = f"it corrects what {of!r} has trained" if of else "leave it out"
+                raise ConfigError(f"{file}: overrides.{key}: {method!r} trains nothing; {remedy}")
+            parse_as(Training, {**world.training.model_dump(), **change}, file, prefix=f"overrides.{key}")
         for name in world.gpus:
             _require_known(name, world.models, f"{file}: gpus")
             self._check_processes(name)
@@ -231,6 +233,21 @@ def _find_world(folder: Path, world: str) -> tuple[str, Path]:
         known = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in (*CATALOGUES, "widths"))
         raise ConfigError(f"world {world!r}: no file {path}; give one of {', '.join(known)} or the path of a YAML file")
     return path.stem, path
+
+
+def _world_content(folder: Path, name: str, file: Path) -> tuple[Any, str]:
+    """What a world file says, over what those that it extends say; and the name of the last of these."""
+    content, files = load_yaml(file), [file.resolve()]
+    while isinstance(content, dict) and "extends" in content:
+        name, base_file = _find_world(folder, str(content.pop("extends")))
+        base = load_yaml(base_file)
+        if base_file.resolve() in files:
+            raise ConfigError(f"{file}: extends: {name!r} extends itself")
+        if not isinstance(base, dict):
+            raise ConfigError(f"{base_file}: expected a mapping of keys")
+        content = {**base, **content}
+        files.append(base_file.resolve())
+    return content, name
 
 
 def _catalogue(path: Path, row_type: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Every row of the catalogue through the commands that the rules call, and what each must change."""
 
 import csv
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from gripmoe.commands.attack import attack
 from gripmoe.commands.evaluate import evaluate
 from gripmoe.commands.geometry import fit_basis, trace_routing
 from gripmoe.commands.unlearn import realign, unlearn
-from gripmoe.config import Training
+from gripmoe.config import Training, load_run
 from gripmoe.files import read_json, read_jsonl, write_json, write_jsonl, write_yaml
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, save_model
@@ -138,6 +139,30 @@ def test_references_on_disk_change_no_bit_and_serve_the_next_run(
     monkeypatch.setattr(commands, "code_fingerprint", lambda entry: "edited since")
     run_cell(prepared, method, objective, tmp_path / "edited", references=store)
     assert len(list(store.iterdir())) == 2 * files, "what other code has kept is not taken"
+
+
+@pytest.mark.parametrize(("method", "axes"), [("expert_specific", {"safety_margin": 0.01}), ("unconstrained", {})])
+def test_hyperparameters_are_tried_as_cells_are_trained(prepared, tmp_path, method, axes):
+    """One trial of workflow/tune.py, beside the results of a world."""
+    root, benchmark, files = prepared
+    spec = importlib.util.spec_from_file_location("tune", CONFIG.parent / "tune.py")
+    tune = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tune)
+    project = Project(CONFIG, "tiny")
+    project.benchmarks["wmdp_tiny"] = benchmark
+    routing = tmp_path / "tiny_a" / "wmdp_tiny" / "routing.safetensors"
+    there = {routing: files["trace"], routing.with_name("routing_forget.safetensors"): files["forget_trace"]}
+    there |= {tmp_path / "models" / "tiny_a": root / "model", tmp_path / "data" / "wmdp_tiny": root / "data"}
+    for link, target in there.items():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+    (tmp_path / "models" / "tiny_a_oracle").symlink_to(root / "model")
+    change = {"learning_rate": 2e-3, "max_steps": 2, "check_every": 2, "checkpoint_every": 2}
+    row = tune.trial(project, "wmdp_tiny", tmp_path, "gd", method, 1000, change, axes)
+    assert (row["status"], row["steps"]) == ("not_reached", 2) and 0 <= row["forget_accuracy"] <= 1
+    run = load_run(next(tmp_path.glob("tuning/**/run.yaml")))
+    assert (run.seed, run.training.learning_rate) == (1000, 2e-3)
+    assert axes.items() <= run.method.model_dump().items()
 
 
 def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):

@@ -5,6 +5,8 @@ from argparse import Namespace
 
 import pytest
 
+from conftest import small_model
+from gripmoe.catalogue import EmbeddedModel
 from gripmoe.commands import prepare
 from gripmoe.files import read_json
 
@@ -39,6 +41,28 @@ def test_the_next_seed_follows_one_that_failed_and_is_not_tried_again(tmp_path, 
     (tmp_path / "model.json").unlink()
     assert train(tmp_path)["seed"] == 1007 and len(seen) == 3
     assert not list(tmp_path.glob("state*"))
+
+
+@pytest.mark.parametrize(
+    ("answered", "fault"),
+    [
+        ((0.95, 0.93, 0.4, 0.5, 0.7, 0.7), None),
+        ((0.85, 0.93), "it answers 0.850 of the forget questions, below 0.9"),
+        ((0.95, 0.85), "it answers 0.850 of the retain questions, below 0.9"),
+        ((0.95, 0.93, 0.6, 0.5, 0.7, 0.7), "it answers 0.600 of the forget questions without any expert, above 0.5"),
+    ],
+)
+def test_what_makes_a_base_model_unfit(answered, fault, monkeypatch):
+    """Scores of forget and retain questions: whole, with silenced blocks, under random experts."""
+    scores = iter(answered)
+    monkeypatch.setattr(prepare, "direct_answers", lambda *arguments: None)
+    monkeypatch.setattr(prepare, "accuracy", lambda answers: next(scores))
+    config = EmbeddedModel(source="embedded", family="qwen3_moe", seed=0)
+    assert prepare._base_scores(small_model(), None, config)[1] == fault
+    oracle = config.model_copy(update={"trained_on": "retain_only"})
+    scores = iter((0.25, *answered[1:], 0.3, 0.3, 0.3, 0.3))
+    told = prepare._base_scores(small_model(), None, oracle)[1]
+    assert told == (None if fault and "forget questions, below" in fault else fault), "an oracle need not know them"
 
 
 def test_when_all_fail_every_fault_is_named(tmp_path):

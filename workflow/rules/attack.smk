@@ -9,7 +9,11 @@ rule attack:
         answers=f"{CELL}/questions.csv",
         rewrites=rewrites_of if REWRITES else [],
         data=data_files(
-            "forget_questions", "retain_questions", news=("knowmem", "verbmem"), corpora=("forget", "retain")
+            "forget_questions",
+            "retain_questions",
+            "membership",
+            news=("knowmem", "verbmem"),
+            corpora=("forget", "retain"),
         ),
     output:
         metrics=f"{CELL}/attack.json",

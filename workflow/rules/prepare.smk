@@ -11,6 +11,7 @@ rule prepare_data:
             "forget_corpus.jsonl",
             "retain_corpus.jsonl",
             "held_out_corpus.jsonl",
+            "membership.jsonl",
         ),
     log:
         f"{LOGS}/prepare_data/{{benchmark}}.log",

@@ -128,7 +128,7 @@ def letter_attacks(
         found = prompt_attacks(after, sample, dev, right, seed=run.seed, others=others)
         return asked.found(found, **prompt_recovery(found))
 
-    statements = data / "membership.jsonl"  # a published benchmark has none that no model has seen
+    statements = read_jsonl(data / "membership.jsonl")  # a published benchmark has none
     return {
         "own answers": own,
         **({"expert forcing": _with_original(before, after, forcing)} if after.layers else {}),
@@ -136,11 +136,7 @@ def letter_attacks(
         **({"probes of single experts": _with_original(before, after, single_experts)} if after.layers else {}),
         "prompts": in_other_words,
         **_attacks_on_weights(before, after, tokenizer, prompts, asked, run.seed),
-        **(
-            {"membership": lambda: Found(leakage(after.model, tokenizer, read_jsonl(statements)))}
-            if statements.exists()
-            else {}
-        ),
+        **({"membership": lambda: Found(leakage(after.model, tokenizer, statements))} if statements else {}),
         **_relearning(after, tokenizer, known or documents, benign, asked, finetuning, run.seed),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import subprocess
 from collections import Counter, defaultdict
@@ -126,7 +127,14 @@ def status(args) -> None:
 
 def why(args) -> None:
     """Says in a sentence, for every cell that `args.cell` names or begins, what Snakemake would run of it and why: the
-    settings that have changed, the code, or else Snakemake's own reason. Raises ValueError if Snakemake refuses."""
+    settings that have changed, the code, or else Snakemake's own reason. Raises ValueError if Snakemake refuses, or if
+    there is no such cell."""
+    project = Project(args.config, args.world)
+    known = [".".join(map(str, cell)) for cell in project.cells()]
+    if not any(f"{cell}.".startswith(f"{args.cell}.") for cell in known):
+        close = difflib.get_close_matches(args.cell, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"one of them is {known[0]}"
+        raise ValueError(f"no cell of {args.world} is or begins with {args.cell}; {hint}")
     dry = subprocess.run(
         ["snakemake", "-n", "--config", f"world={args.world}"], capture_output=True, text=True, check=False
     )
@@ -140,7 +148,6 @@ def why(args) -> None:
         reason = re.search(r"reason: (.*)", block)
         if cell and reason and f"{cell}.".startswith(f"{args.cell}."):
             jobs[cell][re.match(r"(?:local)?rule (.*?):", block)[1]] = reason[1]
-    project = Project(args.config, args.world)
     for cell, reasons in jobs.items():
         causes = _changes(project, cell.split(".")) or [next(iter(reasons.values()))]
         print(f"{cell}: {', '.join(reasons)} would run, because {'; '.join(causes)}")

@@ -41,6 +41,7 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
         ),
         "retain_corpus": [row for i, row in enumerate(retain_texts) if i % HELD_OUT_EVERY],
         "held_out_corpus": retain_texts[::HELD_OUT_EVERY],
+        "membership": [],  # statements that surely no model has seen are not published
     }
 
 

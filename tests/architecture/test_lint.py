@@ -1,0 +1,29 @@
+"""What `make lint` looks at, beside the import contracts."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RULES = sorted((ROOT / "workflow" / "rules").glob("*.smk"))
+
+
+@pytest.mark.parametrize(
+    "command", ["ruff check .", "ruff format --check .", "snakefmt --check Snakefile workflow", "snakemake --lint"]
+)
+def test_linters_find_nothing(command):
+    program, *arguments = command.split()
+    path = Path(sys.executable).with_name(program)
+    result = subprocess.run([path, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("path", RULES, ids=lambda path: path.name)
+def test_every_rule_that_runs_a_command_names_its_environment(path):
+    """For `--sdm conda`; `use rule` inherits it."""
+    for rule in re.split(r"\n(?=\s*rule )", path.read_text())[1:]:
+        assert "shell:" not in rule or "conda:" in rule, rule.splitlines()[0]
+    assert (ROOT / "envs" / "environment.yaml").exists()
