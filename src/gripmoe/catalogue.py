@@ -32,7 +32,7 @@ class EmbeddedModel(Strict):
     seed: int
     world_seed: int = 0
     trained_on: Literal["everything", "retain_only"] = "everything"
-    oracle: Name | None = None  # the model of the same seed that never saw the forget data
+    oracle: Name | None = None  # never saw the forget data; of the same seed, if none was refused
     size: dict[str, PositiveInt] = {}
     max_early_steps: PositiveInt = 2000  # at most, until the model knows its facts and can name the letter of an option
     late_steps: PositiveInt = 350  # after that

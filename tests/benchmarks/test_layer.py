@@ -33,7 +33,7 @@ def test_sound_projection_of_one_layer(change, benchmark):
     update, basis, x, bounds = layer(**{**PAPER, **change})
 
     def floor():
-        x @ update.double().T
+        update.double() @ x.T
         basis.remainder(update.double()[:, None])
 
     def seconds(function, *arguments):
