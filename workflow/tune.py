@@ -1,10 +1,11 @@
-"""Tries the settings of tuning.yaml and prints which one would be chosen; writes every trial to tuning.csv.
+"""Tries the settings of tuning.yaml and prints which one would be chosen.
 
     python workflow/tune.py --world tiny --results results/tiny [--objectives gd kl] [--methods unconstrained]
 
-The chosen setting reaches the forget target with the highest retain accuracy, both on dev questions. Nothing is written
-to a configuration: the chosen values stand there by hand, with their provenance. Models, data and traces come from the
-results folder of the world (`snakemake` makes them); a trial that has been run is not run again.
+The chosen setting reaches the forget target with the highest retain accuracy, both on dev questions. Every trial
+stands in a table of the folder `tuning` beside the results; nothing is written to a configuration, where the chosen
+values stand by hand, with their provenance. Models, data and traces come from the results folder of the world
+(`snakemake` makes them); a trial that has been run is not run again.
 """
 
 from __future__ import annotations
