@@ -20,7 +20,7 @@ from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics
 from gripmoe.moe.storage import StoredBases
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import apart, load_runs
-from gripmoe.reporting.figures import PAPER_WIDTH, house_style
+from gripmoe.reporting.figures import PAPER_WIDTH, house_style, look_of
 from gripmoe.reporting.tables import MISSING, Cell, Table
 
 TIERS = {"hot": "hot: device", "warm": "warm: host", "cold": "cold: disk"}
@@ -116,7 +116,8 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
     """What happens inside: gradient per element of routers and experts while nothing is constrained; the dimensions
     that Method A leaves free, where its bases are fixed with the range and quartiles over experts; how often Stage 1 is
     not enough; and what Algorithm 1 leaves of the margins that a finished run exceeds, beside the exact projection.
-    Of every kind of base model by itself. Returns the numbers behind it too."""
+    Of every kind of base model by itself; drawn of methods with a colour of their own. Returns the numbers behind it
+    too, those of all."""
     kinds = apart(histories)
     numbers = []
     with house_style():
@@ -183,23 +184,20 @@ def _draw_gradients(axes: plt.Axes, gradients: pd.Series) -> None:
 
 
 def _draw_dimensions(axes: plt.Axes, dimensions: pd.DataFrame) -> None:
+    dimensions = dimensions[dimensions.method.isin(labels.COLOURS)]
     for number, (method, rows) in enumerate(dimensions.groupby("method")):
-        look = {
-            "color": labels.colour(method),
-            "linestyle": labels.line_style(method),
-            "marker": "os^vDP*X"[number % 8],
-        }
+        look = {"linestyle": labels.line_style(method), **look_of(method, size=2.5)}
         x = rows.layer + 0.06 * number
         if "50" in rows and rows["50"].notna().all():
             axes.vlines(x, rows["0"], rows["100"], color=look["color"], linewidth=0.5)
             axes.vlines(x, rows["25"], rows["75"], color=look["color"], linewidth=1.8)
-        axes.plot(x, rows["mean"], markersize=2.5, label=labels.method_label(method), **look)
+        axes.plot(x, rows["mean"], label=labels.method_label(method), **look)
     axes.set(xlabel="MoE layer", ylabel="dimensions", title="left free by Method A", ylim=(0, None))
     axes.set_xticks(sorted(set(dimensions.layer)))
 
 
 def _draw_triggered(axes: plt.Axes, triggered: pd.Series) -> None:
-    for method in [m for m in labels.METHODS if m in triggered.index.get_level_values("method")]:
+    for method in [m for m in labels.COLOURS if m in triggered.index.get_level_values("method")]:
         line = triggered[method]
         look = {"color": labels.colour(method), "linestyle": labels.line_style(method)}
         axes.plot(line.index, line.values, label=labels.method_label(method), **look)

@@ -27,7 +27,10 @@ from gripmoe.reporting.collect import (
 )
 from gripmoe.reporting.comparison import comparison, paper_values
 from gripmoe.reporting.figures import (
+    PAPER_WIDTH,
     expected_overlap,
+    house_style,
+    legend_below,
     panels_of,
     random_floor,
     routing_stability_by_layer,
@@ -203,6 +206,20 @@ def test_every_table_is_complete_and_its_columns_have_names():
                 assert ("paper" in row) == ("line" in row), (name, row)
                 assert len(row.get("paper", table["paper"])) == len(table["paper"]), (name, row)
                 assert row["method"] in labels.METHODS or "label" in row, (name, row)
+
+
+@pytest.mark.parametrize(("name", "columns"), [("short", 4), ("one method of a rather long name", 2)])
+def test_a_legend_is_no_wider_than_its_figure(name, columns):
+    with house_style():
+        figure, axes = plt.subplots(figsize=(PAPER_WIDTH, 2))
+        for number in range(13):
+            axes.plot([], [], label=f"{name} {number}")
+        legend_below(figure, axes)
+    [legend] = figure.legends
+    box = legend.get_window_extent()
+    assert legend._ncols == columns and box.x0 >= 0 and box.x1 <= figure.bbox.width
+    assert axes.get_window_extent().y0 > box.y1, "below the panel"
+    plt.close(figure)
 
 
 @pytest.mark.parametrize("name", yaml.safe_load(COMPARISONS.read_text(encoding="utf-8")))

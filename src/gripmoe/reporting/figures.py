@@ -206,14 +206,23 @@ def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, lis
     return figure, panels
 
 
+ROW_OF_LEGEND = 0.135  # inches
+
+
 def legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4, note: str = "") -> None:
-    """What the lines of `axes` are called, in rows below all panels, and a note below that."""
+    """What the lines of `axes` are called, in rows below all panels, and a note below that; in fewer columns and a
+    taller figure where so many would be wider than it is."""
     handles, names = axes.get_legend_handles_labels()
     rows = -(-len(names) // columns)
-    below = 0.06 + 0.135 * rows + 0.12 * bool(note)
-    figure.tight_layout(rect=(0, below / figure.get_figheight(), 1, 1))
     foot = 0.12 * bool(note) / figure.get_figheight()
-    figure.legend(
+    legend = figure.legend(
         handles, names, loc="lower center", ncol=columns, frameon=False, fontsize=6, bbox_to_anchor=(0.5, foot)
     )
+    if columns > 1 and legend.get_window_extent().width > figure.bbox.width:
+        legend.remove()
+        more = -(-len(names) // (columns - 1)) - rows
+        figure.set_figheight(figure.get_figheight() + ROW_OF_LEGEND * more)
+        return legend_below(figure, axes, columns - 1, note)
+    below = 0.06 + ROW_OF_LEGEND * rows + 0.12 * bool(note)
+    figure.tight_layout(rect=(0, below / figure.get_figheight(), 1, 1))
     figure.text(0.5, 0.04 / figure.get_figheight(), note, ha="center", va="bottom", fontsize=5.8, color="0.25")

@@ -78,7 +78,7 @@ def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
             hidden = runs.loc[(runs.metric == "hidden_size") & runs.model.isin(group.model), "value"]
             if not hidden.empty:
                 axes.axvline(hidden.iloc[0], color="0.6", linewidth=0.7, linestyle="--")
-                axes.text(hidden.iloc[0] / 1.1, 0.02, "as many as dimensions", fontsize=5.8, color="0.4", ha="right")
+                axes.text(hidden.iloc[0] * 1.1, 0.02, "$N_r = d$", fontsize=5.8, color="0.4")
             axes.set_xscale("log", base=2)
             axes.set(xlabel="retain tokens fitted to", ylim=(0, 1.03), title=kind)
         panels[0].set_ylabel("routing stability")
