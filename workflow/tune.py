@@ -2,10 +2,10 @@
 
     python workflow/tune.py --world tiny --results results/tiny [--objectives gd kl] [--methods unconstrained]
 
-The chosen setting reaches the forget target with the highest retain accuracy, both on dev questions. Every trial
-stands in a table of the folder `tuning` beside the results; nothing is written to a configuration, where the chosen
-values stand by hand, with their provenance. Models, data and traces come from the results folder of the world
-(`snakemake` makes them); a trial that has been run is not run again.
+The chosen setting reaches the forget target on each of the world's models, with the highest retain accuracy on average;
+both on dev questions. Every trial stands in a table of the folder `tuning` beside the results; nothing is written to a
+configuration, where the chosen values stand by hand, with their provenance. Models, data and traces come from the
+results folder of the world (`snakemake` makes them); a trial that has been run is not run again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 from pathlib import Path
 
 import pandas as pd
+from tqdm import tqdm
 
 from gripmoe import cli
 from gripmoe.files import read_json, write_yaml
@@ -26,10 +27,17 @@ SCORES = ("forget_accuracy", "verbmem", "knowmem_forget", *RETAIN.values())
 
 
 def trial(
-    project: Project, benchmark: str, results: Path, objective: str, method: str, seed: int, change: dict, axes: dict
+    project: Project,
+    results: Path,
+    model: str,
+    benchmark: str,
+    objective: str,
+    method: str,
+    seed: int,
+    change: dict,
+    axes: dict,
 ) -> dict:
-    """Dev scores of one setting on the first model of a benchmark; `change` is of Training, `axes` of the method."""
-    model = next(name for name in project.world.models if project.fits(name, benchmark))
+    """Dev scores of one setting; `change` is of Training, `axes` of the method."""
     run = project.run(model, benchmark, objective, method, seed)
     settings = run.training.model_dump()
     settings |= {**change, "objective": {**settings["objective"], **change.get("objective", {})}}
@@ -38,7 +46,7 @@ def trial(
     )
     name = "_".join(f"{key}-{value}" for key, value in {**change, **axes}.items())
     name = "".join(c if c.isalnum() or c in "-._" else "" for c in name)
-    folder = results / "tuning" / benchmark / objective / method / name
+    folder = results / "tuning" / model / benchmark / objective / method / name
     routing = results / model / benchmark / "routing"
     files = {
         "model": results / "models" / model / "model.json",
@@ -57,7 +65,18 @@ def trial(
         command("unlearn", **files, **made, run=folder / "run.yaml", data=data, output=output)
     last, outcome = read_json(folder / "history.json")[-1], read_json(folder / "checkpoint.json")
     scores = {key: last[key] for key in SCORES if key in last}
-    return {"objective": objective, "method": method, "setting": name, **scores, **outcome, "weights": None}
+    cell = {"model": model, "objective": objective, "method": method, "setting": name}
+    return {**cell, **scores, **outcome, "weights": None}
+
+
+def chosen(table: pd.DataFrame, score: str) -> pd.Series:
+    """Which rows are of the best setting of their objective and method: of those that reach the target on every model,
+    the one of the highest mean score."""
+    cell, setting = ["objective", "method"], ["objective", "method", "setting"]
+    trials = table.groupby(setting)
+    reached = trials.status.agg(lambda status: (status == "reached").all())
+    best = trials[score].mean()[reached].groupby(level=cell).idxmax()
+    return pd.Series(pd.MultiIndex.from_frame(table[setting]).isin(best), table.index)
 
 
 def command(name: str, **flags: object) -> None:
@@ -74,6 +93,7 @@ def main() -> None:
     parser.add_argument("--benchmark", default="wmdp_tiny")
     parser.add_argument("--objectives", nargs="*", help="all if absent")
     parser.add_argument("--methods", nargs="*", help="all if absent")
+    parser.add_argument("--models", nargs="*", help="all of the world if absent")
     args = parser.parse_args()
     project, tuning = Project(CONFIG, args.world), load_yaml(Path(__file__).with_name("tuning.yaml"))
     tuning |= tuning["benchmarks"].get(args.benchmark, {})
@@ -88,18 +108,16 @@ def main() -> None:
         for objective in knob["objectives"]
         for value in knob["values"]
     ]
-    rows = [
-        trial(project, args.benchmark, args.results, objective, method, tuning["seed"], change, axes)
+    trials = [
+        (model, args.benchmark, objective, method, tuning["seed"], change, axes)
         for objective, method, change, axes in trials
         if objective in (args.objectives or tuning["objectives"]) and method in (args.methods or [method])
+        for model in args.models or project.world.models
+        if project.fits(model, args.benchmark)
     ]
-    table = pd.DataFrame(rows).drop(columns="weights")
-    table["chosen"] = False
-    for _, group in table.groupby(["objective", "method"]):
-        reached = group[group.status == "reached"]
-        if len(reached):
-            table.loc[reached[RETAIN[project.benchmarks[args.benchmark].data.kind]].idxmax(), "chosen"] = True
-    name = "_".join([args.benchmark, *(args.objectives or []), *(args.methods or [])])
+    table = pd.DataFrame([trial(project, args.results, *settings) for settings in tqdm(trials)]).drop(columns="weights")
+    table["chosen"] = chosen(table, RETAIN[project.benchmarks[args.benchmark].data.kind])
+    name = "_".join([args.benchmark, *(args.models or []), *(args.objectives or []), *(args.methods or [])])
     table.to_csv(args.results / "tuning" / f"{name}.csv", index=False)
     print(table.to_string(index=False))
 

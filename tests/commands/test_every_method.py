@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -141,13 +142,17 @@ def test_references_on_disk_change_no_bit_and_serve_the_next_run(
     assert len(list(store.iterdir())) == 2 * files, "what other code has kept is not taken"
 
 
+def tuning_script():
+    spec = importlib.util.spec_from_file_location("tune", CONFIG.parent / "tune.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize(("method", "axes"), [("expert_specific", {"safety_margin": 0.01}), ("unconstrained", {})])
 def test_hyperparameters_are_tried_as_cells_are_trained(prepared, tmp_path, method, axes):
     """One trial of workflow/tune.py, beside the results of a world."""
     root, benchmark, files = prepared
-    spec = importlib.util.spec_from_file_location("tune", CONFIG.parent / "tune.py")
-    tune = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tune)
     project = Project(CONFIG, "tiny")
     project.benchmarks["wmdp_tiny"] = benchmark
     routing = tmp_path / "tiny_a" / "wmdp_tiny" / "routing.safetensors"
@@ -158,11 +163,28 @@ def test_hyperparameters_are_tried_as_cells_are_trained(prepared, tmp_path, meth
         link.symlink_to(target)
     (tmp_path / "models" / "tiny_a_oracle").symlink_to(root / "model")
     change = {"learning_rate": 2e-3, "max_steps": 2, "check_every": 2, "checkpoint_every": 2}
-    row = tune.trial(project, "wmdp_tiny", tmp_path, "gd", method, 1000, change, axes)
+    row = tuning_script().trial(project, tmp_path, "tiny_a", "wmdp_tiny", "gd", method, 1000, change, axes)
     assert (row["status"], row["steps"]) == ("not_reached", 2) and 0 <= row["forget_accuracy"] <= 1
     run = load_run(next(tmp_path.glob("tuning/**/run.yaml")))
     assert (run.seed, run.training.learning_rate) == (1000, 2e-3)
     assert axes.items() <= run.method.model_dump().items()
+
+
+def test_tuning_chooses_what_forgets_on_every_model():
+    row = dict(method="unconstrained", status="reached")
+    table = pd.DataFrame(
+        [
+            {**row, "objective": "gd", "setting": "slow", "retain_accuracy": 0.7},
+            {**row, "objective": "gd", "setting": "slow", "retain_accuracy": 0.9},
+            {**row, "objective": "gd", "setting": "fast", "retain_accuracy": 0.6},
+            {**row, "objective": "gd", "setting": "fast", "retain_accuracy": 0.6},
+            {**row, "objective": "gd", "setting": "mild", "retain_accuracy": 0.9},
+            {**row, "objective": "gd", "setting": "mild", "retain_accuracy": 0.9, "status": "not_reached"},
+            {**row, "objective": "kl", "setting": "slow", "retain_accuracy": 0.9, "status": "not_reached"},
+            {**row, "objective": "kl", "setting": "fast", "retain_accuracy": 0.1},
+        ]
+    )
+    assert tuning_script().chosen(table, "retain_accuracy").tolist() == [True, True] + [False] * 5 + [True]
 
 
 def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):
