@@ -5,12 +5,14 @@
 The chosen setting reaches the forget target on each of the world's models, with the highest retain accuracy on average;
 both on dev questions. Every trial stands in a table of the folder `tuning` beside the results; nothing is written to a
 configuration, where the chosen values stand by hand, with their provenance. Models, data and traces come from the
-results folder of the world (`snakemake` makes them); a trial that has been run is not run again.
+results folder of the world (`snakemake` makes them); a trial that has been run with all the same settings is not run
+again.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -53,8 +55,10 @@ def trial(
         "trace": routing.with_suffix(".safetensors"),
         "forget-trace": Path(f"{routing}_forget.safetensors"),
     }
-    if not (folder / "checkpoint.json").exists():
-        write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
+    asked = run.model_dump(mode="json")
+    if not (folder / "checkpoint.json").exists() or load_yaml(folder / "run.yaml") != asked:
+        shutil.rmtree(folder, ignore_errors=True)
+        write_yaml(folder / "run.yaml", asked)
         made = {}
         if run.method.has_bases:
             made["bases"], axes_of = folder / "bases.safetensors", run.method.model_dump_json()

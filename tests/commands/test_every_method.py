@@ -168,6 +168,12 @@ def test_hyperparameters_are_tried_as_cells_are_trained(prepared, tmp_path, meth
     run = load_run(next(tmp_path.glob("tuning/**/run.yaml")))
     assert (run.seed, run.training.learning_rate) == (1000, 2e-3)
     assert axes.items() <= run.method.model_dump().items()
+    trained = list(tmp_path.glob("tuning/**/checkpoint.json"))[0]
+    before = trained.stat().st_mtime_ns
+    for rate, same in ((1.0, True), (0.5, False)):  # a world's hyperparameters name no folder
+        project.world.training.clip_norm = rate
+        tuning_script().trial(project, tmp_path, "tiny_a", "wmdp_tiny", "gd", method, 1000, change, axes)
+        assert (trained.stat().st_mtime_ns == before) is same
 
 
 def test_tuning_chooses_what_forgets_on_every_model():
