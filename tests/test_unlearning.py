@@ -11,7 +11,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from conftest import small_model
-from gripmoe import distributed
+from gripmoe import distributed, unlearning
 from gripmoe.config import Training
 from gripmoe.constraints import Unconstrained
 from gripmoe.data.documents import Row
@@ -93,6 +93,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path, constraint,
 def test_layers_after_the_one_that_a_loss_looks_at_do_not_run(tmp_path, constraint, passes_per_step, monkeypatch):
     """And nothing else changes. A constraint that looks at the retain pass sees all of its layers."""
     training = TRAINING.model_copy(update={"loss_bound": 1e9, "check_every": TRAINING.max_steps})
+    monkeypatch.setattr(unlearning, "TIMED_PAIRS", 0)
     passes = []
     forward = Qwen3MoeSparseMoeBlock.forward
     monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", lambda *args: passes.append(1) or forward(*args))
@@ -267,3 +268,27 @@ def test_experts_train_in_fp8_and_are_asked_in_their_own_precision(tmp_path):
         ends.append(outcome.history[-1]["retain_loss"])
     assert digests[0] != digests[1] and ends[0] == pytest.approx(ends[1], rel=1e-2)
     assert asked == {small_model().config._experts_implementation}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fp32", "adamw_8bit"])
+def test_timing_a_step_changes_no_bit(tmp_path, optimizer, monkeypatch):
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("torchao")
+    training = TRAINING.model_copy(update={"optimizer": optimizer, "max_steps": 4})
+    digests = set()
+    for pairs in (1, 3):
+        monkeypatch.setattr(unlearning, "TIMED_PAIRS", pairs)
+        model, outcome = run(tmp_path / f"{pairs}.pt", training=training)
+        digests.add(weights_digest(model.model))
+        assert all(seconds > 0 for seconds in outcome.seconds)
+    assert len(digests) == 1
+
+
+def test_a_step_is_timed_against_one_without_the_constraint(tmp_path):
+    class Slow(Unconstrained):
+        def constrain(self, layer, before_Ed, after_Ed, seen):
+            time.sleep(0.05)
+            return after_Ed
+
+    step, plain = run(tmp_path / "state.pt", constraint=Slow())[1].seconds
+    assert step - plain > 0.8 * 2 * 0.05

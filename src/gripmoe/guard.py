@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from gripmoe import distributed
-from gripmoe.clock import now
 from gripmoe.constraints import RouterConstraint, Seen
 from gripmoe.data.documents import attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
@@ -54,13 +53,13 @@ class RouterGuard:
         self.origin = origin
         self.constraint = constraint
         self.loss_bound = loss_bound
-        self.seconds = 0.0  # spent on the constraint since the guard was made
         self._seen: list[RoutingTrace] = []
         self._penalties: list[Tensor | float] = []
         self._marked: set[str] = set()  # kinds of forward passes, since the last step
         self._before: dict[int, Tensor] = {}
         self._checked = False  # the retain loss, since the last step
         self._closed = False
+        self.is_lifted = False
         self._undo = ExitStack()  # when the constraint is lifted
         _HELD.add(model.model)
         self._undo.callback(_HELD.discard, model.model)
@@ -80,7 +79,7 @@ class RouterGuard:
 
     @contextmanager
     def _watched(self, kind: str, rows: Tensor | None) -> Iterator[None]:
-        if self._closed or kind not in self.constraint.watches:
+        if self._closed or kind not in self.watches:
             yield
             return
         self._marked.add(kind)
@@ -100,7 +99,6 @@ class RouterGuard:
         try:
             with self.model.record_routing() as recorder:
                 yield
-                started = now()
                 if len(inputs) != 1:
                     raise RuntimeError(f"`with guard.{kind}():` marks one forward pass, not {len(inputs)}")
                 if inputs[0].get("input_ids") is None:
@@ -121,10 +119,23 @@ class RouterGuard:
                 self._penalties.append(self.constraint.penalty(kind, seen))
                 if kind == "retain" and self.constraint.needs_retain:
                     self._seen.append({layer: _detached(routing) for layer, routing in seen.routing.items()})
-                self.seconds += now() - started
         finally:
             for handle in handles:
                 handle.remove()
+
+    @property
+    def watches(self) -> frozenset[str]:
+        """The kinds of forward passes that count now."""
+        return frozenset() if self.is_lifted else self.constraint.watches
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Steps within are taken as if there were no guard: what the constraint costs is the difference."""
+        self.is_lifted = True
+        try:
+            yield
+        finally:
+            self.is_lifted = False
 
     def penalty(self) -> Tensor | float:
         """What the constraint adds to the loss for the passes marked since the last call; 0 for a hard constraint."""
@@ -141,7 +152,7 @@ class RouterGuard:
             raise Diverged(f"retain loss {loss:.3g}, above {self.loss_bound:.3g}: take an earlier checkpoint")
 
     def _before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        self._before = self.model.thetas()
+        self._before = {} if self.is_lifted else self.model.thetas()
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if closure is None:
             self._require_marks()
@@ -156,6 +167,8 @@ class RouterGuard:
 
     def _require_marks(self) -> None:
         """Raises RuntimeError if the loop has left out what the constraint needs of this step."""
+        if self.is_lifted:
+            return
         for kind in self.constraint.watches - self._marked:
             raise RuntimeError(
                 f"this method looks at the {kind} forward: run it within `with guard.{kind}():`, in every step"
@@ -169,7 +182,6 @@ class RouterGuard:
 
     @torch.no_grad()
     def _after_step(self, *_) -> None:
-        started = now()
         self._checked = False
         self._marked.clear()
         for layer, before_Ed in self._before.items():
@@ -179,7 +191,6 @@ class RouterGuard:
             theta.copy_(self.constraint.constrain(layer, before_Ed, after_Ed, seen))
             distributed.from_first_(theta.data)
         self._seen = []
-        self.seconds += now() - started
 
     def state_dict(self) -> dict:
         """What a resumed run needs beyond model and optimizer."""

@@ -30,7 +30,7 @@ class _TwoStages(Unconstrained):
         self._calls[layer] += 1
         if self._calls[layer] % 10 != 1:
             return
-        stage_1_Ed = basis.project(update_Ed)
+        stage_1_Ed = basis.project(update_Ed.to(basis.U_ret_Edr))
         moved_E = (allowed_Ed - stage_1_Ed).norm(dim=1) > 1e-4 * stage_1_Ed.norm(dim=1)  # not by rounding
         self._beyond[layer], self._ranks[layer] = (v.double().mean().item() for v in (moved_E, basis.ranks))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,25 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
             "optimizer 'adamw_8bit' needs torchao: run `make gpu` or pip install 'gripmoe[gpu]', or take `adamw`"
         ) from None
     return AdamW8bit(groups, bf16_stochastic_round=True, **settings)
+
+
+@contextmanager
+def rate_zero(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Steps within leave the parameters of these groups as they are, to the bit, and take as long as any."""
+    rates = [float(group["lr"]) for group in groups]
+    _set_rates(groups, [0.0] * len(groups))
+    try:
+        yield
+    finally:
+        _set_rates(groups, rates)
+
+
+def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):  # torchao's
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 class AdamWFp32(torch.optim.AdamW):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,10 +26,11 @@ from gripmoe.guard import RouterGuard
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
 from gripmoe.objectives import Objective
-from gripmoe.optimizer import make_adamw
+from gripmoe.optimizer import make_adamw, rate_zero
 from gripmoe.reference import OriginalSets
 
 TOKENS_PER_PASS = 4000  # padded, where nothing is trained
+TIMED_PAIRS = 5
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,14 @@ class Outcome:
     """How a run ended: "reached" the forget target, "not_reached" within the steps, or "diverged"; and its history.
 
     A history row has the step, the dev scores there and, after the first, means since the row before: losses,
-    root-mean-square gradient per element of routers and experts, seconds per step and, of them, for the constraint.
+    root-mean-square gradient per element of routers and experts, and seconds per step. `seconds` are those of a step
+    under the constraint and of one without it, taken in turns at the end; None where the run diverged.
     """
 
     status: str
     steps: int
     history: list[dict[str, float]]
+    seconds: tuple[float, float] | None
 
 
 def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> list[Row]:
@@ -97,7 +101,7 @@ def unlearn(
             raise ValueError(f"{name} {getattr(training, name)} cannot be split over {processes} processes")
     in_linear_precision = linear_precision(model, training.linear_precision)
 
-    def batch(rows: Sequence[Row], size: int) -> Batch:
+    def batch(rows: Sequence[Row], size: int, step: int) -> Batch:
         own = epoch_rows(rows, size, seed, step)[distributed.rank() :: processes]
         return collate(own, pad_id).to(device)
 
@@ -122,14 +126,56 @@ def unlearn(
         with ExitStack() as entered:
             entered.enter_context(expert_precision(model, training.expert_precision))
             entered.enter_context(in_linear_precision())
-            if original_sets:
+            if original_sets and not guard.is_lifted:
                 entered.enter_context(model.force_routing(original_sets.of(**batch.inputs)))
             yield
 
     def needed_layers(kind: str):
-        if objective.last_layer is None or kind in constraint.watches:
+        if objective.last_layer is None or kind in guard.watches:
             return nullcontext()
         return model.only_layers(objective.last_layer + 1)
+
+    def backward(step: int) -> dict[str, float]:
+        """Gradients of both losses on the documents of a step; returns the losses."""
+        model.model.train()
+        optimizer.zero_grad()
+        forget_batch = batch(forget, training.forget_batch_size, step)
+        with as_trained(forget_batch):  # in the backward pass too, which may compute activations again
+            with needed_layers("forget"), guard.forget():
+                forget_loss = objective.forget_loss(model, forget_batch)
+            (forget_loss + guard.penalty()).backward()
+        retain_batch = batch(retain, training.retain_batch_size, step)
+        if weights:
+            retain_batch.weights = weights.of(**retain_batch.inputs)
+        with as_trained(retain_batch):
+            with needed_layers("retain"), guard.retain():
+                retain_loss = objective.retain_loss(model, retain_batch)
+            (training.alpha_multiplier * objective.alpha * retain_loss + guard.penalty()).backward()
+        losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **objective.monitor}
+        return {name: distributed.average(loss) for name, loss in losses.items()}
+
+    def update(step: int) -> None:
+        distributed.clip_gradients(routers + experts, training.clip_norm)
+        torch.manual_seed(1_000_000 * seed + step)  # of stochastic rounding, the same wherever it is resumed
+        optimizer.step()
+
+    def seconds() -> float:
+        started = now()
+        backward(step=0)
+        update(step=0)
+        return now() - started
+
+    def seconds_by_turns() -> tuple[float, float]:
+        """Medians with the constraint, which needs routers that move, and without. Weights end as they were."""
+        thetas, pairs = model.thetas(), []
+        *others, of_routers = optimizer.param_groups
+        with rate_zero(others):
+            for _ in range(TIMED_PAIRS):
+                constrained = seconds()
+                with guard.lifted(), rate_zero([of_routers]):
+                    pairs.append((constrained, seconds()))
+        model.set_thetas(thetas)
+        return tuple(map(statistics.median, zip(*pairs, strict=True)))
 
     restricted = model.restrict_experts(scope, optimizer) if scope else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {"step": 0, "history": [], "constraint": {}}
@@ -158,23 +204,8 @@ def unlearn(
                 save_state(
                     state_file, model.model, optimizer, step=step, history=history, constraint=guard.state_dict()
                 )
-            started, spent = now(), guard.seconds
-            model.model.train()
-            optimizer.zero_grad()
-            forget_batch = batch(forget, training.forget_batch_size)
-            with as_trained(forget_batch):  # in the backward pass too, which may compute activations again
-                with needed_layers("forget"), guard.forget():
-                    forget_loss = objective.forget_loss(model, forget_batch)
-                (forget_loss + guard.penalty()).backward()
-            retain_batch = batch(retain, training.retain_batch_size)
-            if weights:
-                retain_batch.weights = weights.of(**retain_batch.inputs)
-            with as_trained(retain_batch):
-                with needed_layers("retain"), guard.retain():
-                    retain_loss = objective.retain_loss(model, retain_batch)
-                (training.alpha_multiplier * objective.alpha * retain_loss + guard.penalty()).backward()
-            losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **objective.monitor}
-            losses = {name: distributed.average(loss) for name, loss in losses.items()}
+            started = now()
+            losses = backward(step)
             if not math.isfinite(losses["forget_loss"]) or not losses["retain_loss"] <= training.loss_bound:
                 status = "diverged"
                 break
@@ -182,20 +213,18 @@ def unlearn(
             if not all(map(math.isfinite, gradients.values())):
                 status = "diverged"
                 break
-            distributed.clip_gradients(routers + experts, training.clip_norm)
-            torch.manual_seed(1_000_000 * seed + step)  # of stochastic rounding, the same wherever it is resumed
-            optimizer.step()
+            update(step)
             step += 1
-            times = {"seconds": now() - started, "constraint_seconds": guard.seconds - spent}
-            measured.add(**losses, **gradients, **times, **constraint.observed())
+            measured.add(**losses, **gradients, seconds=now() - started, **constraint.observed())
             bar.update()
         bar.close()
+        times = None if status == "diverged" else seconds_by_turns()
     if training.gradient_checkpointing:
         model.model.gradient_checkpointing_disable()
     if corrected:
         corrected(model)
     model.model.eval().requires_grad_(True)
-    return Outcome(status, step, history)
+    return Outcome(status, step, history, times)
 
 
 def trained_layers(model: MoEModel, last_layer: int | None, count: int | None) -> list[int]:

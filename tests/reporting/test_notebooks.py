@@ -37,7 +37,7 @@ PER_LAYER = (
 )
 OF_NEWS = ("verbmem", "knowmem_forget", "knowmem_retain")
 OF_LETTERS = ("forget_accuracy", "retain_accuracy")
-OF_BOTH = ("router_gradient", "expert_gradient", "forget_loss", "retain_loss", "seconds", "constraint_seconds")
+OF_BOTH = ("router_gradient", "expert_gradient", "forget_loss", "retain_loss", "seconds")
 
 
 @pytest.fixture(scope="module")

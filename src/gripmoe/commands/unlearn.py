@@ -109,13 +109,11 @@ def resident_layers(training: Training, last_layer: int | None, method: Method) 
 
 
 def costs(outcome: Outcome) -> dict[str, float]:
-    """Means over the run: seconds of a step, and their ratio to what is left of a step without the constraint."""
-    rows = [row for row in outcome.history if "seconds" in row]
-    if not rows:
+    """Seconds of a step, of one without the constraint, and their ratio."""
+    if outcome.seconds is None:
         return {}
-    seconds = sum(row["seconds"] for row in rows) / len(rows)
-    constraint = sum(row["constraint_seconds"] for row in rows) / len(rows)
-    return {"seconds_per_step": seconds, "time_ratio": seconds / (seconds - constraint)}
+    step, plain = outcome.seconds
+    return {"seconds_per_step": step, "plain_seconds_per_step": plain, "time_ratio": step / plain}
 
 
 def held_bytes(thing: object) -> int:
@@ -167,5 +165,6 @@ def realign(args) -> None:
         outcome = {"status": corrected["status"], "steps": corrected["steps"], "correction_seconds": seconds}
         if "seconds_per_step" in corrected:  # what the correction adds to the whole run
             trained = corrected["seconds_per_step"] * corrected["steps"]
-            outcome["time_ratio"] = (trained + seconds) / trained
+            outcome |= {"time_ratio": (trained + seconds) / trained}
+            outcome |= {name: corrected[name] for name in ("seconds_per_step", "plain_seconds_per_step")}
         write_json(args.output, {"weights": digest, **outcome, **report})

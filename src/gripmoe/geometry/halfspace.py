@@ -78,70 +78,37 @@ def nearest_feasible(
     if bounds_NE.numel() and bounds_NE.amin() < 0:
         raise ValueError("bounds must be >= 0, or u = 0 is not feasible; clamp the margins")
     rounding = 1e-12 if x_Nd.dtype == torch.float64 else 1e-6  # tokens of lower precision are routed in fp32
-    touched_NE = torch.zeros_like(bounds_NE, dtype=torch.bool)
+    active_NE = torch.zeros_like(bounds_NE, dtype=torch.bool)
     if near_Ed is not None:
-        touched_NE = _scores(near_Ed.to(x_Nd.dtype), x_Nd) > bounds_NE - 1e-6
+        active_NE = _scores(near_Ed.to(x_Nd.dtype), x_Nd) > bounds_NE - 1e-6
+    basis = RetainBasis(basis.U_ret_Edr.double())
     x_Nd, bounds_NE = x_Nd.double(), bounds_NE.double()
-    rows = len(update_Ed)
-    shared = len(basis.U_ret_Edr) == 1
-    size = rows if shared or x_Nd.is_cuda else max(1, CACHED // basis.U_ret_Edr[0].numel())
-    nearest = [
-        _nearest(
-            update_Ed[block].double(),
-            RetainBasis((basis.U_ret_Edr if shared else basis.U_ret_Edr[block]).double()),
-            x_Nd,
-            bounds_NE[:, block],
-            touched_NE[:, block],
-            rounding,
-            tolerance,
-            max_rounds,
-        )
-        for block in (slice(first, first + size) for first in range(0, rows, size))
-    ]
-    return torch.cat(nearest).to(update_Ed.dtype)
-
-
-CACHED = 2**21  # numbers of the bases that are worked on at once: a CPU reads them from memory once, not in every pass
-
-
-def _nearest(
-    update_Ed: Tensor,
-    basis: RetainBasis,
-    x_Nd: Tensor,
-    bounds_NE: Tensor,
-    active_NE: Tensor,
-    rounding: float,
-    tolerance: float,
-    max_rounds: int,
-) -> Tensor:
-    """`nearest_feasible` of some experts in fp64; `active_NE` are the constraints to begin with."""
-    u_Ed = start_Ed = basis.project(update_Ed)
+    start_Ed = basis.remainder(update_Ed.double()[:, None])[:, 0]
+    u_Ed = basis.remainder(start_Ed[:, None])[:, 0] if not active_NE.any() else start_Ed.clone()
     norms_NE = torch.outer(x_Nd.norm(dim=1), start_Ed.norm(dim=1))
     limits_NE = bounds_NE + (rounding * norms_NE).clamp_min(tolerance)
-    pending_E = solved_E = active_NE.any(dim=0)
-    reached_NE = torch.zeros_like(bounds_NE)
-    for number in range(max_rounds + 1):
-        # To gather most of the bases takes longer than to solve all rows again.
-        rows_M = slice(None) if 2 * pending_E.sum() > len(pending_E) else pending_E.nonzero()[:, 0]
-        if pending_E.any():
+    solved_E = active_NE.any(dim=0)
+    rows_M: slice | Tensor = slice(None)  # of which the scores are not yet known
+    reached_NE = torch.empty_like(bounds_NE)
+    for _ in range(max_rounds + 1):
+        if active_NE.any():
             own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows_M])
-            u_Ed, active_NE = u_Ed.clone(), active_NE.clone()
             u_Ed[rows_M], active_NE[:, rows_M] = _on_active(
                 start_Ed[rows_M], own, x_Nd, bounds_NE[:, rows_M], active_NE[:, rows_M], rounding
             )
-            solved_E = solved_E | pending_E
-        elif number:
-            break
-        if not number:
-            rows_M = slice(None)
         reached_NE[:, rows_M] = _scores(u_Ed[rows_M], x_Nd)
         excess_NE = (reached_NE - limits_NE).masked_fill(active_NE, -torch.inf)
         pending_E = excess_NE.amax(dim=0) > 0
+        if not pending_E.any():
+            break
+        solved_E = solved_E | pending_E
         worst = excess_NE.topk(min(ADDED_PER_ROUND, len(x_Nd)), dim=0)
         entering = active_NE.gather(0, worst.indices) | (worst.values > 0)
         active_NE = active_NE.scatter(0, worst.indices, entering)
+        # To gather most of the bases takes longer than to solve all rows again.
+        rows_M = slice(None) if 2 * pending_E.sum() > len(pending_E) else pending_E.nonzero()[:, 0]
     limits_NE = limits_NE.maximum(bounds_NE + 1e-9 * norms_NE)
-    return _shrunk(u_Ed, bounds_NE, limits_NE, reached_NE, solved_E)
+    return _shrunk(u_Ed, bounds_NE, limits_NE, reached_NE, solved_E).to(update_Ed.dtype)
 
 
 def _shrunk(u_Ed: Tensor, bounds_NE: Tensor, limits_NE: Tensor, reached_NE: Tensor, violated_E: Tensor) -> Tensor:

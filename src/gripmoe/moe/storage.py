@@ -112,9 +112,11 @@ def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, st
 
 
 class StoredBases(Mapping[int, RetainBasis]):
-    """Saved bases on `device`. Those of the first layers that take no more than `memory` bytes together stay there; the
-    others are read whenever they are asked for. A training step asks for every layer once, in the same order, so that
-    to keep the last ones used would serve none. Raises ValueError if they were not fitted as `metadata` says."""
+    """Saved bases on `device`, in fp64 as the projection takes them. Those of the first layers that take no more than
+    `memory` bytes together stay there; the others are read whenever they are asked for. A training step asks for every
+    layer once, in the same order, so that to keep the last ones used would serve none.
+
+    Raises ValueError if they were not fitted as `metadata` says."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class StoredBases(Mapping[int, RetainBasis]):
         with open_checked(path, metadata) as file:
             self._layers = sorted(map(int, file.keys()))
             for layer in self._layers:
-                basis = file.get_tensor(str(layer))
+                basis = file.get_tensor(str(layer)).double()
                 memory -= basis.nbytes
                 if memory < 0:
                     break
@@ -140,7 +142,7 @@ class StoredBases(Mapping[int, RetainBasis]):
         if layer not in self._layers:
             raise KeyError(layer)
         with safe_open(self._path, framework="pt") as file:
-            return RetainBasis(file.get_tensor(str(layer)).to(self._device))
+            return RetainBasis(file.get_tensor(str(layer)).to(self._device).double())
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._layers)

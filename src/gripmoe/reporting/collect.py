@@ -117,13 +117,13 @@ def _shares(metrics: dict[str, float], original: dict[str, float]) -> dict[str, 
 
 
 def _whole_time(metrics: dict[str, float], unconstrained: dict[str, float]) -> dict[str, float]:
-    """Seconds of all that a run needs, as a multiple of the unconstrained run's: their numbers of steps differ.
-    A run that was corrected afterwards has the seconds of the unconstrained one."""
+    """Seconds of all that a run needs, as a multiple of those of the unconstrained run's steps, by its own clock: what
+    else the machine did may differ between runs, as their numbers of steps do."""
     try:
-        trained = metrics.get("seconds_per_step", unconstrained["seconds_per_step"]) * metrics["steps"]
+        trained = metrics["seconds_per_step"] * metrics["steps"]
         before = metrics.get("tracing_seconds", 0.0) + metrics.get("basis_seconds", 0.0)
         whole = before + trained + metrics.get("correction_seconds_cold", 0.0)
-        return {"whole_time_ratio": whole / (unconstrained["seconds_per_step"] * unconstrained["steps"])}
+        return {"whole_time_ratio": whole / (metrics["plain_seconds_per_step"] * unconstrained["steps"])}
     except KeyError:  # nothing was trained, or nothing to compare with
         return {}
 
