@@ -128,6 +128,20 @@ def test_a_finetuned_models_batches_are_shared_too(folder):
         Project(folder, "tiny_muse")
 
 
+@pytest.mark.parametrize("place", ["training", "objective_training"])
+def test_idle_layers_need_one_process(folder, place):
+    """Wherever the setting stands; in one process, and under objectives that run every layer, it says nothing wrong."""
+
+    def idle(content):
+        (content[place] if place == "training" else content[place]["rmu"])["idle_layers"] = "host"
+
+    edit(folder / "paper.yaml", idle)
+    with pytest.raises(ConfigError, match="paper.yaml: gpus.qwen3_30b_a3b: 2 processes train rmu/unconstrained, whose"):
+        Project(folder, "paper")
+    edit(folder / "paper.yaml", lambda c: c["gpus"].update(qwen3_30b_a3b=1))
+    assert Project(folder, "paper").training("rmu", "unconstrained", "wmdp_cyber").idle_layers == "host"
+
+
 def test_unknown_world_names_the_known_ones():
     with pytest.raises(
         ConfigError,

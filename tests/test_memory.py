@@ -1,6 +1,8 @@
 """What steps hold: by hand for published models, and against the bytes that a tiny one really holds."""
 
 import inspect
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from conftest import small_model
 from gripmoe.adapter import METHODS
 from gripmoe.catalogue import Sizes, Widths
+from gripmoe.commands.plan import NO_WAY
 from gripmoe.commands.unlearn import held_bytes
 from gripmoe.config import EpsNullConfig, Method
 from gripmoe.data.documents import Row, collate
@@ -271,8 +274,24 @@ def test_idle_layers_lie_in_host_memory():
     idle, resident = (changed("paper", training=t, gpus={}) for t in (host, training))
     need = unlearned(idle, "unconstrained", "rmu")
     assert need.weights == pytest.approx(3 + 58 * 9 / 48) and need.total < 26
-    assert need.host - unlearned(resident, "unconstrained", "rmu").host == pytest.approx(58 * 39 / 48)
+    assert need.host - unlearned(resident, "unconstrained", "rmu").host == pytest.approx(58 * 40 / 48)
     assert unlearned(idle, "anchored", "rmu").weights == pytest.approx(61), "which looks at training passes"
+    assert unlearned(idle, "unconstrained", "gd").weights == pytest.approx(61), "which runs every layer"
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 8])
+@pytest.mark.parametrize("last", [0, 7, 46, 47])
+def test_idle_layers_of_one_process_over_several_gpus(gpus, last):
+    """One that trains a single expert spreads the layers that run; the first GPU has room for a visitor. Processes that
+    share experts leave no layer idle."""
+    training = Project(CONFIG, "paper").world.training.model_copy(update={"idle_layers": "host"})
+    project = changed("paper", models=[LARGE], training=training, gpus={LARGE: gpus})
+    project.world.objective_training["rmu"]["objective"]["layer"] = last
+    alone = unlearned(project, "expert_specific_single", "rmu")
+    here = math.ceil((last + 1) / gpus) + (last < 47)
+    assert alone.weights == pytest.approx(3 + 58 * here / 48)
+    if gpus > 1:
+        assert unlearned(project, "unconstrained", "rmu").weights == pytest.approx(3 + 58 / gpus)
 
 
 @pytest.mark.parametrize("name", [n for n, m in Project(CONFIG, "tiny_all").methods.items() if m.trains])
@@ -341,6 +360,40 @@ def test_an_optimizer_is_named_only_where_it_is_another():
     ways = what_would_fit(Project(CONFIG, "paper"), step, 50, UNBOUNDED)
     assert ways == {"GPU": ["gpus: 4 and batch sizes divisible by 4", "trained_layers: 14"]}
     assert 3 + 29 + 58 * 14 / 48 + 0.1 < 50 < 3 + 29 + 58 * 15 / 48 + 0.1
+
+
+def test_idle_layers_are_named_where_a_single_process_may_have_them():
+    """RMU on one GPU of 60 GB; not where two processes train, nor where a constraint looks at all layers."""
+    training = Project(CONFIG, "paper").world.training.model_copy(update={"trained_layers": 1})
+    one, two = (changed("paper", training=training, gpus={LARGE: count}) for count in (1, 2))
+    said = {
+        method: what_would_fit(project, Step(LARGE, "unlearn", "wmdp_cyber", "rmu", method), size, UNBOUNDED)["GPU"]
+        for project, method, size in ((one, "unconstrained", 60), (one, "anchored", 60), (two, "frozen_router", 30))
+    }
+    assert [method for method, ways in said.items() if "idle_layers: host" in ways] == ["unconstrained"]
+    host = training.model_copy(update={"idle_layers": "host"})
+    idle = changed("paper", training=host, gpus={})
+    assert unlearned(idle, "unconstrained", "rmu").total < 60 < unlearned(one, "unconstrained", "rmu").total
+    step = Step(LARGE, "unlearn", "wmdp_cyber", "rmu", "unconstrained")
+    assert what_would_fit(idle, step, 10, UNBOUNDED)["GPU"] == [
+        "gpus: 9 and batch sizes divisible by 9 without idle_layers"
+    ]
+
+
+def test_where_nothing_helps_every_change_is_named():
+    """Whatever any remedy changes."""
+    training = Project(CONFIG, "paper").world.training.model_copy(update={"optimizer": "adamw"})
+    project = changed("paper", training=training, gpus={LARGE: 2}, reference_memory=UNBOUNDED, basis_memory=90)
+    one = changed("paper", training=training, gpus={})
+    cases = [(project, "gd", "expert_specific"), (project, "gd", "anchored"), (one, "rmu", "unconstrained")]
+    keys = set()
+    for world, objective, method in cases:
+        step = Step(LARGE, "unlearn", "wmdp_cyber", objective, method)
+        for share in (0.6, 0.9, 0.99):
+            need = needed(world, step)
+            for found in what_would_fit(world, step, share * need.total, share * need.host).values():
+                keys |= {way.split(":")[0] for way in found}
+    assert keys == set(re.findall(r"\w+_\w+|gpus|nodes|optimizer", NO_WAY))
 
 
 def test_where_no_single_change_does_gpus_and_a_rank_together_may():

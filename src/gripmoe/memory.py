@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from math import ceil
 from pathlib import Path
 
 from gripmoe.catalogue import PublishedModel, Sizes, Widths
@@ -183,15 +184,15 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
         bases = project.world.basis_memory * GB + bases / sizes.layers
     held = held_by_method(method, step.objective, sizes, widths, tokens, project.world.reference_memory * GB)
     held = replace(held, gpu=held.gpu + bases)
-    if method.experts == "top_attributed":
-        weights, trained, copies = sizes.split_over(gpus), sizes.blocks / sizes.layers, BYTES_WEIGHT
+    layers, block = layers_trained(step.objective, training, sizes), sizes.blocks / sizes.layers
+    trained, copies = (block, BYTES_WEIGHT) if method.experts == "top_attributed" else (block * layers / gpus, 0)
+    alone = project.processes(step.model, step.method) == 1
+    run = layers_run(step.objective, training, sizes)
+    idle = sizes.layers - run if alone and training.idle_layers == "host" and may_idle(method, step.objective) else 0
+    if idle:  # one of them comes to the first GPU at a time
+        weights = sizes.total - sizes.blocks + block * (ceil(run / gpus) + 1)
     else:
-        layers = layers_trained(step.objective, training, sizes)
-        weights, trained, copies = sizes.held_by(gpus), sizes.blocks * layers / sizes.layers / gpus, 0
-    idle = 0.0
-    if training.idle_layers == "host" and not looks_at_passes(method):  # one of them comes at a time
-        idle = sizes.blocks / sizes.layers * (sizes.layers - layers_run(step.objective, training, sizes) - 1)
-        weights -= idle
+        weights = sizes.split_over(gpus) if alone else sizes.held_by(gpus)
     parts = (
         weights * BYTES_WEIGHT,
         trained * BYTES_GRADIENT,
@@ -199,7 +200,7 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
         trained * copies + held.gpu,
     )
     whole = sizes.total * BYTES_WEIGHT
-    host = max(readers * whole, readers * held.host + whole) + idle * BYTES_WEIGHT
+    host = max(readers * whole, readers * held.host + whole) + idle * block * BYTES_WEIGHT
     return Memory(step, gpus, *(part / GB for part in parts), host=host / GB)
 
 
@@ -228,6 +229,11 @@ def layers_trained(objective: str, training: Training, sizes: Sizes) -> int:
 def looks_at_passes(method: Method) -> bool:
     """Whether a constraint looks at training passes, through all layers."""
     return not (method.constraint in ("none", "frozen") or method.has_bases)
+
+
+def may_idle(method: Method, objective: str) -> bool:
+    """Whether training passes may leave out layers, which `idle_layers: host` then keeps in host memory."""
+    return objective == "rmu" and not looks_at_passes(method)
 
 
 def held_by_method(

@@ -109,6 +109,12 @@ class Project:
             )
         for name, benchmark, objective, method, _ in self.cells():
             training = self.training(objective, method, benchmark) if name == model else None
+            alone = self.processes(model, method) == 1
+            if training and objective == "rmu" and training.idle_layers == "host" and not alone:
+                raise ConfigError(
+                    f"{self.world_file}: gpus.{model}: {self.processes(model, method)} processes train "
+                    f"{objective}/{method}, whose `idle_layers: host` needs a single one; leave out one of the two"
+                )
             for key in ("forget_batch_size", "retain_batch_size") if training else ():
                 if getattr(training, key) % self.processes(model, method):
                     raise ConfigError(

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gripmoe.memory import Step, layers_trained, needed, sizes_of, widths_of
+from gripmoe.memory import Step, layers_trained, may_idle, needed, sizes_of, widths_of
 from gripmoe.project import Project
 
 MOST_GPUS = 64  # that are suggested for one model
@@ -36,6 +36,8 @@ def what_would_fit(
         ways["GPU"] = [more] if more else []
         if (optimizer := _other_optimizer(project, step)) and on_gpus(optimizer):
             ways["GPU"].append("optimizer: adamw_8bit")
+        if (idle := _idle_layers(project, step)) and on_gpus(idle):
+            ways["GPU"].append("idle_layers: host")
         found = {key: largest(key, on_gpus) for key in ("trained_layers", "max_rank", "basis_memory")}
         ways["GPU"] += [f"{key}: {value}" for key, value in found.items() if value]
         for text, changed in _more_gpus(project, step) if "max_rank" in settings and not ways["GPU"] else ():
@@ -56,15 +58,17 @@ def _with_world(project: Project, **changes) -> Project:
 
 
 def _more_gpus(project: Project, step: Step) -> Iterator[tuple[str, Project]]:
-    batch_sizes, nodes = [], project.world.nodes.get(step.model, 1)
+    batch_sizes, nodes, idle = [], project.world.nodes.get(step.model, 1), ""
     if step.what == "finetune_model":
         batch_sizes = [project.models[step.model].batch_size]
     elif step.what == "unlearn" and project.methods[step.method].experts == "all":
         training = project.training(step.objective, step.method, step.benchmark)
         batch_sizes = [training.forget_batch_size, training.retain_batch_size]
+        if training.idle_layers == "host" and step.objective == "rmu":
+            idle = " without idle_layers"
     for count in range(project.gpus(step.model) + nodes, MOST_GPUS + 1, nodes):
         divisible = "" if not any(size % count for size in batch_sizes) else f" and batch sizes divisible by {count}"
-        yield f"gpus: {count}{divisible}", _with_world(project, gpus={**project.world.gpus, step.model: count})
+        yield f"gpus: {count}{divisible}{idle}", _with_world(project, gpus={**project.world.gpus, step.model: count})
 
 
 def _more_nodes(project: Project, step: Step) -> Iterator[tuple[str, Project]]:
@@ -88,6 +92,13 @@ def _other_optimizer(project: Project, step: Step) -> Project | None:
         model = project.models[step.model].model_copy(update={"optimizer": "adamw_8bit"})
         changed.models = {**project.models, step.model: model}
         return changed
+    return None
+
+
+def _idle_layers(project: Project, step: Step) -> Project | None:
+    """With layers that no training pass runs in host memory, which helps where a single process trains."""
+    if step.what == "unlearn" and may_idle(project.methods[step.method], step.objective):
+        return _set(project, step, "idle_layers", "host")
     return None
 
 

@@ -22,7 +22,7 @@ from gripmoe.remedies import what_would_fit
 UPPER_BOUNDS = """
 Tokens and bases count for as many as there may be until prepare_data, trace_routing and fit_basis have run, then for as
 many as there are."""
-NO_WAY = "none of gpus, nodes, optimizer, trained_layers, max_rank or max_steps alone"
+NO_WAY = "none of gpus, nodes, optimizer, idle_layers, trained_layers, max_rank, basis_memory or max_steps alone"
 MOST_EXPENSIVE = 5  # cells that a plan shows if it is not asked for all
 
 
