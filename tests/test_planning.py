@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gripmoe.files import write_json
-from gripmoe.planning import check_budget, disk_needed, jobs_left
+from gripmoe.planning import check_budget, jobs_left
 from gripmoe.project import Project
 
 CONFIG = Path(__file__).parents[1] / "workflow" / "config"
@@ -74,12 +74,6 @@ def test_gpus_that_share_layers_work_one_after_the_other(tmp_path):
     file.parent.mkdir(parents=True)
     file.write_text("s\th:m:s\n3600.0\t1:00:00\n")
     assert hours(Project(CONFIG, "paper"))["evaluate", f"{cell}.anchored.0"] == 2.0
-
-
-def test_disk_by_hand():
-    """Eleven methods under four objectives and three seeds, of two models."""
-    assert disk_needed(Project(CONFIG, "paper")) == pytest.approx(11 * 4 * 3 * (61.0 + 28.6))
-    assert disk_needed(Project(CONFIG, "tiny")) == 0
 
 
 def test_step_limits_of_the_tiny_world_stay_there():

@@ -95,6 +95,7 @@ COMMANDS = (
             ("config", Path, Path("workflow/config")),
             ("gpu-memory", float, 141.0),
             ("host-memory", float, 2000.0),
+            ("jobs", int, 100),
             ("budget", float, None),
             ("cells", bool, False),
         ),

@@ -179,7 +179,7 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
     training = project.training(step.objective, step.method, step.benchmark)
     tokens = tokens_of(project, step, training, results)
     bases = basis_bytes(widths, sizes.layers, tokens.traced, method) if method.has_bases else 0
-    bases = _fitted_bytes(project, step, results) or bases
+    bases = fitted_bytes(project, step, results) or bases
     if bases > project.world.basis_memory * GB:  # that of one layer is there beside those that stay
         bases = project.world.basis_memory * GB + bases / sizes.layers
     held = held_by_method(method, step.objective, sizes, widths, tokens, project.world.reference_memory * GB)
@@ -254,21 +254,28 @@ def held_by_method(
         gpu += layers * _bases_per_layer(widths, method) * min(d, method.max_rank or d) * d * 8
     if method.constraint == "anchor" and method.tracked:  # routers, cross and gram matrices in fp64
         gpu += 2 * 2 * routers + layers * d * d * 8
-    references = []
-    if method.constraint == "anchor":
-        references.append(tokens.retain * (layers + 1) * d * BYTES_WEIGHT)
-    elif method.constraint == "routing_scores":
-        references.append(tokens.retain * layers * experts * 4)
-    if objective in ("kl", "rmu"):
-        references.append(tokens.retain * d * BYTES_WEIGHT)
-    if method.replay:
-        references.append((tokens.retain + tokens.forget) * layers * widths.chosen * 8)
+    references = references_of(method, objective, sizes, widths, tokens).values()
     host = sum(size for size in references if size <= reference_memory)
     if method.critical_experts:
         host += tokens.retain * 4
     if objective == "npo":
         host += tokens.forget_documents * 4
     return Held(gpu, host + _traces_read(method, layers) * trace_bytes(widths, 1, tokens.traced))
+
+
+def references_of(method: Method, objective: str, sizes: Sizes, widths: Widths, tokens: Tokens) -> dict[str, int]:
+    """Bytes of each kind of thing that a run asks of the original model about every token, by what asks it."""
+    layers, d = sizes.layers, widths.hidden
+    found = {}
+    if method.constraint == "anchor":
+        found["anchor"] = tokens.retain * (layers + 1) * d * BYTES_WEIGHT
+    elif method.constraint == "routing_scores":
+        found["routing_scores"] = tokens.retain * layers * widths.experts * 4
+    if objective in ("kl", "rmu"):
+        found[objective] = tokens.retain * d * BYTES_WEIGHT
+    if method.replay:
+        found["replay"] = (tokens.retain + tokens.forget) * layers * widths.chosen * 8
+    return found
 
 
 def trace_bytes(widths: Widths, layers: int, tokens: int) -> int:
@@ -293,7 +300,7 @@ def _traces_read(method: Method, layers: int) -> int:
     return 2 * layers if method.surface == "combined" else 1
 
 
-def _fitted_bytes(project: Project, step: Step, results: Path | None) -> float | None:
+def fitted_bytes(project: Project, step: Step, results: Path | None) -> float | None:
     """What the bases of a method take, if they are there."""
     digest = results and results / step.model / step.benchmark / "bases" / f"{step.method}.json"
     has = project.methods[step.method].has_bases and digest and digest.exists()

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gripmoe.catalogue import PublishedModel
-from gripmoe.memory import BYTES_WEIGHT, Step, layers_run, needed
+from gripmoe.hours import hours_needed
+from gripmoe.memory import Step, needed, sizes_of
 from gripmoe.project import Project
 
-FLOPS = 1.0e14  # of one GPU in eager MoE code, a tenth of what an H100 or H200 can do in bf16
 TINY_MEMORY = 1.0  # GB that a step with an embedded model takes of the machine's memory
 TINY_SECONDS = {
     "prepare_model": 480,
@@ -24,8 +24,7 @@ TINY_SECONDS = {
     "evaluate": 20,
     "attack": 45,
 }  # two laptop cores
-QUESTIONS, QUESTION_TOKENS = 16_000, 150  # WMDP-Cyber and MMLU
-ATTACK_PASSES = 3.0  # what all attacks ask, as a multiple of one evaluation
+UNKNOWN_HOURS = 0.5  # of what is fetched and written, and of a published model whose sizes are not given
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def jobs_left(project: Project, results: Path) -> list[Job]:
         if not output.exists():
             left.append(_job(project, results, rule, cell))
 
-    for name in dict.fromkeys([*project.world.models, *_oracles(project), *_bases(project)]):
+    for name in project.models_needed:
         rule = "finetune_model" if project.models[name].source == "finetuned" else "prepare_model"
         add(rule, (name,), results / "models" / name / "model.json")
     for cell in project.cells():
@@ -63,17 +62,10 @@ def jobs_left(project: Project, results: Path) -> list[Job]:
     return left
 
 
-def _oracles(project: Project) -> list[str]:
-    return [m.oracle for m in (project.models[name] for name in project.world.models) if m.oracle]
-
-
-def _bases(project: Project) -> list[str]:
-    return [m.base for m in (project.models[name] for name in project.world.models) if m.source == "finetuned"]
-
-
 def _job(project: Project, results: Path, rule: str, cell: tuple) -> Job:
     """With hours, and memory of an embedded model, as recorded; else as estimated."""
-    recorded, need = _benchmarks(results, rule, cell), needed(project, Step(cell[0], rule, *cell[1:4]), results)
+    step = Step(cell[0], rule, *cell[1:4])
+    recorded, need = _benchmarks(results, rule, cell), needed(project, step, results)
     memory = need and need.total
     training = rule in ("unlearn", "finetune_model")
     processes = project.processes(cell[0], cell[3] if len(cell) > 1 else None) if training else 1
@@ -81,7 +73,7 @@ def _job(project: Project, results: Path, rule: str, cell: tuple) -> Job:
     if recorded:
         hours = held * sum(float(row["s"]) for row in recorded) / len(recorded) / 3600
     else:  # GPUs that share the layers work one after the other
-        hours = held / processes * _estimated_hours(project, rule, cell)
+        hours = held / processes * _estimated_hours(project, step)
     if project.trained_from(cell[0]).source == "embedded":
         peaks = [float(row["max_rss"]) / 1e3 for row in recorded if row.get("max_rss", "-") not in ("-", "NA")]
         memory = max(peaks, default=TINY_MEMORY)
@@ -98,27 +90,12 @@ def _benchmarks(results: Path, rule: str, cell: tuple) -> list[dict[str, str]]:
     return []
 
 
-def _estimated_hours(project: Project, rule: str, cell: tuple) -> float:
-    model = project.trained_from(cell[0])
-    if not isinstance(model, PublishedModel):
-        return TINY_SECONDS[rule] / 3600
-    if not model.parameters or rule in ("prepare_model", "finetune_model"):
-        return 0.5
-    benchmark = project.benchmarks[cell[1]]
-    evaluation = QUESTIONS * QUESTION_TOKENS * 2 * model.parameters.active
-    flops = {"evaluate": evaluation, "attack": ATTACK_PASSES * evaluation, "realign": evaluation / 10}
-    if rule == "unlearn":
-        training = project.training(cell[2], cell[3], cell[1])
-        tokens = (training.forget_batch_size + training.retain_batch_size) * benchmark.max_length
-        share = layers_run(cell[2], training, model.parameters) / model.parameters.layers
-        return training.max_steps * tokens * 6 * model.parameters.active * share / FLOPS / 3600
-    return flops[rule] / FLOPS / 3600
-
-
-def disk_needed(project: Project) -> float:
-    """GB of the weights that finished cells of published models keep."""
-    cells = [project.trained_from(cell[0]) for cell in project.cells() if not project.methods[cell[3]].reference]
-    return sum(m.parameters.total * BYTES_WEIGHT / 1e9 for m in cells if isinstance(m, PublishedModel) and m.parameters)
+def _estimated_hours(project: Project, step: Step) -> float:
+    if not isinstance(project.trained_from(step.model), PublishedModel):
+        return TINY_SECONDS[step.what] / 3600
+    if not sizes_of(project, step.model) or step.what == "prepare_model":
+        return UNKNOWN_HOURS
+    return hours_needed(project, step)
 
 
 def check_budget(jobs: Sequence[Job], budget: float | None) -> None:

@@ -142,6 +142,12 @@ class Project:
     def reference_kinds(self) -> set[str]:
         return {self.methods[name].reference for name in self.world.all_methods if self.methods[name].reference}
 
+    @property
+    def models_needed(self) -> list[str]:
+        """Those of the world, their oracles, and what these are finetuned from."""
+        named = [*self.world.models, *(m.oracle for m in map(self.models.get, self.world.models) if m.oracle)]
+        return list(dict.fromkeys([*named, *(m.base for m in map(self.models.get, named) if m.source == "finetuned")]))
+
     def trained_from(self, model: str) -> Any:
         """The configuration of a model, or of the base that it is finetuned from."""
         config = self.models[model]

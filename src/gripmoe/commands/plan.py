@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from gripmoe.commands.pin import unpinned
+from gripmoe.disk import disk_needed
 from gripmoe.files import read_json, read_yaml
 from gripmoe.fingerprint import fingerprint_now
 from gripmoe.memory import Memory, Step, memory_needed
-from gripmoe.planning import Job, check_budget, disk_needed, jobs_left
+from gripmoe.planning import Job, check_budget, jobs_left
 from gripmoe.progress import cell_status
 from gripmoe.project import Project
 from gripmoe.remedies import what_would_fit
@@ -28,8 +29,8 @@ MOST_EXPENSIVE = 5  # cells that a plan shows if it is not asked for all
 
 def plan(args) -> None:
     """Prints jobs and hours by rule, the most expensive cells (`--cells`: all), memory against `--gpu-memory` and
-    `--host-memory`, and what is read from the hub unpinned. Raises ValueError above `--budget` hours, or if a step does
-    not fit."""
+    `--host-memory`, disk with `--jobs` at once, and what is read from the hub unpinned. Raises ValueError above
+    `--budget` hours, or if a step does not fit."""
     project = Project(args.config, args.world)
     results = Path("results") / project.results_name
     jobs = jobs_left(project, results)
@@ -47,8 +48,9 @@ def plan(args) -> None:
     _print_cells(jobs, None if args.cells else MOST_EXPENSIVE)
     needs = memory_needed(project, results)
     _print_memory(needs, args.gpu_memory, args.host_memory)
-    if disk := disk_needed(project):
-        print(f"weights of finished cells on disk: {disk:.0f} GB")
+    if disk := disk_needed(project, results, args.jobs):
+        parts = " + ".join(f"{size:.0f} {what}" for what, size in disk.items())
+        print(f"disk, with {args.jobs} jobs at once, at most: {parts} = {sum(disk.values()):.0f} GB")
     if floating := [repository for *_, repository in unpinned(project)]:
         print(
             f"warning: without a revision, so read as the hub has them that day: {', '.join(floating)}; "
