@@ -6,11 +6,13 @@ import sys
 from contextlib import contextmanager
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its step, which takes longer than all else
 
 import pytest
 import torch
 
 from gripmoe.data.documents import Row, collate
+from gripmoe.files import write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.worlds.documents import all_texts, make_world
 from gripmoe.worlds.models import make_model
@@ -91,3 +93,14 @@ def random_batch(rows: int = 4, length: int = 12, vocabulary_size: int = 64, see
 @pytest.fixture
 def batch():
     return random_batch()
+
+
+def clone(folder, config, split, rows, **others):
+    """A data set repository as `git clone` leaves it: a card that maps configurations to files; `others` are rows of
+    further splits."""
+    card = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
+    for name, kept in {split: rows, **others}.items():
+        write_jsonl(folder / f"{config}.{name}.jsonl", kept)
+        card += f"  - split: {name}\n    path: {config}.{name}.jsonl\n"
+    (folder / "README.md").write_text(f"{card}---\n")
+    return str(folder)

@@ -1,7 +1,6 @@
 """What bf16 does to AdamW at the paper's learning rate, and what stochastic rounding does about it."""
 
 import io
-import os
 import sys
 
 import pytest
@@ -9,8 +8,6 @@ import torch
 
 from gripmoe.memory import BYTES_STATES
 from gripmoe.optimizer import make_adamw
-
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its step, which takes longer than all else
 
 
 def moved(kind, dtype, steps=20):

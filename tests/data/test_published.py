@@ -7,23 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conftest import small_model
+from conftest import clone, small_model
 from gripmoe.catalogue import PublishedData, PublishedModel
 from gripmoe.data.published import benchmark_files
-from gripmoe.files import write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, load_published, save_model, weights_digest
-
-
-def clone(folder, config, split, rows, **others):
-    """A data set repository as `git clone` leaves it: a card that maps configurations to files; `others` are rows of
-    further splits."""
-    card = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n"
-    for name, kept in {split: rows, **others}.items():
-        write_jsonl(folder / f"{config}.{name}.jsonl", kept)
-        card += f"  - split: {name}\n    path: {config}.{name}.jsonl\n"
-    (folder / "README.md").write_text(f"{card}---\n")
-    return str(folder)
 
 
 @pytest.fixture
