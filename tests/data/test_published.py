@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import clone, small_model
 from gripmoe.catalogue import PublishedData, PublishedModel
-from gripmoe.data.published import benchmark_files
+from gripmoe.data.published import benchmark_files, load_rows
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, load_published, save_model, weights_digest
 
@@ -47,6 +47,14 @@ def test_local_clones_become_the_files_of_a_benchmark(data):
     assert len(files["forget_corpus"]) == 20, "headings and blank lines are no documents"
     held_out = {row["id"] for row in files["held_out_corpus"]}
     assert held_out and not held_out & {row["id"] for row in files["retain_corpus"]}
+
+
+def test_a_folder_is_read_as_it_is_now_and_not_as_another_of_its_name_was(tmp_path):
+    """As after a second download, or one to elsewhere: name, card and number of rows are the same."""
+    for parent, answer in (("first", 0), ("first", 1), ("second", 2)):
+        path = clone(tmp_path / parent / "wmdp", "wmdp-cyber", "test", [{"answer": answer}])
+        table = load_rows(path, "wmdp-cyber", "test", ("answer",), revision=None, key="data.forget_questions")
+        assert [row["answer"] for row in table] == [answer]
 
 
 def test_missing_column_is_named(data, tmp_path):

@@ -6,7 +6,9 @@ They become the same files as the embedded world's, so that every later step is 
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
 from gripmoe.catalogue import PublishedData
 
@@ -60,7 +62,9 @@ def load_rows(
     from datasets import load_dataset
 
     try:
-        table = load_dataset(path, name, split=split, revision=revision)
+        with tempfile.TemporaryDirectory() as folder:  # the usual cache knows a local clone by its name alone
+            own = {"cache_dir": folder, "keep_in_memory": True} if Path(path).is_dir() else {}
+            table = load_dataset(path, name, split=split, revision=revision, **own)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"benchmarks.yaml: {key}: cannot read {path!r} ({name}, {split}): {error}. Without internet, "
