@@ -189,7 +189,7 @@ def test_a_published_folder_is_read_as_it_is_and_recorded(finished):
     for ours, own in zip(routers_and_others(loaded), routers_and_others(finished.published), strict=True):
         assert ours.keys() == own.keys() and all(torch.equal(ours[name], own[name].to(ours[name])) for name in own)
     assert described["weights"] == weights_digest(loaded)
-    assert described["id"] == str(finished.root / "hub")
+    assert (described["id"], described["commit"]) == (str(finished.root / "hub"), None)
     assert {tensor.dtype for tensor in routers_and_others(loaded)[1].values()} == {torch.bfloat16}
 
 
@@ -365,7 +365,7 @@ def test_a_pinned_revision_is_taken_from_the_cache_of_the_hub(hub, tmp_path):
         described = read_json(tmp_path / "model" / "model.json")
         MoEModel(hub[commit])
         assert described["weights"] == weights_digest(taken) == weights_digest(hub[commit])
-        assert described["revision"] == revision or "main"
+        assert (described["revision"], described["commit"]) == (revision or "main", commit)
 
 
 def test_a_revision_that_is_not_there_is_named_with_what_to_do(hub, tmp_path, capsys):
@@ -374,5 +374,6 @@ def test_a_revision_that_is_not_there_is_named_with_what_to_do(hub, tmp_path, ca
     assert main(["prepare-model", f"--settings={settings}", f"--output={output}"]) == 2
     said = capsys.readouterr().err
     assert f"model 'org/tiny' (revision {40 * 'c'})" in said
-    assert "run `hf download` for it, and set `id:` in models.yaml to the folder" in said
+    assert "Check its `id:` and `revision:` in models.yaml" in said
+    assert f"run `hf download org/tiny --revision {40 * 'c'}`, and set `id:` to the folder" in said
     assert not output.exists()

@@ -6,6 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from transformers.utils.hub import cached_file, extract_commit_hash
+
 from gripmoe import distributed
 from gripmoe.attacks.forcing import random_sets
 from gripmoe.catalogue import Benchmark, Data, EmbeddedModel, FinetunedModel, ModelConfig
@@ -57,7 +59,8 @@ def prepare_model(args) -> None:
     with exclusive(folder), recorded(folder / "provenance.json", prepare_model):
         if config.source == "published":
             model, tokenizer = load_published(config)
-            commit = getattr(model.config, "_commit_hash", None)  # of the hub; a local folder has none
+            read = cached_file(config.id, "config.json", revision=config.revision)
+            commit = extract_commit_hash(read, None)  # of the hub; a local folder has none
             digest = save_model(model, tokenizer, folder / "weights")
             source = {"id": config.id, "revision": config.revision or "main", "commit": commit}
             write_json(args.output, {"weights": digest, **source})

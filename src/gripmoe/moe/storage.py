@@ -102,7 +102,8 @@ def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedT
     except OSError as error:
         raise ValueError(
             f"model {config.id!r} (revision {config.revision or 'main'}) is neither a local folder nor reachable on "
-            "the hub. On a machine with internet run `hf download` for it, and set `id:` in models.yaml to the folder."
+            f"the hub. Check its `id:` and `revision:` in models.yaml; on a machine with internet run `hf download "
+            f"{config.id} --revision {config.revision or 'main'}`, and set `id:` to the folder that it names."
         ) from error
     return model, tokenizer
 
