@@ -1,5 +1,6 @@
-"""Writes a record of measured runs: their numbers as one compact CSV, the tables that these give as Markdown, and what
-they were computed with; of docs/record also the README's pictures. A record may be drawn again from its own CSV.
+"""Writes a record of measured runs: their numbers as one compact CSV, the tables that these give as Markdown, the main
+ones with intervals as CSV too, and what they were computed with; of docs/record also the README's pictures. A record
+may be drawn again from its own CSV.
 
 python workflow/record.py results/tiny/runs_record.csv results/tiny/runs_tiny_shared.csv [more tables of runs]
 """
@@ -22,7 +23,7 @@ from gripmoe.reporting import RENDERING, labels
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
 from gripmoe.reporting.claims import claims_table, load_claims
 from gripmoe.reporting.collect import KEYS, computed_with, load_runs, of_kind
-from gripmoe.reporting.comparison import comparison, specification
+from gripmoe.reporting.comparison import comparison, intervals, specification
 from gripmoe.reporting.figures import routing_stability_by_layer, save_figure
 from gripmoe.reporting.paired import load_answers, paired_table
 from gripmoe.reporting.tables import MISSING, Table, as_markdown, draw
@@ -55,7 +56,7 @@ TABLES = {
 }
 WORLDS = {"seuf_comparison": "tiny_shared", "dense_baseline": "tiny_dense", "retain_data": "tiny_retain"}
 OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "num_experts", "top_k"} | {
-    f"{measure}_target" for measure in labels.MATCHED
+    f"{measure}_{part}" for measure in labels.MATCHED for part in ("target", "half_width")
 }
 
 
@@ -84,11 +85,16 @@ class Record:
         methods = runs.groupby(["model", "benchmark", "objective", "seed"]).method.transform("nunique")
         return runs[(methods > 1) | (world != "record") | (runs.objective == NO_OBJECTIVE)]
 
+    def of_table(self, name: str) -> pd.DataFrame:
+        """The runs that a table shows."""
+        news = name.startswith("muse")
+        world = WORLDS.get(name, "tiny_muse" if news else "record")
+        return of_kind(self.of_world(world), "news" if news else "letters")
+
     def table(self, name: str) -> Table | None:
         """A table of what was measured, or None: without items some cannot be drawn."""
         news = name.startswith("muse")
-        kind = "news" if news else "letters"
-        runs = of_kind(self.of_world(WORLDS.get(name, "tiny_muse" if news else "record")), kind)
+        kind, runs = "news" if news else "letters", self.of_table(name)
         if name in WORLDS and not set(runs.set_index(["model", "benchmark"]).index) - {("tiny_a", "wmdp_tiny")}:
             return None
         if name.endswith("paired_tests"):
@@ -130,12 +136,16 @@ def measured_only(table: Table) -> Table | None:
     return table
 
 
-def provenance(paths: list[Path], record: dict, output: Path) -> dict:
+def provenance(paths: list[Path], output: Path) -> dict:
     """What wrote a record, and what its cells were computed with: of those that lie beside the tables of runs, or else
-    as the record had it."""
+    as the record says that these are from. Raises ValueError if neither is there."""
     cells = pd.concat([load_runs(path, kind=None)[KEYS].drop_duplicates().assign(at=path.parent) for path in paths])
     folders = {row.at.joinpath(*map(str, row[:-1])) for row in cells.itertuples(index=False)}
     steps = [read_json(file) for folder in sorted(folders) for file in folder.glob("*.provenance.json")]
+    records = [path.with_name("provenance.json") for path in paths]
+    if not steps and not any(map(Path.exists, records)):
+        raise ValueError(f"nothing beside {', '.join(map(str, paths))} says what its cells were computed with")
+    known = [found for file in records if file.exists() and (found := read_json(file)["cells"])]
     codes: dict[str, Counter] = {}
     for step in steps:
         codes.setdefault(step["step"], Counter())[step["code"]] += 1
@@ -148,7 +158,7 @@ def provenance(paths: list[Path], record: dict, output: Path) -> dict:
             "packages": package_versions(["gripmoe", "pandas", "scipy", "matplotlib"]),
             "runs.csv": file_digest(output / "runs.csv"),
         },
-        "cells": {**computed_with(sorted(folders)), "code": codes} if steps else record.get("cells"),
+        "cells": {**computed_with(sorted(folders)), "code": codes} if steps else next(iter(known), None),
     }
 
 
@@ -160,10 +170,11 @@ def main() -> None:
     runs = Record(args.runs).runs.sort_values([*KEYS, "metric"])
     record = args.output / "runs.csv"
     write_text(record, runs.to_csv(index=False, float_format="%.6g", na_rep="nan"))
-    file = args.output / "provenance.json"
-    write_json(file, provenance(args.runs, read_json(file) if file.exists() else {}, args.output))
+    write_json(args.output / "provenance.json", provenance(args.runs, args.output))
     measured = Record(args.runs)
     measured.runs = load_runs(record, kind=None)  # so that the tables are what the record gives
+    tidy = pd.concat([intervals(measured.of_table(name), name) for name in ("main_results", "muse_results")])
+    write_text(args.output / "main_results.csv", tidy.to_csv(index=False, float_format="%.4g"))
     parts = ["# Tables of the record\n"]
     for name, title in TABLES.items():
         table = measured.table(name)

@@ -88,6 +88,16 @@ def test_runs_that_have_not_forgotten_do_not_count_unless_it_is_about_them():
     assert len(differences(pd.concat([data, missed]), {**ABOVE, "unreached": True})) == 3
 
 
+def test_a_run_that_lost_everything_speaks_for_no_method():
+    """It has nothing to recover, and routes as its wreck routes; that it retains nothing counts against it."""
+    data = runs(a=[0.9, 0.8, 0.7], b=[0.5, 0.4, 0.5])
+    retained = data.assign(metric="retain_accuracy", value=[0.9, 0.9, 0.25, 0.9, 0.9, 0.9])
+    both = pd.concat([data, retained])
+    assert len(differences(both, ABOVE)) == 2 and len(differences(both, {**ABOVE, "unreached": True})) == 2
+    kept = differences(both, {**ABOVE, "metric": "retain_accuracy"})
+    assert sorted(kept.round(6)) == [-0.65, 0.0, 0.0]
+
+
 def test_a_statement_must_hold_for_each_kind_of_base_model():
     good, bad = runs(a=[0.9, 0.8, 0.9], b=[0.1] * 3), runs(a=[0.1] * 3, b=[0.2] * 3)
     kinds = differences(pd.concat([good, bad.assign(model="olmoe")]), ABOVE)

@@ -419,13 +419,14 @@ def test_collecting_cells(tmp_path):
     )
     write_json(cell / "history.json", [{"step": 10, "forget_accuracy": 0.5}])
     asked = {"id": "q/0", "fact": "q", "exposure": "forget", "chosen": 2, "correct": 1, "wording": "seen"}
-    write_csv(cell / "questions.csv", [asked])
+    others = [asked | {"id": f"{fact}/{n}", "fact": fact, "correct": n} for fact in "rs" for n in (0, 1)]
+    write_csv(cell / "questions.csv", [asked, *others])
     write_csv(cell / "attack_questions.csv", [{"id": "q/0", "forget_accuracy": 0.0, "noisy_routing": 1.0}])
     tables = (tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks"))
     collect_cells([cell], *tables)
     (attacked,) = load_attacks(tmp_path / "runs_w.csv").to_dict("records")
     assert (attacked["method"], attacked["fact"], attacked["noisy_routing"]) == ("ptc", "q", 1.0)
-    (answer,) = load_answers(tmp_path / "runs_w.csv").to_dict("records")
+    answer, *_ = load_answers(tmp_path / "runs_w.csv").to_dict("records")
     assert (answer["method"], answer["fact"], answer["chosen"], answer["score"]) == ("ptc", "q", 2, 1)
     assert answer["metric"] == "forget_accuracy"
     history = load_histories(tmp_path / "runs_w.csv")
@@ -434,6 +435,7 @@ def test_collecting_cells(tmp_path):
     runs = load_runs(tmp_path / "runs.csv")
     assert set(runs.objective) == {"none"}
     values = runs.set_index("metric").value
+    assert values["forget_accuracy_half_width"] == pytest.approx(1.96 / 6), "over facts: 1, .5, .5"
     assert values["forget_accuracy"] == 0.25 and values["steps"] == 40 and values["accepted_layer_0"] == 1.0
     assert (values["reached"], values["diverged"]) == (0.0, 0.0) and np.isnan(values["recovery_rate"])
     assert (values["forget_accuracy_target"], values["corrected_after"]) == (0.27, 1.0)
@@ -506,10 +508,45 @@ def test_equal_forgetting_by_hand():
         {"step": 20, "forget_accuracy": 0.1, "retain_accuracy": 0.4},
         {"step": 30, "forget_accuracy": 0.3, "retain_accuracy": 0.2},
     ]
-    assert at_equal_forgetting(history, 0.2) == {"retain_accuracy_at_target": pytest.approx(0.5)}
-    assert at_equal_forgetting(history, 0.5) == {"retain_accuracy_at_target": pytest.approx(0.8)}
-    assert at_equal_forgetting(history, 0.05) == at_equal_forgetting(history, None) == {}
-    assert at_equal_forgetting([{"step": 0, "verbmem": 90.0}, {"step": 5, "verbmem": 10.0}], 0.2) == {}
+
+    def at(target):
+        return at_equal_forgetting(history, {"forget_accuracy": target})
+
+    assert at(0.2) == {"retain_accuracy_at_target": pytest.approx(0.5)}
+    assert at(0.5) == {"retain_accuracy_at_target": pytest.approx(0.8)}
+    assert at(0.05) == at_equal_forgetting(history, {}) == at_equal_forgetting(history, {"verbmem": 50.0}) == {}
+
+
+def test_news_is_compared_where_the_last_of_its_targets_is_met():
+    names = ("step", "verbmem", "knowmem_forget", "knowmem_retain")
+    history = [dict(zip(names, row, strict=True)) for row in ((0, 90, 60, 80), (5, 10, 40, 60), (10, 0, 20, 40))]
+    found = at_equal_forgetting(history, {"verbmem": 28.0, "knowmem_forget": 25.0})
+    assert found == {"knowmem_retain_at_target": pytest.approx(45.0)}, "three quarters of the second interval"
+    found = at_equal_forgetting(history, {"verbmem": 50.0, "knowmem_forget": 55.0})
+    assert found == {"knowmem_retain_at_target": pytest.approx(70.0)}, "C2 was met after a quarter, C1 after half"
+
+
+def test_a_run_that_jumped_past_its_target_is_marked():
+    runs = synthetic()
+    far = (runs.method == "expert_specific_paper") & (runs.metric == "forget_accuracy") & (runs.seed == 1)
+
+    def marked(value, half_width=None):
+        changed = runs.assign(value=runs.value.mask(far, value))
+        if half_width:
+            widths = changed[changed.metric == "forget_accuracy"].assign(
+                metric="forget_accuracy_half_width", value=half_width
+            )
+            changed = pd.concat([changed, widths])
+        table = comparison(changed, "main_results")
+        name, *_ = row(table, "Method A, paper")
+        assert ("¶" in name) == ("¶ overshot" in table.notes[-1])
+        return name.endswith(" ¶")
+
+    assert marked(0.2) and not marked(0.23), "of a record without intervals: .05 below .27"
+    assert marked(0.2, 0.06) and not marked(0.2, 0.08)
+    rows = news("unconstrained", verbmem=2.0, knowmem_forget=2.0) + news("anchored", verbmem=2.0, knowmem_forget=14.0)
+    table = comparison(pd.DataFrame(rows, columns=COLUMNS), "muse_results")
+    assert row(table, "Unconstrained")[0].endswith(" ¶") and row(table, "Anchored")[0] == "Anchored (ours)", "C2 stops"
 
 
 def test_short_numbers_lose_the_zero_before_the_point_and_no_other():

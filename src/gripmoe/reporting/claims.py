@@ -9,7 +9,8 @@ import yaml
 from scipy import stats
 
 from gripmoe.reporting import labels
-from gripmoe.reporting.collect import of_kind
+from gripmoe.reporting.collect import SHARED, of_kind
+from gripmoe.reporting.comparison import collapsed
 from gripmoe.reporting.tables import Cell, Table
 
 RUN = ["model", "benchmark", "objective", "seed"]
@@ -25,13 +26,15 @@ def load_claims() -> dict[str, dict]:
 
 def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
     """Left minus right of every run that has both: paired by base model, benchmark, objective and seed, or with the
-    reference model of the same base model and benchmark. Runs that have
-    not forgotten are left out, unless the statement is about those too (`unreached`)."""
+    reference model of the same base model and benchmark. Runs that have not forgotten are left out, unless the
+    statement is about those too (`unreached`), and so are runs that have lost everything, whose answers look as if
+    nothing could be recovered; unless it is about what is retained, where the loss speaks for itself."""
     runs = of_kind(runs, claim.get("kind", "letters"))
     if not claim.get("unreached"):
-        keys = [*RUN, "method"]
-        missed = runs[(runs.metric == "reached") & (runs.value == 0)]  # one that diverged has not reached it either
-        runs = runs[~runs.set_index(keys).index.isin(missed.set_index(keys).index)]
+        # one that diverged has not reached it either
+        runs = _without(runs, runs[(runs.metric == "reached") & (runs.value == 0)])
+    if claim["metric"].removesuffix("_share") not in SHARED:
+        runs = _without(runs, collapsed(runs))
     measured = runs[(runs.metric == claim["metric"]) & runs.value.notna()]
     if "objectives" in claim:
         measured = measured[measured.objective.isin([*claim["objectives"], "none"])]
@@ -44,6 +47,11 @@ def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
         reference = left.index.droplevel(["objective", "seed"]).map(of_model)
         return (left - pd.Series(reference, index=left.index, dtype=float)).dropna()
     return (left - right.set_index(RUN).value).dropna()
+
+
+def _without(runs: pd.DataFrame, left_out: pd.DataFrame) -> pd.DataFrame:
+    keys = [*RUN, "method"]
+    return runs[~runs.set_index(keys).index.isin(left_out.set_index(keys).index)]
 
 
 def judge(pairs: pd.Series, claim: dict, level: float = 0.95) -> tuple[str, float, float, float]:
@@ -137,8 +145,9 @@ def claims_table(runs: pd.DataFrame) -> Table:
     counts = verdicts.verdict.value_counts()
     table.notes = [
         "line: of the paper's source; what each statement compares stands in the CSV. Differences paired by base model,"
-        " objective and seed, of runs that forgot; 95 % t-interval over runs, of all objectives together, their range"
-        " below three. Kinds of base models are judged apart: a statement holds if it does for each.",
+        " objective and seed, of runs that forgot and (but for what is retained) kept more than chance; 95 % t-interval"
+        " over runs, of all objectives together, their range below three. Kinds of base models are judged apart: a"
+        " statement holds if it does for each.",
         "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS) + ".",
     ]
     return table

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 
 import pandas as pd
@@ -47,12 +48,14 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answer
         metrics |= _whole_time(metrics, unconstrained.get((*pair, run["objective"], run["seed"]), {}))
         metrics |= {name: float("nan") for name in NEED_DATA if name not in metrics}
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
-        metrics |= at_equal_forgetting(history, metrics.get("forget_accuracy_target"))
+        targets = {name: metrics[f"{name}_target"] for name in labels.MATCHED if f"{name}_target" in metrics}
+        metrics |= at_equal_forgetting(history, targets)
+        asked = {item["id"]: item for item in map(_answer, _rows_of(folder / "questions.csv"))}
+        metrics |= _half_widths(asked)
         rows += [[*key, metric, float(value)] for metric, value in sorted(metrics.items())]
         for check in history:
             step = check.pop("step")
             history_rows += [[*key, step, metric, float(value)] for metric, value in sorted(check.items())]
-        asked = {item["id"]: item for item in map(_answer, _rows_of(folder / "questions.csv"))}
         answer_rows += [[*key, *(item[column] for column in ANSWER_COLUMNS)] for item in asked.values()]
         cell = dict(zip(KEYS, key, strict=True))
         for row in _rows_of(folder / "attack_questions.csv"):
@@ -94,16 +97,29 @@ def _targets(target: dict[str, float], oracle: dict[str, float]) -> dict[str, fl
     return {f"{measure}_target": oracle[measure] + margin for measure in measures if measure in oracle}
 
 
-def at_equal_forgetting(history: Sequence[dict[str, float]], target: float | None) -> dict[str, float]:
-    """Dev retain accuracy where dev forget accuracy first meets the target, between two checks by interpolation: runs
-    stop at the check after that, some further below than others. Nothing if it never does."""
+def at_equal_forgetting(history: Sequence[dict[str, float]], targets: dict[str, float]) -> dict[str, float]:
+    """What dev items say of the retained where the last of the forget scores first meets its target, between two checks
+    by interpolation: runs stop at the check after that, some further below than others. Nothing if one never does."""
     for before, after in pairwise(history):
-        high, low = before.get("forget_accuracy"), after.get("forget_accuracy")
-        if target is not None and high is not None and low <= target < high:
-            share = (high - target) / (high - low)
-            retained = [check["retain_accuracy"] for check in (before, after)]
-            return {"retain_accuracy_at_target": retained[0] + share * (retained[1] - retained[0])}
+        if not targets or not all(after.get(name, inf) <= target for name, target in targets.items()):
+            continue
+        above = {name: target for name, target in targets.items() if before[name] > target}
+        share = max(((before[name] - at) / (before[name] - after[name]) for name, at in above.items()), default=0.0)
+        return {
+            f"{name}_at_target": before[name] + share * (after[name] - before[name])
+            for name in ("retain_accuracy", "knowmem_retain")
+            if name in after
+        }
     return {}
+
+
+def _half_widths(asked: dict[str, dict[str, str]]) -> dict[str, float]:
+    """Half the 95 % interval of each measure of forgetting over its items; of letter questions over the facts that they
+    ask about, since some ask about the same one."""
+    items = pd.DataFrame(asked.values(), columns=ANSWER_COLUMNS).astype({"score": float})
+    of_facts = items[items.metric.isin(labels.MATCHED)].groupby(["metric", "fact"]).score.mean()
+    widths = 1.96 * of_facts.groupby("metric").sem()
+    return {f"{metric}_half_width": width for metric, width in widths.dropna().items()}
 
 
 SHARED = ("retain_accuracy", "truthfulqa_mc1", "truthfulqa_mc2", "knowmem_retain")

@@ -13,7 +13,7 @@ import pandas as pd
 import yaml
 
 from gripmoe.reporting import labels
-from gripmoe.reporting.collect import apart
+from gripmoe.reporting.collect import KEYS, apart
 from gripmoe.reporting.tables import MISSING, Cell, Table, interval, without_zeros
 
 NOT_APPLICABLE = "n/a"
@@ -104,6 +104,21 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) 
     return table
 
 
+def intervals(runs: pd.DataFrame, name: str) -> pd.DataFrame:
+    """The measured numbers of a table, a row each: mean, half-width of its interval, how many runs and their marks, by
+    kind of base model, benchmark, objective, method and metric. Not those of a sweep."""
+    rows = []
+    runs = runs[~runs.method.str.contains("_eps_")]
+    for key, cells in runs.groupby([runs.model.map(labels.model_label), "benchmark", "objective", "method"]):
+        marks = marks_of(cells).replace(" ", "")
+        for metric in specification(name)["measured"]:
+            values = cells.loc[cells.metric == metric, "value"].dropna()
+            if len(values):
+                rows.append([*key, metric, *interval(values), len(values), marks])
+    table = pd.DataFrame(rows, columns=[*KEYS[:-1], "metric", "mean", "half_width", "n", "mark"])
+    return table.astype({"half_width": float})
+
+
 def _groups(runs: pd.DataFrame, spec: dict) -> list[tuple[str, pd.DataFrame]]:
     """What must not be pooled, apart; where blocks or rows name benchmarks or models they say themselves."""
     named = {key for block in spec["blocks"] for entry in (block, *block["rows"]) for key in entry}
@@ -168,7 +183,7 @@ def _measured(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
 
 def marks_of(cells: pd.DataFrame) -> str:
     """The notes of a row: † diverged; * not forgotten, on the way or after a correction; § a run was destroyed and
-    answers by chance; ‡ corrected afterwards."""
+    answers by chance; ¶ a run forgot more than it had to; ‡ corrected afterwards."""
 
     def values(metric: str) -> pd.Series:
         return cells.loc[cells.metric == metric, "value"]
@@ -181,9 +196,27 @@ def marks_of(cells: pd.DataFrame) -> str:
         marks += " †"
     elif (values("reached") == 0).any() or (above_target and not values("reached").empty):
         marks += " *"
-    if (cells[cells.objective != "none"].query("metric == 'retain_accuracy'").value <= labels.COLLAPSED).any():
-        marks += " §"
+    marks += " §" * (not collapsed(cells).empty) + " ¶" * _overshot(cells)
     return marks + (" ‡" if (values("corrected_after") == 1).any() else "")
+
+
+def collapsed(runs: pd.DataFrame) -> pd.DataFrame:
+    """The retain accuracies of unlearned models that answer retain questions by chance."""
+    return runs[(runs.objective != "none") & (runs.metric == "retain_accuracy") & (runs.value <= labels.COLLAPSED)]
+
+
+def _overshot(cells: pd.DataFrame) -> bool:
+    """Whether a run ended with all that it had to forget below target by more than the half-widths of the scores (the
+    slack, where these were not kept). Runs stop when the last of the measures is met, so another may be far below."""
+    runs = cells.pivot_table(index=KEYS, columns="metric", values="value")
+    runs = runs[runs["reached"] == 1] if "reached" in runs else runs[:0]
+    below = [
+        runs[measure] + runs.reindex(columns=[f"{measure}_half_width"]).iloc[:, 0].fillna(slack)
+        < runs[f"{measure}_target"]
+        for measure, slack in FORGET_SLACK.items()
+        if {measure, f"{measure}_target"} <= set(runs)
+    ]
+    return bool(below) and bool(pd.concat(below, axis=1).all(axis=1).any())
 
 
 def _mark_best(block: list, metrics: list[str], chance: float) -> None:

@@ -77,6 +77,8 @@ MARKS = {  # of runs whose values are not to be compared with others'
     "*": "* has not forgotten: target missed on dev, or exceeded by .05 (C1, C2: 5 points) on test",
     "†": "† diverged",
     "§": "§ collapsed: a run answers retain questions by chance (.3 or less)",
+    "¶": "¶ overshot: a run ended below its target by more than the 95 % interval over its questions (.05, C1 and C2 5"
+    " points, where that was not kept)",
     "‡": "‡ corrected at the end",
 }
 
@@ -107,7 +109,8 @@ METRICS = {
     "random_forced_knowmem_forget": "random C2",
     "retain_accuracy_unseen_subject": "RA unseen",
     "retain_accuracy_share": "share",
-    "retain_accuracy_at_target": "at target",
+    "retain_accuracy_at_target": "RA at target",
+    "knowmem_retain_at_target": "C4 at target",
     "retain_accuracy_five_shot": "5-shot",
     "truthfulqa_mc1": "MC1",
     "truthfulqa_mc2": "MC2",
@@ -181,6 +184,7 @@ METRIC_NOTES = {
     "retain_accuracy_unseen_subject": "on a subject that unlearning never sees",
     "retain_accuracy_share": "of RA before unlearning",
     "retain_accuracy_at_target": "RA on dev questions, interpolated to the same forget accuracy",
+    "knowmem_retain_at_target": "C4 of dev items, interpolated to where C1 and C2 meet their targets",
     "truthfulqa_mc1": "TruthfulQA MC1 and MC2",
     "relearned_from_others_after_20": "after 20 steps on retain documents",
     "prompt_translation": "asked to translate first",

@@ -35,6 +35,7 @@ TEX_SIGNS = {
     "†": r"$\dagger$",
     "‡": r"$\ddagger$",
     "§": r"\S{}",
+    "¶": r"\P{}",
     "–": "--",
     "×": r"$\times$",
     "Δ": r"$\Delta$",
