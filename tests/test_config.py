@@ -1,6 +1,8 @@
 """Configuration: what is valid, and what a mistake is told."""
 
+import csv
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,11 @@ import yaml
 from gripmoe.config import load_run
 from gripmoe.files import write_yaml
 from gripmoe.parsing import ConfigError
-from gripmoe.project import Project
+from gripmoe.project import CATALOGUES, Project
+from gripmoe.reporting.comparison import specification
 
 CONFIG = Path(__file__).parents[1] / "workflow" / "config"
+TUNING = yaml.safe_load((CONFIG.parent / "tuning.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -26,10 +30,38 @@ def edit(file: Path, change):
     file.write_text(yaml.safe_dump(content))
 
 
-@pytest.mark.parametrize("world", ["tiny", "single_gpu", "paper"])
-def test_every_world_is_valid(world):
+WORLDS = sorted(p.stem for p in CONFIG.glob("*.yaml") if p.stem not in (*CATALOGUES, "widths"))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_world_is_valid_and_leaves_the_seed_of_tuning_alone(world):
     project = Project(CONFIG, world)
     assert project.name == world and project.cells()
+    assert TUNING["seed"] not in project.world.seeds
+
+
+def test_no_record_holds_the_seed_of_tuning():
+    records = sorted((CONFIG.parents[1] / "docs" / "record").glob("**/runs.csv"))
+    seeds = {int(row["seed"]) for file in records for row in csv.DictReader(file.open(encoding="utf-8"))}
+    assert len(records) == 2 and seeds == {0, 1, 2} and TUNING["seed"] == 1000
+
+
+def test_every_artefact_is_drawn_by_a_world():
+    known = Project(CONFIG, "tiny").artefacts
+    assert set(known) == {name for world in WORLDS for name in Project(CONFIG, world).world.artefacts}
+
+
+def test_the_factorial_is_every_constraint_on_one_expert_and_on_all():
+    """In the catalogue, in its table, and among the runs of the world that draws it; nothing else differs in a pair."""
+    project = Project(CONFIG, "tiny_all")
+    [(_, rows)] = [(b["objective"], b["rows"]) for b in specification("factorial")["blocks"] if "objective" in b]
+    methods = {row["method"]: project.methods[row["method"]] for row in rows}
+    axes = {(method.constraint, method.experts) for method in methods.values()}
+    assert axes == set(product(("router_l2", "null_space", "gate_anchor"), ("all", "top_attributed")))
+    assert len(rows) == 6 and set(methods) <= set(project.world.methods_of("rmu"))
+    alike = [method.model_dump(exclude={"experts"}) for method in methods.values()]
+    assert all(alike.count(axes) == 2 for axes in alike)
+    assert "factorial" in project.world.artefacts
 
 
 def test_news_goes_with_the_models_finetuned_on_it(folder):
@@ -102,6 +134,9 @@ MISTAKES = [
     ("models.yaml", lambda c: c["tiny_a"].update(family="gpt2"), "models.yaml: tiny_a.family: Input should be 'qwen3_moe'"),
     ("tiny.yaml", lambda c: c.update(overrides={"router_l2": {"lr": 1}}), "overrides.router_l2.lr: unknown key"),
     ("tiny.yaml", lambda c: c.update(overrides={"gd/ptc": {"learning_rate": 1}}), "overrides.gd/ptc: 'ptc' trains nothing; it corrects what 'unconstrained' has trained"),
+    ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"retain_batch_size": 8}}), "overrides.frozen_router.retain_batch_size: methods are compared on the same documents"),
+    ("tiny.yaml", lambda c: c.update(overrides={"gd/frozen_router": {"retain_batch_size": 8}}), "overrides.gd/frozen_router.retain_batch_size: methods are compared"),
+    ("methods.yaml", lambda c: c["expert_specific"]["training"].update(forget_batch_size=8), "expert_specific.training.forget_batch_size: methods are compared"),
     ("tiny.yaml", lambda c: c["relearning"].update(lr=1), "relearning.lr: unknown key; valid keys: learning_rate, optimizer"),
     ("tiny.yaml", lambda c: c.update(extends="tiny"), "tiny.yaml: extends: 'tiny' extends itself"),
     ("methods.yaml", lambda c: c["ptc"].update(training={"learning_rate": 1}), "methods.yaml: ptc: `training` is for a method that trains"),

@@ -162,20 +162,69 @@ def test_kappa_follows_the_models_own_scale(moe, batch):
     assert objective.monitor["steering"] == objective.steering
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+def divergence_of_two(objective, second, after, batch):
+    scored = batch.attention_mask[:, 1:].bool()
+    before, now = (moe.model(**batch.inputs).logits[:, :-1].log_softmax(-1)[scored] for moe in (second, after))
+    return (before.exp() * (before - now)).sum(-1).mean()
+
+
+def preference_of_two(objective, second, after, batch):
+    ratio = sequence_logprobs(after, batch) - sequence_logprobs(second, batch)
+    return -2 / objective.beta * F.logsigmoid(-objective.beta * ratio).mean()
+
+
+def distance_of_two(objective, second, after, batch):
+    """(tokens,) of RMU's layer, squared and averaged over d."""
+    now, before = (moe.model(**batch.inputs, output_hidden_states=True).hidden_states[1] for moe in (after, second))
+    return (now - before).square().mean(-1)[batch.attention_mask.bool()].mean()
+
+
+LOSSES_OF_TWO_MODELS = {
+    "kl": ("retain_loss", divergence_of_two),
+    "npo": ("forget_loss", preference_of_two),
+    "rmu": ("retain_loss", distance_of_two),
+}
+
+
+@pytest.mark.parametrize("name", ["kl", "rmu"])
+def test_a_token_with_all_the_weight_is_the_loss(name, moe):
+    """The weight of a token is that of what it predicts (KL), or of its own state (RMU)."""
+    batch = random_batch()
+    objective, after = started(name, moe, batch), moved(moe)
+    plain = objective.retain_loss(after, batch).item()
+    batch.weights = 2 * batch.attention_mask.float()
+    assert objective.retain_loss(after, batch).item() == pytest.approx(plain, rel=1e-5), "all alike"
+    batch.weights = torch.zeros_like(batch.weights)
+    batch.weights[1, 4] = 3.0
+    before, now = (
+        m.model(**batch.inputs, output_hidden_states=True) for m in (MoEModel(copy.deepcopy(moe.model)), after)
+    )
+    if name == "kl":
+        p, q = (out.logits[1, 4].log_softmax(-1) for out in (before, now))
+        alone = (p.exp() * (p - q)).sum()
+    else:
+        alone = (now.hidden_states[1] - before.hidden_states[1])[1, 4].square().mean()
+    assert objective.retain_loss(after, batch).item() == pytest.approx(alone.item(), rel=1e-4)
+    assert alone.item() != pytest.approx(plain, rel=1e-2)
+
+
+def test_what_asks_the_original_model_is_known():
+    cached = {name for name, of in OBJECTIVES.items() if "start" in vars(of) and name != "gd"}
+    assert cached == set(LOSSES_OF_TWO_MODELS)
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_TWO_MODELS)
 def test_a_cache_is_as_good_as_a_second_model(name, moe):
     """Documents are cached in other batches, with other padding, than those in which they are asked for."""
     rows = [Row(str(n), ids := list(range(3, 9 + n)), ids) for n in range(4)]
     batch = collate(rows, 0)
-    cached, second = (make_objective(name, SETTINGS[name], seed=0) for _ in range(2))
+    cached = make_objective(name, SETTINGS[name], seed=0)
     cached.start(moe, [collate(rows[:1], 0), collate(rows[1:], 0)], [collate(rows[::-1], 0)])
-    second.start(moe, [batch], [batch])
-    after = moved(moe)
-    for loss in ("forget_loss", "retain_loss"):
-        assert getattr(cached, loss)(after, batch).item() == pytest.approx(
-            getattr(second, loss)(after, batch).item(), rel=1e-5
-        )
-    assert cached.retain_loss(after, batch).item() != pytest.approx(cached.retain_loss(moe, batch).item(), rel=1e-3)
+    second, after = MoEModel(copy.deepcopy(moe.model)), moved(moe)
+    loss, of_second = LOSSES_OF_TWO_MODELS[name]
+    found = getattr(cached, loss)(after, batch).item()
+    assert found == pytest.approx(of_second(cached, second, after, batch).item(), rel=1e-5)
+    assert abs(found) > 1e-4 and found != pytest.approx(getattr(cached, loss)(moe, batch).item(), rel=1e-3)
 
 
 def test_a_cache_knows_its_documents(moe, batch):

@@ -1,5 +1,6 @@
 """The loop: the stop rule, and a killed run that ends in the same bytes as an uninterrupted one."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -12,6 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from conftest import small_model
 from gripmoe import distributed, unlearning
+from gripmoe.calibration import routing_aware_weights
 from gripmoe.config import Training
 from gripmoe.constraints import Unconstrained
 from gripmoe.data.documents import Row
@@ -46,7 +48,18 @@ def corpus(seed, rows=10):
     return [Row(f"{seed}/{i}", ids, ids) for i, ids in enumerate(documents)]
 
 
-def run(state_file, *, training=TRAINING, target=-1.0, accuracy=None, corrected=None, constraint=None, objective=None):
+def run(
+    state_file,
+    *,
+    training=TRAINING,
+    target=-1.0,
+    accuracy=None,
+    corrected=None,
+    constraint=None,
+    objective=None,
+    seed=5,
+    **more,
+):
     """A run with the constraint that has a random generator, so that resuming must restore that too."""
     moe = MoEModel(small_model())
     outcome = unlearn(
@@ -56,14 +69,31 @@ def run(state_file, *, training=TRAINING, target=-1.0, accuracy=None, corrected=
         corpus(0),
         corpus(1),
         training,
-        seed=5,
+        seed=seed,
         pad_id=0,
         targets={"forget_accuracy": target},
         scores=lambda m: {"forget_accuracy": (accuracy or (lambda m: m.theta(0).sum().item()))(m)},
         corrected=corrected,
         state_file=state_file,
+        **more,
     )
     return moe, outcome
+
+
+class Watched(GradientDifference):
+    """Gradient difference that keeps the retain batches that it saw, and the weights of forget batches."""
+
+    def __init__(self):
+        super().__init__(alpha=1.0)
+        self.retain, self.forget_weights = [], []
+
+    def forget_loss(self, model, batch):
+        self.forget_weights.append(batch.weights)
+        return super().forget_loss(model, batch)
+
+    def retain_loss(self, model, batch):
+        self.retain.append(batch)
+        return super().retain_loss(model, batch)
 
 
 def without_seconds(history):
@@ -159,7 +189,7 @@ def test_killed_at_random_instants(tmp_path):
 def test_another_seed_is_another_run(tmp_path):
     """The control: the comparison of bytes above can fail."""
     first, _ = run(tmp_path / "a.pt")
-    second, _ = run(tmp_path / "b.pt", constraint=Unconstrained())
+    second, _ = run(tmp_path / "b.pt", seed=6)
     assert weights_digest(first.model) != weights_digest(second.model)
 
 
@@ -180,6 +210,64 @@ def test_divergence_ends_the_run(tmp_path):
     bounded = TRAINING.model_copy(update={"loss_bound": 1e-3})
     _, outcome = run(tmp_path / "s.pt", training=bounded)
     assert (outcome.status, outcome.steps) == ("diverged", 0)
+
+
+class Broken(GradientDifference):
+    """A forget loss that is no number, with a gradient that is one (`loss`), or the other way round (`gradient`)."""
+
+    def __init__(self, what):
+        super().__init__(alpha=1.0)
+        self.what = what
+
+    def forget_loss(self, model, batch):
+        loss = super().forget_loss(model, batch)
+        if self.what == "loss":
+            return loss + math.nan
+        zero = (model.theta(0) - model.theta(0).detach()).abs().sum()
+        return loss + zero.sqrt()  # 0, whose gradient is infinite times 0
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_what_is_no_number_ends_the_run_before_it_changes_a_weight(tmp_path, what):
+    moe, outcome = run(tmp_path / "s.pt", objective=Broken(what), constraint=Unconstrained())
+    assert (outcome.status, outcome.steps) == ("diverged", 0)
+    assert weights_digest(moe.model) == weights_digest(small_model())
+
+
+ARMS = {
+    "null space": {},
+    "unconstrained": {"constraint": Unconstrained()},
+    "anchored": {"constraint": Anchored(routing_stability=0.9, floor=1.0)},
+    "replayed": {"constraint": Unconstrained(), "replay": True},
+    "one expert": {"constraint": Unconstrained(), "scope": {0: [1]}},
+    "weighted": {"constraint": Unconstrained(), "critical_experts": 1},
+}
+
+
+def test_every_method_sees_the_same_retain_documents_in_the_same_order(tmp_path):
+    training, seen = TRAINING.model_copy(update={"max_steps": 4}), {}
+    for name, arm in (ARMS | {"another seed": ARMS["unconstrained"] | {"seed": 6}}).items():
+        watched = Watched()
+        run(tmp_path / f"{name}.pt", training=training, objective=watched, **arm)
+        seen[name] = [batch.row_ids for batch in watched.retain]
+    control = seen.pop("another seed")
+    assert all(order == seen["unconstrained"] for order in seen.values()), seen
+    assert len(control) == 4 and control != seen["unconstrained"]
+
+
+def test_training_gives_retain_tokens_their_weights_and_forget_tokens_none(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        unlearning, "routing_aware_weights", lambda *args: made.append(routing_aware_weights(*args)) or made[0]
+    )
+    watched, plain = Watched(), Watched()
+    weighted, _ = run(tmp_path / "a.pt", objective=watched, **ARMS["weighted"])
+    unweighted, _ = run(tmp_path / "b.pt", objective=plain, **ARMS["unconstrained"])
+    for batch in watched.retain:
+        assert torch.equal(batch.weights, made[0].of(**batch.inputs)) and batch.weights.std() > 0
+    assert len(made) == 1 and not any(w is not None for w in watched.forget_weights)
+    assert all(batch.weights is None for batch in plain.retain)
+    assert weights_digest(weighted.model) != weights_digest(unweighted.model)
 
 
 def test_only_expert_blocks_and_routers_train(tmp_path):

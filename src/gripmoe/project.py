@@ -17,6 +17,7 @@ from gripmoe.parsing import ConfigError, load_yaml, parse_as
 
 NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
 CATALOGUES = ("models", "benchmarks", "methods", "artefacts")
+BATCH_SIZES = ("forget_batch_size", "retain_batch_size")
 
 
 class Project:
@@ -115,7 +116,7 @@ class Project:
                     f"{self.world_file}: gpus.{model}: {self.processes(model, method)} processes train "
                     f"{objective}/{method}, whose `idle_layers: host` needs a single one; leave out one of the two"
                 )
-            for key in ("forget_batch_size", "retain_batch_size") if training else ():
+            for key in BATCH_SIZES if training else ():
                 if getattr(training, key) % self.processes(model, method):
                     raise ConfigError(
                         f"{self.world_file}: gpus.{model}: {key} of {objective}/{method} is "
@@ -198,6 +199,12 @@ class Project:
                 self.world.overrides.get(f"{objective}/{method_name}", {}),
             ),
         )
+        for file, key, change in changes[-3:]:  # the method's own
+            for size in change.keys() & BATCH_SIZES:
+                raise ConfigError(
+                    f"{file}: {key}.{size}: methods are compared on the same documents in the same order; change it "
+                    "for all, in `training`, `objective_training` or `benchmark_training`"
+                )
         resolved = self.world.training.model_dump()
         training = self.world.training
         for file, key, change in changes:
