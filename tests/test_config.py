@@ -180,7 +180,7 @@ def test_idle_layers_need_one_process(folder, place):
 def test_unknown_world_names_the_known_ones():
     with pytest.raises(
         ConfigError,
-        match="give one of paper, paper_muse, record, record_main, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_fp8, tiny_muse, tiny_retain, tiny_shared or the path",
+        match="give one of paper, paper_muse, record, record_main, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_fp8, tiny_large, tiny_muse, tiny_retain, tiny_shared or the path",
     ):
         Project(CONFIG, "huge")
 
@@ -208,6 +208,20 @@ def test_overrides_go_from_general_to_particular(folder):
     assert project.training("gd", "expert_specific", "wmdp_tiny").router_weight_decay == 0.0, "the method's own change"
     assert project.training("rmu", "unconstrained", "wmdp_tiny").objective["layer"] == 2
     assert project.training("gd", "ptc", "wmdp_tiny") is None
+
+
+def test_base_models_train_on_a_gpu_where_the_world_gives_them_one(folder):
+    edit(folder / "tiny_muse.yaml", lambda c: c.update(gpus={"tiny_news": 2}))
+    large = Project(folder, "tiny_large")
+    assert large.trains_on_gpu("tiny_large") and large.trains_on_gpu("tiny_large_oracle")
+    assert not Project(folder, "tiny").trains_on_gpu("tiny_a") and not Project(folder, "paper").trains_on_gpu(
+        "qwen3_30b_a3b"
+    )
+    assert not Project(folder, "tiny_muse").trains_on_gpu("tiny_a_oracle"), "the processes are those of its finetuning"
+    assert (
+        large.training("rmu", "anchored", "wmdp_tiny").objective["layer"]
+        < large.models["tiny_large"].size["num_layers"]
+    )
 
 
 def test_run_survives_its_file(tmp_path):

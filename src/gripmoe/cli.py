@@ -31,7 +31,13 @@ TOGETHER = (("processes", int, 1), ("nodes", int, 1), ("rendezvous", str, None))
 COMMANDS = (
     Command("configure", "configure", "write the resolved configuration of a cell", ("settings", "output")),
     Command("prepare", "prepare_data", "write a benchmark's questions and corpora", ("settings", "output")),
-    Command("prepare", "prepare_model", "train an embedded model or fetch a published one", ("settings", "output")),
+    Command(
+        "prepare",
+        "prepare_model",
+        "train an embedded model or fetch a published one",
+        ("settings", "output"),
+        values=(("gpus", int, 0),),
+    ),
     Command(
         "prepare",
         "finetune_model",

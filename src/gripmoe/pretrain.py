@@ -64,8 +64,8 @@ def train_base(
 
     The phases before the last one end by their probes, or together after `max_early_steps`; the last one has
     `late_steps` and a falling learning rate. A loss is summed over a document's scored tokens and divided by their
-    square root, so that an article does not drown a letter. Resumes from `state_file` if it exists; the result is the
-    same as without the interruption.
+    square root, so that an article does not drown a letter. Resumes from `state_file` if it exists; on CPU the result
+    is the same as without the interruption.
     """
     parameters = list(model.parameters())
     blocks = {p for layer in model.model.layers for p in layer.mlp.parameters()}
@@ -112,7 +112,7 @@ def train_base(
         optimizer.zero_grad()
         total = 0.0
         for bucket in length_buckets(rows, TOKENS_PER_FORWARD):
-            loss = _loss(model, collate(bucket, tokenizer.pad_token_id)) * len(bucket) / len(rows)
+            loss = _loss(model, collate(bucket, tokenizer.pad_token_id).to(model.device)) * len(bucket) / len(rows)
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -159,6 +159,11 @@ class Project:
         model share its experts; in a single process its layers are split over those of one node."""
         return self.world.gpus.get(self._named(model), 1)
 
+    def trains_on_gpu(self, model: str) -> bool:
+        """Whether an embedded base model trains on a GPU, if there is one: if the world gives it any. Else it trains on
+        a CPU, where every machine of a kind makes the same one."""
+        return self.models[model].source == "embedded" and self._named(model) in self.world.gpus
+
     def gpus_per_node(self, model: str) -> int:
         return self.gpus(model) // self.world.nodes.get(self._named(model), 1)
 

@@ -9,6 +9,7 @@ from conftest import small_model
 from gripmoe.catalogue import EmbeddedModel
 from gripmoe.commands import prepare
 from gripmoe.files import read_json
+from pretended_devices import FIRST, HOST, PretendedDevices, device_of
 
 SETTINGS = {
     "source": "embedded",
@@ -22,8 +23,9 @@ SETTINGS = {
 }
 
 
-def train(folder, **settings):
-    prepare.prepare_model(Namespace(settings=json.dumps(SETTINGS | settings), output=folder / "model.json"))
+def train(folder, gpus=0, **settings):
+    output = folder / "model.json"
+    prepare.prepare_model(Namespace(settings=json.dumps(SETTINGS | settings), gpus=gpus, output=output))
     return read_json(folder / "model.json")
 
 
@@ -41,6 +43,22 @@ def test_the_next_seed_follows_one_that_failed_and_is_not_tried_again(tmp_path, 
     (tmp_path / "model.json").unlink()
     assert train(tmp_path)["seed"] == 1007 and len(seen) == 3
     assert not list(tmp_path.glob("state*"))
+
+
+@pytest.mark.parametrize(("gpus", "where"), [(0, HOST), (1, FIRST)])
+def test_a_base_model_trains_on_a_gpu_only_if_it_is_given_one(gpus, where, tmp_path, monkeypatch):
+    """What mixed the GPU with host memory would raise; the model is the same."""
+    expected, train_base, seen = train(tmp_path / "cpu"), prepare.train_base, []
+
+    def trained(model, *args, **settings):
+        seen.append({device_of(parameter) for parameter in model.parameters()})
+        return train_base(model, *args, **settings)
+
+    monkeypatch.setattr(prepare, "train_base", trained)
+    monkeypatch.setattr(prepare, "visible_devices", lambda: [FIRST])
+    with PretendedDevices():
+        assert train(tmp_path / "gpu", gpus) == expected
+    assert seen == [{where}]
 
 
 @pytest.mark.parametrize(

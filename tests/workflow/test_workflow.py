@@ -59,6 +59,18 @@ def test_each_world_plans_its_own_cells_only(world, tmp_path):
     assert not [other for other in {"tiny", "single_gpu", "paper"} - {world} if f"results/{other}/" in output]
 
 
+def test_an_embedded_model_asks_for_the_gpu_that_its_world_gives_it(tmp_path):
+    """Its base model too; without, none does."""
+    asked = {}
+    for world in ("tiny", "tiny_large"):
+        output = snakemake("-n", "-p", "--config", f"world={world}", directory=tmp_path)
+        resources = re.findall(r"^(?:local)?rule (\w+):.*?resources: (.*?)$", output, re.M | re.S)
+        asked[world] = {rule for rule, resource in resources if re.search("gpu=1", resource)}
+        gpus = set(re.findall(r"gripmoe prepare-model .* --gpus (\d)", output))
+        assert gpus == {"1" if world == "tiny_large" else "0"} and planned(output)["prepare_model"] == 2
+    assert asked == {"tiny": set(), "tiny_large": ON_GPU - {"finetune_model"} | {"prepare_model"}}
+
+
 def test_slurm_profile_as_typed_from_a_clone(tmp_path):
     """The root link makes `--profile slurm` work; it asks for GPUs and loads the paper's world."""
     result = subprocess.run(

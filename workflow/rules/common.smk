@@ -62,7 +62,7 @@ REWRITES = {
 FINETUNED = [name for name in WORLD.models + ORACLES if PROJECT.models[name].source == "finetuned"]
 BASE_MODELS = [PROJECT.models[name].base for name in FINETUNED]
 PREPARED = [name for name in WORLD.models + ORACLES + BASE_MODELS if name not in FINETUNED]
-ON_GPU = any(PROJECT.models[name].source == "published" for name in PREPARED)
+ON_GPU = any(PROJECT.models[name].source == "published" or PROJECT.trains_on_gpu(name) for name in PREPARED)
 
 
 def any_of(names):

@@ -64,12 +64,13 @@ rule prepare_model:
     threads: 1
     resources:
         **cpu_resources("prepare_model"),
+        gpu=lambda w: int(PROJECT.trains_on_gpu(w.model)),
         runtime=growing(240),
     params:
         settings=lambda w: canonical(PROJECT.models[w.model]),
         code=code_fingerprint("gripmoe.commands.prepare:prepare_model"),
     shell:
-        "gripmoe prepare-model --settings {params.settings:q} --output {output} > {log} 2>&1"
+        "gripmoe prepare-model --settings {params.settings:q} --gpus {resources.gpu} --output {output} > {log} 2>&1"
 
 
 rule finetune_model:

@@ -6,6 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from gripmoe import distributed
@@ -22,6 +23,7 @@ from gripmoe.files import exclusive, read_json, write_json, write_jsonl
 from gripmoe.finetune import finetune
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
+from gripmoe.moe.placement import visible_devices
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, load_published, save_model
 from gripmoe.parsing import parse_settings
@@ -53,7 +55,8 @@ def prepare_data(args) -> None:
 
 
 def prepare_model(args) -> None:
-    """Trains an embedded base model or fetches a published one; checks that it answers the questions it should."""
+    """Trains an embedded base model, on a GPU if it is given one and sees one, or fetches a published one; checks that
+    it answers the questions it should."""
     config = parse_settings(ModelConfig, args.settings)
     folder = args.output.parent
     with exclusive(folder), recorded(folder / "provenance.json", prepare_model):
@@ -66,7 +69,7 @@ def prepare_model(args) -> None:
             write_json(args.output, {"weights": digest, **source})
             return
         one_thread_unless_set()
-        _train_embedded(config, folder, args.output)
+        _train_embedded(config, folder, args.output, visible_devices()[0] if args.gpus else torch.device("cpu"))
 
 
 def finetune_model(args) -> None:
@@ -114,7 +117,7 @@ def finetune_model(args) -> None:
         remove_state(state_file)
 
 
-def _train_embedded(config: EmbeddedModel, folder: Path, output: Path) -> None:
+def _train_embedded(config: EmbeddedModel, folder: Path, output: Path, device: torch.device) -> None:
     """Trains from one seed after the other until a model is fit for use; a seed that failed is not tried again when
     the job is, unless settings or code have changed. Raises ValueError, with every fault, if all attempts fail."""
     identity = identity_of(prepare_model, settings=config.model_dump(mode="json"))
@@ -126,7 +129,7 @@ def _train_embedded(config: EmbeddedModel, folder: Path, output: Path) -> None:
         if not failed.exists() or read_json(failed).get("identity") != identity:
             state_file = folder / f"state_{seed}.pt"
             claim_state(state_file, identity)
-            model = make_model(config.family, len(tokenizer), seed=seed, **config.size)
+            model = make_model(config.family, len(tokenizer), seed=seed, **config.size).to(device)
             losses = train_base(
                 model,
                 tokenizer,

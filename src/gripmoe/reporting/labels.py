@@ -7,6 +7,7 @@ OBJECTIVES = {"gd": "GD", "kl": "KL", "npo": "NPO", "rmu": "RMU", "none": ""}
 MODELS = {  # of one name: instances of one kind, that differ by their seed alone
     "tiny_a": "Tiny Qwen3-MoE",
     "tiny_b": "Tiny Qwen3-MoE",
+    "tiny_large": "Tiny Qwen3-MoE, large",
     "tiny_shared": "Tiny Qwen2-MoE",
     "tiny_dense": "Tiny Qwen3, dense",
     "tiny_news": "Tiny Qwen3-MoE, news",
