@@ -1,216 +1,307 @@
 """What holding routers costs at the widths of published models: random weights, one device, one call.
 
-python tests/benchmarks/published_widths.py --model olmoe --layers 16 --output figures.md
+python tests/benchmarks/published_widths.py --output published_widths.csv [MODEL ...]
 
-Writes, as Markdown with date and card, milliseconds of a training step under every method beside one without a
-constraint, tokens a second and memory at its peak; the floor of Method A's projection (one product of all retain tokens
-with all routers and one pass over the bases, timed here) and how many times that the method takes; seconds of Method B,
-with what the original model saw at hand and with its recording; questions answered a second.
+Steps are those of the workflow: what trains, optimizer, batches and gradient checkpointing are those of single_gpu.yaml
+under GD. One model and one optimizer take a step with the method and one without in turns; each side has routers of its
+own. A model has as many of its layers as fit the card. The table is written anew after each row, which says how it
+ended: "ok", "out of memory", out of its share of `--seconds`, or by another error.
+
+Method A's bases are random, of as many directions as each expert's even share of the retain tokens has: time does not
+ask what they span. A floor is the arithmetic of the constraint alone, by bytes and by flops in fp64, at the rates of a
+copy and a product that are timed here.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import platform
+import signal
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
+from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
-from test_step import Loop, batches
+from sides import Loop, elapsed, floor, rates
+from test_step import batches
 from tqdm import tqdm
 from transformers import (
+    AutoModelForCausalLM,
     OlmoeConfig,
-    OlmoeForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
     Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
-import gripmoe
 from gripmoe.adapter import METHODS
 from gripmoe.catalogue import Optimizer
-from gripmoe.data.documents import Batch
-from gripmoe.evaluation.choice import direct_answers
-from gripmoe.files import write_text
-from gripmoe.moe import MoEModel
+from gripmoe.clock import now
+from gripmoe.config import Method
+from gripmoe.data.documents import collate_inputs
+from gripmoe.evaluation.choice import direct_answers, prompt_of
+from gripmoe.files import write_csv
+from gripmoe.memory import BYTES_GRADIENT, BYTES_STATES, BYTES_WEIGHT
+from gripmoe.method_b import realign_routers
+from gripmoe.planning import QUESTION_TOKENS
+from gripmoe.project import Project
 from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.documents import all_texts, make_world
 from gripmoe.worlds.tokenizer import make_tokenizer
 
-WIDTHS = {
-    "olmoe": lambda layers, words: OlmoeForCausalLM(
-        OlmoeConfig(
-            hidden_size=2048, intermediate_size=1024, num_experts=64, num_experts_per_tok=8,
-            num_attention_heads=16, num_hidden_layers=layers, vocab_size=words,
-        )
+CONFIGS = {
+    "olmoe": OlmoeConfig(
+        hidden_size=2048, intermediate_size=1024, num_experts=64, num_experts_per_tok=8, num_attention_heads=16,
+        num_hidden_layers=16, vocab_size=50304,
     ),
-    "qwen15_moe": lambda layers, words: Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(
-            hidden_size=2048, moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts=60,
-            num_experts_per_tok=4, num_attention_heads=16, num_hidden_layers=layers, vocab_size=words,
-        )
+    "qwen15_moe": Qwen2MoeConfig(
+        hidden_size=2048, moe_intermediate_size=1408, shared_expert_intermediate_size=5632, num_experts=60,
+        num_experts_per_tok=4, num_attention_heads=16, num_hidden_layers=24, vocab_size=151936,
     ),
-    "qwen3_30b_a3b": lambda layers, words: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, head_dim=128,
-            num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=layers, vocab_size=words,
-        )
+    "qwen3_30b_a3b": Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, head_dim=128,
+        num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=48, vocab_size=151936, norm_topk_prob=True,
     ),
     # To try this script within seconds.
-    "tiny": lambda layers, words: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, head_dim=16,
-            num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=layers, vocab_size=words,
-        )
+    "tiny": Qwen3MoeConfig(
+        hidden_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=2, vocab_size=1000,
     ),
 }  # fmt: skip
-SETTLED = 3  # steps before the first that counts: constraints bind only where routers have moved
+PUBLISHED = [name for name in CONFIGS if name != "tiny"]
+PROJECT = Project(Path(__file__).parents[2] / "workflow" / "config", "single_gpu")
+BENCHMARK = "wmdp_cyber"
 UNCONSTRAINED = "unconstrained"
-METHOD_A = "expert_specific"
+GOALS = {"expert_specific": 1.02, "expert_specific_tracked": 1.05, "anchored_tracked": 1.05}  # of a step without
+PAPER = 1.71  # its Method A
+SETTLED = 2  # steps before the first that counts: constraints bind only where routers have moved
 QUESTIONS = 500
-LEARNING_RATE = 1e-4
+ROOM = 0.85  # of the card, for weights, gradients, optimizer states and bases; the rest for activations
+RUN = ("date", "device", "torch", "model", "layers", "dtype", "optimizer", "tokens_per_step", "retain_tokens")
+COLUMNS = (
+    *RUN, "what", "status", "steps", "ms", "ms_unconstrained", "ratio", "goal", "paper", "floor_ms", "times_floor",
+    "tokens_per_second", "questions_per_second", "prepared_seconds", "peak_gb",
+)  # fmt: skip
 
 
-def synchronized() -> float:
+class OutOfTime(Exception):
+    pass
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Within the block OutOfTime is raised after so many seconds, or when the operation that runs then has ended."""
+
+    def expired(*_):
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Table:
+    """Rows of COLUMNS, printed as they come; `path`, if any, holds all of them after each."""
+
+    def __init__(self, path: Path | None):
+        self.path, self.rows = path, []
+
+    def add(self, row: dict[str, Any]) -> None:
+        shown = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
+        self.rows.append(dict.fromkeys(COLUMNS, "") | shown)
+        if self.path:
+            write_csv(self.path, self.rows)
+        told = [f"{name} {value}" for name, value in shown.items() if name not in RUN and value != ""]
+        tqdm.write(f"{row['model']}: {', '.join(told)}")
+
+
+def attempted(function: Callable[[dict[str, Any]], None], seconds: float) -> dict[str, Any]:
+    """What `function` puts into a row, as far as memory and time allow, and how it ended."""
+    row: dict[str, Any] = {"status": "ok"}
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def seconds(function: Callable[[], object], rounds: int = 1) -> float:
-    """The median over rounds."""
-    times = []
-    for _ in range(rounds):
-        started = synchronized()
-        function()
-        times.append(synchronized() - started)
-    return statistics.median(times)
-
-
-def peak_gigabytes() -> float:
-    return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else float("nan")
-
-
-def training_step(
-    plain, method: str, forget: Sequence[Batch], retain: Sequence[Batch], steps: int, optimizer: str
-) -> tuple[float, float, float]:
-    """Seconds of a step, seconds of preparing the method, and gigabytes at the peak of both."""
-    if torch.cuda.is_available():
+        gc.collect()  # of the row before
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    started = synchronized()
-    name = None if method == UNCONSTRAINED else method
-    loop = Loop(plain, name, forget, retain, optimizer=optimizer, learning_rate=LEARNING_RATE)
-    prepared = synchronized() - started
-    for number in range(SETTLED):
-        loop.step(forget[number % len(forget)], retain[number % len(retain)])
-    numbers = iter(range(steps))
-
-    def step():
-        number = next(numbers)
-        loop.step(forget[number % len(forget)], retain[number % len(retain)])
-
-    taken = seconds(step, steps)
-    loop.guard.close()
-    return taken, prepared, peak_gigabytes()
+    try:
+        with at_most(seconds):
+            function(row)
+    except torch.OutOfMemoryError:
+        row["status"] = "out of memory"
+    except OutOfTime:
+        row["status"] = f"out of time after {seconds:.0f} s"
+    except Exception as error:
+        row["status"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    if torch.cuda.is_available():
+        row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return row
 
 
-def projection_floor(plain, retain: Sequence[Batch]) -> float:
-    """Seconds that the arithmetic of Method A's projection takes at least, over all layers, in fp64."""
-    model = copy.deepcopy(plain)
-    with gripmoe.constrain(model, torch.optim.SGD(model.parameters()), retain, method=METHOD_A) as guard:
-        reference, bases = guard.constraint.reference, guard.constraint.bases
-        total = 0.0
-        for layer, seen in reference.items():
-            x_Nd, U_Edr = seen.x_Nd.double(), bases[layer].U_ret_Edr.to(seen.x_Nd.device).double()
-            update_Ed = torch.randn(len(U_Edr), x_Nd.shape[1], dtype=x_Nd.dtype, device=x_Nd.device)
-            total += seconds(lambda x=x_Nd, u=update_Ed: x @ u.T, 5)
-            total += seconds(lambda u=update_Ed, U=U_Edr: (u[:, None] @ U) @ U.transpose(1, 2), 5)
-    return total
+def time_method(loop: Loop, method: Method, steps: int, speed: tuple[float, float], pairs: list, row: dict) -> None:
+    """Appends to `pairs` seconds of a step with and of one without."""
+    try:
+        started = now()
+        side = loop.side(method)
+        row["prepared_seconds"] = now() - started
+        tokens = loop.retain[0].attention_mask[:, 1:].sum().item()
+        if (least := floor(side, method, loop.moe, tokens, speed)) is not None:
+            row["floor_ms"] = 1e3 * least
+        for _ in range(SETTLED + steps):
+            pairs.append((loop.step(side), loop.step(loop.free)))
+    finally:
+        loop.renew_guard()
 
 
-def method_b(plain, retain: Sequence[Batch]) -> dict[str, float]:
-    """Seconds of recording what the original model saw, and of the correction by it, by form."""
-    unlearned = copy.deepcopy(plain)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in unlearned.parameters():
-            noise = torch.randn(parameter.shape[-1:], generator=generator).to(parameter)
-            parameter += 1e-3 * noise
-    found = {"recording": seconds(lambda: gripmoe.remember(plain, retain))}
-    original = gripmoe.remember(plain, retain)
+def settled(row: dict, times: list) -> list:
+    """Those that count; the row says how many there are."""
+    times = times[SETTLED:] or times[-1:]
+    row["steps"] = len(times)
+    return times
+
+
+def compare(row: dict, name: str, pairs: list[tuple[float, float]], tokens: int) -> None:
+    """What the pairs say of a method, against its goal, the paper and the floor."""
+    row |= {"goal": GOALS.get(name, ""), "paper": PAPER if name.startswith("expert_specific") else ""}
+    if pairs := settled(row, pairs):
+        held, free = (statistics.median(times) for times in zip(*pairs, strict=True))
+        row |= {"ms": 1e3 * held, "ms_unconstrained": 1e3 * free, "tokens_per_second": tokens / held}
+        row["ratio"] = statistics.median(one / other for one, other in pairs)
+        if "floor_ms" in row:
+            row["times_floor"] = 1e3 * statistics.median(one - other for one, other in pairs) / row["floor_ms"]
+
+
+def measure_methods(
+    loop: Loop, add: Callable, left: Callable[[], float], steps: int, speed: tuple[float, float], slow: bool
+) -> None:
+    """Those that decompose in every step or, if not `slow`, all others, first those that have a goal. No row takes more
+    than half of the seconds that are `left`."""
+    for name in sorted(METHODS, key=lambda name: name not in GOALS):
+        method, pairs = METHODS[name], []
+        if (method.basis in ("minibatch", "tracked")) == slow:
+            row = attempted(partial(time_method, loop, method, steps, speed, pairs), left() / 2)
+            compare(row, name, pairs, loop.tokens)
+            add(name, row)
+
+
+def measure(loop: Loop, add: Callable, left: Callable[[], float], steps: int, speed: tuple[float, float]) -> None:
+    """Everything else about one model, and the methods that are fast."""
+    moe, alone = loop.moe, []
+
+    def unconstrained(row: dict) -> None:
+        for _ in range(SETTLED + steps):
+            alone.append(loop.step(loop.free))
+
+    def recording(row: dict) -> None:
+        row["ms"] = 1e3 * elapsed(lambda: moe.trace(loop.retain, device="cpu"))
+
+    def method_b(form: str, row: dict) -> None:
+        moe.set_thetas(loop.free.thetas)
+        batch = collate_inputs(loop.retain)
+        row["ms"] = 1e3 * elapsed(lambda: realign_routers(moe, loop.theta_0, loop.reference, batch, form=form))
+
+    def evaluation(row: dict) -> None:
+        world = make_world(0)
+        tokenizer = make_tokenizer(all_texts(world))
+        questions = wmdp_files(world, 0)["retain_questions"][:QUESTIONS]
+        repeats = QUESTION_TOKENS // len(tokenizer(prompt_of(questions[0]))["input_ids"]) + 1
+        ask = partial(direct_answers, prompt=lambda question: " ".join([prompt_of(question)] * repeats))
+        row["questions_per_second"] = len(questions) / elapsed(lambda: ask(moe.model, tokenizer, questions))
+
+    row = attempted(unconstrained, left())
+    if times := settled(row, alone):
+        row |= {"ms": 1e3 * statistics.median(times), "tokens_per_second": loop.tokens / statistics.median(times)}
+    add(UNCONSTRAINED, row)
+    measure_methods(loop, add, left, steps, speed, slow=False)
+    add("method_b_recording", attempted(recording, left() / 2))
     for form in ("sound", "paper"):
-        model = copy.deepcopy(unlearned)
-        found[form] = seconds(lambda model=model, form=form: gripmoe.realign(model, original, form=form))
-    return found
+        add(f"method_b_{form}", attempted(partial(method_b, form), left() / 2))
+    add("evaluation", attempted(evaluation, left() / 2))
 
 
-def report(name: str, layers: int, steps: int, rows: int, length: int, retain_batches: int, optimizer: str) -> str:
-    """Everything measured, as Markdown."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    world = make_world(0)
-    tokenizer = make_tokenizer(all_texts(world))
+def layers_that_fit(name: str, optimizer: str, tokens: int) -> int:
+    """All, or as many as the card holds while they train, with Method A's bases."""
+    config, sizes = CONFIGS[name], PROJECT.models[name].parameters if name in PUBLISHED else None
+    if not sizes or not torch.cuda.is_available():
+        return config.num_hidden_layers
+    rank = min(config.hidden_size, tokens * config.num_experts_per_tok // config.num_experts)
+    trained = BYTES_WEIGHT + BYTES_GRADIENT + BYTES_STATES[optimizer]
+    each = sizes.blocks / sizes.layers * trained + 4 * config.num_experts * config.hidden_size * rank
+    free = ROOM * torch.cuda.get_device_properties(0).total_memory - BYTES_WEIGHT * (sizes.total - sizes.blocks)
+    return min(sizes.layers, int(free / each))
+
+
+def make_random(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model made where it stays and in the precision that it keeps."""
     torch.manual_seed(0)
-    with torch.device(device):
-        plain = WIDTHS[name](layers, len(tokenizer))
-    plain = plain.to(torch.bfloat16 if device == "cuda" else torch.float32)
-    forget = [batch.to(device) for batch in batches(8, rows, length, seed=1)]
-    retain = [batch.to(device) for batch in batches(retain_batches, rows, length, seed=0)]
-    card = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.processor() or platform.machine()}"
-    moe = MoEModel(plain)
-    shape = f"{layers} layers, d = {moe.hidden_size}, {moe.num_experts} experts, {moe.top_k} per token"
-    tokens = retain_batches * rows * length
-    out = [
-        f"## {name}: {shape}",
-        f"{date.today()}, {card}, torch {torch.__version__}, {next(plain.parameters()).dtype}, {optimizer}. "
-        f"Random weights; {2 * rows * length} tokens in a step, {tokens} retain tokens; medians over {steps} steps.\n",
-        "| Method | ms per step | times unconstrained | tokens per s | prepared in s | GB at the peak |",
-        "|---|---|---|---|---|---|",
-    ]
-    taken = {}
-    for method in tqdm([UNCONSTRAINED, *METHODS], desc=name):
-        step, prepared, peak = training_step(plain, method, forget, retain, steps, optimizer)
-        taken[method] = step
-        ratio = step / taken[UNCONSTRAINED]
-        speed = 2 * rows * length / step
-        out.append(f"| {method} | {1e3 * step:.1f} | {ratio:.2f} | {speed:.0f} | {prepared:.1f} | {peak:.1f} |")
-    floor = projection_floor(plain, retain)
-    more = taken[METHOD_A] - taken[UNCONSTRAINED]
-    out.append(
-        f"\nMethod A, sound: {1e3 * more:.1f} ms more than an unconstrained step; floor of its projections "
-        f"{1e3 * floor:.2f} ms ({more / floor:.1f} times)."
-    )
-    b = method_b(plain, retain)
-    out.append(
-        f"\nMethod B: recording {b['recording']:.2f} s; correction {b['sound']:.2f} s (sound), {b['paper']:.2f} s "
-        "(paper)."
-    )
-    questions = wmdp_files(world, 0)["retain_questions"][:QUESTIONS]
-    plain.eval()
-    answering = seconds(lambda: direct_answers(plain, tokenizer, questions))
-    out.append(f"\nEvaluation: {len(questions) / answering:.0f} letter questions a second, asked directly.\n")
-    return "\n".join(out)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=WIDTHS, default="olmoe")
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers (the published models have 16, 24, 48)")
-    parser.add_argument("--steps", type=int, default=10, help="steps that are timed")
-    parser.add_argument("--rows", type=int, default=8, help="documents of a batch")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a document")
-    parser.add_argument("--retain-batches", type=int, default=4, help="batches whose routing is held")
-    parser.add_argument("--optimizer", choices=get_args(Optimizer), default="adamw")
-    parser.add_argument("--output", type=Path, help="a Markdown file; else it is printed")
-    args = vars(parser.parse_args(arguments))
-    output = args.pop("output")
-    text = report(args.pop("model"), **args)
-    write_text(output, text) if output else print(text)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(CONFIGS)}; all published ones")
+    parser.add_argument("--layers", type=int, help="decoder layers; all that fit")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), default=PROJECT.world.training.optimizer)
+    parser.add_argument("--steps", type=int, default=6, help="pairs of steps that are timed")
+    parser.add_argument("--rows", type=int, default=PROJECT.world.training.retain_batch_size, help="of a batch")
+    parser.add_argument("--length", type=int, default=PROJECT.benchmarks[BENCHMARK].max_length, help="tokens of a row")
+    parser.add_argument("--retain-batches", type=int, default=8, help="batches whose routing is held")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all models together")
+    parser.add_argument("--output", type=Path, help="a table, CSV")
+    args = parser.parse_args(arguments)
+    if unknown := set(args.models) - CONFIGS.keys():
+        parser.error(f"unknown model {unknown.pop()!r}; one of {', '.join(CONFIGS)}")
+    names, ends = args.models or PUBLISHED, time.monotonic() + args.seconds
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    card = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+    training = PROJECT.training("gd", UNCONSTRAINED, BENCHMARK).model_copy(update={"optimizer": args.optimizer})
+    forget, retain = (
+        [batch.to(device) for batch in batches(count, args.rows, args.length, seed)]
+        for count, seed in ((8, 1), (args.retain_batches, 0))
+    )
+    tokens = args.retain_batches * args.rows * (args.length - 1)
+    table, speed = Table(args.output), rates(device)
+    parts = [(slow, name) for slow in (False, True) for name in names]  # a slow one has a third of the time
+    while parts:
+        shares = [1 if slow else 3 for slow, _ in parts]
+        deadline = time.monotonic() + (ends - time.monotonic()) * shares[0] / sum(shares)
+        slow, name = parts.pop(0)
+        config = copy.deepcopy(CONFIGS[name])
+        config.num_hidden_layers = args.layers or layers_that_fit(name, args.optimizer, tokens)
+        about = (
+            str(date.today()), card, torch.__version__, name,
+            f"{config.num_hidden_layers} of {CONFIGS[name].num_hidden_layers}", args.dtype, args.optimizer,
+            2 * args.rows * args.length, tokens,
+        )  # fmt: skip
+        loops: list[Loop] = []
+
+        def make(row: dict, config=config, loops=loops) -> None:
+            loops.append(Loop(make_random(config, getattr(torch, args.dtype), device), training, forget, retain))
+
+        def add(what: str, row: dict, about=about) -> None:
+            table.add({**dict(zip(RUN, about, strict=True)), "what": what, **row})
+
+        def left(deadline=deadline) -> float:
+            return deadline - time.monotonic()
+
+        row = attempted(make, left())
+        if not loops:
+            add("model", row)
+        elif slow:
+            measure_methods(loops.pop(), add, left, args.steps, speed, slow)
+        else:
+            measure(loops.pop(), add, left, args.steps, speed)
 
 
 if __name__ == "__main__":
