@@ -1,5 +1,6 @@
 """Experts in FP8: the emulated arithmetic beside the exact one, forward and backward, and in training."""
 
+import inspect
 import sys
 import types
 
@@ -60,6 +61,36 @@ def test_random_numbers_give_nearly_the_product_and_gradients():
     given = factors(lambda shape, generator: torch.randn(shape, generator=generator))
     for found, wanted in zip(with_gradients(fp8._Emulated.apply, *given), with_gradients(exact, *given), strict=True):
         assert 0.01 < relative(found, wanted) < 0.06
+
+
+def test_hopper_experts_are_torchaos_grouped_product(monkeypatch):
+    """With its own signature, and an exact product in place of its kernel, which looks at what it needs: tokens of each
+    expert in whole tiles, nothing padded, weights laid out by column, bf16 out."""
+    from torchao.prototype import moe_training as training
+
+    signature, given = inspect.signature(training._to_fp8_rowwise_then_scaled_grouped_mm), []
+
+    def kernel(*args, **named):
+        bound = signature.bind(*args, **named)
+        bound.apply_defaults()
+        given.append(bound.arguments)
+        A, B_t, offs = (bound.arguments[name] for name in ("A", "B_t", "offs"))
+        return F.grouped_mm(A, B_t, offs=offs).to(bound.arguments["out_dtype"])
+
+    monkeypatch.setattr(training, "_to_fp8_rowwise_then_scaled_grouped_mm", kernel)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    moe, batch = make("qwen3_moe"), collate(rows(), 0)
+    native, hopper = (outputs(moe, batch, precision) for precision in ("native", "fp8"))
+    for found, wanted in zip(hopper, native, strict=True):
+        assert 0 < relative(found, wanted) < 0.01, "but for bf16, forward and backward"
+    assert len(given) == 2 * len(moe.layers)
+    for call in given:
+        assert call["out_dtype"] == torch.bfloat16 and not call["pad_token_groups_for_grouped_mm"]
+        assert call["float8_dtype"] == torch.float8_e4m3fn
+        assert (call["offs"] % 16 == 0).all() and call["offs"].dtype == torch.int32
+        assert call["offs"][-1] == len(call["A"]), "rows of no expert"
+        assert call["B_t"].stride(-2) == 1, "by column"
 
 
 def outputs(moe, batch, precision):
