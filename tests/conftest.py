@@ -66,9 +66,9 @@ def tokenizer(world):
     return make_tokenizer(all_texts(world))
 
 
-def small_model(family: str = "qwen3_moe", vocabulary_size: int = 64, seed: int = 0):
+def small_model(family: str = "qwen3_moe", vocabulary_size: int = 64, seed: int = 0, **widths):
     """A random model whose routers differ visibly between tokens."""
-    model = make_model(family, vocabulary_size, seed=seed, **SMALL).eval()
+    model = make_model(family, vocabulary_size, seed=seed, **SMALL | widths).eval()
     if family in MOE_FAMILIES:
         generator = torch.Generator().manual_seed(seed)
         for layer in model.model.layers:

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from conftest import small_model
 from gripmoe import distributed, objectives
@@ -42,11 +43,16 @@ CASES = {
     "adamw_8bit": Method(constraint="none"),
     "adamw_fp32": Method(constraint="none"),
     "checkpointed": Method(constraint="router_l2"),
+    "bf16": Method(constraint="none"),
+    "bf16_fp8": Method(constraint="none"),
+    "uneven": METHODS["expert_specific"],
 }
 CHANGES = {
     "adamw_8bit": {"optimizer": "adamw_8bit"},
     "adamw_fp32": {"optimizer": "adamw_fp32"},
     "checkpointed": {"gradient_checkpointing": True},
+    "bf16": {"optimizer": "adamw_fp32", "max_steps": 4},
+    "bf16_fp8": {"optimizer": "adamw_fp32", "max_steps": 4, "expert_precision": "fp8_emulated"},
 }
 OBJECTIVES = {
     "gd": {"alpha": 1.0},
@@ -55,7 +61,8 @@ OBJECTIVES = {
     "rmu": {"alpha": 1.0, "layer": 1, "kappa": 2.0},
 }
 FIRST_STEP = ("unconstrained", "expert_specific", "gd", "rmu", "kl")
-RESUMED = ("anchored_tracked", "adamw_8bit", "adamw_fp32")
+RESUMED = ("anchored_tracked", "adamw_8bit", "bf16")
+BF16 = ("bf16", "bf16_fp8")
 NEAR_TIES = EpsNullConfig(value=1e-2, kind="relative")  # so that no direction is decided by a rounding error
 
 
@@ -71,10 +78,23 @@ def documents(seed: int) -> list[Row]:
     return [Row(f"{seed}/{i}", row, row) for i, row in enumerate(ids)]
 
 
+def model_of(name: str):
+    """What a case starts from. Three experts are two in the first process and one in the second."""
+    model = small_model("qwen2_moe", **({"num_experts": 3} if name == "uneven" else {}))
+    return model.bfloat16() if name in BF16 else model
+
+
+def replicated(model) -> torch.Tensor:
+    """A row for each process: all parameters that are not sharded, one after the other."""
+    whole = [p.detach().float().flatten() for p in model.parameters() if not isinstance(p, DTensor)]
+    return distributed.gathered(torch.cat(whole)[None])
+
+
 def train(name: str, folder: Path, steps: int = 6, references: Path | None = None, **changes) -> dict:
-    """The whole model after training, its digest as written, routers as each process has them, and the last losses.
-    What the original model says is kept in files of `references`, if given."""
-    moe = MoEModel(small_model("qwen2_moe"))
+    """The whole model after training, its digest as written, what each process has of the parameters that are not
+    sharded and of the routers, and the last losses. What the original model says is kept in files of `references`, if
+    given."""
+    moe = MoEModel(model_of(name))
     moe.references = ReferenceStore(references, "small", memory=0) if references else None
     sharding.shard_experts(moe)
     forget, retain = documents(0), documents(1)
@@ -90,10 +110,12 @@ def train(name: str, folder: Path, steps: int = 6, references: Path | None = Non
         targets={"accuracy": -1.0}, scores=lambda model: {"accuracy": 1.0}, state_file=folder / f"{name}.pt",
     )  # fmt: skip
     thetas = torch.stack([moe.theta(layer).detach() for layer in moe.layers])
+    copies = replicated(moe.model)
     state = {key: value.clone() for key, value in sharding.whole_state(moe.model).items()}
     digest = save_model(moe.model, Tokenizer(), folder / name)
     losses = {key: value for key, value in outcome.history[-1].items() if "seconds" not in key}
-    return {"state": state, "digest": digest, "thetas": distributed.gathered(thetas[None]), "losses": losses}
+    thetas = distributed.gathered(thetas[None])
+    return {"state": state, "digest": digest, "replicated": copies, "thetas": thetas, "losses": losses}
 
 
 def first_step(name: str, folder: Path) -> dict:
@@ -109,7 +131,15 @@ def finetuned(folder: Path, name: str = "finetuned", **options) -> dict:
     with patch.object(corpora, "TOKENS_PER_BATCH", 40):
         losses = finetune(model, documents(0), state_file=folder / f"{name}.pt", **settings)
     state = {key: value.clone() for key, value in sharding.whole_state(model).items()}
-    return {"state": state, "losses": losses}
+    return {"state": state, "replicated": replicated(model), "losses": losses}
+
+
+def shared_expert_not_averaged(parameter: torch.nn.Parameter) -> None:
+    """What stands in for the averaging of gradients: the second process keeps its own of shared experts."""
+    own = parameter.grad.clone()
+    distributed.averaged_(parameter.grad)
+    if distributed.rank() == 1 and tuple(parameter.shape) in ((16, 32), (32, 16)):
+        parameter.grad.copy_(own)
 
 
 def main(folder: Path, *names: str) -> None:
@@ -135,10 +165,10 @@ def main(folder: Path, *names: str) -> None:
             results[f"{name} resumed"] = train(name, folder)
         remove_state(folder / "unconstrained.pt")
         distributed.wait_for_all()
-        average_gradient = sharding._average_gradient
-        sharding._average_gradient = lambda parameter: None
-        results["not averaged"] = train("unconstrained", folder)
-        sharding._average_gradient = average_gradient
+        with patch.object(sharding, "_average_gradient", lambda parameter: None):
+            results["not averaged"] = train("unconstrained", folder)
+        with patch.object(sharding, "_average_gradient", shared_expert_not_averaged):
+            results["shared expert not averaged"] = train("unconstrained", folder / "partly", clip_norm=1e9)
         objectives._token_mean = lambda values, mask: (values * mask).sum() / mask.sum()
         remove_state(folder / "gd.pt")
         distributed.wait_for_all()
