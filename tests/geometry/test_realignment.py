@@ -59,6 +59,23 @@ def test_interpolation_peak_at_as_many_tokens_as_dimensions():
     assert sound_out > 0.95 * restored
 
 
+def test_error_peaks_at_as_many_tokens_as_dimensions_in_the_papers_form_only():
+    """Of sets of other tokens, mean of three draws: from half as many over as many to four times as many."""
+    d = 64
+    error = {"paper": torch.zeros(3), "sound": torch.zeros(3)}
+    for seed in range(3):
+        x, x_post, theta = drifted(4 * d + 2000, d=d, noise=0.3, seed=seed)
+        rest = slice(4 * d, None)
+        for number, size in enumerate((d // 2, d, 4 * d)):
+            given = theta, theta, x[:size], x_post[:size]
+            for form, result in (("paper", realign_paper(*given)), ("sound", realign(*given, SelectionRule(2)))):
+                error[form][number] += (1 - stability(theta, x[rest], result.theta_Ed.double(), x_post[rest])) / 3
+    half, peak, fourfold = error["paper"].tolist()
+    assert peak > half + 0.1 and peak > fourfold + 0.3
+    half, at_d, fourfold = error["sound"].tolist()
+    assert at_d < max(half, fourfold) + 0.05
+
+
 def test_paper_form_rejects_below_its_cosine_and_leaves_the_router():
     x, _, theta = drifted(500)
     unrelated = drifted(500, seed=9)[0]

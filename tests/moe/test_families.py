@@ -67,10 +67,10 @@ PARTICULAR["granitemoehybrid"] = dict(
 )
 
 
-def make(family: str):
+def make(family: str, **changes):
     """A model whose routers differ visibly between tokens, with biases where the family has any."""
     defaults = AutoConfig.for_model(family)
-    wanted = {k: v for k, v in SMALL.items() if hasattr(defaults, k)} | PARTICULAR.get(family, {})
+    wanted = {k: v for k, v in SMALL.items() if hasattr(defaults, k)} | PARTICULAR.get(family, {}) | changes
     config = AutoConfig.for_model(family, **wanted)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -171,9 +171,9 @@ def changed_sets(moe, seen_by_layer) -> float:
     return (torch.cat(agreement) < 1).double().mean().item()
 
 
-def trained(family: str, held: bool):
+def trained(family: str, held: bool, **changes):
     """A few steps with a learning rate that moves sets; returns the model and what it routed before."""
-    moe = make(family)
+    moe = make(family, **changes)
     retain = [collate(rows(lengths=(6, 7)), 0)]
     recorded = moe.trace(retain)
     optimizer = torch.optim.AdamW(moe.model.parameters(), lr=0.05, weight_decay=0.1)
@@ -199,6 +199,23 @@ def test_a_constrained_update_keeps_every_recorded_set(family):
 def test_control_an_unconstrained_update_does_not(family):
     moe, recorded, _ = trained(family, held=False)
     assert changed_sets(moe, recorded) > 0.1
+
+
+# With as many groups as experts per token the limit excludes nothing: a group is as good as its best expert.
+LIMITED = dict(n_group=2, topk_group=1)
+
+
+@pytest.mark.parametrize("method, other", [("greedy", "group_limited_greedy"), ("group_limited_greedy", "greedy")])
+def test_deepseek_v2_selects_as_its_configuration_says(method, other):
+    moe, recorded, moved = trained("deepseek_v2", held=True, topk_method=method, **LIMITED)
+    assert changed_sets(moe, recorded) == 0 and moved > 1e-3
+    moe, recorded, _ = trained("deepseek_v2", held=False, topk_method=method, **LIMITED)
+    assert changed_sets(moe, recorded) > 0.1, "the control: an unconstrained update"
+    moe = make("deepseek_v2", topk_method=method, **LIMITED)
+    seen = moe.trace([collate(rows(), 0)])
+    assert changed_sets(moe, seen) == 0
+    moe.router(1).topk_method = other
+    assert changed_sets(moe, seen) > 0.1, "the control: the other method"
 
 
 def test_group_limits_need_more_than_the_papers_margins():
