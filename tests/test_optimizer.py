@@ -128,12 +128,7 @@ def mesh():
     [
         ("adamw_8bit", torch.float32),
         ("adamw_fp32", torch.bfloat16),
-        pytest.param(
-            "adamw_8bit",
-            torch.bfloat16,
-            # A view of such states forgets its dtype, and DTensor takes one when it is made of them.
-            marks=pytest.mark.xfail(raises=RuntimeError, strict=True, reason="torchao 0.18.0: no sharded bf16 weights"),
-        ),
+        ("adamw_8bit", torch.bfloat16),  # whose states are views that forget another dtype than fp32
     ],
 )
 def test_sharded_weights_move_as_whole_ones_to_the_bit(kind, dtype, mesh):

@@ -22,11 +22,20 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
         return AdamWFp32(groups, **settings)
     try:
         from torchao.optim import AdamW8bit
+        from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError:
         raise ValueError(
             "optimizer 'adamw_8bit' needs torchao: run `make gpu` or pip install 'gripmoe[gpu]', or take `adamw`"
         ) from None
-    return AdamW8bit(groups, bf16_stochastic_round=True, **settings)
+
+    class ShardableAdamW8bit(AdamW8bit):
+        """States say that they are fp32, whatever the weights: a view of them does, and a DTensor holds them to it."""
+
+        @staticmethod
+        def _subclass_zeros(p, signed, block_size):
+            return OptimState8bit.zeros(p.shape, signed, block_size, p.device)
+
+    return ShardableAdamW8bit(groups, bf16_stochastic_round=True, **settings)
 
 
 @contextmanager

@@ -4,9 +4,10 @@ import runpy
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from gripmoe.files import file_digest, read_json
+from gripmoe.files import file_digest, read_json, write_json
 from gripmoe.reporting.tables import Cell, Table
 
 ROOT = Path(__file__).parents[2]
@@ -17,10 +18,55 @@ record = runpy.run_path(str(ROOT / "workflow" / "record.py"))
 def test_the_tables_are_what_the_numbers_give(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["record.py", str(RECORD / "runs.csv"), "--output", str(tmp_path)])
     record["main"]()
-    for name in ("runs.csv", "tables.md"):
+    for name in ("runs.csv", "tables.md", "main_results.csv"):
         assert (tmp_path / name).read_text() == (RECORD / name).read_text(), name
     written = read_json(tmp_path / "provenance.json")["written"]
     assert written["runs.csv"] == file_digest(RECORD / "runs.csv") and written["packages"]["pandas"]
+
+
+def test_the_main_tables_are_there_as_numbers():
+    """Those that the drawn table shows, with their intervals and marks, and no other."""
+    tidy = pd.read_csv(RECORD / "main_results.csv", keep_default_na=False, na_values={"half_width": ""})
+    assert not tidy.duplicated(["model", "benchmark", "objective", "method", "metric"]).any()
+    found = record["Record"]([RECORD / "runs.csv"])
+    for name, benchmark in (("main_results", "wmdp_tiny"), ("muse_results", "muse_tiny")):
+        rows = [row for _, entries in found.table(name).blocks for row in entries]
+        measured = [cell for _, cells, _ in rows for cell in cells if cell.value is not None]
+        shown = sorted((cell.value, cell.half_width or 0.0) for cell in measured)
+        numbers = tidy[tidy.benchmark == benchmark]
+        assert len(shown) == len(numbers) > 100
+        kept = sorted(zip(numbers["mean"], numbers.half_width.fillna(0.0), strict=True))
+        assert [value for value, _ in kept] == pytest.approx([value for value, _ in shown], rel=1e-3)
+        assert numbers.half_width.sum() == pytest.approx(sum(half for _, half in shown), rel=1e-3)
+    one = tidy[(tidy.objective == "gd") & (tidy.metric == "retain_accuracy")].set_index(["benchmark", "method"])
+    assert one.loc[("wmdp_tiny", "unconstrained"), "n"] == 4 and one.loc[("wmdp_tiny", "ptc"), "mark"] == "*‡"
+    alone = one.loc[("wmdp_tiny", "routing_aware")]
+    assert alone.n == 1 and pd.isna(alone.half_width)
+
+
+# Written before cells kept what they were computed with: that cannot be had any more.
+WITHOUT = "f8b0ffce3d0996f4cd3e16dd705a4f3543cf159fbd45edc4a603b4d3db02d840"
+
+
+@pytest.mark.parametrize("folder", [RECORD, RECORD / "other_cpu"], ids=lambda folder: folder.name)
+def test_every_record_says_what_its_cells_were_computed_with(folder):
+    cells = read_json(folder / "provenance.json")["cells"]
+    assert file_digest(folder / "runs.csv") == WITHOUT or cells["device"] and cells["packages"] and cells["code"]
+
+
+def test_a_record_is_not_written_without_what_its_cells_were_computed_with(tmp_path):
+    runs = tmp_path / "runs_w.csv"
+    runs.write_text("model,benchmark,objective,method,seed,metric,value\nm,b,gd,ptc,0,retain_accuracy,0.5\n")
+    with pytest.raises(ValueError, match="nothing beside .*runs_w.csv says what its cells were computed with"):
+        record["provenance"]([runs], tmp_path)
+    step = {"step": "evaluate", "code": "c0de", "device": "abacus", "python": "3.9", "packages": {"torch": "2.0"}}
+    write_json(tmp_path / "m" / "b" / "gd" / "ptc" / "0" / "evaluation.provenance.json", step)
+    (tmp_path / "record").mkdir()
+    again = (tmp_path / "record" / "runs.csv").write_bytes(runs.read_bytes()) and tmp_path / "record" / "runs.csv"
+    cells = record["provenance"]([runs], again.parent)["cells"]
+    assert cells["device"] == ["abacus"] and cells["code"] == {"evaluate": {"c0de": 1}}
+    write_json(again.with_name("provenance.json"), {"cells": cells})
+    assert record["provenance"]([again], again.parent)["cells"] == cells, "drawn again from its own numbers"
 
 
 @pytest.mark.parametrize("folder", [RECORD, RECORD / "other_cpu"], ids=lambda folder: folder.name)
