@@ -11,6 +11,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its step, which take
 import pytest
 import torch
 
+from gripmoe import unlearning
 from gripmoe.data.documents import Row, collate
 from gripmoe.files import write_jsonl
 from gripmoe.moe import MoEModel
@@ -18,6 +19,7 @@ from gripmoe.worlds.documents import all_texts, make_world
 from gripmoe.worlds.models import make_model
 from gripmoe.worlds.tokenizer import make_tokenizer
 
+unlearning.TIMED_PAIRS = 1  # a longer look at a step takes longer than the few steps that tests train
 MOE_FAMILIES = ("qwen3_moe", "qwen2_moe")
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_experts=8, top_k=2, expert_width=16)
 

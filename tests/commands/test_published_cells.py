@@ -194,7 +194,7 @@ def test_a_published_folder_is_read_as_it_is_and_recorded(finished):
 
 
 def test_routers_train_in_fp32_over_experts_in_bf16(finished):
-    step_of = ("AdamW8bit", frozenset({torch.bfloat16}), frozenset({torch.float32}))
+    step_of = ("ShardableAdamW8bit", frozenset({torch.bfloat16}), frozenset({torch.float32}))
     assert finished.trained == dict.fromkeys(METHODS, {step_of, "again"})
     for method in METHODS:
         ended = read_json(finished.root / method / "checkpoint.json")
