@@ -230,10 +230,11 @@ def basis_cache(runs: Path, method: str = "expert_specific") -> Table:
         table.notes = ["Not measured: no bases lie beside the table of runs."]
         return table
     model, file = found
-    bases = StoredBases(file, {})
+    stored = StoredBases(file, {}).items()
+    bases = {layer: RetainBasis(basis.U_ret_Edr.float()) for layer, basis in stored}  # as the file has them
     ranks_E = torch.cat([basis.ranks for basis in bases.values()]).sort().values
-    stored = next(iter(bases.values())).U_ret_Edr
-    hidden, column = stored.shape[1], stored.shape[1] * stored.element_size()  # bytes of one
+    some = next(iter(bases.values())).U_ret_Edr
+    hidden, column = some.shape[1], some.shape[1] * some.element_size()  # bytes of one
     total, hot = (int(ranks.sum()) * column for ranks in (ranks_E, ranks_E[-HOT_BASES:]))
     of_model = sum(weights.stat().st_size for weights in (runs.parent / "models" / model).rglob("*.safetensors"))
     for name, limits in (

@@ -48,9 +48,9 @@ from gripmoe.config import Method
 from gripmoe.data.documents import collate_inputs
 from gripmoe.evaluation.choice import direct_answers, prompt_of
 from gripmoe.files import write_csv
+from gripmoe.hours import QUESTION
 from gripmoe.memory import BYTES_GRADIENT, BYTES_STATES, BYTES_WEIGHT
 from gripmoe.method_b import realign_routers
-from gripmoe.planning import QUESTION_TOKENS
 from gripmoe.project import Project
 from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.documents import all_texts, make_world
@@ -213,7 +213,7 @@ def measure(loop: Loop, add: Callable, left: Callable[[], float], steps: int, sp
         world = make_world(0)
         tokenizer = make_tokenizer(all_texts(world))
         questions = wmdp_files(world, 0)["retain_questions"][:QUESTIONS]
-        repeats = QUESTION_TOKENS // len(tokenizer(prompt_of(questions[0]))["input_ids"]) + 1
+        repeats = QUESTION // len(tokenizer(prompt_of(questions[0]))["input_ids"]) + 1
         ask = partial(direct_answers, prompt=lambda question: " ".join([prompt_of(question)] * repeats))
         row["questions_per_second"] = len(questions) / elapsed(lambda: ask(moe.model, tokenizer, questions))
 

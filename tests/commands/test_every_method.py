@@ -172,7 +172,8 @@ def test_hyperparameters_are_tried_as_cells_are_trained(prepared, tmp_path, meth
     trained = list(tmp_path.glob("tuning/**/checkpoint.json"))[0]
     before = trained.stat().st_mtime_ns
     for rate, same in ((1.0, True), (0.5, False)):  # a world's hyperparameters name no folder
-        project.world.training.clip_norm = rate
+        training = project.world.training.model_copy(update={"clip_norm": rate})
+        project.world = project.world.model_copy(update={"training": training})
         tuning_script().trial(project, tmp_path, "tiny_a", "wmdp_tiny", "gd", method, 1000, change, axes)
         assert (trained.stat().st_mtime_ns == before) is same
 

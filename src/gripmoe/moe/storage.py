@@ -113,9 +113,10 @@ def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, st
 
 
 class StoredBases(Mapping[int, RetainBasis]):
-    """Saved bases on `device`, in fp64 as the projection takes them. Those of the first layers that take no more than
-    `memory` bytes together stay there; the others are read whenever they are asked for. A training step asks for every
-    layer once, in the same order, so that to keep the last ones used would serve none.
+    """Saved bases on `device`; on a CPU in fp64, as the projection takes them, which takes less time than to
+    convert them. Those of the first layers that take no more than `memory` bytes together stay there; the others are
+    read whenever they are asked for. A training step asks for every layer once, in the same order, so that to keep the
+    last ones used would serve none.
 
     Raises ValueError if they were not fitted as `metadata` says."""
 
@@ -131,11 +132,11 @@ class StoredBases(Mapping[int, RetainBasis]):
         with open_checked(path, metadata) as file:
             self._layers = sorted(map(int, file.keys()))
             for layer in self._layers:
-                basis = file.get_tensor(str(layer)).double()
-                memory -= basis.nbytes
+                basis = self._read(file, layer)
+                memory -= basis.U_ret_Edr.nbytes
                 if memory < 0:
                     break
-                self._kept[layer] = RetainBasis(basis.to(device))
+                self._kept[layer] = basis
 
     def __getitem__(self, layer: int) -> RetainBasis:
         if layer in self._kept:
@@ -143,7 +144,11 @@ class StoredBases(Mapping[int, RetainBasis]):
         if layer not in self._layers:
             raise KeyError(layer)
         with safe_open(self._path, framework="pt") as file:
-            return RetainBasis(file.get_tensor(str(layer)).to(self._device).double())
+            return self._read(file, layer)
+
+    def _read(self, file: safe_open, layer: int) -> RetainBasis:
+        basis = file.get_tensor(str(layer)).to(self._device)
+        return RetainBasis(basis.double() if basis.device.type == "cpu" else basis)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._layers)
