@@ -45,6 +45,7 @@ CASES = {
     "checkpointed": Method(constraint="router_l2"),
     "bf16": Method(constraint="none"),
     "bf16_fp8": Method(constraint="none"),
+    "bf16_8bit": Method(constraint="none"),
     "uneven": METHODS["expert_specific"],
 }
 CHANGES = {
@@ -53,6 +54,7 @@ CHANGES = {
     "checkpointed": {"gradient_checkpointing": True},
     "bf16": {"optimizer": "adamw_fp32", "max_steps": 4},
     "bf16_fp8": {"optimizer": "adamw_fp32", "max_steps": 4, "expert_precision": "fp8_emulated"},
+    "bf16_8bit": {"optimizer": "adamw_8bit", "max_steps": 4},
 }
 OBJECTIVES = {
     "gd": {"alpha": 1.0},
@@ -62,7 +64,7 @@ OBJECTIVES = {
 }
 FIRST_STEP = ("unconstrained", "expert_specific", "gd", "rmu", "kl")
 RESUMED = ("anchored_tracked", "adamw_8bit", "bf16")
-BF16 = ("bf16", "bf16_fp8")
+BF16 = ("bf16", "bf16_fp8", "bf16_8bit")
 NEAR_TIES = EpsNullConfig(value=1e-2, kind="relative")  # so that no direction is decided by a rounding error
 
 
