@@ -477,6 +477,9 @@ def test_a_whole_run_costs_what_it_needs_before_its_first_step_too(tmp_path):
         unconstrained=1.0, frozen_router=0.5, expert_specific=(4 + 6 + 25) / 20, anchored=64 / 20, ptc=25 / 20
     )
     assert runs[runs.metric == "auc_zlib"].value.isna().sum() == len(folders), "asked of all, known of none"
+    cell("unconstrained", "none", steps=0, seconds_per_step=2.0, plain_seconds_per_step=2.0)  # had forgotten before
+    collect_cells(folders, *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
+    assert "whole_time_ratio" not in set(load_runs(tmp_path / "runs_w.csv").metric)
 
 
 def test_what_cannot_be_measured_is_told_from_what_was_not():

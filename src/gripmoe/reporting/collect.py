@@ -140,7 +140,7 @@ def _whole_time(metrics: dict[str, float], unconstrained: dict[str, float]) -> d
         before = metrics.get("tracing_seconds", 0.0) + metrics.get("basis_seconds", 0.0)
         whole = before + trained + metrics.get("correction_seconds_cold", 0.0)
         return {"whole_time_ratio": whole / (metrics["plain_seconds_per_step"] * unconstrained["steps"])}
-    except KeyError:  # nothing was trained, or nothing to compare with
+    except (KeyError, ZeroDivisionError):  # nothing was trained, or nothing to compare with
         return {}
 
 
