@@ -43,7 +43,7 @@ def test_every_world_is_valid_and_leaves_the_seed_of_tuning_alone(world):
 def test_no_record_holds_the_seed_of_tuning():
     records = sorted((CONFIG.parents[1] / "docs" / "record").glob("**/runs.csv"))
     seeds = {int(row["seed"]) for file in records for row in csv.DictReader(file.open(encoding="utf-8"))}
-    assert len(records) == 2 and seeds == {0, 1, 2} and TUNING["seed"] == 1000
+    assert records and seeds == {0, 1, 2} and TUNING["seed"] == 1000
 
 
 def test_every_artefact_is_drawn_by_a_world():
