@@ -76,12 +76,14 @@ def test_gpus_that_share_layers_work_one_after_the_other(tmp_path):
     assert hours(Project(CONFIG, "paper"))["evaluate", f"{cell}.anchored.0"] == 2.0
 
 
-def test_step_limits_of_the_tiny_world_stay_there():
-    assert Project(CONFIG, "tiny").training("gd", "anchored", "wmdp_tiny").max_steps == 600
-    paper = Project(CONFIG, "paper")
-    assert {paper.training("gd", m, "wmdp_cyber").max_steps for m in ("anchored", "ptc_matched", "unconstrained")} == {
-        10000
-    }
+@pytest.mark.parametrize("world", ["tiny_all", "tiny_muse", "tiny_shared", "tiny_retain", "paper", "single_gpu"])
+def test_every_method_may_take_as_many_steps_as_any_other(world):
+    project = Project(CONFIG, world)
+    limits = {}
+    for cell in project.cells():
+        if training := project.training(cell.objective, cell.method, cell.benchmark):
+            limits.setdefault((cell.objective, cell.benchmark), set()).add(training.max_steps)
+    assert limits and all(len(of_a_benchmark) == 1 for of_a_benchmark in limits.values())
 
 
 def test_a_budget_refuses_and_names_the_expensive(tmp_path):

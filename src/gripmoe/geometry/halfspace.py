@@ -124,6 +124,7 @@ def _shrunk(u_Ed: Tensor, bounds_NE: Tensor, limits_NE: Tensor, reached_NE: Tens
 
 
 ADDED_PER_ROUND = 32  # violated constraints that enter at once, per row
+IN_CACHE = 2**18  # numbers: active tokens that a CPU works on at once
 
 
 def _on_active(
@@ -134,7 +135,26 @@ def _on_active(
     active_NM: Tensor,
     rounding: float,
 ) -> tuple[Tensor, Tensor]:
-    """The nearest points to `start_Md` that respect the active constraints, and which of these they touch."""
+    """The nearest points to `start_Md` that respect the active constraints, and which of these they touch; all rows at
+    once on a GPU, as many as its cache holds on a CPU."""
+    at_once = len(start_Md)
+    if x_Nd.device.type == "cpu":
+        at_once = max(1, IN_CACHE // (max(1, int(active_NM.sum(dim=0).max())) * x_Nd.shape[1]))
+    parts = []
+    for rows in (slice(first, first + at_once) for first in range(0, len(start_Md), at_once)):
+        own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows])
+        parts.append(_on_active_of(start_Md[rows], own, x_Nd, bounds_NM[:, rows], active_NM[:, rows], rounding))
+    return torch.cat([u_Md for u_Md, _ in parts]), torch.cat([touched_NM for _, touched_NM in parts], dim=1)
+
+
+def _on_active_of(
+    start_Md: Tensor,
+    basis: RetainBasis,
+    x_Nd: Tensor,
+    bounds_NM: Tensor,
+    active_NM: Tensor,
+    rounding: float,
+) -> tuple[Tensor, Tensor]:
     index_Mm, valid_Mm = _padded_indices(active_NM)
     x_Mmd = x_Nd[index_Mm]
     free_Mmd = basis.remainder(x_Mmd)
