@@ -148,12 +148,15 @@ def test_under_replay_an_anchor_still_sees_what_routers_would_choose():
     """The passes use the original sets, so by those nothing would ever be amiss and the weight would fall."""
     model = small_model()
     method = Method(constraint="anchor", anchor_floor=1e-3)
-    with gripmoe.constrain(model, adamw(model), RETAIN, method=method, replay=True) as guard:
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method, replay=True) as guard:
         model.train()
         with torch.no_grad():
             model.model.embed_tokens.weight.add_(torch.randn_like(model.model.embed_tokens.weight))
         with guard.retain():
-            model(**RETAIN[0].inputs)
+            logits = model(**RETAIN[0].inputs).logits
+        (0 * logits.sum() + guard.penalty()).backward()
+        optimizer.step()
         assert guard.constraint.weight.value > 1.0
 
 

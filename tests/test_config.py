@@ -87,7 +87,9 @@ def test_a_benchmark_changes_training(folder):
     project = Project(folder, "tiny")
     assert project.training("gd", "frozen_router", "muse_tiny").learning_rate == 1e-4
     assert project.training("gd", "frozen_router", "wmdp_tiny").learning_rate == 5e-4
-    assert project.training("gd", "expert_specific", "muse_tiny").router_weight_decay == 0, "the method has the last word"
+    assert project.training("gd", "expert_specific", "muse_tiny").router_weight_decay == 0, (
+        "the method has the last word"
+    )
     edit(folder / "tiny.yaml", lambda c: c.update(benchmark_training={"muse_tinny": {}}))
     with pytest.raises(ConfigError, match="benchmark_training: unknown name 'muse_tinny'; did you mean 'muse_tiny'"):
         Project(folder, "tiny")

@@ -8,6 +8,8 @@ import accelerate
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gripmoe
@@ -656,6 +658,64 @@ def test_data_parallel_training(method, process_group):
         weights[kind] = [parameter.detach() for parameter in model.parameters()]
     torch.testing.assert_close(weights["wrapped"], weights["plain"])
     assert not torch.equal(weights["plain"][0], weights["unconstrained"][0]), "the control"
+
+
+def test_routers_of_low_precision_are_constrained_before_they_are_wrapped(process_group):
+    """Data parallelism does not reduce the gradient of a parameter whose dtype changes later."""
+    model = small_model().bfloat16()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    with pytest.raises(ValueError, match="before it wraps the model"):
+        gripmoe.constrain(wrapped, adamw(model), RETAIN)
+    assert model.model.layers[0].mlp.gate.weight.dtype == torch.bfloat16, "as it was"
+    MoEModel(wrapped.module)
+    with gripmoe.constrain(DistributedDataParallel(model, find_unused_parameters=True), adamw(model), RETAIN):
+        pass
+
+
+class Adapted(torch.nn.Module):
+    """What PEFT makes of a model, as far as it says."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self):
+        return self.base_model
+
+
+def test_a_model_that_peft_has_wrapped():
+    model = small_model()
+    with gripmoe.constrain(Adapted(model), adamw(model), RETAIN) as guard:
+        assert guard.model.model is model
+
+
+def test_routers_that_others_have_sharded_are_refused(process_group):
+    model = small_model()
+    gate = model.model.layers[0].mlp.gate
+    gate.weight = torch.nn.Parameter(distribute_tensor(gate.weight, init_device_mesh("cpu", (1,)), [Shard(0)]))
+    with pytest.raises(ValueError, match="the routers of this .* are sharded.*gripmoe.shard_experts"):
+        gripmoe.constrain(model, adamw(model), RETAIN)
+
+
+def test_projected_gradients_end_where_projected_updates_do_under_sgd_and_not_under_adamw():
+    """The paper says both. Momentum and weight decay leave the null space again."""
+    ends = {}
+    for make in (torch.optim.SGD, torch.optim.AdamW):
+        for projects in ("update", "gradient"):
+            model = small_model()
+            optimizer = make(model.parameters(), lr=0.05)
+            method = PAPER.model_copy(update={"projects": projects})
+            with gripmoe.constrain(model, optimizer, RETAIN, method=method) as guard:
+                for batch in RETAIN:
+                    step_of(model, optimizer, guard, batch)
+            ends[make, projects] = torch.cat([layer.mlp.gate.weight.flatten() for layer in model.model.layers]).detach()
+    start = torch.cat([layer.mlp.gate.weight.flatten() for layer in small_model().model.layers]).detach()
+    moved = {key: end - start for key, end in ends.items()}
+    apart = {
+        make: ((moved[make, "gradient"] - moved[make, "update"]).norm() / moved[make, "update"].norm()).item()
+        for make in (torch.optim.SGD, torch.optim.AdamW)
+    }
+    assert apart[torch.optim.SGD] < 1e-3 and apart[torch.optim.AdamW] > 0.1
 
 
 @pytest.mark.parametrize("method", ["anchored", "anchored_tracked"])

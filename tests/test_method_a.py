@@ -189,7 +189,7 @@ def test_large_inputs_of_low_rank_keep_their_sets_and_leave_the_rest_free(safety
         return mean_stability(routing_stability({0: seen}, {0: route(seen.x_Nd, moved, moe.rule(0))}))
 
     assert stability(held) == 1.0 and stability(free) < 0.9
-    allowed = constraint.bases[0].project(free - theta)
+    allowed = constraint.bases[0].project((free - theta).double())
     assert ((held - theta).norm(dim=1) > 0.99 * allowed.norm(dim=1)).all()
 
 

@@ -2,9 +2,11 @@
 
 import copy
 
+import pytest
 import torch
 
 from conftest import random_batch, small_model
+from gripmoe import method_b
 from gripmoe.geometry.realignment import realign
 from gripmoe.geometry.routing import mean_stability, routing_stability
 from gripmoe.method_b import kaczmarz_report, realign_routers, restore_routers
@@ -41,6 +43,24 @@ def test_realigning_raises_held_out_stability():
     assert after > before + 0.05
     assert after >= control - 0.01, "the original router is among the candidates"
     assert list(report) == original.layers
+
+
+@pytest.mark.parametrize("rows, wanted", [(5, [0, 1, 2, 3, 4]), (3, None)])
+def test_tokens_carry_the_numbers_of_their_documents(rows, wanted, monkeypatch):
+    """Padding and first tokens aside; fewer than four documents are split by tokens."""
+    original, batch = MoEModel(small_model()), random_batch(rows=rows, seed=7)
+    reference, given = original.trace([batch]), []
+
+    def spy(*tokens, documents_N):
+        given.append((documents_N, len(tokens[2])))
+        return realign(*tokens, documents_N=documents_N)
+
+    monkeypatch.setattr(method_b, "realign_router", spy)
+    realign_routers(unlearned(), original.thetas(), reference, batch)
+    for documents_N, tokens in given:
+        assert (documents_N is None) == (wanted is None)
+        if wanted:
+            assert len(documents_N) == tokens and documents_N.unique().tolist() == wanted
 
 
 def test_each_layer_is_fitted_to_what_corrected_layers_below_it_send():

@@ -104,7 +104,7 @@ def test_anchor_by_hand(moe, batch, final_only):
         moved = {layer: after[layer].x_Nd - seen.x_Nd for layer, seen in before.items()}
         ratio = ratio + sum(moved[layer].square().sum() / seen.x_Nd.square().sum() for layer, seen in before.items())
     assert penalty_of(guard, batch).item() == pytest.approx(3.0 * 10 / 2 * ratio.item(), rel=1e-3)
-    assert constraint.weight.value != 3.0, "routing was not at the wanted stability"
+    assert constraint._errors[-1] != pytest.approx(0.05), "routing was not at the wanted stability"
 
 
 def final_hidden(moe, batch):
@@ -203,3 +203,21 @@ def test_anchor_resumes_with_its_weight():
 )
 def test_rows_of_the_catalogue_make_constraints(axes, expected):
     assert type(constraint_of(Method(**axes), {}, None, (0, 1), 0)) is expected
+
+
+def test_the_weight_follows_once_in_a_step_however_many_passes_it_takes(moe, batch):
+    """Two passes of one step count as their mean; one without gradients counts for nothing."""
+    constraint = Anchored(0.95, floor=0.01)
+    guard, optimizer = guarded(constraint, moe, batch)
+    disturb(moe)
+    before = constraint.weight.value
+    for _ in range(2):
+        (moe.model(**batch.inputs).logits.sum() * 0 + penalty_of(guard, batch)).backward()
+    assert constraint.weight.value == before, "it is asked for with the weight of the step before"
+    errors = list(constraint._errors)
+    with torch.no_grad():
+        penalty_of(guard, batch)
+    assert len(errors) == 2 and constraint._errors == errors
+    optimizer.step()
+    once = DualWeight(allowed=0.05, floor=0.01)
+    assert constraint.weight.value == pytest.approx(once.update(sum(errors) / 2)) != before

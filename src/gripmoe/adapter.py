@@ -113,9 +113,17 @@ def constrain(
     another guard holds.
     """
     method = _method(method, replay)
+    wrapped = isinstance(model, DistributedDataParallel)
+    precisions = [parameter.dtype for parameter in model.parameters()]
     moe = MoEModel(unwrapped(model))
     with ExitStack() as undo:
         undo.callback(moe.release)
+        if wrapped and precisions != [parameter.dtype for parameter in model.parameters()]:
+            moe.release(rounded=True)
+            raise ValueError(
+                "routers train in fp32, and DistributedDataParallel would no longer reduce their gradients: call "
+                "`constrain` before it wraps the model (Trainer: give it the callback when it is made)"
+            )
         if not moe.layers:
             raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
         if method.constraint == "null_space":
@@ -145,7 +153,7 @@ def constrain(
             constraint.start(moe, to_forget, to_retain)
             original = OriginalSets(moe, [*to_retain, *to_forget]) if method.replay else None
         frozen = any(before and not parameter.requires_grad for parameter, before in trained)
-        if frozen and isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+        if frozen and wrapped and not model.find_unused_parameters:
             raise ValueError(
                 "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it "
                 "wraps the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"

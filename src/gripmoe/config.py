@@ -122,6 +122,7 @@ class Method(Strict):
     forgetting: Fraction = 0.95  # of tracked bases: what a step leaves of the weight of those before
     eps_null: EpsNullConfig | None = None
     max_rank: PositiveInt | None = None  # of a null space's bases: the strongest directions alone are held
+    projects: Literal["update", "gradient"] = "update"  # the paper says both, so its form has both
     safety_margin: NonNegative = 1e-3
     kaczmarz_steps: PositiveInt = 100  # Algorithm 1's k_max, in the paper's form
     kaczmarz_tolerance: NonNegative = 1e-4  # and its eta
@@ -153,7 +154,7 @@ class Method(Strict):
         if self.max_rank and (self.constraint != "null_space" or self.form == "paper"):
             raise ValueError("`max_rank` is a choice of `constraint: null_space` in its sound form")
         if self.constraint != "null_space" or self.form != "paper":
-            for name in ("kaczmarz_steps", "kaczmarz_tolerance"):
+            for name in ("kaczmarz_steps", "kaczmarz_tolerance", "projects"):
                 if getattr(self, name) != Method.model_fields[name].default:
                     raise ValueError(f"`{name}` is a choice of `constraint: null_space` with `form: paper`")
         if self.surface != "retain" and self.basis != "original":

@@ -33,12 +33,14 @@ class RouterConstraint(Protocol):
 
     `watches` names the forward passes ("retain", "forget") for which `penalty` is asked; `needs_retain` says that
     `constrain` looks at the retain forward of its step, `needs_graph` that `penalty` has a gradient through what
-    routers saw.
+    routers saw, `of_gradient` that `constrain` is asked of a plain gradient step before the optimizer makes its own of
+    it, and of nothing after.
     """
 
     watches: frozenset[str]
     needs_retain: bool
     needs_graph: bool
+    of_gradient: bool
     original: MoEModel | None  # a second model, to ask where otherwise answers of the first are kept from `start` on
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
@@ -68,6 +70,7 @@ class Unconstrained:
     watches: frozenset[str] = frozenset()
     needs_retain = False
     needs_graph = False
+    of_gradient = False
     original: MoEModel | None = None
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:

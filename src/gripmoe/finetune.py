@@ -15,7 +15,7 @@ from gripmoe.data.corpora import in_batches
 from gripmoe.data.documents import IGNORED, Row
 from gripmoe.moe import MoEModel
 from gripmoe.objectives import cross_entropy
-from gripmoe.optimizer import make_adamw
+from gripmoe.optimizer import make_adamw, set_rates
 from gripmoe.unlearning import epoch_rows
 
 
@@ -52,8 +52,8 @@ def finetune(
     for step in tqdm(range(len(losses), steps), initial=len(losses), total=steps, desc="finetune", disable=not first):
         if step and step % save_every == 0:
             save_state(state_file, model, adamw, losses=losses)
-        for group in adamw.param_groups:
-            group["lr"] = learning_rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
+        rate = learning_rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
+        set_rates(adamw.param_groups, [rate] * len(groups))
         adamw.zero_grad()
         batches = in_batches(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id, *own)
         scored = [distributed.average(int((batch.labels[:, 1:] != IGNORED).sum())) for batch in batches]

@@ -156,7 +156,11 @@ class RouterGuard:
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if closure is None:
             self._require_marks()
+            if self.constraint.of_gradient:
+                self._constrain_gradients(optimizer)
             return None
+        if self.constraint.of_gradient:
+            raise RuntimeError("this method constrains gradients before the step: call `step()` without a closure")
 
         def checked():  # the passes run within the step
             loss = closure()
@@ -164,6 +168,21 @@ class RouterGuard:
             return loss
 
         return (args[0], checked), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    @torch.no_grad()
+    def _constrain_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients whose plain step ends where the constraint lets one end."""
+        rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+        for layer, before_Ed in self._before.items():
+            theta = self.model.theta(layer)
+            if theta.grad is not None and (rate := rates[id(theta)]):
+                gradient_Ed = theta.grad.to(before_Ed)
+                allowed_Ed = self._constrained(layer, before_Ed, before_Ed - rate * gradient_Ed)
+                theta.grad.copy_((before_Ed - allowed_Ed) / rate)
+
+    def _constrained(self, layer: int, before_Ed: Tensor, after_Ed: Tensor) -> Tensor:
+        seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None
+        return self.constraint.constrain(layer, before_Ed, after_Ed, seen)
 
     def _require_marks(self) -> None:
         """Raises RuntimeError if the loop has left out what the constraint needs of this step."""
@@ -186,9 +205,9 @@ class RouterGuard:
         self._marked.clear()
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
-            seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None
-            after_Ed = theta.detach().to(before_Ed.device, copy=True)
-            theta.copy_(self.constraint.constrain(layer, before_Ed, after_Ed, seen))
+            if not self.constraint.of_gradient:
+                after_Ed = theta.detach().to(before_Ed.device, copy=True)
+                theta.copy_(self._constrained(layer, before_Ed, after_Ed))
             distributed.from_first_(theta.data)
         self._seen = []
 

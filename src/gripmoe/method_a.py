@@ -69,6 +69,8 @@ class NullSpace(_TwoStages):
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()
         self._theta_0 = model.thetas()
+        if model.model.device.type == "cpu" and isinstance(self.bases, dict):  # else converted in every step
+            self.bases = {layer: RetainBasis(basis.U_ret_Edr.double()) for layer, basis in self.bases.items()}
         self._x_Nd, self._bounds_NE = {}, {}
         for layer, recorded in self.reference.items():
             seen = recorded.to(model.model.device)
@@ -150,7 +152,9 @@ class NullSpacePaper(_TwoStages):
     """Method A to the letter (Alg. 1, App. B-D): the update of each step, projected with the current retain minibatch.
 
     Bases come from the minibatch by eigendecomposition in fp32 with an absolute eps_null; margins are those of the
-    original router on the current representations, spent afresh at every step; Stage 2 is randomized Kaczmarz.
+    original router on the current representations, spent afresh at every step; Stage 2 is randomized Kaczmarz. With
+    `of_gradient` the gradient is projected before the optimizer sees it (App. D's hook); momentum and weight decay then
+    leave the null space again.
     """
 
     watches = frozenset({"retain"})
@@ -163,9 +167,11 @@ class NullSpacePaper(_TwoStages):
         safety_margin: float = 1e-3,
         max_steps: int = 100,
         tolerance: float = 1e-4,
+        of_gradient: bool = False,
         seed: int = 0,
     ):
         super().__init__()
+        self.of_gradient = of_gradient
         self.eps_null = eps_null
         self.safety_margin = safety_margin
         self.max_steps = max_steps
@@ -217,6 +223,7 @@ def null_space_of(
             safety_margin=method.safety_margin,
             max_steps=method.kaczmarz_steps,
             tolerance=method.kaczmarz_tolerance,
+            of_gradient=method.projects == "gradient",
             seed=seed,
         )
     if method.basis in ("minibatch", "tracked"):
@@ -272,8 +279,10 @@ def _basis(
     statistics = RetainStatistics(held_NE.shape[1], seen.x_Nd.shape[1], max_rank)
     if earlier_Erd is not None:
         statistics.factor_Erd = earlier_Erd
-    for start in range(0, len(seen), 1024):
-        statistics.update(seen.x_Nd[start : start + 1024], held_NE[start : start + 1024])
+    hidden_size, experts = seen.x_Nd.shape[1], held_NE.shape[1]
+    at_once = max(1024, hidden_size * experts // (4 * seen.top_k_Nk.shape[1]))  # tokens that fill factors of d rows
+    for start in range(0, len(seen), at_once):
+        statistics.update(seen.x_Nd[start : start + at_once], held_NE[start : start + at_once])
     return RetainBasis(statistics.basis(eps_null).U_ret_Edr.float()), statistics.factor_Erd
 
 

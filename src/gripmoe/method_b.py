@@ -128,6 +128,11 @@ def realign_routers(
     """
     theta_post = model.thetas()
     realigned: dict[int, Realignment] = {}
+    keep = routed_tokens(batch.attention_mask)
+    numbers = torch.arange(len(batch.input_ids), device=keep.device)
+    documents_N = numbers.repeat_interleave(batch.input_ids.shape[1])[keep][:retain_tokens]
+    if documents_N[-1] < 3:  # too few to keep one from the fit
+        documents_N = None
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
         x_pre_Nd = reference[layer].x_Nd[:retain_tokens].to(x_post_Nd.device)
@@ -135,10 +140,10 @@ def realign_routers(
         if form == "paper":
             realigned[layer] = realign_paper(*old, x_post_Nd[:retain_tokens])
         else:
-            realigned[layer] = realign_router(*old, x_post_Nd[:retain_tokens], model.rule(layer))
+            tokens = *old, x_post_Nd[:retain_tokens]
+            realigned[layer] = realign_router(*tokens, model.rule(layer), documents_N=documents_N)
             model.set_thetas({layer: realigned[layer].theta_Ed})
 
-    keep = routed_tokens(batch.attention_mask)
     with model.evaluating(), model.before_routers(lambda layer, x_Td: fit(layer, x_Td[keep])):
         model.model.model(**batch.inputs)
     model.set_thetas({layer: result.theta_Ed for layer, result in realigned.items()})

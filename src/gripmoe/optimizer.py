@@ -42,14 +42,15 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
 def rate_zero(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     """Steps within leave the parameters of these groups as they are, to the bit, and take as long as any."""
     rates = [float(group["lr"]) for group in groups]
-    _set_rates(groups, [0.0] * len(groups))
+    set_rates(groups, [0.0] * len(groups))
     try:
         yield
     finally:
-        _set_rates(groups, rates)
+        set_rates(groups, rates)
 
 
-def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    """The learning rate of each parameter group, from the next step on."""
     for group, rate in zip(groups, rates, strict=True):
         if isinstance(group["lr"], torch.Tensor):  # torchao's
             group["lr"].fill_(rate)

@@ -113,7 +113,8 @@ class Anchored(FrozenRouter):
     with x_l the original router inputs, h the final normed hidden state, ratios of sums over the batch. lambda is a
     dual variable: it grows while the routing stability of the retain batch is below `routing_stability`, and falls to
     `floor` while it is above. With `final_only` just the last term counts (a control). With `tracked` the router is not
-    frozen but refitted after every step, by recursive least squares on the retain tokens of the step.
+    frozen but refitted after every step, by recursive least squares on the retain tokens of the step: on inputs from
+    before the experts moved, so it is always one step late.
     """
 
     watches = frozenset({"retain"})
@@ -126,6 +127,7 @@ class Anchored(FrozenRouter):
         self.final_only = final_only
         self.needs_retain = self.tracked = tracked
         self._trackers: dict[int, RouterTracker] = {}
+        self._errors: list[float] = []  # of the passes since the last step
 
     def start(self, model, forget, retain) -> None:
         super().start(model, forget, retain)
@@ -153,10 +155,14 @@ class Anchored(FrozenRouter):
                 terms.append(moved / distributed.averaged_(before_Nd.square().sum()))
         penalty = self.weight.value * 10 / len(self._layers) * torch.stack(terms).sum()
         stability = sum(agreement) / len(agreement) * distributed.share(len(final_Nd))
-        self.weight.update(1 - distributed.average(stability))
+        if torch.is_grad_enabled():
+            self._errors.append(1 - distributed.average(stability))
         return penalty
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
+        if self._errors:  # once in a step, however many passes it took
+            self.weight.update(sum(self._errors) / len(self._errors))
+            self._errors = []
         if not self.tracked:
             return before_Ed
         wanted_NE = distributed.gathered(torch.cat(self._wanted[layer]))

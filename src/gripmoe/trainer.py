@@ -38,8 +38,8 @@ class GuardCallback(TrainerCallback):
         self._moe: MoEModel | None = None
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
+        self._moe = MoEModel(unwrapped(model))  # routers in fp32, before they are wrapped, or loaded from a checkpoint
         if args.resume_from_checkpoint or (Path(args.output_dir).is_dir() and get_last_checkpoint(args.output_dir)):
-            self._moe = MoEModel(unwrapped(model))  # whose routers take what a checkpoint has of them in fp32
             self._original = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):

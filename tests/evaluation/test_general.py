@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import datasets
 import pytest
 import torch
 
@@ -75,11 +76,14 @@ def test_five_solved_questions_of_the_subject_stand_before_each(model, tokenizer
     assert [a.letter_logprobs for a in plain] != [a.letter_logprobs for a in below]
 
 
-def test_all_of_general_utility(model, tokenizer, questions, world, tmp_path):
+def test_all_of_general_utility(model, tokenizer, questions, world, tmp_path, monkeypatch):
+    """And the harness leaves nothing behind in the cache that all users' data sets share."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "shared")
     truths = truthfulqa_rows(world, world.facts.retain[:3], seed=0)
     metrics = general_utility(
         model, tokenizer, questions[:9], questions, truths, work_folder=tmp_path, batch_size=8, few_shot_questions=6
     )
+    assert not (tmp_path / "shared").exists()
     assert set(metrics) == {"retain_accuracy_five_shot", "truthfulqa_mc1", "truthfulqa_mc2"}
     assert all(0 <= value <= 1 for value in metrics.values())
 

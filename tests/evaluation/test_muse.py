@@ -137,13 +137,19 @@ def test_a_model_that_memorised_recites_answers_and_leaks(model, tokenizer, file
     assert privacy_leakage(after, before[0]) == pytest.approx(-100, abs=1) and before[0] > 0.2
 
 
-def test_finetuning_resumes_to_the_bit(tokenizer, files, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_finetuning_resumes_to_the_bit(optimizer, tokenizer, files, tmp_path):
+    """Published models finetune in bf16 and 8 bits, at a rate that changes in every step."""
+
     def trained(state, epochs):
         model = small_model(vocabulary_size=len(tokenizer), seed=1)
+        if optimizer == "adamw_8bit":
+            model.bfloat16()
         ids = [tokenizer(doc["text"], add_special_tokens=False)["input_ids"] for doc in files["forget_corpus"][:8]]
         rows = [Row(str(i), row, row) for i, row in enumerate(ids)]
         options = dict(epochs=epochs, learning_rate=1e-3, batch_size=4, pad_id=0, seed=0, save_every=3)
-        return model, finetune(model, rows, state_file=state, **options)
+        with torch.compiler.set_stance("force_eager"):  # compiling steps in 8 bits takes most of a minute
+            return model, finetune(model, rows, state_file=state, optimizer=optimizer, **options)
 
     whole, losses = trained(tmp_path / "a.pt", 5)
     state = tmp_path / "b.pt"

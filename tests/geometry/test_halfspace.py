@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from gripmoe.geometry import halfspace
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics
 from gripmoe.geometry.routing import SelectionRule, route, selection_margins, selection_mask
@@ -43,6 +44,32 @@ def test_a_near_point_changes_nothing_but_the_time():
     solved = nearest_feasible(update, basis, x, bounds)
     for near in (solved, 0.5 * solved, torch.zeros_like(solved)):
         torch.testing.assert_close(nearest_feasible(update, basis, x, bounds, near_Ed=near), solved, atol=1e-8, rtol=0)
+
+
+def test_a_router_that_has_not_moved_starts_from_no_constraint(monkeypatch):
+    """Under group limits most bounds are 0: all of these at once would not fit memory. The control is the first step
+    of a solve without a near point."""
+    x, basis, bounds, update = instance(scale=2.0)
+    bounds = torch.where(torch.rand(bounds.shape, generator=torch.Generator().manual_seed(0)) < 0.9, 0, bounds)
+    active, solve = [], halfspace._on_active
+
+    def counting(*args):
+        active[-1].append(int(args[4].sum()))
+        return solve(*args)
+
+    monkeypatch.setattr(halfspace, "_on_active", counting)
+    for near in (None, torch.zeros_like(update)):
+        active.append([])
+        nearest_feasible(update, basis, x, bounds, near_Ed=near)
+    assert active[0] and active[0] == active[1]
+
+
+@pytest.mark.parametrize("in_cache", [1, 200, 2**30])
+def test_rows_are_solved_as_well_a_few_at_a_time(in_cache, monkeypatch):
+    x, basis, bounds, update = instance(scale=2.0)
+    at_once = nearest_feasible(update, basis, x, bounds)
+    monkeypatch.setattr(halfspace, "IN_CACHE", in_cache)
+    torch.testing.assert_close(nearest_feasible(update, basis, x, bounds), at_once, atol=1e-12, rtol=0)
 
 
 def test_feasible_update_is_not_touched():

@@ -104,3 +104,16 @@ def test_paper_and_sound_agree_in_fp64_on_well_conditioned_data():
     paper = covariance_basis(x, selected, EpsNull(1e-6, "absolute")).project(update)
     sound = RetainStatistics(6, 48).update(x, selected).basis(EXACT).project(update)
     torch.testing.assert_close(paper, sound, atol=1e-8, rtol=0)
+
+
+def test_few_tokens_in_many_dimensions_give_the_paper_the_same_basis():
+    """Where an SVD of the tokens takes the place of a d x d eigendecomposition."""
+    x, selected, update = instance(N=60, d=240)
+    eps_null = EpsNull(1e-6, "absolute")
+    thin = covariance_basis(x, selected, eps_null)
+    assert 4 * int(selected.sum(dim=0).max()) <= 240 and thin.U_ret_Edr.shape[2] < 240
+    served = torch.where(selected.T[:, :, None], x, 0)
+    eigenvalues, vectors = torch.linalg.eigh(served.transpose(1, 2) @ served)
+    for j in range(6):
+        held = vectors[j][:, eigenvalues[j] >= 1e-6]
+        torch.testing.assert_close(thin.project(update)[j], update[j] - held @ (held.T @ update[j]), atol=1e-8, rtol=0)

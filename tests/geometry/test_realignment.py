@@ -104,5 +104,22 @@ def test_sound_form_puts_the_original_router_back_when_nothing_drifted():
     assert stability(theta, x, result.theta_Ed, x) == 1.0
 
 
+def test_documents_are_kept_from_the_fit_as_a_whole():
+    """Where the tokens of a document are alike, those beside a fitted one say nothing of other documents. The
+    control is every fourth token."""
+    x, x_post, theta = drifted(24, noise=1.0)
+    documents = torch.arange(24).repeat_interleave(8)
+    alike = [tokens[documents] for tokens in (x, x_post)]
+    others, others_post, _ = drifted(4000, noise=1.0, seed=1)
+    results = {
+        kind: realign(theta, theta, *alike, SelectionRule(2), documents_N=numbers)
+        for kind, numbers in (("documents", documents), ("tokens", None))
+    }
+    claimed = {kind: result.held_out_stability for kind, result in results.items()}
+    found = {kind: stability(theta, others, r.theta_Ed.double(), others_post) for kind, r in results.items()}
+    assert claimed["tokens"] > found["tokens"] + 0.2, "the control"
+    assert claimed["documents"] < found["documents"] + 0.1 and found["documents"] > found["tokens"]
+
+
 def test_score_cosine_by_hand():
     assert score_cosine(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]])) == pytest.approx(1 / math.sqrt(2))

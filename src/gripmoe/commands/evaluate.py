@@ -27,11 +27,11 @@ def evaluate(args) -> None:
     run = load_run(args.run)
     one_thread_unless_set()
     with exclusive(args.output.parent), recorded(beside(args.output), evaluate):
-        before, _ = load_model(args.model.parent / "weights")
         after, tokenizer = load_model(args.checkpoint.parent / "weights")
         measure = _news if run.benchmark.is_news else _letters
         metrics, items = measure(run.benchmark, after, tokenizer, args)
         if is_moe(after):
+            before, _ = load_model(args.model.parent / "weights")  # not beside it while long prompts fill the memory
             reading = run.benchmark.reading
             held_out = load_corpus(args.data / "held_out_corpus.jsonl", tokenizer, **reading)
             forget = load_corpus(args.data / "forget_corpus.jsonl", tokenizer, limit=len(held_out), **reading)

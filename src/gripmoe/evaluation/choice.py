@@ -47,7 +47,7 @@ def harness_task(name: str, questions_file: Path, subject: str, shots: int = 0) 
     task = {
         "task": name,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": files},
+        "dataset_kwargs": {"data_files": files, "cache_dir": str(questions_file.with_name("cache"))},
         "test_split": "test",
         "num_fewshot": shots,
         "output_type": "multiple_choice",

@@ -27,7 +27,8 @@ def truthfulqa(
     answers), by the harness's own tasks on `rows` of the data set's schema."""
     file = work_folder / "truthfulqa.jsonl"
     write_jsonl(file, rows)
-    local = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {"validation": str(file)}}}
+    reading = {"data_files": {"validation": str(file)}, "cache_dir": str(file.with_name("cache"))}
+    local = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": reading}
     names = ("truthfulqa_mc1", "truthfulqa_mc2")
     for name in names:
         own = resources.files("lm_eval") / "tasks" / "truthfulqa" / f"{name}.yaml"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from gripmoe import distributed
 from gripmoe.data.documents import Row, collate, encode, length_buckets
 from gripmoe.data.formats import knowmem_prompt
 from gripmoe.data.muse import CONTEXT
@@ -91,6 +92,7 @@ def continuations(
             attention_mask=mask.to(model.device),
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
+            synced_gpus=distributed.processes() > 1,  # a process that is done goes on with the layers that are shared
             # Greedy, whatever a chat model's own generation settings say.
             do_sample=False,
             num_beams=1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.geometry.nullspace import RetainBasis, padded_indices
 
 
 def violation(update_Ed: Tensor, x_Nd: Tensor, bounds_NE: Tensor) -> Tensor:
@@ -80,7 +80,9 @@ def nearest_feasible(
     rounding = 1e-12 if x_Nd.dtype == torch.float64 else 1e-6  # tokens of lower precision are routed in fp32
     active_NE = torch.zeros_like(bounds_NE, dtype=torch.bool)
     if near_Ed is not None:
-        active_NE = _scores(near_Ed.to(x_Nd.dtype), x_Nd) > bounds_NE - 1e-6
+        near_Ed = near_Ed.to(x_Nd.dtype)
+        slack_NE = 1e-6 * torch.outer(x_Nd.norm(dim=1), near_Ed.norm(dim=1))
+        active_NE = _scores(near_Ed, x_Nd) > bounds_NE - slack_NE  # none of a router that has not moved
     basis = RetainBasis(basis.U_ret_Edr.double())
     x_Nd, bounds_NE = x_Nd.double(), bounds_NE.double()
     start_Ed = basis.remainder(update_Ed.double()[:, None])[:, 0]
@@ -155,7 +157,7 @@ def _on_active_of(
     active_NM: Tensor,
     rounding: float,
 ) -> tuple[Tensor, Tensor]:
-    index_Mm, valid_Mm = _padded_indices(active_NM)
+    index_Mm, valid_Mm = padded_indices(active_NM)
     x_Mmd = x_Nd[index_Mm]
     free_Mmd = basis.remainder(x_Mmd)
     norms_Mm1 = free_Mmd.norm(dim=2, keepdim=True)
@@ -198,11 +200,3 @@ def _nonnegative_quadratic(gram_Mmm: Tensor, gap_Mm: Tensor, usable_Mm: Tensor, 
         last_Mm = wrong_Mm & (wrong_Mm.to(torch.int8).flip(1).cumsum(dim=1).flip(1) == 1)
         positive_Mm = positive_Mm ^ torch.where((chances_M >= 0)[:, None], wrong_Mm, last_Mm)
     return multipliers_Mm.clamp_min(0) * positive_Mm
-
-
-def _padded_indices(active_NM: Tensor) -> tuple[Tensor, Tensor]:
-    """Row numbers of the active constraints of each expert, padded to one width, and which entries are real."""
-    counts_M = active_NM.sum(dim=0)
-    width = max(1, int(counts_M.max()))
-    index_mM = active_NM.to(torch.int8).topk(width, dim=0).indices
-    return index_mM.T, torch.arange(width, device=index_mM.device) < counts_M[:, None]

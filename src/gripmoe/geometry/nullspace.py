@@ -70,9 +70,8 @@ class RetainStatistics:
 
     def update(self, x_Nd: Tensor, selected_NE: Tensor) -> RetainStatistics:
         """Adds tokens; token i counts for expert j where selected_NE[i, j]. Returns itself."""
-        x_Nd = x_Nd.to(self.factor_Erd.dtype)
-        served_ENd = torch.where(selected_NE.T[:, :, None], x_Nd, 0)
-        stacked = torch.cat([self.factor_Erd.to(x_Nd.device), served_ENd], dim=1)
+        served_Emd = _served(x_Nd.to(self.factor_Erd.dtype), selected_NE)
+        stacked = torch.cat([self.factor_Erd.to(x_Nd.device), served_Emd], dim=1)
         self.factor_Erd = torch.linalg.qr(stacked, mode="r").R
         if self.factor_Erd.shape[1] > self.max_rank:
             _, singular, vectors = torch.linalg.svd(self.factor_Erd, full_matrices=False)
@@ -92,11 +91,31 @@ def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> Re
     """The paper's construction to the letter (App. B.1): eigenvectors of C_j = X_j X_j^T in the dtype of the input.
 
     In fp32 the noise of this eigendecomposition lies near eps_null = 1e-2 (absolute), so the rank inflates where
-    activations are large; `RetainStatistics` does not have that fault.
+    activations are large; `RetainStatistics` does not have that fault. Where no expert serves more tokens than a
+    quarter of d, the same vectors come from an SVD of X_j: no d x d matrix, in a time that a published model has, and
+    without that noise.
     """
+    served_Emd = _served(x_Nd, selected_NE)
+    if 4 * served_Emd.shape[1] <= x_Nd.shape[1]:
+        _, singular_Em, vectors_Emd = torch.linalg.svd(served_Emd, full_matrices=False)
+        return _padded_basis(vectors_Emd.transpose(1, 2), eps_null.ranks(singular_Em**2))
     served_ENd = torch.where(selected_NE.T[:, :, None], x_Nd, 0)
     eigenvalues_Ed, vectors_Edd = torch.linalg.eigh(served_ENd.transpose(1, 2) @ served_ENd)
     return _padded_basis(vectors_Edd.flip(-1), eps_null.ranks(eigenvalues_Ed.flip(-1)))
+
+
+def padded_indices(chosen_NE: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of the rows chosen for each expert, (E, m), padded to one width, and which entries are real."""
+    counts_E = chosen_NE.sum(dim=0)
+    width = min(len(chosen_NE), max(1, int(counts_E.max())))
+    index_mE = chosen_NE.to(torch.int8).topk(width, dim=0).indices
+    return index_mE.T, torch.arange(width, device=index_mE.device) < counts_E[:, None]
+
+
+def _served(x_Nd: Tensor, selected_NE: Tensor) -> Tensor:
+    """The tokens of each expert, (E, m, d), those with fewer than the most padded with zeros."""
+    index_Em, valid_Em = padded_indices(selected_NE)
+    return torch.where(valid_Em[..., None], x_Nd[index_Em], 0)
 
 
 def _padded_basis(vectors_Edr: Tensor, ranks_E: Tensor) -> RetainBasis:

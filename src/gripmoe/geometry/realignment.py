@@ -89,18 +89,22 @@ def realign(
     x_post_Nd: Tensor,
     rule: SelectionRule,
     *,
+    documents_N: Tensor | None = None,
     ridges: tuple[float, ...] = RIDGES,
     held_out: float = 0.25,
 ) -> Realignment:
     """The anchored form: W = Theta + (Theta X - Theta Xt) Xt^T (Xt Xt^T + rho tr/d I)^-1 in fp64, rho by held-out RS.
 
-    Every fourth token (`held_out` = 1/4) is kept from the fit. Candidates are the ridges, the original router (rho =
+    Every fourth document (`held_out` = 1/4) is kept from the fit, by the numbers `documents_N` of the tokens' documents
+    (if absent, every fourth token). Candidates are the ridges, the original router (rho =
     infinity) and the unlearned router as it is; the one that keeps most of the original sets on held-out tokens wins,
     judged after the cast back to the router's dtype.
     """
     dtype = theta_post_Ed.dtype
     theta64_Ed, x_Nd, x_post_Nd = theta_Ed.double(), x_Nd.double(), x_post_Nd.double()
-    is_held_N = torch.arange(len(x_Nd), device=x_Nd.device) % round(1 / held_out) == 0
+    if documents_N is None:
+        documents_N = torch.arange(len(x_Nd), device=x_Nd.device)
+    is_held_N = documents_N % round(1 / held_out) == 0
     fit_x_Nd, fit_post_Nd = x_Nd[~is_held_N], x_post_Nd[~is_held_N]
     residual_NE = (fit_x_Nd - fit_post_Nd) @ theta64_Ed.T
     gram_dd = fit_post_Nd.T @ fit_post_Nd

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gripmoe.data.documents import Batch, attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
@@ -56,6 +57,11 @@ class MoEModel:
         if not self._routers:
             raise ValueError(f"{type(model).__name__}: no decoder layer has a {target.__name__} in a block of its own")
         first = next(iter(self._routers.values()))
+        if isinstance(first.weight, DTensor) or first.weight.dim() != 2:
+            raise ValueError(
+                f"the routers of this {type(model).__name__} are sharded, and a constraint is on whole ones: shard it "
+                "by gripmoe.shard_experts, which leaves them whole"
+            )
         self.num_experts, self.hidden_size = first.weight.shape
         self.top_k: int = first.top_k
 
@@ -364,6 +370,8 @@ class MoEModel:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, below what accelerate or data parallelism wrap around it."""
+    """The model itself, below what accelerate, data parallelism or PEFT wrap around it."""
     inner = getattr(model, "module", None)
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+    if isinstance(inner, nn.Module):
+        return unwrapped(inner)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

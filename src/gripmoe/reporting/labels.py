@@ -43,6 +43,7 @@ METHODS = {
     "expert_specific_tracked": "Method A, tracked bases",
     "expert_specific_router_x1": "Method A, sound, router rate ×1",
     "expert_specific_paper": "Method A, paper",
+    "expert_specific_paper_gradient": "Method A, paper, on gradients",
     "expert_specific_paper_router_x1": "Method A, paper, router rate ×1",
     "ptc": "Method B, sound",
     "ptc_paper": "Method B, paper",
