@@ -85,20 +85,24 @@ def nearest_feasible(
         active_NE = _scores(near_Ed, x_Nd) > bounds_NE - slack_NE  # none of a router that has not moved
     basis = RetainBasis(basis.U_ret_Edr.double())
     x_Nd, bounds_NE = x_Nd.double(), bounds_NE.double()
-    start_Ed = basis.remainder(update_Ed.double()[:, None])[:, 0]
-    u_Ed = basis.remainder(start_Ed[:, None])[:, 0] if not active_NE.any() else start_Ed.clone()
-    norms_NE = torch.outer(x_Nd.norm(dim=1), start_Ed.norm(dim=1))
-    limits_NE = bounds_NE + (rounding * norms_NE).clamp_min(tolerance)
+    start_Ed = update_Ed.to(torch.float64, copy=True)  # projected here, or with the active constraints
+    u_Ed = start_Ed.clone()
+    if not active_NE.any():
+        start_Ed = basis.remainder(start_Ed[:, None])[:, 0]
+        u_Ed = basis.remainder(start_Ed[:, None])[:, 0]
+    x_norms_N = x_Nd.norm(dim=1)
     solved_E = active_NE.any(dim=0)
     rows_M: slice | Tensor = slice(None)  # of which the scores are not yet known
     reached_NE = torch.empty_like(bounds_NE)
     for _ in range(max_rounds + 1):
         if active_NE.any():
             own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows_M])
-            u_Ed[rows_M], active_NE[:, rows_M] = _on_active(
+            u_Ed[rows_M], start_Ed[rows_M], active_NE[:, rows_M] = _on_active(
                 start_Ed[rows_M], own, x_Nd, bounds_NE[:, rows_M], active_NE[:, rows_M], rounding
             )
         reached_NE[:, rows_M] = _scores(u_Ed[rows_M], x_Nd)
+        norms_NE = torch.outer(x_norms_N, start_Ed.norm(dim=1))
+        limits_NE = bounds_NE + (rounding * norms_NE).clamp_min(tolerance)
         excess_NE = (reached_NE - limits_NE).masked_fill(active_NE, -torch.inf)
         pending_E = excess_NE.amax(dim=0) > 0
         if not pending_E.any():
@@ -136,9 +140,9 @@ def _on_active(
     bounds_NM: Tensor,
     active_NM: Tensor,
     rounding: float,
-) -> tuple[Tensor, Tensor]:
-    """The nearest points to `start_Md` that respect the active constraints, and which of these they touch; all rows at
-    once on a GPU, as many as its cache holds on a CPU."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The nearest points to `start_Md` that respect the active constraints, `start_Md` projected, and which constraints
+    the points touch, (N, M); all rows at once on a GPU, as many as its cache holds on a CPU."""
     at_once = len(start_Md)
     if x_Nd.device.type == "cpu":
         at_once = max(1, IN_CACHE // (max(1, int(active_NM.sum(dim=0).max())) * x_Nd.shape[1]))
@@ -146,7 +150,8 @@ def _on_active(
     for rows in (slice(first, first + at_once) for first in range(0, len(start_Md), at_once)):
         own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows])
         parts.append(_on_active_of(start_Md[rows], own, x_Nd, bounds_NM[:, rows], active_NM[:, rows], rounding))
-    return torch.cat([u_Md for u_Md, _ in parts]), torch.cat([touched_NM for _, touched_NM in parts], dim=1)
+    u, start, touched = zip(*parts, strict=True)
+    return torch.cat(u), torch.cat(start), torch.cat(touched, dim=1)
 
 
 def _on_active_of(
@@ -156,10 +161,13 @@ def _on_active_of(
     bounds_NM: Tensor,
     active_NM: Tensor,
     rounding: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     index_Mm, valid_Mm = padded_indices(active_NM)
     x_Mmd = x_Nd[index_Mm]
-    free_Mmd = basis.remainder(x_Mmd)
+    free_Mmd, start_Md = basis.remainder(torch.cat([x_Mmd, start_Md[:, None]], dim=1)).split_with_sizes(
+        [x_Mmd.shape[1], 1], dim=1
+    )
+    start_Md = start_Md[:, 0]
     norms_Mm1 = free_Mmd.norm(dim=2, keepdim=True)
     # A token within the span up to rounding has no direction left to move along, and cannot be violated.
     usable_Mm = valid_Mm & (norms_Mm1 > rounding * x_Mmd.norm(dim=2, keepdim=True))[..., 0]
@@ -168,8 +176,8 @@ def _on_active_of(
     start_Mm = (x_Mmd @ start_Md[..., None])[..., 0]
     gap_Mm = (start_Mm - bounds_NM.T.gather(1, index_Mm)) / norms_Mm1[..., 0]
     multipliers_Mm = _nonnegative_quadratic(free_Mmd @ free_Mmd.transpose(1, 2), gap_Mm, usable_Mm)
-    u_Md = start_Md - basis.remainder(multipliers_Mm[:, None, :] @ free_Mmd)[:, 0]
-    return u_Md, torch.zeros_like(active_NM).scatter(0, index_Mm.T, (multipliers_Mm > 0).T)
+    u_Md = basis.remainder(start_Md[:, None] - multipliers_Mm[:, None, :] @ free_Mmd)[:, 0]
+    return u_Md, start_Md, torch.zeros_like(active_NM).scatter(0, index_Mm.T, (multipliers_Mm > 0).T)
 
 
 def _nonnegative_quadratic(gram_Mmm: Tensor, gap_Mm: Tensor, usable_Mm: Tensor, max_exchanges: int = 200) -> Tensor:
