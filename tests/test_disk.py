@@ -2,7 +2,7 @@
 
 import pytest
 
-from gripmoe.disk import disk_needed
+from gripmoe.disk import checkpoints_written, disk_needed
 from gripmoe.files import write_json
 from test_planning import changed
 
@@ -40,6 +40,19 @@ def test_states_of_the_jobs_that_run_at_once():
     news.models["olmoe_news"] = news.models["olmoe_news"].model_copy(update={"optimizer": "adamw"})
     finetuned = disk_needed(news, at_once=9)["training"]
     assert finetuned == pytest.approx(2 * 6.9 * (6 + 4)), "it, and its oracle with states in 8 bits"
+
+
+def test_every_checkpoint_is_counted():
+    """Nine in 10,000 steps, the last of which makes none; of one expert, and of RMU's layers, smaller ones. What
+    corrects a finished run makes none."""
+    gd, seuf = 2 * (2 * 1.5 + 29) + 29 * 2, 61 + 29 / 48 * 2
+    both = only(["original", "unconstrained", "seuf", "ptc"])
+    assert checkpoints_written(both) == pytest.approx(9 * (gd + seuf) / 1e3)
+    rmu = checkpoints_written(only(["unconstrained"], objectives=["rmu"], seeds=[0, 1]))
+    assert rmu == pytest.approx(2 * 9 * (gd - 29 * 2 * 40 / 48) / 1e3)
+    often = changed("paper").world.training.model_copy(update={"checkpoint_every": 50})
+    assert checkpoints_written(only(["unconstrained"], training=often)) == pytest.approx(199 * gd / 1e3)
+    assert checkpoints_written(changed("tiny")) == 0
 
 
 def test_traces_and_bases_as_recorded_or_at_most(tmp_path):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from conftest import small_model
 from gripmoe.adapter import METHODS
@@ -23,6 +24,7 @@ from gripmoe.memory import (
     BYTES_GRADIENT,
     BYTES_STATES,
     BYTES_WEIGHT,
+    CONVERTED,
     Step,
     Tokens,
     basis_bytes,
@@ -79,26 +81,37 @@ def test_memory_by_hand_and_rmu_needs_less():
     assert shared.held == pytest.approx(routers) and routers < 0.11
     assert needs[LARGE, "rmu"].total == pytest.approx(32 + 29 * 8 / 48 * 2 + routers)
     assert needs[LARGE, "evaluate"].total == pytest.approx(2 * 32.0), "it and the original"
+    logits = 8 * 3000 * 151_936 * 2 * 2 / 1e9  # of eight prompts below five questions, and their log-softmax
+    assert needs[LARGE, "forcing"].total == pytest.approx(2 * 32.0 + logits) and 14 < logits < 15
     assert needs[LARGE, "relearning"].total == pytest.approx(3 * 32.0)
     alone = needs_of(changed("paper", gpus={}))
     assert alone[LARGE, "evaluate"].total == pytest.approx(122.0)
     assert alone[LARGE, "relearning"].total == pytest.approx(183.0)
+    eight = needs_of(changed("paper", gpus={LARGE: 8}))[LARGE, "evaluate"]
+    assert eight.total == pytest.approx((1.5 + 29 / 8) * 2 + logits), "more than the original would take beside it"
     assert needs_of(Project(CONFIG, "single_gpu"))["olmoe", "relearning"].total == pytest.approx(6.9 * 6)
 
 
 def test_three_trained_layers_let_rmu_fit_one_gpu():
-    """As RMU's authors have it: Qwen3-30B-A3B on one GPU of 80 GB, not only on one of 141."""
+    """As RMU's authors have it: Qwen3-30B-A3B on one GPU of 80 GB, not only on one of 141. To be written from there
+    too, other layers have to lie in host memory."""
     three = Project(CONFIG, "paper").world.training.model_copy(update={"trained_layers": 3, "optimizer": "adamw"})
     needs = needs_of(changed("paper", training=three, gpus={}))
-    by_hand = 61 + 58 * 3 / 48 * 3
-    assert needs[LARGE, "rmu"].total == needs[LARGE, "gd"].total == pytest.approx(by_hand, abs=0.11) and by_hand < 79
+    by_hand, copies = 61 + 58 * 3 / 48 * 3, 58 * 2 / 3
+    for objective in ("rmu", "gd"):
+        need = needs[LARGE, objective]
+        assert need.total - need.saving == pytest.approx(by_hand, abs=0.11) and by_hand < 79
+        assert need.total == pytest.approx(61 + 58 * 3 / 48 + copies, abs=0.11) and need.total > 100
+    idle = three.model_copy(update={"idle_layers": "host"})
+    assert needs_of(changed("paper", training=idle, gpus={}))[LARGE, "rmu"].total < 30
 
 
 def test_small_gpus_hold_the_large_model_if_there_are_enough():
     """Of 48 GB eight do for everything without a constraint, and two for nothing but RMU; Method A's bases
-    must lie elsewhere then."""
+    must lie elsewhere then. Most is needed to ask both models."""
     eight, two = (needs_of(changed("paper", gpus={LARGE: count})).values() for count in (8, 2))
-    assert max(need.total for need in eight if need.gpus == 8) == pytest.approx((1.5 + 29 / 8) * 6)
+    most = max((need for need in eight if need.gpus == 8), key=lambda need: need.total)
+    assert most.step.what == "forcing" and most.total == pytest.approx((1.5 + 29 / 8) * 4 + 14.6, abs=0.1)
     assert {need.step.objective for need in two if need.gpus == 2 and need.total < 48} == {"rmu", ""}
     bases = [unlearned(changed("paper", gpus={LARGE: 8}, basis_memory=gb), "expert_specific").total for gb in (16, 4)]
     assert bases[1] < 48 < bases[0]
@@ -110,6 +123,34 @@ def test_states_in_fp32_take_more_gpus():
     assert two[LARGE, "rmu"].total == pytest.approx(32 + 29 * 8 / 48 * 7, abs=0.11)
     assert two[LARGE, "gd"].total == pytest.approx(32 + 29 * 7, abs=0.11)
     assert eight[LARGE, "gd"].total == pytest.approx(2 * (1.5 + 29 / 8) + 29 / 4 * 7, abs=0.11)
+
+
+def test_what_writes_a_model_holds_converted_copies():
+    """Two thirds of the experts: fetched in host memory, corrected on the GPUs, finetuned together on the host."""
+    paper = Project(CONFIG, "paper")
+    assert needed(paper, Step(LARGE, "prepare_model")).host == pytest.approx(61 + 58 * 2 / 3)
+    corrected = needed(paper, Step(LARGE, "realign", "wmdp_cyber", "gd", "ptc"))
+    assert corrected.total == pytest.approx(32 + 29 * 2 / 3)
+    rmu = unlearned(paper, "unconstrained", "rmu")
+    assert rmu.saving == 0, "processes gather on the host"
+    alone = changed("paper", gpus={})
+    assert unlearned(alone, "unconstrained", "rmu").saving == pytest.approx(58 * (2 / 3 - 8 / 48))
+    assert unlearned(alone, "unconstrained", "gd").saving == 0, "states took more"
+    news = Step(f"{LARGE}_news", "finetune_model")
+    four = changed("paper_muse", gpus={news.model: 4}, nodes={news.model: 4})
+    assert needed(four, news).host == pytest.approx(61 + 58 * 2 / 3), "one process on each node; the first gathers"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_writing_copies_two_thirds_of_the_experts(family):
+    """By transformers, of what shares no memory with the weights."""
+    model = small_model(family)
+    state = model.state_dict()
+    own = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+    experts = sum(tensor.nbytes for name, tensor in state.items() if ".experts." in name)
+    written = revert_weight_conversion(model, state).values()
+    copies = sum(tensor.nbytes for tensor in written if tensor.untyped_storage().data_ptr() not in own)
+    assert copies == pytest.approx(CONVERTED * experts) and copies > 0
 
 
 def test_layers_are_not_cut():
@@ -137,7 +178,7 @@ def tiny():
     blocks = sum(p.numel() for layer in moe.layers for p in moe.block(layer).parameters())
     total = sum(p.numel() for p in moe.model.parameters())
     sizes = Sizes(total=total, blocks=blocks, active=1.0, layers=len(moe.layers))
-    widths = Widths(hidden=moe.hidden_size, experts=moe.num_experts, chosen=moe.top_k)
+    widths = Widths(hidden=moe.hidden_size, vocabulary=64, experts=moe.num_experts, chosen=moe.top_k)
     documents = {}
     for seed, side in enumerate(("retain", "forget")):
         ids = torch.randint(3, 64, (12, 20), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -264,7 +305,9 @@ def test_a_method_of_one_expert_by_hand():
     """Of Qwen3-30B-A3B 0.6 of 29 billion parameters train: gradients, states in 8 bits, a copy."""
     need = unlearned(Project(CONFIG, "paper"), "seuf")
     assert (need.gradients, need.states) == pytest.approx((29 / 48 * 2, 29 / 48 * 2))
-    assert need.held == pytest.approx(29 / 48 * 2, abs=0.11) and need.total == pytest.approx(32 + 29 / 48 * 6, abs=0.11)
+    assert need.held == pytest.approx(29 / 48 * 2, abs=0.11)
+    assert need.saving == pytest.approx(2 / 3 * 29 - 29 / 48 * 4), "of weights on a GPU, when states and copy are gone"
+    assert need.total == pytest.approx(32 + 29 / 48 * 2 + 2 / 3 * 29, abs=0.11)
 
 
 def test_idle_layers_lie_in_host_memory():
@@ -274,7 +317,9 @@ def test_idle_layers_lie_in_host_memory():
     idle, resident = (changed("paper", training=t, gpus={}) for t in (host, training))
     need = unlearned(idle, "unconstrained", "rmu")
     assert need.weights == pytest.approx(3 + 58 * 9 / 48) and need.total < 26
-    assert need.host - unlearned(resident, "unconstrained", "rmu").host == pytest.approx(58 * 40 / 48)
+    written = 58 * 40 / 48 * (1 + 2 / 3)  # where they are cut too
+    assert need.host - unlearned(resident, "unconstrained", "rmu").host == pytest.approx(written)
+    assert need.saving == pytest.approx(58 * 8 / 48 * 2 / 3 - 58 * 3 / 48)
     assert unlearned(idle, "anchored", "rmu").weights == pytest.approx(61), "which looks at training passes"
     assert unlearned(idle, "unconstrained", "gd").weights == pytest.approx(61), "which runs every layer"
 
@@ -321,17 +366,18 @@ def test_what_is_recorded_comes_before_what_may_be(tmp_path):
 
 
 def test_references_are_those_of_documents_that_are_there(tmp_path):
-    """0.2 MB a token, in each of two processes, for at most 20,000 documents of 512 tokens; of shorter ones less."""
+    """0.2 MB a token, in each of two processes, for at most 20,000 documents of 512 tokens; of shorter ones less. The
+    first gathers and cuts the weights beside them."""
     paper = changed("paper", reference_memory=UNBOUNDED)
     trace = 64 * (2048 * 4 + 128 * 4 + 8 * 8)  # of one layer, per token of 64 documents
     bound = unlearned(paper, "anchored", results=tmp_path).host
-    assert bound == pytest.approx(2 * 512 * (20_000 * 49 * 2048 * 2 + trace) / 1e9 + 61)
+    assert bound == pytest.approx(2 * 512 * (20_000 * 49 * 2048 * 2 + trace) / 1e9 + 61 + 58 * 2 / 3)
     for side in ("retain", "forget"):
         file = tmp_path / "data" / "wmdp_cyber" / f"{side}_corpus.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(("x" * 299 + "\n") * 5000)
     known = unlearned(paper, "anchored", results=tmp_path).host
-    assert known == pytest.approx(2 * 100 * (5000 * 49 * 2048 * 2 + trace) / 1e9 + 61)
+    assert known == pytest.approx(2 * 100 * (5000 * 49 * 2048 * 2 + trace) / 1e9 + 61 + 58 * 2 / 3)
     on_disk = unlearned(Project(CONFIG, "paper"), "anchored", results=tmp_path).host
     assert on_disk == pytest.approx(2 * 61), "each of two processes reads the model; later it holds a trace's layer"
 
@@ -393,6 +439,9 @@ def test_where_nothing_helps_every_change_is_named():
             need = needed(world, step)
             for found in what_would_fit(world, step, share * need.total, share * need.host).values():
                 keys |= {way.split(":")[0] for way in found}
+    asked = Step(LARGE, "forcing", "wmdp_cyber")
+    assert what_would_fit(one, asked, 130, UNBOUNDED)["GPU"] == ["gpus: 2", "evaluation_batch_size: 4"]
+    keys.add("evaluation_batch_size")
     assert keys == set(re.findall(r"\w+_\w+|gpus|nodes|optimizer", NO_WAY))
 
 
@@ -405,7 +454,8 @@ def test_where_no_single_change_does_gpus_and_a_rank_together_may():
         narrow = changed("paper", gpus={LARGE: gpus}, **unbounded)
         narrow.methods["expert_specific"] = narrow.methods["expert_specific"].model_copy(update={"max_rank": width})
         assert (unlearned(narrow, "expert_specific").total <= 80) == fits
-    assert what_would_fit(Project(CONFIG, "paper"), Step(LARGE, "evaluate"), 2.9, UNBOUNDED) == {"GPU": []}
+    asked = Step(LARGE, "evaluate", "wmdp_cyber")
+    assert what_would_fit(Project(CONFIG, "paper"), asked, 2.9, UNBOUNDED) == {"GPU": []}
 
 
 def test_too_many_references_want_fewer_steps():
@@ -424,13 +474,12 @@ def test_nodes_share_what_the_host_holds_and_split_what_one_process_does():
     """Two GPUs on two nodes: a process on each; what a single process does has one GPU."""
     paper, far = (changed("paper", nodes={LARGE: count}, reference_memory=UNBOUNDED) for count in (1, 2))
     near, apart = (unlearned(project, "anchored") for project in (paper, far))
-    assert near.total == apart.total and near.host - 61 == pytest.approx(2 * (apart.host - 61))
+    whole = 61 + 58 * 2 / 3  # gathered and cut
+    assert near.total == apart.total and near.host - whole == pytest.approx(2 * (apart.host - whole))
     assert "nodes: 2" in what_would_fit(paper, near.step, 141, 2200)["host"]
-    assert (unlearned(far, "seuf").gpus, needed(far, Step(LARGE, "evaluate"))) == (
-        1,
-        needed(changed("paper", gpus={}), Step(LARGE, "evaluate")),
-    )
-    assert needed(far, Step(LARGE, "evaluate")).total == pytest.approx(122.0)
+    asked = Step(LARGE, "evaluate", "wmdp_cyber")
+    assert (unlearned(far, "seuf").gpus, needed(far, asked)) == (1, needed(changed("paper", gpus={}), asked))
+    assert needed(far, asked).total == pytest.approx(122.0)
 
 
 def plan(folder, *arguments, world="paper"):

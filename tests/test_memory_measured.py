@@ -55,7 +55,7 @@ def said(moe, objective, training):
     sizes = Sizes(total=sum(p.numel() for p in moe.model.parameters()), blocks=blocks, active=1.0, layers=LAYERS)
     project = changed("paper", training=training, gpus={}, models=[LARGE])
     project.models[LARGE] = PublishedModel(source="published", id="tiny", parameters=sizes)
-    project.widths[LARGE] = Widths(hidden=moe.hidden_size, experts=moe.num_experts, chosen=moe.top_k)
+    project.widths[LARGE] = Widths(hidden=moe.hidden_size, vocabulary=64, experts=moe.num_experts, chosen=moe.top_k)
     project.world.objective_training[objective]["objective"] = SETTINGS[objective]
     need = needed(project, Step(LARGE, "unlearn", "wmdp_cyber", objective, "unconstrained"))
     return need.weights * 1e9, need.gradients * 1e9, need.states * 1e9

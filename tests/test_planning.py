@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gripmoe.files import write_json
-from gripmoe.planning import check_budget, jobs_left
+from gripmoe.planning import check_budget, jobs_left, that_count
 from gripmoe.project import NO_OBJECTIVE, Project
 
 CONFIG = Path(__file__).parents[1] / "workflow" / "config"
@@ -20,7 +20,8 @@ def test_what_is_there_is_not_planned(tmp_path):
     write_json(tmp_path.joinpath(*map(str, cell), "checkpoint.json"), {})
     left = jobs_left(project, tmp_path)
     assert [job.rule for job in set(everything) - set(left)] == ["unlearn"]
-    assert {job.rule for job in everything} == {"prepare_model", "unlearn", "realign", "evaluate", "attack"}
+    recorded = {"trace_routing", "fit_basis"}
+    assert {job.rule for job in everything} == {"prepare_model", "unlearn", "realign", "evaluate", "attack", *recorded}
     assert sum(job.rule == "attack" for job in everything) == len(project.cells())
 
 
@@ -39,9 +40,12 @@ def test_each_job_knows_its_memory(tmp_path):
     jobs = {(job.rule, job.cell): (job.gpus, job.memory) for job in jobs_left(Project(CONFIG, "paper"), tmp_path)}
     cell = "qwen3_30b_a3b.wmdp_cyber.gd"
     assert jobs["unlearn", f"{cell}.anchored.0"] == (2, pytest.approx(90.0, abs=0.2))
-    assert jobs["unlearn", f"{cell}.seuf.0"] == (2, pytest.approx(32 + 29 / 48 * 6, abs=0.2)), "in one process"
-    assert jobs["prepare_model", "qwen3_30b_a3b"] == (0, pytest.approx(61.0)), "in the machine"
-    assert jobs["realign", f"{cell}.ptc.0"] == (2, pytest.approx(32.0))
+    alone = 32 + 29 / 48 * 2 + 29 * 2 / 3  # with a gradient, to be written
+    assert jobs["unlearn", f"{cell}.seuf.0"] == (2, pytest.approx(alone, abs=0.2)), "in one process"
+    assert jobs["prepare_model", "qwen3_30b_a3b"] == (0, pytest.approx(61 + 58 * 2 / 3)), "in the machine"
+    assert jobs["realign", f"{cell}.ptc.0"] == (2, pytest.approx(32 + 29 * 2 / 3))
+    gpus, memory = jobs["fit_basis", "qwen3_30b_a3b.wmdp_cyber.expert_specific"]
+    assert gpus == 0 and memory > 103, "all bases, in the machine"
     assert jobs["evaluate", f"{cell}.ptc.0"] == (2, pytest.approx(64.0)), "half the layers of both models"
     assert jobs["attack", f"{cell}.ptc.0"] == (2, pytest.approx(96.0)), "relearning"
     single = jobs_left(Project(CONFIG, "single_gpu"), tmp_path)
@@ -61,15 +65,15 @@ def changed(world, **changes):
 
 
 def test_gpus_that_share_layers_work_one_after_the_other(tmp_path):
-    """Hours are those of all GPUs: an evaluation on two takes twice as many, training together does not."""
+    """Hours are those of all GPUs: an evaluation on two takes twice as many, and so does training in one process."""
 
     def hours(project):
         return {(job.rule, job.cell): job.hours for job in jobs_left(project, tmp_path)}
 
     cell = "qwen3_30b_a3b.wmdp_cyber.gd"
     one, two = hours(changed("paper", gpus={})), hours(Project(CONFIG, "paper"))
-    for rule, method, factor in (("evaluate", "anchored", 2), ("unlearn", "seuf", 2), ("unlearn", "anchored", 1)):
-        assert two[rule, f"{cell}.{method}.0"] == factor * one[rule, f"{cell}.{method}.0"]
+    for rule, method in (("evaluate", "anchored"), ("unlearn", "seuf")):
+        assert two[rule, f"{cell}.{method}.0"] == 2 * one[rule, f"{cell}.{method}.0"]
     file = tmp_path / "benchmarks" / "evaluate" / f"{cell}.anchored.7.tsv"
     file.parent.mkdir(parents=True)
     file.write_text("s\th:m:s\n3600.0\t1:00:00\n")
@@ -85,6 +89,32 @@ def test_every_method_may_take_as_many_steps_as_any_other(world):
         if objective != NO_OBJECTIVE and (training := project.training(objective, method, benchmark)):
             limits.setdefault((objective, benchmark), set()).add(training.max_steps)
     assert limits and all(len(of_a_benchmark) == 1 for of_a_benchmark in limits.values())
+
+
+def test_traces_and_bases_are_planned_once(tmp_path):
+    """For all cells of a model on a benchmark, until they are there; and what the machine does without a GPU neither
+    counts as GPU-hours nor exhausts a budget of them."""
+    project = Project(CONFIG, "paper")
+    jobs = jobs_left(project, tmp_path)
+    shared = [(job.rule, job.cell) for job in jobs if job.rule in ("trace_routing", "fit_basis")]
+    traced, fitted = "{}.wmdp_cyber", "{}.wmdp_cyber.expert_specific"
+    assert sorted(shared) == sorted(
+        (rule, cell.format(model))
+        for model in project.world.models
+        for rule, cell in (("trace_routing", traced), ("fit_basis", fitted))
+    )
+    for name in ("routing.json", "bases/expert_specific.json"):
+        write_json(
+            tmp_path / "qwen15_moe" / "wmdp_cyber" / name,
+            {"retain_tokens": 1, "forget_tokens": 1, "basis_megabytes": 1.0},
+        )
+    left = {job.cell for job in jobs_left(project, tmp_path) if job.rule in ("trace_routing", "fit_basis")}
+    assert left == {traced.format("qwen3_30b_a3b"), fitted.format("qwen3_30b_a3b")}
+    counted = that_count(jobs)
+    assert {job.rule for job in jobs if job not in counted} == {"prepare_model", "fit_basis"}
+    check_budget(jobs, sum(job.hours for job in counted) + 0.01)
+    tiny = jobs_left(Project(CONFIG, "tiny"), tmp_path)
+    assert that_count(tiny) == tiny and {"trace_routing", "fit_basis"} < {job.rule for job in tiny}
 
 
 def test_a_budget_refuses_and_names_the_expensive(tmp_path):
@@ -104,7 +134,8 @@ def test_the_command_lists_the_most_expensive_cells_or_all(tmp_path):
         return [line.split(maxsplit=4) for line in listed if not line.startswith("and ")], said
 
     few, said = rows()
-    assert [len(few), few[0][2:]] == [5, ["2", "96.0", "unlearn, evaluate, attack"]] and "GPU-hours" in said
+    assert [len(few), few[0][2:]] == [5, ["2", "122.0", "unlearn, evaluate, attack"]] and "GPU-hours" in said
+    assert "checkpoints, at most: " in said and " TB written in all, at 1 GB/s " in said
     every, said = rows("--cells")
     jobs = jobs_left(Project(CONFIG, "paper"), tmp_path)
     assert {row[0] for row in every} == {job.cell for job in jobs} and len(every) == len({job.cell for job in jobs})

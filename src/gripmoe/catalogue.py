@@ -60,9 +60,11 @@ class Sizes(Strict):
 
 
 class Widths(Strict):
-    """What planning must know of a published model beside its `Sizes`: hidden size, experts per layer and per token."""
+    """What planning must know of a published model beside its `Sizes`: hidden size, tokens of the vocabulary, experts
+    per layer and per token."""
 
     hidden: PositiveInt
+    vocabulary: PositiveInt
     experts: PositiveInt
     chosen: PositiveInt
 

@@ -8,8 +8,7 @@ from gripmoe.memory import (
     BYTES_WEIGHT,
     GB,
     Step,
-    basis_bytes,
-    fitted_bytes,
+    bases_of,
     needed,
     references_of,
     sizes_of,
@@ -27,7 +26,7 @@ def disk_needed(project: Project, results: Path | None = None, at_once: int = 1)
     finished, recorded, states = 0.0, {}, []
     models = {name: sizes.total * BYTES_WEIGHT for name in project.models_needed if (sizes := sizes_of(project, name))}
     states = [
-        _state_bytes(project, Step(name, "finetune_model"))
+        state_bytes(project, Step(name, "finetune_model"))
         for name in models
         if project.models[name].source == "finetuned"
     ]
@@ -38,14 +37,13 @@ def disk_needed(project: Project, results: Path | None = None, at_once: int = 1)
         finished += models[name]
         if not row.trains:
             continue
-        states.append(_state_bytes(project, step))
+        states.append(state_bytes(project, step))
         sizes, widths = sizes_of(project, name), widths_of(project, name)
         traced = traced_tokens(project, step, results)
         of_token = 2 * widths.hidden + 4 * widths.experts + 2 * widths.chosen  # bf16, fp32, int16
         recorded["traces", name, benchmark] = 2 * sizes.layers * traced * of_token
         if row.has_bases:
-            bases = fitted_bytes(project, step, results) or basis_bytes(widths, sizes.layers, traced, row)
-            recorded["bases", name, benchmark, method] = bases
+            recorded["bases", name, benchmark, method] = bases_of(project, step, results)
         training = project.training(objective, method, benchmark)
         tokens = tokens_of(project, step, training, results)
         for kind, size in references_of(row, objective, sizes, widths, tokens).items():
@@ -61,8 +59,20 @@ def disk_needed(project: Project, results: Path | None = None, at_once: int = 1)
     return {name: size / GB for name, size in found.items() if size}
 
 
-def _state_bytes(project: Project, step: Step) -> float:
+def state_bytes(project: Project, step: Step) -> float:
     """Of the weights and optimizer states that a training job saves to go on from, all its processes together."""
     processes = project.processes(step.model, step.method or None)
     weights = processes * sizes_of(project, step.model).held_by(processes) * BYTES_WEIGHT
     return weights + processes * needed(project, step).states * GB
+
+
+def checkpoint_bytes(project: Project, step: Step) -> float:
+    """Of all checkpoints that an "unlearn" step writes, one after the other, if it takes every step."""
+    training = project.training(step.objective, step.method, step.benchmark)
+    return (training.max_steps - 1) // training.checkpoint_every * state_bytes(project, step)
+
+
+def checkpoints_written(project: Project) -> float:
+    """TB that training of all cells of published models writes beside what stays, at most."""
+    steps = (Step(cell[0], "unlearn", *cell[1:4]) for cell in project.cells() if project.methods[cell[3]].trains)
+    return sum(checkpoint_bytes(project, step) for step in steps if sizes_of(project, step.model)) / 1e12

@@ -21,6 +21,9 @@ BYTES_WEIGHT, BYTES_GRADIENT = 2, 2  # bf16
 # Two states in the dtype of the parameter, or in 8 bits, or in fp32 with what rounding has lost.
 BYTES_STATES = {"adamw": 4, "adamw_8bit": 2, "adamw_fp32": 12}
 BYTES_PER_TOKEN = 3  # of text, at least
+LONGEST = 3000  # tokens of the longest prompt of letters: below five questions of MMLU
+SCORED = 4000  # of news, in one pass, whose membership is asked
+CONVERTED = 2 / 3  # of the experts: transformers writes gate and up projections apart, and cuts all before it writes
 GB = 1e9
 
 
@@ -51,11 +54,13 @@ class Memory:
     gradients: float = 0.0
     states: float = 0.0
     held: float = 0.0  # by the method: bases, traces, copies of routers and of what must not change
+    saving: float = 0.0  # copies of the weights that are written at the end, as far as they exceed the states
+    logits: float = 0.0  # of the longest prompts that are read at once, and their log-softmax
     host: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.states + self.held
+        return self.weights + self.gradients + self.states + self.held + self.saving + self.logits
 
     def fits(self, gpu_memory: float, host_memory: float) -> bool:
         return self.total <= gpu_memory and self.host <= host_memory
@@ -80,13 +85,15 @@ class Tokens:
 
 
 def memory_needed(project: Project, results: Path | None = None) -> list[Memory]:
-    """Of every published model whose sizes are known: evaluation with the original beside it; tracing and fitting;
-    finetuning on news and relearning, which train everything; every objective under every method."""
+    """Of every published model whose sizes are known: evaluation, and forced experts with the original beside it;
+    tracing and fitting; finetuning on news and relearning, which train everything; every objective under every method.
+    """
     needs = []
     for name in project.world.models:
         if sizes_of(project, name):
             cells = [cell for cell in project.cells() if cell[0] == name and project.methods[cell[3]].trains]
-            steps = [Step(name, "evaluate")]
+            asked = [benchmark for benchmark in project.world.benchmarks if project.fits(name, benchmark)]
+            steps = [Step(name, what, benchmark) for benchmark in asked for what in ("evaluate", "forcing")]
             if project.models[name].source == "finetuned":
                 steps.append(Step(name, "finetune_model"))
             if project.world.relearning:
@@ -128,8 +135,9 @@ def _models(count: int) -> Callable[..., Memory]:
 
 
 def _prepared(project: Project, step: Step, results: Path | None) -> Memory:
-    whole = sizes_of(project, step.model).total * BYTES_WEIGHT / GB
-    return Memory(step, 0, whole, host=whole)
+    sizes = sizes_of(project, step.model)
+    whole, copies = sizes.total * BYTES_WEIGHT / GB, CONVERTED * sizes.blocks * BYTES_WEIGHT / GB
+    return Memory(step, 0, whole, saving=copies, host=whole + copies)
 
 
 def _fitted(project: Project, step: Step, results: Path | None) -> Memory:
@@ -142,13 +150,36 @@ def _fitted(project: Project, step: Step, results: Path | None) -> Memory:
 
 
 def _corrected(project: Project, step: Step, results: Path | None) -> Memory:
-    """Method B: one model, and of the trace of its original one layer."""
+    """Method B: one model, and of the trace of its original one layer; then it is written."""
     model, widths = _models(1)(project, step, results), widths_of(project, step.model)
-    return replace(model, host=model.host + trace_bytes(widths, 1, traced_tokens(project, step, results)) / GB)
+    host = model.host + trace_bytes(widths, 1, traced_tokens(project, step, results)) / GB
+    sizes = sizes_of(project, step.model)
+    here = sizes.blocks * ceil(sizes.layers / model.gpus) / sizes.layers
+    return replace(model, saving=CONVERTED * here * BYTES_WEIGHT / GB, host=host)
+
+
+def _evaluated(project: Project, step: Step, results: Path | None) -> Memory:
+    """One model that answers, and then the original beside it."""
+    compared = _models(2)(project, step, results)
+    answering = replace(compared, weights=compared.weights / 2, logits=_logits(project, step))
+    return max(compared, answering, key=lambda need: need.total)
+
+
+def _forced(project: Project, step: Step, results: Path | None) -> Memory:
+    """Experts of a model that answers, with the original beside it."""
+    return replace(_models(2)(project, step, results), logits=_logits(project, step))
+
+
+def _logits(project: Project, step: Step) -> float:
+    """GB on the GPU that has the output layer: of letters in bf16, twice; of news in bf16 and in fp32."""
+    benchmark, vocabulary = project.benchmarks[step.benchmark], widths_of(project, step.model).vocabulary
+    if benchmark.is_news:
+        return SCORED * vocabulary * (2 + 4) / GB
+    return benchmark.evaluation_batch_size * LONGEST * vocabulary * (2 + 2) / GB
 
 
 def _attacked(project: Project, step: Step, results: Path | None) -> Memory:
-    compared = _models(2)(project, step, results)
+    compared = _forced(project, step, results)
     if not project.world.relearning:
         return compared
     relearned = _trained_whole(project, step, results)
@@ -165,21 +196,22 @@ def _trained_whole(project: Project, step: Step, results: Path | None) -> Memory
         settings, gpus, readers = project.world.relearning, on_node, 1
         parameters = sizes.split_over(gpus)
     each = BYTES_WEIGHT, BYTES_GRADIENT, BYTES_STATES[settings.optimizer]
-    host = readers * sizes.total * BYTES_WEIGHT / GB
-    return Memory(step, gpus, *(parameters * part / GB for part in each), host=host)
+    host = readers * sizes.total
+    if step.what == "finetune_model" and gpus > 1:  # the first gathers what they share
+        host = max(host, sizes.total + CONVERTED * sizes.blocks)
+    return Memory(step, gpus, *(parameters * part / GB for part in each), host=host * BYTES_WEIGHT / GB)
 
 
 def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
     """Gradients and AdamW states of the MoE blocks that train; of a method that trains one expert, those of the fused
     tensors of its layer, and a copy of them. Every process reads the whole model, keeps what the method keeps, and
-    the first gathers the whole model to write it."""
+    the first gathers the whole model to write it; a single one cuts it where it lies, when the states are gone."""
     sizes, widths, method = sizes_of(project, step.model), widths_of(project, step.model), project.methods[step.method]
     nodes = project.nodes(step.model, step.method)
     gpus, readers = nodes * project.gpus_per_node(step.model), project.processes(step.model, step.method) // nodes
     training = project.training(step.objective, step.method, step.benchmark)
     tokens = tokens_of(project, step, training, results)
-    bases = basis_bytes(widths, sizes.layers, tokens.traced, method) if method.has_bases else 0
-    bases = fitted_bytes(project, step, results) or bases
+    bases = bases_of(project, step, results)
     if bases > project.world.basis_memory * GB:  # that of one layer is there beside those that stay
         bases = project.world.basis_memory * GB + bases / sizes.layers
     held = held_by_method(method, step.objective, sizes, widths, tokens, project.world.reference_memory * GB)
@@ -189,18 +221,22 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
     alone = project.processes(step.model, step.method) == 1
     run = layers_run(step.objective, training, sizes)
     idle = sizes.layers - run if alone and training.idle_layers == "host" and may_idle(method, step.objective) else 0
+    here = ceil((sizes.layers - idle) / gpus)  # layers, if one process splits them
     if idle:  # one of them comes to the first GPU at a time
-        weights = sizes.total - sizes.blocks + block * (ceil(run / gpus) + 1)
+        weights = sizes.total - sizes.blocks + block * (here + 1)
     else:
         weights = sizes.split_over(gpus) if alone else sizes.held_by(gpus)
+    states, written = trained * BYTES_STATES[training.optimizer], CONVERTED * block * BYTES_WEIGHT
     parts = (
         weights * BYTES_WEIGHT,
         trained * BYTES_GRADIENT,
-        trained * BYTES_STATES[training.optimizer],
+        states,
         trained * copies + held.gpu,
+        max(0, here * written - states - trained * copies) if alone else 0,
     )
     whole = sizes.total * BYTES_WEIGHT
-    host = max(readers * whole, readers * held.host + whole) + idle * block * BYTES_WEIGHT
+    gathered = whole + (0 if alone else sizes.layers * written)
+    host = max(readers * whole, readers * held.host + gathered) + idle * (block * BYTES_WEIGHT + written)
     return Memory(step, gpus, *(part / GB for part in parts), host=host / GB)
 
 
@@ -211,7 +247,8 @@ STEPS = {
     "fit_basis": _fitted,
     "unlearn": _unlearned,
     "realign": _corrected,
-    "evaluate": _models(2),
+    "evaluate": _evaluated,
+    "forcing": _forced,
     "attack": _attacked,
     "relearning": _trained_whole,
 }
@@ -300,11 +337,16 @@ def _traces_read(method: Method, layers: int) -> int:
     return 2 * layers if method.surface == "combined" else 1
 
 
-def fitted_bytes(project: Project, step: Step, results: Path | None) -> float | None:
-    """What the bases of a method take, if they are there."""
+def bases_of(project: Project, step: Step, results: Path | None) -> float:
+    """Bytes of the bases of a method, as recorded or at most; none of a method that has none."""
+    method = project.methods[step.method]
     digest = results and results / step.model / step.benchmark / "bases" / f"{step.method}.json"
-    has = project.methods[step.method].has_bases and digest and digest.exists()
-    return read_json(digest)["basis_megabytes"] * 1e6 if has else None
+    if not method.has_bases:
+        return 0.0
+    if digest and digest.exists():
+        return read_json(digest)["basis_megabytes"] * 1e6
+    layers, tokens = sizes_of(project, step.model).layers, traced_tokens(project, step, results)
+    return basis_bytes(widths_of(project, step.model), layers, tokens, method)
 
 
 def tokens_of(project: Project, step: Step, training: Training, results: Path | None) -> Tokens:

@@ -10,6 +10,7 @@ from pathlib import Path
 from gripmoe.memory import Step, layers_trained, may_idle, needed, sizes_of, widths_of
 from gripmoe.project import Project
 
+SIZES = ("trained_layers", "max_rank", "basis_memory", "evaluation_batch_size")  # what the GPUs hold grows with these
 MOST_GPUS = 64  # that are suggested for one model
 
 
@@ -38,7 +39,7 @@ def what_would_fit(
             ways["GPU"].append("optimizer: adamw_8bit")
         if (idle := _idle_layers(project, step)) and on_gpus(idle):
             ways["GPU"].append("idle_layers: host")
-        found = {key: largest(key, on_gpus) for key in ("trained_layers", "max_rank", "basis_memory")}
+        found = {key: largest(key, on_gpus) for key in SIZES}
         ways["GPU"] += [f"{key}: {value}" for key, value in found.items() if value]
         for text, changed in _more_gpus(project, step) if "max_rank" in settings and not ways["GPU"] else ():
             if (rank := largest("max_rank", on_gpus, changed)) >= settings["max_rank"] // 8:
@@ -104,6 +105,8 @@ def _idle_layers(project: Project, step: Step) -> Project | None:
 
 def _settings(project: Project, step: Step) -> dict[str, int]:
     """Numbers that the memory of a step grows with, as they are."""
+    if step.what in ("evaluate", "forcing"):
+        return {"evaluation_batch_size": project.benchmarks[step.benchmark].evaluation_batch_size}
     if step.what != "unlearn":
         return {}
     training, method = project.training(step.objective, step.method, step.benchmark), project.methods[step.method]
@@ -117,7 +120,12 @@ def _settings(project: Project, step: Step) -> dict[str, int]:
 
 
 def _set(project: Project, step: Step, key: str, value: object) -> Project:
-    """A project in which a step's method or training, or the world, has one other setting."""
+    """A project in which a step's method, training or benchmark, or the world, has one other setting."""
+    if key == "evaluation_batch_size":
+        changed = copy.copy(project)
+        benchmark = project.benchmarks[step.benchmark].model_copy(update={key: value})
+        changed.benchmarks = {**project.benchmarks, step.benchmark: benchmark}
+        return changed
     if key == "basis_memory":
         return _with_world(project, basis_memory=value)
     if key == "max_rank":

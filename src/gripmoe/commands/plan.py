@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from gripmoe.commands.pin import unpinned
-from gripmoe.disk import disk_needed
+from gripmoe.disk import checkpoints_written, disk_needed
 from gripmoe.files import read_json, read_yaml
 from gripmoe.fingerprint import fingerprint_now
+from gripmoe.hours import DISK
 from gripmoe.memory import Memory, Step, memory_needed
-from gripmoe.planning import Job, check_budget, jobs_left
+from gripmoe.planning import Job, check_budget, jobs_left, that_count
 from gripmoe.progress import cell_status
 from gripmoe.project import Project
 from gripmoe.remedies import what_would_fit
@@ -23,7 +24,10 @@ from gripmoe.remedies import what_would_fit
 UPPER_BOUNDS = """
 Tokens and bases count for as many as there may be until prepare_data, trace_routing and fit_basis have run, then for as
 many as there are."""
-NO_WAY = "none of gpus, nodes, optimizer, idle_layers, trained_layers, max_rank, basis_memory or max_steps alone"
+NO_WAY = (
+    "none of gpus, nodes, optimizer, idle_layers, trained_layers, max_rank, basis_memory, evaluation_batch_size or "
+    "max_steps alone"
+)
 MOST_EXPENSIVE = 5  # cells that a plan shows if it is not asked for all
 
 
@@ -44,13 +48,18 @@ def plan(args) -> None:
         if 0 < sum(job.recorded for job in listed) < len(listed):
             source = "recorded benchmarks and estimate"
         print(f"{rule:<16}{len(listed):>6}{hours / len(listed):>12.3f}{hours:>9.2f}  {source}")
-    print(f"{'all':<16}{len(jobs):>6}{'':>12}{sum(job.hours for job in jobs):>9.2f}")
+    counted = that_count(jobs)
+    name = "all on GPUs" if len(counted) < len(jobs) else "all"
+    print(f"{name:<16}{len(counted):>6}{'':>12}{sum(job.hours for job in counted):>9.2f}")
     _print_cells(jobs, None if args.cells else MOST_EXPENSIVE)
     needs = memory_needed(project, results)
     _print_memory(needs, args.gpu_memory, args.host_memory)
     if disk := disk_needed(project, results, args.jobs):
         parts = " + ".join(f"{size:.0f} {what}" for what, size in disk.items())
         print(f"disk, with {args.jobs} jobs at once, at most: {parts} = {sum(disk.values()):.0f} GB")
+        written = checkpoints_written(project)
+        at = f"at {DISK / 1e9:g} GB/s {written * 1e12 / DISK / 3600:.0f} hours of jobs, each counted above for its GPUs"
+        print(f"checkpoints, at most: {written:.1f} TB written in all, {at}")
     if floating := [repository for *_, repository in unpinned(project)]:
         print(
             f"warning: without a revision, so read as the hub has them that day: {', '.join(floating)}; "
@@ -87,6 +96,7 @@ def _print_memory(needs: Sequence[Memory], gpu_memory: float, host_memory: float
             parts += [f"{need.gradients:.0f} gradients", f"{need.states:.0f} AdamW states"]
         if need.held:
             parts.append(f"{need.held:.1f} held by {need.step.method}")
+        parts += [f"{size:.1f} {what}" for what, size in (("to save", need.saving), ("logits", need.logits)) if size]
         on_gpus = f"{need.gpus} GPU{'s' * (need.gpus > 1)}: {' + '.join(parts)} = {need.total:.0f} GB of "
         on_gpus += f"{gpu_memory:g} on each{' (does not fit)' * (need.total > gpu_memory)}"
         host = f"host: {most.host:.0f} GB of {host_memory:g}{f' ({most.step.method})' * bool(most.step.method)}"
