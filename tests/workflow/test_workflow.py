@@ -14,6 +14,7 @@ import pytest
 import yaml
 from snakemake_executor_plugin_slurm.submit_string import get_submit_command
 
+from gripmoe.hours import hours_needed
 from gripmoe.memory import Step, needed
 from gripmoe.project import Project
 
@@ -23,13 +24,14 @@ SMOKE_ARTEFACTS = yaml.safe_load(SMOKE.read_text())["artefacts"]
 ARTEFACTS = ROOT / "workflow" / "config" / "artefacts.yaml"
 
 
-def snakemake(*arguments, directory, check=True, root=ROOT, path=Path(sys.executable).parent):
+def snakemake(*arguments, directory, check=True, root=ROOT, path=Path(sys.executable).parent, rules=None):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(root / "src")  # the code that is fingerprinted and run, in a copy too
     environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
     command = [sys.executable, "-m", "snakemake", "-s", str(root / "Snakefile"), "--directory", str(directory)]
+    only = ["--allowed-rules", rules] if rules else []
     result = subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, env=environment, cwd=root, check=False
+        [*command, *map(str, arguments), *only], capture_output=True, text=True, env=environment, cwd=root, check=False
     )
     output = result.stdout + result.stderr
     assert not check or result.returncode == 0, output[-5000:]
@@ -89,6 +91,19 @@ def test_slurm_profile_as_typed_from_a_clone(tmp_path):
             assert f"--processes {1 if 'method=seuf' in job else gpus}" in job
 
 
+def in_place_of(target, rule, script, world, folder):
+    """What lets `snakemake` run one job alone, by another command: makes up its inputs."""
+    job = snakemake("-n", target, "--config", f"world={world}", directory=folder).split(f"rule {rule}:")[1]
+    for name in re.search(r"input: (.*)", job)[1].split(", "):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"retain_tokens": 100, "forget_tokens": 100}' if name.endswith(".json") else "")
+    command = folder / "bin" / "gripmoe"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.chmod(0o755)
+    return dict(rules=rule, directory=folder, check=False, path=command.parent)
+
+
 PROFILE = ROOT / "workflow" / "profiles" / "slurm"
 ON_GPU = {"finetune_model", "trace_routing", "unlearn", "realign", "evaluate", "attack"}
 
@@ -112,18 +127,8 @@ def test_facts_of_a_cluster_stand_in_a_copy_of_the_profile_and_gpus_go_to_what_u
 def test_memory_and_time_grow_with_every_attempt_that_the_profile_allows(tmp_path, monkeypatch):
     """A trainer that always fails, of a model that two processes share."""
     target = "results/paper/qwen3_30b_a3b/wmdp_cyber/gd/unconstrained/0/checkpoint.json"
-    planned_job = snakemake("-n", target, "--config", "world=paper", directory=tmp_path).split("rule unlearn:")[1]
-    for name in re.search(r"input: (.*)", planned_job)[1].split(", "):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text('{"retain_tokens": 100, "forget_tokens": 100}' if name.endswith(".json") else "")
-    failing = tmp_path / "bin" / "gripmoe"
-    failing.parent.mkdir()
-    failing.write_text("#!/bin/sh\nexit 1\n")
-    failing.chmod(0o755)
-    output = snakemake(
-        target, "--profile", "slurm", "--executor", "local", "--cores", 2, "--allowed-rules", "unlearn",
-        directory=tmp_path, check=False, path=failing.parent,
-    )  # fmt: skip
+    only = in_place_of(target, "unlearn", "exit 1", "paper", tmp_path)
+    output = snakemake(target, "--profile", "slurm", "--executor", "local", "--cores", 2, **only)
     attempts = 1 + yaml.safe_load((PROFILE / "config.yaml").read_text())["retries"]
     asked = re.findall(r"resources: .*?mem_mb=(\d+).*runtime=(\d+)", output)
     first = int(asked[0][0])
@@ -203,6 +208,56 @@ class Resources(dict):
     __getattr__ = dict.__getitem__
 
 
+def submitted(output, rule, wildcards):
+    """A job of a dry run, its resources, and how it is submitted to SLURM."""
+    jobs = (job.split("\nrule ")[0] for job in output.split(f"\nrule {rule}:")[1:])
+    job = next(job for job in jobs if f"wildcards: {wildcards}\n" in job)
+    asked = dict(re.findall(r"(\w+)=([^,\n]*)", re.search(r"resources: (.*)", job)[1]))
+    resources = Resources({name: int(value) if value.isdigit() else value for name, value in asked.items()})
+    threads = re.search(r"threads: (\d+)", job)
+    asking = Namespace(resources=resources, threads=int(threads[1]) if threads else 1)
+    names = ("run_uuid", "slurm_logfile", "comment_str", "account", "partition", "workdir")
+    command = get_submit_command(asking, dict.fromkeys(names, ""))
+    return job, resources, command
+
+
+SHORT = "extends: paper\nmodels: [qwen3_30b_a3b]\nobjectives: [gd]\nseeds: [0]\nartefacts: [main_results]\n"
+
+
+def test_the_gpus_of_one_process_are_those_of_one_node(tmp_path):
+    """SLURM would take two from two nodes, of which the process sees one."""
+    world = tmp_path / "short.yaml"
+    world.write_text(f"{SHORT}methods: [original, unconstrained, seuf, ptc]\n")
+    output = snakemake("-n", "--config", f"world={world}", directory=tmp_path)
+    cell = "model=qwen3_30b_a3b, benchmark=wmdp_cyber"
+    jobs = [("trace_routing", cell)]
+    jobs += [(rule, f"{cell}, objective=gd, method=ptc, seed=0") for rule in ("realign", "evaluate", "attack")]
+    jobs += [("unlearn", f"{cell}, objective=gd, method=seuf, seed=0")]
+    for rule, wildcards in jobs:
+        _, resources, command = submitted(output, rule, wildcards)
+        assert resources.gpu == 2 and "--nodes=1" in command.split(), rule
+
+
+def test_bases_of_a_published_model_are_fitted_on_many_cores(tmp_path):
+    """The command gets as many threads as SLURM gives it, and twice the time that planning says of it; those of a tiny
+    model take one, and an hour at most."""
+    world = tmp_path / "short.yaml"
+    world.write_text(f"{SHORT}methods: [unconstrained, expert_specific]\n")
+    fitted = []
+    for name, model in ((world, "paper/qwen3_30b_a3b/wmdp_cyber"), ("tiny", "tiny/tiny_a/wmdp_tiny")):
+        target = f"results/{model}/bases/expert_specific.json"
+        only = in_place_of(target, "fit_basis", "echo $OMP_NUM_THREADS > threads; exit 1", name, tmp_path)
+        output = snakemake(target, "--cores", 20, "--config", f"world={name}", **only)
+        fitted.append((int((tmp_path / "threads").read_text()), int(re.search(r"runtime=(\d+)", output)[1])))
+    step = Step("qwen3_30b_a3b", "fit_basis", "wmdp_cyber", method="expert_specific")
+    hours = hours_needed(Project(ROOT / "workflow" / "config", "paper"), step, tmp_path / "results" / "paper")
+    assert fitted == [(16, int(2 * 60 * hours)), (1, 60)] and hours > 0.8
+    planned_jobs = snakemake("-n", "--cores", 20, "--config", f"world={world}", directory=tmp_path)
+    wildcards = "model=qwen3_30b_a3b, benchmark=wmdp_cyber, method=expert_specific"
+    _, resources, command = submitted(planned_jobs, "fit_basis", wildcards)
+    assert "--cpus-per-task=16" in command.split() and not resources.get("gpu")
+
+
 def test_a_model_on_several_nodes_asks_slurm_for_them(tmp_path):
     """One task on each node; the executor starts the command on the first alone. A cell in one process asks for one
     node and its GPUs."""
@@ -211,12 +266,7 @@ def test_a_model_on_several_nodes_asks_slurm_for_them(tmp_path):
     output = snakemake("-n", "-p", "--config", f"world={world}", directory=tmp_path)
     for method, nodes in (("anchored", 2), ("seuf", 1)):
         cell = f"model=qwen3_30b_a3b, benchmark=wmdp_cyber, objective=gd, method={method}, seed=0"
-        jobs = (job.split("\nrule ")[0] for job in output.split("\nrule unlearn:")[1:])
-        job = next(job for job in jobs if f"wildcards: {cell}\n" in job)
-        asked = dict(re.findall(r"(\w+)=([^,\n]*)", re.search(r"resources: (.*)", job)[1]))
-        resources = Resources({name: int(value) if value.isdigit() else value for name, value in asked.items()})
-        names = ("run_uuid", "slurm_logfile", "comment_str", "account", "partition", "workdir")
-        command = get_submit_command(Namespace(resources=resources, threads=1), dict.fromkeys(names, ""))
+        job, resources, command = submitted(output, "unlearn", cell)
         assert f"--nodes={nodes}" in command.split() and ("--ntasks=2" in command.split()) == (nodes == 2)
         assert "ntasks-per-gpu" not in command and (resources.gpu, bool(resources.mpi)) == (nodes, nodes == 2)
         assert f"--processes {nodes} --nodes {nodes}" in job

@@ -11,6 +11,7 @@ from snakemake.exceptions import WorkflowError
 
 from gripmoe.parsing import ConfigError
 from gripmoe.fingerprint import code_fingerprint
+from gripmoe.hours import fit_threads, hours_needed
 from gripmoe.memory import Step, needed
 from gripmoe.project import Project
 from gripmoe.reporting import RENDERING
@@ -199,20 +200,36 @@ def memory_of(rule, gpus):
     return amount
 
 
+SLACK = 2  # of the time that planning gives the one long job without a GPU
+
+
+def threads_to_fit(wildcards):
+    return fit_threads(PROJECT, wildcards.model)
+
+
+def time_to_fit(wildcards, attempt):
+    """Minutes to fit the bases of a method: what planning says of a published model, twice, and an hour at least."""
+    w = wildcards
+    step = Step(w.model, "fit_basis", w.benchmark, method=w.method)
+    known = hours_needed(PROJECT, step, Path(RESULTS)) if needed(PROJECT, step) else 0
+    return attempt * max(60, int(SLACK * 60 * known))
+
+
 def cpu_resources(rule):
     """Of what holds a model or its traces and computes nothing on a GPU."""
     return {"mem_mb": memory_of(rule, 1)}
 
 
 def gpu_resources(rule):
+    """Of one process, which sees only the GPUs of its node: SLURM would take them from several."""
     gpus = gpus_per_node if WORLD.gpus else 1
-    return {"mem_mb": memory_of(rule, gpus), "gpu": gpus if ON_GPU else 0}
+    return {"mem_mb": memory_of(rule, gpus), "gpu": gpus if ON_GPU else 0, "nodes": 1}
 
 
 def training_resources(rule):
     """Of several processes, on nodes that the SLURM executor is to treat as those of an MPI job: it then starts the
     command once, on the first of them, and the command itself starts a task on each."""
-    resources = {**gpu_resources(rule), "processes": processes_of if WORLD.gpus else 1, "nodes": 1}
+    resources = {**gpu_resources(rule), "processes": processes_of if WORLD.gpus else 1}
     if WORLD.nodes:
         resources |= {
             "gpu": lambda wildcards: gpus_per_node(wildcards) * nodes_of(wildcards) if ON_GPU else 0,

@@ -45,10 +45,10 @@ rule fit_basis:
         f"{BENCHMARKS}/fit_basis/{{model}}.{{benchmark}}.{{method}}.tsv"
     conda:
         ENVIRONMENT
-    threads: 1
+    threads: threads_to_fit
     resources:
         **cpu_resources("fit_basis"),
-        runtime=growing(60),
+        runtime=time_to_fit,
     params:
         settings=lambda w: canonical(PROJECT.methods[w.method]),
         code=code_fingerprint("gripmoe.commands.geometry:fit_basis"),
