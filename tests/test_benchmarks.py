@@ -37,7 +37,9 @@ def test_every_method_has_a_row_with_its_goal_and_its_floor(script, tmp_path):
     script.main([*SMALL, str(tmp_path / "table.csv")])
     rows = table(tmp_path / "table.csv")
     others = {f"method_b_{part}" for part in ("recording", "sound", "paper")} | {"evaluation"}
-    assert rows.keys() == {"unconstrained", *METHODS} | others
+    assert rows.keys() == {"unconstrained", "expert_specific_skewed", *METHODS} | others
+    floors = [float(rows[name]["floor_ms"]) for name in ("expert_specific_skewed", "expert_specific")]
+    assert floors[0] > floors[1], "wider bases"
     assert {row["status"] for row in rows.values()} == {"ok"}
     assert {row["dtype"] for row in rows.values()} == {"bfloat16"}, "what runs on a card"
     for name in METHODS:
@@ -52,10 +54,10 @@ def test_every_method_has_a_row_with_its_goal_and_its_floor(script, tmp_path):
 def test_what_runs_out_of_memory_is_a_row_and_a_killed_run_leaves_all_rows_before(script, tmp_path, monkeypatch):
     side = script.Loop.side
 
-    def out_of_memory(loop, method):
+    def out_of_memory(loop, method, skew):
         if method is METHODS["expert_specific"]:
             raise torch.OutOfMemoryError
-        return side(loop, method)
+        return side(loop, method, skew)
 
     def killed(*arguments):
         raise KeyboardInterrupt
@@ -110,6 +112,9 @@ def test_sides_share_one_model_and_each_has_its_own_routers(loop):
     assert not moved[0].any() and moved[1].any()
     span_Edr = method_a.constraint.bases[first].U_ret_Edr
     assert (moved[1][:, None] @ span_Edr).abs().max() < 1e-6 < (moved[2][:, None] @ span_Edr).abs().max()
+    wide = loop.side(METHODS["expert_specific"], skew=4).constraint.bases[first]
+    even, *_ = method_a.constraint.bases[first].ranks
+    assert wide.ranks.tolist() == [min(loop.moe.hidden_size, 4 * even)] + [even] * (loop.moe.num_experts - 1)
     single = loop.side(METHODS["seuf"])
     assert len(single.trained & set(loop.moe.expert_parameters(0) + loop.moe.expert_parameters(1))) == 2
     loop.step(single)
@@ -127,6 +132,7 @@ def test_widths_are_those_of_the_published_models(script, name, parameters):
     sizes, widths = project.models[name].parameters, project.widths[name]
     assert sizes.total == pytest.approx(parameters) and sizes.layers == config.num_hidden_layers
     assert (widths.hidden, widths.experts) == (config.hidden_size, config.num_experts)
+    assert widths.vocabulary == config.vocab_size
     assert widths.chosen == config.num_experts_per_tok
 
 

@@ -7,9 +7,10 @@ under GD. One model and one optimizer take a step with the method and one withou
 own. A model has as many of its layers as fit the card. The table is written anew after each row, which says how it
 ended: "ok", "out of memory", out of its share of `--seconds`, or by another error.
 
-Method A's bases are random, of as many directions as each expert's even share of the retain tokens has: time does not
-ask what they span. A floor is the arithmetic of the constraint alone, by bytes and by flops in fp64, at the rates of a
-copy and a product that are timed here.
+Method A's bases are random, of as many directions as each expert's even share of the retain tokens has, and in a row of
+its own of four times as many for one expert: all are then stored as wide. Time does not ask what they span. A floor is
+the arithmetic of the constraint alone, by bytes and by flops in fp64, at the rates of a copy and a product that are
+timed here.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from gripmoe.config import Method
 from gripmoe.data.documents import collate_inputs
 from gripmoe.evaluation.choice import direct_answers, prompt_of
 from gripmoe.files import write_csv
-from gripmoe.hours import QUESTION
+from gripmoe.hours import QUESTION, SKEW
 from gripmoe.memory import BYTES_GRADIENT, BYTES_STATES, BYTES_WEIGHT
 from gripmoe.method_b import realign_routers
 from gripmoe.project import Project
@@ -81,6 +82,7 @@ BENCHMARK = "wmdp_cyber"
 UNCONSTRAINED = "unconstrained"
 GOALS = {"expert_specific": 1.02, "expert_specific_tracked": 1.05, "anchored_tracked": 1.05}  # of a step without
 PAPER = 1.71  # its Method A
+SKEWED = "expert_specific_skewed"  # bases as wide as those of an expert that serves SKEW times the even share
 SETTLED = 2  # steps before the first that counts: constraints bind only where routers have moved
 QUESTIONS = 500
 ROOM = 0.85  # of the card, for weights, gradients, optimizer states and bases; the rest for activations
@@ -147,11 +149,13 @@ def attempted(function: Callable[[dict[str, Any]], None], seconds: float) -> dic
     return row
 
 
-def time_method(loop: Loop, method: Method, steps: int, speed: tuple[float, float], pairs: list, row: dict) -> None:
+def time_method(
+    loop: Loop, method: Method, skew: int, steps: int, speed: tuple[float, float], pairs: list, row: dict
+) -> None:
     """Appends to `pairs` seconds of a step with and of one without."""
     try:
         started = now()
-        side = loop.side(method)
+        side = loop.side(method, skew)
         row["prepared_seconds"] = now() - started
         tokens = loop.retain[0].attention_mask[:, 1:].sum().item()
         if (least := floor(side, method, loop.moe, tokens, speed)) is not None:
@@ -185,10 +189,11 @@ def measure_methods(
 ) -> None:
     """Those that decompose in every step or, if not `slow`, all others, first those that have a goal. No row takes more
     than half of the seconds that are `left`."""
-    for name in sorted(METHODS, key=lambda name: name not in GOALS):
-        method, pairs = METHODS[name], []
+    for name in [*sorted(METHODS, key=lambda name: name not in GOALS), SKEWED]:
+        method, pairs = METHODS[name.removesuffix("_skewed")], []
         if (method.basis in ("minibatch", "tracked")) == slow:
-            row = attempted(partial(time_method, loop, method, steps, speed, pairs), left() / 2)
+            skew = SKEW if name == SKEWED else 1
+            row = attempted(partial(time_method, loop, method, skew, steps, speed, pairs), left() / 2)
             compare(row, name, pairs, loop.tokens)
             add(name, row)
 

@@ -65,8 +65,8 @@ class Loop:
         if training.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
-    def side(self, method: Method) -> Side:
-        """A method at its start."""
+    def side(self, method: Method, skew: int = 1) -> Side:
+        """A method at its start, with bases in which one expert of each layer has `skew` times its even share."""
         moe = self.moe
         moe.model.eval()
         moe.set_thetas(self.theta_0)
@@ -75,7 +75,7 @@ class Loop:
         attributed = scope = None
         if method.constraint == "gate_anchor":
             attributed = attributed_expert(moe.trace(self.forget, device="cpu"), moe.layers)
-        bases = random_bases(moe, method, held_tokens(self.reference)) if method.has_bases else None
+        bases = random_bases(moe, method, held_tokens(self.reference), skew) if method.has_bases else None
         constraint = constraint_of(method, self.reference, bases, attributed, seed=0)
         constraint.start(moe, self.forget, self.retain)
         trained = {parameter for parameter in self.parameters if parameter.requires_grad}
@@ -120,12 +120,14 @@ def held_tokens(trace: RoutingTrace) -> int:
     return len(next(iter(trace.values())))
 
 
-def random_bases(moe: MoEModel, method: Method, tokens: int) -> dict[int, RetainBasis]:
-    """Of each layer bases in fp32 of its own, though all are alike."""
+def random_bases(moe: MoEModel, method: Method, tokens: int, skew: int = 1) -> dict[int, RetainBasis]:
+    """Of each layer bases in fp32 of its own, though all are alike: as wide as those of its first expert, which has
+    `skew` times the even share of the tokens that every other has."""
     bases = moe.num_experts if method.granularity == "expert" else 1
-    rank = min(moe.hidden_size, tokens * moe.top_k // moe.num_experts if bases > 1 else tokens)
-    shape = (bases, moe.hidden_size, rank)
+    share = tokens * moe.top_k // moe.num_experts if bases > 1 else tokens
+    shape = (bases, moe.hidden_size, min(moe.hidden_size, skew * share))
     U_Edr = torch.linalg.qr(torch.randn(shape, device=moe.model.device)).Q.contiguous()
+    U_Edr[1:, :, share:] = 0
     return {layer: RetainBasis(U_Edr.clone()) for layer in moe.layers}
 
 
