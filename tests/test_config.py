@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gripmoe.config import load_run
+from gripmoe.config import OBJECTIVE_SETTINGS, Method, load_run
 from gripmoe.files import write_yaml
 from gripmoe.parsing import ConfigError
-from gripmoe.project import CATALOGUES, Project
+from gripmoe.project import AXES, CATALOGUES, Project
 from gripmoe.reporting.comparison import specification
 
 CONFIG = Path(__file__).parents[1] / "workflow" / "config"
@@ -191,6 +191,63 @@ def test_broken_yaml(folder):
     (folder / "tiny.yaml").write_text("models: [a")
     with pytest.raises(ConfigError, match="tiny.yaml: not valid YAML"):
         Project(folder, "tiny")
+
+
+TWICE = [
+    ("tiny.yaml", "overrides: {gd/ptc: {}}\noverrides: {}\n", "line 2: 'overrides' stands in line 1"),
+    ("tiny_all.yaml", "nodes: {\n  tiny_a: 1,\n  tiny_a: 1}\n", "line 3: 'tiny_a' stands in line 2"),
+    ("methods.yaml", "odd: {constraint: none, replay: true, replay: false}\n", "line 1: 'replay' stands in line 1"),
+]
+
+
+@pytest.mark.parametrize("file, above, message", TWICE, ids=[file for file, _, _ in TWICE])
+def test_a_key_that_stands_twice_is_named(folder, file, above, message):
+    """In a world, in one that it extends, in a catalogue; what `<<` merges is no such thing."""
+    assert Project(folder, "tiny_all").methods["final_anchor"].routing_stability == 0.95
+    (folder / file).write_text(above + (folder / file).read_text())
+    with pytest.raises(ConfigError) as error:
+        Project(folder, "tiny_all")
+    assert str(error.value).startswith(f"{folder / file}: {message} already")
+
+
+def test_an_objective_without_settings_says_where_they_belong(monkeypatch):
+    monkeypatch.delitem(OBJECTIVE_SETTINGS, "gd")
+    with pytest.raises(ConfigError, match="tiny.yaml: objective_training.gd.objective: .* OBJECTIVE_SETTINGS in src"):
+        Project(CONFIG, "tiny")
+
+
+WITHOUT_EFFECT = [
+    ({"constraint": "frozen", "routing_stability": 0.95}, "routing_stability", "`constraint: anchor`"),
+    ({"constraint": "frozen", "weight": 5}, "weight", "`constraint: router_l2` or `constraint: gate_anchor` or"),
+    ({"constraint": "frozen", "tracked": True}, "tracked", "`constraint: anchor`"),
+    ({"constraint": "anchor", "safety_margin": 0.1}, "safety_margin", "`constraint: null_space`"),
+    ({"constraint": "none", "correction": "restore", "form": "paper"}, "form", "null_space` or `correction: realign`"),
+    ({"corrects": "unconstrained", "correction": "realign", "replay": True}, "replay", "`constraint`"),
+    ({"reference": "original", "experts": "all"}, "experts", "`constraint`"),
+]
+
+
+@pytest.mark.parametrize("row, key, having", WITHOUT_EFFECT, ids=[key for _, key, _ in WITHOUT_EFFECT])
+def test_an_axis_without_effect_is_refused(folder, row, key, having):
+    """Whatever its value, its default included; where it has an effect, it stays."""
+    edit(folder / "methods.yaml", lambda c: c.update(odd=row))
+    with pytest.raises(ConfigError) as error:
+        Project(folder, "tiny")
+    assert f"methods.yaml: odd.{key}: without effect here; it is a choice of " in str(error.value)
+    assert having in str(error.value)
+    edit(folder / "methods.yaml", lambda c: c["odd"].pop(key))
+    assert "odd" in Project(folder, "tiny").methods
+
+
+def test_forgetting_is_of_tracked_bases(folder):
+    edit(folder / "methods.yaml", lambda c: c["expert_specific_tracked"].update(basis="minibatch"))
+    with pytest.raises(ConfigError, match="expert_specific_tracked.forgetting: .* choice of `basis: tracked`"):
+        Project(folder, "tiny")
+
+
+def test_every_axis_has_its_words():
+    kinds = {"reference", "constraint", "corrects"}
+    assert {key for keys in AXES.values() for key in keys} == Method.model_fields.keys() - kinds
 
 
 def test_overrides_go_from_general_to_particular(folder):

@@ -11,6 +11,8 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from gripmoe.catalogue import Benchmark, ModelConfig, Widths
 from gripmoe.config import OBJECTIVE_SETTINGS, Artefact, Method, Run, Training, World
 from gripmoe.parsing import ConfigError, load_yaml, parse_as
@@ -18,6 +20,18 @@ from gripmoe.parsing import ConfigError, load_yaml, parse_as
 NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
 CATALOGUES = ("models", "benchmarks", "methods", "artefacts")
 BATCH_SIZES = ("forget_batch_size", "retain_batch_size")
+AXES = {  # the keys of methods.yaml that have an effect in a row only beside these words
+    "constraint": ("experts", "replay", "critical_experts", "correction", "training"),
+    "corrects": ("correction",),
+    "constraint: null_space": ("form", "granularity", "surface", "basis", "eps_null", "max_rank", "safety_margin")
+    + ("projects", "kaczmarz_steps", "kaczmarz_tolerance"),
+    "basis: tracked": ("forgetting",),
+    "constraint: router_l2": ("weight",),
+    "constraint: gate_anchor": ("weight",),
+    "constraint: routing_scores": ("weight",),
+    "constraint: anchor": ("routing_stability", "anchor_floor", "final_only", "tracked"),
+    "correction: realign": ("form", "retain_tokens"),
+}
 
 
 class Project:
@@ -31,6 +45,8 @@ class Project:
         self.methods = _catalogue(folder / "methods.yaml", Method)
         self.artefacts = _catalogue(folder / "artefacts.yaml", Artefact)
         self.widths = _catalogue(folder / "widths.yaml", Widths)
+        for name, method in self.methods.items():
+            _check_axes(name, method, folder / "methods.yaml")
         content, self.results_name = _world_content(folder, self.name, self.world_file)
         self.world = parse_as(World, content, self.world_file)
         self._check_names()
@@ -93,6 +109,11 @@ class Project:
 
     def _check_objective(self, objective: str, settings: dict) -> None:
         where = f"objective_training.{objective}.objective"
+        if objective not in OBJECTIVE_SETTINGS:
+            raise ConfigError(
+                f"{self.world_file}: {where}: nothing says what settings {objective!r} has; give it an entry of "
+                "OBJECTIVE_SETTINGS in src/gripmoe/config.py"
+            )
         checked = parse_as(OBJECTIVE_SETTINGS[objective], settings, self.world_file, prefix=where)
         for name in self.world.models if objective == "rmu" else []:
             sizes = getattr(self.trained_from(name), "parameters", None)
@@ -261,10 +282,10 @@ def _find_world(folder: Path, world: str) -> tuple[str, Path]:
 
 def _world_content(folder: Path, name: str, file: Path) -> tuple[Any, str]:
     """What a world file says, over what those that it extends say; and the name of the last of these."""
-    content, files = load_yaml(file), [file.resolve()]
+    content, files = _load(file), [file.resolve()]
     while isinstance(content, dict) and "extends" in content:
         name, base_file = _find_world(folder, str(content.pop("extends")))
-        base = load_yaml(base_file)
+        base = _load(base_file)
         if base_file.resolve() in files:
             raise ConfigError(f"{file}: extends: {name!r} extends itself")
         if not isinstance(base, dict):
@@ -275,10 +296,39 @@ def _world_content(folder: Path, name: str, file: Path) -> tuple[Any, str]:
 
 
 def _catalogue(path: Path, row_type: Any) -> dict[str, Any]:
-    rows = load_yaml(path)
+    rows = _load(path)
     if not isinstance(rows, dict):
         raise ConfigError(f"{path}: expected a mapping of names")
     return {name: parse_as(row_type, row, path, prefix=name) for name, row in rows.items()}
+
+
+def _check_axes(name: str, method: Method, file: Path) -> None:
+    """What a row says must have an effect, or somebody believes to have measured it."""
+    words = {word for key in method.model_fields_set for word in (key, f"{key}: {getattr(method, key)}")}
+    known = {"reference", "constraint", "corrects", *(key for word in words for key in AXES.get(word, ()))}
+    for key in sorted(method.model_fields_set - known):
+        having = " or ".join(f"`{word}`" for word, keys in AXES.items() if key in keys)
+        raise ConfigError(f"{file}: {name}.{key}: without effect here; it is a choice of {having}")
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor):
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = key.value, key.start_mark.line + 1
+            if name in lines:
+                raise ConfigError(f"{self.name}: line {line}: {name!r} stands in line {lines[name]} already: join them")
+            lines[name] = line
+        return node
+
+
+def _load(path: Path) -> Any:
+    """The content of a YAML file. Raises ConfigError where a key stands twice: of two, YAML keeps the last alone."""
+    content = load_yaml(path)
+    with path.open(encoding="utf-8") as stream:
+        yaml.compose(stream, _EachKeyOnce)
+    return content
 
 
 def _require_known(name: str, known, where: str) -> None:
