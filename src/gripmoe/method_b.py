@@ -152,7 +152,12 @@ def realign_routers(
 
 @dataclass(frozen=True)
 class Original:
-    """What Method B needs of the model before unlearning: its routers, and what they saw of the retain documents."""
+    """What Method B needs of the model before unlearning (Theta and X_r of Eq. 5), on its device, about 4 N (d + E)
+    bytes a layer.
+
+    By decoder layer `theta_0`, the router, (E, d), fp32, and `reference`, what it saw of the N retain tokens that count
+    (`x_Nd`, `scores_NE`, `top_k_Nk`); `batch`, the documents, (rows, positions), for another pass.
+    """
 
     theta_0: dict[int, Tensor]
     reference: RoutingTrace
@@ -160,9 +165,15 @@ class Original:
 
 
 def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -> Original:
-    """Records the original routers and their retain inputs; call it before unlearning. `retain` as in `constrain`; at
-    least four tokens per hidden dimension are advisable (App. D). Routers of a precision below fp32 are in fp32 from
-    here on, and what `realign` writes is. Raises ValueError for a dense model, or fewer than two tokens that count."""
+    """Records the original routers and their retain inputs for Method B (Sec. 4.3); call it before unlearning.
+
+    `retain` are batches as in `constrain`; all tokens but padding and the first of each row count, and four of them per
+    hidden dimension are advisable (the paper takes one, App. D.4). Routers of a precision below fp32 are in fp32 from
+    here on, and what `realign` writes is.
+
+    Raises ValueError for an unknown family, a dense model, or fewer than two tokens that count; KeyError for a batch
+    without `input_ids`.
+    """
     moe = MoEModel(unwrapped(model))
     try:
         if not moe.layers:
@@ -184,16 +195,22 @@ def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -
 
 
 def realign(model: nn.Module, reference: Original, *, form: str = "sound") -> dict[int, Realignment]:
-    """Method B (PTC, Eq. 5): refits every router of the unlearned `model` so that retain tokens are routed as
-    `reference`, of `remember`, has them. Returns what was done to each layer: the ridge chosen, held-out stability,
-    acceptance.
+    """Method B (PTC, Sec. 4.3, Eq. 5): refits every router of the unlearned `model` in place, so that retain tokens are
+    routed as `reference`, of `remember`, has them. Returns by decoder layer what was done.
 
-    It corrects routing, not knowledge: on the models measured here it undoes much of the forgetting. Raises ValueError
-    for an unknown form."""
+    `form` "paper" is Eq. 5 with the acceptance of App. D.4; "sound" (ours) starts from the original router, goes layer
+    by layer and chooses the ridge on every fourth document, or of fewer than four on every fourth token. It corrects
+    routing, not knowledge: on the models measured here it undoes much of the forgetting.
+
+    Raises ValueError for an unknown form or family, or a dense model; KeyError for a `reference` without one of its
+    layers.
+    """
     if form not in ("sound", "paper"):
         raise ValueError(f"unknown form {form!r}; sound or paper")
     moe = MoEModel(unwrapped(model))
     try:
+        if not moe.layers:
+            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to realign")
         return realign_routers(moe, reference.theta_0, reference.reference, reference.batch, form=form)
     finally:
         moe.release()

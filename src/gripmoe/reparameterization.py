@@ -41,12 +41,16 @@ class InNullSpace(nn.Module):
 def reparameterize(
     model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]], *, method: str = "expert_specific"
 ) -> Iterator[nn.Module]:
-    """Within the block every router of `model` is reparameterized; when it ends, routers are plain weights again, where
-    training has left them; those of a precision below fp32 stay in fp32. `retain` and the thresholds of `method`, which
-    must have fixed bases, as in `gripmoe.constrain`.
+    """Within the block every router weight of `model`, (E, d), is Theta_0 + P (W - Theta_0) with a free W (App. B.2);
+    when it ends, routers are plain weights again, where training has left them; those of a precision below fp32 stay in
+    fp32. `retain` and the thresholds of `method`, which must have fixed bases, as in `gripmoe.constrain`.
+
+    Only Stage 1 of Sec. 4.2 is held: selected scores of retain tokens stay, and nothing keeps the others below their
+    margins, so an expert that was not selected may still become so. `gripmoe.constrain` holds both stages.
 
     Make the optimizer within the block, from `model.parameters()`: it must hold W. Raises ValueError for a method
-    without fixed bases.
+    without fixed bases, an unknown family, a dense model, or no retain batches; KeyError for a batch without
+    `input_ids`.
     """
     if method not in METHODS or not METHODS[method].has_bases:
         fixed = ", ".join(name for name, row in METHODS.items() if row.has_bases)
@@ -54,6 +58,8 @@ def reparameterize(
     moe = MoEModel(unwrapped(model))
     with ExitStack() as undo:
         undo.callback(moe.release)
+        if not moe.layers:
+            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to reparameterize")
         reference = moe.trace([as_batch(batch, moe.model.device) for batch in retain])
         bases = fit_bases(reference, moe.rules(), METHODS[method])
         for parameter in moe.freeze_router_biases():
