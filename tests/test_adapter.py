@@ -1,6 +1,7 @@
 """What `constrain` offers beyond the constraint: documents to forget, routing replay, a bound on the retain loss."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gripmoe.adapter import METHODS
 from gripmoe.config import Method
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel
+from gripmoe.project import Project
 
 RETAIN, FORGET = [random_batch(seed=100)], [random_batch(seed=200)]
 
@@ -37,6 +39,13 @@ def router_only_stability(reference, model):
     moe = MoEModel(model)
     moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
     return mean_stability(routing_stability(reference, moved))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_the_workflows_of_that_name(name):
+    """`training` apart, which belongs to the loop."""
+    rows = Project(Path(__file__).parents[1] / "workflow" / "config", "tiny").methods
+    assert METHODS[name].model_dump(exclude={"training"}) == rows[name].model_dump(exclude={"training"})
 
 
 @pytest.mark.parametrize("surface", ["retain", "forget", "combined"])
