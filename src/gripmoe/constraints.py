@@ -93,7 +93,7 @@ class Unconstrained:
 
 
 class FrozenRouter(Unconstrained):
-    """Theta never changes. Routing decisions still do, where upstream experts move the router's inputs (App. F.1)."""
+    """Theta never changes. Routing decisions still do, where upstream experts move the router's inputs (App. G.1)."""
 
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()

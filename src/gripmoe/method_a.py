@@ -287,7 +287,7 @@ def _basis(
 
 
 def held_trace(method: Method, retain: RoutingTrace, forget: RoutingTrace) -> RoutingTrace:
-    """The tokens whose routing a null space holds: retain tokens, or as the method's `surface` says (App. F)."""
+    """The tokens whose routing a null space holds: retain tokens, or as the method's `surface` says (App. G.3)."""
     if method.surface == "combined":
         return {layer: LayerRouting.joined([retain[layer], forget[layer]]) for layer in retain}
     return forget if method.surface == "forget" else retain

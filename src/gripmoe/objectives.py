@@ -1,4 +1,4 @@
-"""The unlearning objectives (App. A.3): what makes a model forget, and what holds the rest.
+"""The unlearning objectives (App. A.2): what makes a model forget, and what holds the rest.
 
 Each is a forget loss plus `alpha` times a retain loss. Losses are means over scored tokens unless said otherwise;
 padding never counts. What an objective wants to know of the original model it asks for once, in `start`.
@@ -75,7 +75,7 @@ class KullbackLeibler(GradientDifference):
 
 
 class NegativePreference(GradientDifference):
-    """NPO (App. A.3): 2/beta softplus(beta (log pi - log pi_ref)) with log-probabilities summed over a document's
+    """NPO (App. A.2): 2/beta softplus(beta (log pi - log pi_ref)) with log-probabilities summed over a document's
     scored tokens, and cross-entropy on retain tokens.
 
     The gradient is that of ascent times 2 sigmoid(beta (log pi - log pi_ref)), the weight that `monitor` keeps: it dies

@@ -41,7 +41,7 @@ def test_streaming_in_blocks_gives_the_same_projection():
 
 
 def test_basis_is_orthonormal_and_agrees_with_the_pseudoinverse_projector():
-    """Eq. 6 against the exact projector of Sec. 4.2."""
+    """Eq. 19 against the exact projector of Sec. 4.2."""
     x, selected, update = instance(N=60, d=40)
     basis = RetainStatistics(6, 40).update(x, selected).basis(EXACT)
     projected = basis.project(update)

@@ -1,4 +1,4 @@
-"""Black-box prompt attacks (Sec. 5.4, after Jang et al.): the same questions in other clothes.
+"""Black-box prompt attacks (Sec. 5.5, after Jang et al.): the same questions in other clothes.
 
 Built-in rewriters are templates, so the attack needs no second model; what a language model rewrote comes from a file.
 A variant counts only as far as the original model still answers under it: its own row in the tables says so.

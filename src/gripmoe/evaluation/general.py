@@ -1,4 +1,4 @@
-"""General utility: MMLU with and without solved questions before each, and TruthfulQA, through the harness (App. C)."""
+"""General utility (App. A.3): MMLU with and without solved questions before each, TruthfulQA, through the harness."""
 
 from __future__ import annotations
 

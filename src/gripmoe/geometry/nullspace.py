@@ -49,7 +49,7 @@ class RetainBasis:
         return (self.U_ret_Edr != 0).any(dim=1).sum(dim=-1)
 
     def project(self, update_Ed: Tensor) -> Tensor:
-        """P u = u - U (U^T u) for each router row (Eq. 6); twice: neither rounding nor columns that are orthonormal in
+        """P u = u - U (U^T u) for each router row (Eq. 19); twice: neither rounding nor columns that are orthonormal in
         fp32 alone leave a trace in the span."""
         return self.remainder(self.remainder(update_Ed[:, None, :]))[:, 0]
 
