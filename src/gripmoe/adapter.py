@@ -69,27 +69,30 @@ def constrain(
     hot_bytes: float = math.inf,
     warm_bytes: float = math.inf,
 ) -> RouterGuard:
-    """Holds the routers of `model` while `optimizer` trains it (Method A; Eq. 3, Alg. 1).
+    """Holds the routers of `model` while `optimizer` trains it (Method A: Sec. 4.2, Eq. 3, Algorithm 1), until the
+    guard that it returns is closed.
 
     `model` is a transformers MoE model of a known family, or one that accelerate has prepared or spread over devices
     (`device_map`); `optimizer` holds its routers among others and may be wrapped by accelerate. `retain` are batches of
-    input_ids (rows, positions) and, if rows are padded, attention_mask; the original routing of these tokens is
-    recorded once, here, so call this before training. To resume, call this on the original model once more, then load
-    the weights, the optimizer and `guard.state_dict()`. `method` is a name of METHODS or a `Method`:
+    input_ids and, if rows are padded, attention_mask, both (rows, positions); the original routing of these tokens,
+    padding and the first of each row aside, is recorded once, here, so call this before training. To resume, call this
+    on the original model once more, then load the weights, the optimizer and `guard.state_dict()`. `method` is a name
+    of METHODS or a `Method`:
 
     - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
       retain tokens, whatever momentum or weight decay add, up to directions that `eps_null` counts as none. Needs
       nothing in the loop.
     - "full_null_space": no router row may change its score of any retain token (Sec. 4.1).
-    - "expert_specific_paper", "expert_specific_minibatch": each step against the current retain batch, whose forward
-      pass runs within `with guard.retain():`. "expert_specific_tracked": earlier ones stay in the bases with a weight
-      that falls.
+    - "expert_specific_paper", "expert_specific_minibatch": each step against the current retain batch (Eq. 4), whose
+      forward pass runs within `with guard.retain():`; the first is Algorithm 1 to the letter, with draws by `seed`, the
+      second the exact projection (ours). "expert_specific_tracked": earlier ones stay in the bases with a weight that
+      falls.
     - "anchored" (ours): a frozen router and a penalty on what its inputs become; retain passes within
       `with guard.retain():`, on documents of `retain`, and `guard.penalty()` added to the loss. "anchored_tracked": a
       router that follows its inputs by recursive least squares instead.
-    - "seuf": of all experts only the one that serves the forget tokens most trains, and they are held at it; forget
-      passes within `with guard.forget():`, and `guard.penalty()` added to the loss.
-    - "frozen_router": the control.
+    - "seuf" (App. F, as its authors have it): of all experts only the one that serves the forget tokens most trains,
+      and they are held at it; forget passes within `with guard.forget():`, and `guard.penalty()` added to the loss.
+    - "frozen_router": the control (App. G.1).
 
     `forget` is for what has to know the documents to forget: SEUF, a null space with `surface: forget` or `combined`,
     and `replay`, an option of every method: while the model is in training mode, its forward passes use the original
@@ -99,18 +102,24 @@ def constrain(
     a forward pass of it, so that retain passes may be of any documents, at the price of that pass; else it is kept from
     here on, and they must be of `retain`. Until the guard is closed that copy evaluates and takes no gradients.
 
-    With `loss_bound` give every retain loss to `guard.check`, which raises `Diverged` when it is above: where a model
-    routes as it did, an anchor's weight falls to its floor, whatever else happens to what it knows.
+    With `loss_bound`, in the unit of the loop's own loss, give every retain loss to `guard.check`, which raises
+    `Diverged` when it is above: where a model routes as it did, an anchor's weight falls to its floor, whatever else
+    happens to what it knows.
 
     `cache` is a folder for the bases of methods that have fixed ones: they are found there by the next run on the same
-    model and documents, and with `hot_bytes` and `warm_bytes` (device, host) need not fit memory (App. D).
+    model and documents, and need not fit memory: at most `hot_bytes` of them stay on the device, `warm_bytes` on the
+    host (App. D.2).
 
     In several processes (data parallel, or `shard_experts`) every one calls this with the same documents; what each
     sees of the retain pass is gathered, and routers stay equal to the bit.
 
-    Raises ValueError for an unknown family or method, one that is more than a constraint on routers, documents to
-    forget that are missing, an original that is the model itself, an optimizer without the routers, or a model that
-    another guard holds.
+    Raises ValueError for an unknown family or method, a method that is more than a constraint on routers, a dense
+    model, no retain batches, documents to forget that are missing, an original that is the model itself, an optimizer
+    without the routers that a null space holds, a model that another guard holds, an anchor whose `routing_stability`
+    is 0 or 1, one expert to train in several processes, or routers that this would freeze or bring to fp32 below a
+    DistributedDataParallel that does not know; KeyError for a batch without `input_ids`. With `replay` a forward pass
+    in training mode raises KeyError for a document that was not given and ValueError without `input_ids`, and with
+    gradient checkpointing a backward pass over several of them RuntimeError.
     """
     method = _method(method, replay)
     wrapped = isinstance(model, DistributedDataParallel)

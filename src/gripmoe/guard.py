@@ -25,18 +25,21 @@ _HELD: WeakSet[nn.Module] = WeakSet()  # by a guard that is open
 
 
 class Diverged(RuntimeError):
-    """The retain loss has left its bound: what is to be retained is being destroyed."""
+    """The retain loss has left its bound: what is to be retained is being destroyed (ours). A RuntimeError."""
 
 
 class RouterGuard:
-    """Holds `constraint` over `optimizer` until closed.
+    """Holds `constraint` over `optimizer` until closed: what `gripmoe.constrain` returns, also as a context manager
+    (Sec. 4.2: between the update that the optimizer proposes and the one that stands).
 
     Forward passes of retain data run within `with guard.retain():` where a method looks at them (`constraint.watches`),
     those of forget data within `with guard.forget():`, in every step; `guard.penalty()` is then added to the loss. For
     all other methods both are free of effect, so a loop may always be written with them.
 
     `origin` names what the constraint was made from, so that no other guard takes its state for its own. Raises
-    ValueError if another guard of the same model is open.
+    ValueError if another guard of the same model is open; the optimizer's `step` raises RuntimeError where the loop has
+    left out a mark, the penalty, or the check of `loss_bound`, which raises Diverged, and for a closure where gradients
+    are projected.
     """
 
     def __init__(
@@ -68,13 +71,16 @@ class RouterGuard:
         self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
 
     def retain(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
-        """Marks a forward pass of retain data; of a batch that holds other data too, `rows` (bool, one entry per row)
-        names the retain rows. Several passes before one step count together, as in gradient accumulation. Raises
-        ValueError for `rows` of another kind or a pass without `input_ids`."""
+        """Marks a forward pass of retain data; of a batch that holds other data too, `rows`, (rows,) and bool, names
+        the retain rows. Several passes before one step count together, as in gradient accumulation.
+
+        Where the method looks at them, raises RuntimeError unless the block holds one forward pass, or under reentrant
+        gradient checkpointing; ValueError for `rows` of another kind or a pass without `input_ids`; KeyError for a
+        document whose original states nobody kept: one that `constrain` was not given."""
         return self._watched("retain", rows)
 
     def forget(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
-        """Marks a forward pass of forget data."""
+        """Marks a forward pass of forget data, likewise. Raises RuntimeError and ValueError where `retain` does."""
         return self._watched("forget", rows)
 
     @contextmanager
@@ -138,14 +144,15 @@ class RouterGuard:
             self.is_lifted = False
 
     def penalty(self) -> Tensor | float:
-        """What the constraint adds to the loss for the passes marked since the last call; 0 for a hard constraint."""
+        """What the constraint adds to the loss for the passes marked since the last call, a scalar with its graph; 0.0
+        for a hard constraint."""
         penalty = sum(self._penalties, 0.0)
         self._penalties = []
         return penalty
 
     def check(self, retain_loss: Tensor | float) -> None:
-        """Raises Diverged if the loss on retain data, of all processes, is above `loss_bound` or no number. Ask before
-        the backward pass: the weights are then those of the step before."""
+        """Raises Diverged if the loss on retain data, a scalar, mean over all processes, is above `loss_bound` or no
+        number. Ask before the backward pass: the weights are then those of the step before."""
         loss = distributed.average(float(torch.as_tensor(retain_loss).detach()))
         self._checked = True
         if not loss <= self.loss_bound:
@@ -212,7 +219,7 @@ class RouterGuard:
         self._seen = []
 
     def state_dict(self) -> dict:
-        """What a resumed run needs beyond model and optimizer."""
+        """What a resumed run needs beyond model and optimizer; `torch.save` takes it."""
         return {**self.constraint.state(), "origin": self.origin}
 
     def load_state_dict(self, state: dict) -> None:

@@ -77,11 +77,13 @@ class GuardCallback(TrainerCallback):
 
 def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], **settings: Any) -> GuardCallback:
     """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it holds
-    `gripmoe.constrain(model, optimizer, retain, **settings)` from the beginning of training to its end. Where training
-    ends in an error, close its `guard`.
+    `gripmoe.constrain(model, optimizer, retain, **settings)` (Sec. 4.2) from the beginning of training to its end. Its
+    `guard` is there once training has begun; where training ends in an error, close it.
 
-    To resume, make the trainer as before, on the original model, and call `train(resume_from_checkpoint=...)`. Raises
-    ValueError where the checkpoint was saved without this callback, or of another model, method or documents."""
+    To resume, make the trainer as before, on the original model, and call `train(resume_from_checkpoint=...)`.
+
+    Raises nothing itself. `train` raises what `constrain` and the guard do, and ValueError where the checkpoint to
+    resume from was saved without this callback, or of another model, method or documents."""
     return GuardCallback(retain, settings)
 
 

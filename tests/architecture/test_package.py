@@ -1,6 +1,8 @@
 """What the built package holds, and that its public names have types."""
 
+import ast
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,9 @@ from pathlib import Path
 import pytest
 
 import gripmoe
+from gripmoe.geometry.realignment import Realignment
+from gripmoe.guard import RouterGuard
+from gripmoe.method_b import Original
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +38,34 @@ def test_public_names_have_types(name):
     function = getattr(gripmoe, name)
     hints = typing.get_type_hints(inspect.unwrap(function))
     assert {*inspect.signature(function).parameters, "return"} <= hints.keys()
+
+
+PUBLIC = [*(getattr(gripmoe, name) for name in gripmoe.__all__), RouterGuard, Original, Realignment]
+MARKS = [method for name, method in vars(RouterGuard).items() if not name.startswith("_") and callable(method)]
+
+
+def errors_of(thing) -> set[str]:
+    """What its code raises, and that of its module which it refers to."""
+    module = ast.parse(inspect.getsource(inspect.getmodule(inspect.unwrap(thing))))
+    defined = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    used, errors = [inspect.unwrap(thing).__name__], set()
+    for name in used:
+        for node in (inner for outer in defined if outer.name == name for inner in ast.walk(outer)):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                errors.add(ast.unparse(node.exc.func))
+            other = getattr(node, "id", getattr(node, "attr", None))
+            if other not in used and other in [each.name for each in defined]:
+                used.append(other)
+    return errors
+
+
+@pytest.mark.parametrize("thing", [*PUBLIC, *MARKS], ids=lambda thing: thing.__qualname__)
+def test_help_names_the_anchor_and_every_error(thing):
+    """Where in the paper it stands, or that it is ours; and what is raised here, as far as the module itself does."""
+    said = inspect.getdoc(thing)
+    assert thing in MARKS or re.search(r"Sec\.|Eq\.|App\.|Algorithm|\bours\b", said)
+    for error in errors_of(thing):
+        assert "aises" in said and error in said, error
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -20,9 +20,12 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0, math.inf)
 
 @dataclass(frozen=True)
 class Realignment:
-    """A new router for one layer, how well it fits, and whether it may be used.
+    """What Method B has made of one layer (Eq. 5): the router that may be used, and how well it fits.
 
-    `ridge` is what was chosen: infinity puts the original router back, None leaves the unlearned one in place.
+    `theta_Ed`: (E, d). `fit_cosine`: -1 to 1, between original and new scores, mean over the tokens fitted to.
+    `held_out_stability`: 0 to 1, routing stability (Eq. 2) on the quarter that no fit sees; None in the paper's form.
+    `ridge`: what was chosen, in the sound form relative to the mean eigenvalue of Xt Xt^T; infinity puts the original
+    router back, None leaves the unlearned one in place. `accepted`: False where the unlearned one stays.
     """
 
     theta_Ed: Tensor

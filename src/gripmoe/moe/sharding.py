@@ -17,11 +17,13 @@ from gripmoe.moe.model import MoEModel
 
 
 def shard_experts(model: MoEModel | torch.nn.Module) -> None:
-    """Splits the experts of every layer over all processes, moves the rest to this process's device, and averages its
-    gradients in every backward pass, as those of the experts are. Without other processes, does nothing.
+    """Splits the experts of every layer over all processes (ours), so that each holds its share of their bytes; moves
+    the rest to this process's device, and averages its gradients in every backward pass, as those of the experts are.
+    Without other processes, does nothing.
 
     Each process then gives its own rows to the model, as many forward passes as the others. Call this before the
     optimizer is made and before the first forward pass, on a model that is on the CPU if one GPU does not hold it.
+    Raises ValueError for an unknown family.
     """
     if distributed.processes() == 1:
         return
