@@ -15,14 +15,16 @@ export MALLOC_TRIM_THRESHOLD_ ?= 2147483648
 .PHONY: help setup gpu figures figures-all record report test lint format clean
 
 help:
+	@echo "make setup     the environment in $(VENV); commands that need it make it"
 	@echo "make figures   tables and figures of the tiny world, from nothing, into paper_figures/tiny"
 	@echo "make figures-all   all objectives, methods and ablations at one seed; shares what figures has computed"
 	@echo "make record    the same over seeds and base models; hours, resumes where it was"
 	@echo "make report    one HTML page of what has been rendered"
-	@echo "make gpu       adds what models that train in bf16 need"
-	@echo "make test      unit tests, then the workflow on its tiniest configuration"
+	@echo "make gpu       adds to it what models that train in bf16 need"
+	@echo "make test      does that too; unit tests, then the workflow on its tiniest configuration"
 	@echo "make lint      ruff, snakefmt, snakemake --lint, import contracts"
-	@echo "make clean     removes results of the tiny world (trained models too)"
+	@echo "make format    what ruff and snakefmt mend by themselves"
+	@echo "make clean     removes results/$(WORLD) and paper_figures/$(WORLD)*, trained models too (WORLD=name: of another)"
 
 setup: $(VENV)/.installed
 
@@ -64,6 +66,6 @@ lint: setup
 format: setup
 	ruff check --fix . ; ruff format . ; snakefmt Snakefile workflow
 
-# All results of WORLD, and with `tiny` those of every world that extends it: hours, if the record's are there.
+# A world that extends another has its results there: those of `tiny` are the record's too, which are hours of work.
 clean:
 	rm -rf results/$(WORLD) paper_figures/$(WORLD)*
