@@ -1,7 +1,11 @@
 """Verdicts by hand, and that every claim can be decided."""
 
+from importlib import resources
+from math import ceil
+
 import pandas as pd
 import pytest
+import yaml
 
 from gripmoe.reporting import claims, labels
 from gripmoe.reporting.claims import VERDICTS, claims_table, differences, judge, judge_each, judged, load_claims
@@ -42,6 +46,13 @@ def test_a_reference_stands_for_every_objective_and_seed():
     assert differences(pd.concat([of_two, reference]), named).tolist() == pytest.approx([0.1])
 
 
+def test_two_metrics_of_one_run_may_be_compared():
+    data = runs(a=[0.9, 0.8, 0.7], b=[0.1] * 3)
+    other = runs(a=[0.6, 0.6], b=[0.0, 0.0]).assign(metric="routing_stability_representation_only")
+    claim = ABOVE | {"right": "a", "right_metric": "routing_stability_representation_only"}
+    assert sorted(differences(pd.concat([data, other]), claim).round(6)) == [0.2, 0.3]
+
+
 def test_verdicts_by_hand():
     assert verdict(ABOVE, a=[0.9, 0.8, 0.9], b=[0.5, 0.4, 0.5]) == "holds"
     assert verdict(ABOVE, a=[0.5, 0.4, 0.5], b=[0.9, 0.8, 0.9]) == "does not hold"
@@ -67,7 +78,44 @@ def test_every_claim_is_complete():
         assert claim["relation"] in "<>~" and claim["left"] in labels.METHODS, name
         assert not isinstance(claim["right"], str) or claim["right"] in labels.METHODS, name
         assert claim["metric"] in labels.METRICS, name
-        assert (claim["relation"] == "~") <= ("margin" in claim), name
+        assert claim.get("right_metric", claim["metric"]) in labels.METRICS, name
+        of_methods = isinstance(claim["right"], str) and claim["right"] not in claims.REFERENCES
+        assert of_methods <= ("margin" in claim), f"{name}: a negligible difference would do"
+
+
+def printed_differences(metric, *methods):
+    """What the paper prints between two methods, of each of its tables the least over objectives."""
+    text = (resources.files("gripmoe.reporting") / "comparisons.yaml").read_text(encoding="utf-8")
+    for table in [table for table in yaml.safe_load(text).values() if metric in table["paper"]]:
+        column, printed = table["paper"].index(metric), {}
+        for block in table["blocks"]:
+            for row in [row for row in block["rows"] if "paper" in row]:
+                printed.setdefault(block.get("objective"), {})[row["method"]] = row["paper"][column]
+        both = [[values[method] for method in methods] for values in printed.values() if {*methods} <= set(values)]
+        yield from [min(abs(left - right) for left, right in both)] if both else []
+
+
+def test_between_methods_a_third_of_what_the_paper_finds_is_asked_for():
+    checked = []
+    for name, claim in load_claims().items():
+        found = list(printed_differences(claim["metric"], claim["left"], claim["right"]))
+        if found and claim["relation"] != "~" and claim["line"] != "ours":
+            unit = 1 if claim.get("kind") == "news" else 0.01
+            thirds = [unit * ceil(difference / 3 / unit - 1e-6) for difference in found]
+            assert any(claim["margin"] == pytest.approx(third) for third in thirds), (name, thirds)
+            checked.append(name)
+    assert len(checked) >= 14 and "prompts_recover" in checked
+    prompts = load_claims()["prompts_recover"]
+
+    def more(by):
+        return differences_of(prompts, by=[by - 0.001, by, by + 0.001])
+
+    assert judge(more(0.01), prompts)[0] == "does not hold" and judge(more(0.07), prompts)[0] == "holds"
+
+
+def differences_of(claim, by):
+    data = runs(**{claim["left"]: [0.1 + value for value in by], claim["right"]: [0.1] * len(by)})
+    return differences(data.assign(metric=claim["metric"]), claim)
 
 
 def test_the_table_counts_what_it_shows():
@@ -79,6 +127,10 @@ def test_the_table_counts_what_it_shows():
     shown = {cells[1].text for _, entries in table.blocks for _, cells, _ in entries}
     assert "-0.20" in shown and claims._signed(-0.001) == "+0.00"
     assert f"{(verdicts == 'not measured').sum()} not measured" in table.notes[1]
+    assert f"the {(judged(data).runs == 3).sum()} intervals are not corrected" in table.notes[0]
+    compared = judged(data).set_index("claim").comparison
+    assert compared["a_above_frozen"] == "RS: expert_specific_paper > frozen_router + 0.13"
+    assert compared["drift_caps_a"] == "RS: expert_specific ~ expert_specific (RS repr.) ± 0.05"
 
 
 def test_runs_that_have_not_forgotten_do_not_count_unless_it_is_about_them():

@@ -25,23 +25,24 @@ def load_claims() -> dict[str, dict]:
 
 
 def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
-    """Left minus right of every run that has both: paired by base model, benchmark, objective and seed, or with the
-    reference model of the same base model and benchmark. Runs that have not forgotten are left out, unless the
-    statement is about those too (`unreached`), and so are runs that have lost everything, whose answers look as if
-    nothing could be recovered; unless it is about what is retained, where the loss speaks for itself."""
+    """Left minus right of every run that has both: paired by base model, benchmark, objective and seed (with itself, if
+    two metrics of one method are compared), or with the reference model of the same base model and benchmark. Runs
+    that have not forgotten are left out, unless the statement is about those too (`unreached`), and so are runs that
+    have lost everything, whose answers look as if nothing could be recovered; unless it is about what is retained,
+    where the loss speaks for itself."""
     runs = of_kind(runs, claim.get("kind", "letters"))
     if not claim.get("unreached"):
         # one that diverged has not reached it either
         runs = _without(runs, runs[(runs.metric == "reached") & (runs.value == 0)])
     if claim["metric"].removesuffix("_share") not in SHARED:
         runs = _without(runs, collapsed(runs))
-    measured = runs[(runs.metric == claim["metric"]) & runs.value.notna()]
     if "objectives" in claim:
-        measured = measured[measured.objective.isin([*claim["objectives"], "none"])]
-    left = measured[measured.method == claim["left"]].set_index(RUN).value
+        runs = runs[runs.objective.isin([*claim["objectives"], "none"])]
+    runs = runs[runs.value.notna()]
+    left = runs[(runs.metric == claim["metric"]) & (runs.method == claim["left"])].set_index(RUN).value
     if not isinstance(claim["right"], str):
         return left - claim["right"]
-    right = measured[measured.method == claim["right"]]
+    right = runs[(runs.metric == claim.get("right_metric", claim["metric"])) & (runs.method == claim["right"])]
     if claim["right"] in REFERENCES:  # one for all objectives and seeds
         of_model = right.set_index(["model", "benchmark"]).value
         reference = left.index.droplevel(["objective", "seed"]).map(of_model)
@@ -93,13 +94,12 @@ def judged(runs: pd.DataFrame) -> pd.DataFrame:
     for name, claim in load_claims().items():
         pairs = differences(runs, claim)
         verdict, mean, low, high = judge_each(pairs, claim)
-        right = claim["right"] if isinstance(claim["right"], str) else f"{claim['right']:g}"
         rows.append(
             {
                 "claim": name,
                 "text": claim["text"],
                 "line": claim["line"],
-                "comparison": f"{labels.metric_label(claim['metric'])}: {claim['left']} {claim['relation']} {right}",
+                "comparison": _formula(claim),
                 "runs": len(pairs),
                 "objectives": " ".join(sorted(pairs.index.unique("objective"))) if len(pairs) else "",
                 "difference": mean,
@@ -109,6 +109,16 @@ def judged(runs: pd.DataFrame) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def _formula(claim: dict) -> str:
+    """What is compared, as "RS: expert_specific > frozen_router + 0.13"."""
+    right = claim["right"] if isinstance(claim["right"], str) else f"{claim['right']:g}"
+    if "right_metric" in claim:
+        right += f" ({labels.metric_label(claim['right_metric'])})"
+    if "margin" in claim:
+        right += f" {({'>': '+', '<': '-', '~': '±'})[claim['relation']]} {claim['margin']:g}"
+    return f"{labels.metric_label(claim['metric'])}: {claim['left']} {claim['relation']} {right}"
 
 
 def _signed(value: float) -> str:
@@ -143,11 +153,14 @@ def claims_table(runs: pd.DataFrame) -> Table:
             entries.append((row.text, cells, []))
         table.blocks.append((name, entries))
     counts = verdicts.verdict.value_counts()
+    intervals = (verdicts.runs > 2).sum()
     table.notes = [
         "line: of the paper's source; what each statement compares stands in the CSV. Differences paired by base model,"
         " objective and seed, of runs that forgot and (but for what is retained) kept more than chance; 95 % t-interval"
         " over runs, of all objectives together, their range below three. Kinds of base models are judged apart: a"
-        " statement holds if it does for each.",
+        " statement holds if it does for each. One that sets a method above another asks for a third of the paper's"
+        " difference (ours: .05, or 5 points). Seeds of one base model are not independent of each other, and the"
+        f" {intervals} intervals are not corrected for their number.",
         "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS) + ".",
     ]
     return table
