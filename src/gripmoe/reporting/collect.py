@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from statistics import fmean
 
 import pandas as pd
 
@@ -170,7 +171,23 @@ def _metrics(folder: Path, run: dict) -> dict[str, float]:
         if isinstance(value, int | float):
             metrics[f"setting_{name}"] = value
     metrics["corrected_after"] = run["method"]["corrects"] is not None
-    return metrics
+    return metrics | _around_steered_layer(metrics)
+
+
+def _around_steered_layer(metrics: dict[str, float]) -> dict[str, float]:
+    """Routing stability in the layers up to the one whose states RMU steers, and in those above, which get no gradient:
+    their routers stay, and their inputs move with what lies below."""
+    if "setting_layer" not in metrics:
+        return {}
+    of_layers = {
+        int(name.rpartition("_")[2]): value
+        for name, value in metrics.items()
+        if name.startswith("routing_stability_layer_")
+    }
+    sides = {"to": [], "above": []}
+    for layer, value in of_layers.items():
+        sides["above" if layer > metrics["setting_layer"] else "to"].append(value)
+    return {f"routing_stability_{side}_steered_layer": fmean(values) for side, values in sides.items() if values}
 
 
 def computed_with(folders: Sequence[Path]) -> dict[str, list[str]]:

@@ -6,10 +6,9 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from gripmoe.reporting import labels
-from gripmoe.reporting.collect import apart
+from gripmoe.reporting.collect import KEYS, apart
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, look_of, nothing, panels_of
 
-RUN = ["model", "benchmark", "objective", "method", "seed"]
 SHOWN = [  # of all methods, in figures that have no room for more
     "unconstrained",
     "frozen_router",
@@ -27,7 +26,7 @@ def forget_utility_tradeoff(
     """What is retained against what is not forgotten, on dev questions along training (the paper's Figure 2): one line
     per method, the mean over runs at every check that all of them reached, and a dot at the mean of their last checks.
     Up and to the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
-    wide = histories.pivot_table(index=[*RUN, "step"], columns="metric", values="value").reset_index()
+    wide = histories.pivot_table(index=[*KEYS, "step"], columns="metric", values="value").reset_index()
     methods = [m for m in SHOWN if m in set(wide.method)]
     with house_style():
         figure, panels = panels_of(wide)
@@ -39,7 +38,7 @@ def forget_utility_tradeoff(
                     continue
                 complete = runs.groupby("step").filter(lambda at, all_runs=runs: len(at) == _num_runs(all_runs))
                 measures = [forget, retain]
-                last = runs.sort_values("step").groupby(RUN).tail(1)[measures].mean()
+                last = runs.sort_values("step").groupby(KEYS).tail(1)[measures].mean()
                 line = pd.concat([complete.groupby("step")[measures].mean(), last.to_frame().T])
                 style = labels.line_style(method)
                 axes.plot(line[forget], line[retain], style, alpha=0.8, color=labels.colour(method))
@@ -88,4 +87,4 @@ def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
 
 
 def _num_runs(runs: pd.DataFrame) -> int:
-    return len(runs[RUN].drop_duplicates())
+    return len(runs[KEYS].drop_duplicates())
