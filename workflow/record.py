@@ -55,7 +55,7 @@ TABLES = {
     "dense_baseline": "Mixture of experts and dense twin",
 }
 WORLDS = {"seuf_comparison": "tiny_shared", "dense_baseline": "tiny_dense", "retain_data": "tiny_retain"}
-OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "num_experts", "top_k"} | {
+OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "setting_max_steps", "num_experts", "top_k"} | {
     f"{measure}_{part}" for measure in labels.MATCHED for part in ("target", "half_width")
 }
 

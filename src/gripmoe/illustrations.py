@@ -177,7 +177,7 @@ def _draw_gradients(axes: plt.Axes, gradients: pd.Series) -> None:
     for objective, colour in zip(objectives, ("0.0", "0.35", "0.55", "0.75"), strict=False):
         for metric, style in {"router_gradient": "-", "expert_gradient": "--"}.items():
             line = gradients[objective, metric]
-            name = f"{labels.OBJECTIVES[objective]}, {metric.split('_')[0]}"
+            name = f"{labels.objective_label(objective)}, {metric.split('_')[0]}"
             axes.plot(line.index, line.values, style, color=colour, linewidth=1, label=name)
     axes.set_yscale("log")
     axes.set(xlabel="step", ylabel="RMS per element", title="gradients")

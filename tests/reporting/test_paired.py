@@ -91,3 +91,11 @@ def test_news_is_compared_on_its_own_measures():
     assert table.columns == ["Δ C1", "p", "Δ C4", "p"] and "sign test" in table.notes[1]
     assert shown["Anchored (ours)"][:2] == ["+0.0 ± 0.0", "1"] and shown["Anchored (ours)"][3] == ".289"
     assert shown["Anchored (ours)"][2].startswith("+2.5 ± ")
+
+
+def test_methods_and_objectives_that_nobody_has_named_are_compared():
+    rows = answers("unconstrained", 0, [True] * 8, objective="my_loss")
+    rows += answers("my_method", 0, [False] * 8, objective="my_loss")
+    rows += answers("my_method_eps_1em3", 0, [False] * 8, objective="my_loss")
+    ((name, entries),) = paired_table(pd.DataFrame(rows), pd.DataFrame(columns=COLUMNS)).blocks
+    assert (name, [label for label, _, _ in entries]) == ("my loss", ["Unconstrained", "my method"])

@@ -88,8 +88,7 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
         "restored_experts_worst_layer": ("x", 4, True, "one layer's experts put back"),
     }
     found = runs[runs.metric.isin(marks)]
-    present = set(found.method)
-    methods = [m for m in labels.METHODS if m in present and m not in ("original", "retain_only")]
+    methods = labels.ordered(set(found.method) - {"original", "retain_only"})
     signs = ""
     with house_style():
         figure, panels = panels_of(found, 0.9 + 0.17 * len(methods))
@@ -155,7 +154,7 @@ def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> p
             keys = ["objective", "method", "source", "step"]
             spans = group.groupby(keys).value.agg(mean="mean", least="min", greatest="max")
             present = set(group.method[group.objective == objective]) & set(labels.COLOURS)
-            drawn = [(objective, method) for method in labels.METHODS if method in present]
+            drawn = [(objective, method) for method in labels.ordered(present)]
             drawn += [("none", "retain_only")] if "retain_only" in set(group.method) else []
             ends = {}
             for key in drawn:
@@ -171,7 +170,7 @@ def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> p
             axes.set_xticks(sorted(found.step.unique()))
             shown |= set(ends)
         first = panels[0][0]
-        for method in [m for m in labels.METHODS if m in shown and len(panels) > 1]:
+        for method in labels.ordered(shown if len(panels) > 1 else ()):
             first.plot([], [], label=labels.method_label(method), **look_of(method))
         for source, style in styles.items():
             first.plot([], [], style, color="0.3", label=name(source))

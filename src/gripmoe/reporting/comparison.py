@@ -32,17 +32,6 @@ def specification(name: str) -> dict:
     return tables[name]
 
 
-def paper_values(name: str) -> dict[tuple[str, str, str], float]:
-    """The paper's numbers of a table by (objective, method, metric)."""
-    table = specification(name)
-    return {
-        (block.get("objective", row.get("objective")), row["method"], metric): value
-        for block in table["blocks"]
-        for row in block["rows"]
-        for metric, value in zip(table["paper"], row.get("paper", []), strict=False)
-    }
-
-
 def added_to(spec: dict) -> dict[str, str]:
     """By metric of a table whose attacks stand right of the measure that they add to: that measure."""
     own, measures = "", {}
@@ -66,9 +55,10 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) 
     """A table of comparisons.yaml from the tidy runs; `measured` says what stands for a metric of a row, if not the
     mean over its runs.
 
-    The best value of a block is marked among the runs that reached the forget target; a run that did not reach it, or
-    diverged, carries a note, and its values are those of where it ended. Rows that are neither measured nor in the
-    paper are left out.
+    The best value of a block is marked among the runs that reached the forget target, and among the rows over the same
+    runs as the one with most; how many these are stands beside the names where rows differ in them. A run that did not
+    reach the target, or diverged, carries a note, and its values are those of where it ended. Rows that are neither
+    measured nor in the paper are left out.
     """
     spec = specification(name)
     metrics, published = spec["measured"], spec["paper"]
@@ -76,31 +66,33 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) 
     table = Table(list(headings(spec).values()), [labels.metric_label(m) for m in published])
     groups = _groups(runs, spec)
     beside_paper = next((kind for kind, of in groups if spec.get("model", PAPER_MODEL) in set(of.model)), groups[0][0])
-    for (kind, group), block in product(groups, spec["blocks"]):
+    shown: list[dict] = []
+    counts: set[int] = set()  # of runs, where rows of a block differ in them
+    for (kind, group), block in product(groups, _blocks(runs, spec)):
+        rows = _rows(block, group, spec, beside_paper=kind == beside_paper)
+        compared = "objective" in block
+        pairing = ["seed"] if any("model" in row for row, _ in rows) else ["model", "seed"]
+        runs_of = [frozenset(cells[pairing].itertuples(index=False, name=None)) for _, cells in rows]
+        differ = compared and len({of_row for of_row in runs_of if of_row}) > 1
         entries = []
-        rows = block["rows"] if kind == beside_paper else [_unpublished(row) for row in block["rows"]]
-        of_block = group[group.benchmark == block["benchmark"]] if "benchmark" in block else group
-        if spec.get("all_methods") and "objective" in block:
-            rows = _with_all_methods(rows, of_block[of_block.objective == block["objective"]])
-        for row in rows:
-            objective = row.get("objective", block.get("objective"))
-            cells = of_block[(of_block.objective == objective) & (of_block.method == row["method"])]
-            if "model" in row:
-                cells = cells[cells.model == row["model"]]
-            if cells.empty and "paper" not in row:
-                continue
+        for (row, cells), of_row in zip(rows, runs_of, strict=True):
             printed = row.get("paper", [None] * len(published))
             paper = [_published(metric, value, news) for metric, value in zip(published, printed, strict=True)]
-            label = row.get("label", labels.method_label(row["method"])) + marks_of(cells)
+            count = f" (n = {len(of_row)})" if differ and of_row else ""
+            label = row.get("label", labels.method_label(row["method"])) + count + marks_of(cells)
             entries.append((label, [(measured or _measured)(cells, metric, news) for metric in metrics], paper))
-        if entries and any(cell.value is not None for _, measured, _ in entries for cell in measured):
-            if block.get("objective") and spec.get("marks_best", True):
-                _mark_best(entries, metrics, 0.0 if news else labels.CHANCE)
+        if any(cell.value is not None for _, measured, _ in entries for cell in measured):
+            if compared and spec.get("marks_best", True):
+                most = max(runs_of, key=len)
+                alike = [entry for entry, of_row in zip(entries, runs_of, strict=True) if of_row == most]
+                _mark_best(alike, metrics, 0.0 if news else labels.CHANCE)
             table.blocks.append((", ".join(filter(None, [kind, block.get("name")])), entries))
+            shown += [row for row, _ in rows]
+            counts |= {len(of_row) for of_row in runs_of} if differ else set()
     if not any(cell.value is not None for _, entries in table.blocks for _, _, paper in entries for cell in paper):
         table.paper_columns = []  # the paper has none of the rows that were measured
         table.blocks = [(name, [(label, cells, []) for label, cells, _ in entries]) for name, entries in table.blocks]
-    table.notes = _notes(runs, spec, table)
+    table.notes = _notes(runs, spec, table, shown, counts)
     return table
 
 
@@ -125,17 +117,37 @@ def _groups(runs: pd.DataFrame, spec: dict) -> list[tuple[str, pd.DataFrame]]:
     return apart(runs, [column for column in ("model", "benchmark") if column not in named])
 
 
-def _unpublished(row: dict) -> dict:
-    return {key: value for key, value in row.items() if key not in ("paper", "line")}
+def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
+    """Those of a table; if it shows all methods also one for each objective that it does not list, unless its blocks
+    are of one benchmark each."""
+    blocks = spec["blocks"]
+    if not spec.get("all_methods") or any("benchmark" in block for block in blocks):
+        return blocks
+    others = set(runs.objective) - {"none"} - {block.get("objective") for block in blocks}
+    of_others = labels.ordered(others, labels.OBJECTIVES)
+    return blocks + [{"name": labels.objective_label(o), "objective": o, "rows": []} for o in of_others]
 
 
-def _with_all_methods(rows: list[dict], runs: pd.DataFrame) -> list[dict]:
-    """The listed rows and every other measured method, in the order of labels.METHODS; not the rows of a sweep, which
-    have a table of their own."""
-    listed = {row["method"]: row for row in rows}
-    order = [m for m in labels.METHODS if m in set(runs.method) or m in listed]
-    order += sorted(m for m in set(runs.method) - set(order) if "_eps_" not in m)
-    return [listed.get(method, {"method": method}) for method in order]
+def _rows(block: dict, runs: pd.DataFrame, spec: dict, beside_paper: bool) -> list[tuple[dict, pd.DataFrame]]:
+    """The rows of a block that are measured or in the paper, each with its runs; if the table shows all methods, the
+    listed ones and every other measured method, in the usual order."""
+    if "benchmark" in block:
+        runs = runs[runs.benchmark == block["benchmark"]]
+    rows = block["rows"]
+    if not beside_paper:
+        rows = [{key: value for key, value in row.items() if key not in ("paper", "line")} for row in rows]
+    if spec.get("all_methods") and "objective" in block:
+        listed = {row["method"]: row for row in rows}
+        methods = labels.ordered({*listed, *runs.method[runs.objective == block["objective"]]})
+        rows = [listed.get(method, {"method": method}) for method in methods]
+    found = []
+    for row in rows:
+        cells = runs[(runs.objective == row.get("objective", block.get("objective"))) & (runs.method == row["method"])]
+        if "model" in row:
+            cells = cells[cells.model == row["model"]]
+        if "paper" in row or not cells.empty:
+            found.append((row, cells))
+    return found
 
 
 def _text(metric: str, value: float, news: bool) -> str:
@@ -241,7 +253,7 @@ def _mark_best(block: list, metrics: list[str], chance: float) -> None:
             cell.best = value == best
 
 
-def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
+def _notes(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], counts: set[int]) -> list[str]:
     seeds = runs.loc[runs.objective != "none", "seed"].nunique()
     of_one_model = any("model" in row for block in spec["blocks"] for row in block["rows"])
     groups = _groups(runs, spec)
@@ -256,25 +268,40 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table) -> list[str]:
         for _, measured, _ in entries
         for cell in measured
     )
+    spread += " where n = 2 half the range," if runs_in_row > 2 and 2 in counts else ""
     spread += " without ± one run," if spread and alone else ""
     notes = [
-        f"Mean over {seeds} unlearning seed{'s' if seeds > 1 else ''}, {models} base model{'s' if models > 1 else ''}"
-        f"{each},{spread} test questions, held-out retain tokens. {spec['title']}.",
+        f"Mean over {'up to ' if counts else ''}{seeds} unlearning seed{'s' if seeds > 1 else ''},"
+        f" {models} base model{'s' if models > 1 else ''}{each},{spread} test questions, held-out retain tokens."
+        f" {spec['title']}.",
         "; ".join(f"{label}: {note}" for label, note in shown.items() if note) + ".",
     ]
     notes += [spec["note"]] if "note" in spec else []
+    explained = _explained(runs, spec, table, rows, counts)
+    return [*notes, *["; ".join(explained) + "."] * bool(explained)]
+
+
+def _explained(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], counts: set[int]) -> list[str]:
+    """What signs and names in a table stand for."""
     texts = " ".join(label for _, entries in table.blocks for label, _, _ in entries)
     explained = [note for sign, note in labels.MARKS.items() if sign in texts]
-    best = any(cell.best for _, entries in table.blocks for _, measured, _ in entries for cell in measured)
+    most_steps = sorted(set(runs.loc[runs.metric == "setting_max_steps", "value"]))
+    if "*" in texts and most_steps:
+        explained.append(f"runs stop after {' or '.join(f'{steps:.0f}' for steps in most_steps)} steps at most")
+    if counts:
+        explained.append("(n = ...) runs of a row, by base model and seed, where rows of its block differ in them")
     alike = "" if spec.get("kind") == "news" else f", accuracies up to {labels.CHANCE} alike"
-    explained += [f"bold: best in its block among runs that forgot enough{alike}"] * best
+    same = ", of rows over the same runs as the one with most" if counts else ""
+    cells = [cell for _, entries in table.blocks for _, measured, paper in entries for cell in (*measured, *paper)]
+    if any(cell.best for cell in cells):
+        explained.append(f"bold: best in its block among runs that forgot enough{same}{alike}")
     if table.paper_columns:
         explained.append("right: the paper's own values")
-    cells = [cell for _, entries in table.blocks for _, measured, paper in entries for cell in (*measured, *paper)]
     if any(cell.text == MISSING for cell in cells):
         explained.append("– not measured here, or not in the paper")
     reasons = dict.fromkeys(cell.reason for cell in cells if cell.reason)
     explained += [f"{NOT_APPLICABLE}: {' or '.join(reasons)}"] * bool(reasons)
-    if "our TRACE" in texts:
-        explained.append("our TRACE: as we read that paper's abstract")
-    return [*notes, *["; ".join(explained) + "."] * bool(explained)]
+    methods = {row["method"] for row in rows}
+    published = {row["method"] for row in rows if "paper" in row and table.paper_columns}
+    explained += [note for method, note in labels.METHOD_NOTES.items() if method in methods]
+    return explained + [note for method, note in labels.PAPER_NOTES.items() if method in published]

@@ -107,8 +107,9 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
     data = stability_by_layer(runs)
     floors = {kind: random_floor(group) for kind, group in apart(runs)}
     present = data[["kind", "objective"]].drop_duplicates().itertuples(index=False)
-    shown = sorted((p for p in present if p.objective != "none"), key=lambda p: list(labels.OBJECTIVES).index(p[1]))
-    shown.sort(key=lambda p: list(floors).index(p.kind))
+    order = list(floors), labels.ordered(data.objective, labels.OBJECTIVES)
+    shown = [p for p in present if p.objective != "none"]
+    shown.sort(key=lambda p: (order[0].index(p.kind), order[1].index(p.objective)))
     with house_style():
         columns = min(2, len(shown))
         rows = -(-len(shown) // columns)
@@ -119,7 +120,7 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
         for axes, (kind, objective) in zip(panels.flat, shown, strict=False):
             panel = data[(data.kind == kind) & (data.objective == objective)]
             ends = {}
-            for method in [m for m in labels.METHODS if m in set(panel.method) & set(labels.COLOURS)]:
+            for method in labels.ordered(set(panel.method) & set(labels.COLOURS)):
                 line = panel[panel.method == method].sort_values("layer").set_index("layer")
                 draw_line(axes, line, method, labels.line_style(method))
                 ends[method] = (line.index[-1], line["mean"].iloc[-1])
@@ -127,7 +128,7 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
             if floors[kind] is not None:
                 axes.hlines(floors[kind], first, last, color="0.6", linewidth=0.7, linestyle=":")
                 axes.text(first, floors[kind] + 0.012, "random sets", fontsize=5.5, color="0.45")
-            axes.set_title(", ".join(filter(None, [kind, labels.OBJECTIVES[objective]])), loc="left")
+            axes.set_title(", ".join(filter(None, [kind, labels.objective_label(objective)])), loc="left")
             axes.set_xlabel("MoE layer", x=0.33)
             axes.set_ylim(0, 1.03)
             label_ends(axes, ends)
@@ -189,7 +190,7 @@ Panel = tuple[plt.Axes, str, pd.DataFrame]
 def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, list[Panel]]:
     """Panels on common axes: a row per kind of base model, a column per objective, whose name stands above; each with
     its objective and the rows of its kind, `height` inches each."""
-    objectives = [o for o in labels.OBJECTIVES if o != "none" and o in set(table.objective)]
+    objectives = [o for o in labels.ordered(table.objective, labels.OBJECTIVES) if o != "none"]
     kinds = apart(table)
     size = PAPER_WIDTH, height * len(kinds)
     figure, grid = plt.subplots(len(kinds), len(objectives), figsize=size, sharex=True, sharey=True, squeeze=False)
@@ -197,7 +198,7 @@ def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, lis
     for row, (kind, group) in zip(grid, kinds, strict=True):
         for axes, objective in zip(row, objectives, strict=True):
             if objective in set(group.objective):
-                axes.set_title(labels.OBJECTIVES[objective], loc="left")
+                axes.set_title(labels.objective_label(objective), loc="left")
                 panels.append((axes, objective, group))
             else:
                 axes.remove()

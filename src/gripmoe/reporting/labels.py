@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 OBJECTIVES = {"gd": "GD", "kl": "KL", "npo": "NPO", "rmu": "RMU", "none": ""}
 
 MODELS = {  # of one name: instances of one kind, that differ by their seed alone
@@ -24,8 +26,10 @@ METHODS = {
     "retain_only": "Retain-only oracle",
     "unconstrained": "Unconstrained",
     "unconstrained_router_x1": "Unconstrained, router rate ×1",
+    "unconstrained_fp8": "Unconstrained, FP8",
     "retain_x10": "Retain weight ×10, frozen",
     "frozen_router": "Frozen router",
+    "frozen_router_fp8": "Frozen router, FP8",
     "restore_router": "Original router put back",
     "restore_router_matched": "Router put back, matched",
     "router_l2": "Router L2 (SEUF as in GRIP)",
@@ -42,9 +46,11 @@ METHODS = {
     "expert_specific_minibatch": "Method A, minibatch bases",
     "expert_specific_tracked": "Method A, tracked bases",
     "expert_specific_router_x1": "Method A, sound, router rate ×1",
+    "expert_specific_fp8": "Method A, sound, FP8",
     "expert_specific_paper": "Method A, paper",
     "expert_specific_paper_gradient": "Method A, paper, on gradients",
     "expert_specific_paper_router_x1": "Method A, paper, router rate ×1",
+    "expert_specific_paper_fp8": "Method A, paper, FP8",
     "ptc": "Method B, sound",
     "ptc_paper": "Method B, paper",
     "ptc_matched": "Method B, sound, matched",
@@ -53,6 +59,12 @@ METHODS = {
     "anchored": "Anchored (ours)",
     "anchored_tracked": "Anchored, tracked (ours)",
     "anchored_replay": "Anchored + replay (ours)",
+}
+
+METHOD_NOTES = {"routing_aware": "our TRACE: as we read that paper's abstract"}  # wherever a method is shown
+PAPER_NOTES = {  # where the paper's values stand beside a method
+    "router_l2": "the paper's SEUF is an L2 penalty on routers, in its introduction and Table 8 with one expert trained"
+    " alone; our router L2 is that penalty with all experts trained",
 }
 
 # After Okabe and Ito's palette: also who sees no red or no green can tell any two apart. Black and grey for references.
@@ -76,7 +88,7 @@ COLOURS = {
 
 DASHED = {"expert_specific_paper", "ptc_paper", "anchored_tracked"}  # another form, in the colour of the first
 
-MARKERS = dict(zip(dict.fromkeys(COLOURS.values()), "<sovD^PX*dhp", strict=True))
+MARKERS = "<sovD^PX*dhp"  # one per colour, from the start again where colours are more
 
 MARKS = {  # of runs whose values are not to be compared with others'
     "*": "* has not forgotten: target missed on dev, or exceeded by .05 (C1, C2: 5 points) on test",
@@ -93,6 +105,8 @@ METRICS = {
     "routing_stability": "RS",
     "routing_stability_router_only": "RS router",
     "routing_stability_representation_only": "RS repr.",
+    "routing_stability_to_steered_layer": "RS steered",
+    "routing_stability_above_steered_layer": "RS above",
     "forget_routing_stability": "RS forget",
     "forced_forget_accuracy": "forced FA",
     "forced_retain_accuracy": "forced RA",
@@ -169,6 +183,8 @@ METRIC_NOTES = {
     "routing_stability": "routing stability",
     "routing_stability_router_only": "with only the router changed",
     "routing_stability_representation_only": "with only its inputs changed",
+    "routing_stability_to_steered_layer": "of RMU alone, in the layers up to the one that it steers",
+    "routing_stability_above_steered_layer": "of RMU alone, in those above, which get no gradient",
     "forget_routing_stability": "on forget tokens",
     "forced_forget_accuracy": "under the original expert sets",
     "forced_retain_accuracy": "RA under the original expert sets",
@@ -303,6 +319,13 @@ REASONS = {  # by how names of metrics begin: why one that was to be measured ha
 }
 
 
+def ordered(names: Iterable[str], known: Iterable[str] = tuple(METHODS)) -> list[str]:
+    """Each once, methods (or what else is `known`) in that order and then others by name; not the rows of a sweep,
+    which have a table of their own."""
+    names, known = {name for name in names if "_eps_" not in name}, list(known)
+    return [name for name in known if name in names] + sorted(names - set(known))
+
+
 def method_label(method: str) -> str:
     """A method's name; of a row of a threshold sweep its threshold, and the layers that have it."""
     if method in METHODS:
@@ -312,6 +335,10 @@ def method_label(method: str) -> str:
         return method.replace("_", " ")
     where = METHODS.get(base, f"Method A, {base} layers")
     return f"{where}, {threshold.replace('em', 'e-')}"
+
+
+def objective_label(objective: str) -> str:
+    return OBJECTIVES.get(objective, objective.replace("_", " "))
 
 
 def model_label(model: str) -> str:
@@ -327,7 +354,8 @@ def line_style(method: str) -> str:
 
 
 def marker(method: str) -> str:
-    return MARKERS.get(colour(method), "o")
+    colours = list(dict.fromkeys(COLOURS.values()))
+    return MARKERS[colours.index(colour(method)) % len(MARKERS)] if method in COLOURS else "o"
 
 
 def colour(method: str) -> str:

@@ -74,12 +74,13 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     letters = bool(answers.chosen.notna().any())
     columns = [column for metric in metrics for column in (f"Δ {labels.metric_label(metric)}", "p")]
     table = Table(columns + ["letter", "shuffled"] * letters, [], label_width=1.7)
-    objectives = [NO_OBJECTIVE] * letters + [name for name in labels.OBJECTIVES if name != NO_OBJECTIVE]
+    objectives = [NO_OBJECTIVE] * letters
+    objectives += labels.ordered(set(answers.objective) - {NO_OBJECTIVE}, labels.OBJECTIVES)
     for (kind, group), objective in product(apart(answers), objectives):
         entries = []
         of_objective = group[group.objective == objective]
         of_group = runs[runs.model.isin(group.model) & runs.benchmark.isin(group.benchmark)]
-        for method in [m for m in labels.METHODS if m in set(of_objective.method)]:
+        for method in labels.ordered(of_objective.method):
             cells = []
             for metric in metrics:
                 found = None if method == against else compared(group, objective, method, against, metric)
@@ -89,7 +90,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
                 cells += _letter_bias(of_objective[of_objective.method == method], of_method)
             entries.append((labels.method_label(method), cells, []))
         if entries:
-            table.blocks.append((", ".join(filter(None, [kind, labels.OBJECTIVES[objective]])), entries))
+            table.blocks.append((", ".join(filter(None, [kind, labels.objective_label(objective)])), entries))
     beside = f"{labels.method_label(against).lower()} on the same test {'questions' if letters else 'items'}"
     table.notes = [
         f"Differences to {beside}; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of runs and of"
