@@ -69,9 +69,9 @@ def test_least_recently_used_goes_first(tmp_path):
 
 @pytest.mark.parametrize("fault", ["truncated", "flipped", "other model", "no file"])
 def test_what_cannot_be_trusted_is_fitted_again(tmp_path, fault):
-    store(tmp_path)[0]
-    file = tmp_path / "0.2.safetensors"
-    metadata = {"model": "abc"}
+    first = store(tmp_path)
+    assert same(first[0], 0)
+    file = first.folder / "0.2.safetensors"
     if fault == "truncated":
         file.write_bytes(file.read_bytes()[:-40])
     elif fault == "flipped":
@@ -79,10 +79,12 @@ def test_what_cannot_be_trusted_is_fitted_again(tmp_path, fault):
         content[-3] ^= 0xFF
         file.write_bytes(content)
     elif fault == "other model":
-        metadata = {"model": "xyz"}
+        other = store(tmp_path, {"model": "xyz"})
+        other.of((0, 2))
+        shutil.copy(other.folder / file.name, file)
     else:
         file.unlink()
-    again = store(tmp_path, metadata)
+    again = store(tmp_path)
     if fault == "no file":
         again._num_experts[0] = EXPERTS
         assert same(again[0], 0)
@@ -101,17 +103,40 @@ def rewritten(file, **changed):
 
 @pytest.mark.parametrize("fault", ["nothing", "of another expert", "says it is shared by all"])
 def test_a_basis_of_another_expert_or_another_number_of_experts_is_never_used(tmp_path, fault):
-    store(tmp_path)[0]
-    rewritten(tmp_path / "0.1.safetensors")  # the control: what is written back unchanged is used
+    first = store(tmp_path)
+    first.of((0, 0))  # fits its layer
+    folder = first.folder
+    rewritten(folder / "0.1.safetensors")  # the control: what is written back unchanged is used
     if fault == "of another expert":
-        shutil.copy(tmp_path / "0.2.safetensors", tmp_path / "0.3.safetensors")
+        shutil.copy(folder / "0.2.safetensors", folder / "0.3.safetensors")
     elif fault == "says it is shared by all":
-        rewritten(tmp_path / "0.0.safetensors", experts="1")
+        rewritten(folder / "0.0.safetensors", experts="1")
     again = store(tmp_path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert same(again[0], 0)
     assert len(caught) == again.counts["computed"] == again.counts["missed"] == (fault != "nothing")
+
+
+def test_two_that_share_a_folder_leave_each_other_alone(tmp_path):
+    """Also where they take turns; the control is that each finds what it wrote itself."""
+    kinds = ({"model": "abc"}, {"model": "xyz"}, {"model": "abc", "method": "another"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stores = [store(tmp_path, kind, hot_bytes=0, warm_bytes=0) for kind in kinds]
+        assert all(same(one[layer], layer) for layer in (0, 1, 0) for one in stores)
+        stores += [store(tmp_path, kind) for kind in kinds]
+        assert all(same(one[0], 0) for one in stores[3:])
+    assert [one.counts["computed"] for one in stores] == [2, 2, 2, 0, 0, 0]
+
+
+def test_what_was_fitted_is_used_where_its_file_is_gone_at_once(tmp_path, monkeypatch):
+    """As when another process distrusts it; nothing is then found on disk, ever."""
+    limited = store(tmp_path, hot_bytes=BYTES, warm_bytes=BYTES)
+    monkeypatch.setattr(limited, "compute", lambda layer: RetainBasis(fitted(layer).U_ret_Edr[..., :3].contiguous()))
+    monkeypatch.setattr(limited, "_read", lambda key: None)
+    assert same(limited[0], 0) and limited.counts["computed"] == EXPERTS
+    assert all(tier.untyped_storage().nbytes() == BYTES for tier in limited._warm._kept.values()), "no whole layer"
 
 
 def test_a_guard_over_a_store_holds_what_one_without_does(tmp_path):
@@ -133,7 +158,7 @@ def test_a_guard_over_a_store_holds_what_one_without_does(tmp_path):
 
 
 def test_a_guard_fits_bases_again_where_anything_that_they_come_from_has_changed(tmp_path):
-    """And finds them on disk where nothing has; each file says what it is of."""
+    """And finds them on disk where nothing has, whatever else shares the folder; each file says what it is of."""
 
     def counts(model, retain, method="expert_specific"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -142,7 +167,8 @@ def test_a_guard_fits_bases_again_where_anything_that_they_come_from_has_changed
 
     retain = [random_batch(seed=9)]
     assert counts(small_model(), retain)["computed"] == 2
-    with safe_open(tmp_path / "1.5.safetensors", framework="pt") as opened:
+    (file,) = tmp_path.glob("*/1.5.safetensors")
+    with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
     assert metadata.keys() == {
         *("model", "layers", "dtype", "retain_tokens", "reference", "method"),
@@ -152,23 +178,27 @@ def test_a_guard_fits_bases_again_where_anything_that_they_come_from_has_changed
     assert metadata["retain_tokens"] == str(tokens) and metadata["layers"] == "[0, 1]" and metadata["layer"] == "1"
     assert metadata["model"] == "Qwen3MoeForCausalLM" and metadata["dtype"] == "torch.float32"
     assert metadata["expert"] == "5" and metadata["experts"] == "8"
-    again = counts(small_model(), retain)
-    assert again["computed"] == again["missed"] == 0 and again["cold"] == 2 * 8, "the control"
     renamed = small_model()
     renamed.config._name_or_path = "another"
-    for changed in ((renamed, retain), (small_model(seed=1), retain), (small_model(), [random_batch(seed=8)])):
-        with pytest.warns(UserWarning, match="fitted again"):
-            assert counts(*changed)["computed"] == 2
-    with pytest.warns(UserWarning, match="method is .* fitted again"):
-        assert counts(small_model(), [random_batch(seed=8)], "full_null_space")["computed"] == 2
+    others = [random_batch(seed=8)]
+    for changed in (
+        (renamed, retain),
+        (small_model(seed=1), retain),
+        (small_model(), others),
+        (small_model(), others, "full_null_space"),
+    ):
+        assert counts(*changed)["computed"] == 2
+    again = counts(small_model(), retain)
+    assert again["computed"] == again["missed"] == 0 and again["cold"] == 2 * 8, "the control"
 
 
-def test_files_of_another_number_of_experts_are_fitted_again(tmp_path):
-    """As "full_null_space" leaves them, or a job that was killed while it wrote."""
+def test_files_that_a_killed_job_has_not_written_are_fitted(tmp_path):
+    """Nor those of a layer whose experts share one basis are taken for others."""
     shared = BasisStore(tmp_path, [0, 1], lambda layer: RetainBasis(fitted(layer).U_ret_Edr[:1]), {"model": "shared"})
     assert len(shared[0].U_ret_Edr) == 1
-    with pytest.warns(UserWarning, match="fitted again"):
-        assert same(store(tmp_path)[0], 0)
+    whole = store(tmp_path)
+    assert same(whole[0], 0)
     for expert in (0, 2):
-        (tmp_path / f"0.{expert}.safetensors").unlink()
-        assert same(store(tmp_path)[0], 0)
+        (whole.folder / f"0.{expert}.safetensors").unlink()
+        again = store(tmp_path)
+        assert same(again[0], 0) and again.counts["computed"] == 1

@@ -27,9 +27,10 @@ Key = tuple[int, int]  # layer, expert
 class BasisStore(Mapping[int, RetainBasis]):
     """Retain bases by layer, assembled from one basis per expert; what is not there is computed and kept.
 
-    `compute(layer)` fits a whole layer; `metadata` says what the bases depend on (model, retain documents, thresholds):
-    a file that says otherwise, or is truncated, corrupted or another expert's, is computed anew with a warning, never
-    used. `hot_bytes` limits what is kept on `device`, `warm_bytes` what is kept on the host. `counts` holds hits per
+    `compute(layer)` fits a whole layer; `metadata` says what the bases depend on (model, retain documents, thresholds).
+    Files lie in a subfolder of `folder` named by its digest, so that others may share the folder. One that says
+    otherwise all the same, or is truncated, corrupted or another expert's, is computed anew with a warning, never used.
+    `hot_bytes` limits what is kept on `device`, `warm_bytes` what is kept on the host. `counts` holds hits per
     tier ("hot", "warm", "cold"), bases "missed" by all three, "computed" layers, and bytes read and written.
     """
 
@@ -44,8 +45,9 @@ class BasisStore(Mapping[int, RetainBasis]):
         warm_bytes: float = float("inf"),
         device: torch.device | str = "cpu",
     ):
-        self.folder, self.layers, self.compute = folder, layers, compute
         self.metadata = {key: str(value) for key, value in metadata.items()}
+        digest = hashlib.sha256(json.dumps(sorted(self.metadata.items())).encode()).hexdigest()
+        self.folder, self.layers, self.compute = folder / digest[:16], layers, compute
         self.device = torch.device(device)
         self.counts: Counter[str] = Counter()
         self._hot = _Tier(hot_bytes)
@@ -83,8 +85,7 @@ class BasisStore(Mapping[int, RetainBasis]):
             basis = self._read(key)
             if basis is None:
                 self.counts["missed"] += 1
-                self._fit(key[0])
-                basis = self._read(key)
+                basis = self._fit(*key)
             else:
                 self.counts["cold"] += 1
             self._warm.put(key, basis)
@@ -99,18 +100,19 @@ class BasisStore(Mapping[int, RetainBasis]):
     def _file(self, key: Key) -> Path:
         return self.folder / f"{key[0]}.{key[1]}.safetensors"
 
-    def _fit(self, layer: int) -> None:
-        """Computes and writes a layer; one file where all experts share one basis."""
+    def _fit(self, layer: int, wanted: int) -> Tensor:
+        """Computes and writes a layer, one file where all experts share one basis; returns that of the wanted one."""
         fitted = self.compute(layer)
-        experts = len(fitted.U_ret_Edr)
+        bases_Edr, ranks = fitted.U_ret_Edr.cpu(), fitted.ranks.tolist()
         self.counts["computed"] += 1
-        for expert, (U_dr, rank) in enumerate(zip(fitted.U_ret_Edr.cpu(), fitted.ranks.tolist(), strict=True)):
+        for expert, (U_dr, rank) in enumerate(zip(bases_Edr, ranks, strict=True)):
             kept = U_dr[:, :rank].contiguous()
-            metadata = {**self._identity((layer, expert)), "experts": str(experts)}
+            metadata = {**self._identity((layer, expert)), "experts": str(len(ranks))}
             with atomic_path(self._file((layer, expert))) as temporary:
                 save_file({"U_ret": kept}, temporary, metadata | {"checksum": _checksum(kept, metadata)})
             self.counts["bytes_written"] += kept.nbytes
-        self._num_experts[layer] = experts
+        self._num_experts[layer] = len(ranks)
+        return bases_Edr[wanted, :, : ranks[wanted]].clone(memory_format=torch.contiguous_format)  # not the whole layer
 
     def _read(self, key: Key) -> Tensor | None:
         file = self._file(key)
