@@ -1,15 +1,17 @@
 """Method B on a model: the sound form goes layer by layer."""
 
 import copy
+import math
 
 import pytest
 import torch
 
+import gripmoe
 from conftest import random_batch, small_model
 from gripmoe import method_b
 from gripmoe.geometry.realignment import realign
-from gripmoe.geometry.routing import mean_stability, routing_stability
-from gripmoe.method_b import kaczmarz_report, realign_routers, restore_routers
+from gripmoe.geometry.routing import LayerRouting, mean_stability, routing_stability
+from gripmoe.method_b import Original, kaczmarz_report, realign_routers, restore_routers
 from gripmoe.moe import MoEModel
 
 
@@ -79,6 +81,27 @@ def test_each_layer_is_fitted_to_what_corrected_layers_below_it_send():
         stability = [mean_stability(routing_stability(wanted, model.trace(held_out))) for model in (moe, at_once)]
         gained.append(stability[0] - stability[1])
     assert sum(gained) / 3 > -0.01
+
+
+def test_where_no_fit_serves_the_original_router_is_put_back_and_the_report_says_so():
+    """Routers alone have changed, and what is fitted is paired with the inputs of other tokens; as recorded, it is
+    not."""
+    original, batch, reference, *_ = setting(count=4)
+    pairs = {True: reference, False: {}}
+    lengths = batch.attention_mask.sum(dim=1) - 1
+    fitted = (torch.arange(len(lengths)).repeat_interleave(lengths) % 4 != 0).nonzero()[:, 0]
+    for layer, seen in reference.items():
+        x_Nd = seen.x_Nd.clone()
+        x_Nd[fitted] = x_Nd[fitted.roll(7)]
+        pairs[False][layer] = LayerRouting(x_Nd, seen.scores_NE, seen.top_k_Nk)
+    for as_recorded, recorded in pairs.items():
+        model = small_model()
+        MoEModel(model).set_thetas({layer: -theta for layer, theta in original.thetas().items()})
+        report = gripmoe.realign(model, Original(original.thetas(), recorded, batch))
+        assert {result.ridge == math.inf for result in report.values()} == {not as_recorded}
+        assert all(result.accepted and result.held_out_stability == 1.0 for result in report.values())
+        for layer, theta in MoEModel(model).thetas().items():
+            assert torch.equal(theta, original.theta(layer))
 
 
 def test_paper_form_fits_few_tokens_and_not_others():

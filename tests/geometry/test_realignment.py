@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gripmoe.geometry.realignment import realign, realign_paper, score_cosine
+from gripmoe.geometry.realignment import RIDGES, realign, realign_paper, score_cosine
 from gripmoe.geometry.routing import SelectionRule, jaccard, route
 
 
@@ -119,6 +119,23 @@ def test_documents_are_kept_from_the_fit_as_a_whole():
     found = {kind: stability(theta, others, r.theta_Ed.double(), others_post) for kind, r in results.items()}
     assert claimed["tokens"] > found["tokens"] + 0.2, "the control"
     assert claimed["documents"] < found["documents"] + 0.1 and found["documents"] > found["tokens"]
+
+
+@pytest.mark.parametrize("best", ["original", "unlearned"])
+def test_sound_form_without_a_fit_that_serves_takes_the_router_that_does_and_says_so(best):
+    """What is fitted says nothing of the held-out tokens. If their inputs have not drifted, the original router keeps
+    all their sets; if the unlearned router has undone their drift, that one does."""
+    x, x_post, theta = drifted(200)
+    post = theta @ torch.linalg.pinv(torch.linalg.lstsq(x, x_post).solution.T) if best == "unlearned" else -theta
+    seen = (x_post if best == "unlearned" else x).clone()
+    fitted = torch.arange(200) % 4 != 0
+    seen[fitted] = drifted(200, seed=9)[0][fitted]
+    result = realign(theta, post, x, seen, SelectionRule(2))
+    expected, ridge = (theta, math.inf) if best == "original" else (post, None)
+    assert result.ridge == ridge and result.accepted == (best == "original") and result.held_out_stability == 1.0
+    assert torch.equal(result.theta_Ed, expected)
+    repaired = realign(theta, post, x, x_post, SelectionRule(2))
+    assert (repaired.ridge in RIDGES[:-1]) == (best == "original"), "the control: tokens that do say something"
 
 
 def test_score_cosine_by_hand():
