@@ -1,7 +1,8 @@
 """Unlearning in mixture-of-experts models under geometric router constraints (the GRIP paper), measured honestly.
 
 `gripmoe.constrain` holds the routers in anybody's training loop (Method A and its relatives), `gripmoe.remember` and
-`gripmoe.realign` refit them afterwards (Method B). Nothing heavy is imported until it is asked for.
+`gripmoe.realign` refit them afterwards (Method B), `gripmoe.save_model` and `gripmoe.load_model` leave them in fp32.
+Nothing heavy is imported until it is asked for.
 """
 
 from __future__ import annotations
@@ -14,17 +15,30 @@ if TYPE_CHECKING:
     from gripmoe.guard import Diverged
     from gripmoe.method_b import realign, remember
     from gripmoe.moe.sharding import shard_experts
+    from gripmoe.moe.storage import load_model, save_model
     from gripmoe.reparameterization import reparameterize
     from gripmoe.trainer import trainer_callback
 
 __version__ = "0.1.0"
-__all__ = ["Diverged", "constrain", "realign", "remember", "reparameterize", "shard_experts", "trainer_callback"]
+__all__ = [
+    "Diverged",
+    "constrain",
+    "load_model",
+    "realign",
+    "remember",
+    "reparameterize",
+    "save_model",
+    "shard_experts",
+    "trainer_callback",
+]
 _HOMES = {
     "Diverged": "guard",
     "constrain": "adapter",
+    "load_model": "moe.storage",
     "realign": "method_b",
     "remember": "method_b",
     "reparameterize": "reparameterization",
+    "save_model": "moe.storage",
     "shard_experts": "moe.sharding",
     "trainer_callback": "trainer",
 }

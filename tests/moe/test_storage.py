@@ -1,10 +1,14 @@
-"""Bases on disk: whose they are, and how many of them are kept in memory."""
+"""Bases on disk: whose they are, and how many of them are kept in memory; routers that are not rounded there."""
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import gripmoe
+from conftest import random_batch, small_model
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.moe import storage
+from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.moe import MoEModel, storage
 from gripmoe.moe.storage import StoredBases, save_bases
 
 
@@ -26,3 +30,29 @@ def test_the_first_bases_that_fit_stay_and_the_others_are_read(tmp_path, monkeyp
             stored[2]
     with pytest.raises(ValueError, match="model is 'a', expected 'b'"):
         StoredBases(file, {"model": "b"})
+
+
+def test_a_constrained_model_in_bf16_keeps_its_selections_on_disk(tmp_path, tokenizer):
+    """The control is what plain transformers makes of it, which rounds its routers."""
+    model = small_model(vocabulary_size=len(tokenizer)).to(torch.bfloat16)
+    retain, forget = random_batch(rows=6, seed=1), random_batch(seed=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with gripmoe.constrain(model, optimizer, [retain]) as guard:
+        original, rules = guard.constraint.reference, guard.model.rules()
+        for _ in range(5):
+            optimizer.zero_grad()
+            (-model(**forget.inputs, labels=forget.labels).loss).backward()
+            optimizer.step()
+    saved = MoEModel(model).thetas()
+    digest = gripmoe.save_model(model, tokenizer, tmp_path / "exact")
+    model.save_pretrained(tmp_path / "plain")
+    loaded, _ = gripmoe.load_model(tmp_path / "exact")
+    kept = {}
+    for name, again in (("exact", loaded), ("plain", AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))):
+        assert again.lm_head.weight.dtype == torch.bfloat16
+        thetas = MoEModel(again).thetas()
+        now = {layer: route(seen.x_Nd, thetas[layer], rules[layer]) for layer, seen in original.items()}
+        kept[name] = mean_stability(routing_stability(original, now))
+        assert all(torch.equal(thetas[layer], saved[layer]) for layer in saved) == (name == "exact")
+    assert kept["exact"] == 1.0 > kept["plain"], kept
+    assert storage.weights_digest(loaded) == digest

@@ -39,9 +39,13 @@ def _digest(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """Writes a folder that plain transformers reloads, in place of what was there; returns the weights' digest. Of
-    several processes that share the model the first does so. fp32 routers also get a file of their own: those beside
-    bf16 weights are rounded by whoever loads the whole model in its one dtype, but not by `load_model`."""
+    """Writes a folder that plain transformers reloads, in place of all that was there; returns the weights' digest
+    (SHA-256). fp32 routers also get a file of their own: those beside bf16 weights are rounded by whoever loads the
+    whole model in its one dtype, but not by `load_model`. In `model` itself they compute in fp32 from here on.
+
+    `model` is the transformers model, below what accelerate wraps around it. Of several processes that share it every
+    one calls this, and the first writes. Raises ValueError for experts of an unknown family, or where the disk is full,
+    and leaves what was there."""
     moe = MoEModel(model) if is_moe(model) else None  # its routers are in fp32 from here on
     state = whole_state(model)
     digest = _digest(state)  # before save_pretrained, which takes the state apart
@@ -58,11 +62,13 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 def load_model(
     folder: Path, device: str | None = None, resident: int | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode. A tokenizer without a
-    padding token (Mixtral's) pads with its end-of-text token, which no attention mask lets be seen.
+    """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode; routers that `save_model`
+    left there are in fp32. A tokenizer without a padding token (Mixtral's) pads with its end-of-text token, which no
+    attention mask lets be seen.
 
     Its layers lie evenly on all GPUs that the process sees (`visible_devices`), unless `device` names another place;
-    with `resident` the first so many, and the others in host memory."""
+    with `resident` the first so many, and the others in host memory. Raises OSError where a file is missing, and
+    KeyError where the routers are of another model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     place(model, [device] if device else visible_devices(), resident)
     if stored := _stored_routers(folder):
