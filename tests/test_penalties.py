@@ -184,6 +184,31 @@ def test_dual_weight_follows_the_error_and_keeps_to_its_bounds():
         DualWeight(allowed=0.0, floor=1.0)
 
 
+def test_the_floor_of_the_anchors_weight_keeps_what_is_known():
+    """The wanted stability is so low that the weight always falls: without a floor, ascent on other documents then
+    destroys what is to be retained."""
+    forget, retain = random_batch(seed=1), random_batch(seed=2)
+    risen, weights = {}, {}
+    for floor in (1.0, 1e-6):
+        moe = MoEModel(small_model())
+        constraint = Anchored(1e-3, floor)
+        constraint.weight.rate = 1.0  # there within a few steps
+        constraint.start(moe, [forget], [retain])
+        optimizer = torch.optim.AdamW(moe.model.parameters(), lr=1e-2)
+        guard, losses, weights[floor] = RouterGuard(moe, optimizer, constraint), [], []
+        for _ in range(40):
+            optimizer.zero_grad()
+            (-moe.model(**forget.inputs, labels=forget.input_ids).loss).backward()
+            with guard.retain():
+                losses.append(moe.model(**retain.inputs, labels=retain.labels).loss.item())
+            guard.penalty().backward()
+            optimizer.step()
+            weights[floor].append(constraint.weight.value)
+        risen[floor] = losses[-1] / losses[0]
+    assert set(weights[1.0]) == {1.0} and weights[1e-6] == sorted(weights[1e-6], reverse=True)
+    assert risen[1.0] < 1.6 and risen[1e-6] > 2.5, risen
+
+
 def test_anchor_resumes_with_its_weight():
     constraint, other = Anchored(0.95, floor=1.0), Anchored(0.95, floor=1.0)
     constraint.weight.value = 7.0
