@@ -38,26 +38,51 @@ def test_method_a(held, tmp_path):
     assert (mean_stability(routing_stability(reference, moved)) == 1.0) == held
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_method_a_in_preference_optimization(held, tmp_path, tokenizer):
-    """TRL's DPO, with a second model that it compares with."""
+def preferring(tmp_path, tokenizer, method, **settings):
+    """A model after TRL's DPO, with a second one that it compares with; its retain documents and their original
+    routing. A method that watches sees a retain pass in every step."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     model = small_model(vocabulary_size=len(tokenizer))
-    words = [tokenizer.decode([n]) for n in range(5, 37)]
+    words = [tokenizer.decode([n]) for n in range(5, 53)]
     columns = dict(zip(("prompt", "chosen", "rejected"), (words[:8], words[8:16], words[16:24]), strict=True))
     retain = [tokenizer([" ".join(words[24:])], return_tensors="pt")]
     original = MoEModel(model).trace(retain)
+    callback = gripmoe.trainer_callback(retain, method=method) if method else None
+
+    class Preferring(trl.DPOTrainer):
+        def compute_loss(self, model, *args, **kwargs):
+            loss = super().compute_loss(model, *args, **kwargs)
+            if not callback or not callback.guard.watches:
+                return loss
+            with callback.guard.retain():
+                model(**retain[0])
+            return loss + callback.guard.penalty()
+
     arguments = trl.DPOConfig(
-        str(tmp_path), max_steps=4, learning_rate=0.05, per_device_train_batch_size=2, use_cpu=True, bf16=False,
-        report_to=[], save_strategy="no", disable_tqdm=True,
+        str(tmp_path), per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
+        disable_tqdm=True, **settings,
     )  # fmt: skip
-    trl.DPOTrainer(
+    Preferring(
         model, copy.deepcopy(model), arguments, train_dataset=datasets.Dataset.from_dict(columns),
-        processing_class=tokenizer, callbacks=[gripmoe.trainer_callback(retain)] if held else [],
+        processing_class=tokenizer, callbacks=[callback] if callback else [],
     ).train()  # fmt: skip
-    moe = MoEModel(model)
+    return MoEModel(model), retain, original
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_method_a_in_preference_optimization(held, tmp_path, tokenizer):
+    method = "expert_specific" if held else None
+    moe, _, original = preferring(tmp_path, tokenizer, method, max_steps=4, learning_rate=0.05)
     moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in original.items()}
     assert (mean_stability(routing_stability(original, moved)) == 1.0) == held
+
+
+def test_the_anchor_in_preference_optimization(tmp_path, tokenizer):
+    stability = {}
+    for method in ("frozen_router", "anchored"):
+        moe, retain, original = preferring(tmp_path, tokenizer, method, max_steps=30, learning_rate=3e-3)
+        stability[method] = mean_stability(routing_stability(original, moe.trace(retain)))
+    assert stability["anchored"] > stability["frozen_router"] + 0.1, stability
 
 
 class Unlearner(Trainer):
