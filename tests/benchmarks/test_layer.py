@@ -13,6 +13,7 @@ from gripmoe.geometry.routing import SelectionRule, route
 
 RANK = 64
 PAPER = dict(N=1024, d=2048, E=128, k=8)
+LAYERS = 4
 
 
 def layer(N, d, E, k, seed=0):
@@ -27,6 +28,12 @@ def layer(N, d, E, k, seed=0):
     bounds = rule.margins(routing.scores_NE, routing.top_k_Nk).clamp_min(0).masked_fill(held, torch.inf)
     update = 1e-3 * torch.randn(E, d, generator=generator)
     return update, RetainBasis(span.double()), x, bounds
+
+
+def seconds(function):
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
 
 
 @pytest.mark.parametrize("change", [{}, {"N": 256}, {"E": 32}, {"d": 512}], ids=["paper", "N/4", "E/4", "d/4"])
@@ -48,13 +55,28 @@ def test_sound_projection_of_one_layer(change, benchmark):
         update.double() @ x64.T
         basis.remainder(update.double()[:, None])
 
-    def seconds(function):
-        started = time.perf_counter()
-        function()
-        return time.perf_counter() - started
-
     rounds = [[seconds(function) for function in (first, next_step, floor)] for _ in range(7)]
     first_ratio, ratio = (statistics.median(row[side] / row[2] for row in rounds) for side in (0, 1))
     benchmark.extra_info |= {"over_floor": round(ratio, 1), "first_over_floor": round(first_ratio, 1)}
     print(f"\n{change or 'paper'}: {ratio:.1f} times the floor, {first_ratio:.1f} in a first step")
+    benchmark.pedantic(next_step, rounds=3)
+
+
+def test_sound_projection_of_several_layers(benchmark):
+    """Each against one alone: their bases follow one another through the caches."""
+    layers = []
+    for number in range(LAYERS):
+        update, basis, x, bounds = layer(**PAPER, seed=number)
+        before = nearest_feasible(update, basis, x, bounds)
+        layers.append((before + 0.03 * update, basis, x, bounds, before))
+
+    def next_step(layers=layers):
+        for moved, basis, x, bounds, before in layers:
+            nearest_feasible(moved, basis, x, bounds, near_Ed=before)
+
+    rounds = [(seconds(next_step) / LAYERS, seconds(lambda: next_step(layers[:1]))) for _ in range(7)]
+    each, alone = (1e3 * statistics.median(times) for times in zip(*rounds, strict=True))
+    ratio = statistics.median(one / other for one, other in rounds)
+    benchmark.extra_info["each_over_one_alone"] = round(ratio, 2)
+    print(f"\n{LAYERS} layers: {each:.0f} ms each, one alone {alone:.0f} ms, ratio {ratio:.2f}")
     benchmark.pedantic(next_step, rounds=3)

@@ -60,16 +60,20 @@ class Loop:
         return time.perf_counter() - started
 
 
-def compared(one, other, pairs=PAIRS) -> float:
-    """The median ratio of their seconds, in pairs of steps once constraints have settled."""
-    times = [(one(step), other(step)) for step in range(SETTLED + pairs)]
-    return statistics.median(first / second for first, second in times[SETTLED:])
-
-
 def documents():
     retain = batches(20, rows=10, length=21, seed=0)
     forget, trained = batches(20, rows=16, length=21, seed=1), batches(1, rows=16, length=21, seed=2)[0]
     return forget, [*retain, trained], trained
+
+
+def compare(benchmark, what, held, free, forget, trained, settled=SETTLED, pairs=PAIRS) -> None:
+    """The median ratio of seconds, in pairs of steps once constraints have settled."""
+    times = [[side.step(forget[n % len(forget)], trained) for side in (held, free)] for n in range(settled + pairs)]
+    ratios = [one / other for one, other in times[settled:]]
+    one, other = (1e3 * statistics.median(seconds) for seconds in zip(*times[settled:], strict=True))
+    benchmark.extra_info["ratio"] = ratio = round(statistics.median(ratios), 3)
+    benchmark.pedantic(held.step, args=(forget[0], trained), rounds=5)
+    print(f"\n{what}: {ratio:.3f} ({min(ratios):.2f} to {max(ratios):.2f}), {one:.1f} and {other:.1f} ms")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -77,10 +81,14 @@ def test_step_of_the_tiny_model(method, benchmark):
     forget, retain, trained = documents()
     plain = make_model("qwen3_moe", 700, seed=0)
     held, free = Loop(plain, method, forget, retain), Loop(plain, None, forget, retain)
-    sides = [lambda step, side=side: side.step(forget[step % len(forget)], trained) for side in (held, free)]
-    benchmark.extra_info["ratio"] = round(compared(*sides), 3)
-    benchmark.pedantic(held.step, args=(forget[0], trained), rounds=5)
-    print(f"\n{method}: {benchmark.extra_info['ratio']:.3f} of an unconstrained step")
+    compare(benchmark, f"{method}, of an unconstrained step", held, free, forget, trained)
+
+
+def test_what_tracking_adds_to_the_anchor(benchmark):
+    forget, retain, trained = documents()
+    plain = make_model("qwen3_moe", 700, seed=0)
+    tracked, frozen = (Loop(plain, method, forget, retain) for method in ("anchored_tracked", "anchored"))
+    compare(benchmark, "anchored_tracked, of an anchored step", tracked, frozen, forget, trained)
 
 
 @pytest.mark.parametrize("references", ["cached", "forward"])
@@ -91,8 +99,4 @@ def test_where_the_anchors_references_come_from(references, benchmark):
     plain = make_model("qwen3_moe", 700, seed=0)
     original = copy.deepcopy(plain) if references == "forward" else None
     held, free = Loop(plain, "anchored", forget, retain, original=original), Loop(plain, None, forget, retain)
-    sides = [lambda step, side=side: side.step(forget[step % len(forget)], trained) for side in (held, free)]
-    ratio = compared(*sides)
-    benchmark.extra_info["ratio"] = round(ratio, 3)
-    benchmark.pedantic(held.step, args=(forget[0], trained), rounds=5)
-    print(f"\nanchored, references {references}: {ratio:.3f} of an unconstrained step")
+    compare(benchmark, f"anchored, references {references}, of an unconstrained step", held, free, forget, trained)
