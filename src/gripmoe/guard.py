@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gripmoe import distributed
 from gripmoe.constraints import RouterConstraint, Seen
@@ -20,8 +19,6 @@ from gripmoe.data.documents import attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import routed_tokens
-
-_HELD: WeakSet[nn.Module] = WeakSet()  # by a guard that is open
 
 
 class Diverged(RuntimeError):
@@ -50,7 +47,7 @@ class RouterGuard:
         loss_bound: float = math.inf,
         origin: str = "",
     ):
-        if model.model in _HELD:
+        if getattr(model.model, "_held", None) == id(model.model):  # not what a copy of a held model has
             raise ValueError("another guard holds this model: close it first")
         self.model = model
         self.origin = origin
@@ -64,8 +61,8 @@ class RouterGuard:
         self._closed = False
         self.is_lifted = False
         self._undo = ExitStack()  # when the constraint is lifted
-        _HELD.add(model.model)
-        self._undo.callback(_HELD.discard, model.model)
+        model.model._held = id(model.model)
+        self._undo.callback(delattr, model.model, "_held")
         optimizer = inner_optimizer(optimizer)
         self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
         self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)

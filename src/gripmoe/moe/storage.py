@@ -45,7 +45,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
     `model` is the transformers model, below what accelerate wraps around it. Of several processes that share it every
     one calls this, and the first writes. Raises ValueError for experts of an unknown family, or where the disk is full,
-    and leaves what was there."""
+    and leaves what was there. (ours: the paper says nothing of storage.)"""
     moe = MoEModel(model) if is_moe(model) else None  # its routers are in fp32 from here on
     state = whole_state(model)
     digest = _digest(state)  # before save_pretrained, which takes the state apart
@@ -68,7 +68,7 @@ def load_model(
 
     Its layers lie evenly on all GPUs that the process sees (`visible_devices`), unless `device` names another place;
     with `resident` the first so many, and the others in host memory. Raises OSError where a file is missing, and
-    KeyError where the routers are of another model."""
+    KeyError where the routers are of another model. (ours)"""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     place(model, [device] if device else visible_devices(), resident)
     if stored := _stored_routers(folder):
