@@ -197,9 +197,10 @@ def draw_pictures(record: Record) -> None:
     figures = {
         "main_results": draw(comparison(letters, "main_results")),
         "attack_matrix": draw(attack_matrix(letters, record.attacks)),
-        "muse_results": draw(comparison(record.of_world("tiny_muse"), "muse_results")),
         "forcing_vulnerability": forcing_vulnerability(letters),
     }
+    if not (news := record.of_world("tiny_muse")).empty:
+        figures["muse_results"] = draw(comparison(news, "muse_results"))
     if letters.metric.str.startswith("routing_stability_layer_").any():
         figures["routing_stability_by_layer"] = routing_stability_by_layer(letters)
     for name, figure in figures.items():
