@@ -111,7 +111,8 @@ def test_sides_share_one_model_and_each_has_its_own_routers(loop):
     moved = [side.thetas[first] - loop.theta_0[first] for side in (frozen, method_a, loop.free)]
     assert not moved[0].any() and moved[1].any()
     span_Edr = method_a.constraint.bases[first].U_ret_Edr
-    assert (moved[1][:, None] @ span_Edr).abs().max() < 1e-6 < (moved[2][:, None] @ span_Edr).abs().max()
+    along = [(each[:, None].double() @ span_Edr.double()).abs().max() for each in moved]
+    assert along[1] < 1e-6 < along[2]
     wide = loop.side(METHODS["expert_specific"], skew=4).constraint.bases[first]
     even, *_ = method_a.constraint.bases[first].ranks
     assert wide.ranks.tolist() == [min(loop.moe.hidden_size, 4 * even)] + [even] * (loop.moe.num_experts - 1)
