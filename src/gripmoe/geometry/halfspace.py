@@ -143,25 +143,14 @@ def _on_active(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The nearest points to `start_Md` that respect the active constraints, `start_Md` projected, and which constraints
     the points touch, (N, M); all rows at once on a GPU, as many as its cache holds on a CPU."""
-    at_once = len(start_Md)
-    if x_Nd.device.type == "cpu":
-        at_once = max(1, IN_CACHE // (max(1, int(active_NM.sum(dim=0).max())) * x_Nd.shape[1]))
-    parts = []
-    for rows in (slice(first, first + at_once) for first in range(0, len(start_Md), at_once)):
-        own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows])
-        parts.append(_on_active_of(start_Md[rows], own, x_Nd, bounds_NM[:, rows], active_NM[:, rows], rounding))
-    u, start, touched = zip(*parts, strict=True)
-    return torch.cat(u), torch.cat(start), torch.cat(touched, dim=1)
-
-
-def _on_active_of(
-    start_Md: Tensor,
-    basis: RetainBasis,
-    x_Nd: Tensor,
-    bounds_NM: Tensor,
-    active_NM: Tensor,
-    rounding: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    at_once = max(1, IN_CACHE // (max(1, int(active_NM.sum(dim=0).max())) * x_Nd.shape[1]))
+    if x_Nd.device.type == "cpu" and at_once < len(start_Md):
+        parts = []
+        for rows in (slice(first, first + at_once) for first in range(0, len(start_Md), at_once)):
+            own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows])
+            parts.append(_on_active(start_Md[rows], own, x_Nd, bounds_NM[:, rows], active_NM[:, rows], rounding))
+        u, start, touched = zip(*parts, strict=True)
+        return torch.cat(u), torch.cat(start), torch.cat(touched, dim=1)
     index_Mm, valid_Mm = padded_indices(active_NM)
     x_Mmd = x_Nd[index_Mm]
     free_Mmd, start_Md = basis.remainder(torch.cat([x_Mmd, start_Md[:, None]], dim=1)).split_with_sizes(
