@@ -14,12 +14,12 @@ from gripmoe.geometry.nullspace import RetainBasis, padded_indices
 
 def violation(update_Ed: Tensor, x_Nd: Tensor, bounds_NE: Tensor) -> Tensor:
     """By how much <u_j, x_i> exceeds its bound at worst, per expert, shape (E,); zero where nothing is violated."""
-    return (_scores(update_Ed, x_Nd) - bounds_NE).amax(dim=0).clamp_min(0)
+    return (_scores(update_Ed, x_Nd) - bounds_NE.T).amax(dim=1).clamp_min(0)
 
 
 def _scores(update_Ed: Tensor, x_Nd: Tensor) -> Tensor:
-    """<u_j, x_i>, (N, E); a quarter faster on CPUs than x @ u^T."""
-    return (update_Ed @ x_Nd.T).T
+    """<u_j, x_i>, (E, N); a quarter faster on CPUs than x @ u^T."""
+    return update_Ed.to(x_Nd.dtype) @ x_Nd.T
 
 
 def randomized_kaczmarz(
@@ -68,65 +68,69 @@ def nearest_feasible(
 
     Constraints enter as they are violated; on those the dual is solved exactly, in the Gram matrix of the *projected*
     rows P x_i, so that moving along them keeps the equalities. `near_Ed`, a feasible point close to the answer (the one
-    of the step before), names the constraints to begin with; it changes the time taken and nothing else. Solved in
-    fp64, returned in the dtype of `update_Ed`. What exceeds its bound by less than `tolerance`, or by less than the
-    rounding of x_i changes <u_j, x_i> (1e-6 of the product of their norms, 1e-12 for fp64 tokens), is no violation: a
-    token within the span up to rounding leaves nothing to correct. Bounds must not be negative: then u = 0 is feasible,
+    of the step before), names the constraints to begin with; it changes the time taken and nothing else. Violations are
+    looked for in the precision of the tokens, fp32 at least; the rest is in fp64, the answer in the dtype of
+    `update_Ed`. What exceeds its bound by less than `tolerance`, or by less than the rounding of x_i changes <u_j, x_i>
+    (1e-6 of the product of their norms, 1e-12 for fp64 tokens), is no violation: a token within the span up to rounding
+    leaves nothing to correct. Bounds must not be negative: then u = 0 is feasible,
     and what the limit on rounds may leave violated is removed by shrinking that row towards 0. Raises ValueError for a
     negative bound.
     """
     if bounds_NE.numel() and bounds_NE.amin() < 0:
         raise ValueError("bounds must be >= 0, or u = 0 is not feasible; clamp the margins")
-    rounding = 1e-12 if x_Nd.dtype == torch.float64 else 1e-6  # tokens of lower precision are routed in fp32
-    active_NE = torch.zeros_like(bounds_NE, dtype=torch.bool)
+    x_Nd = x_Nd.to(torch.promote_types(x_Nd.dtype, torch.float32))  # as tokens of lower precision are routed
+    rounding = 1e-12 if x_Nd.dtype == torch.float64 else 1e-6
+    bounds_EN = bounds_NE.T.contiguous()
+    active_EN = torch.zeros_like(bounds_EN, dtype=torch.bool)
     if near_Ed is not None:
-        near_Ed = near_Ed.to(x_Nd.dtype)
-        slack_NE = 1e-6 * torch.outer(x_Nd.norm(dim=1), near_Ed.norm(dim=1))
-        active_NE = _scores(near_Ed, x_Nd) > bounds_NE - slack_NE  # none of a router that has not moved
+        slack_E1 = (1e-3 * near_Ed.norm(dim=1, keepdim=True)).clamp_max(1e-6)
+        active_EN = _scores(near_Ed, x_Nd) + slack_E1 > bounds_EN  # none of a router that has not moved
+    solved_E = active_EN.any(dim=1)
     basis = RetainBasis(basis.U_ret_Edr.double())
-    x_Nd, bounds_NE = x_Nd.double(), bounds_NE.double()
     start_Ed = update_Ed.to(torch.float64, copy=True)  # projected here, or with the active constraints
     u_Ed = start_Ed.clone()
-    if not active_NE.any():
+    if not solved_E.any():
         start_Ed = basis.remainder(start_Ed[:, None])[:, 0]
         u_Ed = basis.remainder(start_Ed[:, None])[:, 0]
     x_norms_N = x_Nd.norm(dim=1)
-    solved_E = active_NE.any(dim=0)
     rows_M: slice | Tensor = slice(None)  # of which the scores are not yet known
-    reached_NE = torch.empty_like(bounds_NE)
+    reached_EN = torch.empty_like(bounds_EN, dtype=x_Nd.dtype)
     for _ in range(max_rounds + 1):
-        if active_NE.any():
+        if solved_E.any():
             own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows_M])
-            u_Ed[rows_M], start_Ed[rows_M], active_NE[:, rows_M] = _on_active(
-                start_Ed[rows_M], own, x_Nd, bounds_NE[:, rows_M], active_NE[:, rows_M], rounding
+            u_Ed[rows_M], start_Ed[rows_M], active_EN[rows_M] = _on_active(
+                start_Ed[rows_M], own, x_Nd, bounds_EN[rows_M], active_EN[rows_M], rounding
             )
-        reached_NE[:, rows_M] = _scores(u_Ed[rows_M], x_Nd)
-        norms_NE = torch.outer(x_norms_N, start_Ed.norm(dim=1))
-        limits_NE = bounds_NE + (rounding * norms_NE).clamp_min(tolerance)
-        excess_NE = (reached_NE - limits_NE).masked_fill(active_NE, -torch.inf)
-        pending_E = excess_NE.amax(dim=0) > 0
+        reached_EN[rows_M] = _scores(u_Ed[rows_M], x_Nd)
+        norms_EN = torch.outer(start_Ed.norm(dim=1).to(x_Nd.dtype), x_norms_N)
+        limits_EN = bounds_EN + (rounding * norms_EN).clamp_min(tolerance)
+        excess_EN = reached_EN - limits_EN
+        if excess_EN.amax() <= 0:
+            return u_Ed.to(update_Ed.dtype)
+        excess_EN = excess_EN.masked_fill(active_EN, -torch.inf)
+        pending_E = excess_EN.amax(dim=1) > 0
         if not pending_E.any():
             break
         solved_E = solved_E | pending_E
-        worst = excess_NE.topk(min(ADDED_PER_ROUND, len(x_Nd)), dim=0)
-        entering = active_NE.gather(0, worst.indices) | (worst.values > 0)
-        active_NE = active_NE.scatter(0, worst.indices, entering)
+        worst = excess_EN.topk(min(ADDED_PER_ROUND, len(x_Nd)), dim=1)
+        entering = active_EN.gather(1, worst.indices) | (worst.values > 0)
+        active_EN = active_EN.scatter(1, worst.indices, entering)
         # To gather most of the bases takes longer than to solve all rows again.
         rows_M = slice(None) if 2 * pending_E.sum() > len(pending_E) else pending_E.nonzero()[:, 0]
-    limits_NE = limits_NE.maximum(bounds_NE + 1e-9 * norms_NE)
-    return _shrunk(u_Ed, bounds_NE, limits_NE, reached_NE, solved_E).to(update_Ed.dtype)
+    limits_EN = limits_EN.maximum(bounds_EN + 1e-9 * norms_EN)
+    return _shrunk(u_Ed, bounds_EN, limits_EN, reached_EN, solved_E).to(update_Ed.dtype)
 
 
-def _shrunk(u_Ed: Tensor, bounds_NE: Tensor, limits_NE: Tensor, reached_NE: Tensor, violated_E: Tensor) -> Tensor:
+def _shrunk(u_Ed: Tensor, bounds_EN: Tensor, limits_EN: Tensor, reached_EN: Tensor, violated_E: Tensor) -> Tensor:
     """What the limit on rounds has left: towards 0, which is feasible. What no round looks at, and what regularising
     the solve leaves, is no violation: at a bound of 0 it would cost the whole row. Rows never violated stay as they
     are."""
-    rows_M = ((reached_NE > limits_NE).any(dim=0) & violated_E).nonzero()[:, 0]
+    rows_M = ((reached_EN > limits_EN).any(dim=1) & violated_E).nonzero()[:, 0]
     if not len(rows_M):
         return u_Ed
-    reached_NM, bounds_NM = reached_NE[:, rows_M], bounds_NE[:, rows_M]
-    allowed_NM = torch.where(reached_NM > limits_NE[:, rows_M], bounds_NM / reached_NM.clamp_min(1e-300), 1)
-    return u_Ed.index_copy(0, rows_M, u_Ed[rows_M] * allowed_NM.amin(dim=0)[:, None])
+    reached_MN, bounds_MN = reached_EN[rows_M], bounds_EN[rows_M]
+    allowed_MN = torch.where(reached_MN > limits_EN[rows_M], bounds_MN / reached_MN.clamp_min(1e-30), 1)
+    return u_Ed.index_copy(0, rows_M, u_Ed[rows_M] * allowed_MN.amin(dim=1, keepdim=True))
 
 
 ADDED_PER_ROUND = 32  # violated constraints that enter at once, per row
@@ -137,22 +141,22 @@ def _on_active(
     start_Md: Tensor,
     basis: RetainBasis,
     x_Nd: Tensor,
-    bounds_NM: Tensor,
-    active_NM: Tensor,
+    bounds_MN: Tensor,
+    active_MN: Tensor,
     rounding: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The nearest points to `start_Md` that respect the active constraints, `start_Md` projected, and which constraints
-    the points touch, (N, M); all rows at once on a GPU, as many as its cache holds on a CPU."""
-    at_once = max(1, IN_CACHE // (max(1, int(active_NM.sum(dim=0).max())) * x_Nd.shape[1]))
+    the points touch, (M, N); all rows at once on a GPU, as many as its cache holds on a CPU."""
+    at_once = max(1, IN_CACHE // (max(1, int(active_MN.sum(dim=1).max())) * x_Nd.shape[1]))
     if x_Nd.device.type == "cpu" and at_once < len(start_Md):
         parts = []
         for rows in (slice(first, first + at_once) for first in range(0, len(start_Md), at_once)):
             own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows])
-            parts.append(_on_active(start_Md[rows], own, x_Nd, bounds_NM[:, rows], active_NM[:, rows], rounding))
-        u, start, touched = zip(*parts, strict=True)
-        return torch.cat(u), torch.cat(start), torch.cat(touched, dim=1)
-    index_Mm, valid_Mm = padded_indices(active_NM)
-    x_Mmd = x_Nd[index_Mm]
+            parts.append(_on_active(start_Md[rows], own, x_Nd, bounds_MN[rows], active_MN[rows], rounding))
+        u_Md, start_Md, touched_MN = (torch.cat(part) for part in zip(*parts, strict=True))
+        return u_Md, start_Md, touched_MN
+    index_Mm, valid_Mm = padded_indices(active_MN.T)
+    x_Mmd = x_Nd[index_Mm].double()
     free_Mmd, start_Md = basis.remainder(torch.cat([x_Mmd, start_Md[:, None]], dim=1)).split_with_sizes(
         [x_Mmd.shape[1], 1], dim=1
     )
@@ -163,10 +167,10 @@ def _on_active(
     norms_Mm1 = torch.where(usable_Mm[..., None], norms_Mm1, 1)
     free_Mmd = free_Mmd / norms_Mm1
     start_Mm = (x_Mmd @ start_Md[..., None])[..., 0]
-    gap_Mm = (start_Mm - bounds_NM.T.gather(1, index_Mm)) / norms_Mm1[..., 0]
+    gap_Mm = (start_Mm - bounds_MN.gather(1, index_Mm)) / norms_Mm1[..., 0]
     multipliers_Mm = _nonnegative_quadratic(free_Mmd @ free_Mmd.transpose(1, 2), gap_Mm, usable_Mm)
     u_Md = basis.remainder(start_Md[:, None] - multipliers_Mm[:, None, :] @ free_Mmd)[:, 0]
-    return u_Md, start_Md, torch.zeros_like(active_NM).scatter(0, index_Mm.T, (multipliers_Mm > 0).T)
+    return u_Md, start_Md, torch.zeros_like(active_MN).scatter(1, index_Mm, multipliers_Mm > 0)
 
 
 def _nonnegative_quadratic(gram_Mmm: Tensor, gap_Mm: Tensor, usable_Mm: Tensor, max_exchanges: int = 200) -> Tensor:
