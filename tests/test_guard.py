@@ -335,7 +335,7 @@ def test_what_takes_no_gradient_through_routers_bears_reentrant_checkpointing():
 def test_after_closing_marks_are_without_effect():
     model = small_model()
     optimizer = adamw(model)
-    guard = gripmoe.constrain(model, optimizer, RETAIN, method="anchored_tracked")
+    guard = gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_minibatch")
     with guard.retain():
         model(**RETAIN[0].inputs)
     assert guard._seen, "the control"

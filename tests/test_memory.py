@@ -250,6 +250,9 @@ def test_tracked_bases_hold_their_factors(tiny):
 def test_an_anchor_holds_states_of_every_token(tiny, method):
     constraint, plain = started(tiny, METHODS[method]), said(tiny, Method(constraint="none"))
     held = said(tiny, METHODS[method])
+    for layer, tracker in constraint._trackers.items():
+        seen = tiny.traces["retain"][layer]
+        tracker.update(seen.x_Nd, seen.scores_NE)
     assert held.host - plain.host == held_bytes(constraint._states) > 0
     assert held.gpu - plain.gpu == held_bytes([constraint._theta_0, constraint._trackers])
 

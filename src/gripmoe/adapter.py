@@ -89,7 +89,8 @@ def constrain(
       falls.
     - "anchored" (ours): a frozen router and a penalty on what its inputs become; retain passes within
       `with guard.retain():`, on documents of `retain`, and `guard.penalty()` added to the loss. "anchored_tracked": a
-      router that follows its inputs by recursive least squares instead.
+      router that follows its inputs by recursive least squares instead; `guard.refit(batch)`, with a batch of
+      `retain`, lets it follow the last step too, before an evaluation or a save.
     - "seuf" (App. F, as its authors have it): of all experts only the one that serves the forget tokens most trains,
       and they are held at it; forget passes within `with guard.forget():`, and `guard.penalty()` added to the loss.
     - "frozen_router": the control (App. G.1).

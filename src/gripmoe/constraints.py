@@ -17,15 +17,22 @@ from gripmoe.moe import MoEModel
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One marked forward pass, with its graph: routing and final normed hidden states of the `keep` tokens (no padding,
-    not the first of a row), and the inputs they came from, (rows, positions)."""
+class Tokens:
+    """The inputs of a marked forward pass, (rows, positions), and which of their tokens count, (T,): no padding, not
+    the first of a row."""
 
-    routing: RoutingTrace
-    hidden_Nd: Tensor
     input_ids: Tensor
     attention_mask: Tensor
     keep: Tensor
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A marked forward pass, with its graph: routing and final normed hidden states of the tokens that count."""
+
+    routing: RoutingTrace
+    hidden_Nd: Tensor
+    tokens: Tokens
 
 
 class RouterConstraint(Protocol):
@@ -34,13 +41,14 @@ class RouterConstraint(Protocol):
     `watches` names the forward passes ("retain", "forget") for which `penalty` is asked; `needs_retain` says that
     `constrain` looks at the retain forward of its step, `needs_graph` that `penalty` has a gradient through what
     routers saw, `of_gradient` that `constrain` is asked of a plain gradient step before the optimizer makes its own of
-    it, and of nothing after.
+    it, and of nothing after, `refits` that `refit` gives the routers of a retain forward.
     """
 
     watches: frozenset[str]
     needs_retain: bool
     needs_graph: bool
     of_gradient: bool
+    refits: bool
     original: MoEModel | None  # a second model, to ask where otherwise answers of the first are kept from `start` on
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
@@ -52,6 +60,10 @@ class RouterConstraint(Protocol):
         ...
 
     def penalty(self, kind: str, seen: Seen) -> Tensor: ...
+
+    def refit(self, layer: int, x_Nd: Tensor, tokens: Tokens) -> Tensor:
+        """The router, (E, d), with which the pass goes on where it has come to this layer; layers come in order."""
+        ...
 
     def observed(self) -> dict[str, float]:
         """Numbers about the last steps, for the history of a run."""
@@ -71,6 +83,7 @@ class Unconstrained:
     needs_retain = False
     needs_graph = False
     of_gradient = False
+    refits = False
     original: MoEModel | None = None
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
@@ -81,6 +94,9 @@ class Unconstrained:
 
     def penalty(self, kind, seen) -> Tensor:
         raise NotImplementedError("asked only of a constraint that watches")
+
+    def refit(self, layer, x_Nd, tokens) -> Tensor:
+        raise NotImplementedError("asked only of a constraint that refits")
 
     def observed(self) -> dict[str, float]:
         return {}

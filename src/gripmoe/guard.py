@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from gripmoe import distributed
-from gripmoe.constraints import RouterConstraint, Seen
-from gripmoe.data.documents import attention_mask_of
+from gripmoe.constraints import RouterConstraint, Seen, Tokens
+from gripmoe.data.documents import Batch, as_batch, attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
-from gripmoe.moe.recording import routed_tokens
+from gripmoe.moe.recording import in_recomputation, routed_tokens
 
 
 class Diverged(RuntimeError):
@@ -59,10 +59,14 @@ class RouterGuard:
         self._before: dict[int, Tensor] = {}
         self._checked = False  # the retain loss, since the last step
         self._closed = False
+        self._followed: Tokens | None = None  # of the pass under way
+        self._fits: dict[int, list[tuple[Tensor, Tensor]]] = {}  # sums of router inputs, and the routers, since a step
         self.is_lifted = False
         self._undo = ExitStack()  # when the constraint is lifted
         model.model._held = id(model.model)
         self._undo.callback(delattr, model.model, "_held")
+        if constraint.refits:
+            self._undo.enter_context(model.before_routers(self._fitted))
         optimizer = inner_optimizer(optimizer)
         self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
         self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
@@ -86,13 +90,18 @@ class RouterGuard:
             yield
             return
         self._marked.add(kind)
-        inputs: list[Mapping[str, Tensor]] = []
+        passes: list[Tokens] = []
         hidden: list[Tensor] = []
         grad_modes: set[bool] = set()  # of the decoder and of the routers within it
         decoder = self.model.model.model
         routers = [self.model.router(layer) for layer in self.model.layers]
+
+        def begin(module, args, kwargs) -> None:
+            passes.append(_tokens(kind, kwargs, rows))
+            self._followed = passes[-1] if kind == "retain" else None
+
         handles = [
-            decoder.register_forward_pre_hook(lambda module, args, kwargs: inputs.append(kwargs), with_kwargs=True),
+            decoder.register_forward_pre_hook(begin, with_kwargs=True),
             decoder.register_forward_hook(lambda module, args, output: hidden.append(output.last_hidden_state)),
         ]
         handles += [
@@ -102,29 +111,56 @@ class RouterGuard:
         try:
             with self.model.record_routing() as recorder:
                 yield
-                if len(inputs) != 1:
-                    raise RuntimeError(f"`with guard.{kind}():` marks one forward pass, not {len(inputs)}")
-                if inputs[0].get("input_ids") is None:
-                    raise ValueError(f"`with guard.{kind}():` knows documents by their tokens: give `input_ids`")
+                if len(passes) != 1:
+                    raise RuntimeError(f"`with guard.{kind}():` marks one forward pass, not {len(passes)}")
                 if self.constraint.needs_graph and len(grad_modes) > 1:
                     raise RuntimeError(
                         "reentrant gradient checkpointing hides what routers see from the penalty's gradient: "
                         'model.gradient_checkpointing_enable({"use_reentrant": False})'
                     )
-                mask = attention_mask_of(inputs[0])
-                if rows is not None:
-                    mask = mask * _checked_rows(rows, len(mask))[:, None].to(mask)
-                keep = routed_tokens(mask)
+                keep = passes[0].keep
                 if distributed.processes() == 1 and not keep.any():  # a mixed batch without a row that counts
                     return
                 final_Nd = hidden[0].to(keep.device).flatten(0, 1)[keep]  # accelerate puts the last norm elsewhere
-                seen = Seen(recorder.take(keep), final_Nd, inputs[0]["input_ids"], mask, keep)
+                seen = Seen(recorder.take(keep), final_Nd, passes[0])
                 self._penalties.append(self.constraint.penalty(kind, seen))
                 if kind == "retain" and self.constraint.needs_retain:
                     self._seen.append({layer: _detached(routing) for layer, routing in seen.routing.items()})
         finally:
+            self._followed = None
             for handle in handles:
                 handle.remove()
+
+    @torch.no_grad()
+    def _fitted(self, layer: int, x_Td: Tensor) -> Tensor | None:
+        """The router with which a pass goes on that has come to this layer; None for that of the model."""
+        total = x_Td.double().sum()
+        if in_recomputation():  # perhaps not of the last pass: inputs tell of which
+            return next((theta_Ed for of, theta_Ed in reversed(self._fits.get(layer, [])) if of == total), None)
+        if self._followed is None:
+            return None
+        theta_Ed = self.constraint.refit(layer, x_Td[self._followed.keep.to(x_Td.device)], self._followed)
+        self._fits.setdefault(layer, []).append((total, theta_Ed))
+        return theta_Ed
+
+    @torch.no_grad()
+    def refit(self, batch: Batch | Mapping[str, Tensor]) -> None:
+        """Fits routers that follow their inputs ("anchored_tracked") once more, to the experts as the last step has
+        left them, by a forward pass of retain data as in `constrain`: before an evaluation or a save. Without effect
+        for other methods. Raises RuntimeError between the passes of a step and the step itself."""
+        if self._closed or self.is_lifted or not self.constraint.refits:
+            return
+        if self._marked:
+            raise RuntimeError("routers are refitted between steps: a backward pass may still need them as they are")
+        inputs = as_batch(batch, self.model.model.device).inputs
+        self._followed = _tokens("retain", inputs, None)
+        try:
+            with self.model.evaluating():
+                self.model.model.model(**inputs)
+        finally:
+            self._followed = None
+        self.model.set_thetas({layer: fits[-1][1] for layer, fits in self._fits.items()})
+        self._fits.clear()
 
     @property
     def watches(self) -> frozenset[str]:
@@ -207,6 +243,7 @@ class RouterGuard:
     def _after_step(self, *_) -> None:
         self._checked = False
         self._marked.clear()
+        self._fits.clear()
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
             if not self.constraint.of_gradient:
@@ -248,6 +285,15 @@ def inner_optimizer(optimizer) -> torch.optim.Optimizer:
     """The optimizer that really steps, below accelerate's wrapper."""
     inner = getattr(optimizer, "optimizer", None)
     return inner_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _tokens(kind: str, inputs: Mapping[str, Tensor], rows: Tensor | None) -> Tokens:
+    if inputs.get("input_ids") is None:
+        raise ValueError(f"`with guard.{kind}():` knows documents by their tokens: give `input_ids`")
+    mask = attention_mask_of(inputs)
+    if rows is not None:
+        mask = mask * _checked_rows(rows, len(mask))[:, None].to(mask)
+    return Tokens(inputs["input_ids"], mask, routed_tokens(mask))
 
 
 def _checked_rows(rows: Tensor, count: int) -> Tensor:

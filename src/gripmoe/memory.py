@@ -289,8 +289,8 @@ def held_by_method(
         gpu += layers * held * (d + experts) * 4
     if method.basis == "tracked":  # triangular factors in fp64
         gpu += layers * _bases_per_layer(widths, method) * min(d, method.max_rank or d) * d * 8
-    if method.constraint == "anchor" and method.tracked:  # routers, cross and gram matrices in fp64
-        gpu += 2 * 2 * routers + layers * d * d * 8
+    if method.constraint == "anchor" and method.tracked:  # two routers, cross and gram matrices in fp64
+        gpu += 3 * 2 * routers + layers * d * d * 8
     references = references_of(method, objective, sizes, widths, tokens).values()
     host = sum(size for size in references if size <= reference_memory)
     if method.critical_experts:

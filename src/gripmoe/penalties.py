@@ -13,14 +13,14 @@ from torch import Tensor
 
 from gripmoe import distributed
 from gripmoe.config import Method
-from gripmoe.constraints import FrozenRouter, RouterConstraint, Unconstrained
+from gripmoe.constraints import FrozenRouter, RouterConstraint, Tokens, Unconstrained
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import RoutingTrace, jaccard, route, selection_mask
 from gripmoe.geometry.tracking import DualWeight, RouterTracker
 from gripmoe.method_a import null_space_of
 from gripmoe.moe import MoEModel
-from gripmoe.reference import reference_of
+from gripmoe.reference import ReferenceCache, ReferenceForward, reference_of
 
 
 class RouterL2(Unconstrained):
@@ -96,7 +96,7 @@ class RoutingScores(Unconstrained):
         self._scores = reference_of(model, self.original, retain, scores, "original scores")
 
     def penalty(self, kind, seen) -> Tensor:
-        wanted_NLE = self._scores.of(seen.input_ids, seen.attention_mask).flatten(0, 1)[seen.keep]
+        wanted_NLE = _of(self._scores, seen.tokens)
         distances = []
         for number, layer in enumerate(self._layers):
             wanted_NE = wanted_NLE[:, number]
@@ -113,8 +113,7 @@ class Anchored(FrozenRouter):
     with x_l the original router inputs, h the final normed hidden state, ratios of sums over the batch. lambda is a
     dual variable: it grows while the routing stability of the retain batch is below `routing_stability`, and falls to
     `floor` while it is above. With `final_only` just the last term counts (a control). With `tracked` the router is not
-    frozen but refitted after every step, by recursive least squares on the retain tokens of the step: on inputs from
-    before the experts moved, so it is always one step late.
+    frozen but refitted within the retain forward, layer by layer, by recursive least squares on its tokens.
     """
 
     watches = frozenset({"retain"})
@@ -125,7 +124,7 @@ class Anchored(FrozenRouter):
             raise ValueError(f"`routing_stability` must lie between 0 and 1, both excluded, not at {routing_stability}")
         self.weight = DualWeight(1 - routing_stability, floor)
         self.final_only = final_only
-        self.needs_retain = self.tracked = tracked
+        self.refits = tracked
         self._trackers: dict[int, RouterTracker] = {}
         self._errors: list[float] = []  # of the passes since the last step
 
@@ -133,13 +132,18 @@ class Anchored(FrozenRouter):
         super().start(model, forget, retain)
         self._layers, self._rules = model.layers, model.rules()
         self._theta_0 = model.thetas()
-        if self.tracked:
+        if self.refits:
             self._trackers = {layer: RouterTracker(theta) for layer, theta in self._theta_0.items()}
-        self._wanted: dict[int, list[Tensor]] = {layer: [] for layer in self._trackers}
         self._states = reference_of(model, self.original, retain, _inputs_and_final, "original states")
 
+    def refit(self, layer, x_Nd, tokens) -> Tensor:
+        if layer == self._layers[0]:
+            self._originals_NLd = _of(self._states, tokens)
+        wanted_NE = self._originals_NLd[:, self._layers.index(layer)].float() @ self._theta_0[layer].T
+        return self._trackers[layer].update(distributed.gathered(x_Nd), distributed.gathered(wanted_NE))
+
     def penalty(self, kind, seen) -> Tensor:
-        states_NLd = self._states.of(seen.input_ids, seen.attention_mask).flatten(0, 1)[seen.keep]
+        states_NLd = self._originals_NLd if self.refits else _of(self._states, seen.tokens)
         inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1]
         terms = [(seen.hidden_Nd - final_Nd).square().sum() / distributed.averaged_(final_Nd.square().sum())]
         agreement = []
@@ -148,8 +152,6 @@ class Anchored(FrozenRouter):
             original = route(before_Nd, self._theta_0[layer], self._rules[layer])
             own_Nk = self._rules[layer].select(now.scores_NE)  # under replay not what the pass used
             agreement.append(jaccard(original.top_k_Nk, own_Nk).mean().item() if len(before_Nd) else 0.0)
-            if self.tracked:
-                self._wanted[layer].append(before_Nd @ self._theta_0[layer].T)
             if not self.final_only:
                 moved = (now.x_Nd - before_Nd).square().sum()
                 terms.append(moved / distributed.averaged_(before_Nd.square().sum()))
@@ -163,22 +165,22 @@ class Anchored(FrozenRouter):
         if self._errors:  # once in a step, however many passes it took
             self.weight.update(sum(self._errors) / len(self._errors))
             self._errors = []
-        if not self.tracked:
-            return before_Ed
-        wanted_NE = distributed.gathered(torch.cat(self._wanted[layer]))
-        self._wanted[layer] = []
-        return self._trackers[layer].update(seen.x_Nd, wanted_NE).to(after_Ed.dtype)
+        return self._trackers[layer].theta_Ed.to(before_Ed) if self.refits else before_Ed
 
     def state(self) -> dict:
-        trackers = {layer: (tracker.gram_dd, tracker.cross_Ed) for layer, tracker in self._trackers.items()}
+        trackers = {layer: tracker.state() for layer, tracker in self._trackers.items()}
         return {"weight": self.weight.value, "trackers": trackers}
 
     def load_state(self, state: dict) -> None:
         if state:
             self.weight.value = state["weight"]
-            for layer, (gram_dd, cross_Ed) in state["trackers"].items():
-                self._trackers[layer].gram_dd = gram_dd.to(self._trackers[layer].gram_dd)
-                self._trackers[layer].cross_Ed = cross_Ed.to(self._trackers[layer].cross_Ed)
+            for layer, tracked in state["trackers"].items():
+                self._trackers[layer].load_state(tracked)
+
+
+def _of(reference: ReferenceCache | ReferenceForward, tokens: Tokens) -> Tensor:
+    """What the original model said of the tokens that count, (N, ...)."""
+    return reference.of(tokens.input_ids, tokens.attention_mask).flatten(0, 1)[tokens.keep]
 
 
 def _per_layer(model: MoEModel, batch: Batch, field: str) -> Tensor:

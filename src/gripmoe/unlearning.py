@@ -191,6 +191,8 @@ def unlearn(
                     status = "diverged"  # what answers nothing would pass for what has forgotten
                     break
                 if not history or history[-1]["step"] < step:
+                    if step:
+                        guard.refit(batch(retain, training.retain_batch_size, step - 1))
                     with _temporarily(model, corrected):
                         history.append({"step": step, **distributed.agreed(scores(model)), **measured.take()})
                 bar.set_postfix({name: f"{history[-1][name]:.3f}" for name in targets})

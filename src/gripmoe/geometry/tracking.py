@@ -14,18 +14,20 @@ class RouterTracker:
 
         A <- g A + X~^T X~,   B <- g B + (S_0 - X~ Theta_0^T)^T X~,   Theta = Theta_0 + B (A + ridge tr(A)/d I)^-1
 
-    in fp64. Where inputs have not drifted it is Theta_0.
+    in fp64. Where inputs have not drifted it is Theta_0. `theta_Ed` is the router of the last update.
     """
 
     def __init__(self, theta_0_Ed: Tensor, forgetting: float = 0.8, ridge: float = 1e-3):
-        self.theta_0_Ed = theta_0_Ed.double()
+        self.theta_0_Ed = self.theta_Ed = theta_0_Ed.double()
         self.forgetting, self.ridge = forgetting, ridge
         d = theta_0_Ed.shape[1]
         self.gram_dd = torch.zeros(d, d, dtype=torch.float64, device=theta_0_Ed.device)
         self.cross_Ed = torch.zeros_like(self.theta_0_Ed)
 
     def update(self, x_Nd: Tensor, wanted_NE: Tensor) -> Tensor:
-        """The router after these tokens, (E, d) in fp64."""
+        """The router after these tokens, (E, d) in fp64; without any, as it was."""
+        if not len(x_Nd):
+            return self.theta_Ed
         x_Nd = x_Nd.double()
         residual_NE = wanted_NE.double() - x_Nd @ self.theta_0_Ed.T
         self.gram_dd = self.forgetting * self.gram_dd + x_Nd.T @ x_Nd
@@ -33,7 +35,15 @@ class RouterTracker:
         d = len(self.gram_dd)
         eye_dd = torch.eye(d, dtype=torch.float64, device=x_Nd.device)
         factor_dd = torch.linalg.cholesky(self.gram_dd + self.ridge * self.gram_dd.trace() / d * eye_dd)
-        return self.theta_0_Ed + torch.cholesky_solve(self.cross_Ed.T, factor_dd).T
+        self.theta_Ed = self.theta_0_Ed + torch.cholesky_solve(self.cross_Ed.T, factor_dd).T
+        return self.theta_Ed
+
+    def state(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What another tracker of the same router goes on from."""
+        return self.gram_dd, self.cross_Ed, self.theta_Ed
+
+    def load_state(self, state: tuple[Tensor, Tensor, Tensor]) -> None:
+        self.gram_dd, self.cross_Ed, self.theta_Ed = (tensor.to(self.gram_dd) for tensor in state)
 
 
 class DualWeight:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -159,17 +160,28 @@ class MoEModel:
             yield recorder
 
     @contextmanager
-    def before_routers(self, function: Callable[[int, Tensor], None]) -> Iterator[None]:
+    def before_routers(self, function: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
         """Within the block `function(layer, x_Td)` sees the inputs of every router before the router does, layer by
-        layer in one forward pass; what it changes in the router's weight takes effect at once."""
-        handles = [
-            self.router(layer).register_forward_pre_hook(
-                lambda router, args, layer=layer: function(
-                    layer, args[0].detach().reshape(-1, self.hidden_size).to(self.model.device, torch.float32)
-                )
-            )
-            for layer in self.layers
-        ]
+        layer in one forward pass. What it changes in the router's weight takes effect at once; a router that it
+        returns, (E, d), stands in for the weight in this pass alone. The weight is then not written, so that passes
+        whose backward pass is still to come keep what they were made with."""
+        weights: dict[int, nn.Parameter] = {}
+
+        def enter(layer: int, router: nn.Module, args) -> None:
+            x_Td = args[0].detach().reshape(-1, self.hidden_size).to(self.model.device, torch.float32)
+            theta_Ed = function(layer, x_Td)
+            if theta_Ed is not None:
+                weights[layer] = router.weight
+                router._parameters["weight"] = theta_Ed.to(router.weight)
+
+        def leave(layer: int, router: nn.Module, args, output) -> None:
+            if layer in weights:
+                router._parameters["weight"] = weights.pop(layer)
+
+        handles = []
+        for layer, router in self._routers.items():
+            handles.append(router.register_forward_pre_hook(partial(enter, layer)))
+            handles.append(router.register_forward_hook(partial(leave, layer), always_call=True))
         try:
             yield
         finally:

@@ -1,0 +1,131 @@
+"""A router that follows its inputs within the retain forward: layer by layer, without writing weights that a backward
+pass still needs, and once more after the last step."""
+
+import pytest
+import torch
+
+import gripmoe
+from conftest import random_batch, small_model
+from gripmoe.geometry.tracking import RouterTracker
+from gripmoe.moe import MoEModel
+
+RETAIN = [random_batch(seed=200), random_batch(seed=201)]
+FORGET = random_batch(seed=202)
+
+
+def drifted(checkpointing=False):
+    """A held model of which the first layer's experts have moved, and its guard."""
+    model = small_model().train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = gripmoe.constrain(model, optimizer, RETAIN, method="anchored_tracked")
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(3)
+    return model, optimizer, guard
+
+
+def loss_of(model, batch):
+    return model(**batch.inputs, labels=batch.input_ids).loss
+
+
+def weights_of(model):
+    return [layer.mlp.gate.weight for layer in model.model.layers]
+
+
+def test_a_retain_pass_goes_on_with_the_router_that_fits_its_inputs():
+    """Of the same pass, not of the one before; all tokens of it, and no other pass."""
+    original = MoEModel(small_model())
+    reference = original.trace(RETAIN[:1])
+    model, optimizer, guard = drifted()
+    before = [weight.detach().clone() for weight in weights_of(model)]
+    with guard.model.record_routing() as recorder:
+        with guard.retain():
+            loss = loss_of(model, RETAIN[0])
+        marked = recorder.take()
+        model(**RETAIN[0].inputs)
+        unmarked = recorder.take()
+    keep = ((RETAIN[0].attention_mask == 1) & (RETAIN[0].attention_mask.cumsum(1) > 1)).flatten()
+    for layer, theta_0 in original.thetas().items():
+        seen = marked[layer]
+        fitted = RouterTracker(theta_0).update(seen.x_Nd[keep].detach(), reference[layer].x_Nd @ theta_0.T).float()
+        torch.testing.assert_close(seen.scores_NE, seen.x_Nd @ fitted.T, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(unmarked[layer].scores_NE, unmarked[layer].x_Nd @ theta_0.T, rtol=1e-4, atol=1e-4)
+        assert torch.equal(weights_of(model)[layer], before[layer]), "not before the step"
+        error = (seen.scores_NE[keep] - reference[layer].scores_NE).norm()
+        frozen = (seen.x_Nd[keep] @ theta_0.T - reference[layer].scores_NE).norm()
+        assert layer == 0 or error < 0.5 * frozen, "the control: a router that stays"
+    (loss + guard.penalty()).backward()
+    optimizer.step()
+    torch.testing.assert_close(weights_of(model)[1].detach(), fitted)
+
+
+def gradients(checkpointing, *, forgets=False):
+    """Of two forget and retain passes, the backward passes only after the last of them."""
+    model, _, guard = drifted(checkpointing)
+    losses = []
+    for batch in RETAIN:
+        with guard.forget():
+            losses.append(-loss_of(model, FORGET))
+        with guard.retain():
+            losses.append(loss_of(model, batch))
+        losses.append(guard.penalty())
+    if forgets:
+        guard._fits.clear()
+    sum(losses).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_backward_passes_come_whenever_they_like_also_where_activations_are_computed_again():
+    """Every pass is computed again with the router it was made with. The control, with that of the model, either ends
+    in other gradients or is caught by torch, which counts what each expert was given."""
+    plain = gradients(checkpointing=False)
+    torch.testing.assert_close(gradients(checkpointing=True), plain)
+    torch.testing.assert_close(gradients(checkpointing=False, forgets=True), plain)
+    with pytest.raises((AssertionError, torch.utils.checkpoint.CheckpointError)):
+        torch.testing.assert_close(gradients(checkpointing=True, forgets=True), plain)
+
+
+def test_refitted_once_more_it_has_seen_what_the_last_step_did():
+    """Scores of retain tokens are then nearer to the original ones than with the router of the step."""
+    reference = MoEModel(small_model()).trace(RETAIN[:1])
+    model, optimizer, guard = drifted()
+    with guard.retain():
+        loss = loss_of(model, RETAIN[0])
+    (loss + guard.penalty()).backward()
+    with pytest.raises(RuntimeError, match="refitted between steps"):
+        guard.refit(RETAIN[0])
+    optimizer.step()
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(2)
+
+    def error():
+        return (guard.model.trace(RETAIN[:1])[1].scores_NE - reference[1].scores_NE).norm().item()
+
+    late = error()
+    guard.refit(RETAIN[0].inputs)
+    assert error() < 0.9 * late
+    assert model.training and not guard._fits
+    followed = [weight.detach().clone() for weight in weights_of(model)]
+    guard.close()
+    guard.refit(RETAIN[1])
+    assert all(map(torch.equal, weights_of(model), followed)), "a closed guard does nothing"
+
+
+@pytest.mark.parametrize("method", ["anchored", "expert_specific"])
+def test_other_routers_are_not_refitted(method):
+    model = small_model()
+    guard = gripmoe.constrain(model, torch.optim.SGD(model.parameters()), RETAIN, method=method)
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(3)
+    before = [weight.detach().clone() for weight in weights_of(model)]
+    guard.refit(RETAIN[0])
+    assert all(map(torch.equal, weights_of(model), before))
+
+
+def test_no_tokens_leave_a_router_as_it_was():
+    tracker = RouterTracker(torch.randn(3, 4))
+    nothing = torch.zeros(0, 4), torch.zeros(0, 3)
+    assert torch.equal(tracker.update(*nothing), tracker.theta_0_Ed)
+    followed = tracker.update(torch.randn(9, 4), torch.randn(9, 3))
+    assert torch.equal(tracker.update(*nothing), followed)
