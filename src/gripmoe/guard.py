@@ -1,7 +1,7 @@
 """What holds a constraint over a training loop: hooks around the optimizer's step, marks around forward passes.
 
 The guard snapshots the routers before each step, lets the optimizer step, and writes back what the constraint lets
-stand. It changes nothing else in the loop.
+stand. A constraint that refits has a say in the retain forward too; nothing else in the loop changes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RouterGuard:
         self._checked = False  # the retain loss, since the last step
         self._closed = False
         self._followed: Tokens | None = None  # of the pass under way
-        self._fits: dict[int, list[tuple[Tensor, Tensor]]] = {}  # sums of router inputs, and the routers, since a step
+        self._fits: dict[int, list[tuple[Tensor, Tensor | None]]] = {}  # since a step: sums of inputs, and the routers
         self.is_lifted = False
         self._undo = ExitStack()  # when the constraint is lifted
         model.model._held = id(model.model)
@@ -98,10 +98,14 @@ class RouterGuard:
 
         def begin(module, args, kwargs) -> None:
             passes.append(_tokens(kind, kwargs, rows))
-            self._followed = passes[-1] if kind == "retain" else None
+            self._followed = passes[-1] if kind == "retain" and torch.is_grad_enabled() else None
+
+        def end(module, args, output) -> None:
+            self._followed = None
 
         handles = [
             decoder.register_forward_pre_hook(begin, with_kwargs=True),
+            decoder.register_forward_hook(end, always_call=True),
             decoder.register_forward_hook(lambda module, args, output: hidden.append(output.last_hidden_state)),
         ]
         handles += [
@@ -131,36 +135,45 @@ class RouterGuard:
             for handle in handles:
                 handle.remove()
 
-    @torch.no_grad()
     def _fitted(self, layer: int, x_Td: Tensor) -> Tensor | None:
         """The router with which a pass goes on that has come to this layer; None for that of the model."""
-        total = x_Td.double().sum()
+        fits = self._fits.setdefault(layer, [])
         if in_recomputation():  # perhaps not of the last pass: inputs tell of which
-            return next((theta_Ed for of, theta_Ed in reversed(self._fits.get(layer, [])) if of == total), None)
-        if self._followed is None:
-            return None
-        theta_Ed = self.constraint.refit(layer, x_Td[self._followed.keep.to(x_Td.device)], self._followed)
-        self._fits.setdefault(layer, []).append((total, theta_Ed))
+            total = x_Td.sum(dtype=torch.float64)
+            return min(reversed(fits), key=lambda fit: (fit[0] - total).abs().item(), default=(total, None))[1]
+        theta_Ed = None
+        if self._followed is not None:
+            with torch.no_grad():
+                theta_Ed = self.constraint.refit(layer, x_Td[self._followed.keep.to(x_Td.device)], self._followed)
+            theta_Ed = theta_Ed.to(x_Td.dtype)
+        if torch.is_grad_enabled() or theta_Ed is not None:
+            fits.append((x_Td.sum(dtype=torch.float64), theta_Ed))
         return theta_Ed
 
     @torch.no_grad()
     def refit(self, batch: Batch | Mapping[str, Tensor]) -> None:
         """Fits routers that follow their inputs ("anchored_tracked") once more, to the experts as the last step has
-        left them, by a forward pass of retain data as in `constrain`: before an evaluation or a save. Without effect
-        for other methods. Raises RuntimeError between the passes of a step and the step itself."""
+        left them, by a forward pass of retain data as in `constrain`: before an evaluation or a save, in every process.
+        Without effect for other methods and once the guard is closed. Raises RuntimeError between the passes of a step
+        and the step itself, and KeyError for a document whose original states nobody kept."""
         if self._closed or self.is_lifted or not self.constraint.refits:
             return
-        if self._marked:
-            raise RuntimeError("routers are refitted between steps: a backward pass may still need them as they are")
+        if any(self._fits.values()):
+            raise RuntimeError(
+                "routers are refitted between steps: passes since the last one may need them as they are"
+            )
         inputs = as_batch(batch, self.model.model.device).inputs
         self._followed = _tokens("retain", inputs, None)
         try:
             with self.model.evaluating():
                 self.model.model.model(**inputs)
+            for layer, fits in self._fits.items():
+                theta = self.model.theta(layer)
+                theta.copy_(fits[-1][1])
+                distributed.from_first_(theta.data)
         finally:
             self._followed = None
-        self.model.set_thetas({layer: fits[-1][1] for layer, fits in self._fits.items()})
-        self._fits.clear()
+            self._fits.clear()
 
     @property
     def watches(self) -> frozenset[str]:

@@ -127,6 +127,7 @@ class Anchored(FrozenRouter):
         self.refits = tracked
         self._trackers: dict[int, RouterTracker] = {}
         self._errors: list[float] = []  # of the passes since the last step
+        self._asked: tuple[Tokens, Tensor] | tuple[None, None] = None, None  # of the pass under way, original states
 
     def start(self, model, forget, retain) -> None:
         super().start(model, forget, retain)
@@ -138,12 +139,15 @@ class Anchored(FrozenRouter):
 
     def refit(self, layer, x_Nd, tokens) -> Tensor:
         if layer == self._layers[0]:
-            self._originals_NLd = _of(self._states, tokens)
-        wanted_NE = self._originals_NLd[:, self._layers.index(layer)].float() @ self._theta_0[layer].T
+            self._asked = tokens, _of(self._states, tokens)
+        wanted_NE = self._asked[1][:, self._layers.index(layer)].float() @ self._theta_0[layer].T
         return self._trackers[layer].update(distributed.gathered(x_Nd), distributed.gathered(wanted_NE))
 
     def penalty(self, kind, seen) -> Tensor:
-        states_NLd = self._originals_NLd if self.refits else _of(self._states, seen.tokens)
+        tokens, states_NLd = self._asked
+        self._asked = None, None
+        if tokens is not seen.tokens:
+            states_NLd = _of(self._states, seen.tokens)
         inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1]
         terms = [(seen.hidden_Nd - final_Nd).square().sum() / distributed.averaged_(final_Nd.square().sum())]
         agreement = []

@@ -7,6 +7,7 @@ import quadprog
 import torch
 from scipy.optimize import nnls
 
+from gripmoe.geometry import halfspace
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics
 from gripmoe.geometry.routing import SelectionRule
@@ -185,6 +186,32 @@ def test_tokens_within_the_span_up_to_fp32_rounding_cost_nothing(norm, basis_dty
     print("{} {}: point {:.0e}, distance {:.0e}, equalities {:.0e}, violation {:.0e}".format(norm, basis_dtype, *worst))
     assert (worst < 1e-6).all()
     assert within > 1e-8 * norm and touched > 1e-2, "the controls: bounds within the span are exceeded, others bind"
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_fp32_products_that_are_rounded_to_less_are_not_relied_on(precision, monkeypatch):
+    """As GPUs do where TF32 is allowed, emulated. The control: where torch is not told of it, what lies at its bound
+    seems to exceed it, and rows with a bound of 0 are shrunk to nothing."""
+    x, basis, bounds, update = instance(0, d=64, held=20)
+    bounds = bounds.clamp_min(0)
+    bounds[::4] = torch.where(bounds[::4].isfinite(), 0, bounds[::4])
+    inputs = update.float(), basis, x.float(), bounds.float()
+    exact = nearest_feasible(*inputs, tolerance=1e-6)
+
+    def rounded(update_Ed, x_Nd):
+        update_Ed = update_Ed.to(x_Nd.dtype)
+        if x_Nd.dtype == torch.float32:
+            update_Ed, x_Nd = update_Ed.bfloat16().float(), x_Nd.bfloat16().float()
+        return update_Ed @ x_Nd.T
+
+    monkeypatch.setattr(halfspace, "_scores", rounded)
+    assert (nearest_feasible(*inputs, tolerance=1e-6) == 0).all(dim=1).any(), "the control"
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        torch.testing.assert_close(nearest_feasible(*inputs, tolerance=1e-6), exact, rtol=0, atol=1e-6)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def feasible(basis_dr, x_Nd, bounds_N):

@@ -14,12 +14,22 @@ from gripmoe.geometry.nullspace import RetainBasis, padded_indices
 
 def violation(update_Ed: Tensor, x_Nd: Tensor, bounds_NE: Tensor) -> Tensor:
     """By how much <u_j, x_i> exceeds its bound at worst, per expert, shape (E,); zero where nothing is violated."""
+    x_Nd = x_Nd.to(torch.promote_types(x_Nd.dtype, update_Ed.dtype))
     return (_scores(update_Ed, x_Nd) - bounds_NE.T).amax(dim=1).clamp_min(0)
 
 
 def _scores(update_Ed: Tensor, x_Nd: Tensor) -> Tensor:
     """<u_j, x_i>, (E, N); a quarter faster on CPUs than x @ u^T."""
     return update_Ed.to(x_Nd.dtype) @ x_Nd.T
+
+
+def _exact(x_Nd: Tensor) -> Tensor:
+    """Tokens in fp32 at least, as routers see them; in fp64 where products of fp32 are rounded to less."""
+    backend = torch.backends.cuda if x_Nd.is_cuda else torch.backends.mkldnn
+    precisions = {backend.matmul.fp32_precision, torch.backends.fp32_precision}
+    if precisions & {"tf32", "bf16"} or torch.is_autocast_enabled(x_Nd.device.type):
+        return x_Nd.double()
+    return x_Nd.to(torch.promote_types(x_Nd.dtype, torch.float32))
 
 
 def randomized_kaczmarz(
@@ -72,14 +82,13 @@ def nearest_feasible(
     looked for in the precision of the tokens, fp32 at least; the rest is in fp64, the answer in the dtype of
     `update_Ed`. What exceeds its bound by less than `tolerance`, or by less than the rounding of x_i changes <u_j, x_i>
     (1e-6 of the product of their norms, 1e-12 for fp64 tokens), is no violation: a token within the span up to rounding
-    leaves nothing to correct. Bounds must not be negative: then u = 0 is feasible,
-    and what the limit on rounds may leave violated is removed by shrinking that row towards 0. Raises ValueError for a
-    negative bound.
+    leaves nothing to correct. Bounds must not be negative: then u = 0 is feasible, and what the limit on rounds may
+    leave violated is removed by shrinking that row towards 0. Raises ValueError for a negative bound.
     """
     if bounds_NE.numel() and bounds_NE.amin() < 0:
         raise ValueError("bounds must be >= 0, or u = 0 is not feasible; clamp the margins")
-    x_Nd = x_Nd.to(torch.promote_types(x_Nd.dtype, torch.float32))  # as tokens of lower precision are routed
     rounding = 1e-12 if x_Nd.dtype == torch.float64 else 1e-6
+    x_Nd = _exact(x_Nd)
     bounds_EN = bounds_NE.T.contiguous()
     active_EN = torch.zeros_like(bounds_EN, dtype=torch.bool)
     if near_Ed is not None:
@@ -147,8 +156,9 @@ def _on_active(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The nearest points to `start_Md` that respect the active constraints, `start_Md` projected, and which constraints
     the points touch, (M, N); all rows at once on a GPU, as many as its cache holds on a CPU."""
-    at_once = max(1, IN_CACHE // (max(1, int(active_MN.sum(dim=1).max())) * x_Nd.shape[1]))
-    if x_Nd.device.type == "cpu" and at_once < len(start_Md):
+    on_cpu = x_Nd.device.type == "cpu"  # else to ask how many are active would wait for the GPU
+    at_once = max(1, IN_CACHE // (max(1, int(active_MN.sum(dim=1).max())) * x_Nd.shape[1])) if on_cpu else len(start_Md)
+    if at_once < len(start_Md):
         parts = []
         for rows in (slice(first, first + at_once) for first in range(0, len(start_Md), at_once)):
             own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows])

@@ -171,7 +171,7 @@ class MoEModel:
             x_Td = args[0].detach().reshape(-1, self.hidden_size).to(self.model.device, torch.float32)
             theta_Ed = function(layer, x_Td)
             if theta_Ed is not None:
-                weights[layer] = router.weight
+                weights.setdefault(layer, router.weight)
                 router._parameters["weight"] = theta_Ed.to(router.weight)
 
         def leave(layer: int, router: nn.Module, args, output) -> None:
@@ -187,6 +187,8 @@ class MoEModel:
         finally:
             for handle in handles:
                 handle.remove()
+            for layer in list(weights):  # of a pass that was interrupted
+                leave(layer, self._routers[layer], (), None)
 
     @torch.no_grad()
     def trace(
