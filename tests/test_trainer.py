@@ -22,7 +22,7 @@ def trained(tmp_path, model, callbacks, trainer=Trainer, resume=None, late=None,
         str(tmp_path), per_device_train_batch_size=2, use_cpu=True, report_to=[], logging_strategy="no",
         disable_tqdm=True, **{"save_strategy": "no"} | settings,
     )  # fmt: skip
-    trainer = trainer(model, arguments, train_dataset=documents, callbacks=callbacks)
+    trainer = trainer(model, arguments, train_dataset=documents, eval_dataset=documents, callbacks=callbacks)
     if late:
         trainer.add_callback(late)
     trainer.train(resume_from_checkpoint=resume)
@@ -94,7 +94,8 @@ class Unlearner(Trainer):
         with guard.retain():
             retain_loss = model(**batch.inputs, labels=batch.labels).loss
         guard.check(retain_loss)
-        return retain_loss + guard.penalty() - model(**inputs).loss
+        loss = retain_loss + guard.penalty() - model(**inputs).loss
+        return (loss, {}) if return_outputs else loss
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -136,8 +137,13 @@ def equal(some, others):
 
 @pytest.mark.parametrize(
     ("method", "dtype"),
-    [("expert_specific", torch.bfloat16), (PAPER, torch.float32), ("anchored", torch.bfloat16)],
-    ids=["sound", "paper", "anchored"],
+    [
+        ("expert_specific", torch.bfloat16),
+        (PAPER, torch.float32),
+        ("anchored", torch.bfloat16),
+        ("anchored_tracked", torch.bfloat16),
+    ],
+    ids=["sound", "paper", "anchored", "tracked"],
 )
 def test_training_resumes_where_it_was(method, dtype, tmp_path, monkeypatch):
     """To the bit, from a checkpoint of the trainer; the control is what a guard forgets without its state."""
@@ -146,6 +152,24 @@ def test_training_resumes_where_it_was(method, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(RouterGuard, "load_state_dict", lambda guard, state: None)
     forgetful = weights_after(tmp_path, method, dtype, resume=f"{tmp_path}/checkpoint-3")
     assert equal(forgetful, uninterrupted) == (method == "expert_specific"), "sound Method A has nothing to forget"
+
+
+def test_how_often_one_evaluates_changes_nothing(tmp_path):
+    """An evaluation computes the same loss, marks and all, without gradients. The control: it is computed."""
+    losses = []
+
+    class Evaluated(Unlearner):
+        def compute_loss(self, *args, **kwargs):
+            losses.append(torch.is_grad_enabled())
+            return super().compute_loss(*args, **kwargs)
+
+    weights = {}
+    for strategy in ("no", "steps"):
+        model = small_model()
+        callback = gripmoe.trainer_callback(RETAIN, method="anchored_tracked")
+        trained(tmp_path, model, [callback], Evaluated, max_steps=3, eval_strategy=strategy, eval_steps=1)
+        weights[strategy] = model.state_dict()
+    assert equal(weights["steps"], weights["no"]) and not all(losses)
 
 
 def test_a_checkpoint_elsewhere_is_resumed_where_the_arguments_name_it(tmp_path):
