@@ -152,10 +152,10 @@ class RouterGuard:
 
     @torch.no_grad()
     def refit(self, batch: Batch | Mapping[str, Tensor]) -> None:
-        """Fits routers that follow their inputs ("anchored_tracked") once more, to the experts as the last step has
-        left them, by a forward pass of retain data as in `constrain`: before an evaluation or a save, in every process.
-        Without effect for other methods and once the guard is closed. Raises RuntimeError between the passes of a step
-        and the step itself, and KeyError for a document whose original states nobody kept."""
+        """Fits routers that follow their inputs ("anchored_tracked", ours) once more, to the experts as the last step
+        has left them, by a forward pass of retain data as in `constrain`: before an evaluation or a save, in every
+        process. Without effect for other methods and once the guard is closed. Raises RuntimeError between the passes
+        of a step and the step itself, and KeyError for a document whose original states nobody kept."""
         if self._closed or self.is_lifted or not self.constraint.refits:
             return
         if any(self._fits.values()):
