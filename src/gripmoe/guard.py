@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gripmoe import distributed
 from gripmoe.constraints import RouterConstraint, Seen, Tokens
-from gripmoe.data.documents import Batch, as_batch, attention_mask_of
+from gripmoe.data.documents import Batch, attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import in_recomputation, routed_tokens
@@ -155,14 +155,16 @@ class RouterGuard:
         """Fits routers that follow their inputs ("anchored_tracked", ours) once more, to the experts as the last step
         has left them, by a forward pass of retain data as in `constrain`: before an evaluation or a save, in every
         process. Without effect for other methods and once the guard is closed. Raises RuntimeError between the passes
-        of a step and the step itself, and KeyError for a document whose original states nobody kept."""
+        of a step and the step itself, KeyError for a document whose original states nobody kept, and ValueError for a
+        batch without `input_ids`."""
         if self._closed or self.is_lifted or not self.constraint.refits:
             return
         if any(self._fits.values()):
             raise RuntimeError(
                 "routers are refitted between steps: passes since the last one may need them as they are"
             )
-        inputs = as_batch(batch, self.model.model.device).inputs
+        given, device = batch.inputs if isinstance(batch, Batch) else batch, self.model.model.device
+        inputs = {name: given[name].to(device) for name in ("input_ids", "attention_mask") if name in given}
         self._followed = _tokens("retain", inputs, None)
         try:
             with self.model.evaluating():
