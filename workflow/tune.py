@@ -1,18 +1,21 @@
 """Tries the settings of tuning.yaml and prints which one would be chosen.
 
-    python workflow/tune.py --world tiny --results results/tiny [--objectives gd kl] [--methods unconstrained]
+    python workflow/tune.py --world record --results results/tiny --cores 2 [--objectives gd] [--methods unconstrained]
 
-The chosen setting reaches the forget target on each of the world's models, with the highest retain accuracy on average;
-both on dev questions. Every trial stands in a table of the folder `tuning` beside the results; nothing is written to a
-configuration, where the chosen values stand by hand, with their provenance. Models, data and traces come from the
-results folder of the world (`snakemake` makes them); a trial that has been run with all the same settings is not run
-again.
+The chosen setting reaches the forget target on each of the world's models, with the highest retain accuracy on
+average, both on dev questions, and of equal ones in the fewest steps. Every trial stands in a table of the folder
+`tuning` beside the results; nothing is written to a configuration, where the chosen values stand by hand, with their
+provenance. Models, data and traces come from the results folder of the world (`snakemake` makes them); a trial that has
+been run with all the same settings is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 import pandas as pd
@@ -26,6 +29,7 @@ from gripmoe.project import Project
 CONFIG = Path(__file__).parent / "config"
 RETAIN = {"letters": "retain_accuracy", "news": "knowmem_retain"}  # what is to be high among runs that have forgotten
 SCORES = ("forget_accuracy", "verbmem", "knowmem_forget", *RETAIN.values())
+LOG = ["model", "objective", "method", "setting", *SCORES, "status", "steps", "chosen"]
 
 
 def trial(
@@ -39,12 +43,14 @@ def trial(
     change: dict,
     axes: dict,
 ) -> dict:
-    """Dev scores of one setting; `change` is of Training, `axes` of the method."""
+    """Dev scores of one setting; `change` is of Training and the objective's own settings, `axes` of the method."""
     run = project.run(model, benchmark, objective, method, seed)
     settings = run.training.model_dump()
-    settings |= {**change, "objective": {**settings["objective"], **change.get("objective", {})}}
+    for key, value in change.items():
+        (settings if key in settings else settings["objective"])[key] = value
+    method_settings = {**run.method.model_dump(exclude_unset=True), **axes}
     run = run.model_copy(
-        update={"training": type(run.training)(**settings), "method": run.method.model_copy(update=axes)}
+        update={"training": type(run.training)(**settings), "method": type(run.method)(**method_settings)}
     )
     name = "_".join(f"{key}-{value}" for key, value in {**change, **axes}.items())
     name = "".join(c if c.isalnum() or c in "-._" else "" for c in name)
@@ -70,17 +76,22 @@ def trial(
     last, outcome = read_json(folder / "history.json")[-1], read_json(folder / "checkpoint.json")
     scores = {key: last[key] for key in SCORES if key in last}
     cell = {"model": model, "objective": objective, "method": method, "setting": name}
-    return {**cell, **scores, **outcome, "weights": None}
+    return {**cell, **scores, "status": outcome["status"], "steps": outcome["steps"]}
 
 
 def chosen(table: pd.DataFrame, score: str) -> pd.Series:
     """Which rows are of the best setting of their objective and method: of those that reach the target on every model,
-    the one of the highest mean score."""
+    the one of the highest mean score; of equal ones, the one of the fewest steps."""
     cell, setting = ["objective", "method"], ["objective", "method", "setting"]
     trials = table.groupby(setting)
-    reached = trials.status.agg(lambda status: (status == "reached").all())
-    best = trials[score].mean()[reached].groupby(level=cell).idxmax()
-    return pd.Series(pd.MultiIndex.from_frame(table[setting]).isin(best), table.index)
+    means = trials[[score, "steps"]].mean().round(6)[trials.status.agg(lambda status: (status == "reached").all())]
+    best = means.sort_values([score, "steps"], ascending=[False, True]).groupby(level=cell).head(1)
+    return pd.Series(pd.MultiIndex.from_frame(table[setting]).isin(best.index), table.index)
+
+
+def grid(values: dict[str, list]) -> list[dict]:
+    """Every combination."""
+    return [dict(zip(values, combination, strict=True)) for combination in product(*values.values())]
 
 
 def command(name: str, **flags: object) -> None:
@@ -98,13 +109,15 @@ def main() -> None:
     parser.add_argument("--objectives", nargs="*", help="all if absent")
     parser.add_argument("--methods", nargs="*", help="all if absent")
     parser.add_argument("--models", nargs="*", help="all of the world if absent")
+    parser.add_argument("--cores", type=int, default=1, help="trials side by side")
     args = parser.parse_args()
     project, tuning = Project(CONFIG, args.world), load_yaml(Path(__file__).with_name("tuning.yaml"))
     tuning |= tuning["benchmarks"].get(args.benchmark, {})
     trials = [
         (objective, "unconstrained", change, {})
-        for objective, changes in tuning["objectives"].items()
-        for change in changes
+        for objective, lines in tuning["objectives"].items()
+        for line in lines
+        for change in grid(line)
     ]
     trials += [
         (objective, method, {}, {knob["axis"]: value})
@@ -113,15 +126,18 @@ def main() -> None:
         for value in knob["values"]
     ]
     trials = [
-        (model, args.benchmark, objective, method, tuning["seed"], change, axes)
+        (project, args.results, model, args.benchmark, objective, method, tuning["seed"], change, axes)
         for objective, method, change, axes in trials
         if objective in (args.objectives or tuning["objectives"]) and method in (args.methods or [method])
         for model in args.models or project.world.models
         if project.fits(model, args.benchmark)
     ]
-    table = pd.DataFrame([trial(project, args.results, *settings) for settings in tqdm(trials)]).drop(columns="weights")
+    with ProcessPoolExecutor(args.cores, mp_context=get_context("spawn")) as pool:
+        rows = list(tqdm(pool.map(trial, *zip(*trials, strict=True)), total=len(trials)))
+    table = pd.DataFrame(rows)
     table["chosen"] = chosen(table, RETAIN[project.benchmarks[args.benchmark].data.kind])
     name = "_".join([args.benchmark, *(args.models or []), *(args.objectives or []), *(args.methods or [])])
+    table = table[[column for column in LOG if column in table]].round(3)
     table.to_csv(args.results / "tuning" / f"{name}.csv", index=False)
     print(table.to_string(index=False))
 

@@ -179,7 +179,7 @@ def test_hyperparameters_are_tried_as_cells_are_trained(prepared, tmp_path, meth
 
 
 def test_tuning_chooses_what_forgets_on_every_model():
-    row = dict(method="unconstrained", status="reached")
+    row = dict(method="unconstrained", status="reached", steps=50)
     table = pd.DataFrame(
         [
             {**row, "objective": "gd", "setting": "slow", "retain_accuracy": 0.7},
@@ -190,9 +190,12 @@ def test_tuning_chooses_what_forgets_on_every_model():
             {**row, "objective": "gd", "setting": "mild", "retain_accuracy": 0.9, "status": "not_reached"},
             {**row, "objective": "kl", "setting": "slow", "retain_accuracy": 0.9, "status": "not_reached"},
             {**row, "objective": "kl", "setting": "fast", "retain_accuracy": 0.1},
+            {**row, "objective": "rmu", "setting": "fast", "retain_accuracy": 0.9},
+            {**row, "objective": "rmu", "setting": "quick", "retain_accuracy": 0.9, "steps": 40},
         ]
     )
-    assert tuning_script().chosen(table, "retain_accuracy").tolist() == [True, True] + [False] * 5 + [True]
+    chosen = [True, True] + [False] * 5 + [True] + [False, True]
+    assert tuning_script().chosen(table, "retain_accuracy").tolist() == chosen
 
 
 def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):
