@@ -243,7 +243,9 @@ def test_the_weight_follows_once_in_a_step_however_many_passes_it_takes(moe, bat
     errors = list(constraint._errors)
     with torch.no_grad():
         penalty_of(guard, batch)
-    assert len(errors) == 2 and constraint._errors == errors
+    assert len(errors) == 2 and constraint._errors == errors and constraint.observed() == {}
     optimizer.step()
+    kept = 1 - sum(errors) / 2
+    assert constraint.observed() == {"anchor_weight": before, "batch_routing_stability": kept} and kept < 1
     once = DualWeight(allowed=0.05, floor=0.01)
     assert constraint.weight.value == pytest.approx(once.update(sum(errors) / 2)) != before

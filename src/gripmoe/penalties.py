@@ -127,6 +127,7 @@ class Anchored(FrozenRouter):
         self.refits = tracked
         self._trackers: dict[int, RouterTracker] = {}
         self._errors: list[float] = []  # of the passes since the last step
+        self._observed: dict[str, float] = {}
         self._asked: tuple[Tokens, Tensor] | tuple[None, None] = None, None  # of the pass under way, original states
 
     def start(self, model, forget, retain) -> None:
@@ -167,9 +168,15 @@ class Anchored(FrozenRouter):
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         if self._errors:  # once in a step, however many passes it took
-            self.weight.update(sum(self._errors) / len(self._errors))
+            error = sum(self._errors) / len(self._errors)
+            self._observed = {"anchor_weight": self.weight.value, "batch_routing_stability": 1 - error}
+            self.weight.update(error)
             self._errors = []
         return self._trackers[layer].theta_Ed.to(before_Ed) if self.refits else before_Ed
+
+    def observed(self) -> dict[str, float]:
+        """`anchor_weight`, lambda of the last step, and `batch_routing_stability`, what its retain tokens had kept."""
+        return self._observed
 
     def state(self) -> dict:
         trackers = {layer: tracker.state() for layer, tracker in self._trackers.items()}
