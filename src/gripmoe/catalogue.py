@@ -160,21 +160,18 @@ class PublishedData(Strict):
 Data = Annotated[EmbeddedData | PublishedData | PublishedNews, Field(discriminator="source")]
 
 
-class Benchmark(Strict):
-    """What is forgotten and retained, when it counts as forgotten, and how much of it is read at once."""
+class Task(Strict):
+    """What is forgotten and retained, and when it counts as forgotten: all that training reads of a benchmark."""
 
     data: Data
     target: ForgetTarget | ReferenceTarget
     retain_documents: PositiveInt  # of the retain corpus, for bases and for Method B
     # Of a document in tokens. Letters: the rest is left out; news: it becomes further documents.
     max_length: PositiveInt
-    evaluation_batch_size: PositiveInt
-    few_shot_questions: PositiveInt = 100  # letters: of the retain questions, asked below five solved ones
-    rewrites: dict[Name, str] = {}  # letters: files of prompts, {"id", "prompt"} a line, for the prompt attacks
     strip_prompts: bool = False  # news: without the space that ends KnowMem's prompts
 
     @model_validator(mode="after")
-    def _target_of_its_kind(self) -> Benchmark:
+    def _target_of_its_kind(self) -> Task:
         wanted = ReferenceTarget if self.is_news else ForgetTarget
         if not isinstance(self.target, wanted):
             raise ValueError(f"`target` of {self.data.kind} is given by `{next(iter(wanted.model_fields))}`")
@@ -188,3 +185,15 @@ class Benchmark(Strict):
     def reading(self) -> dict[str, Any]:
         """How its corpora become rows of tokens."""
         return {"max_length": self.max_length, "whole": self.is_news}
+
+
+class Benchmark(Task):
+    """A task and how it is measured; what stands here changes no trained model."""
+
+    evaluation_batch_size: PositiveInt
+    few_shot_questions: PositiveInt = 100  # letters: of the retain questions, asked below five solved ones
+    rewrites: dict[Name, str] = {}  # letters: files of prompts, {"id", "prompt"} a line, for the prompt attacks
+
+    @property
+    def task(self) -> Task:
+        return Task(**{name: getattr(self, name) for name in Task.model_fields})

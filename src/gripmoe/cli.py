@@ -75,14 +75,14 @@ COMMANDS = (
         "evaluate",
         "evaluate",
         "measure a cell",
-        ("run", "model", "checkpoint", "data", "questions", "output"),
+        ("run", "benchmark", "model", "checkpoint", "data", "questions", "output"),
         optional=("reference",),
     ),
     Command(
         "attack",
         "attack",
         "attack a cell",
-        ("settings", "run", "model", "checkpoint", "data", "answers", "questions", "output"),
+        ("settings", "run", "benchmark", "model", "checkpoint", "data", "answers", "questions", "output"),
     ),
     Command(
         "rewrite",

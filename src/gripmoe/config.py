@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from gripmoe.catalogue import Benchmark, Fraction, Name, NonNegative, Optimizer, Strict
+from gripmoe.catalogue import Fraction, Name, NonNegative, Optimizer, Strict, Task
 from gripmoe.parsing import load_yaml, parse_as
 
 Precision = Literal["native", "fp8", "fp8_emulated"]  # fp8: on Hopper GPUs; emulated: anywhere, slowly
@@ -212,7 +212,7 @@ class Run(Strict):
 
     model: Name
     benchmark_name: Name
-    benchmark: Benchmark
+    benchmark: Task
     objective: str
     method_name: Name
     method: Method

@@ -14,13 +14,13 @@ class ConfigError(ValueError):
     """A mistake in a configuration file; the message names the file, the key and what would be valid."""
 
 
-def parse_settings(target: Any, text: str) -> Any:
+def parse_settings(target: Any, text: str, flag: str = "--settings") -> Any:
     """A configuration object of type `target` from its JSON, as rules pass it to commands."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"--settings: not valid JSON: {error}") from None
-    return parse_as(target, value, Path("--settings"))
+        raise ConfigError(f"{flag}: not valid JSON: {error}") from None
+    return parse_as(target, value, Path(flag))
 
 
 def load_yaml(path: Path) -> Any:

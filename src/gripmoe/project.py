@@ -246,7 +246,7 @@ class Project:
         return Run(
             model=model,
             benchmark_name=benchmark,
-            benchmark=self.benchmarks[benchmark],
+            benchmark=self.benchmarks[benchmark].task,
             objective=objective,
             method_name=method,
             method=self.methods[method],

@@ -15,13 +15,14 @@ import torch
 from conftest import SMALL
 from gripmoe import unlearning
 from gripmoe.attacks import suite
+from gripmoe.catalogue import Benchmark
 from gripmoe.commands import unlearn as commands
 from gripmoe.commands.attack import attack
 from gripmoe.commands.evaluate import evaluate
 from gripmoe.commands.geometry import fit_basis, trace_routing
 from gripmoe.commands.unlearn import realign, unlearn
 from gripmoe.config import Training, load_run
-from gripmoe.files import read_json, read_jsonl, write_json, write_jsonl, write_yaml
+from gripmoe.files import read_json, read_jsonl, read_yaml, write_json, write_jsonl, write_yaml
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.project import Project
@@ -60,7 +61,7 @@ def prepare(family, world, tokenizer, root, dtype=torch.float32):
     files = dict(trace=root / "routing.safetensors", forget_trace=root / "forget.safetensors")
     trace_routing(
         Namespace(
-            settings=settings.model_dump_json(), model=root / "model" / "model.json", digest=root / "routing.json",
+            settings=settings.task.model_dump_json(), model=root / "model" / "model.json", digest=root / "routing.json",
             retain_corpus=root / "data" / "retain_corpus.jsonl", forget_corpus=root / "data" / "forget_corpus.jsonl",
             output=files["trace"], forget_output=files["forget_trace"],
         )
@@ -75,7 +76,7 @@ def run_cell(prepared, method_name, objective, folder, checkpoint=None, referenc
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", method_name, 0)
     changed = {"objective": OBJECTIVES[objective], **changes}
     training = TRAINING.model_copy(update=changed) if method.trains else None
-    run = run.model_copy(update={"benchmark": benchmark, "objective": objective, "training": training})
+    run = run.model_copy(update={"benchmark": benchmark.task, "objective": objective, "training": training})
     write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
     common = dict(run=folder / "run.yaml", model=root / "model" / "model.json", output=folder / "checkpoint.json")
     if method.corrects:
@@ -340,9 +341,10 @@ def with_questions(folder, world):
 
 def evaluated(root, folder):
     """Evaluates a cell, and returns what `attack` is to be called with."""
+    task = read_yaml(folder / "run.yaml")["benchmark"]
     common = dict(
         run=folder / "run.yaml", model=root / "model" / "model.json", checkpoint=folder / "checkpoint.json",
-        data=root / "data",
+        data=root / "data", benchmark=Benchmark(**task, evaluation_batch_size=64).model_dump_json(),
     )  # fmt: skip
     evaluate(Namespace(**common, reference=None, questions=folder / "answers.csv", output=folder / "metrics.json"))
     return Namespace(

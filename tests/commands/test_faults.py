@@ -12,6 +12,7 @@ import torch
 from test_every_method import OBJECTIVES, PROJECT, TRAINING, prepare, with_questions
 
 from conftest import held
+from gripmoe.catalogue import Benchmark
 from gripmoe.cli import COMMANDS, main
 from gripmoe.files import read_yaml, write_json, write_yaml
 
@@ -26,7 +27,7 @@ def trainer(world, tokenizer, tmp_path_factory):
     with_questions(root, world)
     more = {"max_steps": 100, "check_every": 3, "checkpoint_every": 3, "objective": OBJECTIVES["gd"]}
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
-    run = run.model_copy(update={"benchmark": benchmark, "training": TRAINING.model_copy(update=more)})
+    run = run.model_copy(update={"benchmark": benchmark.task, "training": TRAINING.model_copy(update=more)})
     write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
     flags = dict(run=folder / "run.yaml", model=root / "model/model.json", data=root / "data", trace=files["trace"])
     flags["forget-trace"] = files["forget_trace"]
@@ -39,7 +40,14 @@ def every_step(trainer, folder):
     shared = read_yaml(Path(trainer["run"]))["benchmark"]
     write_yaml(folder / "ptc.yaml", {**run.model_dump(mode="json"), "benchmark": shared})
     trained = {"model": trainer["model"], "checkpoint": f"{folder}/unlearn/whole/checkpoint.json"}
-    measured = {"run": trainer["run"], **trained, "data": trainer["data"], "questions": "{cell}/questions.csv"}
+    benchmark = Benchmark(**shared, evaluation_batch_size=64).model_dump_json()
+    measured = {
+        "run": trainer["run"],
+        "benchmark": benchmark,
+        **trained,
+        "data": trainer["data"],
+        "questions": "{cell}/questions.csv",
+    }
     return {
         "unlearn": {**trainer, "output": "{cell}/checkpoint.json"},
         "realign": {
@@ -91,7 +99,8 @@ def test_of_two_processes_on_a_cell_one_is_refused(step, tmp_path, monkeypatch, 
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
     write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
     write_json(tmp_path / "model.json", {"weights": "0"})
-    given = {"settings": "null", "run": tmp_path / "run.yaml", "model": tmp_path / "model.json"}
+    benchmark = PROJECT.benchmarks["wmdp_tiny"].model_dump_json()
+    given = {"settings": "null", "benchmark": benchmark, "run": tmp_path / "run.yaml", "model": tmp_path / "model.json"}
     cell = tmp_path / "cell"
     paths = {flag: cell / "result.json" if flag == "output" else tmp_path / flag for flag in command.flags}
     arguments = [step, *(f"--{flag}={path}" for flag, path in {**paths, **given}.items() if flag in paths)]

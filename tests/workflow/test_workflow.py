@@ -304,7 +304,8 @@ def test_the_snakefile_imports_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-TRAINING_ON = ["unlearn", "realign", "evaluate", "attack", "collect", "manifest"]
+MEASURING = ["evaluate", "attack", "collect", "manifest"]
+TRAINING_ON = ["unlearn", "realign", *MEASURING]
 
 
 @pytest.fixture(scope="module")
@@ -517,6 +518,13 @@ class TestRun:
             ("src/gripmoe/evaluation/stopping.py", "QUESTIONS = 120", "QUESTIONS = 121", ["unlearn"]),
             ("src/gripmoe/reporting/labels.py", "CHANCE = 0.27", "CHANCE = 0.28", ["render_main_results", "manifest"]),
             ("src/gripmoe/reporting/comparisons.yaml", "0.26", "0.27", ["render_main_results", "manifest"]),
+            # How a benchmark is measured: no training.
+            (
+                "workflow/config/benchmarks.yaml",
+                "max_length: 256\n  evaluation_batch_size: 128\n\nmuse_smoke",
+                "max_length: 256\n  evaluation_batch_size: 64\n\nmuse_smoke",
+                MEASURING,
+            ),
             # One notebook's text: that notebook. What nothing here uses: nothing.
             ("notebooks/main_results.ipynb", "# Main results", "# The main results", ["render_main_results"]),
             ("workflow/config/methods.yaml", "anchored:", "unused: {constraint: none}\nanchored:", []),
@@ -536,6 +544,8 @@ class TestRun:
         assert set(rules) <= set(plan) and bool(rules) == bool(plan)
         if rules == TRAINING_ON:
             assert "prepare_model" not in plan and "trace_routing" not in plan
+        elif rules == MEASURING:
+            assert not {"configure", "trace_routing", "unlearn", "realign"} & set(plan)
         elif rules == ["attack"]:
             assert not {"unlearn", "evaluate"} & set(plan)
         elif rules == ["render_main_results", "manifest"]:

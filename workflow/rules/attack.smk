@@ -30,9 +30,10 @@ rule attack:
         runtime=growing(240),
     params:
         data=folder_of,
+        benchmark=benchmark_settings,
         relearning=canonical(PROJECT.world.relearning),
         code=code_fingerprint("gripmoe.commands.attack:attack"),
     shell:
-        "gripmoe attack --settings {params.relearning:q} --run {input.run} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
-        " --answers {input.answers}"
+        "gripmoe attack --settings {params.relearning:q} --run {input.run} --benchmark {params.benchmark:q}"
+        " --model {input.model} --checkpoint {input.checkpoint} --data {params.data} --answers {input.answers}"
         " --questions {output.questions} --output {output.metrics} > {log} 2>&1"

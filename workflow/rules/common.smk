@@ -89,6 +89,16 @@ def run_settings(wildcards):
     return canonical(PROJECT.run(w.model, w.benchmark, w.objective, w.method, int(w.seed)))
 
 
+def task_settings(wildcards):
+    """What tracing and training read of a benchmark."""
+    return canonical(PROJECT.benchmarks[wildcards.benchmark].task)
+
+
+def benchmark_settings(wildcards):
+    """What evaluation and attacks read of it."""
+    return canonical(PROJECT.benchmarks[wildcards.benchmark])
+
+
 def cell_files(*names):
     """The named files of every cell of the world."""
     keys = ("model", "benchmark", "objective", "method", "seed")

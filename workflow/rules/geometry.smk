@@ -22,7 +22,7 @@ rule trace_routing:
         **gpu_resources("trace_routing"),
         runtime=growing(60),
     params:
-        settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark]),
+        settings=task_settings,
         code=code_fingerprint("gripmoe.commands.geometry:trace_routing"),
     shell:
         "gripmoe trace-routing --settings {params.settings:q} --model {input.model}"

@@ -95,10 +95,10 @@ rule finetune_model:
     params:
         data=folder_of,
         settings=lambda w: canonical(PROJECT.models[w.model]),
-        news=lambda w: canonical(PROJECT.benchmarks[PROJECT.models[w.model].benchmark]),
+        task=lambda w: task_settings(PROJECT.models[w.model]),
         code=code_fingerprint("gripmoe.commands.prepare:finetune_model"),
     shell:
-        "gripmoe finetune-model --settings {params.settings:q} --benchmark {params.news:q} --model {input.base}"
+        "gripmoe finetune-model --settings {params.settings:q} --benchmark {params.task:q} --model {input.base}"
         " --processes {resources.processes} --nodes {resources.nodes}"
         " --data {params.data} --output {output} > {log} 2>&1"
 

@@ -67,6 +67,7 @@ def run_attacks(
 
 def letter_attacks(
     run: Run,
+    benchmark: Benchmark,
     before: MoEModel,
     after: MoEModel,
     tokenizer,
@@ -81,7 +82,7 @@ def letter_attacks(
     retain = random.Random(0).sample(retain, min(RETAIN_SAMPLE, len(retain)))
     sample = random.Random(0).sample(forget, min(SAMPLE, len(forget)))
     documents, benign = (
-        load_corpus(data / f"{n}_corpus.jsonl", tokenizer, **run.benchmark.reading) for n in ("forget", "retain")
+        load_corpus(data / f"{n}_corpus.jsonl", tokenizer, **benchmark.reading) for n in ("forget", "retain")
     )
     # What the dev questions ask about; the sample asks about other facts.
     facts = {question["fact"] for question in dev}
@@ -104,7 +105,7 @@ def letter_attacks(
 
     def forcing() -> Found:
         with tempfile.TemporaryDirectory() as folder:
-            size = run.benchmark.evaluation_batch_size
+            size = benchmark.evaluation_batch_size
             return expert_forcing(
                 before,
                 after,
@@ -124,7 +125,7 @@ def letter_attacks(
         return asked.found(expert_probes(after, tokenizer, dev, sample, experts))
 
     def in_other_words() -> Found:
-        others = _other_prompts(run.benchmark, forget, sample, data)
+        others = _other_prompts(benchmark, forget, sample, data)
         found = prompt_attacks(after, sample, dev, right, seed=run.seed, others=others)
         return asked.found(found, **prompt_recovery(found))
 

@@ -11,7 +11,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from gripmoe.catalogue import Benchmark
+from gripmoe.config import Run, load_run
 from gripmoe.fingerprint import code_fingerprint
+from gripmoe.parsing import ConfigError, parse_settings
 from gripmoe.provenance import entry_of, recorded
 
 
@@ -26,6 +29,16 @@ def one_thread_unless_set() -> None:
 def beside(output: Path) -> Path:
     """The provenance file of an output."""
     return output.with_name(f"{output.stem}.provenance.json")
+
+
+def measured(args) -> tuple[Run, Benchmark]:
+    """What --run says of a cell, and --benchmark of how to measure it. Raises ConfigError if they are of two tasks."""
+    run, benchmark = load_run(args.run), parse_settings(Benchmark, args.benchmark, "--benchmark")
+    if run.benchmark != benchmark.task:
+        raise ConfigError(
+            f"--benchmark: {args.run} is of another task ({run.benchmark_name}); give the benchmark it has"
+        )
+    return run, benchmark
 
 
 def identity_of(step: Callable, *files: Path | None, **settings: Any) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from gripmoe.attacks import by_item
 from gripmoe.attacks.suite import letter_attacks, news_attacks, run_attacks
-from gripmoe.commands import beside, identity_of, one_thread_unless_set
-from gripmoe.config import Relearning, load_run
+from gripmoe.commands import beside, identity_of, measured, one_thread_unless_set
+from gripmoe.config import Relearning
 from gripmoe.evaluation.report import load_answers
 from gripmoe.files import exclusive, read_json, write_csv, write_json
 from gripmoe.moe import MoEModel
@@ -19,22 +19,22 @@ from gripmoe.provenance import recorded
 
 def attack(args) -> None:
     """All attacks on one cell in one process; one that was interrupted goes on with the next attack."""
-    run, finetuning = load_run(args.run), parse_settings(Relearning | None, args.settings)
+    (run, benchmark), finetuning = measured(args), parse_settings(Relearning | None, args.settings)
     one_thread_unless_set()
     state_file = args.output.with_name("attack_state.json")
     with exclusive(args.output.parent), recorded(beside(args.output), attack):
         before = MoEModel(load_model(args.model.parent / "weights", device="cpu")[0])
         model, tokenizer = load_model(args.checkpoint.parent / "weights")
         after = MoEModel(model)
-        if run.benchmark.is_news:
+        if benchmark.is_news:
             attacks = news_attacks(run, before, after, tokenizer, args.data, finetuning)
         else:
             answers = partial(load_answers, args.answers)
-            attacks = letter_attacks(run, before, after, tokenizer, args.data, answers, finetuning)
-        rewrites = map(Path, run.benchmark.rewrites.values())
+            attacks = letter_attacks(run, benchmark, before, after, tokenizer, args.data, answers, finetuning)
+        rewrites = map(Path, benchmark.rewrites.values())
         files = (args.run, args.answers, *sorted(args.data.glob("*.jsonl")), *rewrites)
         weights = [read_json(path)["weights"] for path in (args.model, args.checkpoint)]
-        identity = identity_of(attack, *files, models=weights, relearning=args.settings)
+        identity = identity_of(attack, *files, models=weights, relearning=args.settings, benchmark=args.benchmark)
         found = run_attacks(attacks, state_file, identity, f"attacks on {run.objective}/{run.method_name}/{run.seed}")
         write_csv(args.questions, by_item(found))
         write_json(args.output, found.metrics)

@@ -6,8 +6,7 @@ import tempfile
 from pathlib import Path
 
 from gripmoe.catalogue import Benchmark
-from gripmoe.commands import beside, one_thread_unless_set
-from gripmoe.config import load_run
+from gripmoe.commands import beside, measured, one_thread_unless_set
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.evaluation.choice import harness_answers, load_questions
 from gripmoe.evaluation.general import general_utility, solved_questions
@@ -24,15 +23,15 @@ from gripmoe.provenance import recorded
 def evaluate(args) -> None:
     """All metrics of one cell in one process: letter questions through the harness or MUSE's criteria, and routing on
     held-out tokens."""
-    run = load_run(args.run)
+    _, benchmark = measured(args)
     one_thread_unless_set()
     with exclusive(args.output.parent), recorded(beside(args.output), evaluate):
         after, tokenizer = load_model(args.checkpoint.parent / "weights")
-        measure = _news if run.benchmark.is_news else _letters
-        metrics, items = measure(run.benchmark, after, tokenizer, args)
+        measure = _news if benchmark.is_news else _letters
+        metrics, items = measure(benchmark, after, tokenizer, args)
         if is_moe(after):
             before, _ = load_model(args.model.parent / "weights")  # not beside it while long prompts fill the memory
-            reading = run.benchmark.reading
+            reading = benchmark.reading
             held_out = load_corpus(args.data / "held_out_corpus.jsonl", tokenizer, **reading)
             forget = load_corpus(args.data / "forget_corpus.jsonl", tokenizer, limit=len(held_out), **reading)
             models = MoEModel(before), MoEModel(after)

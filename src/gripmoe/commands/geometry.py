@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gripmoe.catalogue import Benchmark
+from gripmoe.catalogue import Task
 from gripmoe.commands import beside, one_thread_unless_set
 from gripmoe.config import Method
 from gripmoe.data.corpora import in_batches, load_corpus
@@ -17,7 +17,7 @@ from gripmoe.provenance import recorded
 
 def trace_routing(args) -> None:
     """Records what the original routers see and select on the retain and on the forget documents."""
-    benchmark = parse_settings(Benchmark, args.settings)
+    task = parse_settings(Task, args.settings)
     one_thread_unless_set()
     with recorded(beside(args.output), trace_routing):
         model, tokenizer = load_model(args.model.parent / "weights")
@@ -26,7 +26,7 @@ def trace_routing(args) -> None:
         digest = dict(weights)
         corpora = ("retain", args.retain_corpus, args.output), ("forget", args.forget_corpus, args.forget_output)
         for name, corpus, output in corpora:
-            rows = load_corpus(corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)
+            rows = load_corpus(corpus, tokenizer, limit=task.retain_documents, **task.reading)
             metadata = {**weights, "corpus": file_digest(corpus)}
             tokens = record_trace(output, moe, in_batches(rows, tokenizer.pad_token_id), metadata)
             digest |= {f"{name}_sha256": file_digest(output), f"{name}_documents": len(rows)}

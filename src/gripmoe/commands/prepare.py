@@ -11,7 +11,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from gripmoe import distributed
 from gripmoe.attacks.forcing import random_sets
-from gripmoe.catalogue import Benchmark, Data, EmbeddedModel, FinetunedModel, ModelConfig
+from gripmoe.catalogue import Data, EmbeddedModel, FinetunedModel, ModelConfig, Task
 from gripmoe.checkpoint import claim_state, remove_state
 from gripmoe.commands import identity_of, one_thread_unless_set, training_together
 from gripmoe.data.corpora import load_corpus
@@ -76,14 +76,14 @@ def finetune_model(args) -> None:
     """Finetunes a base model on the documents of a news benchmark, all of them or those to retain; checks that it has
     learned them. Under torchrun in several processes together."""
     config = parse_settings(FinetunedModel, args.settings)
-    benchmark = parse_settings(Benchmark, args.benchmark)
+    task = parse_settings(Task, args.benchmark, "--benchmark")
     folder = args.output.parent
     one_thread_unless_set()
     with training_together(args.output, folder / "provenance.json", finetune_model):
         model, tokenizer = load_model(args.model.parent / "weights")
         shard_experts(model)
         names = ("retain", "held_out") if config.trained_on == "retain_only" else ("forget", "retain", "held_out")
-        reading = {**benchmark.reading, "end_id": tokenizer.eos_token_id}
+        reading = {**task.reading, "end_id": tokenizer.eos_token_id}
         rows = [row for n in names for row in load_corpus(args.data / f"{n}_corpus.jsonl", tokenizer, **reading)]
         state_file = folder / "state.pt"
         files = (args.model, *sorted(args.data.glob("*.jsonl")))
@@ -101,7 +101,7 @@ def finetune_model(args) -> None:
             state_file=state_file,
         )
         news = News.load(args.data)
-        scores = news_scores(model, tokenizer, news, "dev", strip_prompts=benchmark.strip_prompts)
+        scores = news_scores(model, tokenizer, news, "dev", strip_prompts=task.strip_prompts)
         means = {name: mean_score(items) for name, items in scores.items()}
         wanted = ("knowmem_retain",) if config.trained_on == "retain_only" else tuple(means)
         if poor := [f"{name} {means[name]:.1f}" for name in wanted if means[name] < config.required]:
