@@ -92,6 +92,15 @@ def test_memory_by_hand_and_rmu_needs_less():
     assert needs_of(Project(CONFIG, "single_gpu"))["olmoe", "relearning"].total == pytest.approx(6.9 * 6)
 
 
+def test_a_penalty_on_what_every_layer_sees_trains_them_all():
+    """Under RMU too, whose own losses end at its layer; unless the layers that train are counted out."""
+    project = Project(CONFIG, "paper")
+    states = {name: unlearned(project, name, "rmu").states for name in ("unconstrained", "frozen_router", "anchored")}
+    assert states["anchored"] == pytest.approx(29.0) and states["frozen_router"] == states["unconstrained"] < 5
+    three = project.world.training.model_copy(update={"trained_layers": 3})
+    assert unlearned(changed("paper", training=three), "anchored", "rmu").states == pytest.approx(29 * 3 / 48)
+
+
 def test_three_trained_layers_let_rmu_fit_one_gpu():
     """As RMU's authors have it: Qwen3-30B-A3B on one GPU of 80 GB, not only on one of 141. To be written from there
     too, other layers have to lie in host memory."""

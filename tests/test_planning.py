@@ -77,7 +77,28 @@ def test_gpus_that_share_layers_work_one_after_the_other(tmp_path):
     file = tmp_path / "benchmarks" / "evaluate" / f"{cell}.anchored.7.tsv"
     file.parent.mkdir(parents=True)
     file.write_text("s\th:m:s\n3600.0\t1:00:00\n")
-    assert hours(Project(CONFIG, "paper"))["evaluate", f"{cell}.anchored.0"] == 2.0
+    recorded = hours(Project(CONFIG, "paper"))
+    assert recorded["evaluate", f"{cell}.anchored.0"] == 2.0
+    assert recorded["evaluate", f"{cell}.seuf.0"] == 2.0, "to measure it takes as long whatever trained it"
+    file.rename(tmp_path / "benchmarks" / "evaluate" / f"{cell.replace('wmdp_cyber', 'another')}.anchored.7.tsv")
+    assert hours(Project(CONFIG, "paper")) == two, "other questions say nothing"
+
+
+def test_what_one_method_took_says_nothing_of_another(tmp_path):
+    """Of a model of known size; of the tiny ones it is the best guess."""
+
+    def hours(world):
+        return {job.cell: job.hours for job in jobs_left(Project(CONFIG, world), tmp_path) if job.rule == "unlearn"}
+
+    before = hours("paper")
+    for cell in ("qwen3_30b_a3b.wmdp_cyber.gd", "tiny_a.wmdp_tiny.gd"):
+        file = tmp_path / "benchmarks" / "unlearn" / f"{cell}.unconstrained.7.tsv"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("s\th:m:s\n36000.0\t10:00:00\n")
+    after, seeds = hours("paper"), {f"qwen3_30b_a3b.wmdp_cyber.gd.unconstrained.{seed}" for seed in range(10)}
+    assert {after[cell] for cell in seeds & after.keys()} == {20.0}
+    assert {cell for cell in before if after[cell] != before[cell]} <= seeds
+    assert set(hours("tiny").values()) == {10.0}
 
 
 @pytest.mark.parametrize("world", ["tiny_all", "tiny_muse", "tiny_shared", "tiny_retain", "paper", "single_gpu"])

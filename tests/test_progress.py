@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from gripmoe.cli import main
 from gripmoe.files import write_json
-from gripmoe.progress import CLUSTER_LOGS
+from gripmoe.progress import CLUSTER_LOGS, cell_status
+from gripmoe.project import Project
 
 CONFIG = Path(__file__).parents[1] / "workflow" / "config"
 CELL = ("tiny_a", "wmdp_tiny", "gd")
@@ -77,6 +78,21 @@ def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_cell(cluster, lines)
     write_json(done / "attack.json", {})
     cells, total = lines()
     assert "unconstrained" not in cells and "1 done" in total
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"forget_accuracy": 0.25}, "reached 120 forget accuracy 0.250"),
+        ({"knowmem_forget": 12.34}, "reached 120 KnowMem of what is forgotten 12.3"),
+    ],
+)
+def test_what_is_known_of_a_done_cell_of_letters_and_of_news(metrics, said, tmp_path):
+    project, cell = Project(CONFIG, "tiny"), (*CELL, "unconstrained", 0)
+    folder = tmp_path.joinpath(*map(str, cell))
+    for name, content in (("checkpoint", {"status": "reached", "steps": 120}), ("evaluation", metrics), ("attack", {})):
+        write_json(folder / f"{name}.json", content)
+    assert cell_status(project, tmp_path, cell) == ("done", said)
 
 
 def test_what_slurm_ended_is_not_said_to_run(lines):

@@ -104,4 +104,5 @@ def _save(path: Path, state: dict) -> None:
 
 
 def _load(path: Path) -> dict:
-    return torch.load(path, map_location="cpu", weights_only=True)
+    # Read as it is copied into place: weights and optimizer states of a large model twice fill the host's memory.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -216,7 +216,7 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
         bases = project.world.basis_memory * GB + bases / sizes.layers
     held = held_by_method(method, step.objective, sizes, widths, tokens, project.world.reference_memory * GB)
     held = replace(held, gpu=held.gpu + bases)
-    layers, block = layers_trained(step.objective, training, sizes), sizes.blocks / sizes.layers
+    layers, block = layers_trained(method, step.objective, training, sizes), sizes.blocks / sizes.layers
     trained, copies = (block, BYTES_WEIGHT) if method.experts == "top_attributed" else (block * layers / gpus, 0)
     alone = project.processes(step.model, step.method) == 1
     run = layers_run(step.objective, training, sizes)
@@ -259,8 +259,11 @@ def layers_run(objective: str, training: Training, sizes: Sizes) -> int:
     return training.objective["layer"] + 1 if objective == "rmu" else sizes.layers
 
 
-def layers_trained(objective: str, training: Training, sizes: Sizes) -> int:
-    return min(layers_run(objective, training, sizes), training.trained_layers or sizes.layers)
+def layers_trained(method: Method, objective: str, training: Training, sizes: Sizes) -> int:
+    """Those that get gradients: of losses, and of penalties that compare what all layers see."""
+    if training.trained_layers or method.constraint not in ("anchor", "routing_scores"):
+        return min(layers_run(objective, training, sizes), training.trained_layers or sizes.layers)
+    return sizes.layers
 
 
 def looks_at_passes(method: Method) -> bool:

@@ -72,7 +72,7 @@ def jobs_left(project: Project, results: Path) -> list[Job]:
 def _job(project: Project, results: Path, rule: str, cell: tuple) -> Job:
     """With hours, and memory of an embedded model, as recorded; else as estimated."""
     step = Step(cell[0], rule, cell[1], method=cell[2]) if rule == "fit_basis" else Step(cell[0], rule, *cell[1:4])
-    recorded, need = _benchmarks(results, rule, cell), needed(project, step, results)
+    recorded, need = _benchmarks(project, results, rule, cell), needed(project, step, results)
     memory = need and (need.total if need.gpus else need.host)
     training = rule in ("unlearn", "finetune_model")
     processes = project.processes(cell[0], cell[3] if len(cell) > 1 else None) if training else 1
@@ -87,11 +87,17 @@ def _job(project: Project, results: Path, rule: str, cell: tuple) -> Job:
     return Job(rule, ".".join(map(str, cell)), hours, bool(recorded), need.gpus if need else 0, memory)
 
 
-def _benchmarks(results: Path, rule: str, cell: tuple) -> list[dict[str, str]]:
-    """What Snakemake recorded of the same cell with another seed, else of the same rule and model."""
+def _benchmarks(project: Project, results: Path, rule: str, cell: tuple) -> list[dict[str, str]]:
+    """What Snakemake recorded of the same cell with another seed; else of measuring the same model and benchmark, which
+    takes as long whatever trained it. Other rules and benchmarks count where arithmetic knows nothing of the model."""
     folder = results / "benchmarks" / rule
     name = ".".join(map(str, cell[:-1])) if len(cell) > 1 else cell[0]
-    for pattern in (f"{name}.*.tsv", f"{cell[0]}.*.tsv", f"{cell[0]}.tsv"):
+    patterns = [f"{name}.*.tsv", f"{cell[0]}.tsv"]
+    if rule in ("evaluate", "attack"):
+        patterns.append(f"{cell[0]}.{cell[1]}.*.tsv")
+    if not sizes_of(project, cell[0]):
+        patterns.append(f"{cell[0]}.*.tsv")
+    for pattern in patterns:
         if files := list(folder.glob(pattern)):
             return [next(csv.DictReader(file.read_text().splitlines(), delimiter="\t")) for file in files]
     return []

@@ -10,6 +10,8 @@ from gripmoe.project import Project
 
 TAIL = 4000  # bytes of a log that hold its last progress bar
 SLURM_SAYS = "slurmstepd: error: "
+# Of letters and of news: metric, words, digits.
+FORGOTTEN = (("forget_accuracy", "forget accuracy", 3), ("knowmem_forget", "KnowMem of what is forgotten", 1))
 CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 
@@ -30,8 +32,9 @@ def cell_status(project: Project, results: Path, cell: tuple) -> tuple[str, str]
             return phase, ended or last_line(log) or "waits"
     checkpoint = folder / "checkpoint.json"
     ended = read_json(checkpoint) if checkpoint.exists() else {}
-    accuracy = read_json(folder / "evaluation.json")["forget_accuracy"]
-    return "done", f"{ended.get('status', '')} {ended.get('steps', '')} forget accuracy {accuracy:.3f}".strip()
+    metrics = read_json(folder / "evaluation.json")
+    known = next(f"{said} {metrics[name]:.{digits}f}" for name, said, digits in FORGOTTEN if name in metrics)
+    return "done", f"{ended.get('status', '')} {ended.get('steps', '')} {known}".strip()
 
 
 def last_line(log: Path) -> str:

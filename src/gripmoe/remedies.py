@@ -112,7 +112,7 @@ def _settings(project: Project, step: Step) -> dict[str, int]:
     training, method = project.training(step.objective, step.method, step.benchmark), project.methods[step.method]
     settings = {"max_steps": training.max_steps}
     if method.experts == "all":
-        settings["trained_layers"] = layers_trained(step.objective, training, sizes_of(project, step.model))
+        settings["trained_layers"] = layers_trained(method, step.objective, training, sizes_of(project, step.model))
     if method.has_bases:
         settings["max_rank"] = method.max_rank or widths_of(project, step.model).hidden
         settings["basis_memory"] = project.world.basis_memory

@@ -16,6 +16,7 @@ from conftest import SMALL
 from gripmoe import unlearning
 from gripmoe.attacks import suite
 from gripmoe.catalogue import Benchmark
+from gripmoe.commands import identity_of, measured
 from gripmoe.commands import unlearn as commands
 from gripmoe.commands.attack import attack
 from gripmoe.commands.evaluate import evaluate
@@ -25,6 +26,7 @@ from gripmoe.config import Training, load_run
 from gripmoe.files import read_json, read_jsonl, read_yaml, write_json, write_jsonl, write_yaml
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, save_model
+from gripmoe.parsing import ConfigError
 from gripmoe.project import Project
 from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.models import make_model
@@ -388,6 +390,27 @@ def test_attacks_write_scores_and_no_text(world, tokenizer, tmp_path):
     with (tmp_path / "cell" / "forced.csv").open() as rows:
         for row in csv.DictReader(rows):
             assert all(value == "" or float(value) <= 1 for name, value in row.items() if name != "id")
+
+
+def test_files_of_one_name_are_told_apart(tmp_path):
+    """A model and its reference both lie in a model.json."""
+    files = [tmp_path / name / "model.json" for name in ("original", "oracle", "another")]
+    for file in files:
+        write_json(file, {"weights": file.parent.name})
+    original, oracle, another = files
+    assert identity_of(attack, original, oracle) == identity_of(attack, original, oracle)
+    assert identity_of(attack, original, oracle) != identity_of(attack, another, oracle)
+
+
+def test_a_cell_is_measured_as_a_benchmark_of_its_own_task_has_it(tmp_path):
+    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
+    write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
+    assert "evaluation_batch_size" not in read_yaml(tmp_path / "run.yaml")["benchmark"]
+    given = {name: PROJECT.benchmarks[name].model_dump_json() for name in ("wmdp_tiny", "wmdp_smoke")}
+    args = Namespace(run=tmp_path / "run.yaml", benchmark=given["wmdp_tiny"])
+    assert measured(args) == (run, PROJECT.benchmarks["wmdp_tiny"])
+    with pytest.raises(ConfigError, match="of another task; give it as 'wmdp_tiny' has it"):
+        measured(Namespace(run=args.run, benchmark=given["wmdp_smoke"]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

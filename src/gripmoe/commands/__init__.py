@@ -35,9 +35,7 @@ def measured(args) -> tuple[Run, Benchmark]:
     """What --run says of a cell, and --benchmark of how to measure it. Raises ConfigError if they are of two tasks."""
     run, benchmark = load_run(args.run), parse_settings(Benchmark, args.benchmark, "--benchmark")
     if run.benchmark != benchmark.task:
-        raise ConfigError(
-            f"--benchmark: {args.run} is of another task ({run.benchmark_name}); give the benchmark it has"
-        )
+        raise ConfigError(f"--benchmark: {args.run} is of another task; give it as {run.benchmark_name!r} has it")
     return run, benchmark
 
 
@@ -45,7 +43,7 @@ def identity_of(step: Callable, *files: Path | None, **settings: Any) -> dict[st
     """What must be the same for a run of `step` to go on from what an interrupted one has left."""
     from gripmoe.files import file_digest
 
-    digests = {file.name: file_digest(file) for file in files if file}
+    digests = [[file.name, file_digest(file)] for file in files if file]
     return {"code": code_fingerprint(entry_of(step)), "files": digests, **settings}
 
 
