@@ -238,6 +238,22 @@ def test_a_null_space_holds_bases_inputs_margins_and_routers(tiny, changes):
     assert at_most[0] == bases > at_most[1]
 
 
+def test_bases_that_host_memory_holds_count_for_every_process():
+    """Of 103 GB at most 16 are on each of two GPUs and 64 in the host's memory, twice."""
+    host = {gb: unlearned(changed("paper", basis_host_memory=gb), "expert_specific").host for gb in (0, 64, 80, 1000)}
+    trace = 64 * 512 * (2048 * 4 + 128 * 4 + 8 * 8) / 1e9
+    gathered = 61 + 58 * 2 / 3
+    assert host[64] == pytest.approx(2 * (64 + trace) + gathered, abs=0.1)
+    assert host[80] - host[64] == pytest.approx(2 * 16)
+    assert host[1000] - host[64] == pytest.approx(2 * (48 * 128 * 2048 * 2048 * 4 / 1e9 - 16 - 64))
+    assert host[0] == pytest.approx(2 * 61)
+    step = Step(LARGE, "unlearn", "wmdp_cyber", "gd", "expert_specific")
+    found = what_would_fit(Project(CONFIG, "paper"), step, UNBOUNDED, 200)["host"]
+    (least,) = [int(way.removeprefix("basis_host_memory: ")) for way in found if way.startswith("basis_host")]
+    for gb, fits in ((least, True), (least + 1, False)):
+        assert (unlearned(changed("paper", basis_host_memory=gb), "expert_specific").host <= 200) == fits
+
+
 def test_bases_that_hold_less_are_not_wider(tiny):
     """What is said of bases is what they take at most."""
     method = METHODS["expert_specific"].model_copy(update={"eps_null": EpsNullConfig(value=0.1, kind="relative")})

@@ -63,7 +63,12 @@ COMMANDS = (
         "train a cell until it has forgotten",
         ("run", "model", "data", "trace", "forget-trace", "output"),
         optional=("bases", "reference", "references"),
-        values=(*TOGETHER, ("reference-memory", float, 8.0), ("basis-memory", float, 16.0)),
+        values=(
+            *TOGETHER,
+            ("reference-memory", float, 8.0),
+            ("basis-memory", float, 16.0),
+            ("basis-host-memory", float, 64.0),
+        ),
     ),
     Command(
         "unlearn",

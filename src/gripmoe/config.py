@@ -192,7 +192,9 @@ class World(Strict):
     overrides: dict[str, dict[str, Any]] = {}
     relearning: Relearning | None = None  # an attack that is left out without it
     reference_memory: PositiveInt = 8  # GB of host memory for what a run asks of the original model; more goes to disk
-    basis_memory: PositiveInt = 16  # GB of each GPU for Method A's bases; more is read in every step
+    basis_memory: PositiveInt = 16  # GB of each GPU for Method A's bases
+    # GB of host memory, of each process, for what goes beyond it and is copied in every step; yet more is read
+    basis_host_memory: Annotated[int, Field(ge=0)] = 64
     gpus: dict[Name, PositiveInt] = {}  # that a model takes: a process each trains it; one if it is not named
     nodes: dict[Name, PositiveInt] = {}  # over which these GPUs are spread evenly; one if it is not named
     artefacts: list[Name]

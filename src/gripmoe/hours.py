@@ -16,6 +16,7 @@ from gripmoe.memory import (
     BYTES_WEIGHT,
     GB,
     Step,
+    bases_beyond,
     bases_of,
     layers_run,
     may_idle,
@@ -30,6 +31,7 @@ FLOPS = 1.0e14  # a second of one GPU in eager MoE code, a tenth of what an H100
 BANDWIDTH = 2.5e12  # bytes a second of its memory, three quarters of an H100's
 LINK = 2.0e11  # bytes a second from the other GPUs of its node, by NVLink; by PCIe a tenth
 NETWORK = 2.5e10  # bytes a second from those of other nodes
+HOST = 1.0e10  # bytes a second from host memory whose pages are not locked, by PCIe
 DISK = 1.0e9  # bytes a second that a job writes to the file system or reads from it
 DECOMPOSED = 1.0e12  # flops a second of eigendecompositions of many small matrices on a GPU
 CORE = 2.0e10  # flops a second of a CPU core, of QR and SVD in fp64
@@ -162,8 +164,9 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> float:
 
 
 def _bases_read(project: Project, step: Step, results: Path | None) -> float:
-    """Seconds of a step in which sound Method A reads the bases that its GPU does not hold."""
-    return max(0.0, bases_of(project, step, results) - project.world.basis_memory * GB) / DISK
+    """Seconds of a step in which sound Method A copies or reads the bases that its GPU does not hold."""
+    copied, read = bases_beyond(project, bases_of(project, step, results))
+    return copied / HOST + read / DISK
 
 
 def _decomposed(project: Project, step: Step) -> float:

@@ -212,10 +212,11 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
     training = project.training(step.objective, step.method, step.benchmark)
     tokens = tokens_of(project, step, training, results)
     bases = bases_of(project, step, results)
-    if bases > project.world.basis_memory * GB:  # that of one layer is there beside those that stay
+    copied, read = bases_beyond(project, bases)
+    if copied or read:  # that of one layer is there beside those that stay
         bases = project.world.basis_memory * GB + bases / sizes.layers
     held = held_by_method(method, step.objective, sizes, widths, tokens, project.world.reference_memory * GB)
-    held = replace(held, gpu=held.gpu + bases)
+    held = replace(held, gpu=held.gpu + bases, host=held.host + copied)
     layers, block = layers_trained(method, step.objective, training, sizes), sizes.blocks / sizes.layers
     trained, copies = (block, BYTES_WEIGHT) if method.experts == "top_attributed" else (block * layers / gpus, 0)
     alone = project.processes(step.model, step.method) == 1
@@ -238,6 +239,13 @@ def _unlearned(project: Project, step: Step, results: Path | None) -> Memory:
     gathered = whole + (0 if alone else sizes.layers * written)
     host = max(readers * whole, readers * held.host + gathered) + idle * (block * BYTES_WEIGHT + written)
     return Memory(step, gpus, *(part / GB for part in parts), host=host / GB)
+
+
+def bases_beyond(project: Project, bases: float) -> tuple[float, float]:
+    """Bytes of bases that a GPU does not hold: those in host memory, and those that are read."""
+    beyond = max(0.0, bases - project.world.basis_memory * GB)
+    copied = min(beyond, project.world.basis_host_memory * GB)
+    return copied, beyond - copied
 
 
 STEPS = {

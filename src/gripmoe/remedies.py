@@ -46,9 +46,9 @@ def what_would_fit(
                 ways["GPU"] = [f"{text} with max_rank: {rank}"]
                 break
     if not on_host(project):
-        steps = largest("max_steps", on_host)
+        found = {key: largest(key, on_host) for key in ("max_steps", "basis_host_memory")}
         more = next((text for text, changed in _more_nodes(project, step) if on_host(changed)), None)
-        ways["host"] = ([f"max_steps: {steps}"] if steps else []) + ([more] if more else [])
+        ways["host"] = [f"{key}: {value}" for key, value in found.items() if value] + ([more] if more else [])
     return ways
 
 
@@ -116,6 +116,7 @@ def _settings(project: Project, step: Step) -> dict[str, int]:
     if method.has_bases:
         settings["max_rank"] = method.max_rank or widths_of(project, step.model).hidden
         settings["basis_memory"] = project.world.basis_memory
+        settings["basis_host_memory"] = project.world.basis_host_memory
     return settings
 
 
@@ -126,8 +127,8 @@ def _set(project: Project, step: Step, key: str, value: object) -> Project:
         benchmark = project.benchmarks[step.benchmark].model_copy(update={key: value})
         changed.benchmarks = {**project.benchmarks, step.benchmark: benchmark}
         return changed
-    if key == "basis_memory":
-        return _with_world(project, basis_memory=value)
+    if key in ("basis_memory", "basis_host_memory"):
+        return _with_world(project, **{key: value})
     if key == "max_rank":
         changed = copy.copy(project)
         method = project.methods[step.method].model_copy(update={key: value})

@@ -71,7 +71,9 @@ def prepare(family, world, tokenizer, root, dtype=torch.float32):
     return root, settings, files
 
 
-def run_cell(prepared, method_name, objective, folder, checkpoint=None, references=None, basis_memory=1.0, **changes):
+def run_cell(
+    prepared, method_name, objective, folder, checkpoint=None, references=None, bases_in=(1.0, 0.0), **changes
+):
     """Trains a cell, or corrects that of `checkpoint`; without one the original model."""
     root, benchmark, files = prepared
     method = PROJECT.methods[method_name]
@@ -94,7 +96,8 @@ def run_cell(prepared, method_name, objective, folder, checkpoint=None, referenc
             settings=method.model_dump_json(), model=common["model"], digest=folder / "bases.json", output=bases
         )
         fit_basis(Namespace(**vars(settings), **files))
-    where = dict(reference=None, references=references, reference_memory=0.0, basis_memory=basis_memory)
+    where = dict(reference=None, references=references, reference_memory=0.0)
+    where |= dict(zip(("basis_memory", "basis_host_memory"), bases_in, strict=True))
     unlearn(Namespace(**common, **files, **where, data=root / "data", bases=bases))
     return read_json(folder / "checkpoint.json")
 
@@ -202,9 +205,13 @@ def test_tuning_chooses_what_forgets_on_every_model():
 
 
 def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):
-    kept, read = (run_cell(prepared, "expert_specific", "gd", tmp_path / f"{gb}", basis_memory=gb) for gb in (1.0, 0.0))
-    assert kept["weights"] == read["weights"]
-    assert kept["constraint_megabytes"] > read["constraint_megabytes"] > 0
+    tiers = {"device": (1.0, 0.0), "host": (0.0, 1.0), "disk": (0.0, 0.0)}
+    kept, copied, read = (
+        run_cell(prepared, "expert_specific", "gd", tmp_path / name, bases_in=tier) for name, tier in tiers.items()
+    )
+    assert kept["weights"] == copied["weights"] == read["weights"]
+    held = [outcome["constraint_megabytes"] for outcome in (kept, copied, read)]
+    assert held[0] > held[1] > held[2] > 0, "in fp64 on the device, as stored in host memory"
 
 
 def test_seuf_trains_one_expert_and_its_router(prepared, tmp_path):

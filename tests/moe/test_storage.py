@@ -12,7 +12,7 @@ from gripmoe.moe import MoEModel, storage
 from gripmoe.moe.storage import StoredBases, save_bases
 
 
-def test_the_first_bases_that_fit_stay_and_the_others_are_read(tmp_path, monkeypatch):
+def test_the_first_bases_that_fit_stay_the_next_lie_in_host_memory_and_the_others_are_read(tmp_path, monkeypatch):
     bases = {layer: RetainBasis(torch.randn(4, 8, 3)) for layer in (1, 3, 10)}
     file = tmp_path / "bases.safetensors"
     save_bases(file, bases, {"model": "a"})
@@ -28,6 +28,14 @@ def test_the_first_bases_that_fit_stay_and_the_others_are_read(tmp_path, monkeyp
         reads.clear()
         with pytest.raises(KeyError):
             stored[2]
+    half = each // 2  # as it is stored
+    for memory, host, read in ((each, half, 1), (each, 2 * half, 0), (0, 2 * half, 1), (0, half - 1, 3)):
+        stored = StoredBases(file, {"model": "a"}, memory=memory, host_memory=host)
+        with monkeypatch.context() as patched:
+            patched.setattr(storage, "safe_open", lambda *args, **kw: reads.append(1) or opened(*args, **kw))
+            assert all(torch.equal(stored[layer].U_ret_Edr, basis.U_ret_Edr.double()) for layer, basis in bases.items())
+        assert len(reads) == read
+        reads.clear()
     with pytest.raises(ValueError, match="model is 'a', expected 'b'"):
         StoredBases(file, {"model": "b"})
 

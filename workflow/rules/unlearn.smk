@@ -32,6 +32,7 @@ rule unlearn:
         runtime=growing(720),
         reference_gb=WORLD.reference_memory,
         basis_gb=WORLD.basis_memory,
+        basis_host_gb=WORLD.basis_host_memory,
     params:
         data=folder_of,
         references=REFERENCES,
@@ -41,7 +42,8 @@ rule unlearn:
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
         " --processes {resources.processes} --nodes {resources.nodes}"
-        " --references {params.references} --reference-memory {resources.reference_gb} --basis-memory {resources.basis_gb}"
+        " --references {params.references} --reference-memory {resources.reference_gb}"
+        " --basis-memory {resources.basis_gb} --basis-host-memory {resources.basis_host_gb}"
         " {params.bases} {params.reference} --output {output.checkpoint} > {log} 2>&1"
 
 

@@ -25,8 +25,8 @@ UPPER_BOUNDS = """
 Tokens and bases count for as many as there may be until prepare_data, trace_routing and fit_basis have run, then for as
 many as there are."""
 NO_WAY = (
-    "none of gpus, nodes, optimizer, idle_layers, trained_layers, max_rank, basis_memory, evaluation_batch_size or "
-    "max_steps alone"
+    "none of gpus, nodes, optimizer, idle_layers, trained_layers, max_rank, basis_memory, basis_host_memory, "
+    "evaluation_batch_size or max_steps alone"
 )
 MOST_EXPENSIVE = 5  # cells that a plan shows if it is not asked for all
 

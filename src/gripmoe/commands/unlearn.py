@@ -65,8 +65,8 @@ def unlearn(args) -> None:
         if method.experts == "top_attributed" or method.constraint == "gate_anchor":
             last = moe.layers[-1] if objective.last_layer is None else objective.last_layer
             attributed = attributed_expert(forget_trace, [layer for layer in moe.layers if layer <= last])
-        on_gpu = args.basis_memory * 1e9
-        bases = StoredBases(args.bases, weights, model.device, on_gpu) if args.bases else None
+        held = (args.basis_memory * 1e9, args.basis_host_memory * 1e9)
+        bases = StoredBases(args.bases, weights, model.device, *held) if args.bases else None
 
         held = held_trace(method, trace, forget_trace)
         constraint = constraint_of(method, held, bases, attributed, run.seed)
