@@ -1,13 +1,22 @@
 """What the original model says of documents: kept in memory or on disk, the same; whose it is, and of what."""
 
+import shutil
+from threading import Thread
+
 import pytest
 import torch
 
 from conftest import random_batch, small_model
+from gripmoe import reference
+from gripmoe.files import take_lock
 from gripmoe.moe import MoEModel
 from gripmoe.reference import OriginalSets, ReferenceCache, ReferenceStore, final_hidden_states
 
 DOCUMENTS = [random_batch(rows=3, length=6 + seed, seed=seed) for seed in range(3)]
+
+
+def files_in(folder):
+    return list(folder.glob("*.safetensors"))
 
 
 @pytest.fixture
@@ -22,7 +31,7 @@ def test_what_lies_on_disk_is_what_lay_in_memory(tmp_path, asked):
     memory, disk = ReferenceCache(), ReferenceCache(ReferenceStore(tmp_path, "a", memory=0))
     for cache in (memory, disk):
         cache.fill(DOCUMENTS, function, "states")
-    assert len(calls) == 2 * len(DOCUMENTS) and len(list(tmp_path.iterdir())) == 1
+    assert len(calls) == 2 * len(DOCUMENTS) and len(files_in(tmp_path)) == 1
     mixed = random_batch(rows=3, length=7, seed=1).inputs  # documents of the second batch
     hidden = {**mixed, "attention_mask": mixed["attention_mask"].clone()}
     hidden["attention_mask"][1] = 0
@@ -45,7 +54,36 @@ def test_a_file_serves_the_same_question_and_no_other(tmp_path, asked):
     assert passes(model="b") == every, "another model"
     assert passes(what="other states") == every
     assert passes(documents=[*DOCUMENTS[:2], random_batch(seed=7)]) == every
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(files_in(tmp_path)) == 4
+
+
+def test_what_another_run_makes_is_waited_for_and_made_if_it_dies(tmp_path, asked, monkeypatch):
+    """The control is the run that was not disturbed: it asks about every batch."""
+    calls, function = asked
+    monkeypatch.setattr(reference, "WAIT", 0.01)
+    made = ReferenceStore(tmp_path / "made", "a", memory=0)
+    ReferenceCache(made).fill(DOCUMENTS, function, "states")
+    for dies in (False, True):
+        store = ReferenceStore(tmp_path / f"{dies}", "a", memory=0)
+        file, cache = store.file("states", DOCUMENTS), ReferenceCache(store)
+        store.folder.mkdir()
+        half = store.folder / f".{file.name}.1.tmp"
+        half.touch()
+        calls.clear()
+        with (store.folder / f".{file.name}.lock").open("a") as lock:
+            assert take_lock(lock, store.folder)
+            waiting = Thread(target=cache.fill, args=(DOCUMENTS, function, "states"))
+            waiting.start()
+            waiting.join(0.3)
+            assert waiting.is_alive() and len(calls) == 1 and half.exists(), "one pass says what is to be found"
+            if not dies:
+                shutil.copy(made.file("states", DOCUMENTS), file)
+        waiting.join(30)
+        assert len(calls) == (len(DOCUMENTS) if dies else 1) and half.exists() != dies
+        again = ReferenceCache(made)
+        again.fill(DOCUMENTS, function, "states")
+        for batch in DOCUMENTS:
+            assert torch.equal(cache.of(**batch.inputs), again.of(**batch.inputs))
 
 
 def test_what_fits_into_memory_stays_there(tmp_path, asked):
@@ -53,7 +91,7 @@ def test_what_fits_into_memory_stays_there(tmp_path, asked):
     size = tokens * 32 * 4
     for memory, files in ((size, 0), (size - 1, 1)):
         ReferenceCache(ReferenceStore(tmp_path, "a", memory)).fill(DOCUMENTS, asked[1])
-        assert len(list(tmp_path.iterdir())) == files
+        assert len(files_in(tmp_path)) == files
 
 
 def test_replayed_sets_from_disk(tmp_path):

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -81,20 +81,12 @@ def exclusive(folder: Path) -> Iterator[None]:
     ValueError, naming the owner, or if the file system has no locks."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(file, folder):
             file.seek(0)
             raise ValueError(
                 f"{folder}: {file.read() or 'another process'} works on it; wait for it, or stop it and start again: "
                 "the run resumes from what it has left"
-            ) from None
-        except OSError as error:
-            raise ValueError(
-                f"{folder}: its file system gives no lock ({error.strerror}), and without one two processes could "
-                "write the same results. Have it mounted with locks (Lustre: `-o flock`; NFS: with its lock service), "
-                "or start in a folder on another file system"
-            ) from None
+            )
         file.seek(0)
         file.truncate()
         job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
@@ -103,6 +95,22 @@ def exclusive(folder: Path) -> Iterator[None]:
         for half in folder.glob(".*.tmp"):
             _remove(half)
         yield
+
+
+def take_lock(file: IO, folder: Path) -> bool:
+    """Takes the kernel's lock of an open file until it is closed; False if another process has it. Raises ValueError if
+    the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ValueError(
+            f"{folder}: its file system gives no lock ({error.strerror}), and without one two processes could "
+            "write the same results. Have it mounted with locks (Lustre: `-o flock`; NFS: with its lock service), "
+            "or start in a folder on another file system"
+        ) from None
+    return True
 
 
 def write_text(path: Path, text: str) -> None:

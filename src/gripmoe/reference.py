@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,9 +18,12 @@ from tqdm import tqdm
 
 from gripmoe import distributed
 from gripmoe.data.documents import Batch
+from gripmoe.files import take_lock
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
 from gripmoe.tensorfile import tensor_file
+
+WAIT = 5.0  # seconds between two looks at what another run makes
 
 
 @dataclass(frozen=True)
@@ -80,13 +84,14 @@ class ReferenceCache:
                 self._kept.update(zip(documents, values, strict=True))
             return
         file = self._store.file(what, batches)
-        if not distributed.agreed({"there": float(file.exists())})["there"]:
-            shape = {"values": (some.dtype, (tokens, *some.shape[1:]))}
-            whose = {"model": self._store.model, "what": what}
-            with tensor_file(file, shape, whose) if distributed.is_first() else nullcontext(_forget) as put:
-                for _, values in found:
-                    put("values", torch.cat(values))
-            distributed.wait_for_all()
+        with _to_make(file) as missing:
+            if missing:
+                shape = {"values": (some.dtype, (tokens, *some.shape[1:]))}
+                whose = {"model": self._store.model, "what": what}
+                with tensor_file(file, shape, whose) if distributed.is_first() else nullcontext(_forget) as put:
+                    for _, values in found:
+                        put("values", torch.cat(values))
+                distributed.wait_for_all()
         opened, end = safe_open(file, framework="pt"), 0
         for batch in batches:
             for document in documents_of(batch.input_ids, batch.attention_mask):
@@ -126,6 +131,24 @@ class ReferenceCache:
         for row, mask, value in zip(padded, attention_mask.cpu().bool(), kept, strict=True):
             row[mask] = value
         return padded.to(input_ids.device)
+
+
+@contextmanager
+def _to_make(file: Path) -> Iterator[bool]:
+    """Whether the block is to make `file`. Of runs that ask for it at the same time one makes it; the others wait until
+    it is there, or make it themselves if that one has died, whose half-written file is removed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.with_name(f".{file.name}.lock").open("a") as lock:
+        while True:
+            ours = distributed.is_first() and not file.exists() and take_lock(lock, file.parent)
+            known = distributed.agreed({"there": float(file.exists()), "ours": float(ours)})
+            if known["there"] or known["ours"]:
+                break
+            time.sleep(WAIT)  # awake now and then, or processes that train together would give each other up
+        if ours:
+            for half in file.parent.glob(f".{file.name}.*.tmp"):
+                half.unlink()
+        yield not known["there"]
 
 
 def _forget(name: str, values: Tensor) -> None:

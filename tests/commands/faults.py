@@ -99,7 +99,7 @@ def figures(step: str, flags: dict[str, str], root: Path, faults: int, seed: int
 
     def arguments(folder: Path) -> list[str]:
         folder.mkdir(parents=True)
-        paths = {name: value.format(cell=folder) for name, value in flags.items()}
+        paths = {name: value.replace("{cell}", str(folder)) for name, value in flags.items()}
         return [step, *(f"--{name}={value}" for name, value in paths.items())]
 
     command = arguments(root / "whole")
