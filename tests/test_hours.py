@@ -128,7 +128,7 @@ def test_bases_beyond_their_memory_come_to_the_gpu_in_every_step(tmp_path):
         assert held - plain == pytest.approx(2 * 10_000 * each)
     held, plain = took(paper(basis_memory=26), tmp_path)
     assert held == pytest.approx(plain)
-    held, plain = took(paper(), None)
+    held, plain = took(paper(basis_host_memory=64), None)
     beyond = 48 * 128 * 2048 * 2048 * 4 / 1e9 - 16
     assert held - plain == pytest.approx(2 * 10_000 * (64 / 10 + beyond - 64)), "at most"
 

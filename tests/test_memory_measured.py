@@ -11,6 +11,7 @@ from gripmoe.constraints import Unconstrained
 from gripmoe.memory import Step, needed
 from gripmoe.moe import MoEModel
 from gripmoe.objectives import make_objective
+from gripmoe.penalties import constraint_of
 from gripmoe.worlds.models import make_model
 from test_planning import changed
 from test_unlearning import corpus
@@ -25,7 +26,7 @@ def moe():
     return MoEModel(make_model("qwen3_moe", 64, seed=0, **WIDE).to(torch.bfloat16))
 
 
-def two_steps(moe, objective, training, folder, monkeypatch):
+def two_steps(moe, objective, training, folder, monkeypatch, constraint=None):
     """The optimizer, after the real loop."""
     made = []
     make = unlearning.make_adamw
@@ -35,7 +36,7 @@ def two_steps(moe, objective, training, folder, monkeypatch):
     outcome = unlearning.unlearn(
         moe,
         make_objective(objective, SETTINGS[objective], 0),
-        Unconstrained(),
+        constraint or Unconstrained(),
         corpus(0),
         corpus(1),
         training,
@@ -49,7 +50,7 @@ def two_steps(moe, objective, training, folder, monkeypatch):
     return made[0]
 
 
-def said(moe, objective, training):
+def said(moe, objective, training, method="unconstrained"):
     """What planning says of a published model with these numbers of parameters, in bytes."""
     blocks = sum(p.numel() for layer in moe.layers for p in moe.block(layer).parameters())
     sizes = Sizes(total=sum(p.numel() for p in moe.model.parameters()), blocks=blocks, active=1.0, layers=LAYERS)
@@ -57,7 +58,7 @@ def said(moe, objective, training):
     project.models[LARGE] = PublishedModel(source="published", id="tiny", parameters=sizes)
     project.widths[LARGE] = Widths(hidden=moe.hidden_size, vocabulary=64, experts=moe.num_experts, chosen=moe.top_k)
     project.world.objective_training[objective]["objective"] = SETTINGS[objective]
-    need = needed(project, Step(LARGE, "unlearn", "wmdp_cyber", objective, "unconstrained"))
+    need = needed(project, Step(LARGE, "unlearn", "wmdp_cyber", objective, method))
     return need.weights * 1e9, need.gradients * 1e9, need.states * 1e9
 
 
@@ -97,6 +98,25 @@ def test_weights_gradients_and_states_take_what_is_said(
     else:
         tables = 2 * 256 * 4 * sum(id(p) not in routers for p in trained)
         assert kept - tables == pytest.approx(experts * (1 + 4 / 256))
+
+
+@pytest.mark.parametrize("trained_layers, layers", [(None, [0, 1, 2, 3]), (1, [1])])
+def test_an_anchor_trains_experts_above_rmus_layer_too(moe, trained_layers, layers, tmp_path, monkeypatch):
+    """Its penalty looks at all layers; its routers are frozen, which planning counts."""
+    changes = {"trained_layers": trained_layers, "optimizer": "adamw", "max_steps": 2, "check_every": 2}
+    project = changed("paper")
+    training = project.world.training.model_copy(update=changes)
+    _, gradients, states = said(moe, "rmu", training, "anchored")
+    constraint = constraint_of(project.methods["anchored"], {}, None, None, 0)
+    adamw = two_steps(moe, "rmu", training, tmp_path, monkeypatch, constraint)
+    routers = {id(moe.theta(layer)) for layer in moe.layers}
+    experts = [p for layer in layers for p in moe.block(layer).parameters() if id(p) not in routers]
+    assert {id(p) for p in adamw.state} == {id(p) for p in experts}, (
+        "what has had gradients; the last step, timed, had none"
+    )
+    counted = 2 * moe.theta(0).numel() * len(layers)
+    assert sum(p.numel() * p.element_size() for p in adamw.state) == gradients - counted
+    assert sum(map(state_bytes, adamw.state.values())) == states - 2 * counted
 
 
 def state_bytes(state):

@@ -104,5 +104,5 @@ def _save(path: Path, state: dict) -> None:
 
 
 def _load(path: Path) -> dict:
-    # Read as it is copied into place: weights and optimizer states of a large model twice fill the host's memory.
+    # Mapped, so that what is copied into place need not first lie whole in host memory.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
