@@ -111,9 +111,8 @@ def test_an_anchor_trains_experts_above_rmus_layer_too(moe, trained_layers, laye
     adamw = two_steps(moe, "rmu", training, tmp_path, monkeypatch, constraint)
     routers = {id(moe.theta(layer)) for layer in moe.layers}
     experts = [p for layer in layers for p in moe.block(layer).parameters() if id(p) not in routers]
-    assert {id(p) for p in adamw.state} == {id(p) for p in experts}, (
-        "what has had gradients; the last step, timed, had none"
-    )
+    # Not what has a gradient now: the last step of a run is timed without the constraint.
+    assert {id(p) for p in adamw.state} == {id(p) for p in experts}
     counted = 2 * moe.theta(0).numel() * len(layers)
     assert sum(p.numel() * p.element_size() for p in adamw.state) == gradients - counted
     assert sum(map(state_bytes, adamw.state.values())) == states - 2 * counted
