@@ -255,3 +255,77 @@ def test_the_model_is_not_its_own_original():
     with pytest.raises(ValueError, match="`original` is the model that trains"):
         gripmoe.constrain(model, optimizer, [random_batch()], method="anchored", original=model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+PACKED = {"input_ids": RETAIN[0].input_ids, "position_ids": torch.arange(12) % 6 + torch.zeros(4, 1).long()}
+NO_BATCHES = [
+    ({"input_ids": RETAIN[0].input_ids}, "a batch is a mapping with input_ids and perhaps attention_mask, not str"),
+    ([RETAIN[0].input_ids], "a batch is a mapping .*, not Tensor"),
+    ([{"input_ids": [[5, 6]]}], "input_ids must be a tensor, .* this is list"),
+    ([{"input_ids": torch.tensor([5, 6])}], r"input_ids must be a tensor, .* of shape \(2,\)"),
+    (
+        [{"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 4)}],
+        r"attention_mask .* of shape \(2, 4\)",
+    ),
+    ([{"input_ids": torch.tensor([[5], [6]])}], "none of their tokens counts"),
+    ([{"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.zeros(2, 3)}], "none of their tokens counts"),
+    ([PACKED], "`position_ids` start again within a row"),
+]
+
+
+@pytest.mark.parametrize("retain, message", NO_BATCHES, ids=[message[:30] for _, message in NO_BATCHES])
+def test_what_is_no_batch_is_named(retain, message):
+    model = small_model()
+    with pytest.raises(ValueError, match=message):
+        gripmoe.constrain(model, adamw(model), retain)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_positions_that_go_on_are_as_good_as_none():
+    """Left padding shifts them, which turns no attention."""
+    ids = random_batch(seed=100).input_ids
+    mask = torch.ones_like(ids)
+    mask[:, :3] = 0
+    seen = []
+    for positions in ({}, {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}):
+        seen.append(MoEModel(small_model()).trace([{"input_ids": ids, "attention_mask": mask, **positions}]))
+    assert all(torch.equal(seen[0][layer].top_k_Nk, seen[1][layer].top_k_Nk) for layer in seen[0])
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), small_model().model], ids=["linear", "decoder"])
+def test_what_has_no_language_head_is_named(model):
+    with pytest.raises(ValueError, match="is no model of transformers: give the one that has a language head"):
+        gripmoe.constrain(model, adamw(model), RETAIN)
+
+
+def test_a_model_whose_optimizer_holds_what_trains():
+    """The first router is frozen and not in the optimizer; the other is held."""
+    model = small_model()
+    MoEModel(model).theta(0).requires_grad_(False)
+    reference = MoEModel(model).trace(RETAIN)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    with gripmoe.constrain(model, optimizer, RETAIN) as guard:
+        train(model, optimizer, guard)
+    assert router_only_stability(reference, model) == 1.0
+    with pytest.raises(ValueError, match="of several optimizers give the one that holds them"):
+        gripmoe.constrain(model, torch.optim.SGD([model.lm_head.weight], lr=0.1), RETAIN)
+
+
+def test_a_bf16_model_that_has_begun_to_train():
+    """AdamW's states of a router become fp32 with it."""
+    model = small_model().to(torch.bfloat16)
+    optimizer = adamw(model, lr=1e-3)
+    model(**RETAIN[0].inputs, labels=RETAIN[0].input_ids).loss.backward()
+    optimizer.step()
+    reference = MoEModel(model).trace(RETAIN)
+    with gripmoe.constrain(model, optimizer, RETAIN) as guard:
+        train(model, optimizer, guard)
+    train(model, optimizer, guard, steps=1)
+    assert router_only_stability(reference, model) > 0.5
+
+
+def test_every_module_keeps_its_mode():
+    model = small_model().train()
+    model.model.layers[0].eval()
+    MoEModel(model).trace(RETAIN)
+    assert model.training and not model.model.layers[0].self_attn.training and model.model.layers[1].training

@@ -146,8 +146,61 @@ MISTAKES = [
     ("models.yaml", lambda c: c["tiny_a"].update(sed=1), "models.yaml: tiny_a.sed: unknown key; valid keys: source, family, seed"),
     ("models.yaml", lambda c: c["olmoe"]["parameters"].update(layer=1), "models.yaml: olmoe.parameters.layer: unknown key; valid keys: total, blocks, active, layers"),
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(sed=1), "wmdp_tiny.data.sed: unknown key; valid keys: source, kind, retain"),
-    ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["target"].update(forget_accuracy=27), "wmdp_tiny.target.forget_accuracy: Input should be less"),
+    ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(source="embeded"), "wmdp_tiny.data.source: one of 'embedded', 'published', 'muse' (got 'embeded')"),
+    ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].pop("source"), "wmdp_tiny.data.source: this key is required"),
+    ("models.yaml", lambda c: c["tiny_a"].update(oracle="tiny_a_orcle"), "models.yaml: tiny_a.oracle: unknown name 'tiny_a_orcle'; did you mean 'tiny_a_oracle'"),
+    ("models.yaml", lambda c: c["tiny_a"].update(size={"hiden_size": 512}), "models.yaml: tiny_a.size.hiden_size: unknown key; valid keys: hidden_size, num_layers"),
+    ("models.yaml", lambda c: c["tiny_a"].update(size={"num_experts": 2}), "models.yaml: tiny_a.size: `top_k` 4 exceeds `num_experts` 2"),
+    ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(layer=4), "objective_training.rmu.objective.layer: tiny_a has layers 0 to 3 (got 4)"),
+    ("tiny.yaml", lambda c: c.update(seeds=[0, 0]), "tiny.yaml: seeds: 0 stands twice; leave one out"),
+    ("tiny.yaml", lambda c: c.update(seeds=[True]), "seeds.0: Input should be a valid integer (got True)"),
+    ("tiny.yaml", lambda c: c.update(seeds=[2**31]), "seeds.0: Input should be less than 2147483648"),
+    ("tiny.yaml", lambda c: c["models"].append("tiny_a"), "tiny.yaml: models: 'tiny_a' stands twice"),
 ]  # fmt: skip
+
+WRONG_TARGETS = [
+    ("wmdp_tiny", {"forget_accuracy": 27}, ["forget_accuracy: Input should be less than or equal to 1 (got 27)"]),
+    (
+        "wmdp_tiny",
+        {"forget_acuracy": 0.3},
+        ["forget_accuracy: this key is required", "forget_acuracy: unknown key; valid keys: forget_accuracy"],
+    ),
+    ("muse_tiny", {"points_above_reference": -1}, ["points_above_reference: Input should be greater than or equal to"]),
+]
+
+
+@pytest.mark.parametrize("task, target, messages", WRONG_TARGETS)
+def test_a_wrong_target_is_held_against_its_own_kind_alone(folder, task, target, messages):
+    edit(folder / "benchmarks.yaml", lambda c: c[task].update(target=target))
+    with pytest.raises(ConfigError) as error:
+        Project(folder, "tiny")
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages, strict=True):
+        assert f"{task}.target.{message}" in line
+
+
+def test_the_file_of_a_world_names_its_results(folder, tmp_path):
+    """Below which a shell and other worlds must find them."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "my_world.yaml").write_text("extends: tiny\nseeds: [5]\n")
+    project = Project(folder, str(own / "my_world.yaml"))
+    assert (project.name, project.results_name) == ("my_world", "tiny")
+    assert Project(folder, str(folder / "tiny.yaml")).name == "tiny", "that world itself, by its path"
+    (own / "My-World v1.yaml").write_text("extends: tiny\n")
+    with pytest.raises(ConfigError, match="My-World v1.yaml: its name is that of folders: small letters"):
+        Project(folder, str(own / "My-World v1.yaml"))
+    (own / "tiny.yaml").write_text("extends: tiny\nseeds: [5]\n")
+    with pytest.raises(ConfigError, match="own/tiny.yaml: 'tiny' is a world of .* results it would overwrite; rename"):
+        Project(folder, str(own / "tiny.yaml"))
+    (folder / "empty.yaml").write_text("")
+    with pytest.raises(ConfigError, match="empty.yaml: expected a mapping"):
+        Project(folder, "empty")
+    with pytest.raises(ConfigError, match="world 'methods': no world .*methods.yaml; give one of"):
+        Project(folder, "methods")
+    with pytest.raises(ConfigError, match="nowhere: no worlds here; start where the Snakefile is"):
+        Project(tmp_path / "nowhere", "tiny")
 
 
 @pytest.mark.parametrize("file, change, message", MISTAKES, ids=[m[2][:40] for m in MISTAKES])
@@ -277,10 +330,7 @@ def test_base_models_train_on_a_gpu_where_the_world_gives_them_one(folder):
         "qwen3_30b_a3b"
     )
     assert not Project(folder, "tiny_muse").trains_on_gpu("tiny_a_oracle"), "the processes are those of its finetuning"
-    assert (
-        large.training("rmu", "anchored", "wmdp_tiny").objective["layer"]
-        < large.models["tiny_large"].size["num_layers"]
-    )
+    assert large.training("rmu", "anchored", "wmdp_tiny").objective["layer"] < large.models["tiny_large"].layers
 
 
 def test_run_survives_its_file(tmp_path):

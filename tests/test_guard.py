@@ -367,7 +367,7 @@ def test_a_second_guard_on_a_model_is_refused_until_the_first_is_closed():
     optimizer = adamw(model)
     with gripmoe.constrain(model, optimizer, RETAIN):
         held = traces_of_a_guard(model, optimizer)
-        with pytest.raises(ValueError, match="another guard holds this model: close it first"):
+        with pytest.raises(ValueError, match="another guard holds this model: `close\(\)` it first"):
             gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router")
         assert traces_of_a_guard(model, optimizer) == held
         other = copy.deepcopy(model)

@@ -127,7 +127,7 @@ SAVED = dict(save_strategy="steps", save_steps=3, max_steps=6, learning_rate=1e-
 def weights_after(tmp_path, method="expert_specific", dtype=torch.float32, resume=None, model=None, **settings):
     model = model or small_model().to(dtype)
     callback = gripmoe.trainer_callback(RETAIN, method=method)
-    trained(tmp_path, model, [callback], Unlearner, resume=resume, **SAVED, **settings)
+    trained(tmp_path, model, [callback], Unlearner, resume=resume, **(SAVED | settings))
     return model.state_dict()
 
 
@@ -177,8 +177,17 @@ def test_a_checkpoint_elsewhere_is_resumed_where_the_arguments_name_it(tmp_path)
     uninterrupted = weights_after(there)
     named = weights_after(here, resume=checkpoint, resume_from_checkpoint=checkpoint)
     assert equal(named, uninterrupted)
-    with pytest.raises(ValueError, match="does not hold the guard's state of that step"):
+    with pytest.raises(ValueError, match="is not known: .* named by `resume_from_checkpoint` of its arguments"):
         weights_after(tmp_path / "nowhere", resume=checkpoint)
+
+
+def test_another_checkpoint_than_the_trainer_has_loaded_is_refused(tmp_path):
+    """Both folders have the step; the trainer alone knows from which it goes on."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    weights_after(there)
+    weights_after(here, learning_rate=1e-4)
+    with pytest.raises(ValueError, match=f"resumes from another checkpoint than {here}/checkpoint-3: .* is named by"):
+        weights_after(here, resume=f"{there}/checkpoint-3", learning_rate=1e-4)
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path):

@@ -73,7 +73,8 @@ def constrain(
     guard that it returns is closed.
 
     `model` is a transformers MoE model of a known family, or one that accelerate has prepared or spread over devices
-    (`device_map`); `optimizer` holds its routers among others and may be wrapped by accelerate. `retain` are batches of
+    (`device_map`); `optimizer` is the one that steps while the guard holds, has its routers among others, and may be
+    wrapped by accelerate. `retain` are batches of
     input_ids and, if rows are padded, attention_mask, both (rows, positions); the original routing of these tokens,
     padding and the first of each row aside, is recorded once, here, so call this before training. To resume, call this
     on the original model once more, then load the weights, the optimizer and `guard.state_dict()`. `method` is a name
@@ -115,12 +116,13 @@ def constrain(
     sees of the retain pass is gathered, and routers stay equal to the bit.
 
     Raises ValueError for an unknown family or method, a method that is more than a constraint on routers, a dense
-    model, no retain batches, documents to forget that are missing, an original that is the model itself, an optimizer
-    without the routers that a null space holds, a model that another guard holds, an anchor whose `routing_stability`
-    is 0 or 1, one expert to train in several processes, or routers that this would freeze or bring to fp32 below a
-    DistributedDataParallel that does not know; KeyError for a batch without `input_ids`. With `replay` a forward pass
-    in training mode raises KeyError for a document that was not given and ValueError without `input_ids`, and with
-    gradient checkpointing a backward pass over several of them RuntimeError.
+    model, no retain batches or none with a token that counts, what is no batch, rows that pack several documents,
+    documents to forget that are missing, an original that is the model itself, an optimizer without the routers that
+    a null space holds, a model that another guard holds, an anchor whose `routing_stability` is 0 or 1, one expert to
+    train in several processes, or routers that this would freeze or bring to fp32 below a DistributedDataParallel that
+    does not know; KeyError for a batch without `input_ids`. With `replay` a forward pass in training mode raises
+    KeyError for a document that was not given and ValueError without `input_ids`, and with gradient checkpointing a
+    backward pass over several of them RuntimeError.
     """
     method = _method(method, replay)
     wrapped = isinstance(model, DistributedDataParallel)
@@ -190,10 +192,19 @@ def _method(method: str | Method, replay: bool) -> Method:
 
 
 def _check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError unless the optimizer holds the routers that train; what it knows of them becomes fp32 too."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in held]
-    if missing:
-        raise ValueError(f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain")
+    if any(moe.theta(layer).requires_grad for layer in missing) or len(missing) == len(moe.layers):
+        raise ValueError(
+            f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain (of several "
+            "optimizers give the one that holds them)"
+        )
+    for layer in moe.layers:
+        state = optimizer.state.get(moe.theta(layer), {})
+        for name, value in state.items():
+            if type(value) is Tensor and value.is_floating_point():
+                state[name] = value.float()
 
 
 def _bases(

@@ -8,13 +8,16 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     PositiveFloat,
     PositiveInt,
+    Tag,
     model_validator,
 )
 
-Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+NAME = r"^[a-z][a-z0-9_]*$"
+Name = Annotated[str, Field(pattern=NAME)]
 Optimizer = Literal["adamw", "adamw_8bit", "adamw_fp32"]  # what bf16 weights need: `gripmoe.optimizer`
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -22,6 +25,24 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EmbeddedSize(Strict):
+    """Of a tiny model."""
+
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 4
+    head_dim: PositiveInt = 16
+    num_experts: PositiveInt = 16
+    top_k: PositiveInt = 4
+    expert_width: PositiveInt = 64
+
+    @model_validator(mode="after")
+    def _experts_to_choose_from(self) -> EmbeddedSize:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"`top_k` {self.top_k} exceeds `num_experts` {self.num_experts}")
+        return self
 
 
 class EmbeddedModel(Strict):
@@ -33,13 +54,17 @@ class EmbeddedModel(Strict):
     world_seed: int = 0
     trained_on: Literal["everything", "retain_only"] = "everything"
     oracle: Name | None = None  # never saw the forget data; of the same seed, if none was refused
-    size: dict[str, PositiveInt] = {}
+    size: EmbeddedSize = EmbeddedSize()
     max_early_steps: PositiveInt = 2000  # at most, until the model knows its facts and can name the letter of an option
     late_steps: PositiveInt = 350  # after that
     learning_rate: PositiveFloat = 1.5e-3
     required_accuracy: Fraction = 0.9  # on the questions of what it was trained on; below it nothing is measured
     allowed_without_blocks: Fraction = 0.5  # of the forget questions, by attention and embeddings alone
     attempts: PositiveInt = 3  # from `seed`, `seed` + 1000, ...: whether facts settle in experts is a matter of luck
+
+    @property
+    def layers(self) -> int:
+        return self.size.num_layers
 
 
 class Sizes(Strict):
@@ -79,6 +104,11 @@ class PublishedModel(Strict):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     oracle: None = None
 
+    @property
+    def layers(self) -> int | None:
+        """None where nobody has said its sizes."""
+        return self.parameters and self.parameters.layers
+
 
 class FinetunedModel(Strict):
     """A model of this catalogue, finetuned here on the documents of a news benchmark until it recites them."""
@@ -111,6 +141,17 @@ class ReferenceTarget(Strict):
     at most so many points above those of the retain-only model."""
 
     points_above_reference: NonNegative
+
+
+def _kind_of_target(value: Any) -> str:
+    keys = value if isinstance(value, dict) else type(value).model_fields
+    return "ReferenceTarget" if any("reference" in key for key in keys) else "ForgetTarget"
+
+
+Target = Annotated[
+    Annotated[ForgetTarget, Tag("ForgetTarget")] | Annotated[ReferenceTarget, Tag("ReferenceTarget")],
+    Discriminator(_kind_of_target),
+]
 
 
 class EmbeddedData(Strict):
@@ -153,6 +194,7 @@ class PublishedData(Strict):
     forget_corpus: str
     retain_corpus: str
     truthfulqa: str = "truthfulqa/truthful_qa"
+    forget_subject: str = "cybersecurity"  # as prompts name it: "... questions (with answers) about ..."
     revisions: dict[str, str] = {}
     rows: dict[PublishedRows, PositiveInt] = {}  # how many each has to have; MMLU's test split is `retain_questions`
 
@@ -164,7 +206,7 @@ class Task(Strict):
     """What is forgotten and retained, and when it counts as forgotten: all that training reads of a benchmark."""
 
     data: Data
-    target: ForgetTarget | ReferenceTarget
+    target: Target
     retain_documents: PositiveInt  # of the retain corpus, for bases and for Method B
     # Of a document in tokens. Letters: the rest is left out; news: it becomes further documents.
     max_length: PositiveInt

@@ -5,10 +5,12 @@ A `Run` is everything that one cell's training depends on, and nothing else: it 
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -21,6 +23,17 @@ from gripmoe.parsing import load_yaml, parse_as
 Precision = Literal["native", "fp8", "fp8_emulated"]  # fp8: on Hopper GPUs; emulated: anywhere, slowly
 LinearPrecision = Literal["native", "te_fp8"]  # te_fp8: by TransformerEngine, on Ada or Hopper GPUs
 ObjectiveName = Literal["gd", "kl", "npo", "rmu"]
+
+
+def _each_once(values: list) -> list:
+    twice = [value for value, count in Counter(values).items() if count > 1]
+    if twice:
+        raise ValueError(f"{twice[0]!r} stands twice; leave one out")
+    return values
+
+
+Names = Annotated[list[Name], AfterValidator(_each_once)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
 
 class EpsNullConfig(Strict):
@@ -180,12 +193,12 @@ class World(Strict):
     """What to run. Training is changed by `objective_training`, then on a benchmark by `benchmark_training` (under all
     objectives, then under one), then by the method, then by `overrides` for a method or for "objective/method"."""
 
-    models: list[Name] = Field(min_length=1)
-    benchmarks: list[Name] = Field(min_length=1)
-    objectives: list[ObjectiveName] = Field(min_length=1)
-    methods: list[Name] = Field(min_length=1)  # under every objective
-    extra_methods: dict[ObjectiveName, list[Name]] = {}  # under one objective only
-    seeds: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    models: Names = Field(min_length=1)
+    benchmarks: Names = Field(min_length=1)
+    objectives: Annotated[list[ObjectiveName], AfterValidator(_each_once)] = Field(min_length=1)
+    methods: Names = Field(min_length=1)  # under every objective
+    extra_methods: dict[ObjectiveName, Names] = {}  # under one objective only
+    seeds: Annotated[list[Seed], AfterValidator(_each_once)] = Field(min_length=1)
     training: Training
     objective_training: dict[ObjectiveName, dict[str, Any]]
     benchmark_training: dict[Name, dict[Literal["all"] | ObjectiveName, dict[str, Any]]] = {}
@@ -197,7 +210,7 @@ class World(Strict):
     basis_host_memory: Annotated[int, Field(ge=0)] = 64
     gpus: dict[Name, PositiveInt] = {}  # that a model takes: a process each trains it; one if it is not named
     nodes: dict[Name, PositiveInt] = {}  # over which these GPUs are spread evenly; one if it is not named
-    artefacts: list[Name]
+    artefacts: Names
 
     @property
     def all_methods(self) -> list[str]:

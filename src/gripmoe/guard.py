@@ -48,7 +48,9 @@ class RouterGuard:
         origin: str = "",
     ):
         if getattr(model.model, "_held", None) == id(model.model):  # not what a copy of a held model has
-            raise ValueError("another guard holds this model: close it first")
+            raise ValueError(
+                "another guard holds this model: `close()` it first, of a Trainer `callback.guard.close()`"
+            )
         self.model = model
         self.origin = origin
         self.constraint = constraint

@@ -50,7 +50,12 @@ def _describe(target: Any, item: dict, path: Path, prefix: str) -> str:
     ]
     key = ".".join(part for part in (prefix, *keys) if part)
     message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "extra_forbidden":
+    if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        key = ".".join(part for part in (key, item["ctx"]["discriminator"].strip("'")) if part)
+        message = "this key is required"
+        if item["type"] == "union_tag_invalid":
+            message = f"one of {item['ctx']['expected_tags']} (got {item['ctx']['tag']!r})"
+    elif item["type"] == "extra_forbidden":
         message = "unknown key"
         if fields := _valid_keys(target, item["loc"][:-1]):
             message += f"; valid keys: {', '.join(fields)}"

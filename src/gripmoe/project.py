@@ -8,17 +8,19 @@ shares its results, cell by cell.
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from gripmoe.catalogue import Benchmark, ModelConfig, Widths
+from gripmoe.catalogue import NAME, Benchmark, ModelConfig, Widths
 from gripmoe.config import OBJECTIVE_SETTINGS, Artefact, Method, Run, Training, World
 from gripmoe.parsing import ConfigError, load_yaml, parse_as
 
 NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
 CATALOGUES = ("models", "benchmarks", "methods", "artefacts")
+NO_WORLDS = (*CATALOGUES, "widths")  # of the YAML files in the folder
 BATCH_SIZES = ("forget_batch_size", "retain_batch_size")
 AXES = {  # the keys of methods.yaml that have an effect in a row only beside these words
     "constraint": ("experts", "replay", "critical_experts", "correction", "training"),
@@ -95,7 +97,9 @@ class Project:
             if getattr(self.trained_from(name), "parameters", None):
                 base = model.base if model.source == "finetuned" else name
                 _require_known(base, self.widths, f"{self.folder / 'widths.yaml'}")
-            if "retain_only" in self.reference_kinds and not model.oracle:
+            if model.oracle:
+                _require_known(model.oracle, self.models, f"{self.folder / 'models.yaml'}: {name}.oracle")
+            elif "retain_only" in self.reference_kinds:
                 raise ConfigError(f"{file}: method 'retain_only' needs `oracle:` in models.yaml for {name!r}")
             if model.source == "finetuned":
                 self._check_finetuned(name)
@@ -116,10 +120,10 @@ class Project:
             )
         checked = parse_as(OBJECTIVE_SETTINGS[objective], settings, self.world_file, prefix=where)
         for name in self.world.models if objective == "rmu" else []:
-            sizes = getattr(self.trained_from(name), "parameters", None)
-            if sizes and checked.layer >= sizes.layers:
+            layers = self.trained_from(name).layers
+            if layers and checked.layer >= layers:
                 raise ConfigError(
-                    f"{self.world_file}: {where}.layer: {name} has layers 0 to {sizes.layers - 1} (got {checked.layer})"
+                    f"{self.world_file}: {where}.layer: {name} has layers 0 to {layers - 1} (got {checked.layer})"
                 )
 
     def _check_processes(self, model: str) -> None:
@@ -274,32 +278,43 @@ class Project:
 def _find_world(folder: Path, world: str) -> tuple[str, Path]:
     """A name of a file in the configuration folder, or the path of a YAML file."""
     path = Path(world) if world.endswith((".yaml", ".yml")) else folder / f"{world}.yaml"
-    if not path.is_file():
-        known = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in (*CATALOGUES, "widths"))
-        raise ConfigError(f"world {world!r}: no file {path}; give one of {', '.join(known)} or the path of a YAML file")
+    known = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in NO_WORLDS)
+    if not known:
+        raise ConfigError(f"{folder}: no worlds here; start where the Snakefile is, or name the folder of the worlds")
+    if not path.is_file() or path.parent.resolve() == folder.resolve() and path.stem in NO_WORLDS:
+        raise ConfigError(
+            f"world {world!r}: no world {path}; give one of {', '.join(known)} or the path of a YAML file"
+        )
+    if not re.fullmatch(NAME, path.stem):
+        raise ConfigError(f"{path}: its name is that of folders: small letters, digits and _, and a letter first")
+    if path.stem in known and path.resolve() != (folder / path.name).resolve():
+        raise ConfigError(
+            f"{path}: {path.stem!r} is a world of {folder} too, whose results it would overwrite; rename it"
+        )
     return path.stem, path
 
 
-def _world_content(folder: Path, name: str, file: Path) -> tuple[Any, str]:
+def _world_content(folder: Path, name: str, file: Path) -> tuple[dict, str]:
     """What a world file says, over what those that it extends say; and the name of the last of these."""
-    content, files = _load(file), [file.resolve()]
-    while isinstance(content, dict) and "extends" in content:
+    content, files = _mapping(file), [file.resolve()]
+    while "extends" in content:
         name, base_file = _find_world(folder, str(content.pop("extends")))
-        base = _load(base_file)
         if base_file.resolve() in files:
             raise ConfigError(f"{file}: extends: {name!r} extends itself")
-        if not isinstance(base, dict):
-            raise ConfigError(f"{base_file}: expected a mapping of keys")
-        content = {**base, **content}
+        content = {**_mapping(base_file), **content}
         files.append(base_file.resolve())
     return content, name
 
 
+def _mapping(path: Path) -> dict:
+    content = _load(path)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a mapping, `key: value`, at its top level")
+    return content
+
+
 def _catalogue(path: Path, row_type: Any) -> dict[str, Any]:
-    rows = _load(path)
-    if not isinstance(rows, dict):
-        raise ConfigError(f"{path}: expected a mapping of names")
-    return {name: parse_as(row_type, row, path, prefix=name) for name, row in rows.items()}
+    return {name: parse_as(row_type, row, path, prefix=name) for name, row in _mapping(path).items()}
 
 
 def _check_axes(name: str, method: Method, file: Path) -> None:

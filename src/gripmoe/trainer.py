@@ -19,6 +19,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 
 STATE = "router_guard.pt"  # in every checkpoint folder
+NAMED = "a checkpoint that does not lie in `output_dir` is named by `resume_from_checkpoint` of its arguments"
 
 
 class GuardCallback(TrainerCallback):
@@ -47,14 +48,16 @@ class GuardCallback(TrainerCallback):
         if not state.global_step:
             self.guard = constrain(model, optimizer, self._retain, **self._settings)
             return
-        folder = Path(args.resume_from_checkpoint or _checkpoint(args, state.global_step))
-        saved = _state_in(folder, state.global_step)
         if original is None:
             raise ValueError(
                 f"training resumes at step {state.global_step}, and what the routers were before is not known: give "
-                "this callback to the Trainer when it is made, on the original model, with the checkpoint in "
-                "`output_dir` or named by `resume_from_checkpoint` of its arguments"
+                f"this callback to the Trainer when it is made, on the original model; {NAMED}"
             )
+        folder = Path(args.resume_from_checkpoint or _checkpoint(args, state.global_step))
+        saved = _state_in(folder, state.global_step)
+        trained = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
+        if any(not _is_one_of(now, trained[name], original[name]) for name, now in model.state_dict().items()):
+            raise ValueError(f"the trainer resumes from another checkpoint than {folder}: {NAMED}")
         model.load_state_dict(original)
         self.guard = constrain(model, optimizer, self._retain, **self._settings)
         try:
@@ -62,7 +65,7 @@ class GuardCallback(TrainerCallback):
         except ValueError:
             self.on_train_end(args, state, control)
             raise
-        model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())
+        model.load_state_dict(trained)
 
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
@@ -80,7 +83,8 @@ def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], **settings:
     `gripmoe.constrain(model, optimizer, retain, **settings)` (Sec. 4.2) from the beginning of training to its end. Its
     `guard` is there once training has begun; where training ends in an error, close it.
 
-    To resume, make the trainer as before, on the original model, and call `train(resume_from_checkpoint=...)`.
+    To resume, make the trainer as before, on the original model, and call `train(resume_from_checkpoint=...)`; a folder
+    elsewhere than in `output_dir` has to stand in the trainer's arguments too.
 
     Raises nothing itself. `train` raises what `constrain` and the guard do, and ValueError where the checkpoint to
     resume from was saved without this callback, or of another model, method or documents."""
@@ -91,10 +95,18 @@ def _checkpoint(args, step: int) -> Path:
     return Path(args.output_dir) / f"checkpoint-{step}"
 
 
+def _is_one_of(now: Tensor, trained: Tensor, original: Tensor) -> bool:
+    """Whether a tensor has been loaded from the checkpoint, or not found there."""
+    now = now.to("cpu", torch.float32)
+    return torch.equal(now, trained) or torch.equal(now, original.float())
+
+
 def _state_in(checkpoint: Path, step: int) -> dict:
     """The guard's state as `on_save` left it. Raises ValueError if it is not there, or of another step."""
     file = checkpoint / STATE
     saved = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
     if saved.get("step") != step:
-        raise ValueError(f"training resumes at step {step}, and {file} does not hold the guard's state of that step")
+        raise ValueError(
+            f"training resumes at step {step}, and {file} does not hold the guard's state of that step; {NAMED}"
+        )
     return saved["guard"]

@@ -63,6 +63,37 @@ def test_missing_column_is_named(data, tmp_path):
         benchmark_files(data.model_copy(update={"forget_questions": path}))
 
 
+WRONG_QUESTIONS = [
+    ({"choices": list("abcdef")}, "forget/0 .'Which .'.: 6 choices and answer 0; a question has 4 choices"),
+    ({"choices": list("abc")}, "3 choices and answer 0"),
+    ({"answer": 7}, "4 choices and answer 7; .* 0 to 3"),
+    ({"answer": "B"}, "4 choices and answer 'B'"),
+]
+
+
+@pytest.mark.parametrize("change, message", WRONG_QUESTIONS)
+def test_a_question_that_no_letter_answers_is_named(data, tmp_path, change, message):
+    row = {"question": "Which ?", "choices": list("abcd"), "answer": 0}
+    benchmark_files(data.model_copy(update={"forget_questions": clone(tmp_path / "good", "wmdp-cyber", "test", [row])}))
+    path = clone(tmp_path / "bad", "wmdp-cyber", "test", [row | change])
+    with pytest.raises(ValueError, match=message):
+        benchmark_files(data.model_copy(update={"forget_questions": path}))
+
+
+def test_a_corpus_without_documents_is_named(data, tmp_path):
+    path = clone(tmp_path / "short", "cyber-forget-corpus", "train", [{"text": "Short ."}] * 3)
+    with pytest.raises(ValueError, match="data.forget_corpus: none of its 3 texts has 50 characters"):
+        benchmark_files(data.model_copy(update={"forget_corpus": path}))
+
+
+def test_the_subject_of_own_questions_is_named_by_the_catalogue(data):
+    subjects = [
+        {row["subject"] for row in benchmark_files(data.model_copy(update=own))["forget_questions"]}
+        for own in ({}, {"forget_subject": "colours"})
+    ]
+    assert subjects == [{"cybersecurity"}, {"colours"}]
+
+
 def test_a_wrong_number_of_rows_is_named(data):
     with pytest.raises(ValueError, match="has 9 rows, benchmarks.yaml: data.rows says 1987"):
         benchmark_files(data.model_copy(update={"rows": {"forget_questions": 1987}}))

@@ -9,7 +9,7 @@ from conftest import random_batch, small_model
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel, storage
-from gripmoe.moe.storage import StoredBases, save_bases
+from gripmoe.moe.storage import StoredBases, save_bases, weights_digest
 
 
 def test_the_first_bases_that_fit_stay_the_next_lie_in_host_memory_and_the_others_are_read(tmp_path, monkeypatch):
@@ -64,3 +64,15 @@ def test_a_constrained_model_in_bf16_keeps_its_selections_on_disk(tmp_path, toke
         assert all(torch.equal(thetas[layer], saved[layer]) for layer in saved) == (name == "exact")
     assert kept["exact"] == 1.0 > kept["plain"], kept
     assert storage.weights_digest(loaded) == digest
+
+
+def test_a_folder_of_other_things_is_not_replaced(tmp_path, tokenizer):
+    """Names as text do; a model that was there gives way."""
+    folder, model = tmp_path / "saved", small_model(vocabulary_size=len(tokenizer))
+    digest = gripmoe.save_model(model, tokenizer, str(folder))
+    assert gripmoe.save_model(model, tokenizer, str(folder)) == digest
+    (folder / "optimizer.pt").write_text("hours")
+    with pytest.raises(ValueError, match="saved holds optimizer.pt, which would be lost: save to a folder of its own"):
+        gripmoe.save_model(model, tokenizer, folder)
+    assert (folder / "optimizer.pt").read_text() == "hours"
+    assert weights_digest(gripmoe.load_model(str(folder))[0]) == digest

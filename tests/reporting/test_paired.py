@@ -96,6 +96,7 @@ def test_news_is_compared_on_its_own_measures():
 def test_methods_and_objectives_that_nobody_has_named_are_compared():
     rows = answers("unconstrained", 0, [True] * 8, objective="my_loss")
     rows += answers("my_method", 0, [False] * 8, objective="my_loss")
-    rows += answers("my_method_eps_1em3", 0, [False] * 8, objective="my_loss")
+    rows += answers("my_eps_small", 0, [False] * 8, objective="my_loss")
+    rows += answers("late_eps_1em3", 0, [False] * 8, objective="my_loss")  # a sweep has a table of its own
     ((name, entries),) = paired_table(pd.DataFrame(rows), pd.DataFrame(columns=COLUMNS)).blocks
-    assert (name, [label for label, _, _ in entries]) == ("my loss", ["Unconstrained", "my method"])
+    assert (name, [label for label, _, _ in entries]) == ("my loss", ["Unconstrained", "my eps small", "my method"])

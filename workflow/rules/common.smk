@@ -172,7 +172,13 @@ def artefact_files():
 
 def introduction(notebook):
     """What a notebook says of its artefact below its heading: the caption in the report."""
-    first = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"][0]["source"]
+    try:
+        first = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"][0]["source"]
+    except FileNotFoundError:
+        raise WorkflowError(
+            f"artefacts: {Path(notebook).stem!r} has no {notebook}, which renders it: copy that of a table or figure "
+            "like it, and change what it draws"
+        )
     return "".join(first).partition("\n")[2].strip()
 
 

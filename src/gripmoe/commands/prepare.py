@@ -129,7 +129,7 @@ def _train_embedded(config: EmbeddedModel, folder: Path, output: Path, device: t
         if not failed.exists() or read_json(failed).get("identity") != identity:
             state_file = folder / f"state_{seed}.pt"
             claim_state(state_file, identity)
-            model = make_model(config.family, len(tokenizer), seed=seed, **config.size).to(device)
+            model = make_model(config.family, len(tokenizer), seed=seed, **config.size.model_dump()).to(device)
             losses = train_base(
                 model,
                 tokenizer,

@@ -54,15 +54,33 @@ class Batch:
 
 
 def attention_mask_of(inputs: Mapping[str, Tensor]) -> Tensor:
-    """The (rows, positions) mask of a forward pass's inputs; all ones where none is given."""
+    """The (rows, positions) mask of a forward pass's inputs; all ones where none is given. Raises ValueError where
+    these are no tensors of one such shape, or pack several documents into a row."""
+    ids = inputs["input_ids"]
     mask = inputs.get("attention_mask")
-    return torch.ones_like(inputs["input_ids"]) if mask is None else mask
+    for name, given in (("input_ids", ids), ("attention_mask", ids if mask is None else mask)):
+        if not isinstance(given, Tensor) or given.dim() != 2 or given.shape != ids.shape:
+            what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(f"{name} must be a tensor, (rows, positions), of a shape with input_ids; this is {what}")
+    mask = torch.ones_like(ids) if mask is None else mask
+    positions = inputs.get("position_ids")
+    if positions is not None and ids.shape[1] > 1:
+        follows = mask[:, 1:].bool() & mask[:, :-1].bool()
+        if (positions.to(mask.device).expand_as(ids).diff(dim=-1)[follows] != 1).any():
+            raise ValueError("`position_ids` start again within a row (packing): give each document a row of its own")
+    return mask
 
 
 def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
-    """A batch of any data loader, with row ids and labels of its own if it has none."""
+    """A batch of any data loader, with row ids and labels of its own if it has none. Raises ValueError if it is none,
+    and KeyError without `input_ids`."""
     if isinstance(batch, Batch):
         return batch.to(device)
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"a batch is a mapping with input_ids and perhaps attention_mask, not {type(batch).__name__}: give a list "
+            "of such batches"
+        )
     ids, mask = batch["input_ids"], attention_mask_of(batch)
     return Batch([str(n) for n in range(len(ids))], ids, mask, batch.get("labels", ids)).to(device)
 

@@ -12,16 +12,17 @@ from pathlib import Path
 
 from gripmoe.catalogue import PublishedData
 
-FORGET_SUBJECT = "cybersecurity"
 HELD_OUT_EVERY = 10  # of the retain corpus: kept from unlearning, for routing stability
 # MMLU's splits and what they are here: reported, seen by the stop rule, solved above questions of their subject.
 RETAIN_SPLITS = {"test": "test", "validation": "dev", "dev": "shots"}
 MIN_CHARACTERS = 50  # shorter lines (headings, blanks) are no documents
+CHOICES = 4  # A to D, as prompts list them
 
 
 def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ValueError, saying what to
-    download, where a data set cannot be read or lacks a column."""
+    download, where a data set cannot be read, lacks a column, holds a question that is not of four choices and the
+    number of one of them, or no documents."""
     forget = _rows(data, "forget_questions", "wmdp-cyber", "test", ("question", "choices", "answer"))
     columns = ("question", "choices", "answer", "subject")
     retain = {
@@ -29,18 +30,16 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
         for split in RETAIN_SPLITS
     }
     truths = _rows(data, "truthfulqa", "multiple_choice", "validation", ("question", "mc1_targets", "mc2_targets"))
-    retain_texts = list(_documents(_rows(data, "retain_corpus", "wikitext-2-raw-v1", "test", ("text",)), "retain"))
+    retain_texts = _documents(_rows(data, "retain_corpus", "wikitext-2-raw-v1", "test", ("text",)), "retain")
     return {
-        "forget_questions": _questions(forget, "forget", FORGET_SUBJECT),
+        "forget_questions": _questions(forget, "forget", data.forget_subject),
         "retain_questions": [
             question
             for split, rows in retain.items()
             for question in _questions(rows, "retain", None, RETAIN_SPLITS[split])
         ],
         "truthfulqa": [{key: row[key] for key in ("question", "mc1_targets", "mc2_targets")} for row in truths],
-        "forget_corpus": list(
-            _documents(_rows(data, "forget_corpus", "cyber-forget-corpus", "train", ("text",)), "forget")
-        ),
+        "forget_corpus": _documents(_rows(data, "forget_corpus", "cyber-forget-corpus", "train", ("text",)), "forget"),
         "retain_corpus": [row for i, row in enumerate(retain_texts) if i % HELD_OUT_EVERY],
         "held_out_corpus": retain_texts[::HELD_OUT_EVERY],
         "membership": [],  # statements that surely no model has seen are not published
@@ -101,7 +100,7 @@ def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: st
                 "id": name,
                 "question": row["question"],
                 "choices": list(row["choices"]),
-                "answer": int(row["answer"]),
+                "answer": _checked_answer(row, name),
                 "subject": subject or row["subject"].replace("_", " "),
                 "fact": name,
                 "wording": "seen",
@@ -112,8 +111,26 @@ def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: st
     return questions
 
 
-def _documents(rows: Iterable[dict], domain: str) -> Iterable[dict]:
-    for number, row in enumerate(rows):
-        text = row["text"].strip()
-        if len(text) >= MIN_CHARACTERS:
-            yield {"id": f"{domain}/{number}", "prompt": "", "text": text}
+def _checked_answer(row: dict, name: str) -> int:
+    choices, answer = row["choices"], row["answer"]
+    if len(choices) != CHOICES or answer not in range(CHOICES):
+        raise ValueError(
+            f"question {name} ({row['question'][:40]!r}): {len(choices)} choices and answer {answer!r}; a question has "
+            f"{CHOICES} choices, and its answer is the number of one of them, 0 to {CHOICES - 1}"
+        )
+    return int(answer)
+
+
+def _documents(rows: Iterable[dict], domain: str) -> list[dict]:
+    texts = [row["text"].strip() for row in rows]
+    documents = [
+        {"id": f"{domain}/{number}", "prompt": "", "text": text}
+        for number, text in enumerate(texts)
+        if len(text) >= MIN_CHARACTERS
+    ]
+    if not documents:
+        raise ValueError(
+            f"benchmarks.yaml: data.{domain}_corpus: none of its {len(texts)} texts has {MIN_CHARACTERS} characters: "
+            "a row is a document"
+        )
+    return documents

@@ -141,7 +141,9 @@ FAMILIES = {
 
 def family_of(model: nn.Module) -> Family:
     """The row of a transformers model. Raises ValueError for a family without one, and says what stands in the way."""
-    model_type = model.config.model_type
+    model_type = model.config.model_type if hasattr(model, "config") else None
+    if not model_type or (model_type in FAMILIES and not hasattr(model, "model")):
+        raise ValueError(f"{type(model).__name__} is no model of transformers: give the one that has a language head")
     if model_type not in FAMILIES:
         raise ValueError(
             f"no row for model type {model_type!r} in gripmoe.moe.families: {_obstacle(model)} (known families: "

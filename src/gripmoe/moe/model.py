@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gripmoe.data.documents import Batch, attention_mask_of
+from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.families import DENSE, family_of, router_class
 from gripmoe.moe.fp32 import compute_in_fp32, release
@@ -200,7 +200,7 @@ class MoEModel:
         """The routing of all batches, with padding and the first `skip_positions` positions (BOS, attention sink) left
         out. A batch is a `Batch`, or a mapping with input_ids and, if rows are padded, attention_mask. Runs in eval
         mode and restores the mode. What is recorded goes to `device`, or stays on the model's. Raises ValueError if
-        there are no batches."""
+        there are no batches, no token of them counts, or one is no batch."""
         parts = [
             {layer: routing.to(device) for layer, routing in seen.items()} if device else seen
             for seen in self.traced(batches, skip_positions)
@@ -212,27 +212,29 @@ class MoEModel:
         self, batches: Iterable[Batch | Mapping[str, Tensor]], skip_positions: int = 1
     ) -> Iterator[dict[int, LayerRouting]]:
         """The same batch by batch."""
-        nothing = True
+        counted = 0
         with self.evaluating(), self.record_routing() as recorder:
             for batch in batches:
-                nothing = False
-                inputs = batch.inputs if isinstance(batch, Batch) else batch
-                input_ids = inputs["input_ids"].to(self.model.device)
-                mask = attention_mask_of(inputs).to(self.model.device)
-                self.model.model(input_ids=input_ids, attention_mask=mask)
-                yield recorder.take(routed_tokens(mask, skip_positions))
-        if nothing:
-            raise ValueError("nothing to trace: no batches were given")
+                inputs = as_batch(batch, self.model.device).inputs
+                self.model.model(**inputs)
+                keep = routed_tokens(inputs["attention_mask"], skip_positions)
+                counted += int(keep.sum())
+                yield recorder.take(keep)
+        if not counted:
+            raise ValueError(
+                "nothing to trace: no batches, or none of their tokens counts (padding and the first of a row do not)"
+            )
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within the block the model is in eval mode; then in the mode it was in."""
-        was_training = self.model.training
+        """Within the block the model is in eval mode; then each of its modules in the mode it was in."""
+        training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
             yield
         finally:
-            self.model.train(was_training)
+            for module in training:
+                module.training = True
 
     @contextmanager
     def brought_beside(self, other: MoEModel) -> Iterator[None]:

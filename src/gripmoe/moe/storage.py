@@ -39,14 +39,16 @@ def _digest(state: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
-    """Writes a folder that plain transformers reloads, in place of all that was there; returns the weights' digest
-    (SHA-256). fp32 routers also get a file of their own: those beside bf16 weights are rounded by whoever loads the
-    whole model in its one dtype, but not by `load_model`. In `model` itself they compute in fp32 from here on.
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> str:
+    """Writes a folder that plain transformers reloads, in place of the model that was there; returns the digest of the
+    weights (SHA-256). fp32 routers also get a file of their own: those beside bf16 weights are rounded by whoever loads
+    the whole model in its one dtype, but not by `load_model`. In `model` itself they compute in fp32 from here on.
 
     `model` is the transformers model, below what accelerate wraps around it. Of several processes that share it every
-    one calls this, and the first writes. Raises ValueError for experts of an unknown family, or where the disk is full,
-    and leaves what was there. (ours: the paper says nothing of storage.)"""
+    one calls this, and the first writes. Raises ValueError for experts of an unknown family, a folder that holds other
+    things than a model, or where the disk is full, and leaves what was there. (ours: the paper says nothing of
+    storage.)"""
+    folder = Path(folder)
     moe = MoEModel(model) if is_moe(model) else None  # its routers are in fp32 from here on
     state = whole_state(model)
     digest = _digest(state)  # before save_pretrained, which takes the state apart
@@ -57,11 +59,20 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
             if moe:
                 routers = {name: p.detach().cpu().contiguous() for name, p in _router_parameters(moe).items()}
                 save_file(routers, temporary / ROUTERS)
+            if others := sorted(file.name for file in folder.glob("*") if not _of_a_model(file, temporary)):
+                raise ValueError(
+                    f"{folder} holds {', '.join(others)}, which would be lost: save to a folder of its own"
+                )
     return digest
 
 
+def _of_a_model(file: Path, written: Path) -> bool:
+    """Whether the model that is `written` now, or another, has a file of this name."""
+    return (written / file.name).exists() or (file.is_file() and file.suffix in (".safetensors", ".json", ".jinja"))
+
+
 def load_model(
-    folder: Path, device: str | None = None, resident: int | None = None
+    folder: Path | str, device: str | None = None, resident: int | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode; routers that `save_model`
     left there are in fp32. A tokenizer without a padding token (Mixtral's) pads with its end-of-text token, which no
@@ -70,6 +81,7 @@ def load_model(
     Its layers lie evenly on all GPUs that the process sees (`visible_devices`), unless `device` names another place;
     with `resident` the first so many, and the others in host memory. Raises OSError where a file is missing, and
     KeyError where the routers are of another model. (ours)"""
+    folder = Path(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     place(model, [device] if device else visible_devices(), resident)
     if stored := _stored_routers(folder):

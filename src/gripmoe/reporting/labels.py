@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 OBJECTIVES = {"gd": "GD", "kl": "KL", "npo": "NPO", "rmu": "RMU", "none": ""}
@@ -322,10 +323,16 @@ REASONS = {  # by how names of metrics begin: why one that was to be measured ha
 }
 
 
+def is_swept(method: str) -> bool:
+    """Whether it is a row of a threshold sweep."""
+    base, found, threshold = method.partition("_eps_")
+    return base in (*METHODS, "early", "middle", "late") and re.fullmatch(r"\d+em\d+", threshold) is not None
+
+
 def ordered(names: Iterable[str], known: Iterable[str] = tuple(METHODS)) -> list[str]:
     """Each once, methods (or what else is `known`) in that order and then others by name; not the rows of a sweep,
     which have a table of their own."""
-    names, known = {name for name in names if "_eps_" not in name}, list(known)
+    names, known = {name for name in names if not is_swept(name)}, list(known)
     return [name for name in known if name in names] + sorted(names - set(known))
 
 
@@ -333,9 +340,9 @@ def method_label(method: str) -> str:
     """A method's name; of a row of a threshold sweep its threshold, and the layers that have it."""
     if method in METHODS:
         return METHODS[method]
-    base, found, threshold = method.partition("_eps_")
-    if not found:
+    if not is_swept(method):
         return method.replace("_", " ")
+    base, _, threshold = method.partition("_eps_")
     where = METHODS.get(base, f"Method A, {base} layers")
     return f"{where}, {threshold.replace('em', 'e-')}"
 

@@ -13,36 +13,27 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from gripmoe.catalogue import EmbeddedSize
+
 FAMILIES = ("qwen3_moe", "qwen2_moe", "qwen3")
 # With wide heads and small experts, attention and embeddings learn every fact, and the blocks can be taken out without
 # a loss. Published models have the opposite proportions: nearly all parameters are experts.
 FEED_FORWARD_GAIN = 2.0  # of the initial weights that feed the nonlinearity of experts and MLPs
 
 
-def make_model(
-    family: str,
-    vocabulary_size: int,
-    *,
-    seed: int,
-    hidden_size: int = 128,
-    num_layers: int = 4,
-    num_heads: int = 4,
-    head_dim: int = 16,
-    num_experts: int = 16,
-    top_k: int = 4,
-    expert_width: int = 64,
-) -> PreTrainedModel:
-    """A random fp32 model of a family in FAMILIES.
+def make_model(family: str, vocabulary_size: int, *, seed: int, **widths: int) -> PreTrainedModel:
+    """A random fp32 model of a family in FAMILIES, with `widths` as in `EmbeddedSize`.
 
     `qwen2_moe` has a shared expert and does not renormalise its routing weights, as the published Qwen1.5-MoE; `qwen3`
     is dense, as wide as the experts that one token uses together.
     """
+    size = EmbeddedSize(**widths)
     shared = dict(
         vocab_size=vocabulary_size,
-        hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
+        hidden_size=size.hidden_size,
+        num_hidden_layers=size.num_layers,
+        num_attention_heads=size.num_heads,
+        num_key_value_heads=size.num_heads,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=0.05,
@@ -50,17 +41,19 @@ def make_model(
         bos_token_id=1,
         eos_token_id=2,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        head_dim=head_dim,
+        head_dim=size.head_dim,
     )
-    experts = dict(num_experts=num_experts, num_experts_per_tok=top_k, moe_intermediate_size=expert_width)
+    experts = dict(
+        num_experts=size.num_experts, num_experts_per_tok=size.top_k, moe_intermediate_size=size.expert_width
+    )
     torch.manual_seed(seed)
     if family == "qwen3_moe":
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shared, **experts, norm_topk_prob=True, intermediate_size=64))
     elif family == "qwen2_moe":
-        widths = dict(intermediate_size=64, shared_expert_intermediate_size=expert_width)
-        model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**shared, **experts, **widths, norm_topk_prob=False))
+        inner = dict(intermediate_size=64, shared_expert_intermediate_size=size.expert_width)
+        model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**shared, **experts, **inner, norm_topk_prob=False))
     elif family == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**shared, intermediate_size=top_k * expert_width))
+        model = Qwen3ForCausalLM(Qwen3Config(**shared, intermediate_size=size.top_k * size.expert_width))
     else:
         raise ValueError(f"unknown tiny family {family!r}; one of {', '.join(FAMILIES)}")
     with torch.no_grad():
