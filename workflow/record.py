@@ -1,6 +1,6 @@
 """Writes a record of measured runs: their numbers as one compact CSV, the tables that these give as Markdown, the main
-ones with intervals as CSV too, and what they were computed with; of docs/record also the README's pictures. A record
-may be drawn again from its own CSV.
+ones with intervals and the statements as CSV too, and what they were computed with; of docs/record also the README's
+pictures. A record may be drawn again from its own CSV.
 
 python workflow/record.py results/tiny/runs_record.csv results/tiny/runs_tiny_shared.csv [more tables of runs]
 """
@@ -68,7 +68,7 @@ class Record:
     def __init__(self, paths: list[Path]):
         self.paths = paths
         runs = pd.concat([load_runs(path, kind=None) for path in paths]).drop_duplicates([*KEYS, "metric"])
-        self.runs = runs[runs.metric.isin(_shown()) | runs.metric.str.match("routing_stability_layer_")]
+        self.runs = runs[runs.metric.isin(_shown()) | runs.metric.str.match("(routing_stability|accepted)_layer_")]
         self.answers = {
             kind: self._items(lambda path, kind=kind: load_answers(path, kind)) for kind in ("letters", "news")
         }
@@ -183,7 +183,9 @@ def main() -> None:
         if table and (table := measured_only(table)):
             parts.append(f"## {title}\n\n{as_markdown(table)}")
     of_claims = pd.concat([measured.of_world(world) for world in ("record", "tiny_muse")])
-    parts.append(f"## Statements\n\n{as_markdown(claims_table(of_claims))}")
+    statements = claims_table(of_claims)
+    write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
+    parts.append(f"## Statements\n\n{as_markdown(statements)}")
     write_text(args.output / "tables.md", "\n".join(parts))
     if args.output == OUTPUT:
         draw_pictures(measured)

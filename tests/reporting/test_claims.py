@@ -140,6 +140,24 @@ def test_runs_that_have_not_forgotten_do_not_count_unless_it_is_about_them():
     assert len(differences(pd.concat([data, missed]), {**ABOVE, "unreached": True})) == 3
 
 
+def test_a_correction_that_undid_forgetting_has_not_forgotten():
+    """Though the run that it corrects had reached its target."""
+    data = runs(a=[0.9, 0.8, 0.1], b=[0.5, 0.4, 0.5])
+    reached = data.assign(metric="reached", value=1.0)
+    target = data.assign(metric="forget_accuracy_target", value=0.27)
+    forgot = data.assign(metric="forget_accuracy", value=[0.31, 0.9, 0.2, 0.25, 0.25, 0.25])
+    together = pd.concat([data, reached, target, forgot])
+    assert len(differences(together, ABOVE)) == 2
+    assert len(differences(together, {**ABOVE, "unreached": True})) == 3
+
+
+def test_what_forcing_takes_away_is_no_resistance():
+    below = runs(a=[-0.4, 0.1, 0.1], b=[0.0, 0.0, 0.0]).assign(metric="recovery_rate")
+    claim = {**ABOVE, "metric": "recovery_rate", "right": 0.0}
+    assert sorted(differences(below, claim).round(6)) == [0.0, 0.1, 0.1]
+    assert sorted(differences(runs(a=[-0.4, 0.1, 0.1]), {**ABOVE, "right": 0.0}).round(6)) == [-0.4, 0.1, 0.1]
+
+
 def test_a_run_that_lost_everything_speaks_for_no_method():
     """It has nothing to recover, and routes as its wreck routes; that it retains nothing counts against it."""
     data = runs(a=[0.9, 0.8, 0.7], b=[0.5, 0.4, 0.5])

@@ -85,6 +85,28 @@ def test_best_is_computed_among_runs_that_forgot():
     assert row(comparison(changed, "main_results"), "Frozen router")[1]["RA"].best
 
 
+def test_what_forcing_takes_away_is_nothing_recovered():
+    runs = synthetic()
+    runs.loc[runs.metric == "reached", "value"] = 1.0
+    runs.loc[(runs.metric == "recovery_rate") & (runs.method == "unconstrained"), "value"] = -0.2
+    runs.loc[(runs.metric == "recovery_rate") & (runs.method == "frozen_router"), "value"] = -0.1
+    table = comparison(runs, "main_results")
+    best = [row(table, method)[1]["recovery"].best for method in ("Unconstrained", "Frozen router", "Method A, paper")]
+    assert best == [True, True, False] and "recoveries up to 0 alike" in str(table.notes)
+
+
+def test_method_b_says_of_how_many_layers_its_own_test_accepts_the_router():
+    runs = synthetic()
+    paper = runs.method == "expert_specific_paper"
+    one = runs[paper & (runs.metric == "reached")]
+    accepted = [one.assign(metric=f"accepted_layer_{layer}", value=[1.0, float(layer == 0)]) for layer in range(4)]
+    table = comparison(pd.concat([runs, *accepted]), "main_results")
+    assert row(table, "Method A, paper")[0] == "Method A, paper (2.5 of 4 layers)"
+    assert "where Method B's own test accepts its router" in str(table.notes)
+    all_of_them = pd.concat([runs, *(part.assign(value=1.0) for part in accepted)])
+    assert row(comparison(all_of_them, "main_results"), "Method A, paper")[0] == "Method A, paper"
+
+
 def test_rows_over_different_runs_say_over_how_many_and_only_those_over_most_compete():
     runs = synthetic()
     runs.loc[runs.metric == "reached", "value"] = 1.0

@@ -8,22 +8,30 @@ from gripmoe.reporting.collect import COLUMNS
 from gripmoe.reporting.paired import compared, paired_interval, paired_table, sign_test
 
 
-def test_mcnemar_by_hand():
-    left = np.array([True] * 10 + [False] * 2 + [True] * 30)
-    right = np.array([False] * 10 + [True] * 2 + [True] * 30)
-    assert sign_test(left, right) == pytest.approx(0.03857, abs=1e-5)  # 2 * P(Bin(12, .5) <= 2)
-    assert sign_test(left, left) == 1.0
-
-
-def test_scores_of_texts_count_by_which_is_higher():
-    left = np.array([30.0] * 10 + [5.0] * 2 + [40.0] * 30)
-    right = np.array([10.0] * 10 + [90.0] * 2 + [40.0] * 30)
-    assert sign_test(left, right) == pytest.approx(0.03857, abs=1e-5), "by how much does not matter"
-    assert sign_test(left, right) == sign_test(right, left) != sign_test(left[:10], right[:10])
-
-
 def series(values, per_fact=2):
     return pd.Series(values, index=[f"fact {i // per_fact}" for i in range(len(values))])
+
+
+def test_the_sign_test_by_hand():
+    ten_to_two = series([1] * 10 + [-1] * 2 + [0] * 30, per_fact=1)
+    assert sign_test([ten_to_two]) == pytest.approx(0.03857, abs=1e-5)  # 2 * P(Bin(12, .5) >= 10)
+    assert sign_test([-ten_to_two]) == sign_test([100 * ten_to_two]) == sign_test([ten_to_two]), (
+        "by how much is nothing"
+    )
+    assert sign_test([0 * ten_to_two]) == 1.0
+
+
+def test_the_sign_test_counts_a_fact_once():
+    assert sign_test([series([1] * 12, per_fact=3)]) == pytest.approx(2 / 2**4)
+    assert sign_test([series([1] * 12, per_fact=1)]) == pytest.approx(2 / 2**12)
+
+
+def test_runs_that_disagree_are_no_evidence():
+    """Each by itself would be."""
+    up, down = series([1] * 30, per_fact=1), series([-1] * 20, per_fact=1)
+    assert sign_test([up]) < 1e-5 and sign_test([down]) < 1e-5
+    assert sign_test([up, down]) == 1.0
+    assert sign_test([up, series([1] * 6 + [-1] * 2, per_fact=1)]) == pytest.approx(0.28906, abs=1e-5), "the weaker"
 
 
 def test_no_difference_has_no_interval():
@@ -60,13 +68,13 @@ def test_methods_are_compared_on_the_runs_that_both_have():
     rows = [row for seed in (0, 1) for row in answers("unconstrained", seed, [True] * 8)]
     rows += answers("anchored", 1, [False] * 8)
     found = compared(pd.DataFrame(rows), "gd", "anchored", "unconstrained", "forget_accuracy")
-    assert (found["runs"], found["difference"], found["p"]) == (1, -1.0, pytest.approx(2 / 256))
+    assert (found["runs"], found["difference"], found["p"]) == (1, -1.0, pytest.approx(2 / 2**4))
     assert compared(pd.DataFrame(rows), "gd", "ptc", "unconstrained", "forget_accuracy") is None
     table = paired_table(pd.DataFrame(rows), pd.DataFrame(columns=COLUMNS))
     (_, entries), *_ = table.blocks
     shown = {label: [cell.text for cell in cells] for label, cells, _ in entries}
     assert table.columns == ["Δ FA", "p", "letter", "shuffled"], "retain questions were not asked"
-    assert shown["Anchored (ours)"][:2] == ["-1.00 ± .00", ".008"]
+    assert shown["Anchored (ours)"][:2] == ["-1.00 ± .00", ".125"]
     assert shown["Unconstrained"][:3] == ["–", "–", "0.75"]
 
 
@@ -89,7 +97,7 @@ def test_news_is_compared_on_its_own_measures():
     (_, entries), *_ = table.blocks
     shown = {label: [cell.text for cell in cells] for label, cells, _ in entries}
     assert table.columns == ["Δ C1", "p", "Δ C4", "p"] and "sign test" in table.notes[1]
-    assert shown["Anchored (ours)"][:2] == ["+0.0 ± 0.0", "1"] and shown["Anchored (ours)"][3] == ".289"
+    assert shown["Anchored (ours)"][:2] == ["+0.0 ± 0.0", "1"] and shown["Anchored (ours)"][3] == ".625"
     assert shown["Anchored (ours)"][2].startswith("+2.5 ± ")
 
 

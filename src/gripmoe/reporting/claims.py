@@ -10,7 +10,7 @@ from scipy import stats
 
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import SHARED, of_kind
-from gripmoe.reporting.comparison import collapsed
+from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.tables import Cell, Table
 
 RUN = ["model", "benchmark", "objective", "seed"]
@@ -27,18 +27,20 @@ def load_claims() -> dict[str, dict]:
 def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
     """Left minus right of every run that has both: paired by base model, benchmark, objective and seed (with itself, if
     two metrics of one method are compared), or with the reference model of the same base model and benchmark. Runs
-    that have not forgotten are left out, unless the statement is about those too (`unreached`), and so are runs that
-    have lost everything, whose answers look as if nothing could be recovered; unless it is about what is retained,
-    where the loss speaks for itself."""
+    that have not forgotten, or not after their correction, are left out, unless the statement is about those too
+    (`unreached`), and so are runs that have lost everything, whose answers look as if nothing could be recovered;
+    unless it is about what is retained, where the loss speaks for itself. What an attack takes away counts as nothing
+    recovered: answers below chance are no resistance."""
     runs = of_kind(runs, claim.get("kind", "letters"))
     if not claim.get("unreached"):
-        # one that diverged has not reached it either
-        runs = _without(runs, runs[(runs.metric == "reached") & (runs.value == 0)])
+        runs = _without(runs, unforgotten(runs))
     if claim["metric"].removesuffix("_share") not in SHARED:
         runs = _without(runs, collapsed(runs))
     if "objectives" in claim:
         runs = runs[runs.objective.isin([*claim["objectives"], "none"])]
     runs = runs[runs.value.notna()]
+    if "recovery" in claim["metric"]:
+        runs = runs.assign(value=runs.value.clip(lower=0))
     left = runs[(runs.metric == claim["metric"]) & (runs.method == claim["left"])].set_index(RUN).value
     if not isinstance(claim["right"], str):
         return left - claim["right"]
@@ -160,7 +162,8 @@ def claims_table(runs: pd.DataFrame) -> Table:
         " over runs, of all objectives together, their range below three. Kinds of base models are judged apart: a"
         " statement holds if it does for each. One that sets a method above another asks for a third of the paper's"
         " difference (ours: .05, or 5 points). Seeds of one base model are not independent of each other, and the"
-        f" {intervals} intervals are not corrected for their number.",
+        f" {intervals} intervals are not corrected for their number; where each objective has one run, they are those"
+        " between objectives.",
         "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS) + ".",
     ]
     return table

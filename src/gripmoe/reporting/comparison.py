@@ -79,7 +79,7 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) 
             printed = row.get("paper", [None] * len(published))
             paper = [_published(metric, value, news) for metric, value in zip(published, printed, strict=True)]
             count = f" (n = {len(of_row)})" if differ and of_row else ""
-            label = row.get("label", labels.method_label(row["method"])) + count + marks_of(cells)
+            label = row.get("label", labels.method_label(row["method"])) + count + _realigned(cells) + marks_of(cells)
             entries.append((label, [(measured or _measured)(cells, metric, news) for metric in metrics], paper))
         if any(cell.value is not None for _, measured, _ in entries for cell in measured):
             if compared and spec.get("marks_best", True):
@@ -194,22 +194,43 @@ def _measured(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
 
 
 def marks_of(cells: pd.DataFrame) -> str:
-    """The notes of a row: † diverged; * not forgotten, on the way or after a correction; § a run was destroyed and
-    answers by chance; ¶ a run forgot more than it had to; ‡ corrected afterwards."""
+    """The notes of a row: † a run diverged; * a run has not forgotten, on the way or after a correction; § a run was
+    destroyed and answers by chance; ¶ a run forgot more than it had to; ‡ corrected afterwards."""
 
-    def values(metric: str) -> pd.Series:
-        return cells.loc[cells.metric == metric, "value"]
+    def any_is(metric: str) -> bool:
+        return bool((cells.value[cells.metric == metric] == 1).any())
 
-    above_target = any(
-        values(measure).mean() > values(f"{measure}_target").max() + slack for measure, slack in FORGET_SLACK.items()
-    )
-    marks = ""
-    if (values("diverged") == 1).any():
-        marks += " †"
-    elif (values("reached") == 0).any() or (above_target and not values("reached").empty):
-        marks += " *"
+    marks = " †" if any_is("diverged") else " *" * bool(len(unforgotten(cells)))
     marks += " §" * (not collapsed(cells).empty) + " ¶" * _overshot(cells)
-    return marks + (" ‡" if (values("corrected_after") == 1).any() else "")
+    return marks + " ‡" * any_is("corrected_after")
+
+
+def unforgotten(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs (columns KEYS) of unlearned models that missed their target on dev questions, or exceed it on test
+    questions by more than the slack: as a correction may that undoes what training has reached."""
+    wide = _wide(runs)
+    if "reached" not in wide:
+        return pd.DataFrame(columns=KEYS)
+    missed = wide["reached"] == 0
+    for measure, slack in FORGET_SLACK.items():
+        if {measure, f"{measure}_target"} <= set(wide):
+            missed |= wide["reached"].notna() & (wide[measure] > wide[f"{measure}_target"] + slack)
+    return wide.index[missed].to_frame(index=False)
+
+
+def _wide(runs: pd.DataFrame) -> pd.DataFrame:
+    return runs.pivot_table(index=KEYS, columns="metric", values="value")
+
+
+def _realigned(cells: pd.DataFrame) -> str:
+    """Of how many layers Method B has accepted its own router, where not of all."""
+    accepted = cells.value[cells.metric.str.fullmatch(r"accepted_layer_\d+")]
+    runs = max(1, len(cells[KEYS].drop_duplicates()))
+    return (
+        ""
+        if accepted.empty or accepted.all()
+        else f" ({accepted.sum() / runs:.3g} of {len(accepted) / runs:.3g} layers)"
+    )
 
 
 def collapsed(runs: pd.DataFrame) -> pd.DataFrame:
@@ -220,7 +241,7 @@ def collapsed(runs: pd.DataFrame) -> pd.DataFrame:
 def _overshot(cells: pd.DataFrame) -> bool:
     """Whether a run ended with all that it had to forget below target by more than the half-widths of the scores (the
     slack, where these were not kept). Runs stop when the last of the measures is met, so another may be far below."""
-    runs = cells.pivot_table(index=KEYS, columns="metric", values="value")
+    runs = _wide(cells)
     runs = runs[runs["reached"] == 1] if "reached" in runs else runs[:0]
     below = [
         runs[measure] + runs.reindex(columns=[f"{measure}_half_width"]).iloc[:, 0].fillna(slack)
@@ -242,7 +263,8 @@ def _mark_best(block: list, metrics: list[str], chance: float) -> None:
         if len(competing) < 2:
             continue
         lower = metric in labels.LOWER_IS_BETTER | labels.BEST_AT_ZERO
-        floor = chance if lower and metric not in labels.SHARES | labels.BEST_AT_ZERO else float("-inf")
+        floor = float("-inf") if not lower or metric in labels.BEST_AT_ZERO else chance
+        floor = 0.0 if metric in labels.SHARES else floor
         values = [max(round(cell.value, 2), floor) for cell in competing]
         if metric in labels.BEST_AT_ZERO:
             values = [abs(value) for value in values]
@@ -288,9 +310,11 @@ def _explained(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], c
     most_steps = sorted(set(runs.loc[runs.metric == "setting_max_steps", "value"]))
     if "*" in texts and most_steps:
         explained.append(f"runs stop after {' or '.join(f'{steps:.0f}' for steps in most_steps)} steps at most")
+    if " layers)" in texts:
+        explained.append("(... of ... layers): those where Method B's own test accepts its router, on average of runs")
     if counts:
         explained.append("(n = ...) runs of a row, by base model and seed, where rows of its block differ in them")
-    alike = "" if spec.get("kind") == "news" else f", accuracies up to {labels.CHANCE} alike"
+    alike = "" if spec.get("kind") == "news" else f", accuracies up to {labels.CHANCE} and recoveries up to 0 alike"
     same = ", of rows over the same runs as the one with most" if counts else ""
     cells = [cell for _, entries in table.blocks for _, measured, paper in entries for cell in (*measured, *paper)]
     if any(cell.best for cell in cells):
