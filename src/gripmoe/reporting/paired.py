@@ -103,8 +103,8 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     table.notes = [
         f"Differences to {beside}; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of runs and of"
         f" {'facts' if letters else 'items'} within runs. Of a single run they tell two models apart, not two methods.",
-        f"p: exact sign test over {'facts' if letters else 'items'}, the largest of a run: small where all differ in one"
-        " direction.",
+        f"p: exact sign test over {'facts' if letters else 'items'}, the largest of a run: small where all runs differ"
+        " in one direction.",
     ]
     if letters:
         table.notes[1] += " letter: share of the one given most on forget questions; shuffled: FA, choices reordered."
