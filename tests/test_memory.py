@@ -20,20 +20,8 @@ from gripmoe.commands.unlearn import held_bytes
 from gripmoe.config import EpsNullConfig, Method
 from gripmoe.data.documents import Row, collate
 from gripmoe.files import write_json
-from gripmoe.memory import (
-    BYTES_GRADIENT,
-    BYTES_STATES,
-    BYTES_WEIGHT,
-    CONVERTED,
-    Step,
-    Tokens,
-    basis_bytes,
-    held_by_method,
-    looks_at_passes,
-    memory_needed,
-    needed,
-    trace_bytes,
-)
+from gripmoe.holdings import Tokens, basis_bytes, held_by_method, looks_at_passes, trace_bytes
+from gripmoe.memory import BYTES_GRADIENT, BYTES_STATES, BYTES_WEIGHT, CONVERTED, Step, memory_needed, needed
 from gripmoe.method_a import fit_bases, held_trace
 from gripmoe.moe import MoEModel
 from gripmoe.objectives import make_objective

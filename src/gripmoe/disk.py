@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gripmoe.holdings import references_of
 from gripmoe.memory import (
     BYTES_WEIGHT,
     GB,
     Step,
     bases_of,
     needed,
-    references_of,
     sizes_of,
     tokens_of,
     traced_tokens,

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from gripmoe.catalogue import Benchmark
 from gripmoe.disk import checkpoint_bytes
+from gripmoe.holdings import layers_run, may_idle
 from gripmoe.memory import (
     BYTES_WEIGHT,
     GB,
     Step,
     bases_beyond,
     bases_of,
-    layers_run,
-    may_idle,
     needed,
     sizes_of,
     traced_tokens,

@@ -13,8 +13,18 @@ from math import ceil
 from pathlib import Path
 
 from gripmoe.catalogue import PublishedModel, Sizes, Widths
-from gripmoe.config import Method, Training
+from gripmoe.config import Training
 from gripmoe.files import read_json
+from gripmoe.holdings import (
+    Tokens,
+    basis_bytes,
+    held_by_method,
+    layers_run,
+    layers_traced_at_once,
+    layers_trained,
+    may_idle,
+    trace_bytes,
+)
 from gripmoe.project import Project
 
 BYTES_WEIGHT, BYTES_GRADIENT = 2, 2  # bf16
@@ -64,24 +74,6 @@ class Memory:
 
     def fits(self, gpu_memory: float, host_memory: float) -> bool:
         return self.total <= gpu_memory and self.host <= host_memory
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes that a method keeps through training: on the GPU of each process, and in host memory of each process."""
-
-    gpu: float = 0.0
-    host: float = 0.0
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Of documents that were traced (on one side), and of those that training goes through."""
-
-    traced: int
-    retain: int
-    forget: int
-    forget_documents: int
 
 
 def memory_needed(project: Project, results: Path | None = None) -> list[Memory]:
@@ -144,7 +136,7 @@ def _fitted(project: Project, step: Step, results: Path | None) -> Memory:
     """In host memory: bases; of one layer its trace, the triangular factor, its decomposition and a copy in fp64."""
     sizes, widths, method = sizes_of(project, step.model), widths_of(project, step.model), project.methods[step.method]
     tokens = traced_tokens(project, step, results)
-    traces = _traces_read(method, sizes.layers) * trace_bytes(widths, 1, tokens)
+    traces = layers_traced_at_once(method, sizes.layers) * trace_bytes(widths, 1, tokens)
     bases = basis_bytes(widths, sizes.layers, tokens, method)
     return Memory(step, 0, 0.0, host=(traces + bases + 8 * bases / sizes.layers) / GB)
 
@@ -260,92 +252,6 @@ STEPS = {
     "attack": _attacked,
     "relearning": _trained_whole,
 }
-
-
-def layers_run(objective: str, training: Training, sizes: Sizes) -> int:
-    """RMU neither trains nor runs what comes after its layer, unless a constraint looks there."""
-    return training.objective["layer"] + 1 if objective == "rmu" else sizes.layers
-
-
-def layers_trained(method: Method, objective: str, training: Training, sizes: Sizes) -> int:
-    """Those that get gradients: of losses, and of penalties that compare what all layers see."""
-    if training.trained_layers or method.constraint not in ("anchor", "routing_scores"):
-        return min(layers_run(objective, training, sizes), training.trained_layers or sizes.layers)
-    return sizes.layers
-
-
-def looks_at_passes(method: Method) -> bool:
-    """Whether a constraint looks at training passes, through all layers."""
-    return not (method.constraint in ("none", "frozen") or method.has_bases)
-
-
-def may_idle(method: Method, objective: str) -> bool:
-    """Whether training passes may leave out layers, which `idle_layers: host` then keeps in host memory."""
-    return objective == "rmu" and not looks_at_passes(method)
-
-
-def held_by_method(
-    method: Method, objective: str, sizes: Sizes, widths: Widths, tokens: Tokens, reference_memory: float
-) -> Held:
-    """Bytes kept beside model and bases: copies of routers (of the run, of each step, of most constraints), inputs and
-    margins of the bases' tokens, factors that follow; on the host traces as they are read, and what losses compare
-    with, as far as each kind of it fits into `reference_memory` bytes."""
-    layers, d, experts = sizes.layers, widths.hidden, widths.experts
-    routers = layers * experts * d * 4
-    gpu = 2 * routers
-    if method.constraint in ("router_l2", "anchor") or method.has_bases or method.form == "paper":
-        gpu += routers
-    if method.has_bases:
-        held = tokens.traced * (2 if method.surface == "combined" else 1)
-        gpu += layers * held * (d + experts) * 4
-    if method.basis == "tracked":  # triangular factors in fp64
-        gpu += layers * _bases_per_layer(widths, method) * min(d, method.max_rank or d) * d * 8
-    if method.constraint == "anchor" and method.tracked:  # two routers, cross and gram matrices in fp64
-        gpu += 3 * 2 * routers + layers * d * d * 8
-    references = references_of(method, objective, sizes, widths, tokens).values()
-    host = sum(size for size in references if size <= reference_memory)
-    if method.critical_experts:
-        host += tokens.retain * 4
-    if objective == "npo":
-        host += tokens.forget_documents * 4
-    return Held(gpu, host + _traces_read(method, layers) * trace_bytes(widths, 1, tokens.traced))
-
-
-def references_of(method: Method, objective: str, sizes: Sizes, widths: Widths, tokens: Tokens) -> dict[str, int]:
-    """Bytes of each kind of thing that a run asks of the original model about every token, by what asks it."""
-    layers, d = sizes.layers, widths.hidden
-    found = {}
-    if method.constraint == "anchor":
-        found["anchor"] = tokens.retain * (layers + 1) * d * BYTES_WEIGHT
-    elif method.constraint == "routing_scores":
-        found["routing_scores"] = tokens.retain * layers * widths.experts * 4
-    if objective in ("kl", "rmu"):
-        found[objective] = tokens.retain * d * BYTES_WEIGHT
-    if method.replay:
-        found["replay"] = (tokens.retain + tokens.forget) * layers * widths.chosen * 8
-    return found
-
-
-def trace_bytes(widths: Widths, layers: int, tokens: int) -> int:
-    """Router inputs and scores in fp32 and the chosen experts of so many tokens."""
-    return layers * tokens * (4 * widths.hidden + 4 * widths.experts + 8 * widths.chosen)
-
-
-def basis_bytes(widths: Widths, layers: int, tokens: int, method: Method) -> int:
-    """Of fixed bases, at most: as wide as the expert of a layer that serves most tokens needs, so as wide as all
-    tokens, the hidden size or `max_rank` allow."""
-    tokens *= 2 if method.surface == "combined" else 1
-    width = min(widths.hidden, tokens, method.max_rank or widths.hidden)
-    return layers * _bases_per_layer(widths, method) * widths.hidden * width * 4
-
-
-def _bases_per_layer(widths: Widths, method: Method) -> int:
-    return 1 if method.granularity == "layer" else widths.experts
-
-
-def _traces_read(method: Method, layers: int) -> int:
-    """Layers of traces that are in memory at once: one, or with `surface: combined` all of both traces."""
-    return 2 * layers if method.surface == "combined" else 1
 
 
 def bases_of(project: Project, step: Step, results: Path | None) -> float:

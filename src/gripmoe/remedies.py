@@ -7,7 +7,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gripmoe.memory import Step, layers_trained, may_idle, needed, sizes_of, widths_of
+from gripmoe.holdings import layers_trained, may_idle
+from gripmoe.memory import Step, needed, sizes_of, widths_of
 from gripmoe.project import Project
 
 SIZES = ("trained_layers", "max_rank", "basis_memory", "evaluation_batch_size")  # what the GPUs hold grows with these
