@@ -167,7 +167,7 @@ def _free_dimensions(histories: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFram
     found = ranks.metric.str.extract(r"(?P<of>mean|\d+).*_layer_(?P<layer>\d+)$")
     ranks = ranks.assign(of=found.of, layer=found.layer.astype(int))
     # A sweep has a table of its own.
-    means = ranks[~ranks.method.map(labels.is_swept)].groupby(["method", "layer", "of"]).value.mean()
+    means = ranks[~ranks.method.map(labels.is_swept).astype(bool)].groupby(["method", "layer", "of"]).value.mean()
     hidden = runs.loc[runs.metric == "hidden_size", "value"].max()
     return (hidden - means).unstack("of").reset_index()
 

@@ -8,7 +8,7 @@ from invented_runs import COMPARISONS, news, row, synthetic
 
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import COLUMNS, of_kind
-from gripmoe.reporting.comparison import comparison, specification
+from gripmoe.reporting.comparison import comparison, intervals, specification
 from gripmoe.reporting.tables import Table, as_frame
 
 
@@ -83,6 +83,13 @@ def test_best_is_computed_among_runs_that_forgot():
         cell["recovery"].best for _, cell, _ in [row(comparison(changed, "main_results"), "Unconstrained")]
     ), "all equal"
     assert row(comparison(changed, "main_results"), "Frozen router")[1]["RA"].best
+
+
+def test_the_numbers_of_a_table_without_rows_of_a_sweep_or_any():
+    runs = synthetic()
+    swept = runs.assign(method="late_eps_1em3")
+    assert intervals(pd.concat([runs, swept]), "main_results").equals(intervals(runs, "main_results"))
+    assert intervals(runs[:0], "main_results").empty
 
 
 def test_what_forcing_takes_away_is_nothing_recovered():

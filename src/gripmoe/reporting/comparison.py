@@ -100,7 +100,7 @@ def intervals(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     """The measured numbers of a table, a row each: mean, half-width of its interval, how many runs and their marks, by
     kind of base model, benchmark, objective, method and metric. Not those of a sweep."""
     rows = []
-    runs = runs[~runs.method.map(labels.is_swept)]
+    runs = runs[~runs.method.map(labels.is_swept).astype(bool)]
     for key, cells in runs.groupby([runs.model.map(labels.model_label), "benchmark", "objective", "method"]):
         marks = marks_of(cells).replace(" ", "")
         for metric in specification(name)["measured"]:
