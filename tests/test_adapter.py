@@ -267,8 +267,11 @@ NO_BATCHES = [
         [{"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 4)}],
         r"attention_mask .* of shape \(2, 4\)",
     ),
-    ([{"input_ids": torch.tensor([[5], [6]])}], "none of their tokens counts"),
-    ([{"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.zeros(2, 3)}], "none of their tokens counts"),
+    ([{"input_ids": torch.tensor([[5], [6]])}], "no retain token counts: padding does not"),
+    (
+        [{"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.zeros(2, 3)}],
+        "no retain token counts: padding does not",
+    ),
     ([PACKED], "`position_ids` start again within a row"),
 ]
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import small_model
 from gripmoe import distributed
-from gripmoe.checkpoint import save_state
+from gripmoe.checkpoint import claim_state, save_state
 from gripmoe.launching import torchrun
 from gripmoe.moe import MoEModel
 from sharded_training import BF16, CASES, FIRST_STEP, RESUMED, finetuned, first_step, model_of, train
@@ -191,3 +191,12 @@ def test_a_step_in_which_no_process_has_a_row_that_counts_has_no_share(monkeypat
     assert distributed.share(3) == 2.0
     monkeypatch.setattr(distributed, "average", lambda count: 0.0)
     assert distributed.share(0) == 1.0
+
+
+def test_parts_of_more_processes_than_there_are_now_do_not_stay(tmp_path):
+    """Whoever follows the advice to delete the file of four processes, and goes on with one."""
+    for rank in range(4):
+        (tmp_path / f"state.pt.{rank}.1.part").write_bytes(b"large")
+    (tmp_path / "other.pt.0.1.part").write_bytes(b"of another cell")
+    claim_state(tmp_path / "state.pt", {"code": "x"})
+    assert {file.name for file in tmp_path.iterdir()} == {"state.identity.json", "other.pt.0.1.part"}

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from conftest import held
-from gripmoe.files import atomic_path, exclusive, read_json, write_csv, write_json
+from gripmoe.files import atomic_path, exclusive, read_json, remove_halves, write_csv, write_json
 
 
 def test_failed_write_leaves_the_old_file(tmp_path):
@@ -62,3 +62,12 @@ def test_a_file_system_without_locks_is_no_other_process(code, tmp_path, monkeyp
         with exclusive(tmp_path):
             pass
     assert "works on it" not in str(refused.value)
+
+
+def test_what_killed_processes_left_of_one_file_is_removed(tmp_path):
+    halves = [tmp_path / f".{name}.{process}.tmp" for name in ("a.bin", "b.bin") for process in (1, 2)]
+    for half in halves:
+        half.write_bytes(b"half")
+    (tmp_path / "a.bin").write_bytes(b"whole")
+    remove_halves(tmp_path, "a.bin")
+    assert set(tmp_path.iterdir()) == {tmp_path / "a.bin", *halves[2:]}

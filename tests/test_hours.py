@@ -240,7 +240,7 @@ def test_numbers_are_those_of_what_asks():
     assert hours.PASS == inspect.signature(direct_answers).parameters["tokens_per_forward"].default
     assert (hours.PASS, hours.PROMPTS_PASS) == (corpora.TOKENS_PER_BATCH, muse.TOKENS_PER_PASS)
     assert memory.SCORED == muse.TOKENS_PER_PASS // 2
-    assert (hours.SHOTS, hours.SCORED) == (general.SHOTS, muse.MAX_SCORED_TOKENS)
+    assert (hours.SHOTS, hours.LONGEST_SCORED) == (general.SHOTS, muse.MAX_SCORED_TOKENS)
     checks = inspect.signature(relearning).parameters["checks"].default
     assert (hours.RELEARNING_STEPS, hours.RELEARNING_CHECKS) == (max(checks), len(checks))
     rows = {

@@ -20,7 +20,7 @@ from gripmoe.commands.unlearn import held_bytes
 from gripmoe.config import EpsNullConfig, Method
 from gripmoe.data.documents import Row, collate
 from gripmoe.files import write_json
-from gripmoe.holdings import Tokens, basis_bytes, held_by_method, looks_at_passes, trace_bytes
+from gripmoe.holdings import Tokens, basis_bytes, held_by_method, trace_bytes
 from gripmoe.memory import BYTES_GRADIENT, BYTES_STATES, BYTES_WEIGHT, CONVERTED, Step, memory_needed, needed
 from gripmoe.method_a import fit_bases, held_trace
 from gripmoe.moe import MoEModel
@@ -359,7 +359,7 @@ def test_idle_layers_of_one_process_over_several_gpus(gpus, last):
 @pytest.mark.parametrize("name", [n for n, m in Project(CONFIG, "tiny_all").methods.items() if m.trains])
 def test_who_looks_at_training_passes(name):
     method = Project(CONFIG, "tiny_all").methods[name]
-    assert looks_at_passes(method) == bool(constraint_of(method, {}, None, (0, 0), 0).watches)
+    assert method.looks_at_passes == bool(constraint_of(method, {}, None, (0, 0), 0).watches)
 
 
 # Of published models: what is recorded, what does not fit, what would. -----------------------------------------------
@@ -480,7 +480,7 @@ def test_too_many_references_want_fewer_steps():
     (way,) = what_would_fit(paper, step, 141, 2000)["host"]  # two nodes are not enough
     steps = int(way.removeprefix("max_steps: "))
     hosts = []
-    for count in (steps, steps + 1):
+    for count in (steps, steps + 50):  # at checks
         overrides = {**paper.world.overrides, "gd/anchored": {"max_steps": count}}
         fewer = changed("paper", overrides=overrides, reference_memory=UNBOUNDED)
         hosts.append(unlearned(fewer, "anchored").host)

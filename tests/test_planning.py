@@ -84,6 +84,20 @@ def test_gpus_that_share_layers_work_one_after_the_other(tmp_path):
     assert hours(Project(CONFIG, "paper")) == two, "other questions say nothing"
 
 
+def test_a_trace_of_one_benchmark_says_nothing_of_another(tmp_path):
+    def hours():
+        return {
+            job.cell: job.hours for job in jobs_left(Project(CONFIG, "paper"), tmp_path) if job.rule == "trace_routing"
+        }
+
+    before, folder = hours(), tmp_path / "benchmarks" / "trace_routing"
+    folder.mkdir(parents=True)
+    (folder / "qwen15_moe.another.tsv").write_text("s\th:m:s\n36000.0\t10:00:00\n")
+    assert hours() == before
+    (folder / "qwen15_moe.wmdp_cyber.tsv").write_text("s\th:m:s\n36000.0\t10:00:00\n")
+    assert hours() == {**before, "qwen15_moe.wmdp_cyber": 10.0}
+
+
 def test_what_one_method_took_says_nothing_of_another(tmp_path):
     """Of a model of known size; of the tiny ones it is the best guess."""
 

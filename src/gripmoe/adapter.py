@@ -143,6 +143,8 @@ def constrain(
         device = moe.model.device
         to_retain, to_forget = ([as_batch(batch, device) for batch in batches] for batches in (retain, forget))
         reference, attributed = moe.trace(to_retain), None
+        if not len(reference[moe.layers[0]].x_Nd):
+            raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
         single = method.experts == "top_attributed"
         if single and distributed.processes() > 1:
             raise ValueError("a method that trains one expert needs one process: there is nothing to share")

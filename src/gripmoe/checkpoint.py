@@ -67,6 +67,8 @@ def claim_state(path: Path, identity: Mapping[str, Any]) -> None:
     note = _note(path)
     foreign = path.exists() and not (note.exists() and read_json(note) == identity)
     distributed.wait_for_all()
+    if not path.exists() and distributed.is_first():
+        _remove_parts(path)  # of a state that was never whole, or whose file somebody has deleted
     if foreign:
         if distributed.is_first():
             print(f"{path}: left by a run with another configuration, data or code; starting anew", file=sys.stderr)
@@ -78,11 +80,16 @@ def claim_state(path: Path, identity: Mapping[str, Any]) -> None:
 
 
 def remove_state(path: Path) -> None:
-    """Of a run that has ended: its result says all that is to be known. Each process removes its own."""
+    """Of a run that has ended: its result says all that is to be known."""
     if distributed.is_first():
         path.unlink(missing_ok=True)
         _note(path).unlink(missing_ok=True)
-    for part in _parts(path):
+        _remove_parts(path)
+
+
+def _remove_parts(path: Path) -> None:
+    """Of every process, also of an earlier run that had more of them."""
+    for part in path.parent.glob(f"{path.name}.*.part"):
         part.unlink()
 
 

@@ -131,7 +131,7 @@ COMMANDS = (
         "why a cell (model.benchmark.objective.method.seed, or the beginning of that) would run again",
         (),
         positional="cell",
-        values=(("world", str, "tiny"), ("config", Path, Path("workflow/config"))),
+        values=(("world", str, "tiny"),),
     ),
     Command("report", "manifest", "write what artefacts are made of", ("runs", "output"), many="files"),
     Command("report", "verify", "recompute the checksums of a manifest", ("manifest",)),

@@ -106,6 +106,8 @@ class Training(Strict):
     def _checkpoints_at_checks(self) -> Training:
         if self.checkpoint_every % self.check_every:
             raise ValueError("`checkpoint_every` must be a multiple of `check_every`")
+        if self.max_steps % self.check_every:
+            raise ValueError("`max_steps` must be a multiple of `check_every`: the last steps are to be checked too")
         return self
 
 
@@ -181,6 +183,11 @@ class Method(Strict):
     @property
     def has_bases(self) -> bool:
         return self.basis == "original"
+
+    @property
+    def looks_at_passes(self) -> bool:
+        """Whether its constraint looks at training passes, through all layers."""
+        return not (self.constraint in ("none", "frozen") or self.has_bases)
 
 
 class Artefact(Strict):

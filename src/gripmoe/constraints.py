@@ -92,8 +92,8 @@ class Unconstrained:
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         return after_Ed
 
-    def penalty(self, kind, seen) -> Tensor:
-        raise NotImplementedError("asked only of a constraint that watches")
+    def penalty(self, kind, seen) -> Tensor | float:
+        return 0.0
 
     def refit(self, layer, x_Nd, tokens) -> Tensor:
         raise NotImplementedError("asked only of a constraint that refits")

@@ -92,9 +92,14 @@ def exclusive(folder: Path) -> Iterator[None]:
         job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
         file.write(f"process {os.getpid()} on {socket.gethostname()}{job}")
         file.flush()
-        for half in folder.glob(".*.tmp"):
-            _remove(half)
+        remove_halves(folder)
         yield
+
+
+def remove_halves(folder: Path, name: str = "*") -> None:
+    """What killed processes have left half-written of files of `name`. Nobody else may be writing them."""
+    for half in folder.glob(f".{name}.*.tmp"):
+        _remove(half)
 
 
 def take_lock(file: IO, folder: Path) -> bool:

@@ -40,14 +40,9 @@ def layers_trained(method: Method, objective: str, training: Training, sizes: Si
     return sizes.layers
 
 
-def looks_at_passes(method: Method) -> bool:
-    """Whether a constraint looks at training passes, through all layers."""
-    return not (method.constraint in ("none", "frozen") or method.has_bases)
-
-
 def may_idle(method: Method, objective: str) -> bool:
     """Whether training passes may leave out layers, which `idle_layers: host` then keeps in host memory."""
-    return objective == "rmu" and not looks_at_passes(method)
+    return objective == "rmu" and not method.looks_at_passes
 
 
 def held_by_method(

@@ -57,7 +57,7 @@ PROMPTS = 8  # ways to put a question, one of them below solved ones
 QUESTION, TRUTH, PROMPT, ARTICLE = 150, 250, 500, 900  # tokens: with options, with primer, of news with ten solved ones
 RECITED, ANSWERED = 128, 32  # tokens that are written
 WRITTEN = 50  # one of them takes as long as so many that are read, since they come one by one
-SCORED = 2048  # tokens of a text whose membership is asked, at most
+LONGEST_SCORED = 2048  # tokens of a text whose membership is asked, at most
 PASS = 4000  # tokens that are read at once, but for documents of a training step
 PROMPTS_PASS = 8000  # of prompts of news, below which is written
 
@@ -224,7 +224,7 @@ def _evaluated(project: Project, step: Step, results: Path | None) -> float:
     benchmark = project.benchmarks[step.benchmark]
     if benchmark.is_news:
         routed = 4 * _rows(benchmark, "raw/retain2") + 2 * _rows(benchmark, "raw/forget")
-        return _read(project, step, _news(1 - DEV, (1 - DEV) * TEXTS) + 2 * TEXTS * SCORED + routed * ARTICLE)
+        return _read(project, step, _news(1 - DEV, (1 - DEV) * TEXTS) + 2 * TEXTS * LONGEST_SCORED + routed * ARTICLE)
     asked = (1 - DEV) * _rows(benchmark, "forget_questions") + _rows(benchmark, "retain_questions")
     asked += (1 + SHOTS) * min(benchmark.few_shot_questions, _rows(benchmark, "retain_questions"))
     truths = _rows(benchmark, "truthfulqa") * TRUTHS * TRUTH

@@ -124,9 +124,6 @@ class NullSpaceMinibatch(_TwoStages):
         model.freeze_router_biases()
         self._rules = {layer: model.rule(layer) for layer in model.layers}
 
-    def penalty(self, kind, seen) -> float:
-        return 0.0
-
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         rule = self._rules[layer]
         current = route(seen.x_Nd, before_Ed, rule)
@@ -183,9 +180,6 @@ class NullSpacePaper(_TwoStages):
         self.generator = torch.Generator(model.model.device).manual_seed(self.seed)
         self._theta_0 = model.thetas()
         self._rules = {layer: model.rule(layer) for layer in model.layers}
-
-    def penalty(self, kind, seen) -> float:
-        return 0.0
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         rule = self._rules[layer]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gripmoe import distributed
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.moe import MoEModel
+from gripmoe.moe.families import logits_scaling
 from gripmoe.reference import ReferenceCache, final_hidden_states, hidden_states
 
 Batches = Sequence[Batch]
@@ -69,7 +70,8 @@ class KullbackLeibler(GradientDifference):
         scored = batch.labels[:, 1:] != IGNORED
         wanted_Td = self._hidden.of(**batch.inputs)[:, :-1][scored]
         hidden_Td = final_hidden_states(model, batch)[:, :-1][scored]
-        divergence_T = divergences(wanted_Td, hidden_Td, self._head, model.model.lm_head.weight)
+        scale = logits_scaling(model.model)
+        divergence_T = divergences(wanted_Td / scale, hidden_Td / scale, self._head, model.model.lm_head.weight)
         weights_T = torch.ones_like(divergence_T) if batch.weights is None else batch.weights[:, :-1][scored]
         return _token_mean(divergence_T, weights_T)
 

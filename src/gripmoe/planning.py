@@ -91,8 +91,8 @@ def _benchmarks(project: Project, results: Path, rule: str, cell: tuple) -> list
     """What Snakemake recorded of the same cell with another seed; else of measuring the same model and benchmark, which
     takes as long whatever trained it. Other rules and benchmarks count where arithmetic knows nothing of the model."""
     folder = results / "benchmarks" / rule
-    name = ".".join(map(str, cell[:-1])) if len(cell) > 1 else cell[0]
-    patterns = [f"{name}.*.tsv", f"{cell[0]}.tsv"]
+    name = ".".join(map(str, cell))
+    patterns = [f"{name.rpartition('.')[0]}.*.tsv" if len(cell) == 5 else f"{name}.tsv"]
     if rule in ("evaluate", "attack"):
         patterns.append(f"{cell[0]}.{cell[1]}.*.tsv")
     if not sizes_of(project, cell[0]):

@@ -29,8 +29,9 @@ def what_would_fit(
         return needed(changed, step, results).host <= host_memory
 
     def largest(key: str, fits: Callable[[Project], bool], within: Project = project) -> int:
-        below = range(1, settings.get(key, 1))
-        return bisect_left(below, True, key=lambda value: not fits(_set(within, step, key, value)))
+        unit = project.training(step.objective, step.method, step.benchmark).check_every if key == "max_steps" else 1
+        below = range(unit, settings.get(key, 1), unit)
+        return unit * bisect_left(below, True, key=lambda value: not fits(_set(within, step, key, value)))
 
     settings, ways = _settings(project, step), {}
     if not on_gpus(project):
@@ -47,7 +48,7 @@ def what_would_fit(
                 ways["GPU"] = [f"{text} with max_rank: {rank}"]
                 break
     if not on_host(project):
-        found = {key: largest(key, on_host) for key in ("max_steps", "basis_host_memory")}
+        found = {key: largest(key, on_host) for key in ("max_steps", "basis_host_memory") if key in settings}
         more = next((text for text, changed in _more_nodes(project, step) if on_host(changed)), None)
         ways["host"] = [f"{key}: {value}" for key, value in found.items() if value] + ([more] if more else [])
     return ways

@@ -377,6 +377,12 @@ def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer,
     assert {"forced_forget_accuracy", "probe_best_layer", "probe_best_expert", "relearned_after_20"} <= read_json(
         folder / "attacks.json"
     ).keys()
+    for method in ("ptc", "ptc_paper"):
+        run_cell(prepared, method, "gd", tmp_path / method, checkpoint=folder / "checkpoint.json")
+        attack(evaluated(tmp_path, tmp_path / method))
+    for method in ("ptc_matched", "anchored_tracked"):
+        cell = run_cell(prepared, method, "gd", tmp_path / method, learning_rate=1e35, max_steps=6)
+        assert cell["status"] == "diverged"
 
 
 def test_attacks_write_scores_and_no_text(world, tokenizer, tmp_path):

@@ -140,3 +140,13 @@ def test_sound_form_without_a_fit_that_serves_takes_the_router_that_does_and_say
 
 def test_score_cosine_by_hand():
     assert score_cosine(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]])) == pytest.approx(1 / math.sqrt(2))
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), 1e200])
+def test_a_model_that_has_diverged_is_no_reason_to_stop(broken):
+    """No ridge can be fitted to its states: the original router, or the unlearned one, is what remains."""
+    x, x_post, theta = drifted(200)
+    post = theta + 0.1
+    result = realign(theta, post, x, x_post * broken, SelectionRule(2))
+    assert result.ridge in (math.inf, None) and torch.equal(result.theta_Ed, theta if result.ridge else post)
+    assert realign(theta, post, x, x_post, SelectionRule(2)).ridge not in (math.inf, None), "the control"

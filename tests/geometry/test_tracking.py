@@ -49,3 +49,12 @@ def test_what_it_saw_long_ago_fades():
         x = tokens()
         errors[forgetting] = error(followed, x @ mixing.T, x @ theta.double().T)
     assert errors[0.5] < 0.3 * errors[1.0]
+
+
+def test_inputs_that_are_no_numbers_leave_the_router_as_it_was():
+    """So that the loop sees the divergence, and ends as it ends any."""
+    theta, tokens, mixing = setting()
+    tracker = RouterTracker(theta)
+    x = tokens()
+    before = tracker.update(x @ mixing.T, x @ theta.double().T)
+    assert torch.equal(tracker.update(x * float("nan"), x @ theta.double().T), before)

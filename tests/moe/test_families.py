@@ -7,10 +7,11 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import gripmoe
-from gripmoe.data.documents import Row, collate
+from gripmoe.data.documents import IGNORED, Row, collate
 from gripmoe.geometry.routing import SelectionRule, jaccard, route, routing_stability
 from gripmoe.moe import MoEModel, storage
-from gripmoe.moe.families import DENSE, FAMILIES
+from gripmoe.moe.families import DENSE, FAMILIES, logits_scaling
+from gripmoe.objectives import make_objective
 
 SMALL = dict(
     vocab_size=64,
@@ -305,3 +306,22 @@ def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tmp_path):
         assert torch.equal(loaded.theta(layer), saved.theta(layer)), family
         if family != "ernie4_5_moe":  # which keeps them in fp32 by itself
             assert not torch.equal(MoEModel(plain).theta(layer), saved.theta(layer))
+
+
+@pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe"])
+def test_kl_is_of_the_logits_that_a_family_gives(family):
+    """Granite divides what its head says; the control divides nothing."""
+    changes = {"logits_scaling": 8.0} if family == "granitemoe" else {}
+    moe, objective = make(family, **changes), make_objective("kl", {"alpha": 1.0}, 0)
+    batch = collate(rows(), 0)
+    before = moe.model(**batch.inputs).logits.log_softmax(-1)
+    objective.start(moe, [batch], [batch])
+    with torch.no_grad():
+        for layer in moe.layers:
+            for parameter in moe.expert_parameters(layer):
+                parameter.mul_(1.5)
+    after = moe.model(**batch.inputs).logits.log_softmax(-1)
+    scored = batch.labels[:, 1:] != IGNORED
+    by_hand = (before.exp() * (before - after)).sum(-1)[:, :-1][scored].mean().item()
+    assert objective.retain_loss(moe, batch).item() == pytest.approx(by_hand, rel=1e-3)
+    assert (by_hand > 0) and (logits_scaling(moe.model) == (8.0 if changes else 1.0))

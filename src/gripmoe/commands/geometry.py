@@ -6,7 +6,7 @@ from gripmoe.catalogue import Task
 from gripmoe.commands import beside, one_thread_unless_set
 from gripmoe.config import Method
 from gripmoe.data.corpora import in_batches, load_corpus
-from gripmoe.files import file_digest, read_json, write_json
+from gripmoe.files import file_digest, read_json, remove_halves, write_json
 from gripmoe.method_a import fit_bases, held_trace
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, save_bases
@@ -26,6 +26,7 @@ def trace_routing(args) -> None:
         digest = dict(weights)
         corpora = ("retain", args.retain_corpus, args.output), ("forget", args.forget_corpus, args.forget_output)
         for name, corpus, output in corpora:
+            remove_halves(output.parent, output.name)
             rows = load_corpus(corpus, tokenizer, limit=task.retain_documents, **task.reading)
             metadata = {**weights, "corpus": file_digest(corpus)}
             tokens = record_trace(output, moe, in_batches(rows, tokenizer.pad_token_id), metadata)
@@ -42,6 +43,7 @@ def fit_basis(args) -> None:
         weights = {"model": read_json(args.model)["weights"]}
         traces = StoredTrace(args.trace, weights), StoredTrace(args.forget_trace, weights)
         trace = held_trace(method, *traces)
+        remove_halves(args.output.parent, args.output.name)
         bases = fit_bases(trace, load_rules(args.trace), method)
         save_bases(args.output, bases, weights)
         ranks = {layer: basis.ranks.double() for layer, basis in bases.items()}

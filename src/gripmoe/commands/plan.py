@@ -141,7 +141,7 @@ def why(args) -> None:
     """Says in a sentence, for every cell that `args.cell` names or begins, what Snakemake would run of it and why: the
     settings that have changed, the code, or else Snakemake's own reason. Raises ValueError if Snakemake refuses, or if
     there is no such cell."""
-    project = Project(args.config, args.world)
+    project = Project(Path("workflow", "config"), args.world)  # as the Snakefile does
     known = [".".join(map(str, cell)) for cell in project.cells()]
     if not any(f"{cell}.".startswith(f"{args.cell}.") for cell in known):
         close = difflib.get_close_matches(args.cell, known, n=1)

@@ -38,7 +38,9 @@ def unlearn(args) -> None:
     one_thread_unless_set()
     state_file = folder / "state.pt"
     with training_together(args.output, beside(args.output), unlearn):
-        files = (args.run, args.model, args.reference, *sorted(args.data.glob("*.jsonl")))
+        fitted = (args.trace, args.bases)  # beside which a digest says what they hold
+        digests = [file.with_suffix(".json") for file in fitted if file and file.with_suffix(".json").exists()]
+        files = (args.run, args.model, args.reference, *digests, *sorted(args.data.glob("*.jsonl")))
         claim_state(state_file, identity_of(unlearn, *files))
         method, objective = run.method, make_objective(run.objective, run.training.objective, run.seed)
         resident = resident_layers(run.training, objective.last_layer, method)
@@ -65,8 +67,8 @@ def unlearn(args) -> None:
         if method.experts == "top_attributed" or method.constraint == "gate_anchor":
             last = moe.layers[-1] if objective.last_layer is None else objective.last_layer
             attributed = attributed_expert(forget_trace, [layer for layer in moe.layers if layer <= last])
-        held = (args.basis_memory * 1e9, args.basis_host_memory * 1e9)
-        bases = StoredBases(args.bases, weights, model.device, *held) if args.bases else None
+        tiers = (args.basis_memory * 1e9, args.basis_host_memory * 1e9)
+        bases = StoredBases(args.bases, weights, model.device, *tiers) if args.bases else None
 
         held = held_trace(method, trace, forget_trace)
         constraint = constraint_of(method, held, bases, attributed, run.seed)
@@ -105,7 +107,7 @@ def resident_layers(training: Training, last_layer: int | None, method: Method) 
         return None
     if distributed.processes() > 1:
         raise ValueError("`idle_layers: host` needs one process: layers that are shared cannot leave their GPUs")
-    return None if constraint_of(method, {}, None, (0, 0), 0).watches else last_layer + 1
+    return None if method.looks_at_passes else last_layer + 1
 
 
 def costs(outcome: Outcome) -> dict[str, float]:

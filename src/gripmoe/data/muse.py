@@ -1,4 +1,4 @@
-"""MUSE-News, from the hub or a local folder of the same layout (App. on evaluation; Shi et al. 2024)."""
+"""MUSE-News, from the hub or a local folder of the same layout (App. A.1; Shi et al. 2024)."""
 
 from __future__ import annotations
 

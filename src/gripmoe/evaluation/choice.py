@@ -18,6 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.data.formats import LETTERS, letter_description, letter_question
 from gripmoe.files import read_jsonl, write_jsonl
+from gripmoe.moe.families import logits_scaling
+from gripmoe.moe.model import evaluating
 
 FEWSHOT_SEED = 1234  # the harness's default
 
@@ -143,23 +145,21 @@ def direct_answers(
 ) -> list[Answer]:
     """The same answers without the harness, fast enough to be asked while training; `prompt` writes a question in
     another way than the harness does."""
-    was_training = model.training
-    model.eval()
     by_id = {question["id"]: question for question in questions}
     write = prompt or prompt_of
     rows = [encode(tokenizer, [(write(question), False)], question["id"]) for question in questions]
     letters = [tokenizer(f" {letter}", add_special_tokens=False)["input_ids"][-1] for letter in LETTERS]
     answers = {}
-    for bucket in length_buckets(rows, tokens_per_forward):
-        batch = collate(bucket, tokenizer.pad_token_id).to(model.device)
-        hidden = model.model(**batch.inputs).last_hidden_state
-        last = batch.attention_mask.sum(dim=1) - 1
-        logits = model.lm_head(hidden[torch.arange(len(bucket), device=last.device), last]).float()
-        logprobs = logits.log_softmax(dim=-1)[:, letters]
-        for row_id, scores in zip(batch.row_ids, logprobs.tolist(), strict=True):
-            chosen = max(range(len(scores)), key=scores.__getitem__)
-            answers[row_id] = Answer(row_id, chosen, chosen == by_id[row_id]["answer"], tuple(scores))
-    model.train(was_training)
+    with evaluating(model):
+        for bucket in length_buckets(rows, tokens_per_forward):
+            batch = collate(bucket, tokenizer.pad_token_id).to(model.device)
+            hidden = model.model(**batch.inputs).last_hidden_state
+            last = batch.attention_mask.sum(dim=1) - 1
+            logits = model.lm_head(hidden[torch.arange(len(bucket), device=last.device), last]).float()
+            logprobs = (logits / logits_scaling(model)).log_softmax(dim=-1)[:, letters]
+            for row_id, scores in zip(batch.row_ids, logprobs.tolist(), strict=True):
+                chosen = max(range(len(scores)), key=scores.__getitem__)
+                answers[row_id] = Answer(row_id, chosen, chosen == by_id[row_id]["answer"], tuple(scores))
     return [answers[question["id"]] for question in questions]
 
 

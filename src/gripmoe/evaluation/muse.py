@@ -22,6 +22,7 @@ from gripmoe.data.documents import Row, collate, encode, length_buckets
 from gripmoe.data.formats import knowmem_prompt
 from gripmoe.data.muse import CONTEXT
 from gripmoe.files import read_jsonl
+from gripmoe.moe.model import evaluating
 
 RECITED_TOKENS = 128
 ANSWER_TOKENS = 32
@@ -76,34 +77,33 @@ def continuations(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int
 ) -> list[str]:
     """What the model writes after each prompt, greedily, in batches padded on the left: the same as one by one."""
-    was_training = model.training
-    model.eval()
     rows = [encode(tokenizer, [(prompt, False)], str(number)) for number, prompt in enumerate(prompts)]
     texts = {}
-    for bucket in length_buckets(rows, TOKENS_PER_PASS):
-        longest = max(len(row.ids) for row in bucket)
-        input_ids = torch.full((len(bucket), longest), tokenizer.pad_token_id)
-        mask = torch.zeros_like(input_ids)
-        for i, row in enumerate(bucket):
-            input_ids[i, longest - len(row.ids) :] = torch.tensor(row.ids)
-            mask[i, longest - len(row.ids) :] = 1
-        written = model.generate(
-            input_ids=input_ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id,
-            synced_gpus=distributed.processes() > 1,  # a process that is done goes on with the layers that are shared
-            # Greedy, whatever a chat model's own generation settings say.
-            do_sample=False,
-            num_beams=1,
-            repetition_penalty=1.0,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=50,
-        )
-        for row, ids in zip(bucket, written[:, longest:], strict=True):
-            texts[row.id] = tokenizer.decode(ids, skip_special_tokens=True)
-    model.train(was_training)
+    with evaluating(model):
+        for bucket in length_buckets(rows, TOKENS_PER_PASS):
+            longest = max(len(row.ids) for row in bucket)
+            input_ids = torch.full((len(bucket), longest), tokenizer.pad_token_id)
+            mask = torch.zeros_like(input_ids)
+            for i, row in enumerate(bucket):
+                input_ids[i, longest - len(row.ids) :] = torch.tensor(row.ids)
+                mask[i, longest - len(row.ids) :] = 1
+            written = model.generate(
+                input_ids=input_ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                max_new_tokens=max_new_tokens,
+                pad_token_id=tokenizer.pad_token_id,
+                synced_gpus=distributed.processes()
+                > 1,  # a process that is done goes on with the layers that are shared
+                # Greedy, whatever a chat model's own generation settings say.
+                do_sample=False,
+                num_beams=1,
+                repetition_penalty=1.0,
+                temperature=1.0,
+                top_p=1.0,
+                top_k=50,
+            )
+            for row, ids in zip(bucket, written[:, longest:], strict=True):
+                texts[row.id] = tokenizer.decode(ids, skip_special_tokens=True)
     return [texts[row.id] for row in rows]
 
 
@@ -156,16 +156,14 @@ def membership_scores(
     """Scores that are higher for a text that looks more like training data: Min-K (mean of the lowest K % of token
     log-probabilities), Min-K++ at 20 % (standardised over the vocabulary at each token), mean log-probability ("loss"),
     and the text's log-probability by its size under zlib."""
-    was_training = model.training
-    model.eval()
     rows = [encode(tokenizer, [(text, True)], str(i), MAX_SCORED_TOKENS) for i, text in enumerate(texts)]
     scores: dict[str, dict[str, float]] = {}
-    for bucket in length_buckets(rows, TOKENS_PER_PASS // 2):
-        batch = collate(bucket, tokenizer.pad_token_id).to(model.device)
-        logits = model(**batch.inputs).logits[:, :-1].float()
-        for row, row_logits in zip(bucket, logits, strict=True):
-            scores[row.id] = _row_scores(row, row_logits[: len(row.ids) - 1], texts[int(row.id)])
-    model.train(was_training)
+    with evaluating(model):
+        for bucket in length_buckets(rows, TOKENS_PER_PASS // 2):
+            batch = collate(bucket, tokenizer.pad_token_id).to(model.device)
+            logits = model(**batch.inputs).logits[:, :-1].float()
+            for row, row_logits in zip(bucket, logits, strict=True):
+                scores[row.id] = _row_scores(row, row_logits[: len(row.ids) - 1], texts[int(row.id)])
     return {name: [scores[row.id][name] for row in rows] for name in scores[rows[0].id]}
 
 

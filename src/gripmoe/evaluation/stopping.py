@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from gripmoe.catalogue import Benchmark
+from gripmoe.catalogue import Task
 from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
 from gripmoe.evaluation.muse import News, mean_score, news_scores
 from gripmoe.files import read_json
@@ -17,7 +17,7 @@ RETAIN_PAIRS = 20  # likewise of news
 
 
 def stop_rule(
-    benchmark: Benchmark, data: Path, reference: Path | None, tokenizer
+    benchmark: Task, data: Path, reference: Path | None, tokenizer
 ) -> tuple[dict[str, float], Callable[[MoEModel], dict[str, float]]]:
     """When to stop: the highest value of each score that counts as forgotten, and how to measure scores on dev items.
 

@@ -120,8 +120,10 @@ def realign(
             candidates[ridge] = theta_Ed.to(dtype)
         else:
             regularized_dd = gram_dd + ridge * gram_dd.trace() / len(gram_dd) * eye_dd
-            shift_dE = torch.cholesky_solve(fit_post_Nd.T @ residual_NE, torch.linalg.cholesky(regularized_dd))
-            candidates[ridge] = (theta64_Ed + shift_dE.T).to(dtype)
+            factor_dd, failed = torch.linalg.cholesky_ex(regularized_dd)
+            if not failed:  # as it is for the states of a model that has diverged
+                shift_dE = torch.cholesky_solve(fit_post_Nd.T @ residual_NE, factor_dd)
+                candidates[ridge] = (theta64_Ed + shift_dE.T).to(dtype)
 
     def stability(candidate_Ed: Tensor) -> float:
         got = route(x_post_Nd[is_held_N], candidate_Ed.double(), rule)

@@ -25,7 +25,7 @@ class RouterTracker:
         self.cross_Ed = torch.zeros_like(self.theta_0_Ed)
 
     def update(self, x_Nd: Tensor, wanted_NE: Tensor) -> Tensor:
-        """The router after these tokens, (E, d) in fp64; without any, as it was."""
+        """The router after these tokens, (E, d) in fp64; without any, or where they are no numbers, as it was."""
         if not len(x_Nd):
             return self.theta_Ed
         x_Nd = x_Nd.double()
@@ -34,8 +34,9 @@ class RouterTracker:
         self.cross_Ed = self.forgetting * self.cross_Ed + residual_NE.T @ x_Nd
         d = len(self.gram_dd)
         eye_dd = torch.eye(d, dtype=torch.float64, device=x_Nd.device)
-        factor_dd = torch.linalg.cholesky(self.gram_dd + self.ridge * self.gram_dd.trace() / d * eye_dd)
-        self.theta_Ed = self.theta_0_Ed + torch.cholesky_solve(self.cross_Ed.T, factor_dd).T
+        factor_dd, failed = torch.linalg.cholesky_ex(self.gram_dd + self.ridge * self.gram_dd.trace() / d * eye_dd)
+        if not failed:
+            self.theta_Ed = self.theta_0_Ed + torch.cholesky_solve(self.cross_Ed.T, factor_dd).T
         return self.theta_Ed
 
     def state(self) -> tuple[Tensor, Tensor, Tensor]:

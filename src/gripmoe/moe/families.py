@@ -139,6 +139,11 @@ FAMILIES = {
 }
 
 
+def logits_scaling(model: nn.Module) -> float:
+    """What a family divides by to get logits from its language head: Granite's do."""
+    return getattr(model.config, "logits_scaling", 1.0)
+
+
 def family_of(model: nn.Module) -> Family:
     """The row of a transformers model. Raises ValueError for a family without one, and says what stands in the way."""
     model_type = model.config.model_type if hasattr(model, "config") else None

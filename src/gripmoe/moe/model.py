@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -200,7 +200,7 @@ class MoEModel:
         """The routing of all batches, with padding and the first `skip_positions` positions (BOS, attention sink) left
         out. A batch is a `Batch`, or a mapping with input_ids and, if rows are padded, attention_mask. Runs in eval
         mode and restores the mode. What is recorded goes to `device`, or stays on the model's. Raises ValueError if
-        there are no batches, no token of them counts, or one is no batch."""
+        there are no batches, or one is no batch."""
         parts = [
             {layer: routing.to(device) for layer, routing in seen.items()} if device else seen
             for seen in self.traced(batches, skip_positions)
@@ -212,29 +212,19 @@ class MoEModel:
         self, batches: Iterable[Batch | Mapping[str, Tensor]], skip_positions: int = 1
     ) -> Iterator[dict[int, LayerRouting]]:
         """The same batch by batch."""
-        counted = 0
+        nothing = True
         with self.evaluating(), self.record_routing() as recorder:
             for batch in batches:
+                nothing = False
                 inputs = as_batch(batch, self.model.device).inputs
                 self.model.model(**inputs)
-                keep = routed_tokens(inputs["attention_mask"], skip_positions)
-                counted += int(keep.sum())
-                yield recorder.take(keep)
-        if not counted:
-            raise ValueError(
-                "nothing to trace: no batches, or none of their tokens counts (padding and the first of a row do not)"
-            )
+                yield recorder.take(routed_tokens(inputs["attention_mask"], skip_positions))
+        if nothing:
+            raise ValueError("nothing to trace: no batches were given")
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Within the block the model is in eval mode; then each of its modules in the mode it was in."""
-        training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
-            yield
-        finally:
-            for module in training:
-                module.training = True
+        return evaluating(self.model)
 
     @contextmanager
     def brought_beside(self, other: MoEModel) -> Iterator[None]:
@@ -383,6 +373,18 @@ class MoEModel:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within the block a model is in eval mode; then each of its modules in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
