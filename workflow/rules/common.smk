@@ -13,7 +13,7 @@ from gripmoe.parsing import ConfigError
 from gripmoe.fingerprint import code_fingerprint
 from gripmoe.hours import fit_threads, hours_needed
 from gripmoe.memory import Step, needed
-from gripmoe.project import Project
+from gripmoe.project import NO_OBJECTIVE, Project
 from gripmoe.reporting import RENDERING
 
 # The graph of a large world is millions of objects that stay: looking among them for garbage took an eighth of the time.
@@ -74,7 +74,7 @@ def any_of(names):
 wildcard_constraints:
     model=any_of(PREPARED + FINETUNED),
     benchmark=any_of(WORLD.benchmarks),
-    objective=any_of(["none", *WORLD.objectives]),
+    objective=any_of([NO_OBJECTIVE, *WORLD.objectives]),
     method=any_of(WORLD.all_methods),
     seed=any_of(sorted({0, *WORLD.seeds})),
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 
+from gripmoe.project import NO_OBJECTIVE
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import KEYS, beside
 from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
@@ -106,8 +107,8 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
                 of_method = marks_of(cells[(cells.objective == objective) & (cells.method == method)]).replace(" ", "")
                 axes.annotate(of_method, (1.03, y), fontsize=6, va="center", annotation_clip=False)
                 signs += of_method
-            if ("none", "retain_only") in means.index:
-                floor = means.loc[("none", "retain_only")]
+            if (NO_OBJECTIVE, "retain_only") in means.index:
+                floor = means.loc[(NO_OBJECTIVE, "retain_only")]
                 axes.axvspan(floor.min(), floor.max(), color="0.9", zorder=0, linewidth=0)
             axes.set(xlabel="forget accuracy", xlim=(0, 1.02), ylim=(-0.7, len(methods) - 0.3))
             axes.set_yticks(range(len(methods)), [labels.method_label(m) for m in reversed(methods)])
@@ -145,7 +146,7 @@ def component_restoration(runs: pd.DataFrame) -> plt.Figure:
 def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> plt.Figure:
     """A panel per objective, a colour and marker per method, a line style per source; means over runs of the `value` by
     method, `source` and `step`, with bands that span them. The oracle's lines, grey, stand in every panel."""
-    if set(found.objective) <= {"none"}:
+    if set(found.objective) <= {NO_OBJECTIVE}:
         return nothing("no cell was attacked in this way")
     with house_style():
         figure, panels = panels_of(found)
@@ -155,7 +156,7 @@ def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> p
             spans = group.groupby(keys).value.agg(mean="mean", least="min", greatest="max")
             present = set(group.method[group.objective == objective]) & set(labels.COLOURS)
             drawn = [(objective, method) for method in labels.ordered(present)]
-            drawn += [("none", "retain_only")] if "retain_only" in set(group.method) else []
+            drawn += [(NO_OBJECTIVE, "retain_only")] if "retain_only" in set(group.method) else []
             ends = {}
             for key in drawn:
                 for source, style in styles.items():

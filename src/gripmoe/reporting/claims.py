@@ -8,6 +8,7 @@ import pandas as pd
 import yaml
 from scipy import stats
 
+from gripmoe.project import NO_OBJECTIVE
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import SHARED, of_kind
 from gripmoe.reporting.comparison import collapsed, unforgotten
@@ -37,7 +38,7 @@ def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
     if claim["metric"].removesuffix("_share") not in SHARED:
         runs = _without(runs, collapsed(runs))
     if "objectives" in claim:
-        runs = runs[runs.objective.isin([*claim["objectives"], "none"])]
+        runs = runs[runs.objective.isin([*claim["objectives"], NO_OBJECTIVE])]
     runs = runs[runs.value.notna()]
     if "recovery" in claim["metric"]:
         runs = runs.assign(value=runs.value.clip(lower=0))

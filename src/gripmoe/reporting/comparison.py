@@ -12,6 +12,7 @@ from itertools import product
 import pandas as pd
 import yaml
 
+from gripmoe.project import NO_OBJECTIVE
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import KEYS, apart
 from gripmoe.reporting.tables import MISSING, Cell, Table, interval, without_zeros
@@ -123,7 +124,7 @@ def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
     blocks = spec["blocks"]
     if not spec.get("all_methods") or any("benchmark" in block for block in blocks):
         return blocks
-    others = set(runs.objective) - {"none"} - {block.get("objective") for block in blocks}
+    others = set(runs.objective) - {NO_OBJECTIVE} - {block.get("objective") for block in blocks}
     of_others = labels.ordered(others, labels.OBJECTIVES)
     return blocks + [{"name": labels.objective_label(o), "objective": o, "rows": []} for o in of_others]
 
@@ -235,7 +236,9 @@ def _realigned(cells: pd.DataFrame) -> str:
 
 def collapsed(runs: pd.DataFrame) -> pd.DataFrame:
     """The retain accuracies of unlearned models that answer retain questions by chance."""
-    return runs[(runs.objective != "none") & (runs.metric == "retain_accuracy") & (runs.value <= labels.COLLAPSED)]
+    return runs[
+        (runs.objective != NO_OBJECTIVE) & (runs.metric == "retain_accuracy") & (runs.value <= labels.COLLAPSED)
+    ]
 
 
 def _overshot(cells: pd.DataFrame) -> bool:
@@ -276,7 +279,7 @@ def _mark_best(block: list, metrics: list[str], chance: float) -> None:
 
 
 def _notes(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], counts: set[int]) -> list[str]:
-    seeds = runs.loc[runs.objective != "none", "seed"].nunique()
+    seeds = runs.loc[runs.objective != NO_OBJECTIVE, "seed"].nunique()
     of_one_model = any("model" in row for block in spec["blocks"] for row in block["rows"])
     groups = _groups(runs, spec)
     models = max(group.model.nunique() for _, group in groups)

@@ -15,6 +15,7 @@ import pandas as pd
 
 from gripmoe.files import atomic_path, file_digest, read_json
 from gripmoe.fingerprint import code_fingerprint
+from gripmoe.project import NO_OBJECTIVE
 from gripmoe.provenance import package_versions
 from gripmoe.reporting import RENDERING, labels
 from gripmoe.reporting.collect import apart
@@ -108,7 +109,7 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
     floors = {kind: random_floor(group) for kind, group in apart(runs)}
     present = data[["kind", "objective"]].drop_duplicates().itertuples(index=False)
     order = list(floors), labels.ordered(data.objective, labels.OBJECTIVES)
-    shown = [p for p in present if p.objective != "none"]
+    shown = [p for p in present if p.objective != NO_OBJECTIVE]
     shown.sort(key=lambda p: (order[0].index(p.kind), order[1].index(p.objective)))
     with house_style():
         columns = min(2, len(shown))
@@ -190,7 +191,7 @@ Panel = tuple[plt.Axes, str, pd.DataFrame]
 def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, list[Panel]]:
     """Panels on common axes: a row per kind of base model, a column per objective, whose name stands above; each with
     its objective and the rows of its kind, `height` inches each."""
-    objectives = [o for o in labels.ordered(table.objective, labels.OBJECTIVES) if o != "none"]
+    objectives = [o for o in labels.ordered(table.objective, labels.OBJECTIVES) if o != NO_OBJECTIVE]
     kinds = apart(table)
     size = PAPER_WIDTH, height * len(kinds)
     figure, grid = plt.subplots(len(kinds), len(objectives), figsize=size, sharex=True, sharey=True, squeeze=False)

@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from gripmoe.project import NO_OBJECTIVE
 from gripmoe.reporting import labels
 from gripmoe.reporting.collect import apart, beside, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
 
 RUN = ["model", "benchmark", "seed"]
-NO_OBJECTIVE = "none"  # of the models that trained nothing
 RESAMPLES = 4000
 MEASURES = ("forget_accuracy", "retain_accuracy", "verbmem", "knowmem_forget", "knowmem_retain")
 
