@@ -74,11 +74,10 @@ def constrain(
 
     `model` is a transformers MoE model of a known family, or one that accelerate has prepared or spread over devices
     (`device_map`); `optimizer` is the one that steps while the guard holds, has its routers among others, and may be
-    wrapped by accelerate. `retain` are batches of
-    input_ids and, if rows are padded, attention_mask, both (rows, positions); the original routing of these tokens,
-    padding and the first of each row aside, is recorded once, here, so call this before training. To resume, call this
-    on the original model once more, then load the weights, the optimizer and `guard.state_dict()`. `method` is a name
-    of METHODS or a `Method`:
+    wrapped by accelerate. `retain` are batches of input_ids and, if rows are padded, attention_mask, both (rows,
+    positions); the original routing of these tokens, padding and the first of each row aside, is recorded once, here,
+    so call this before training. To resume, call this on the original model once more, then load the weights, the
+    optimizer and `guard.state_dict()`. `method` is a name of METHODS or a `Method`:
 
     - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
       retain tokens, whatever momentum or weight decay add, up to directions that `eps_null` counts as none. Needs
@@ -140,6 +139,7 @@ def constrain(
             raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
         if method.constraint == "null_space":
             _check_routers(moe, inner_optimizer(optimizer))
+        _states_in_fp32(moe, inner_optimizer(optimizer))
         device = moe.model.device
         to_retain, to_forget = ([as_batch(batch, device) for batch in batches] for batches in (retain, forget))
         reference, attributed = moe.trace(to_retain), None
@@ -194,7 +194,7 @@ def _method(method: str | Method, replay: bool) -> Method:
 
 
 def _check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError unless the optimizer holds the routers that train; what it knows of them becomes fp32 too."""
+    """Raises ValueError unless the optimizer holds the routers that train."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in held]
     if any(moe.theta(layer).requires_grad for layer in missing) or len(missing) == len(moe.layers):
@@ -202,6 +202,10 @@ def _check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain (of several "
             "optimizers give the one that holds them)"
         )
+
+
+def _states_in_fp32(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
+    """What an optimizer that has stepped knows of routers becomes fp32 as they have."""
     for layer in moe.layers:
         state = optimizer.state.get(moe.theta(layer), {})
         for name, value in state.items():

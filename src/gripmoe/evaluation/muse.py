@@ -92,8 +92,8 @@ def continuations(
                 attention_mask=mask.to(model.device),
                 max_new_tokens=max_new_tokens,
                 pad_token_id=tokenizer.pad_token_id,
-                synced_gpus=distributed.processes()
-                > 1,  # a process that is done goes on with the layers that are shared
+                # A process that is done goes on with the layers that are shared.
+                synced_gpus=distributed.processes() > 1,
                 # Greedy, whatever a chat model's own generation settings say.
                 do_sample=False,
                 num_beams=1,
