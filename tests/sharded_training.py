@@ -15,7 +15,9 @@ from gripmoe.adapter import METHODS
 from gripmoe.checkpoint import remove_state
 from gripmoe.config import EpsNullConfig, Method, Training
 from gripmoe.data import corpora
+from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, collate
+from gripmoe.evaluation.stopping import StopRule
 from gripmoe.finetune import finetune
 from gripmoe.method_a import fit_bases
 from gripmoe.moe import MoEModel, sharding
@@ -107,9 +109,9 @@ def train(name: str, folder: Path, steps: int = 6, references: Path | None = Non
     bases = fit_bases(reference, moe.rules(), method) if method.has_bases else None
     outcome = unlearn(
         moe, make_objective(objective, OBJECTIVES[objective], 0),
-        constraint_of(method, reference, bases, None, 0), forget, retain,
-        TRAINING.model_copy(update={"max_steps": steps, **CHANGES.get(name, {}), **changes}), seed=0, pad_id=0,
-        targets={"accuracy": -1.0}, scores=lambda model: {"accuracy": 1.0}, state_file=folder / f"{name}.pt",
+        constraint_of(method, reference, bases, None, 0), Corpora(forget, retain, pad_id=0),
+        TRAINING.model_copy(update={"max_steps": steps, **CHANGES.get(name, {}), **changes}),
+        StopRule({"accuracy": -1.0}, lambda model: {"accuracy": 1.0}), seed=0, state_file=folder / f"{name}.pt",
     )  # fmt: skip
     thetas = torch.stack([moe.theta(layer).detach() for layer in moe.layers])
     copies = replicated(moe.model)

@@ -14,7 +14,7 @@ from gripmoe.objectives import make_objective
 from gripmoe.penalties import constraint_of
 from gripmoe.worlds.models import make_model
 from test_planning import changed
-from test_unlearning import corpus
+from test_unlearning import CORPORA, NEVER
 
 LARGE, LAYERS, LAST = "qwen3_30b_a3b", 4, 1
 SETTINGS = {"gd": {"alpha": 1.0}, "rmu": {"alpha": 1.0, "layer": LAST, "steering": 1.0}}
@@ -37,13 +37,10 @@ def two_steps(moe, objective, training, folder, monkeypatch, constraint=None):
         moe,
         make_objective(objective, SETTINGS[objective], 0),
         constraint or Unconstrained(),
-        corpus(0),
-        corpus(1),
+        CORPORA,
         training,
+        NEVER,
         seed=0,
-        pad_id=0,
-        targets={"forget_accuracy": -1.0},
-        scores=lambda _: {"forget_accuracy": 1.0},
         state_file=folder / "state.pt",
     )
     assert (outcome.status, outcome.steps) == ("not_reached", 2)

@@ -16,14 +16,16 @@ from gripmoe import distributed, unlearning
 from gripmoe.calibration import routing_aware_weights
 from gripmoe.config import Training
 from gripmoe.constraints import Unconstrained
+from gripmoe.data.corpora import Corpora, epoch_rows
 from gripmoe.data.documents import Row
+from gripmoe.evaluation.stopping import StopRule
 from gripmoe.geometry.nullspace import EpsNull
 from gripmoe.method_a import NullSpacePaper
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.objectives import GradientDifference, RepresentationMisdirection
 from gripmoe.penalties import Anchored
-from gripmoe.unlearning import epoch_rows, unlearn
+from gripmoe.unlearning import unlearn
 
 TRAINING = Training(
     learning_rate=1e-3,
@@ -48,6 +50,10 @@ def corpus(seed, rows=10):
     return [Row(f"{seed}/{i}", ids, ids) for i, ids in enumerate(documents)]
 
 
+CORPORA = Corpora(corpus(0), corpus(1), pad_id=0)
+NEVER = StopRule({"accuracy": -1.0}, lambda _: {"accuracy": 1.0})
+
+
 def run(
     state_file,
     *,
@@ -66,13 +72,13 @@ def run(
         moe,
         objective or GradientDifference(alpha=1.0),
         constraint or NullSpacePaper(dict.fromkeys(range(2), EpsNull(1e-2, "absolute")), tolerance=0.0, seed=3),
-        corpus(0),
-        corpus(1),
+        CORPORA,
         training,
+        StopRule(
+            {"forget_accuracy": target},
+            lambda m: {"forget_accuracy": (accuracy or (lambda m: m.theta(0).sum().item()))(m)},
+        ),
         seed=seed,
-        pad_id=0,
-        targets={"forget_accuracy": target},
-        scores=lambda m: {"forget_accuracy": (accuracy or (lambda m: m.theta(0).sum().item()))(m)},
         corrected=corrected,
         state_file=state_file,
         **more,
@@ -335,8 +341,8 @@ def test_replay_and_recomputed_activations_go_together(tmp_path):
         moe = MoEModel(small_model())
         training = TRAINING.model_copy(update={"gradient_checkpointing": recomputed, "max_steps": 4})
         unlearn(
-            moe, GradientDifference(alpha=1.0), Unconstrained(), corpus(0), corpus(1), training, seed=5, pad_id=0,
-            targets={"a": -1.0}, scores=lambda m: {"a": 1.0}, replay=True, state_file=tmp_path / f"{recomputed}.pt",
+            moe, GradientDifference(alpha=1.0), Unconstrained(), CORPORA, training, NEVER, seed=5, replay=True,
+            state_file=tmp_path / f"{recomputed}.pt",
         )  # fmt: skip
         ends.append(moe.model.state_dict())
     for name, tensor in ends[0].items():

@@ -11,12 +11,11 @@ from transformers import PreTrainedModel
 
 from gripmoe import distributed
 from gripmoe.checkpoint import load_state, save_state
-from gripmoe.data.corpora import in_batches
+from gripmoe.data.corpora import epoch_rows, in_batches
 from gripmoe.data.documents import IGNORED, Row
 from gripmoe.moe import MoEModel
 from gripmoe.objectives import cross_entropy
 from gripmoe.optimizer import make_adamw, set_rates
-from gripmoe.unlearning import epoch_rows
 
 
 def finetune(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +19,15 @@ from gripmoe.checkpoint import load_state, save_state
 from gripmoe.clock import now
 from gripmoe.config import Training
 from gripmoe.constraints import RouterConstraint
+from gripmoe.data.corpora import Corpora, epoch_rows
 from gripmoe.data.documents import Batch, Row, collate, length_buckets
+from gripmoe.evaluation.stopping import StopRule
 from gripmoe.guard import RouterGuard
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
 from gripmoe.objectives import Objective
 from gripmoe.optimizer import make_adamw, rate_zero
-from gripmoe.reference import OriginalSets
+from gripmoe.reference import OriginalSets, ReferenceCache
 
 TOKENS_PER_PASS = 4000  # padded, where nothing is trained
 TIMED_PAIRS = 8
@@ -47,30 +48,15 @@ class Outcome:
     seconds: tuple[float, float] | None
 
 
-def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> list[Row]:
-    """The rows of one step: a new shuffle every epoch, a function of seed and step alone, so that a resumed run sees
-    the same data. Raises ValueError if the corpus is smaller than a batch."""
-    if batch_size > len(rows):
-        raise ValueError(f"batch size {batch_size} exceeds the {len(rows)} documents of the corpus")
-    per_epoch = len(rows) // batch_size
-    order = list(range(len(rows)))
-    random.Random(f"epoch {seed} {step // per_epoch}").shuffle(order)
-    start = step % per_epoch * batch_size
-    return [rows[i] for i in order[start : start + batch_size]]
-
-
 def unlearn(
     model: MoEModel,
     objective: Objective,
     constraint: RouterConstraint,
-    forget: Sequence[Row],
-    retain: Sequence[Row],
+    corpora: Corpora,
     training: Training,
+    stop: StopRule,
     *,
     seed: int,
-    pad_id: int,
-    targets: Mapping[str, float],
-    scores: Callable[[MoEModel], dict[str, float]],
     scope: dict[int, list[int]] | None = None,
     replay: bool = False,
     critical_experts: int | None = None,
@@ -78,8 +64,7 @@ def unlearn(
     state_file: Path,
     description: str = "unlearn",
 ) -> Outcome:
-    """Unlearns in place until every score that has a target is at most that; `scores(model)` is asked every
-    `training.check_every` steps.
+    """Unlearns in place until the stop rule is met, which is asked every `training.check_every` steps.
 
     Expert blocks train, or only the experts of `scope` by layer, and routers as the constraint lets them; everything
     else is fixed. With `replay` every training pass uses the original model's expert sets, with live weights. With
@@ -89,9 +74,9 @@ def unlearn(
     the interruption.
 
     Under torchrun every process calls this with the same arguments and a model of which `shard_experts` has made it a
-    part: each trains on its rows of every batch and takes part in every check.
+    part: each trains on its rows of every batch and takes part in every check. Raises ValueError for what processes
+    cannot share.
     """
-    device = model.model.device
     processes = distributed.processes()
     if scope and processes > 1:
         raise ValueError("a method that trains one expert needs one process: there is nothing to share")
@@ -99,89 +84,26 @@ def unlearn(
         if getattr(training, name) % processes:
             raise ValueError(f"{name} {getattr(training, name)} cannot be split over {processes} processes")
     in_linear_precision = linear_precision(model, training.linear_precision)
-
-    def batch(rows: Sequence[Row], size: int, step: int) -> Batch:
-        own = epoch_rows(rows, size, seed, step)[distributed.rank() :: processes]
-        return collate(own, pad_id).to(device)
-
-    def used(rows: Sequence[Row], size: int) -> list[Batch]:
-        drawn = {row.id: row for n in range(training.max_steps) for row in epoch_rows(rows, size, seed, n)}
-        return [collate(bucket, pad_id).to(device) for bucket in length_buckets(list(drawn.values()), TOKENS_PER_PASS)]
-
     model.model.eval()
-    documents = used(forget, training.forget_batch_size), used(retain, training.retain_batch_size)
+    batches = _Batches(corpora, training, seed, model.model.device)
+    used = batches.used("forget"), batches.used("retain")
     routers, experts = _trainable(model, scope, trained_layers(model, objective.last_layer, training.trained_layers))
-    objective.start(model, *documents)
-    constraint.start(model, *documents)
-    original_sets = OriginalSets(model, [*documents[0], *documents[1]]) if replay else None
-    weights = routing_aware_weights(model, *documents, critical_experts) if critical_experts else None
+    objective.start(model, *used)
+    constraint.start(model, *used)
+    original_sets = OriginalSets(model, [*used[0], *used[1]]) if replay else None
+    weights = routing_aware_weights(model, *used, critical_experts) if critical_experts else None
     optimizer = _adamw(routers, experts, training)
     if training.gradient_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
-    measured = _Means()
-
-    @contextmanager
-    def as_trained(batch: Batch) -> Iterator[None]:
-        with ExitStack() as entered:
-            entered.enter_context(expert_precision(model, training.expert_precision))
-            entered.enter_context(in_linear_precision())
-            if original_sets and not guard.is_lifted:
-                entered.enter_context(model.force_routing(original_sets.of(**batch.inputs)))
-            yield
-
-    def needed_layers(kind: str):
-        if objective.last_layer is None or kind in guard.watches:
-            return nullcontext()
-        return model.only_layers(objective.last_layer + 1)
-
-    def backward(step: int) -> dict[str, float]:
-        """Gradients of both losses on the documents of a step; returns the losses."""
-        model.model.train()
-        optimizer.zero_grad()
-        forget_batch = batch(forget, training.forget_batch_size, step)
-        with as_trained(forget_batch):  # in the backward pass too, which may compute activations again
-            with needed_layers("forget"), guard.forget():
-                forget_loss = objective.forget_loss(model, forget_batch)
-            (forget_loss + guard.penalty()).backward()
-        retain_batch = batch(retain, training.retain_batch_size, step)
-        if weights:
-            retain_batch.weights = weights.of(**retain_batch.inputs)
-        with as_trained(retain_batch):
-            with needed_layers("retain"), guard.retain():
-                retain_loss = objective.retain_loss(model, retain_batch)
-            (training.alpha_multiplier * objective.alpha * retain_loss + guard.penalty()).backward()
-        losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **objective.monitor}
-        return {name: distributed.average(loss) for name, loss in losses.items()}
-
-    def update(step: int) -> None:
-        distributed.clip_gradients(routers + experts, training.clip_norm)
-        torch.manual_seed(1_000_000 * seed + step)  # of stochastic rounding, the same wherever it is resumed
-        optimizer.step()
-
-    def seconds() -> float:
-        started = now()
-        backward(step=0)
-        update(step=0)
-        return now() - started
-
-    def seconds_by_turns() -> tuple[float, float]:
-        """The shortest with the constraint, which needs routers that move, and without: what else the machine does only
-        adds. Weights end as they were."""
-        thetas, pairs = model.thetas(), []
-        *others, of_routers = optimizer.param_groups
-        with rate_zero(others):
-            for _ in range(TIMED_PAIRS):
-                constrained = seconds()
-                with guard.lifted(), rate_zero([of_routers]):
-                    pairs.append((constrained, seconds()))
-        model.set_thetas(thetas)
-        return tuple(map(min, zip(*pairs, strict=True)))
-
     restricted = model.restrict_experts(scope, optimizer) if scope else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {"step": 0, "history": [], "constraint": {}}
     with restricted, RouterGuard(model, optimizer, constraint) as guard:
+        steps = _Steps(
+            model, objective, batches, training, seed, routers, experts, optimizer, in_linear_precision, original_sets,
+            weights, guard,
+        )  # fmt: skip
         guard.load_state_dict(progress["constraint"])
-        step, history = progress["step"], progress["history"]
+        step, history, measured = progress["step"], progress["history"], _Means()
         if step and distributed.is_first():
             print(f"{description} resumes at step {step}", file=sys.stderr, flush=True)
         bar = tqdm(total=training.max_steps, initial=step, desc=description, disable=not distributed.is_first())
@@ -192,11 +114,11 @@ def unlearn(
                     break
                 if not history or history[-1]["step"] < step:
                     if step:
-                        guard.refit(batch(retain, training.retain_batch_size, step - 1))
+                        guard.refit(batches.of("retain", step - 1))
                     with _temporarily(model, corrected):
-                        history.append({"step": step, **distributed.agreed(scores(model)), **measured.take()})
-                bar.set_postfix({name: f"{history[-1][name]:.3f}" for name in targets})
-                if all(history[-1][name] <= target for name, target in targets.items()):
+                        history.append({"step": step, **distributed.agreed(stop.scores(model)), **measured.take()})
+                bar.set_postfix({name: f"{history[-1][name]:.3f}" for name in stop.targets})
+                if all(history[-1][name] <= target for name, target in stop.targets.items()):
                     status = "reached"
                     break
             if step >= training.max_steps:
@@ -207,7 +129,7 @@ def unlearn(
                     state_file, model.model, optimizer, step=step, history=history, constraint=guard.state_dict()
                 )
             started = now()
-            losses = backward(step)
+            losses = steps.losses(step)
             if not math.isfinite(losses["forget_loss"]) or not losses["retain_loss"] <= training.loss_bound:
                 status = "diverged"
                 break
@@ -215,18 +137,118 @@ def unlearn(
             if not all(map(math.isfinite, gradients.values())):
                 status = "diverged"
                 break
-            update(step)
+            steps.update(step)
             step += 1
             measured.add(**losses, **gradients, seconds=now() - started, **constraint.observed())
             bar.update()
         bar.close()
-        times = None if status == "diverged" else seconds_by_turns()
+        times = None if status == "diverged" else steps.seconds_by_turns()
     if training.gradient_checkpointing:
         model.model.gradient_checkpointing_disable()
     if corrected:
         corrected(model)
     model.model.eval().requires_grad_(True)
     return Outcome(status, step, history, times)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Both corpora as a run draws from them: batches are a function of seed and step alone."""
+
+    corpora: Corpora
+    training: Training
+    seed: int
+    device: torch.device
+
+    def of(self, kind: str, step: int) -> Batch:
+        """The rows of a step that this process has."""
+        own = self._rows(kind, step)[distributed.rank() :: distributed.processes()]
+        return collate(own, self.corpora.pad_id).to(self.device)
+
+    def used(self, kind: str) -> list[Batch]:
+        """All documents that some step draws, by length."""
+        drawn = {row.id: row for step in range(self.training.max_steps) for row in self._rows(kind, step)}
+        buckets = length_buckets(list(drawn.values()), TOKENS_PER_PASS)
+        return [collate(bucket, self.corpora.pad_id).to(self.device) for bucket in buckets]
+
+    def _rows(self, kind: str, step: int) -> list[Row]:
+        return epoch_rows(getattr(self.corpora, kind), getattr(self.training, f"{kind}_batch_size"), self.seed, step)
+
+
+@dataclass
+class _Steps:
+    """A step of training: gradients of both losses on its documents, under the constraint, then AdamW's update."""
+
+    model: MoEModel
+    objective: Objective
+    batches: _Batches
+    training: Training
+    seed: int
+    routers: list[nn.Parameter]
+    experts: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    linear_precision: Callable[[], AbstractContextManager[None]]
+    original_sets: OriginalSets | None
+    weights: ReferenceCache | None
+    guard: RouterGuard
+
+    def losses(self, step: int) -> dict[str, float]:
+        """Computes the gradients of a step and returns its losses."""
+        self.model.model.train()
+        self.optimizer.zero_grad()
+        forget = self.batches.of("forget", step)
+        with self._as_trained(forget):  # in the backward pass too, which may compute activations again
+            with self._needed_layers("forget"), self.guard.forget():
+                forget_loss = self.objective.forget_loss(self.model, forget)
+            (forget_loss + self.guard.penalty()).backward()
+        retain = self.batches.of("retain", step)
+        if self.weights:
+            retain.weights = self.weights.of(**retain.inputs)
+        with self._as_trained(retain):
+            with self._needed_layers("retain"), self.guard.retain():
+                retain_loss = self.objective.retain_loss(self.model, retain)
+            alpha = self.training.alpha_multiplier * self.objective.alpha
+            (alpha * retain_loss + self.guard.penalty()).backward()
+        losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **self.objective.monitor}
+        return {name: distributed.average(loss) for name, loss in losses.items()}
+
+    def update(self, step: int) -> None:
+        distributed.clip_gradients(self.routers + self.experts, self.training.clip_norm)
+        torch.manual_seed(1_000_000 * self.seed + step)  # of stochastic rounding, wherever it is resumed
+        self.optimizer.step()
+
+    def seconds_by_turns(self) -> tuple[float, float]:
+        """The shortest with the constraint, which needs routers that move, and without: what else the machine does only
+        adds. Weights end as they were."""
+        thetas, pairs = self.model.thetas(), []
+        *others, of_routers = self.optimizer.param_groups
+        with rate_zero(others):
+            for _ in range(TIMED_PAIRS):
+                constrained = self._seconds()
+                with self.guard.lifted(), rate_zero([of_routers]):
+                    pairs.append((constrained, self._seconds()))
+        self.model.set_thetas(thetas)
+        return tuple(map(min, zip(*pairs, strict=True)))
+
+    def _seconds(self) -> float:
+        started = now()
+        self.losses(step=0)
+        self.update(step=0)
+        return now() - started
+
+    @contextmanager
+    def _as_trained(self, batch: Batch) -> Iterator[None]:
+        with ExitStack() as entered:
+            entered.enter_context(expert_precision(self.model, self.training.expert_precision))
+            entered.enter_context(self.linear_precision())
+            if self.original_sets and not self.guard.is_lifted:
+                entered.enter_context(self.model.force_routing(self.original_sets.of(**batch.inputs)))
+            yield
+
+    def _needed_layers(self, kind: str) -> AbstractContextManager:
+        if self.objective.last_layer is None or kind in self.guard.watches:
+            return nullcontext()
+        return self.model.only_layers(self.objective.last_layer + 1)
 
 
 def trained_layers(model: MoEModel, last_layer: int | None, count: int | None) -> list[int]:

@@ -19,7 +19,9 @@ from conftest import random_batch, small_model
 from gripmoe import unlearning
 from gripmoe.config import Training
 from gripmoe.constraints import Unconstrained
+from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row
+from gripmoe.evaluation.stopping import StopRule
 from gripmoe.moe import MoEModel, fp8
 from gripmoe.moe.families import FAMILIES
 from gripmoe.moe.storage import save_model, weights_digest
@@ -166,8 +168,8 @@ def trained(tmp_path, precision, seen=None, documents=corpus, **changes):
     moe = MoEModel(small_model())
     training = TRAINING.model_copy(update={"linear_precision": precision, "max_steps": 4, **changes})
     outcome = unlearn(
-        moe, GradientDifference(alpha=1.0), Unconstrained(), documents(0), documents(1), training, seed=5, pad_id=0,
-        targets={"a": -1.0}, scores=lambda m: (seen if seen is not None else []).append(converted(m)) or {"a": 1.0},
+        moe, GradientDifference(alpha=1.0), Unconstrained(), Corpora(documents(0), documents(1), pad_id=0), training,
+        StopRule({"a": -1.0}, lambda m: (seen if seen is not None else []).append(converted(m)) or {"a": 1.0}), seed=5,
         state_file=tmp_path / f"{precision}.pt",
     )  # fmt: skip
     return moe, outcome

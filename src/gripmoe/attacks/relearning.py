@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 from gripmoe.attacks import Recall, Scores, kept
 from gripmoe.config import Relearning
+from gripmoe.data.corpora import epoch_rows
 from gripmoe.data.documents import Row, collate
 from gripmoe.moe import MoEModel
 from gripmoe.objectives import cross_entropy
 from gripmoe.optimizer import make_adamw
-from gripmoe.unlearning import epoch_rows
 
 
 def relearning(

@@ -11,7 +11,7 @@ from gripmoe.checkpoint import claim_state, remove_state
 from gripmoe.clock import now
 from gripmoe.commands import beside, identity_of, one_thread_unless_set, training_together
 from gripmoe.config import Method, Training, load_run
-from gripmoe.data.corpora import load_corpus
+from gripmoe.data.corpora import Corpora, load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.stopping import stop_rule
 from gripmoe.files import exclusive, file_digest, read_json, write_json
@@ -52,17 +52,18 @@ def unlearn(args) -> None:
             asked = f"{weights['model']} {code_fingerprint(entry_of(unlearn))}"  # what other code has kept is not found
             moe.references = ReferenceStore(args.references, asked, args.reference_memory * 1e9)
         theta_0 = moe.thetas()
-        corpus = {
-            name: load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
+        documents = [
+            load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
             for name in ("forget", "retain")
-        }
+        ]
+        corpora = Corpora(*documents, pad_id=tokenizer.pad_token_id)
         trace, forget_trace = (
             StoredTrace(path, weights | {"corpus": file_digest(args.data / f"{name}_corpus.jsonl")})
             for name, path in (("retain", args.trace), ("forget", args.forget_trace))
         )
-        recorded_rows = corpus["retain"][: run.benchmark.retain_documents]
-        batch = collate(recorded_rows, tokenizer.pad_token_id).to(model.device)
-        targets, scores = stop_rule(run.benchmark, args.data, args.reference, tokenizer)
+        recorded_rows = corpora.retain[: run.benchmark.retain_documents]
+        batch = collate(recorded_rows, corpora.pad_id).to(model.device)
+        stop = stop_rule(run.benchmark, args.data, args.reference, tokenizer)
         attributed = None
         if method.experts == "top_attributed" or method.constraint == "gate_anchor":
             last = moe.layers[-1] if objective.last_layer is None else objective.last_layer
@@ -77,13 +78,10 @@ def unlearn(args) -> None:
                 moe,
                 objective,
                 constraint,
-                corpus["forget"],
-                corpus["retain"],
+                corpora,
                 run.training,
+                stop,
                 seed=run.seed,
-                pad_id=tokenizer.pad_token_id,
-                targets=targets,
-                scores=scores,
                 scope={attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None,
                 replay=method.replay,
                 critical_experts=method.critical_experts,

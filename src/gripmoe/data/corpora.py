@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from gripmoe.data.documents import IGNORED, Batch, Row, collate, encode
 from gripmoe.files import read_jsonl
 
 TOKENS_PER_BATCH = 4000
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """Tokenized documents, those to forget and those to retain, and the token that pads them."""
+
+    forget: Sequence[Row]
+    retain: Sequence[Row]
+    pad_id: int
 
 
 def load_corpus(
@@ -47,6 +58,18 @@ def _pieces(row: Row, max_length: int) -> list[Row]:
         Row(f"{row.id}#{i}", row.ids[a:b], row.labels[a:b])
         for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
     ]
+
+
+def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> list[Row]:
+    """The rows of one step: a new shuffle every epoch, a function of seed and step alone, so that a resumed run sees
+    the same data. Raises ValueError if the corpus is smaller than a batch."""
+    if batch_size > len(rows):
+        raise ValueError(f"batch size {batch_size} exceeds the {len(rows)} documents of the corpus")
+    per_epoch = len(rows) // batch_size
+    order = list(range(len(rows)))
+    random.Random(f"epoch {seed} {step // per_epoch}").shuffle(order)
+    start = step % per_epoch * batch_size
+    return [rows[i] for i in order[start : start + batch_size]]
 
 
 def in_batches(rows: Sequence[Row], pad_id: int, rank: int = 0, processes: int = 1) -> list[Batch]:

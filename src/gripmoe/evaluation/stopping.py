@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gripmoe.catalogue import Task
@@ -16,10 +16,16 @@ RETAIN_QUESTIONS = 120  # of the dev split, asked at every check
 RETAIN_PAIRS = 20  # likewise of news
 
 
-def stop_rule(
-    benchmark: Task, data: Path, reference: Path | None, tokenizer
-) -> tuple[dict[str, float], Callable[[MoEModel], dict[str, float]]]:
-    """When to stop: the highest value of each score that counts as forgotten, and how to measure scores on dev items.
+@dataclass(frozen=True)
+class StopRule:
+    """A model has forgotten when each of its `scores` that has a target is at most that."""
+
+    targets: dict[str, float]
+    scores: Callable[[MoEModel], dict[str, float]]
+
+
+def stop_rule(benchmark: Task, data: Path, reference: Path | None, tokenizer) -> StopRule:
+    """The stop rule of a benchmark, on its dev items.
 
     Letters: forget accuracy, at a fixed value. News: VerbMem and KnowMem, a few points above what `reference` (the
     description of the retain-only model) says that this model has.
@@ -33,7 +39,7 @@ def stop_rule(
             scores = news_scores(moe.model, tokenizer, sample, "dev", strip_prompts=benchmark.strip_prompts)
             return {name: mean_score(items) for name, items in scores.items()}
 
-        return {name: known[name] + margin for name in ("verbmem", "knowmem_forget")}, news_means
+        return StopRule({name: known[name] + margin for name in ("verbmem", "knowmem_forget")}, news_means)
 
     dev = {
         name: load_questions(data / f"{name}_questions.jsonl", "dev")[:count]
@@ -43,7 +49,7 @@ def stop_rule(
     def accuracies(moe: MoEModel) -> dict[str, float]:
         return {f"{name}_accuracy": accuracy(direct_answers(moe.model, tokenizer, dev[name])) for name in dev}
 
-    return {"forget_accuracy": benchmark.target.forget_accuracy}, accuracies
+    return StopRule({"forget_accuracy": benchmark.target.forget_accuracy}, accuracies)
 
 
 def _fewer_retain_pairs(pairs: list[dict]) -> list[dict]:
