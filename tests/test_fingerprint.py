@@ -46,7 +46,7 @@ EDITS = [
     ("objectives.py", "return -cross_entropy(", "return -2 * cross_entropy(", [UNLEARN], [REALIGN, MODEL, EVALUATE]),
     ("geometry/halfspace.py", "max_rounds: int = 50", "max_rounds: int = 51", [UNLEARN], [MODEL, EVALUATE]),
     ("geometry/realignment.py", "torch.linalg", "1.0 * torch.linalg", [UNLEARN, REALIGN], [MODEL, EVALUATE]),
-    ("commands/unlearn.py", 'corpus["retain"][: run', 'corpus["retain"][1 : run', [UNLEARN], [REALIGN, MODEL]),
+    ("commands/unlearn.py", "corpora.retain[: run", "corpora.retain[1 : run", [UNLEARN], [REALIGN, MODEL]),
     ("commands/evaluate.py", "prefix in (", "prefix in 1 * (", [EVALUATE], [UNLEARN]),
     ("data/corpora.py", "TOKENS_PER_BATCH = ", "TOKENS_PER_BATCH = 1 + ", [EVALUATE], [DATA]),
     ("moe/storage.py", "def load_model(", "def load_model(unused=1, *, ", [UNLEARN, EVALUATE], [DATA]),
