@@ -355,6 +355,40 @@ def dry_run(root):
     return snakemake("-n", "--config", f"world={root / 'smoke.yaml'}", directory=root, root=root)
 
 
+EDITS = [
+    # An edit in one objective: training, not the base model; in what all steps read: all but the data.
+    ("src/gripmoe/objectives.py", "return -cross_entropy(", "return -1.0 * cross_entropy(", TRAINING_ON),
+    ("src/gripmoe/moe/model.py", "return list(self._routers)", "return [*self._routers]", ["prepare_model"]),
+    ("src/gripmoe/commands/unlearn.py", "corpora.retain[: run", "corpora.retain[0 : run", TRAINING_ON),
+    ("src/gripmoe/method_b.py", "import torch\n", "import torch\n\nUNUSED = 1\n", []),
+    ("src/gripmoe/evaluation/report.py", "return [\n", "return 1 * [\n", ["evaluate", "collect"]),
+    ("src/gripmoe/attacks/restoration.py", '("experts", "attention")', '("attention", "experts")', ["attack"]),
+    # Which attacks are made, and when a run has forgotten.
+    ("src/gripmoe/attacks/suite.py", "SAMPLE = 240", "SAMPLE = 241", ["attack"]),
+    ("src/gripmoe/attacks/routers.py", "0.5, seed", "0.6, seed", ["attack"]),
+    ("src/gripmoe/evaluation/stopping.py", "QUESTIONS = 120", "QUESTIONS = 121", ["unlearn"]),
+    ("src/gripmoe/reporting/labels.py", "CHANCE = 0.27", "CHANCE = 0.28", ["render_main_results", "manifest"]),
+    ("src/gripmoe/reporting/comparisons.yaml", "0.26", "0.27", ["render_main_results", "manifest"]),
+    # How a benchmark is measured: no training.
+    (
+        "workflow/config/benchmarks.yaml",
+        "max_length: 256\n  evaluation_batch_size: 128\n\nmuse_smoke",
+        "max_length: 256\n  evaluation_batch_size: 64\n\nmuse_smoke",
+        MEASURING,
+    ),
+    # One notebook's text: that notebook. What nothing here uses: nothing.
+    ("notebooks/main_results.ipynb", "# Main results", "# The main results", ["render_main_results"]),
+    ("workflow/config/methods.yaml", "anchored:", "unused: {constraint: none}\nanchored:", []),
+    ("workflow/config/models.yaml", "qwen3_30b_a3b:", "another:", []),
+    ("workflow/config/tiny.yaml", "learning_rate: 1.0e-3", "learning_rate: 2.0e-3", []),
+]
+
+
+@pytest.mark.parametrize(("file", "old"), [edit[:2] for edit in EDITS])
+def test_the_edits_below_are_of_lines_that_are_there(file, old):
+    assert old in (ROOT / file).read_text()
+
+
 @pytest.mark.workflow
 class TestRun:
     def test_every_artefact_is_there(self, finished):
@@ -504,39 +538,12 @@ class TestRun:
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("file", "old", "new", "rules"),
-        [
-            # An edit in one objective: training, not the base model; in what all steps read: all but the data.
-            ("src/gripmoe/objectives.py", "return -cross_entropy(", "return -1.0 * cross_entropy(", TRAINING_ON),
-            ("src/gripmoe/moe/model.py", "return list(self._routers)", "return [*self._routers]", ["prepare_model"]),
-            ("src/gripmoe/commands/unlearn.py", 'corpus["retain"][:', 'corpus["retain"][0:', TRAINING_ON),
-            ("src/gripmoe/method_b.py", "import torch\n", "import torch\n\nUNUSED = 1\n", []),
-            ("src/gripmoe/evaluation/report.py", "return [\n", "return 1 * [\n", ["evaluate", "collect"]),
-            ("src/gripmoe/attacks/restoration.py", '("experts", "attention")', '("attention", "experts")', ["attack"]),
-            # Which attacks are made, and when a run has forgotten.
-            ("src/gripmoe/attacks/suite.py", "SAMPLE = 240", "SAMPLE = 241", ["attack"]),
-            ("src/gripmoe/attacks/routers.py", "0.5, seed", "0.6, seed", ["attack"]),
-            ("src/gripmoe/evaluation/stopping.py", "QUESTIONS = 120", "QUESTIONS = 121", ["unlearn"]),
-            ("src/gripmoe/reporting/labels.py", "CHANCE = 0.27", "CHANCE = 0.28", ["render_main_results", "manifest"]),
-            ("src/gripmoe/reporting/comparisons.yaml", "0.26", "0.27", ["render_main_results", "manifest"]),
-            # How a benchmark is measured: no training.
-            (
-                "workflow/config/benchmarks.yaml",
-                "max_length: 256\n  evaluation_batch_size: 128\n\nmuse_smoke",
-                "max_length: 256\n  evaluation_batch_size: 64\n\nmuse_smoke",
-                MEASURING,
-            ),
-            # One notebook's text: that notebook. What nothing here uses: nothing.
-            ("notebooks/main_results.ipynb", "# Main results", "# The main results", ["render_main_results"]),
-            ("workflow/config/methods.yaml", "anchored:", "unused: {constraint: none}\nanchored:", []),
-            ("workflow/config/models.yaml", "qwen3_30b_a3b:", "another:", []),
-            ("workflow/config/tiny.yaml", "learning_rate: 1.0e-3", "learning_rate: 2.0e-3", []),
-        ],
+        EDITS,
         ids=lambda value: value.rsplit("/", 1)[-1] if isinstance(value, str) and "/" in value else None,
     )
     def test_an_edit_reruns_what_it_affects(self, finished, file, old, new, rules):
         path = finished / file
         before, times = path.read_text(), path.stat()
-        assert before.count(old) >= 1
         path.write_text(before.replace(old, new, 1))
         plan = planned(dry_run(finished))
         path.write_text(before)
