@@ -85,7 +85,7 @@ def test_a_benchmark_has_the_target_of_its_kind(folder):
 
 def test_a_benchmark_changes_training(folder):
     project = Project(folder, "tiny")
-    assert project.training("gd", "frozen_router", "muse_tiny").learning_rate == 1e-4
+    assert project.training("gd", "frozen_router", "muse_tiny").learning_rate == 2e-4
     assert project.training("gd", "frozen_router", "wmdp_tiny").learning_rate == 5e-4
     assert project.training("gd", "expert_specific", "muse_tiny").router_weight_decay == 0, (
         "the method has the last word"
