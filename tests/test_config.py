@@ -75,6 +75,9 @@ def test_news_goes_with_the_models_finetuned_on_it(folder):
     edit(folder / "models.yaml", lambda c: c["tiny_news"].update(benchmark="wmdp_tiny"))
     with pytest.raises(ConfigError, match="tiny_news.benchmark: 'wmdp_tiny' has no articles to finetune on"):
         Project(folder, "both")
+    edit(folder / "models.yaml", lambda c: c["tiny_news"].update(benchmark="muse_tiny", oracle="tiny_a_oracle"))
+    with pytest.raises(ConfigError, match="tiny_news.oracle: 'tiny_a_oracle' is not finetuned on 'muse_tiny'"):
+        Project(folder, "both")
 
 
 def test_a_benchmark_has_the_target_of_its_kind(folder):

@@ -1,6 +1,7 @@
 """In transformers' own `Trainer`, and one of TRL's."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -179,6 +180,12 @@ def test_a_checkpoint_elsewhere_is_resumed_where_the_arguments_name_it(tmp_path)
     assert equal(named, uninterrupted)
     with pytest.raises(ValueError, match="is not known: .* named by `resume_from_checkpoint` of its arguments"):
         weights_after(tmp_path / "nowhere", resume=checkpoint)
+
+
+def test_the_last_checkpoint_may_be_asked_for_as_such(tmp_path):
+    uninterrupted = weights_after(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    assert equal(weights_after(tmp_path, resume=True, resume_from_checkpoint=True), uninterrupted)
 
 
 def test_another_checkpoint_than_the_trainer_has_loaded_is_refused(tmp_path):

@@ -175,6 +175,31 @@ def test_killed_and_resumed_run_ends_in_the_same_bytes(tmp_path, step):
     assert not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_what_a_step_draws_at_random_is_the_same_when_resumed(tmp_path, dropout, monkeypatch):
+    """The control: with dropout it is another run."""
+
+    original = small_model
+
+    def noisy():
+        model = original()
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = dropout
+        return model
+
+    plain, _ = run(tmp_path / "plain.pt")
+    monkeypatch.setitem(globals(), "small_model", noisy)
+    whole, _ = run(tmp_path / "whole.pt")
+    calls = iter(range(4))
+    with pytest.raises(StopIteration):
+        run(tmp_path / "state.pt", accuracy=lambda moe: float(next(calls)))
+    torch.manual_seed(0)
+    resumed, _ = run(tmp_path / "state.pt")
+    assert weights_digest(resumed.model) == weights_digest(whole.model)
+    assert (weights_digest(plain.model) == weights_digest(whole.model)) == (dropout == 0)
+
+
 def test_killed_at_random_instants(tmp_path):
     """SIGKILL from outside, several times in a row, wherever the run happens to be."""
     whole, _ = run(tmp_path / "whole.pt")
@@ -334,6 +359,12 @@ def test_a_batch_that_cannot_be_split_is_refused(monkeypatch, tmp_path):
         run(tmp_path / "state.pt")
 
 
+def test_a_corpus_smaller_than_a_batch_is_refused(tmp_path):
+    training = TRAINING.model_copy(update={"retain_batch_size": 11})
+    with pytest.raises(ValueError, match="retain_batch_size 11 exceeds the 10 documents of the retain corpus"):
+        run(tmp_path / "state.pt", training=training)
+
+
 def test_replay_and_recomputed_activations_go_together(tmp_path):
     """What is computed again in the backward pass is forced to the same sets."""
     ends = []
@@ -377,6 +408,25 @@ def test_timing_a_step_changes_no_bit(tmp_path, optimizer, monkeypatch):
         digests.add(weights_digest(model.model))
         assert all(seconds > 0 for seconds in outcome.seconds)
     assert len(digests) == 1
+
+
+def test_a_step_that_would_diverge_is_not_timed(tmp_path):
+    class Bursts(GradientDifference):
+        """When training has ended, which its stop rule says."""
+
+        over = False
+
+        def retain_loss(self, model, batch):
+            return super().retain_loss(model, batch) * (math.inf if self.over else 1.0)
+
+    def accuracy(moe):
+        objective.over = True
+        return -2.0
+
+    objective = Bursts(alpha=1.0)
+    moe, outcome = run(tmp_path / "state.pt", objective=objective, accuracy=accuracy)
+    assert outcome.status == "reached" and outcome.seconds is None
+    assert all(tensor.isfinite().all() for tensor in moe.model.state_dict().values())
 
 
 def test_a_step_is_timed_against_one_without_the_constraint(tmp_path):

@@ -11,6 +11,7 @@ import argparse
 import platform
 import subprocess
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
@@ -75,10 +76,11 @@ class Record:
         self.attacks = self._items(load_attacks)
 
     def _items(self, load) -> pd.DataFrame | None:
-        try:
-            return pd.concat([load(path) for path in self.paths]).drop_duplicates([*KEYS, "id"])
-        except FileNotFoundError:  # of a record, which keeps none
-            return None
+        kept = []
+        for path in self.paths:
+            with suppress(FileNotFoundError):  # of a record, which keeps none
+                kept.append(load(path))
+        return pd.concat(kept).drop_duplicates([*KEYS, "id"]) if kept else None
 
     def of_world(self, world: str) -> pd.DataFrame:
         """The runs that a world lists. What it has of one method alone, for another world, compares nothing."""

@@ -4,7 +4,7 @@
 
 The chosen setting reaches the forget target on each of the world's models, with the highest retain accuracy on
 average, both on dev questions, and of equal ones in the fewest steps. Every trial stands in a table of the folder
-`tuning` beside the results; nothing is written to a configuration, where the chosen values stand by hand, with their
+`tuning` of the results; nothing is written to a configuration, where the chosen values stand by hand, with their
 provenance. Models, data and traces come from the results folder of the world (`snakemake` makes them); a trial that has
 been run with all the same settings is not run again.
 """
@@ -12,7 +12,6 @@ been run with all the same settings is not run again.
 from __future__ import annotations
 
 import argparse
-import shutil
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -63,7 +62,7 @@ def trial(
     }
     asked = run.model_dump(mode="json")
     if not (folder / "checkpoint.json").exists() or load_yaml(folder / "run.yaml") != asked:
-        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "checkpoint.json").unlink(missing_ok=True)
         write_yaml(folder / "run.yaml", asked)
         made = {}
         if run.method.has_bases:
@@ -113,6 +112,15 @@ def main() -> None:
     args = parser.parse_args()
     project, tuning = Project(CONFIG, args.world), load_yaml(Path(__file__).with_name("tuning.yaml"))
     tuning |= tuning["benchmarks"].get(args.benchmark, {})
+    methods = ["unconstrained", *tuning["methods"]]
+    for flag, given, known in (
+        ("--benchmark", [args.benchmark], project.world.benchmarks),
+        ("--models", args.models or [], project.world.models),
+        ("--objectives", args.objectives or [], tuning["objectives"]),
+        ("--methods", args.methods or [], methods),
+    ):
+        if unknown := sorted(set(given) - set(known)):
+            parser.error(f"{flag}: {unknown[0]!r} is none of {', '.join(known)}, which world and tuning.yaml name")
     trials = [
         (objective, "unconstrained", change, {})
         for objective, lines in tuning["objectives"].items()
@@ -132,6 +140,8 @@ def main() -> None:
         for model in args.models or project.world.models
         if project.fits(model, args.benchmark)
     ]
+    if not trials:
+        parser.error("tuning.yaml tries no such method under these objectives")
     with ProcessPoolExecutor(args.cores, mp_context=get_context("spawn")) as pool:
         rows = list(tqdm(pool.map(trial, *zip(*trials, strict=True)), total=len(trials)))
     table = pd.DataFrame(rows)

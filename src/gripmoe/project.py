@@ -156,6 +156,9 @@ class Project:
             raise ConfigError(f"{file}: {name}.benchmark: {model.benchmark!r} has no articles to finetune on")
         if not model.oracle:
             raise ConfigError(f"{file}: {name}: `oracle` is required; the model to compare leakage with")
+        oracle = self.models[model.oracle]
+        if oracle.source != "finetuned" or oracle.benchmark != model.benchmark:
+            raise ConfigError(f"{file}: {name}.oracle: {model.oracle!r} is not finetuned on {model.benchmark!r}")
 
     def fits(self, model: str, benchmark: str) -> bool:
         """News is for the models that were finetuned on it, and nothing else is for them."""

@@ -53,7 +53,8 @@ class GuardCallback(TrainerCallback):
                 f"training resumes at step {state.global_step}, and what the routers were before is not known: give "
                 f"this callback to the Trainer when it is made, on the original model; {NAMED}"
             )
-        folder = Path(args.resume_from_checkpoint or _checkpoint(args, state.global_step))
+        asked = args.resume_from_checkpoint  # or True: the last one
+        folder = Path(asked) if isinstance(asked, (str, Path)) else _checkpoint(args, state.global_step)
         saved = _state_in(folder, state.global_step)
         trained = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
         if any(not _is_one_of(now, trained[name], original[name]) for name, now in model.state_dict().items()):
@@ -86,8 +87,9 @@ def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], **settings:
     To resume, make the trainer as before, on the original model, and call `train(resume_from_checkpoint=...)`; a folder
     elsewhere than in `output_dir` has to stand in the trainer's arguments too.
 
-    Raises nothing itself. `train` raises what `constrain` and the guard do, and ValueError where the checkpoint to
-    resume from was saved without this callback, or of another model, method or documents."""
+    Raises nothing itself. The trainer raises ValueError when it is made on a model of an unknown family; `train` what
+    `constrain` and the guard do, and ValueError where the checkpoint to resume from was saved without this callback, or
+    of another model, method or documents."""
     return GuardCallback(retain, settings)
 
 

@@ -39,7 +39,7 @@ class Outcome:
 
     A history row has the step, the dev scores there and, after the first, means since the row before: losses,
     root-mean-square gradient per element of routers and experts, and seconds per step. `seconds` are those of a step
-    under the constraint and of one without it, taken in turns at the end; None where the run diverged.
+    under the constraint and of one without it, taken in turns at the end; None where the run diverged, or would.
     """
 
     status: str
@@ -75,14 +75,17 @@ def unlearn(
 
     Under torchrun every process calls this with the same arguments and a model of which `shard_experts` has made it a
     part: each trains on its rows of every batch and takes part in every check. Raises ValueError for what processes
-    cannot share.
+    cannot share, for a corpus smaller than a batch, and for a state that other processes saved.
     """
     processes = distributed.processes()
     if scope and processes > 1:
-        raise ValueError("a method that trains one expert needs one process: there is nothing to share")
-    for name in ("forget_batch_size", "retain_batch_size"):
-        if getattr(training, name) % processes:
-            raise ValueError(f"{name} {getattr(training, name)} cannot be split over {processes} processes")
+        raise ValueError("`experts: top_attributed` trains one expert, which processes cannot share: start one process")
+    for kind, rows in (("forget", corpora.forget), ("retain", corpora.retain)):
+        name, size = f"{kind}_batch_size", getattr(training, f"{kind}_batch_size")
+        if size % processes:
+            raise ValueError(f"{name} {size} cannot be split over {processes} processes")
+        if size > len(rows):
+            raise ValueError(f"{name} {size} exceeds the {len(rows)} documents of the {kind} corpus; lower it")
     in_linear_precision = linear_precision(model, training.linear_precision)
     model.model.eval()
     batches = _Batches(corpora, training, seed, model.model.device)
@@ -129,17 +132,13 @@ def unlearn(
                     state_file, model.model, optimizer, step=step, history=history, constraint=guard.state_dict()
                 )
             started = now()
-            losses = steps.losses(step)
-            if not math.isfinite(losses["forget_loss"]) or not losses["retain_loss"] <= training.loss_bound:
+            losses = steps.backward(step)
+            if losses is None:
                 status = "diverged"
                 break
-            gradients = {"router_gradient": _rms_gradient(routers), "expert_gradient": _rms_gradient(experts)}
-            if not all(map(math.isfinite, gradients.values())):
-                status = "diverged"
-                break
-            steps.update(step)
+            steps.update()
             step += 1
-            measured.add(**losses, **gradients, seconds=now() - started, **constraint.observed())
+            measured.add(**losses, seconds=now() - started, **constraint.observed())
             bar.update()
         bar.close()
         times = None if status == "diverged" else steps.seconds_by_turns()
@@ -187,13 +186,15 @@ class _Steps:
     routers: list[nn.Parameter]
     experts: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
-    linear_precision: Callable[[], AbstractContextManager[None]]
+    in_linear_precision: Callable[[], AbstractContextManager[None]]
     original_sets: OriginalSets | None
     weights: ReferenceCache | None
     guard: RouterGuard
 
-    def losses(self, step: int) -> dict[str, float]:
-        """Computes the gradients of a step and returns its losses."""
+    def backward(self, step: int) -> dict[str, float] | None:
+        """Computes the gradients of a step; returns its losses and how large the gradients are, or None if they are not
+        finite or the retain loss is above its bound: the run has diverged."""
+        torch.manual_seed(1_000_000 * self.seed + step)  # of dropout and stochastic rounding, wherever it is resumed
         self.model.model.train()
         self.optimizer.zero_grad()
         forget = self.batches.of("forget", step)
@@ -210,16 +211,19 @@ class _Steps:
             alpha = self.training.alpha_multiplier * self.objective.alpha
             (alpha * retain_loss + self.guard.penalty()).backward()
         losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **self.objective.monitor}
-        return {name: distributed.average(loss) for name, loss in losses.items()}
+        losses = {name: distributed.average(loss) for name, loss in losses.items()}
+        gradients = {"router_gradient": _rms_gradient(self.routers), "expert_gradient": _rms_gradient(self.experts)}
+        if not all(map(math.isfinite, (losses["forget_loss"], *gradients.values()))):
+            return None
+        return {**losses, **gradients} if losses["retain_loss"] <= self.training.loss_bound else None
 
-    def update(self, step: int) -> None:
+    def update(self) -> None:
         distributed.clip_gradients(self.routers + self.experts, self.training.clip_norm)
-        torch.manual_seed(1_000_000 * self.seed + step)  # of stochastic rounding, wherever it is resumed
         self.optimizer.step()
 
-    def seconds_by_turns(self) -> tuple[float, float]:
+    def seconds_by_turns(self) -> tuple[float, float] | None:
         """The shortest with the constraint, which needs routers that move, and without: what else the machine does only
-        adds. Weights end as they were."""
+        adds. None if a step diverged. Weights end as they were."""
         thetas, pairs = self.model.thetas(), []
         *others, of_routers = self.optimizer.param_groups
         with rate_zero(others):
@@ -228,19 +232,20 @@ class _Steps:
                 with self.guard.lifted(), rate_zero([of_routers]):
                     pairs.append((constrained, self._seconds()))
         self.model.set_thetas(thetas)
-        return tuple(map(min, zip(*pairs, strict=True)))
+        return None if any(None in pair for pair in pairs) else tuple(map(min, zip(*pairs, strict=True)))
 
-    def _seconds(self) -> float:
+    def _seconds(self) -> float | None:
         started = now()
-        self.losses(step=0)
-        self.update(step=0)
+        if self.backward(step=0) is None:
+            return None  # a rate of zero does not keep what is not finite out of the weights
+        self.update()
         return now() - started
 
     @contextmanager
     def _as_trained(self, batch: Batch) -> Iterator[None]:
         with ExitStack() as entered:
             entered.enter_context(expert_precision(self.model, self.training.expert_precision))
-            entered.enter_context(self.linear_precision())
+            entered.enter_context(self.in_linear_precision())
             if self.original_sets and not self.guard.is_lifted:
                 entered.enter_context(self.model.force_routing(self.original_sets.of(**batch.inputs)))
             yield
@@ -281,6 +286,7 @@ def _adamw(routers: list[nn.Parameter], experts: list[nn.Parameter], training: T
         {"params": alike, "lr": training.learning_rate, "weight_decay": training.weight_decay}
         for alike in distributed.by_sharding(experts)
     ]
+    # Last: `seconds_by_turns` counts on it.
     groups.append({"params": routers, "lr": router_rate, "weight_decay": training.router_weight_decay})
     return make_adamw(training.optimizer, groups, betas=training.betas, eps=training.adam_epsilon)
 

@@ -59,6 +59,26 @@ def test_corpus_errors_name_the_file(tmp_path, tokenizer):
     assert load_corpus(path, tokenizer, 10)
     with pytest.raises(ValueError, match="c.jsonl: the prompt of document 'x' fills `max_length` 3"):
         load_corpus(path, tokenizer, 3)
+    write_jsonl(path, [{"id": "x", "prompt": "Question: A B C D", "text": "A B C D"}])
+    with pytest.raises(ValueError, match="c.jsonl: the prompt of document 'x' fills `max_length` 3"):
+        load_corpus(path, tokenizer, 3, whole=True)
+    for same in ({"id": "x"}, {}):
+        write_jsonl(path, [{"id": "x", "text": "A B C"}, {"text": "D E", **same}])
+        with pytest.raises(ValueError, match="c.jsonl: each document needs an `id` of its own"):
+            load_corpus(path, tokenizer, 10)
+    write_jsonl(path, [])
+    with pytest.raises(ValueError, match="c.jsonl: there is no document"):
+        load_corpus(path, tokenizer, 10)
+
+
+def test_a_longer_document_is_cut_or_comes_in_pieces(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "c.jsonl", [{"id": "x", "text": "A B C D E F G"}])
+    (entire,) = load_corpus(tmp_path / "c.jsonl", tokenizer, 100, end_id=1)
+    assert entire.ids[-1] == entire.labels[-1] == 1
+    (cut,) = load_corpus(tmp_path / "c.jsonl", tokenizer, 5, end_id=1)
+    assert cut.id == "x" and cut.ids == entire.ids[:5]
+    pieces = load_corpus(tmp_path / "c.jsonl", tokenizer, 5, whole=True, end_id=1)
+    assert len(pieces) > 1 and [i for piece in pieces for i in piece.ids] == entire.ids
 
 
 def test_batches_keep_the_order_of_rows():

@@ -195,6 +195,11 @@ def test_a_missing_column_or_folder_is_named(world, tmp_path):
     write_repository(muse_tables(world.news, 0), tmp_path / "short")
     with pytest.raises(ValueError, match=r"raw, forget\) has \d+ rows, .*data.rows says 889: an incomplete download"):
         news_files(str(tmp_path / "short"), expected={"raw/forget": 889})
+    few = muse_tables(world.news, 0)
+    few["verbmem", "forget"] = few["verbmem", "forget"][:1]
+    write_repository(few, tmp_path / "few")
+    with pytest.raises(ValueError, match="none of the 1 rows of verbmem is of the split '(dev|test)'.*; add rows"):
+        news_files(str(tmp_path / "few"))
     with pytest.raises(ValueError, match=r"data.repository: cannot read 'muse-bench/MUSE-News'.*clone the data set"):
         news_files("muse-bench/MUSE-News")
 

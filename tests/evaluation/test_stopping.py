@@ -1,5 +1,7 @@
 """The stop rule sees dev questions alone: what tables report has stopped no run."""
 
+import pytest
+
 from conftest import small_model
 from gripmoe.evaluation import stopping
 from gripmoe.evaluation.choice import load_questions
@@ -8,6 +10,16 @@ from gripmoe.moe import MoEModel
 from gripmoe.project import Project
 from gripmoe.worlds.benchmark import wmdp_files
 from test_config import CONFIG
+
+
+def test_news_need_a_model_that_never_saw_what_is_forgotten(world, tmp_path):
+    for name in ("knowmem", "verbmem", "privleak"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [])
+    (tmp_path / "model.json").write_text('{"weights": "x", "verbmem": 20.0}')
+    benchmark = Project(CONFIG, "tiny").benchmarks["muse_tiny"]
+    for reference, message in ((None, "--reference: "), (tmp_path / "model.json", "model.json: knowmem_forget of")):
+        with pytest.raises(ValueError, match=message):
+            stopping.stop_rule(benchmark, tmp_path, reference, None)
 
 
 def test_questions_of_the_stop_rule(world, tmp_path, monkeypatch):

@@ -1,4 +1,5 @@
-"""Documents from their files: JSON lines, as the embedded world and the loaders of real data write them."""
+"""Documents from their files (JSON lines, as the embedded world and the loaders of real data write them), shuffled into
+the batches of training, or in their order into those of a pass over all."""
 
 from __future__ import annotations
 
@@ -28,24 +29,32 @@ def load_corpus(
     """The first `limit` rows of a corpus, tokenized; the loss counts `text` and not `prompt`.
 
     A longer document gives its first `max_length` tokens, or with `whole` several rows of at most so many. With
-    `end_id` that token closes every document, scored. Raises ValueError, naming the file, for a document without a
-    text, with fewer than two tokens, or with a prompt that leaves no room for the text.
+    `end_id` that token closes every document, scored. Raises ValueError, naming the file, if it has no document, for
+    two of one id, for one without an id or a text, with fewer than two tokens, or with a prompt that leaves a row
+    without text.
     """
     rows: list[Row] = []
+    known: set[str] = set()
     for document in read_jsonl(path):
         if limit is not None and len(rows) >= limit:
             break
         if not document.get("text"):
             raise ValueError(f"{path}: document {document.get('id')!r} has no text")
+        if document.get("id") is None or document["id"] in known:
+            raise ValueError(f"{path}: each document needs an `id` of its own (got {document.get('id')!r})")
+        known.add(document["id"])
         spans = [(document.get("prompt", ""), False), (document["text"], True)]
-        row = encode(tokenizer, [span for span in spans if span[0]], document["id"], None if whole else max_length)
+        row = encode(tokenizer, [span for span in spans if span[0]], document["id"])
         if end_id is not None:
             row = Row(row.id, [*row.ids, end_id], [*row.labels, end_id])
         if len(row.ids) < 2:
             raise ValueError(f"{path}: document {row.id!r} has fewer than two tokens")
-        if all(label == IGNORED for label in row.labels[1:]):
+        pieces = _pieces(row, max_length) if whole else [Row(row.id, row.ids[:max_length], row.labels[:max_length])]
+        if any(all(label == IGNORED for label in piece.labels[1:]) for piece in pieces):
             raise ValueError(f"{path}: the prompt of document {row.id!r} fills `max_length` {max_length}; raise it")
-        rows += _pieces(row, max_length)
+        rows += pieces
+    if not rows:
+        raise ValueError(f"{path}: there is no document")
     return rows[:limit]
 
 

@@ -14,7 +14,8 @@ def news_files(
     repository: str, revision: str | None = None, expected: Mapping[str, int] | None = None
 ) -> dict[str, list[dict]]:
     """The files of a news benchmark. Raises ValueError, saying what to download, if the data set cannot be read, lacks
-    a column, or has not the `expected` number of rows ("config/split": number).
+    a column, has not the `expected` number of rows ("config/split": number), or so few that none is for the stop rule
+    or for the tables.
 
     Corpora: raw/forget to forget, raw/retain1 to retain, raw/retain2 for routing on tokens that unlearning did not see.
     Questions and prompts have a `split`: "dev" (stop rule) for a third, by a hash, and "test" (reported).
@@ -40,6 +41,13 @@ def news_files(
         {"id": f"verbmem/{number}", "split": _dev_or_test(row["prompt"]), "prompt": row["prompt"], "gt": row["gt"]}
         for number, row in enumerate(rows("verbmem", "forget", "prompt", "gt"))
     ]
+    for name in ("verbmem", "forget_qa", "retain_qa"):
+        asked = [row for row in verbmem + knowmem if row["id"].startswith(f"{name}/")]
+        if missing := {"dev", "test"} - {row["split"] for row in asked}:
+            raise ValueError(
+                f"{repository}: none of the {len(asked)} rows of {name} is of the split {min(missing)!r}, which a hash "
+                "of the text decides; add rows"
+            )
     privleak = [
         {"id": f"{part}/{number}", "part": part, "text": row["text"]}
         for part in ("forget", "retain", "holdout")

@@ -28,10 +28,16 @@ def stop_rule(benchmark: Task, data: Path, reference: Path | None, tokenizer) ->
     """The stop rule of a benchmark, on its dev items.
 
     Letters: forget accuracy, at a fixed value. News: VerbMem and KnowMem, a few points above what `reference` (the
-    description of the retain-only model) says that this model has.
+    description of the retain-only model) says that this model has. Raises ValueError if it does not say so, or if there
+    are no dev items.
     """
     if benchmark.is_news:
-        news, known = News.load(data), read_json(reference)
+        news, known = News.load(data), read_json(reference) if reference else {}
+        if absent := {"verbmem", "knowmem_forget"} - known.keys():
+            raise ValueError(
+                f"{reference or '--reference'}: {min(absent)} of the retain-only model is needed, a few points above "
+                "which a run has forgotten; name one that was finetuned on the benchmark's documents to retain"
+            )
         margin = benchmark.target.points_above_reference
         sample = replace(news, knowmem=_fewer_retain_pairs(news.knowmem))
 

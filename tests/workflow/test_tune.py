@@ -1,0 +1,87 @@
+"""The script that chooses the tiny world's hyperparameters."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from gripmoe.project import Project
+
+SCRIPT = Path(__file__).parents[2] / "workflow" / "tune.py"
+
+
+@pytest.fixture(scope="module")
+def tune():
+    spec = importlib.util.spec_from_file_location("tune", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def table(*trials):
+    columns = ["model", "objective", "method", "setting", "retain_accuracy", "status", "steps"]
+    return pd.DataFrame([dict(zip(columns, trial, strict=True)) for trial in trials])
+
+
+def test_what_reaches_the_target_on_all_models_and_retains_most_is_chosen(tune):
+    trials = table(
+        ("a", "gd", "m", "slow", 0.9, "reached", 80),
+        ("b", "gd", "m", "slow", 0.7, "reached", 80),
+        ("a", "gd", "m", "fast", 0.7, "reached", 20),
+        ("b", "gd", "m", "fast", 0.9, "reached", 20),
+        ("a", "gd", "m", "best on one", 1.0, "reached", 10),
+        ("b", "gd", "m", "best on one", 1.0, "not_reached", 600),
+        ("a", "kl", "m", "slow", 0.3, "reached", 80),
+        ("b", "kl", "m", "slow", 0.3, "reached", 80),
+        ("a", "rmu", "m", "slow", 0.9, "diverged", 80),
+    )
+    picked = trials[tune.chosen(trials, "retain_accuracy")]
+    assert {(row.objective, row.setting) for row in picked.itertuples()} == {("gd", "fast"), ("kl", "slow")}
+
+
+def test_a_trial_runs_once_and_what_it_has_left_is_not_thrown_away(tune, tmp_path, monkeypatch):
+    asked = []
+
+    def unlearned(name, output, **flags):
+        asked.append(name)
+        output.write_text(json.dumps({"status": "reached", "steps": 5}))
+        (output.parent / "history.json").write_text(json.dumps([{"forget_accuracy": 0.2, "retain_accuracy": 0.8}]))
+
+    monkeypatch.setattr(tune, "command", unlearned)
+    project = Project(tune.CONFIG, "tiny")
+
+    def trial(rate=1e-3, weight=1.0):
+        change = {"learning_rate": rate}
+        return tune.trial(project, tmp_path, "tiny_a", "wmdp_tiny", "gd", "router_l2", 1000, change, {"weight": weight})
+
+    first = trial()
+    assert first == trial() and asked == ["unlearn"]
+    assert first["retain_accuracy"] == 0.8 and first["setting"] == "learning_rate-0.001_weight-1.0"
+    (folder,) = tmp_path.rglob("router_l2/*")
+    (folder / "state.pt").write_text("of a run that goes on, or was killed")
+    (folder / "checkpoint.json").unlink()
+    trial()
+    assert asked == ["unlearn"] * 2 and (folder / "state.pt").exists()
+    (folder / "run.yaml").write_text((folder / "run.yaml").read_text().replace("seed: 1000", "seed: 1001"))
+    trial()
+    assert asked == ["unlearn"] * 3, "what was tried under other settings is tried again"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--methods", "expert_specifc"], "--methods: 'expert_specifc' is none of unconstrained, expert_specific,"),
+        (["--objectives", "nope"], "--objectives: 'nope' is none of gd, kl, npo, rmu"),
+        (["--benchmark", "muse_tiny"], "--benchmark: 'muse_tiny' is none of wmdp_tiny"),
+        (["--models", "tiny_z"], "--models: 'tiny_z' is none of tiny_a"),
+        (["--objectives", "gd", "--methods", "seuf"], "tries no such method under these objectives"),
+    ],
+)
+def test_mistakes_are_named(tune, flags, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tune.py", *flags])
+    with pytest.raises(SystemExit):
+        tune.main()
+    assert message in capsys.readouterr().err
