@@ -92,7 +92,7 @@ class Record:
     def of_table(self, name: str) -> pd.DataFrame:
         """The runs that a table shows."""
         news = name.startswith("muse")
-        world = WORLDS.get(name, "tiny_muse" if news else "record")
+        world = WORLDS.get(name, "record_muse" if news else "record")
         return of_kind(self.of_world(world), "news" if news else "letters")
 
     def table(self, name: str) -> Table | None:
@@ -184,7 +184,7 @@ def main() -> None:
         table = measured.table(name)
         if table and (table := measured_only(table)):
             parts.append(f"## {title}\n\n{as_markdown(table)}")
-    of_claims = pd.concat([measured.of_world(world) for world in ("record", "tiny_muse")])
+    of_claims = pd.concat([measured.of_world(world) for world in ("record", "record_muse")])
     statements = claims_table(of_claims)
     write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
     parts.append(f"## Statements\n\n{as_markdown(statements)}")
@@ -205,7 +205,7 @@ def draw_pictures(record: Record) -> None:
         "attack_matrix": draw(attack_matrix(letters, record.attacks)),
         "forcing_vulnerability": forcing_vulnerability(letters),
     }
-    if not (news := record.of_world("tiny_muse")).empty:
+    if not (news := record.of_world("record_muse")).empty:
         figures["muse_results"] = draw(comparison(news, "muse_results"))
     if letters.metric.str.startswith("routing_stability_layer_").any():
         figures["routing_stability_by_layer"] = routing_stability_by_layer(letters)
