@@ -28,8 +28,8 @@ def stop_rule(benchmark: Task, data: Path, reference: Path | None, tokenizer) ->
     """The stop rule of a benchmark, on its dev items.
 
     Letters: forget accuracy, at a fixed value. News: VerbMem and KnowMem, a few points above what `reference` (the
-    description of the retain-only model) says that this model has. Raises ValueError if it does not say so, or if there
-    are no dev items.
+    description of the retain-only model) says that this model has. Raises ValueError if it does not say so, or if no
+    letter question is of the dev split.
     """
     if benchmark.is_news:
         news, known = News.load(data), read_json(reference) if reference else {}
