@@ -227,6 +227,20 @@ def test_a_cache_is_as_good_as_a_second_model(name, moe):
     assert abs(found) > 1e-4 and found != pytest.approx(getattr(cached, loss)(moe, batch).item(), rel=1e-3)
 
 
+def test_npo_tells_documents_of_the_same_tokens_apart_by_what_is_scored(moe):
+    """A question whose answer alone counts, beside the same tokens read as a plain document."""
+    ids = list(range(3, 23))
+    alike = [Row("answer", ids, [-100] * 19 + ids[19:]), Row("plain", ids, ids)]
+    batches = [collate(rows, 0) for rows in (alike[:1], alike[1:], alike)]
+    objective = make_objective("npo", SETTINGS["npo"], seed=0)
+    objective.start(moe, batches[:2], [])
+    for batch in batches:
+        objective.forget_loss(moe, batch)
+        assert objective.monitor["npo_weight"] == pytest.approx(1.0, abs=1e-5)
+    with pytest.raises(KeyError, match="no reference for a document of 20 tokens"):
+        objective.forget_loss(moe, collate([Row("other", ids, [-100] * 10 + ids[10:])], 0))
+
+
 def test_a_cache_knows_its_documents(moe, batch):
     objective = started("npo", moe, batch)
     with pytest.raises(KeyError, match="no reference for a document of 2 tokens"):

@@ -89,11 +89,11 @@ class NegativePreference(GradientDifference):
         self.beta = beta
 
     def start(self, model, forget, retain) -> None:
-        self._logprob = ReferenceCache(model.references)
+        self._logprob = ReferenceCache(by_labels=True)  # a number of each document: never too many for memory
         self._logprob.fill(forget, lambda batch: sequence_logprobs(model, batch), "NPO reference")
 
     def forget_loss(self, model, batch) -> Tensor:
-        ratio = self.beta * (sequence_logprobs(model, batch) - self._logprob.of(**batch.inputs))
+        ratio = self.beta * (sequence_logprobs(model, batch) - self._logprob.of(**batch.inputs, labels=batch.labels))
         self.monitor["npo_weight"] = 2 * ratio.detach().sigmoid().mean().item()
         return 2 / self.beta * F.softplus(ratio).mean()
 

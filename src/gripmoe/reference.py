@@ -57,11 +57,12 @@ class _OnDisk:
 
 class ReferenceCache:
     """One tensor per document, or one per token of it, by a function of the original model; found by the document's
-    tokens. Held on the CPU, or where `store` says, in the dtype in which it was computed."""
+    tokens, and `by_labels` by its labels too. Held on the CPU, or where `store` says, in the dtype in which it was
+    computed. Files of a store know no labels: give one or the other."""
 
-    def __init__(self, store: ReferenceStore | None = None) -> None:
-        self._store = store
-        self._kept: dict[tuple[int, ...], Tensor | _OnDisk] = {}
+    def __init__(self, store: ReferenceStore | None = None, *, by_labels: bool = False) -> None:
+        self._store, self._by_labels = store, by_labels
+        self._kept: dict[tuple, Tensor | _OnDisk] = {}
         self._example: Tensor | None = None  # of a document without tokens
 
     def __len__(self) -> int:
@@ -80,8 +81,8 @@ class ReferenceCache:
         tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
         size = tokens * some.element_size() * math.prod(some.shape[1:])
         if self._store is None or not some.ndim or size <= self._store.memory:
-            for documents, values in found:
-                self._kept.update(zip(documents, values, strict=True))
+            for keys, values in found:
+                self._kept.update(zip(keys, values, strict=True))
             return
         file = self._store.file(what, batches)
         with _to_make(file) as missing:
@@ -98,32 +99,38 @@ class ReferenceCache:
                 start, end = end, end + len(document)
                 self._kept[document] = _OnDisk(opened, start, end)
 
-    @staticmethod
+    def _keys(self, documents: list[tuple[int, ...]], attention_mask: Tensor, labels: Tensor | None) -> list[tuple]:
+        if not self._by_labels:
+            return documents
+        return list(zip(documents, documents_of(labels, attention_mask), strict=True))
+
     def _values(
-        batches: Sequence[Batch], function: Callable[[Batch], Tensor], what: str
-    ) -> Iterator[tuple[list[tuple[int, ...]], list[Tensor]]]:
-        """Of each batch the documents and what is kept of each."""
+        self, batches: Sequence[Batch], function: Callable[[Batch], Tensor], what: str
+    ) -> Iterator[tuple[list[tuple], list[Tensor]]]:
+        """Of each batch the keys of its documents and what is kept of each."""
         for batch in tqdm(batches, desc=what, leave=False):
             values, masks = function(batch).cpu(), batch.attention_mask.cpu().bool()
             kept = [
                 value[mask].clone() if value.ndim else value.clone() for value, mask in zip(values, masks, strict=True)
             ]
-            yield documents_of(batch.input_ids, batch.attention_mask), kept
+            documents = documents_of(batch.input_ids, batch.attention_mask)
+            yield self._keys(documents, batch.attention_mask, batch.labels), kept
 
-    def of(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """What was kept of each row, with zeros where it is padded, and of rows that the mask hides altogether. Raises
-        KeyError for a document that was not among those filled in."""
+    def of(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
+        """What was kept of each row, with zeros where it is padded, and of rows that the mask hides altogether.
+        `labels` are those of a cache `by_labels`. Raises KeyError for a document that was not among those filled in."""
         kept = []
-        for tokens in documents_of(input_ids, attention_mask):
+        documents = documents_of(input_ids, attention_mask)
+        for tokens, key in zip(documents, self._keys(documents, attention_mask, labels), strict=True):
             if not tokens:
                 kept.append(torch.zeros_like(self._example))
                 continue
-            if tokens not in self._kept:
+            if key not in self._kept:
                 raise KeyError(
                     f"no reference for a document of {len(tokens)} tokens, {list(tokens[:8])}...: give every document "
                     "that training uses beforehand"
                 )
-            found = self._kept[tokens]
+            found = self._kept[key]
             kept.append(found.read() if isinstance(found, _OnDisk) else found)
         if not self._example.ndim:
             return torch.stack(kept).to(input_ids.device)
@@ -203,7 +210,7 @@ class OriginalSets:
 
 
 def documents_of(input_ids: Tensor, attention_mask: Tensor) -> list[tuple[int, ...]]:
-    """The tokens of each row, without padding."""
+    """The tokens of each row (or its labels), without padding."""
     return [tuple(ids[mask.bool()].tolist()) for ids, mask in zip(input_ids, attention_mask, strict=True)]
 
 
