@@ -1,5 +1,6 @@
 """Small random models and data that every test may share."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao compiles its step, which take
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from gripmoe import unlearning
 from gripmoe.data.documents import Row, collate
@@ -66,6 +68,15 @@ def world():
 @pytest.fixture(scope="session")
 def tokenizer(world):
     return make_tokenizer(all_texts(world))
+
+
+@pytest.fixture(scope="session")
+def bos_tokenizer(tokenizer):
+    """The same that begins every text with <bos>, as those of Llama and Gemma do."""
+    begins = copy.deepcopy(tokenizer)
+    bos = (begins.bos_token, begins.bos_token_id)
+    begins.backend_tokenizer.post_processor = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    return begins
 
 
 def small_model(family: str = "qwen3_moe", vocabulary_size: int = 64, seed: int = 0, **widths):

@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from gripmoe.data.corpora import in_batches, load_corpus
-from gripmoe.data.documents import PASS_OVERHEAD, Row, collate, encode, length_buckets
+from gripmoe.data.documents import PASS_OVERHEAD, Row, collate, encode, length_buckets, opening
 from gripmoe.files import write_jsonl
 
 
@@ -13,6 +13,28 @@ def test_only_scored_spans_have_labels(tokenizer):
     assert row.ids == [letters[0], letters[3], letters[1], letters[3], letters[2]]
     assert row.labels == [-100] * 4 + [letters[2]]
     assert encode(tokenizer, [("A. B.", True)], max_length=2).ids == row.ids[:2]
+
+
+def test_a_document_begins_as_the_tokenizer_says(tokenizer, bos_tokenizer):
+    """With its BOS once, not scored; the embedded world's tokenizer adds none."""
+    spans = [("A. B.", False), (" C", True)]
+    without, begun = encode(tokenizer, spans), encode(bos_tokenizer, spans)
+    assert opening(tokenizer) == [] and without.ids[0] != tokenizer.bos_token_id
+    assert begun.ids == bos_tokenizer("A. B. C")["input_ids"] == [tokenizer.bos_token_id, *without.ids]
+    assert begun.labels == [-100, *without.labels]
+    assert encode(bos_tokenizer, [("A B", True)], max_length=2).ids == begun.ids[:2]
+    assert encode(bos_tokenizer, [("<bos>A. B.", False), (" C", True)]) == begun, "a chat template has written it"
+
+
+def test_every_piece_of_a_document_begins_with_the_bos(tmp_path, tokenizer, bos_tokenizer):
+    write_jsonl(tmp_path / "c.jsonl", [{"id": "x", "text": "A B C D E F G"}])
+    (entire,) = load_corpus(tmp_path / "c.jsonl", tokenizer, 100)
+    pieces = load_corpus(tmp_path / "c.jsonl", bos_tokenizer, 5, whole=True)
+    assert {piece.ids[0] for piece in pieces} == {tokenizer.bos_token_id}
+    assert [i for piece in pieces for i in piece.ids[1:]] == entire.ids and all(len(p.ids) <= 5 for p in pieces)
+    assert [i for piece in pieces for i in piece.labels[1:]] == entire.labels
+    (cut,) = load_corpus(tmp_path / "c.jsonl", bos_tokenizer, 5)
+    assert cut.ids == [tokenizer.bos_token_id, *entire.ids[:4]] and cut.labels[0] == -100
 
 
 def test_collate_pads_on_the_right():

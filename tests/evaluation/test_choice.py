@@ -3,7 +3,10 @@
 from importlib import resources
 
 import pytest
+import torch
 import yaml
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 
 from conftest import small_model
 from gripmoe.data.formats import LETTERS
@@ -46,6 +49,25 @@ def test_harness_equals_direct_log_likelihood_by_log_likelihood(tokenizer, quest
         assert (a.chosen, a.correct) == (b.chosen, b.correct)
         assert a.letter_logprobs == pytest.approx(b.letter_logprobs, abs=1e-4)
     assert len({a.letter_logprobs for a in direct}) == len(questions), "the scores are not constant"
+
+
+def test_a_tokenizer_with_a_bos_is_followed_as_the_harness_does(tokenizer, bos_tokenizer, questions, tmp_path):
+    """The harness's own log-likelihoods, with no word about a BOS from here; those without one differ."""
+    model = small_model(vocabulary_size=len(tokenizer))
+    harness = HFLM(pretrained=model, tokenizer=bos_tokenizer, batch_size=16)
+    asked = [
+        Instance("loglikelihood", {}, (prompt_of(question), f" {letter}"), number)
+        for number, question in enumerate(questions)
+        for letter in LETTERS
+    ]
+    found = [logprob for logprob, _ in harness.loglikelihood(asked)]
+    by_harness = [found[start : start + 4] for start in range(0, len(found), 4)]
+    through_it = harness_answers(model, bos_tokenizer, questions, work_folder=tmp_path, batch_size=16)
+    for answers in (direct_answers(model, bos_tokenizer, questions), through_it):
+        for answer, logprobs in zip(answers, by_harness, strict=True):
+            assert answer.letter_logprobs == pytest.approx(logprobs, abs=1e-4)
+    without = [answer.letter_logprobs for answer in direct_answers(model, tokenizer, questions)]
+    assert (torch.tensor(without) - torch.tensor(by_harness)).abs().max() > 1e-2
 
 
 def test_metrics_by_hand(questions):

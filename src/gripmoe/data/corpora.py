@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gripmoe.data.documents import IGNORED, Batch, Row, collate, encode
+from gripmoe.data.documents import IGNORED, Batch, Row, collate, encode, opening
 from gripmoe.files import read_jsonl
 
 TOKENS_PER_BATCH = 4000
@@ -28,13 +28,14 @@ def load_corpus(
 ) -> list[Row]:
     """The first `limit` rows of a corpus, tokenized; the loss counts `text` and not `prompt`.
 
-    A longer document gives its first `max_length` tokens, or with `whole` several rows of at most so many. With
-    `end_id` that token closes every document, scored. Raises ValueError, naming the file, if it has no document, for
-    two of one id, for one without an id or a text, with fewer than two tokens, or with a prompt that leaves a row
-    without text.
+    A longer document gives its first `max_length` tokens, or with `whole` several rows of at most so many, each with
+    the tokenizer's `opening`. With `end_id` that token closes every document, scored. Raises ValueError, naming the
+    file, if it has no document, for two of one id, for one without an id or a text, with fewer than two tokens, or with
+    a prompt that leaves a row without text.
     """
     rows: list[Row] = []
     known: set[str] = set()
+    begin = opening(tokenizer)
     for document in read_jsonl(path):
         if limit is not None and len(rows) >= limit:
             break
@@ -49,7 +50,8 @@ def load_corpus(
             row = Row(row.id, [*row.ids, end_id], [*row.labels, end_id])
         if len(row.ids) < 2:
             raise ValueError(f"{path}: document {row.id!r} has fewer than two tokens")
-        pieces = _pieces(row, max_length) if whole else [Row(row.id, row.ids[:max_length], row.labels[:max_length])]
+        cut = Row(row.id, row.ids[:max_length], row.labels[:max_length])
+        pieces = _pieces(row, max_length, begin) if whole else [cut]
         if any(all(label == IGNORED for label in piece.labels[1:]) for piece in pieces):
             raise ValueError(f"{path}: the prompt of document {row.id!r} fills `max_length` {max_length}; raise it")
         rows += pieces
@@ -58,13 +60,14 @@ def load_corpus(
     return rows[:limit]
 
 
-def _pieces(row: Row, max_length: int) -> list[Row]:
+def _pieces(row: Row, max_length: int, begin: list[int]) -> list[Row]:
     if len(row.ids) <= max_length:
         return [row]
-    count = -(-len(row.ids) // max_length)
-    cuts = [round(len(row.ids) * i / count) for i in range(count + 1)]  # even: no piece of a token or two
+    ids, labels = row.ids[len(begin) :], row.labels[len(begin) :]
+    count = -(-len(ids) // (max_length - len(begin)))
+    cuts = [round(len(ids) * i / count) for i in range(count + 1)]  # even: no piece of a token or two
     return [
-        Row(f"{row.id}#{i}", row.ids[a:b], row.labels[a:b])
+        Row(f"{row.id}#{i}", begin + ids[a:b], [IGNORED] * len(begin) + labels[a:b])
         for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
     ]
 

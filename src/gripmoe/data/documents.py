@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +24,24 @@ class Row:
 
 
 def encode(tokenizer, spans: Iterable[Span], row_id: str = "", max_length: int | None = None) -> Row:
-    """Tokenizes each span without special tokens and joins them; cuts at `max_length` tokens."""
-    ids: list[int] = []
-    labels: list[int] = []
+    """Tokenizes each span by itself and joins them behind the tokenizer's `opening`, which is not scored; cuts at
+    `max_length` tokens. A text that spells the BOS out, as chat templates do, gets no other."""
+    spans = list(spans)
+    spelled_out = tokenizer.bos_token and spans[0][0].startswith(tokenizer.bos_token)
+    ids = [] if spelled_out else opening(tokenizer)
+    labels = [IGNORED] * len(ids)
     for text, scored in spans:
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         ids += tokens
         labels += tokens if scored else [IGNORED] * len(tokens)
     return Row(row_id, ids[:max_length], labels[:max_length])
+
+
+def opening(tokenizer) -> list[int]:
+    """What the tokenizer puts before every text: its BOS, or nothing. lm-evaluation-harness and MUSE read texts so."""
+    text = tokenizer("a", return_special_tokens_mask=True)
+    marked = zip(text["input_ids"], text["special_tokens_mask"], strict=True)
+    return [token for token, _ in takewhile(lambda pair: pair[1], marked)]
 
 
 @dataclass

@@ -82,7 +82,7 @@ def harness_samples(
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, add_bos_token=False)
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     with _templates_compiled_once():
         results = evaluate(lm=lm, task_dict=loaded, bootstrap_iters=0, log_samples=True)
     return results["samples"]
