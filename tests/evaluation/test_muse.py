@@ -1,6 +1,7 @@
 """MUSE's criteria against hand-computed values, and generation against its plainest form."""
 
 import math
+import zlib
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from gripmoe.evaluation.muse import (
 from gripmoe.files import write_jsonl
 from gripmoe.finetune import finetune
 from gripmoe.moe import MoEModel
+from gripmoe.parsing import ConfigError
 from gripmoe.worlds.muse import muse_tables, write_repository
 
 
@@ -96,6 +98,47 @@ def test_membership_scores_of_one_text_by_hand():
     mean = 0.5 * math.log(0.5) + 0.5 * math.log(0.25)
     deviation = math.sqrt(0.5 * math.log(0.5) ** 2 + 0.5 * math.log(0.25) ** 2 - mean**2)
     assert scores["min_plus_20"] == pytest.approx((expected[0] - mean) / deviation, rel=1e-4)
+    assert scores["zlib"] == pytest.approx(sum(expected) / 2 / len(zlib.compress(b"some text")))
+
+
+def test_a_text_that_is_cut_is_compressed_as_far_as_it_is_read(model, tokenizer, news, monkeypatch):
+    """Both say something of the same text: a longer end, which no score reads, changes none."""
+    text = news.privleak[0]["text"]
+    longer = f"{text} {news.privleak[1]['text']}"
+    whole, other = membership_scores(model, tokenizer, [text, longer])["zlib"]
+    assert whole != pytest.approx(other, rel=1e-2)
+    monkeypatch.setattr("gripmoe.evaluation.muse.MAX_SCORED_TOKENS", 12)
+    cut = membership_scores(model, tokenizer, [text, longer])
+    assert all(values[0] == pytest.approx(values[1], rel=1e-4) for values in cut.values())
+    words = tokenizer.decode(tokenizer(text)["input_ids"][:12])
+    assert cut["zlib"][0] == pytest.approx(cut["loss"][0] / len(zlib.compress(words.encode())))
+
+
+@pytest.mark.parametrize("text, tokens", [("", 0), ("News", 1)])
+def test_a_text_without_a_token_to_score_is_named(model, tokenizer, bos_tokenizer, text, tokens):
+    rows = [{"id": f"{part}/0", "part": part, "text": "News from Bazis"} for part in ("forget", "holdout")]
+    leakage(model, tokenizer, rows)
+    rows.append({"id": "holdout/1", "part": "holdout", "text": text})
+    message = f"privleak.jsonl: the text of 'holdout/1' has {tokens} tokens.*remove the row, or give it more text"
+    with pytest.raises(ConfigError, match=message):
+        leakage(model, tokenizer, rows)
+    if tokens:  # the BOS predicts it
+        assert all(map(math.isfinite, leakage(model, bos_tokenizer, rows).values()))
+
+
+def test_recited_and_true_text_are_read_alike(model, tokenizer, bos_tokenizer, news, monkeypatch):
+    """As in the benchmark: both without special tokens; the true continuation is 128 tokens, a BOS among them."""
+    article = news.verbmem[0]
+    rows = [{**article, "gt": f"{article['gt']} <eos>"}]
+    for reader in (tokenizer, bos_tokenizer):
+        recited = reader.decode(reader(rows[0]["gt"])["input_ids"][:128], skip_special_tokens=True)
+        monkeypatch.setattr("gripmoe.evaluation.muse.continuations", lambda *_, text=recited: [text])
+        assert verbatim_memory(model, reader, rows)[0].score == 100.0
+    long = [{**article, "gt": " ".join(["A", "B"] * 80)}]
+    for reader, words in ((tokenizer, 128), (bos_tokenizer, 127)):
+        monkeypatch.setattr("gripmoe.evaluation.muse.continuations", lambda *_: [" ".join(["A", "B"] * 80)])
+        (scored,) = verbatim_memory(model, reader, long)
+        assert scored.score == pytest.approx(100 * 2 * words / (160 + words))
 
 
 def test_padding_does_not_count_in_membership(model, tokenizer, news):
@@ -104,6 +147,19 @@ def test_padding_does_not_count_in_membership(model, tokenizer, news):
     for number, text in enumerate(texts):
         alone = membership_scores(model, tokenizer, [text])
         assert all(together[name][number] == pytest.approx(alone[name][0], abs=1e-4) for name in alone)
+
+
+def test_texts_and_prompts_begin_with_the_tokenizers_bos(model, tokenizer, bos_tokenizer, news):
+    """As the benchmark reads them: the first word of a text is predicted from the BOS, and counts."""
+    text, prompt = news.privleak[0]["text"], news.verbmem[0]["prompt"]
+    for reader in (tokenizer, bos_tokenizer):
+        ids = torch.tensor([reader(text)["input_ids"]])
+        with torch.no_grad():
+            loss = model(input_ids=ids, labels=ids).loss.item()
+            asked = torch.tensor([reader(prompt)["input_ids"]])
+            written = model.generate(asked, attention_mask=asked > 0, max_new_tokens=12, do_sample=False)
+        assert membership_scores(model, reader, [text])["loss"][0] == pytest.approx(-loss, abs=1e-4)
+        assert continuations(model, reader, [prompt], 12) == [reader.decode(written[0, asked.shape[1] :])]
 
 
 def test_leakage_has_the_benchmarks_orientation():

@@ -21,21 +21,28 @@ from gripmoe import distributed
 from gripmoe.data.documents import Row, collate, encode, length_buckets
 from gripmoe.data.formats import knowmem_prompt
 from gripmoe.data.muse import CONTEXT
-from gripmoe.files import read_jsonl
+from gripmoe.data.rows import read_rows
 from gripmoe.moe.model import evaluating
+from gripmoe.parsing import ConfigError
 
 RECITED_TOKENS = 128
 ANSWER_TOKENS = 32
 ENDS_OF_ANSWER = ("\n\n", "\nQuestion", "Question:")
 MIN_K = (20, 40, 60)  # per cent; 40 is what PrivLeak uses
+KEYS = {
+    "knowmem": ("part", "split", "question", "answer"),
+    "verbmem": ("split", "prompt", "gt"),
+    "privleak": ("part", "text"),
+}  # of the rows of a file, beside `id`
 TOKENS_PER_PASS = 8000  # padded, prompt and continuation
 MAX_SCORED_TOKENS = 2048  # of a text whose membership is asked
 
 
 @dataclass(frozen=True)
 class News:
-    """What a news benchmark asks. A pair has a `part` (forget, retain) and a `split` (dev, test, context), a prompt its
-    true continuation `gt` and a `split`, a text of `privleak` a `part` (forget, retain, holdout)."""
+    """What a news benchmark asks, each with an `id`. A pair has a `part` (forget, retain) and a `split` (dev, test,
+    context), a prompt its true continuation `gt` and a `split`, a text of `privleak` a `part` (forget, retain,
+    holdout)."""
 
     knowmem: list[dict]
     verbmem: list[dict]
@@ -43,7 +50,8 @@ class News:
 
     @classmethod
     def load(cls, folder: Path) -> News:
-        return cls(*(read_jsonl(folder / f"{name}.jsonl") for name in ("knowmem", "verbmem", "privleak")))
+        """Raises ConfigError, naming file and line, for a row without what it should have."""
+        return cls(*(read_rows(folder / f"{name}.jsonl", "id", *keys) for name, keys in KEYS.items()))
 
     def pairs(self, part: str, split: str) -> list[dict]:
         return [pair for pair in self.knowmem if pair["part"] == part and pair["split"] == split]
@@ -108,10 +116,11 @@ def continuations(
 
 
 def verbatim_memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict]) -> list[Scored]:
-    """C1: how well the model continues an article, against the first tokens of the true continuation."""
+    """C1: how well the model continues an article, against the first tokens of the true continuation: as in the
+    benchmark a BOS is one of them, and no special token is in the text of either."""
     written = continuations(model, tokenizer, [row["prompt"] for row in rows], RECITED_TOKENS)
     references = [
-        tokenizer.decode(tokenizer(row["gt"], add_special_tokens=False)["input_ids"][:RECITED_TOKENS]) for row in rows
+        tokenizer.decode(tokenizer(row["gt"])["input_ids"][:RECITED_TOKENS], skip_special_tokens=True) for row in rows
     ]
     return _scored(rows, written, references)
 
@@ -151,19 +160,30 @@ def mean_score(scored: Sequence[Scored]) -> float:
 
 @torch.no_grad()
 def membership_scores(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], names: Sequence[str] = ()
 ) -> dict[str, list[float]]:
     """Scores that are higher for a text that looks more like training data: Min-K (mean of the lowest K % of token
     log-probabilities), Min-K++ at 20 % (standardised over the vocabulary at each token), mean log-probability ("loss"),
-    and the text's log-probability by its size under zlib."""
+    and that by the text's size under zlib.
+
+    Of a longer text the first MAX_SCORED_TOKENS are read, for zlib too (open-unlearning; MUSE itself cuts none). Raises
+    ConfigError, with the text's name, for one of which no token can be scored.
+    """
     rows = [encode(tokenizer, [(text, True)], str(i), MAX_SCORED_TOKENS) for i, text in enumerate(texts)]
+    for row, name in zip(rows, names or [f"text {row.id}" for row in rows], strict=True):
+        if len(row.ids) < 2:
+            raise ConfigError(
+                f"{name} has {len(row.ids)} tokens, of which none can be scored: remove the row, or give it more text"
+            )
     scores: dict[str, dict[str, float]] = {}
     with evaluating(model):
         for bucket in length_buckets(rows, TOKENS_PER_PASS // 2):
             batch = collate(bucket, tokenizer.pad_token_id).to(model.device)
             logits = model(**batch.inputs).logits[:, :-1].float()
             for row, row_logits in zip(bucket, logits, strict=True):
-                scores[row.id] = _row_scores(row, row_logits[: len(row.ids) - 1], texts[int(row.id)])
+                is_cut = len(row.ids) == MAX_SCORED_TOKENS
+                text = tokenizer.decode(row.ids, skip_special_tokens=True) if is_cut else texts[int(row.id)]
+                scores[row.id] = _row_scores(row, row_logits[: len(row.ids) - 1], text)
     return {name: [scores[row.id][name] for row in rows] for name in scores[rows[0].id]}
 
 
@@ -177,7 +197,7 @@ def _row_scores(row: Row, logits_TV: Tensor, text: str) -> dict[str, float]:
     named = {f"min_{percent}": lowest_mean(logprob_T, percent) for percent in MIN_K}
     named["min_plus_20"] = lowest_mean((logprob_T - mean_T) / deviation_T, 20)
     named["loss"] = logprob_T.mean().item()
-    named["zlib"] = logprob_T.sum().item() / len(zlib.compress(text.encode()))
+    named["zlib"] = named["loss"] / len(zlib.compress(text.encode()))
     return named
 
 
@@ -196,10 +216,18 @@ def auc(holdout: Sequence[float], forget: Sequence[float]) -> float:
     return float(roc_auc_score([1] * len(holdout) + [0] * len(forget), [*holdout, *forget]))
 
 
-def leakage(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict]) -> dict[str, float]:
-    """`auc_<score>` of every membership score, on forget against holdout texts."""
-    texts = {part: [row["text"] for row in rows if row["part"] == part] for part in ("holdout", "forget")}
-    holdout, forget = (membership_scores(model, tokenizer, texts[part]) for part in ("holdout", "forget"))
+def leakage(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict], source: str = "privleak.jsonl"
+) -> dict[str, float]:
+    """`auc_<score>` of every membership score, on forget against holdout texts. Raises ConfigError, naming the row of
+    `source`, for a text of which no token can be scored."""
+
+    def scores(part: str) -> dict[str, list[float]]:
+        of_part = [row for row in rows if row["part"] == part]
+        names = [f"{source}: the text of {row['id']!r}" for row in of_part]
+        return membership_scores(model, tokenizer, [row["text"] for row in of_part], names)
+
+    holdout, forget = scores("holdout"), scores("forget")
     return {f"auc_{name}": auc(holdout[name], forget[name]) for name in holdout}
 
 
