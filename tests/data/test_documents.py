@@ -2,9 +2,14 @@ import itertools
 
 import pytest
 
+from gripmoe.attacks.prompts import rewritten
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.data.documents import PASS_OVERHEAD, Row, collate, encode, length_buckets, opening
+from gripmoe.evaluation.choice import load_questions
+from gripmoe.evaluation.muse import News
 from gripmoe.files import write_jsonl
+from gripmoe.parsing import ConfigError
+from gripmoe.worlds.benchmark import question_rows
 
 
 def test_only_scored_spans_have_labels(tokenizer):
@@ -91,6 +96,40 @@ def test_corpus_errors_name_the_file(tmp_path, tokenizer):
     write_jsonl(path, [])
     with pytest.raises(ValueError, match="c.jsonl: there is no document"):
         load_corpus(path, tokenizer, 10)
+
+
+def test_a_row_without_what_a_step_reads_is_named_with_its_line(tmp_path, tokenizer, world):
+    """Of documents, questions, news and rewrites; whole files are read."""
+    question = question_rows(world, world.facts.forget[:1], orders=1, seed=0)[0]
+    document = {"id": "a", "prompt": "", "text": "A B"}
+    news = {
+        "knowmem": {"id": "a", "part": "forget", "split": "dev", "question": "A", "answer": "B"},
+        "verbmem": {"id": "a", "split": "dev", "prompt": "A", "gt": "B"},
+        "privleak": {"id": "a", "part": "forget", "text": "A B"},
+    }
+    for name, row in news.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", [row])
+    files = [
+        ("corpus", document, ("text",), lambda file: load_corpus(file, tokenizer, 10)),
+        ("questions", question, tuple(question), load_questions),
+        ("rewrites", {"id": question["id"], "prompt": "A"}, ("id", "prompt"), lambda f: rewritten(f, [question])),
+        *((name, row, tuple(row), lambda file: News.load(file.parent)) for name, row in news.items()),
+    ]
+    for name, row, keys, read in files:
+        file = tmp_path / f"{name}.jsonl"
+        write_jsonl(file, [row])
+        read(file)
+        for key in keys:
+            write_jsonl(file, [row, {k: v for k, v in row.items() if k != key}])
+            with pytest.raises(ConfigError, match=rf"{name}.jsonl: .* no `{key}` \(line 2\); each needs .*: correct"):
+                read(file)
+        write_jsonl(file, [row])
+    write_jsonl(tmp_path / "corpus.jsonl", [document, {"id": "b", "text": ""}])
+    with pytest.raises(ConfigError, match=r"corpus.jsonl: document 'b' has no text \(line 2\)"):
+        load_corpus(tmp_path / "corpus.jsonl", tokenizer, 10)
+    write_jsonl(tmp_path / "corpus.jsonl", [document, document])
+    with pytest.raises(ConfigError, match=r"`id` of its own .got 'a'. \(line 2\)"):
+        load_corpus(tmp_path / "corpus.jsonl", tokenizer, 10)
 
 
 def test_a_longer_document_is_cut_or_comes_in_pieces(tmp_path, tokenizer):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gripmoe.data.documents import IGNORED, Batch, Row, collate, encode, opening
-from gripmoe.files import read_jsonl
+from gripmoe.data.rows import read_rows
+from gripmoe.parsing import ConfigError
 
 TOKENS_PER_BATCH = 4000
 
@@ -29,34 +30,37 @@ def load_corpus(
     """The first `limit` rows of a corpus, tokenized; the loss counts `text` and not `prompt`.
 
     A longer document gives its first `max_length` tokens, or with `whole` several rows of at most so many, each with
-    the tokenizer's `opening`. With `end_id` that token closes every document, scored. Raises ValueError, naming the
-    file, if it has no document, for two of one id, for one without an id or a text, with fewer than two tokens, or with
-    a prompt that leaves a row without text.
+    the tokenizer's `opening`. With `end_id` that token closes every document, scored. Raises ConfigError, naming file
+    and line, if it has no document, for two of one id, for one without an id or a text, with fewer than two tokens, or
+    with a prompt that leaves a row without text.
     """
     rows: list[Row] = []
     known: set[str] = set()
     begin = opening(tokenizer)
-    for document in read_jsonl(path):
+    for line, document in enumerate(read_rows(path, "text"), 1):
         if limit is not None and len(rows) >= limit:
             break
-        if not document.get("text"):
-            raise ValueError(f"{path}: document {document.get('id')!r} has no text")
-        if document.get("id") is None or document["id"] in known:
-            raise ValueError(f"{path}: each document needs an `id` of its own (got {document.get('id')!r})")
-        known.add(document["id"])
+        name = document.get("id")
+        if not document["text"]:
+            raise ConfigError(f"{path}: document {name!r} has no text (line {line}); remove the line, or give it one")
+        if name is None or name in known:
+            raise ConfigError(
+                f"{path}: each document needs an `id` of its own (got {name!r}) (line {line}); give it another"
+            )
+        known.add(name)
         spans = [(document.get("prompt", ""), False), (document["text"], True)]
-        row = encode(tokenizer, [span for span in spans if span[0]], document["id"])
+        row = encode(tokenizer, [span for span in spans if span[0]], name)
         if end_id is not None:
             row = Row(row.id, [*row.ids, end_id], [*row.labels, end_id])
         if len(row.ids) < 2:
-            raise ValueError(f"{path}: document {row.id!r} has fewer than two tokens")
+            raise ConfigError(f"{path}: document {name!r} has fewer than two tokens (line {line}); remove the line")
         cut = Row(row.id, row.ids[:max_length], row.labels[:max_length])
         pieces = _pieces(row, max_length, begin) if whole else [cut]
         if any(all(label == IGNORED for label in piece.labels[1:]) for piece in pieces):
-            raise ValueError(f"{path}: the prompt of document {row.id!r} fills `max_length` {max_length}; raise it")
+            raise ConfigError(f"{path}: the prompt of document {name!r} fills `max_length` {max_length}; raise it")
         rows += pieces
     if not rows:
-        raise ValueError(f"{path}: there is no document")
+        raise ConfigError(f"{path}: there is no document; run the step again that writes it")
     return rows[:limit]
 
 

@@ -17,10 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.data.formats import LETTERS, letter_description, letter_question
-from gripmoe.files import read_jsonl, write_jsonl
+from gripmoe.data.rows import read_rows
+from gripmoe.files import write_jsonl
 from gripmoe.moe.families import logits_scaling
 from gripmoe.moe.model import evaluating
+from gripmoe.parsing import ConfigError
 
+QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
 FEWSHOT_SEED = 1234  # the harness's default
 
 
@@ -35,10 +38,10 @@ class Answer:
 
 
 def load_questions(path: Path, split: str | None = None) -> list[dict]:
-    """Rows of a question file, of one split if given. Raises ValueError if none is left."""
-    rows = [row for row in read_jsonl(path) if split is None or row["split"] == split]
+    """Rows of a question file, of one split if given. Raises ConfigError if none is left, or one lacks a key."""
+    rows = [row for row in read_rows(path, *QUESTION_KEYS) if split is None or row["split"] == split]
     if not rows:
-        raise ValueError(f"{path}: no questions in split {split!r}")
+        raise ConfigError(f"{path}: no questions in split {split!r}; add some, or run the step again that writes it")
     return rows
 
 
