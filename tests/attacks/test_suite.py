@@ -1,10 +1,58 @@
 """Attacks made one after the other, and what is not made again."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from gripmoe.attacks import Found, by_item, highest
-from gripmoe.attacks.suite import run_attacks
-from gripmoe.files import read_json
+from conftest import small_model
+from gripmoe.attacks import Found, by_item, highest, suite
+from gripmoe.attacks.suite import letter_attacks, run_attacks
+from gripmoe.config import Relearning
+from gripmoe.files import read_json, write_jsonl
+from gripmoe.moe import MoEModel
+from gripmoe.worlds.benchmark import wmdp_files
+
+
+@pytest.fixture
+def relearned(monkeypatch, tmp_path, tokenizer):
+    """Of benchmark files, what each relearning attack trains on, by the name of its metric."""
+
+    def of(files):
+        for name, rows in files.items():
+            write_jsonl(tmp_path / f"{name}.jsonl", rows)
+        seen = []
+        monkeypatch.setattr(suite, "relearning", lambda moe, rows, *_, **__: seen.append(rows) or {5: [1.0]})
+        moe = MoEModel(small_model(vocabulary_size=len(tokenizer)))
+        benchmark = SimpleNamespace(reading={"max_length": 64}, rewrites={})
+        attacks = letter_attacks(
+            SimpleNamespace(seed=0), benchmark, moe, moe, tokenizer, tmp_path, None, Relearning(learning_rate=1e-3)
+        )
+        monkeypatch.setattr(suite._Asked, "found", lambda self, scores: list(scores))
+        return {name: seen[-1] for attack in attacks if "relearning" in attack for name in attacks[attack]()}
+
+    return of
+
+
+def test_relearning_is_on_documents_about_other_facts_where_these_are_known(world, relearned):
+    files = wmdp_files(world, 0)
+    found = relearned(files)
+    assert set(found) == {"relearned_after_5", "relearned_from_others_after_5"}
+    asked = {q["fact"] for q in files["forget_questions"] if q["split"] == "test"}
+    told = [row["id"] for row in files["forget_corpus"] if not row["id"].startswith(tuple(f"{f}/" for f in asked))]
+    assert sorted(row.id for row in found["relearned_after_5"]) == sorted(told)
+    assert 0 < len(told) < len(files["forget_corpus"])
+
+
+def test_relearning_on_a_corpus_of_which_no_facts_are_known_says_so(world, relearned):
+    """As published ones: it may hold the answers."""
+    files = {**wmdp_files(world, 0), "membership": []}
+    for number, question in enumerate(files["forget_questions"]):
+        question["fact"] = question["id"] = f"forget/{number}"
+    for number, document in enumerate(files["forget_corpus"]):
+        document["id"] = f"forget/{number}"
+    found = relearned(files)
+    assert set(found) == {"relearned_from_corpus_after_5", "relearned_from_others_after_5"}
+    assert len(found["relearned_from_corpus_after_5"]) == len(files["forget_corpus"])
 
 
 def attacks_that_fail_at(broken: str, made: list[str]):

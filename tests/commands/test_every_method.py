@@ -374,9 +374,12 @@ def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer,
     outcome = run_cell(prepared, "unconstrained", "gd", folder, learning_rate=1e35, max_steps=6)
     assert outcome["status"] == "diverged"
     attack(evaluated(tmp_path, folder))
-    assert {"forced_forget_accuracy", "probe_best_layer", "probe_best_expert", "relearned_after_20"} <= read_json(
-        folder / "attacks.json"
-    ).keys()
+    assert {
+        "forced_forget_accuracy",
+        "probe_best_layer",
+        "probe_best_expert",
+        "relearned_from_corpus_after_20",
+    } <= read_json(folder / "attacks.json").keys()
     for method in ("ptc", "ptc_paper"):
         run_cell(prepared, method, "gd", tmp_path / method, checkpoint=folder / "checkpoint.json")
         attack(evaluated(tmp_path, tmp_path / method))
@@ -455,6 +458,11 @@ def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_
     assert not (folder / "attack_state.json").exists()
     metrics, attacks = read_json(folder / "metrics.json"), read_json(folder / "attacks.json")
     assert "forget_accuracy" in metrics and "routing_stability" not in metrics
-    assert {"probe_best_layer", "prompt_five_shot", "quantized_4_bit", "relearned_after_20"} <= attacks.keys()
+    assert {
+        "probe_best_layer",
+        "prompt_five_shot",
+        "quantized_4_bit",
+        "relearned_from_corpus_after_20",
+    } <= attacks.keys()
     assert not [name for name in attacks if "forced" in name or "router" in name or "single" in name]
     assert metrics["num_experts"] == 0 and "restored_experts_worst_layer" in attacks, "its feed-forward blocks"

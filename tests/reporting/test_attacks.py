@@ -110,6 +110,15 @@ def test_curves_show_the_oracle_in_every_panel():
         assert len([line for line in drawn if line.get_marker() != "None"]) == 4, "others lead to a name"
 
 
+def test_curves_say_what_a_model_relearned_from():
+    """Documents about other facts, or a corpus that may hold the answers: each under its own name."""
+    known = cells("unconstrained")
+    for source, text in (("relearned", "on other forget documents"), ("relearned_from_corpus", "on the forget corpus")):
+        steps = {f"{source}_after_{step}": step / 20 for step in (0, 20)} | {"relearned_from_others_after_20": 0.3}
+        (legend,) = relearning_curves(runs_of(known, **steps)).legends
+        assert [entry.get_text() for entry in legend.get_texts()] == [text, "on retain documents"]
+
+
 def test_what_a_dense_model_cannot_have_is_told_from_what_was_not_measured():
     (cell,) = cells("unconstrained")
     for experts, text in ((0.0, "n/a"), (16.0, "–")):

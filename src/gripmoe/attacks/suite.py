@@ -7,6 +7,7 @@ import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ from gripmoe.config import Relearning, Run
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import Row
 from gripmoe.data.muse import CONTEXT
+from gripmoe.data.rows import read_rows
 from gripmoe.evaluation.choice import Answer, direct_answers, harness_answers, load_questions, prompt_of
 from gripmoe.evaluation.muse import News, knowledge_memory, leakage, news_scores
-from gripmoe.files import read_json, read_jsonl, write_text
+from gripmoe.files import read_json, write_text
 from gripmoe.moe import MoEModel
 
 SAMPLE = 240  # forget questions for the attacks that ask many times; accuracy near chance is known to .03
@@ -87,6 +89,8 @@ def letter_attacks(
     # What the dev questions ask about; the sample asks about other facts.
     facts = {question["fact"] for question in dev}
     known = [row for row in documents if row.id.rsplit("/", 1)[0] in facts or row.id.rsplit("/", 2)[0] in facts]
+    # Which facts a published document tells, nobody has noted.
+    forgotten = {"relearned": known} if known else {"relearned_from_corpus": documents}
     prompts = [prompt_of(question) for question in dev]
 
     def ask(moe, questions, prompt=None):
@@ -129,7 +133,10 @@ def letter_attacks(
         found = prompt_attacks(after, sample, dev, right, seed=run.seed, others=others)
         return asked.found(found, **prompt_recovery(found))
 
-    statements = read_jsonl(data / "membership.jsonl")  # a published benchmark has none
+    def membership() -> Found:
+        return Found(leakage(after.model, tokenizer, statements, "membership.jsonl"))
+
+    statements = read_rows(data / "membership.jsonl", "id", "part", "text")  # a published benchmark has none
     return {
         "own answers": own,
         **({"expert forcing": _with_original(before, after, forcing)} if after.layers else {}),
@@ -137,8 +144,8 @@ def letter_attacks(
         **({"probes of single experts": _with_original(before, after, single_experts)} if after.layers else {}),
         "prompts": in_other_words,
         **_attacks_on_weights(before, after, tokenizer, prompts, asked, run.seed),
-        **({"membership": lambda: Found(leakage(after.model, tokenizer, statements))} if statements else {}),
-        **_relearning(after, tokenizer, known or documents, benign, asked, finetuning, run.seed),
+        **({"membership": membership} if statements else {}),
+        **_relearning(after, tokenizer, forgotten | {"relearned_from_others": benign}, asked, finetuning, run.seed),
     }
 
 
@@ -177,7 +184,7 @@ def news_attacks(
     return {
         **({"expert forcing": _with_original(before, after, forcing)} if after.layers else {}),
         **_attacks_on_weights(before, after, tokenizer, prompts, asked, run.seed),
-        **_relearning(after, tokenizer, None, documents, asked, finetuning, run.seed),
+        **_relearning(after, tokenizer, {"relearned_from_others": documents}, asked, finetuning, run.seed),
     }
 
 
@@ -221,20 +228,18 @@ def _attacks_on_weights(
 def _relearning(
     after: MoEModel,
     tokenizer,
-    documents: Sequence[Row] | None,
-    benign: Sequence[Row],
+    documents: Mapping[str, Sequence[Row]],
     asked: _Asked,
     settings: Relearning | None,
     seed: int,
 ) -> dict[str, Attack]:
-    """Finetuning on some documents, where there are any that do not hold the answers, and on others that say nothing of
-    what is asked."""
-    if settings is None:
-        return {}
+    """Finetuning on each of these `documents`, by what its metrics are called: "relearned" from those about other facts
+    than the ones asked, "relearned_from_corpus" from what may hold the answers, "relearned_from_others" from what says
+    nothing of them."""
 
-    def curve(name: str, rows: Sequence[Row]) -> Found:
+    def curve(name: str) -> Found:
+        rows = documents[name]
         known = relearning(after, rows, asked.recall, settings, pad_id=tokenizer.pad_token_id, seed=seed)
         return asked.found({f"{name}_after_{step}": scores for step, scores in known.items()})
 
-    others = {"relearning from other documents": lambda: curve("relearned_from_others", benign)}
-    return others if documents is None else {"relearning": lambda: curve("relearned", documents), **others}
+    return {f"relearning, {name}": partial(curve, name) for name in documents} if settings else {}

@@ -122,17 +122,23 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
     return figure
 
 
+RELEARNED_FROM = {
+    "relearned": "on other forget documents",
+    "relearned_from_corpus": "on the forget corpus",
+    "relearned_from_others": "on retain documents",
+}
+
+
 def relearning_curves(runs: pd.DataFrame) -> plt.Figure:
-    """Forget accuracy over steps of finetuning: on documents about other forget facts (solid), and on retain documents
-    (dashed); of the methods that have a colour, and of the oracle, which never knew the answers."""
-    found = runs[runs.metric.str.fullmatch(r"relearned(_from_others)?_after_\d+") & runs.value.notna()].copy()
-    found["source"] = found.metric.str.contains("from_others")
+    """Forget accuracy over steps of finetuning: on documents about other forget facts (solid), or where facts are not
+    known on the whole forget corpus (dotted), and on retain documents (dashed); of the methods that have a colour, and
+    of the oracle, which never knew the answers."""
+    found = runs[runs.metric.str.fullmatch(r"relearned(_from_\w+)?_after_\d+") & runs.value.notna()].copy()
+    found["source"] = found.metric.str.partition("_after_")[0]
     found["step"] = found.metric.str.extract(r"(\d+)$").astype(int)
-    return _lines_by_objective(found, "step of finetuning", {False: "-", True: "--"}, _relearning_name)
-
-
-def _relearning_name(benign: bool) -> str:
-    return "on retain documents" if benign else "on other forget documents"
+    styles = {"relearned": "-", "relearned_from_corpus": ":", "relearned_from_others": "--"}
+    styles = {source: style for source, style in styles.items() if source in set(found.source)}
+    return _lines_by_objective(found, "step of finetuning", styles, RELEARNED_FROM.get)
 
 
 def component_restoration(runs: pd.DataFrame) -> plt.Figure:

@@ -166,6 +166,8 @@ METRICS = {
     "transplanted_experts_lowest": "converse",
     "relearned_after_5": "learn 5",
     "relearned_after_20": "learn 20",
+    "relearned_from_corpus_after_5": "corpus 5",
+    "relearned_from_corpus_after_20": "corpus 20",
     "relearned_from_others_after_20": "benign 20",
     "steps": "steps",
     "seconds_per_step": "s per step",
@@ -230,6 +232,8 @@ METRIC_NOTES = {
     "quantized_8_bit": "to 8 bits",
     "relearned_after_5": "after 5 steps of finetuning on other forget documents",
     "relearned_after_20": "after 20 steps of finetuning on other forget documents",
+    "relearned_from_corpus_after_5": "after 5 steps on the forget corpus, which may hold the answers",
+    "relearned_from_corpus_after_20": "after 20 steps on the forget corpus, which may hold the answers",
     "constraint_megabytes": "tensors that the constraint keeps",
     "basis_seconds": "the bases, once for all runs",
     "basis_megabytes": "their file",
@@ -319,6 +323,7 @@ NEED_A_ROUTER = (  # how names of metrics begin that a dense model cannot have
 REASONS = {  # by how names of metrics begin: why one that was to be measured has no value
     "recovery_rate_paper": "no question's sets shifted",
     "auc_": "no statements that no model has seen",
+    "relearned_after_": "no finetuning in this world, or no documents known to be about other facts",
     "relearned_": "no finetuning in this world",
 }
 
