@@ -28,6 +28,22 @@ def test_batch_by_batch_is_as_all_at_once():
     assert (metrics["num_experts"], metrics["top_k"]) == (before.num_experts, before.top_k)
 
 
+OTHER_SHAPES = [
+    (dict(num_experts=4), "experts: 8 before, 4 after"),
+    (dict(top_k=3), "experts per token: 2 before, 3 after"),
+    (dict(num_layers=1), r"MoE layers: \[0, 1\] before, \[0\] after"),
+    (dict(hidden_size=64), "hidden size: 32 before, 64 after"),
+]
+
+
+@pytest.mark.parametrize("other, message", OTHER_SHAPES)
+def test_routers_that_cannot_be_compared_are_named(other, message, batch):
+    before, after = MoEModel(small_model()), MoEModel(small_model(**other))
+    stability_metrics(before, before, [batch], "rs")
+    with pytest.raises(ValueError, match=message):
+        stability_metrics(before, after, [batch], "rs")
+
+
 def sets_of(model, batch):
     """What the routers of a transformers model choose, as it is: (layers, tokens, k)."""
     chosen = []

@@ -17,8 +17,17 @@ def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch
     """Flat metrics named `prefix`: the mean over layers, `_layer_<n>` for each, and two counterfactuals: `_router_only`
     (new routers on the old representations) and `_representation_only` (old routers on the new representations).
 
-    `num_experts` and `top_k` stand beside them: they fix what random sets would give.
+    `num_experts` and `top_k` stand beside them: they fix what random sets would give. Raises ValueError for models that
+    differ in these, in their MoE layers or in the hidden size: their sets say nothing of each other.
     """
+    shapes = {
+        "experts": (before.num_experts, after.num_experts),
+        "experts per token": (before.top_k, after.top_k),
+        "MoE layers": (before.layers, after.layers),
+        "hidden size": (before.hidden_size, after.hidden_size),
+    }
+    if unlike := [f"{name}: {a} before, {b} after" for name, (a, b) in shapes.items() if a != b]:
+        raise ValueError(f"routing stability compares a model with what became of it; these differ in {unlike[0]}")
 
     def pairs(batch: Batch) -> Pairs:
         trace_before, trace_after = before.trace([batch]), after.trace([batch])
