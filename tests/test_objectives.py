@@ -148,6 +148,27 @@ def test_rmu_by_hand_and_its_retain_term_is_zero_at_the_start(moe):
     assert objective.forget_loss(moe, batch).item() == pytest.approx(by_hand.item(), rel=1e-5)
 
 
+def test_rmu_differs_from_other_code_where_the_module_says(moe):
+    """From a mean over all positions (wmdp) by padding; from one over documents (open-unlearning) by their lengths, by
+    prompts and by first tokens."""
+
+    def steered(hidden, mask):
+        return (hidden - objective.target_d).square().mean(dim=-1)[mask]
+
+    ids = list(range(3, 15))
+    alike = collate([Row("a", ids, [-100, *ids[1:]]), Row("b", ids[::-1], [-100, *ids[-2::-1]])], 0)
+    unlike = collate([Row("a", ids, [-100] * 8 + ids[8:]), Row("b", ids[:4], [-100, *ids[1:4]])], 0)
+    objective = started("rmu", moe, alike)
+    for batch, same in ((alike, True), (unlike, False)):
+        with torch.no_grad():
+            hidden = moe.model(**batch.inputs, output_hidden_states=True).hidden_states[1]
+        ours = objective.forget_loss(moe, batch).item()
+        everywhere = steered(hidden, torch.ones_like(batch.attention_mask).bool()).mean().item()
+        assert (ours == pytest.approx(everywhere, rel=1e-5)) == same
+        scored = [steered(row, labels != -100).mean() for row, labels in zip(hidden, batch.labels, strict=True)]
+        assert ours != pytest.approx(torch.stack(scored).mean().item(), rel=1e-5)
+
+
 def test_rmu_gives_no_gradient_above_its_layer(moe, batch):
     started("rmu", moe, batch).forget_loss(moe, batch).backward()
     assert moe.theta(0).grad.norm() > 0 and moe.theta(1).grad is None

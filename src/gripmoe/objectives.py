@@ -2,6 +2,17 @@
 
 Each is a forget loss plus `alpha` times a retain loss. Losses are means over scored tokens unless said otherwise;
 padding never counts. What an objective wants to know of the original model it asks for once, in `start`.
+
+Where other code differs (wmdp: rmu/unlearn.py; open-unlearning: src/trainer; muse_bench: baselines/iterative.py):
+
+- RMU in wmdp: padding counts as tokens do. Each forget corpus has its own vector, alpha and c, and the corpora take
+  turns; here one corpus has one vector. The length c is absolute alone.
+- RMU in open-unlearning: the mean of each document's scored tokens, then of the documents; its first token and its
+  prompt are not scored. Here all tokens of a batch count alike, those of prompts too.
+- KL in open-unlearning: a mean over all positions, padding and prompts too, in the model's dtype; here over scored
+  tokens, in fp32. KL in muse_bench takes logits for log-probabilities, and sums over positions.
+- NPO in muse_bench: of each logit, a mean over positions and vocabulary. In open-unlearning it is as here.
+- GD in open-unlearning is as here; in muse_bench the padding of texts from a JSON file is scored.
 """
 
 from __future__ import annotations
@@ -101,9 +112,9 @@ class NegativePreference(GradientDifference):
 class RepresentationMisdirection:
     """RMU: drive one layer's hidden states of forget tokens to a fixed random vector, hold those of retain tokens.
 
-    The vector's direction is drawn uniformly from [0, 1)^d as in the official code, and squares are averaged over d and
-    all tokens as there. Its length is c (`steering`), or `kappa` times the mean length of the layer's hidden states of
-    retain tokens, since a fixed c means something else in every model. Layers above `layer` get no gradient.
+    The vector's direction is drawn uniformly from [0, 1)^d as in the official code. Squares are averaged over d and all
+    tokens but padding. The vector's length is c (`steering`), or `kappa` times the mean length of the layer's hidden
+    states of retain tokens, since a fixed c means something else in every model. Layers above `layer` get no gradient.
     """
 
     def __init__(

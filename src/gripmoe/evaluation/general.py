@@ -9,7 +9,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from gripmoe.evaluation.choice import accuracy, harness_answers, harness_samples, load_questions
+from gripmoe.data.rows import read_rows
+from gripmoe.evaluation.choice import accuracy, harness_answers, harness_samples
 from gripmoe.files import write_jsonl, write_yaml
 
 SHOTS = 5
@@ -40,7 +41,7 @@ def truthfulqa(
 
 def solved_questions(file: Path) -> list[dict]:
     """What stands above questions of the same subject: MMLU's own examples, or the dev split of the embedded world."""
-    rows = load_questions(file)
+    rows = read_rows(file, "split")
     return [row for row in rows if row["split"] == "shots"] or [row for row in rows if row["split"] == "dev"]
 
 
