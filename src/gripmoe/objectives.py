@@ -29,6 +29,7 @@ from gripmoe import distributed
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import logits_scaling
+from gripmoe.parsing import ConfigError
 from gripmoe.reference import ReferenceCache, final_hidden_states, hidden_states
 
 Batches = Sequence[Batch]
@@ -121,7 +122,7 @@ class RepresentationMisdirection:
         self, *, layer: int, alpha: float, seed: int, kappa: float | None = None, steering: float | None = None
     ):
         if (kappa is None) == (steering is None):
-            raise ValueError("rmu: give one of `kappa` (relative) and `steering` (the absolute c)")
+            raise ConfigError("rmu: give one of `kappa` (relative) and `steering` (the absolute c)")
         self.layer = self.last_layer = layer
         self.alpha, self.seed = alpha, seed
         self.kappa, self.steering = kappa, steering
@@ -158,15 +159,15 @@ OBJECTIVES = {
 
 
 def make_objective(name: str, settings: dict, seed: int) -> Objective:
-    """The objective of a run; `settings` are its own hyperparameters. Raises ValueError for an unknown name or
+    """The objective of a run; `settings` are its own hyperparameters. Raises ConfigError for an unknown name or
     setting."""
     if name not in OBJECTIVES:
-        raise ValueError(f"unknown objective {name!r}; one of {', '.join(OBJECTIVES)}")
+        raise ConfigError(f"unknown objective {name!r}; one of {', '.join(OBJECTIVES)}")
     seeds = {"seed": seed} if name == "rmu" else {}
     try:
         return OBJECTIVES[name](**settings, **seeds)
     except TypeError as error:
-        raise ValueError(f"objective {name!r}: {error}") from None
+        raise ConfigError(f"objective {name!r}: {error}") from None
 
 
 def token_logprobs(model: MoEModel, batch: Batch) -> Tensor:

@@ -20,6 +20,7 @@ from gripmoe.evaluation.choice import prompt_of
 from gripmoe.evaluation.muse import continuations
 from gripmoe.files import file_digest
 from gripmoe.moe import MoEModel
+from gripmoe.parsing import ConfigError
 
 INSTRUCTIONS = {  # to a language model, by the name of a style; any other text is an instruction itself
     "verse": "Rewrite the question below as a poem of a few lines that asks the same. Keep every name and number.",
@@ -74,11 +75,14 @@ def without_terms(terms: Collection[str]) -> Prompt:
 
 def rewritten(file: Path, questions: Sequence[dict]) -> tuple[str, Prompt]:
     """What somebody, or a language model, made of the questions: a file with one {"id", "prompt"} a line; and the
-    beginning of its checksum, by which a result names it. Raises ValueError if a question is missing, or a line
+    beginning of its checksum, by which a result names it. Raises ConfigError if a question is missing, or a line
     lacks one of the two."""
     prompts = {row["id"]: row["prompt"] for row in read_rows(file, "id", "prompt")}
     if missing := [question["id"] for question in questions if question["id"] not in prompts]:
-        raise ValueError(f"{file}: {len(missing)} of {len(questions)} questions have no rewrite, first {missing[0]!r}")
+        raise ConfigError(
+            f"{file}: {len(missing)} of {len(questions)} questions have no rewrite, first {missing[0]!r}; add a line "
+            "for each"
+        )
     return file_digest(file)[:8], lambda question: prompts[question["id"]]
 
 

@@ -78,9 +78,9 @@ def _pieces(row: Row, max_length: int, begin: list[int]) -> list[Row]:
 
 def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> list[Row]:
     """The rows of one step: a new shuffle every epoch, a function of seed and step alone, so that a resumed run sees
-    the same data. Raises ValueError if the corpus is smaller than a batch."""
+    the same data. Raises ConfigError if the corpus is smaller than a batch."""
     if batch_size > len(rows):
-        raise ValueError(f"batch size {batch_size} exceeds the {len(rows)} documents of the corpus")
+        raise ConfigError(f"batch size {batch_size} exceeds the {len(rows)} documents of the corpus")
     per_epoch = len(rows) // batch_size
     order = list(range(len(rows)))
     random.Random(f"epoch {seed} {step // per_epoch}").shuffle(order)
@@ -90,9 +90,9 @@ def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> li
 
 def in_batches(rows: Sequence[Row], pad_id: int, rank: int = 0, processes: int = 1) -> list[Batch]:
     """Batches of about TOKENS_PER_BATCH padded tokens, the rows in their order. Of several processes each takes its
-    share of the rows, in as many batches as the others. Raises ValueError if the rows cannot be shared out evenly."""
+    share of the rows, in as many batches as the others. Raises ConfigError if the rows cannot be shared out evenly."""
     if len(rows) % processes:
-        raise ValueError(f"{len(rows)} rows cannot be split over {processes} processes")
+        raise ConfigError(f"{len(rows)} rows cannot be split over {processes} processes")
     batches: list[list[Row]] = [[]]
     longest = 0
     for together in zip(*[iter(rows)] * processes, strict=True):

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from gripmoe.data.published import load_rows
+from gripmoe.parsing import ConfigError
 
 CONTEXT = "context"  # the `split` of the pairs that a question is asked below
 
@@ -13,7 +14,7 @@ CONTEXT = "context"  # the `split` of the pairs that a question is asked below
 def news_files(
     repository: str, revision: str | None = None, expected: Mapping[str, int] | None = None
 ) -> dict[str, list[dict]]:
-    """The files of a news benchmark. Raises ValueError, saying what to download, if the data set cannot be read, lacks
+    """The files of a news benchmark. Raises ConfigError, saying what to download, if the data set cannot be read, lacks
     a column, has not the `expected` number of rows ("config/split": number), or so few that none is for the stop rule
     or for the tables.
 
@@ -44,7 +45,7 @@ def news_files(
     for name in ("verbmem", "forget_qa", "retain_qa"):
         asked = [row for row in verbmem + knowmem if row["id"].startswith(f"{name}/")]
         if missing := {"dev", "test"} - {row["split"] for row in asked}:
-            raise ValueError(
+            raise ConfigError(
                 f"{repository}: none of the {len(asked)} rows of {name} is of the split {min(missing)!r}, which a hash "
                 "of the text decides; add rows"
             )

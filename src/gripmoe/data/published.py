@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gripmoe.catalogue import PublishedData
+from gripmoe.parsing import ConfigError
 
 HELD_OUT_EVERY = 10  # of the retain corpus: kept from unlearning, for routing stability
 # MMLU's splits and what they are here: reported, seen by the stop rule, solved above questions of their subject.
@@ -20,7 +21,7 @@ CHOICES = 4  # A to D, as prompts list them
 
 
 def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
-    """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ValueError, saying what to
+    """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ConfigError, saying what to
     download, where a data set cannot be read, lacks a column, holds a question that is not of four choices and the
     number of one of them, or no documents."""
     forget = _rows(data, "forget_questions", "wmdp-cyber", "test", ("question", "choices", "answer"))
@@ -56,8 +57,8 @@ def load_rows(
     key: str,
     expected: int | None = None,
 ) -> Iterable[dict]:
-    """Rows of one split of a data set, by hub id or from a local clone. Raises ValueError, naming the configuration key
-    and what to do, if it cannot be read, lacks a column, or has not the `expected` number of rows."""
+    """Rows of one split of a data set, by hub id or from a local clone. Raises ConfigError, naming the configuration
+    key and what to do, if it cannot be read, lacks a column, or has not the `expected` number of rows."""
     from datasets import load_dataset
 
     try:
@@ -65,15 +66,17 @@ def load_rows(
             own = {"cache_dir": folder, "keep_in_memory": True} if Path(path).is_dir() else {}
             table = load_dataset(path, name, split=split, revision=revision, **own)
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise ConfigError(
             f"benchmarks.yaml: {key}: cannot read {path!r} ({name}, {split}): {error}. Without internet, "
             f"clone the data set's repository elsewhere and set {key} to the folder."
         ) from error
     missing = [column for column in columns if column not in table.column_names]
     if missing:
-        raise ValueError(f"{path} ({name}, {split}) lacks {', '.join(missing)}; it has {', '.join(table.column_names)}")
+        raise ConfigError(
+            f"{path} ({name}, {split}) lacks {', '.join(missing)}; it has {', '.join(table.column_names)}"
+        )
     if expected is not None and len(table) != expected:
-        raise ValueError(
+        raise ConfigError(
             f"{path} ({name}, {split}) has {len(table)} rows, benchmarks.yaml: data.rows says {expected}: an "
             "incomplete download or another revision. Download it again, or correct data.rows."
         )
@@ -114,7 +117,7 @@ def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: st
 def _checked_answer(row: dict, name: str) -> int:
     choices, answer = row["choices"], row["answer"]
     if len(choices) != CHOICES or answer not in range(CHOICES):
-        raise ValueError(
+        raise ConfigError(
             f"question {name} ({row['question'][:40]!r}): {len(choices)} choices and answer {answer!r}; a question has "
             f"{CHOICES} choices, and its answer is the number of one of them, 0 to {CHOICES - 1}"
         )
@@ -129,7 +132,7 @@ def _documents(rows: Iterable[dict], domain: str) -> list[dict]:
         if len(text) >= MIN_CHARACTERS
     ]
     if not documents:
-        raise ValueError(
+        raise ConfigError(
             f"benchmarks.yaml: data.{domain}_corpus: none of its {len(texts)} texts has {MIN_CHARACTERS} characters: "
             "a row is a document"
         )

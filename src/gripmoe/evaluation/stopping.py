@@ -11,6 +11,7 @@ from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
 from gripmoe.evaluation.muse import News, mean_score, news_scores
 from gripmoe.files import read_json
 from gripmoe.moe import MoEModel
+from gripmoe.parsing import ConfigError
 
 RETAIN_QUESTIONS = 120  # of the dev split, asked at every check
 RETAIN_PAIRS = 20  # likewise of news
@@ -28,13 +29,13 @@ def stop_rule(benchmark: Task, data: Path, reference: Path | None, tokenizer) ->
     """The stop rule of a benchmark, on its dev items.
 
     Letters: forget accuracy, at a fixed value. News: VerbMem and KnowMem, a few points above what `reference` (the
-    description of the retain-only model) says that this model has. Raises ValueError if it does not say so, or if no
+    description of the retain-only model) says that this model has. Raises ConfigError if it does not say so, or if no
     letter question is of the dev split.
     """
     if benchmark.is_news:
         news, known = News.load(data), read_json(reference) if reference else {}
         if absent := {"verbmem", "knowmem_forget"} - known.keys():
-            raise ValueError(
+            raise ConfigError(
                 f"{reference or '--reference'}: {min(absent)} of the retain-only model is needed, a few points above "
                 "which a run has forgotten; name one that was finetuned on the benchmark's documents to retain"
             )
