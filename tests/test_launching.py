@@ -1,11 +1,15 @@
 """The commands that start processes on one node or several; that they meet, test_distributed.py shows."""
 
+import os
 import sys
 
 import pytest
 
+from gripmoe import distributed
 from gripmoe.cli import main
+from gripmoe.commands import unlearn as commands
 from gripmoe.launching import started_together
+from gripmoe.parsing import ConfigError
 
 CELL = ["unlearn", "--run", "run.yaml", "--processes", "8"]
 
@@ -30,13 +34,39 @@ def test_a_slurm_job_starts_the_same_command_once_on_each_node():
     assert names[0] == names[1] != names[2], "two runs that meet at one place do not mix"
 
 
-def test_what_cannot_be_started_is_refused(capsys, monkeypatch):
+@pytest.fixture
+def paths(tmp_path):
+    """Flags of `gripmoe unlearn` whose files are there."""
+    there = tmp_path / "there"
+    there.touch()
+    return [f"--{flag}={there}" for flag in ("run", "model", "data", "trace", "forget-trace", "output")]
+
+
+def test_what_cannot_be_started_is_refused(paths, capsys, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    paths = [
-        part for flag in ("run", "model", "data", "trace", "forget-trace", "output") for part in (f"--{flag}", "x")
-    ]
     assert main(["unlearn", *paths, "--processes", "8", "--nodes", "2"]) == 2
     assert "start the same command on each node with --rendezvous" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="8 processes cannot be spread evenly over 3 nodes"):
+    with pytest.raises(ConfigError, match="8 processes cannot be spread evenly over 3 nodes"):
         started_together(8, 3, "first:29400", CELL, {})
+
+
+@pytest.mark.parametrize("leftover", ["WORLD_SIZE", None])
+def test_processes_start_unless_torchrun_has_started_this_one(leftover, paths, monkeypatch):
+    """A batch script may export WORLD_SIZE. The control is a process of torchrun's, which trains."""
+    done = []
+    monkeypatch.setattr(os, "execvp", lambda program, command: done.append(command))
+    monkeypatch.setattr(commands, "unlearn", lambda args: done.append("trained"))
+    if leftover:
+        monkeypatch.setenv(leftover, "1")
+    main(["unlearn", *paths, "--processes", "2"])
+    assert "--nproc-per-node=2" in done[0]
+    done.clear()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    main(["unlearn", *paths, "--processes", "2"])
+    assert done == ["trained"]
+
+
+def test_a_process_alone_joins_no_group_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with distributed.launched():
+        assert distributed.processes() == 1

@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from gripmoe import __version__
 from gripmoe.launching import started_together
 from gripmoe.parsing import ConfigError
 
 
 class Command(NamedTuple):
     """`function` of `gripmoe.commands.<module>`, imported when it is called. Flags take a path, --settings and
-    --benchmark JSON."""
+    --benchmark JSON. What a path names must exist, unless the command `writes` it."""
 
     module: str
     function: str
@@ -25,8 +26,10 @@ class Command(NamedTuple):
     positional: str | None = None
     many: str | None = None  # a positional argument that takes several paths
     values: tuple[tuple[str, type, object], ...] = ()  # flags that are no paths: name, type, default
+    writes: tuple[str, ...] = ("output",)
 
 
+BY_TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun sets this variable; batch scripts export WORLD_SIZE too
 TOGETHER = (("processes", int, 1), ("nodes", int, 1), ("rendezvous", str, None))  # how a model is trained
 COMMANDS = (
     Command("configure", "configure", "write the resolved configuration of a cell", ("settings", "output")),
@@ -50,12 +53,14 @@ COMMANDS = (
         "trace_routing",
         "record the original routers on retain and forget documents",
         ("settings", "model", "retain-corpus", "forget-corpus", "digest", "output", "forget-output"),
+        writes=("digest", "output", "forget-output"),
     ),
     Command(
         "geometry",
         "fit_basis",
         "fit the retain bases of a method",
         ("settings", "model", "trace", "forget-trace", "digest", "output"),
+        writes=("digest", "output"),
     ),
     Command(
         "unlearn",
@@ -69,6 +74,7 @@ COMMANDS = (
             ("basis-memory", float, 16.0),
             ("basis-host-memory", float, 64.0),
         ),
+        writes=("references", "output"),
     ),
     Command(
         "unlearn",
@@ -82,12 +88,14 @@ COMMANDS = (
         "measure a cell",
         ("run", "benchmark", "model", "checkpoint", "data", "questions", "output"),
         optional=("reference",),
+        writes=("questions", "output"),
     ),
     Command(
         "attack",
         "attack",
         "attack a cell",
         ("settings", "run", "benchmark", "model", "checkpoint", "data", "answers", "questions", "output"),
+        writes=("questions", "output"),
     ),
     Command(
         "rewrite",
@@ -141,13 +149,16 @@ COMMANDS = (
         "gather all cells in tidy tables",
         ("output", "histories", "answers", "attacks"),
         many="cells",
+        writes=("output", "histories", "answers", "attacks"),
     ),
 )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a subcommand and returns its exit code: 2, with one line on stderr, for a mistake in its input."""
+    """Runs a subcommand and returns its exit code: 2, with one line on stderr, for a mistake in its input. Every other
+    error is a bug, and raised."""
     parser = argparse.ArgumentParser(prog="gripmoe", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"gripmoe {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True)
     for command in COMMANDS:
         sub = subparsers.add_parser(command.function.replace("_", "-"), help=command.help)
@@ -165,17 +176,27 @@ def main(argv: list[str] | None = None) -> int:
 
     args = parser.parse_args(argv)
     try:
-        if getattr(args, "processes", 1) > 1 and "WORLD_SIZE" not in os.environ:  # what is started calls this again
+        _require_what_is_read(args)
+        if getattr(args, "processes", 1) > 1 and BY_TORCHRUN not in os.environ:  # what is started calls this again
             command = started_together(args.processes, args.nodes, args.rendezvous, argv or sys.argv[1:], os.environ)
             os.execvp(command[0], command)
         module = importlib.import_module(f"gripmoe.commands.{args.chosen.module}")
         getattr(module, args.chosen.function)(args)
-    except (ConfigError, ValueError, FileNotFoundError) as error:
-        if os.environ.get("GRIPMOE_DEBUG"):
-            raise
+    except ConfigError as error:
         print(f"gripmoe {args.command}: error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _require_what_is_read(args: argparse.Namespace) -> None:
+    """Raises ConfigError if a path is missing that the command reads."""
+    command = args.chosen
+    read = [flag for flag in (*command.flags, *command.optional) if flag not in command.writes]
+    given = [(f"--{flag}", getattr(args, flag.replace("-", "_"))) for flag in read]
+    given += [(command.many, path) for path in getattr(args, command.many or "", [])]
+    for flag, path in given:
+        if isinstance(path, Path) and not path.exists():
+            raise ConfigError(f"{flag}: {path}: no such file or folder")
 
 
 if __name__ == "__main__":

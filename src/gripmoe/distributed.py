@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 @contextmanager
 def launched() -> Iterator[None]:
     """Joins the process group if torchrun has started several processes, one per GPU where there are GPUs."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if not dist.is_torchelastic_launched() or int(os.environ["WORLD_SIZE"]) == 1:
         yield
         return
     on_gpu = torch.cuda.is_available()

@@ -7,6 +7,8 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
+from gripmoe.parsing import ConfigError
+
 FIRST_PORT, PORTS = 20_000, 10_000  # of rendezvous of SLURM jobs, by job id
 
 
@@ -15,12 +17,12 @@ def started_together(
 ) -> list[str]:
     """The command that runs `gripmoe <arguments>` in so many processes. On several nodes of a SLURM job, the first of
     which this is, it starts the same command on each; elsewhere the user does, with one `rendezvous` (host:port of one
-    of them). Raises ValueError where there is neither, or if the nodes cannot have equally many processes."""
+    of them). Raises ConfigError where there is neither, or if the nodes cannot have equally many processes."""
     gripmoe = [sys.executable, "-m", "gripmoe.cli", *arguments]
     if nodes > 1 and not rendezvous:
         job = environment.get("SLURM_JOB_ID")
         if not job:
-            raise ValueError(
+            raise ConfigError(
                 f"--nodes {nodes} outside of a SLURM job: start the same command on each node with --rendezvous "
                 "HOST:PORT of one of them"
             )
@@ -33,7 +35,7 @@ def started_together(
 def torchrun(processes: int, nodes: int, rendezvous: str | None, arguments: Sequence[str]) -> list[str]:
     """torchrun's own part of the command; nodes that are given the same arguments find one another."""
     if processes % nodes:
-        raise ValueError(f"{processes} processes cannot be spread evenly over {nodes} nodes")
+        raise ConfigError(f"{processes} processes cannot be spread evenly over {nodes} nodes")
     run = [sys.executable, "-m", "torch.distributed.run"]
     if nodes == 1:
         return [*run, "--standalone", f"--nproc-per-node={processes}"]

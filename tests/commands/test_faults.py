@@ -103,6 +103,8 @@ def test_of_two_processes_on_a_cell_one_is_refused(step, tmp_path, monkeypatch, 
     given = {"settings": "null", "benchmark": benchmark, "run": tmp_path / "run.yaml", "model": tmp_path / "model.json"}
     cell = tmp_path / "cell"
     paths = {flag: cell / "result.json" if flag == "output" else tmp_path / flag for flag in command.flags}
+    for flag in set(command.flags) - set(command.writes) - set(given):
+        paths[flag].touch()
     arguments = [step, *(f"--{flag}={path}" for flag, path in {**paths, **given}.items() if flag in paths)]
     with held(cell) as owner:
         assert main(arguments) == 2

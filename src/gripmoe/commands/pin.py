@@ -8,12 +8,13 @@ from pathlib import Path
 import yaml
 
 from gripmoe.catalogue import PublishedData, PublishedModel, PublishedNews
+from gripmoe.parsing import ConfigError
 from gripmoe.project import Project
 
 
 def pin(args) -> None:
     """Asks the hub for the commit of every model and data set that the world names without a revision, and prints what
-    to add to the catalogues. Raises ValueError if the hub does not answer."""
+    to add to the catalogues. Raises ConfigError if the hub does not answer."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -22,7 +23,7 @@ def pin(args) -> None:
         try:
             commit = api.repo_info(repository, repo_type=kind).sha
         except Exception as error:  # offline mode, no network, gated, unknown: the hub's library has an error for each
-            raise ValueError(
+            raise ConfigError(
                 f"{file}: {'.'.join(path)}: the hub does not say which commit {repository} is at "
                 f"({type(error).__name__}: {str(error).splitlines()[0]}). Run this where there is internet, without "
                 "HF_HUB_OFFLINE, and with `hf auth login` for what is gated; or name a local folder."

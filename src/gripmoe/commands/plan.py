@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import subprocess
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from gripmoe.files import read_json, read_yaml
 from gripmoe.fingerprint import fingerprint_now
 from gripmoe.hours import DISK
 from gripmoe.memory import Memory, Step, memory_needed
+from gripmoe.parsing import ConfigError
 from gripmoe.planning import Job, check_budget, jobs_left, that_count
 from gripmoe.progress import cell_status
 from gripmoe.project import Project
@@ -33,7 +35,7 @@ MOST_EXPENSIVE = 5  # cells that a plan shows if it is not asked for all
 
 def plan(args) -> None:
     """Prints jobs and hours by rule, the most expensive cells (`--cells`: all), memory against `--gpu-memory` and
-    `--host-memory`, disk with `--jobs` at once, and what is read from the hub unpinned. Raises ValueError above
+    `--host-memory`, disk with `--jobs` at once, and what is read from the hub unpinned. Raises ConfigError above
     `--budget` hours, or if a step does not fit."""
     project = Project(args.config, args.world)
     results = Path("results") / project.results_name
@@ -67,7 +69,7 @@ def plan(args) -> None:
         )
     check_budget(jobs, args.budget)
     if too_large := [need.step for need in needs if not need.fits(args.gpu_memory, args.host_memory)]:
-        raise ValueError(
+        raise ConfigError(
             f"{len(too_large)} of {len(needs)} steps do not fit GPUs of {args.gpu_memory:g} GB and machines of "
             f"{args.host_memory:g} GB:{_what_would_fit(project, too_large, args, results)}{UPPER_BOUNDS}"
         )
@@ -139,20 +141,19 @@ def status(args) -> None:
 
 def why(args) -> None:
     """Says in a sentence, for every cell that `args.cell` names or begins, what Snakemake would run of it and why: the
-    settings that have changed, the code, or else Snakemake's own reason. Raises ValueError if Snakemake refuses, or if
+    settings that have changed, the code, or else Snakemake's own reason. Raises ConfigError if Snakemake refuses, or if
     there is no such cell."""
     project = Project(Path("workflow", "config"), args.world)  # as the Snakefile does
     known = [".".join(map(str, cell)) for cell in project.cells()]
     if not any(f"{cell}.".startswith(f"{args.cell}.") for cell in known):
         close = difflib.get_close_matches(args.cell, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"one of them is {known[0]}"
-        raise ValueError(f"no cell of {args.world} is or begins with {args.cell}; {hint}")
-    dry = subprocess.run(
-        ["snakemake", "-n", "--config", f"world={args.world}"], capture_output=True, text=True, check=False
-    )
+        raise ConfigError(f"no cell of {args.world} is or begins with {args.cell}; {hint}")
+    command = [sys.executable, "-m", "snakemake", "-n", "--config", f"world={args.world}"]
+    dry = subprocess.run(command, capture_output=True, text=True, check=False)
     output = dry.stdout + dry.stderr
     if dry.returncode:
-        raise ValueError(output.strip()[-1500:])
+        raise ConfigError(output.strip()[-1500:])
     jobs = defaultdict(dict)
     for block in re.split(r"\n(?=(?:local)?rule )", output):
         names = re.search(r"wildcards: (.*)", block)

@@ -26,7 +26,7 @@ from gripmoe.moe.families import is_moe
 from gripmoe.moe.placement import visible_devices
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, load_published, save_model
-from gripmoe.parsing import parse_settings
+from gripmoe.parsing import ConfigError, parse_settings
 from gripmoe.pretrain import train_base
 from gripmoe.provenance import recorded
 from gripmoe.worlds.benchmark import wmdp_files
@@ -105,7 +105,7 @@ def finetune_model(args) -> None:
         means = {name: mean_score(items) for name, items in scores.items()}
         wanted = ("knowmem_retain",) if config.trained_on == "retain_only" else tuple(means)
         if poor := [f"{name} {means[name]:.1f}" for name in wanted if means[name] < config.required]:
-            raise ValueError(
+            raise ConfigError(
                 f"finetuning did not reach the required {config.required:g}: {', '.join(poor)}. Give it more `epochs` "
                 f"or another `learning_rate` in models.yaml, and delete {folder}"
             )
@@ -119,7 +119,7 @@ def finetune_model(args) -> None:
 
 def _train_embedded(config: EmbeddedModel, folder: Path, output: Path, device: torch.device) -> None:
     """Trains from one seed after the other until a model is fit for use; a seed that failed is not tried again when
-    the job is, unless settings or code have changed. Raises ValueError, with every fault, if all attempts fail."""
+    the job is, unless settings or code have changed. Raises ConfigError, with every fault, if all attempts fail."""
     identity = identity_of(prepare_model, settings=config.model_dump(mode="json"))
     world = make_world(config.world_seed)
     tokenizer = make_tokenizer(all_texts(world))
@@ -150,7 +150,7 @@ def _train_embedded(config: EmbeddedModel, folder: Path, output: Path, device: t
             remove_state(state_file)
         faults.append(f"seed {seed}: {read_json(failed)['fault']}")
         print(f"not fit for use, {faults[-1]}", file=sys.stderr, flush=True)
-    raise ValueError(
+    raise ConfigError(
         f"no base model to measure anything on. {'; '.join(faults)}. Give it more steps, more `attempts` or another "
         f"`seed` in models.yaml, and delete {folder}"
     )

@@ -6,6 +6,7 @@ import sys
 
 from gripmoe.commands import beside
 from gripmoe.files import read_json, write_json
+from gripmoe.parsing import ConfigError
 from gripmoe.provenance import recorded
 from gripmoe.reporting.collect import collect_cells, computed_with
 from gripmoe.reporting.manifest import manifest as manifest_of
@@ -27,12 +28,12 @@ def manifest(args) -> None:
 
 
 def verify(args) -> None:
-    """Recomputes the checksums of a manifest, and says which versions are others here. Raises ValueError if a checksum
+    """Recomputes the checksums of a manifest, and says which versions are others here. Raises ConfigError if a checksum
     does not match."""
     for remark in other_versions(args.manifest):
         print(remark, file=sys.stderr)
     if faults := mismatches(args.manifest):
         for fault in faults:
             print(fault, file=sys.stderr)
-        raise ValueError(f"{args.manifest}: {len(faults)} mismatches; run the workflow again")
+        raise ConfigError(f"{args.manifest}: {len(faults)} mismatches; run the workflow again")
     print(f"{args.manifest}: all files are as they were written")

@@ -10,6 +10,7 @@ from gripmoe.commands import one_thread_unless_set
 from gripmoe.evaluation.choice import load_questions
 from gripmoe.files import read_jsonl, write_jsonl
 from gripmoe.moe.storage import load_published
+from gripmoe.parsing import ConfigError
 
 AT_ONCE = 32
 
@@ -17,13 +18,13 @@ AT_ONCE = 32
 def rewrite(args) -> None:
     """Has the model at `args.model` (a folder, or an id of the hub) rewrite the reported forget questions, and writes
     prompts that `rewrites:` of a benchmark may name. Interrupted, it goes on after what its file holds; with other
-    words asked for it needs another file. Raises ValueError if the file holds something else."""
+    words asked for it needs another file. Raises ConfigError if the file holds something else."""
     instruction = INSTRUCTIONS.get(args.style, args.style)
     questions = load_questions(args.questions, "test")
     done = read_jsonl(args.output) if args.output.exists() else []
     asked = {"by": args.model, "instruction": instruction}
     if any({key: row.get(key) for key in asked} != asked for row in done):
-        raise ValueError(
+        raise ConfigError(
             f"{args.output}: holds rewrites by another model or instruction; remove it, or name another file"
         )
     one_thread_unless_set()

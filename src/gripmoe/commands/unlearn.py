@@ -24,6 +24,7 @@ from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import StoredBases, load_model, load_routers, save_model
 from gripmoe.moe.traces import StoredTrace
 from gripmoe.objectives import make_objective
+from gripmoe.parsing import ConfigError
 from gripmoe.penalties import attributed_expert, constraint_of
 from gripmoe.provenance import entry_of, recorded
 from gripmoe.reference import ReferenceStore
@@ -104,7 +105,7 @@ def resident_layers(training: Training, last_layer: int | None, method: Method) 
     if training.idle_layers == "resident" or last_layer is None:
         return None
     if distributed.processes() > 1:
-        raise ValueError("`idle_layers: host` needs one process: layers that are shared cannot leave their GPUs")
+        raise ConfigError("`idle_layers: host` needs one process: layers that are shared cannot leave their GPUs")
     return None if method.looks_at_passes else last_layer + 1
 
 
