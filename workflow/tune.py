@@ -12,6 +12,7 @@ been run with all the same settings is not run again.
 from __future__ import annotations
 
 import argparse
+import os
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -142,6 +143,7 @@ def main() -> None:
     ]
     if not trials:
         parser.error("tuning.yaml tries no such method under these objectives")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # trials that run side by side share the cores
     with ProcessPoolExecutor(args.cores, mp_context=get_context("spawn")) as pool:
         rows = list(tqdm(pool.map(trial, *zip(*trials, strict=True)), total=len(trials)))
     table = pd.DataFrame(rows)

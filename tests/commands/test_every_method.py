@@ -16,7 +16,7 @@ from conftest import SMALL
 from gripmoe import unlearning
 from gripmoe.attacks import suite
 from gripmoe.catalogue import Benchmark
-from gripmoe.commands import identity_of, measured
+from gripmoe.commands import geometry, identity_of, measured
 from gripmoe.commands import unlearn as commands
 from gripmoe.commands.attack import attack
 from gripmoe.commands.evaluate import evaluate
@@ -111,6 +111,19 @@ def changed_experts(prepared, folder):
         differ = torch.stack([(a != b).flatten(1).any(dim=1) for a, b in pairs]).any(dim=0)
         experts[layer], routers[layer] = int(differ.sum()), not torch.equal(before.theta(layer), after.theta(layer))
     return experts, routers
+
+
+def test_bases_are_fitted_on_all_threads_that_there_are(prepared, tmp_path, monkeypatch):
+    """Those of the machine, if a person starts the command."""
+    fit, before, threads = geometry.fit_bases, torch.get_num_threads(), []
+    monkeypatch.setattr(geometry, "fit_bases", lambda *given: threads.append(torch.get_num_threads()) or fit(*given))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    try:
+        run_cell(prepared, "expert_specific", "gd", tmp_path)
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [2]
 
 
 @pytest.mark.parametrize("method", TRAINED)

@@ -5,7 +5,6 @@ Flags are paths; `--settings` is the part of the validated configuration, as JSO
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,14 +15,6 @@ from gripmoe.config import Run, load_run
 from gripmoe.fingerprint import code_fingerprint
 from gripmoe.parsing import ConfigError, parse_settings
 from gripmoe.provenance import entry_of, recorded
-
-
-def one_thread_unless_set() -> None:
-    """Two jobs side by side are faster than one job on two threads, for models this small."""
-    import torch
-
-    if not torch.cuda.is_available() and not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(1)
 
 
 def beside(output: Path) -> Path:

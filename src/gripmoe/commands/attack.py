@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gripmoe.attacks import by_item
 from gripmoe.attacks.suite import letter_attacks, news_attacks, run_attacks
-from gripmoe.commands import beside, identity_of, measured, one_thread_unless_set
+from gripmoe.commands import beside, identity_of, measured
 from gripmoe.config import Relearning
 from gripmoe.evaluation.report import load_answers
 from gripmoe.files import exclusive, read_json, write_csv, write_json
@@ -20,7 +20,6 @@ from gripmoe.provenance import recorded
 def attack(args) -> None:
     """All attacks on one cell in one process; one that was interrupted goes on with the next attack."""
     (run, benchmark), finetuning = measured(args), parse_settings(Relearning | None, args.settings)
-    one_thread_unless_set()
     state_file = args.output.with_name("attack_state.json")
     with exclusive(args.output.parent), recorded(beside(args.output), attack):
         before = MoEModel(load_model(args.model.parent / "weights", device="cpu")[0])

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from gripmoe.catalogue import Benchmark
-from gripmoe.commands import beside, measured, one_thread_unless_set
+from gripmoe.commands import beside, measured
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.evaluation.choice import harness_answers, load_questions
 from gripmoe.evaluation.general import general_utility, solved_questions
@@ -24,7 +24,6 @@ def evaluate(args) -> None:
     """All metrics of one cell in one process: letter questions through the harness or MUSE's criteria, and routing on
     held-out tokens."""
     _, benchmark = measured(args)
-    one_thread_unless_set()
     with exclusive(args.output.parent), recorded(beside(args.output), evaluate):
         after, tokenizer = load_model(args.checkpoint.parent / "weights")
         measure = _news if benchmark.is_news else _letters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gripmoe.catalogue import Task
-from gripmoe.commands import beside, one_thread_unless_set
+from gripmoe.commands import beside
 from gripmoe.config import Method
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.files import file_digest, read_json, remove_halves, write_json
@@ -18,7 +18,6 @@ from gripmoe.provenance import recorded
 def trace_routing(args) -> None:
     """Records what the original routers see and select on the retain and on the forget documents."""
     task = parse_settings(Task, args.settings)
-    one_thread_unless_set()
     with recorded(beside(args.output), trace_routing):
         model, tokenizer = load_model(args.model.parent / "weights")
         moe = MoEModel(model)
@@ -38,7 +37,6 @@ def trace_routing(args) -> None:
 def fit_basis(args) -> None:
     """Fits the bases of one method to the recorded routing."""
     method = parse_settings(Method, args.settings)
-    one_thread_unless_set()
     with recorded(beside(args.output), fit_basis):
         weights = {"model": read_json(args.model)["weights"]}
         traces = StoredTrace(args.trace, weights), StoredTrace(args.forget_trace, weights)

@@ -13,7 +13,7 @@ from gripmoe import distributed
 from gripmoe.attacks.forcing import random_sets
 from gripmoe.catalogue import Data, EmbeddedModel, FinetunedModel, ModelConfig, Task
 from gripmoe.checkpoint import claim_state, remove_state
-from gripmoe.commands import identity_of, one_thread_unless_set, training_together
+from gripmoe.commands import identity_of, training_together
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.muse import news_files
 from gripmoe.data.published import benchmark_files
@@ -68,7 +68,6 @@ def prepare_model(args) -> None:
             source = {"id": config.id, "revision": config.revision or "main", "commit": commit}
             write_json(args.output, {"weights": digest, **source})
             return
-        one_thread_unless_set()
         _train_embedded(config, folder, args.output, visible_devices()[0] if args.gpus else torch.device("cpu"))
 
 
@@ -78,7 +77,6 @@ def finetune_model(args) -> None:
     config = parse_settings(FinetunedModel, args.settings)
     task = parse_settings(Task, args.benchmark, "--benchmark")
     folder = args.output.parent
-    one_thread_unless_set()
     with training_together(args.output, folder / "provenance.json", finetune_model):
         model, tokenizer = load_model(args.model.parent / "weights")
         shard_experts(model)

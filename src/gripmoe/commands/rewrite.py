@@ -6,7 +6,6 @@ from tqdm import tqdm
 
 from gripmoe.attacks.prompts import INSTRUCTIONS, rewrites_by
 from gripmoe.catalogue import PublishedModel
-from gripmoe.commands import one_thread_unless_set
 from gripmoe.evaluation.choice import load_questions
 from gripmoe.files import read_jsonl, write_jsonl
 from gripmoe.moe.storage import load_published
@@ -27,7 +26,6 @@ def rewrite(args) -> None:
         raise ConfigError(
             f"{args.output}: holds rewrites by another model or instruction; remove it, or name another file"
         )
-    one_thread_unless_set()
     left = [question for question in questions if question["id"] not in {row["id"] for row in done}]
     model, tokenizer = load_published(PublishedModel(source="published", id=args.model))
     unchanged = 0

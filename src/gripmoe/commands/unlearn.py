@@ -9,7 +9,7 @@ import torch
 from gripmoe import distributed
 from gripmoe.checkpoint import claim_state, remove_state
 from gripmoe.clock import now
-from gripmoe.commands import beside, identity_of, one_thread_unless_set, training_together
+from gripmoe.commands import beside, identity_of, training_together
 from gripmoe.config import Method, Training, load_run
 from gripmoe.data.corpora import Corpora, load_corpus
 from gripmoe.data.documents import collate
@@ -36,7 +36,6 @@ def unlearn(args) -> None:
     """Trains one cell until it has forgotten, or as far as it gets; under torchrun in several processes together."""
     run = load_run(args.run)
     folder = args.output.parent
-    one_thread_unless_set()
     state_file = folder / "state.pt"
     with training_together(args.output, beside(args.output), unlearn):
         fitted = (args.trace, args.bases)  # beside which a digest says what they hold
@@ -143,7 +142,6 @@ def realign(args) -> None:
     routers are read; what it saw was recorded."""
     run = load_run(args.run)
     folder = args.output.parent
-    one_thread_unless_set()
     with exclusive(folder), recorded(beside(args.output), realign):
         model, tokenizer = load_model(args.checkpoint.parent / "weights")
         moe = MoEModel(model)
