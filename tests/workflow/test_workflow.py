@@ -181,23 +181,26 @@ def test_a_budget_refuses_before_any_job(tmp_path):
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
-def test_the_scheduler_sleeps_until_a_job_ends(tmp_path):
-    """Snakemake's default limit on jobs per second starts a timer at every look at what is ready; each ends in another
-    look. The control is a limit that is asked for."""
+def test_profiles_let_the_scheduler_sleep(tmp_path):
+    """At every look at what is ready Snakemake starts a timer, which ends in another. The control is its default."""
     counting = (
         "import sys; from snakemake.cli import main; from snakemake.scheduling.job_scheduler import JobScheduler\n"
         "JobScheduler._schedule_reevalutation = lambda scheduler, delay: print('timer', delay)\n"
         "main(sys.argv[1:])"
     )
-    for given, timers in (([], False), (["--max-jobs-per-timespan", "50/1s"], True)):
-        cell = tmp_path / str(timers)
+    profiles = ROOT / "workflow" / "profiles"
+    for name, given, delay in (
+        ("tiny", ["--profile", profiles / "tiny"], 10),
+        ("slurm", ["--profile", profiles / "slurm", "--executor", "local", "--config", "world=tiny"], 10),
+        ("default", [], 1),
+    ):
         result = subprocess.run(
-            [sys.executable, "-c", counting, "-s", ROOT / "Snakefile", "--directory", cell, "--cores", "1", *given]
-            + ["--", "results/tiny/tiny_a/wmdp_tiny/gd/unconstrained/0/run.yaml"],
+            [sys.executable, "-c", counting, "-s", ROOT / "Snakefile", "--directory", tmp_path / name, "--cores", "1"]
+            + [*given, "--", "results/tiny/tiny_a/wmdp_tiny/gd/unconstrained/0/run.yaml"],
             capture_output=True, text=True, cwd=ROOT, check=False,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr[-3000:]
-        assert ("timer 1" in result.stdout) == timers
+        assert set(re.findall(r"timer (\d+)", result.stdout)) == {str(delay)}, name
 
 
 def test_the_plan_is_a_target(tmp_path):

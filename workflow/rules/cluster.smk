@@ -32,16 +32,7 @@ def refuse_above_budget():
         raise WorkflowError(f"--config budget: {error}")
 
 
-def look_when_a_job_ends():
-    """Snakemake's default limit on jobs per second starts, for every job that ends, a timer that wakes the scheduler each
-    second until the run ends: after 150 jobs that takes half a core. A limit that is given stays."""
-    limit = workflow.scheduling_settings.max_jobs_per_timespan
-    if limit and (limit.max_jobs, limit.timespan) == (100, 1):
-        workflow.scheduler.job_rate_limiter = None
-
-
 onstart:
-    look_when_a_job_ends()
     if workflow.is_main_process and "budget" in config:
         refuse_above_budget()
     if left := orphans():
