@@ -58,6 +58,17 @@ def test_slurm_writes_where_status_looks():
     assert profile["slurm-logdir"] == str(CLUSTER_LOGS)
 
 
+def test_what_references_take_is_said_by_benchmark(lines, capsys):
+    """Of the world's models and benchmarks; nothing where none are kept on disk."""
+    for benchmark, size in (("wmdp_tiny", 2_500_000), ("muse_tiny", 1)):
+        file = Path("results/tiny/tiny_a", benchmark, "references", "original_states.safetensors")
+        file.parent.mkdir(parents=True)
+        file.write_bytes(bytes(size))
+    assert main(["status", "--world", "tiny", "--config", str(CONFIG)]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "references" in line]
+    assert said == ["results/tiny/tiny_a/wmdp_tiny/references: 0.0025 GB"]
+
+
 @pytest.mark.parametrize("cluster", [False, True])
 def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_cell(cluster, lines):
     """The same from the logs of a laptop and from those of a cluster, where SLURM keeps more of them."""

@@ -57,6 +57,37 @@ def test_a_file_serves_the_same_question_and_no_other(tmp_path, asked):
     assert len(files_in(tmp_path)) == 4
 
 
+def test_what_another_model_or_other_code_has_kept_is_removed(tmp_path, asked):
+    """And what a killed run has left half-written; what another run asks of the same model stays."""
+    for model, documents in (("before", DOCUMENTS), ("now", DOCUMENTS), ("now", DOCUMENTS[:1])):
+        ReferenceCache(ReferenceStore(tmp_path, model, memory=0)).fill(documents, asked[1], "states")
+    now = ReferenceStore(tmp_path, "now", memory=0)
+    kept = {now.file("states", documents) for documents in (DOCUMENTS, DOCUMENTS[:1])}
+    half = tmp_path / f".{now.file('states', DOCUMENTS).name}.1.tmp"
+    half.touch()
+    assert len(files_in(tmp_path)) == 3
+    now.remove_stale()
+    assert set(files_in(tmp_path)) == kept and not half.exists()
+
+
+def test_what_a_run_reads_or_writes_is_not_removed(tmp_path, asked):
+    """Until it ends: a run that began with other code goes on with it."""
+    before, now = (ReferenceStore(tmp_path, model, memory=0) for model in ("before", "now"))
+    cache = ReferenceCache(before)
+    cache.fill(DOCUMENTS, asked[1], "states")
+    name = before.file("states", DOCUMENTS[:1]).name
+    half = tmp_path / f".{name}.1.tmp"
+    half.touch()
+    with (tmp_path / f".{name}.lock").open("a") as lock:
+        assert take_lock(lock, tmp_path)
+        now.remove_stale()
+        assert len(files_in(tmp_path)) == 1 and half.exists()
+        assert cache.of(**DOCUMENTS[0].inputs).abs().sum() > 0
+    del cache
+    now.remove_stale()
+    assert not files_in(tmp_path) and not half.exists()
+
+
 def test_what_another_run_makes_is_waited_for_and_made_if_it_dies(tmp_path, asked, monkeypatch):
     """The control is the run that was not disturbed: it asks about every batch."""
     calls, function = asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import math
 import time
@@ -10,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import torch
 from safetensors import safe_open
@@ -18,7 +20,7 @@ from tqdm import tqdm
 
 from gripmoe import distributed
 from gripmoe.data.documents import Batch
-from gripmoe.files import take_lock
+from gripmoe.files import remove_halves, take_lock
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
 from gripmoe.tensorfile import tensor_file
@@ -36,11 +38,27 @@ class ReferenceStore:
     memory: float
 
     def file(self, what: str, batches: Sequence[Batch]) -> Path:
-        digest = hashlib.sha256(self.model.encode())
+        digest = hashlib.sha256()
         for batch in batches:
             for tokens in documents_of(batch.input_ids, batch.attention_mask):
                 digest.update(repr(tokens).encode())
-        return self.folder / f"{what.replace(' ', '_')}_{digest.hexdigest()[:16]}.safetensors"
+        return self.folder / f"{what.replace(' ', '_')}{self._mark}{digest.hexdigest()[:16]}.safetensors"
+
+    @property
+    def _mark(self) -> str:
+        return f"_{hashlib.sha256(self.model.encode()).hexdigest()[:16]}_"
+
+    def remove_stale(self) -> None:
+        """Removes files of other models and other code, and what killed runs have left half-written; nothing that a run
+        reads or writes now."""
+        for locked in self.folder.glob(".*.lock"):
+            name = locked.name.removeprefix(".").removesuffix(".lock")
+            if self._mark not in name or any(self.folder.glob(f".{name}.*.tmp")):
+                with locked.open("a+") as lock:
+                    if take_lock(lock, self.folder):
+                        remove_halves(self.folder, name)
+                        if self._mark not in name:
+                            (self.folder / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +103,8 @@ class ReferenceCache:
                 self._kept.update(zip(keys, values, strict=True))
             return
         file = self._store.file(what, batches)
-        with _to_make(file) as missing:
+        self._lock = _lock_of(file)  # shared until this cache is gone: nobody removes what somebody reads
+        with _to_make(file, self._lock) as missing:
             if missing:
                 shape = {"values": (some.dtype, (tokens, *some.shape[1:]))}
                 whose = {"model": self._store.model, "what": what}
@@ -140,22 +159,41 @@ class ReferenceCache:
         return padded.to(input_ids.device)
 
 
-@contextmanager
-def _to_make(file: Path) -> Iterator[bool]:
-    """Whether the block is to make `file`. Of runs that ask for it at the same time one makes it; the others wait until
-    it is there, or make it themselves if that one has died, whose half-written file is removed."""
+def _lock_of(file: Path) -> IO:
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.with_name(f".{file.name}.lock").open("a") as lock:
-        while True:
-            ours = distributed.is_first() and not file.exists() and take_lock(lock, file.parent)
-            known = distributed.agreed({"there": float(file.exists()), "ours": float(ours)})
-            if known["there"] or known["ours"]:
-                break
-            time.sleep(WAIT)  # awake now and then, or processes that train together would give each other up
-        if ours:
-            for half in file.parent.glob(f".{file.name}.*.tmp"):
-                half.unlink()
-        yield not known["there"]
+    return file.with_name(f".{file.name}.lock").open("a+")
+
+
+@contextmanager
+def _to_make(file: Path, lock: IO) -> Iterator[bool]:
+    """Whether the block is to make `file`. Of runs that ask for it at the same time one makes it; the others wait until
+    it is there, or make it themselves if that one has died, whose half-written file is removed. Afterwards all share
+    `lock`."""
+    while True:
+        there = ours = False
+        if distributed.is_first():
+            exists = file.exists()
+            held = _shares(lock) if exists else take_lock(lock, file.parent)
+            there = held and file.exists()
+            ours = held and not exists and not there
+        known = distributed.agreed({"there": float(there), "ours": float(ours)})
+        if known["there"] or known["ours"]:
+            break
+        time.sleep(WAIT)  # awake now and then, or processes that train together would give each other up
+    if ours:
+        remove_halves(file.parent, file.name)
+    yield not known["there"]
+    if distributed.is_first():
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+def _shares(lock: IO) -> bool:
+    """Takes a lock that others may share; False if a process has it alone."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _forget(name: str, values: Tensor) -> None:

@@ -19,7 +19,7 @@ from gripmoe.hours import DISK
 from gripmoe.memory import Memory, Step, memory_needed
 from gripmoe.parsing import ConfigError
 from gripmoe.planning import Job, check_budget, jobs_left, that_count
-from gripmoe.progress import cell_status
+from gripmoe.progress import cell_status, kept_references
 from gripmoe.project import Project
 from gripmoe.remedies import what_would_fit
 
@@ -127,7 +127,8 @@ def _print_cells(jobs: Sequence[Job], shown: int | None) -> None:
 
 
 def status(args) -> None:
-    """Prints one line per cell that is not done, with the last line of its log, and how many are."""
+    """Prints one line per cell that is not done, with the last line of its log; the size of every folder of references;
+    and how many cells are done."""
     project = Project(args.config, args.world)
     results = Path("results") / project.results_name
     counts: Counter[str] = Counter()
@@ -136,6 +137,8 @@ def status(args) -> None:
         counts[phase] += 1
         if phase != "done":
             print(f"{'.'.join(map(str, cell)):<48} {phase:<9} {detail}")
+    for folder, size in kept_references(project, results).items():
+        print(f"{folder}: {size:.3g} GB")
     print(", ".join(f"{count} {phase}" for phase, count in counts.items()))
 
 

@@ -51,6 +51,8 @@ def unlearn(args) -> None:
         if args.references:
             asked = f"{weights['model']} {code_fingerprint(entry_of(unlearn))}"  # what other code has kept is not found
             moe.references = ReferenceStore(args.references, asked, args.reference_memory * 1e9)
+            if distributed.is_first():
+                moe.references.remove_stale()
         theta_0 = moe.thetas()
         documents = [
             load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
