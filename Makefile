@@ -24,7 +24,7 @@ help:
 	@echo "make test      does that too; unit tests, then the workflow on its tiniest configuration"
 	@echo "make lint      ruff, snakefmt, snakemake --lint, import contracts"
 	@echo "make format    what ruff and snakefmt mend by themselves"
-	@echo "make clean     removes results/$(WORLD) and paper_figures/$(WORLD)*, trained models too (WORLD=name: of another)"
+	@echo "make clean     removes what belongs to the world $(WORLD) alone (WORLD=name: to another)"
 
 setup: $(VENV)/.installed
 
@@ -67,6 +67,6 @@ lint: setup
 format: setup
 	ruff check --fix . ; ruff format . ; snakefmt Snakefile workflow
 
-# A world that extends another has its results there: those of `tiny` are the record's too, which are hours of work.
-clean:
-	rm -rf results/$(WORLD) paper_figures/$(WORLD)*
+# Cells that another world names too stay. Without --remove the command lists what it would remove.
+clean: setup
+	gripmoe clean --world "$(WORLD)" --remove

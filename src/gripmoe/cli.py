@@ -141,6 +141,13 @@ COMMANDS = (
         positional="cell",
         values=(("world", str, "tiny"),),
     ),
+    Command(
+        "clean",
+        "clean",
+        "list what belongs to a world alone, or remove it",
+        (),
+        values=(("world", str, "tiny"), ("config", Path, Path("workflow/config")), ("remove", bool, False)),
+    ),
     Command("report", "manifest", "write what artefacts are made of", ("runs", "output"), many="files"),
     Command("report", "verify", "recompute the checksums of a manifest", ("manifest",)),
     Command(

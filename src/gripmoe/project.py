@@ -278,10 +278,15 @@ class Project:
         return cells
 
 
+def world_files(folder: Path) -> list[Path]:
+    """Of all worlds of a configuration folder."""
+    return sorted(path for path in folder.glob("*.yaml") if path.stem not in NO_WORLDS)
+
+
 def _find_world(folder: Path, world: str) -> tuple[str, Path]:
     """A name of a file in the configuration folder, or the path of a YAML file."""
     path = Path(world) if world.endswith((".yaml", ".yml")) else folder / f"{world}.yaml"
-    known = sorted(p.stem for p in folder.glob("*.yaml") if p.stem not in NO_WORLDS)
+    known = [file.stem for file in world_files(folder)]
     if not known:
         raise ConfigError(f"{folder}: no worlds here; start where the Snakefile is, or name the folder of the worlds")
     if not path.is_file() or path.parent.resolve() == folder.resolve() and path.stem in NO_WORLDS:
