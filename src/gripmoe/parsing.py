@@ -9,9 +9,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-
-class ConfigError(ValueError):
-    """A mistake in a configuration file; the message names the file, the key and what would be valid."""
+from gripmoe.errors import ConfigError as ConfigError
 
 
 def parse_settings(target: Any, text: str, flag: str = "--settings") -> Any:
