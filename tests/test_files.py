@@ -1,11 +1,23 @@
 import errno
 import fcntl
 import os
+import re
 
 import pytest
 
 from conftest import held
-from gripmoe.files import atomic_path, exclusive, read_json, remove_halves, write_csv, write_json
+from gripmoe import parsing
+from gripmoe.files import (
+    atomic_path,
+    exclusive,
+    read_json,
+    read_jsonl,
+    read_yaml,
+    remove_halves,
+    write_csv,
+    write_json,
+    write_jsonl,
+)
 
 
 def test_failed_write_leaves_the_old_file(tmp_path):
@@ -71,3 +83,100 @@ def test_what_killed_processes_left_of_one_file_is_removed(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"whole")
     remove_halves(tmp_path, "a.bin")
     assert set(tmp_path.iterdir()) == {tmp_path / "a.bin", *halves[2:]}
+
+
+def write_folder(path, content):
+    with atomic_path(path) as temporary:
+        temporary.mkdir()
+        (temporary / "weights").write_text(content)
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "saved"
+    write_folder(path, "old")
+
+    def refuse(*_):
+        raise PermissionError("read-only")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", refuse)
+        with pytest.raises(PermissionError):
+            write_folder(path, "new")
+    assert (path / "weights").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    write_folder(path, "new")
+    assert (path / "weights").read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("later", ["the next write", "the next process in the folder"])
+@pytest.mark.parametrize("killed", ["before", "after"])
+def test_a_process_killed_while_a_folder_changes_place_loses_nothing(killed, later, tmp_path, monkeypatch):
+    """Before the new folder has the place, the old one comes back; afterwards the new one stays."""
+    path = tmp_path / "saved"
+    write_folder(path, "old")
+    replace = os.replace
+
+    def dies(*names):
+        if killed == "after":
+            replace(*names)
+        os._exit(9)
+
+    if not (child := os.fork()):
+        monkeypatch.setattr(os, "replace", dies)
+        write_folder(path, "new")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert len(list(tmp_path.iterdir())) > 1, "the control: something was left"
+    if later == "the next write":
+        with pytest.raises(RuntimeError), atomic_path(path):
+            raise RuntimeError
+    else:
+        with exclusive(tmp_path):
+            pass
+    assert (path / "weights").read_text() == {"before": "old", "after": "new"}[killed]
+    assert not list(tmp_path.glob("*.replaced")) and not list(tmp_path.glob(".*.replaced"))
+
+
+def test_a_link_to_a_folder_gives_way_and_the_folder_stays(tmp_path):
+    write_folder(tmp_path / "elsewhere", "old")
+    (tmp_path / "saved").symlink_to("elsewhere")
+    write_folder(tmp_path / "saved", "new")
+    found = [(tmp_path / name / "weights").read_text() for name in ("saved", "elsewhere")]
+    assert found == ["new", "old"] and len(list(tmp_path.iterdir())) == 2
+
+
+READERS = {"json": read_json, "jsonl": read_jsonl, "yaml": read_yaml}
+MISTAKES = {
+    "cut off.json": (b'{\n "a": 1,\n "b": [2', r"not valid JSON \(line 3: "),
+    "other encoding.json": ('{\n "a": "caf\xe9"}'.encode("latin-1"), r"not UTF-8 \(line 2\)"),
+    "cut off.jsonl": (b'{"a": 1}\n{"a": ', r"not valid JSON \(line 2: "),
+    "blank.jsonl": (b'{"a": 1}\n\n{"a": 2}\n', r"not valid JSON \(line 2: "),
+    "other encoding.jsonl": ('{"a": 1}\n{"a": "caf\xe9"}\n'.encode("latin-1"), r"not UTF-8 \(line 2\)"),
+    "no object.jsonl": (b'{"a": 1}\n[2]\n', r"not a JSON object \(line 2\)"),
+    "open.yaml": (b"a: 1\nb: [2\n", r"not valid YAML \(line 3: "),
+    "control character.yaml": (b"a: 1\nb: \x07\n", r"not valid YAML \(line 2: "),
+    "other encoding.yaml": ("a: 1\nb: caf\xe9\n".encode("latin-1"), r"not UTF-8 \(line 2\)"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_file_that_cannot_be_read_is_named_with_the_line_and_the_remedy(name, tmp_path):
+    path, (content, said) = tmp_path / name, MISTAKES[name]
+    path.write_bytes(content)
+    with pytest.raises(parsing.ConfigError, match=f"^{re.escape(str(path))}: {said}.*;") as refused:
+        READERS[name.partition(".")[2]](path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("read", READERS.values())
+def test_a_missing_file_and_a_folder_are_named(read, tmp_path):
+    for path, said in ((tmp_path / "missing", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(parsing.ConfigError, match=f"^{re.escape(str(path))}: cannot be read \\({said}"):
+            read(path)
+
+
+def test_lines_end_where_json_says(tmp_path):
+    """U+2028 ends a line for Python's strings, and not for JSON."""
+    rows = [{"a": "one\u2028line"}, {"a": "\r\n"}]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    assert read_jsonl(tmp_path / "rows.jsonl") == rows

@@ -22,8 +22,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from gripmoe import cli
-from gripmoe.files import read_json, write_yaml
-from gripmoe.parsing import load_yaml
+from gripmoe.files import read_json, read_yaml, write_yaml
 from gripmoe.project import Project
 
 CONFIG = Path(__file__).parent / "config"
@@ -62,7 +61,7 @@ def trial(
         "forget-trace": Path(f"{routing}_forget.safetensors"),
     }
     asked = run.model_dump(mode="json")
-    if not (folder / "checkpoint.json").exists() or load_yaml(folder / "run.yaml") != asked:
+    if not (folder / "checkpoint.json").exists() or read_yaml(folder / "run.yaml") != asked:
         (folder / "checkpoint.json").unlink(missing_ok=True)
         write_yaml(folder / "run.yaml", asked)
         made = {}
@@ -111,7 +110,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", help="all of the world if absent")
     parser.add_argument("--cores", type=int, default=1, help="trials side by side")
     args = parser.parse_args()
-    project, tuning = Project(CONFIG, args.world), load_yaml(Path(__file__).with_name("tuning.yaml"))
+    project, tuning = Project(CONFIG, args.world), read_yaml(Path(__file__).with_name("tuning.yaml"))
     tuning |= tuning["benchmarks"].get(args.benchmark, {})
     methods = ["unconstrained", *tuning["methods"]]
     for flag, given, known in (

@@ -18,7 +18,8 @@ from pydantic import (
 )
 
 from gripmoe.catalogue import Fraction, Name, NonNegative, Optimizer, Strict, Task
-from gripmoe.parsing import load_yaml, parse_as
+from gripmoe.files import read_yaml
+from gripmoe.parsing import parse_as
 
 Precision = Literal["native", "fp8", "fp8_emulated"]  # fp8: on Hopper GPUs; emulated: anywhere, slowly
 LinearPrecision = Literal["native", "te_fp8"]  # te_fp8: by TransformerEngine, on Ada or Hopper GPUs
@@ -243,4 +244,4 @@ class Run(Strict):
 
 
 def load_run(path: Path) -> Run:
-    return parse_as(Run, load_yaml(path), path)
+    return parse_as(Run, read_yaml(path), path)

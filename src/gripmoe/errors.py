@@ -1,5 +1,5 @@
-"""The error that stands for a mistake in what was given: the command line shows its message instead of a traceback."""
+"""The error of everything that a user can mend. The command line shows its message without a traceback."""
 
 
 class ConfigError(ValueError):
-    """A mistake in a flag, a configuration or a file; the message names the file, the key and the remedy."""
+    """A mistake in a flag, a configuration, a file or a folder; the message names it and the remedy."""

@@ -1,4 +1,4 @@
-"""Reading and writing results: every write is atomic, so that a killed job leaves the old file or the new one."""
+"""Reading and writing results: a killed job leaves the old file or the new one, and what cannot be read is named."""
 
 from __future__ import annotations
 
@@ -17,33 +17,54 @@ from typing import IO, Any
 
 import yaml
 
+from gripmoe.errors import ConfigError
+
+ASIDE = ".replaced"
+WRITE_AGAIN = "correct the file, or run the step again that writes it"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary sibling to write to, a file or a folder; it takes the place of `path` when the block ends without an
-    error. Raises ValueError if the disk is full; what was there before still is."""
+    error. Raises ConfigError if the disk is full; what was there before still is. A process that is killed while one
+    folder replaces another leaves the old one in `aside(path)`, from where the next write puts it back."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _put_back(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         if temporary.is_dir():
             for inside in temporary.rglob("*"):
                 _sync(inside)
-            _remove(path)  # a folder takes no other's place
         _sync(temporary)
+        if temporary.is_dir() and path.is_dir():
+            os.rename(path, aside(path))  # no folder takes the place of one that holds files
         os.replace(temporary, path)
         _sync(path.parent)
     except Exception as error:
         if _says_no_room(error):
-            raise ValueError(
+            raise ConfigError(
                 f"{path}: no room to write it. What was there before is whole: make room and start again, and the run "
                 "resumes from it"
             ) from error
         raise
     finally:
+        _put_back(path)
         _remove(temporary)
+
+
+def aside(path: Path) -> Path:
+    """Where a folder lies while another one takes its place."""
+    return path.with_name(f".{path.name}{ASIDE}")
+
+
+def _put_back(path: Path) -> None:
+    """Ends a replacement: the old folder goes if the new one has the place, and else gets it back."""
+    if path.exists():
+        _remove(aside(path))
+    elif aside(path).exists():
+        os.rename(aside(path), path)
 
 
 def _sync(path: Path) -> None:
@@ -68,7 +89,7 @@ def _says_no_room(error: BaseException | None) -> bool:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -77,13 +98,13 @@ def _remove(path: Path) -> None:
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """Within the block this process alone works in `folder`: two on one cell would overwrite each other's files. The
-    lock is the kernel's, so a dead owner's is gone with it; what it has left half-written is removed. Raises
-    ValueError, naming the owner, or if the file system has no locks."""
+    lock is the kernel's, so a dead owner's is gone with it; what it has left half-done is undone. Raises
+    ConfigError, naming the owner, or if the file system has no locks."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
         if not take_lock(file, folder):
             file.seek(0)
-            raise ValueError(
+            raise ConfigError(
                 f"{folder}: {file.read() or 'another process'} works on it; wait for it, or stop it and start again: "
                 "the run resumes from what it has left"
             )
@@ -97,20 +118,23 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def remove_halves(folder: Path, name: str = "*") -> None:
-    """What killed processes have left half-written of files of `name`. Nobody else may be writing them."""
+    """Undoes what killed processes have begun with files of `name`: removes what they left half-written, and gives a
+    folder that another was to replace its place back. Nobody else may be writing them."""
+    for old in folder.glob(f".{name}{ASIDE}"):
+        _put_back(folder / old.name[1 : -len(ASIDE)])
     for half in folder.glob(f".{name}.*.tmp"):
         _remove(half)
 
 
 def take_lock(file: IO, folder: Path) -> bool:
-    """Takes the kernel's lock of an open file until it is closed; False if another process has it. Raises ValueError if
-    the file system has no locks."""
+    """Takes the kernel's lock of an open file until it is closed; False if another process has it. Raises ConfigError
+    if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        raise ValueError(
+        raise ConfigError(
             f"{folder}: its file system gives no lock ({error.strerror}), and without one two processes could "
             "write the same results. Have it mounted with locks (Lustre: `-o flock`; NFS: with its lock service), "
             "or start in a folder on another file system"
@@ -128,7 +152,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Raises ConfigError, naming file and line, if `path` is missing, not UTF-8 or not JSON."""
+    return _from_json(path, _content(path))
 
 
 def write_yaml(path: Path, value: Any) -> None:
@@ -136,7 +161,15 @@ def write_yaml(path: Path, value: Any) -> None:
 
 
 def read_yaml(path: Path) -> Any:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    """Raises ConfigError, naming file and line, if `path` is missing, not UTF-8 or not YAML."""
+    text = _decoded(path, _content(path))
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line, why = error.problem_mark.line + 1, error.problem
+    except yaml.reader.ReaderError as error:
+        line, why = text.count("\n", 0, error.position) + 1, error.reason
+    raise ConfigError(f"{path}: not valid YAML (line {line}: {why}); {WRITE_AGAIN}")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -144,8 +177,36 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """Raises ConfigError, naming file and line, if `path` is missing, not UTF-8, or a line is not a JSON object."""
+    rows = []
+    for number, line in enumerate(_content(path).splitlines(), 1):  # of bytes: other ends of lines may stand in strings
+        rows.append(_from_json(path, line, number))
+        if not isinstance(rows[-1], dict):
+            raise ConfigError(f"{path}: not a JSON object (line {number}); {WRITE_AGAIN}")
+    return rows
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {WRITE_AGAIN}") from None
+
+
+def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = first_line + content.count(b"\n", 0, error.start)
+        raise ConfigError(f"{path}: not UTF-8 (line {line}); save the file as UTF-8") from None
+
+
+def _from_json(path: Path, content: bytes, first_line: int = 1) -> Any:
+    try:
+        return json.loads(_decoded(path, content, first_line))
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        raise ConfigError(f"{path}: not valid JSON (line {line}: {error.msg}); {WRITE_AGAIN}") from None
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:

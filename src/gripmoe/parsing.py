@@ -1,4 +1,4 @@
-"""YAML and JSON into typed objects, with errors that name the file, the key and what would be valid. No torch here."""
+"""Configuration into typed objects, with errors that name the file, the key and what would be valid. No torch here."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from gripmoe.errors import ConfigError as ConfigError
+from gripmoe.errors import ConfigError
 
 
 def parse_settings(target: Any, text: str, flag: str = "--settings") -> Any:
@@ -19,16 +18,6 @@ def parse_settings(target: Any, text: str, flag: str = "--settings") -> Any:
     except json.JSONDecodeError as error:
         raise ConfigError(f"{flag}: not valid JSON: {error}") from None
     return parse_as(target, value, Path(flag))
-
-
-def load_yaml(path: Path) -> Any:
-    """The content of a YAML file. Raises ConfigError if it is missing or not YAML."""
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: file not found") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
 
 
 def parse_as(target: Any, value: Any, path: Path, prefix: str = "") -> Any:

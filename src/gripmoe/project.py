@@ -16,7 +16,8 @@ import yaml
 
 from gripmoe.catalogue import NAME, Benchmark, ModelConfig, Widths
 from gripmoe.config import OBJECTIVE_SETTINGS, Artefact, Method, Run, Training, World
-from gripmoe.parsing import ConfigError, load_yaml, parse_as
+from gripmoe.files import read_yaml
+from gripmoe.parsing import ConfigError, parse_as
 
 NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
 CATALOGUES = ("models", "benchmarks", "methods", "artefacts")
@@ -348,7 +349,7 @@ class _EachKeyOnce(yaml.SafeLoader):
 
 def _load(path: Path) -> Any:
     """The content of a YAML file. Raises ConfigError where a key stands twice: of two, YAML keeps the last alone."""
-    content = load_yaml(path)
+    content = read_yaml(path)
     with path.open(encoding="utf-8") as stream:
         yaml.compose(stream, _EachKeyOnce)
     return content
