@@ -10,9 +10,10 @@ from math import prod
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gripmoe.errors import ConfigError
 from gripmoe.files import atomic_path
 
 METADATA = "gripmoe"  # one entry of the header: several would be written in any order
@@ -72,11 +73,24 @@ def metadata_of(file: safe_open) -> dict[str, str]:
 
 
 @contextmanager
+def open_tensors(path: Path) -> Iterator[safe_open]:
+    """An open safetensors file. Raises ConfigError if it is missing, cut off or of another format."""
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); rerun the step that writes it") from error
+    with file:
+        yield file
+
+
+@contextmanager
 def open_checked(path: Path, metadata: Mapping[str, str]) -> Iterator[safe_open]:
-    """An open safetensors file. Raises ValueError if it says otherwise of itself than `metadata`."""
-    with safe_open(path, framework="pt") as file:
+    """The same. Raises ConfigError also if it says otherwise of itself than `metadata`."""
+    with open_tensors(path) as file:
         found = metadata_of(file)
         for key, wanted in metadata.items():
             if found.get(key) != wanted:
-                raise ValueError(f"{path}: {key} is {found.get(key)!r}, expected {wanted!r}; delete the file and rerun")
+                raise ConfigError(
+                    f"{path}: {key} is {found.get(key)!r}, expected {wanted!r}; delete the file and rerun"
+                )
         yield file

@@ -313,7 +313,7 @@ def test_a_correction_reads_the_originals_routers_and_no_other_weight_of_it(meth
     original = tmp_path / "model" / "weights"
     for file in original.glob("model*.safetensors"):
         file.unlink()
-    with pytest.raises(OSError, match="model.safetensors"):
+    with pytest.raises(ConfigError, match="model.safetensors"):
         load_model(original)
     without = run_cell(prepared, method, "gd", tmp_path / "without", checkpoint=trained / "checkpoint.json")
     assert without["weights"] == whole["weights"] != read_json(trained / "checkpoint.json")["weights"]

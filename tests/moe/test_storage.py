@@ -1,11 +1,18 @@
 """Bases on disk: whose they are, and how many of them are kept in memory; routers that are not rounded there."""
 
+import re
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gripmoe
 from conftest import random_batch, small_model
+from gripmoe.errors import ConfigError
+from gripmoe.files import aside
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel, storage
@@ -76,3 +83,101 @@ def test_a_folder_of_other_things_is_not_replaced(tmp_path, tokenizer):
         gripmoe.save_model(model, tokenizer, folder)
     assert (folder / "optimizer.pt").read_text() == "hours"
     assert weights_digest(gripmoe.load_model(str(folder))[0]) == digest
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    gripmoe.save_model(small_model(vocabulary_size=len(tokenizer)), tokenizer, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A model of its own to spoil."""
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def refused(read, folder, file, said):
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(folder / file))}: {said}.*; (save|rerun|give|rename) "):
+        read(folder)
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path, tokenizer, monkeypatch):
+    notes, model = tmp_path / "notes.txt", small_model(vocabulary_size=len(tokenizer))
+    notes.write_text("mine")
+    monkeypatch.setattr(model, "save_pretrained", lambda *_, **__: pytest.fail("something was written"))
+    with pytest.raises(ConfigError, match="notes.txt: this is a file; save to a folder of its own"):
+        gripmoe.save_model(model, tokenizer, str(notes))
+    assert notes.read_text() == "mine" and list(tmp_path.iterdir()) == [notes]
+
+
+ROUTER = "1.weight"
+SPOILED = {
+    "one row": (
+        lambda routers: routers | {ROUTER: routers[ROUTER][:1]},
+        rf"{ROUTER}: has shape \(1, 32\), not \(8, 32\)",
+    ),
+    "not a number": (
+        lambda routers: routers | {ROUTER: routers[ROUTER] * torch.nan},
+        f"{ROUTER}: holds NaN or infinity",
+    ),
+    "another layer": (
+        lambda routers: routers | {"7.weight": routers[ROUTER].clone()},
+        "7.weight: the model has no such router",
+    ),
+    "a layer less": (lambda routers: {"0.weight": routers["0.weight"]}, r"no routers of layers \[1\]"),
+}
+
+
+@pytest.mark.parametrize("read", ["load_model", "load_routers"])
+@pytest.mark.parametrize("what", SPOILED)
+def test_routers_of_another_model_are_refused(what, read, folder, saved):
+    """Where they would have been broadcast, or ignored. The control is the folder as it was."""
+    moe = MoEModel(gripmoe.load_model(saved)[0])
+    of = {"load_model": gripmoe.load_model, "load_routers": lambda folder: storage.load_routers(folder, moe)}[read]
+    spoil, said = SPOILED[what]
+    of(folder)
+    save_file(spoil(load_file(folder / storage.ROUTERS)), folder / storage.ROUTERS)
+    refused(of, folder, storage.ROUTERS, said)
+
+
+@pytest.mark.parametrize("file", [storage.ROUTERS, "model.safetensors"])
+def test_a_truncated_file_is_named(file, folder):
+    content = (folder / file).read_bytes()
+    (folder / file).write_bytes(content[:-8])
+    refused(gripmoe.load_model, folder, file, "cannot be read .*not fully covered")
+
+
+def test_a_model_without_a_tokenizer_is_refused(folder):
+    """transformers makes one up that knows its special tokens alone, and encodes every text to nothing."""
+    for file in folder.glob("*token*"):
+        file.unlink()
+    assert AutoTokenizer.from_pretrained(folder)("a text").input_ids == []
+    refused(gripmoe.load_model, folder, "", "the tokenizer is missing")
+
+
+@pytest.mark.parametrize("there", ["a file", "nothing", "a folder without a model", "no weights"])
+def test_what_holds_no_model_is_named(there, folder):
+    if there == "no weights":
+        (folder / "model.safetensors").unlink()
+        return refused(gripmoe.load_model, folder, "", "no model can be read from here .*model.safetensors")
+    shutil.rmtree(folder)
+    if there == "a file":
+        folder.write_text("a model")
+    elif there == "a folder without a model":
+        folder.mkdir()
+    refused(gripmoe.load_model, folder, "", "no model is here, config.json is missing")
+
+
+def test_a_model_that_an_interrupted_save_has_moved_aside_is_named(folder):
+    folder.rename(aside(folder))
+    left = f"no model is here.*; an interrupted save has left the model as {re.escape(str(aside(folder)))}"
+    refused(gripmoe.load_model, folder, "", left)
+
+
+def test_a_truncated_file_of_bases_is_named(tmp_path):
+    file = tmp_path / "bases.safetensors"
+    save_bases(file, {0: RetainBasis(torch.randn(4, 8, 3))}, {"model": "a"})
+    file.write_bytes(file.read_bytes()[:-8])
+    refused(lambda folder: StoredBases(folder / file.name, {"model": "a"}), tmp_path, file.name, "cannot be read")

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import random_batch, small_model
+from gripmoe.errors import ConfigError
 from gripmoe.files import file_digest
 from gripmoe.geometry.routing import LayerRouting
 from gripmoe.moe import MoEModel
@@ -36,6 +37,10 @@ def test_a_recorded_trace_is_the_one_in_memory_and_always_the_same_file(tmp_path
         StoredTrace(file, {"model": "b"})
     with pytest.raises(KeyError):
         back[99]
+    file.write_bytes(file.read_bytes()[:-8])
+    for read in (load_rules, lambda file: StoredTrace(file, {"model": "a"})):
+        with pytest.raises(ConfigError, match="trace.safetensors: cannot be read .*; rerun the step that writes it"):
+            read(file)
 
 
 def test_recording_holds_one_pass_at_a_time(tmp_path):

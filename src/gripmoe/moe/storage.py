@@ -9,21 +9,23 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gripmoe import distributed
 from gripmoe.catalogue import PublishedModel
-from gripmoe.files import atomic_path
+from gripmoe.errors import ConfigError
+from gripmoe.files import aside, atomic_path
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.moe.families import is_moe
 from gripmoe.moe.model import MoEModel
 from gripmoe.moe.placement import place, visible_devices
 from gripmoe.moe.sharding import whole_state
-from gripmoe.tensorfile import open_checked, write_tensors
+from gripmoe.tensorfile import open_checked, open_tensors, write_tensors
 
 ROUTERS = "routers.safetensors"
+OTHER_MODEL = "save the model again, or give the folder of the model that these routers are of"
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -45,10 +47,12 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     the whole model in its one dtype, but not by `load_model`. In `model` itself they compute in fp32 from here on.
 
     `model` is the transformers model, below what accelerate wraps around it. Of several processes that share it every
-    one calls this, and the first writes. Raises ValueError for experts of an unknown family, a folder that holds other
-    things than a model, or where the disk is full, and leaves what was there. (ours: the paper says nothing of
-    storage.)"""
+    one calls this, and the first writes. Raises ValueError for experts of an unknown family; ConfigError, a ValueError,
+    for a file, for a folder that holds other things than a model, or where the disk is full, and leaves what was there.
+    (ours: the paper says nothing of storage.)"""
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: this is a file; save to a folder of its own")
     moe = MoEModel(model) if is_moe(model) else None  # its routers are in fp32 from here on
     state = whole_state(model)
     digest = _digest(state)  # before save_pretrained, which takes the state apart
@@ -60,7 +64,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
                 routers = {name: p.detach().cpu().contiguous() for name, p in _router_parameters(moe).items()}
                 save_file(routers, temporary / ROUTERS)
             if others := sorted(file.name for file in folder.glob("*") if not _of_a_model(file, temporary)):
-                raise ValueError(
+                raise ConfigError(
                     f"{folder} holds {', '.join(others)}, which would be lost: save to a folder of its own"
                 )
     return digest
@@ -79,34 +83,64 @@ def load_model(
     attention mask lets be seen.
 
     Its layers lie evenly on all GPUs that the process sees (`visible_devices`), unless `device` names another place;
-    with `resident` the first so many, and the others in host memory. Raises OSError where a file is missing, and
-    KeyError where the routers are of another model. (ours)"""
+    with `resident` the first so many, and the others in host memory. Raises ConfigError where a file is missing or cut
+    off, and where the routers are of another model or not finite. (ours)"""
     folder = Path(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    tokenizer, model = _read(folder)
     place(model, [device] if device else visible_devices(), resident)
-    if stored := _stored_routers(folder):
+    if (folder / ROUTERS).exists():
+        moe = MoEModel(model)
+        stored = _stored_routers(folder, moe)
         with torch.no_grad():
-            for name, router in _router_parameters(MoEModel(model)).items():
+            for name, router in _router_parameters(moe).items():
                 router.copy_(stored[name])
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
 
 
+def _read(folder: Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    if not (folder / "config.json").is_file():
+        remedy = "give the folder that `save_model` has written"
+        if aside(folder).exists():
+            remedy = f"an interrupted save has left the model as {aside(folder)}; rename it to {folder.name}"
+        raise ConfigError(f"{folder}: no model is here, config.json is missing; {remedy}")
+    for file in folder.glob("*.safetensors"):
+        with open_tensors(file):  # transformers does not say which of them is cut off
+            pass
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: no model can be read from here ({error}); save the model again") from error
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers makes one up without files
+        raise ConfigError(f"{folder}: the tokenizer is missing; save it there too, by `tokenizer.save_pretrained`")
+    return tokenizer, model
+
+
 def load_routers(folder: Path, like: MoEModel) -> dict[int, torch.Tensor]:
     """Router weights, (E, d) in fp32 by layer, of the model that `save_model` left in `folder`, which has the
-    architecture of `like`: nothing else of it is read. Raises ValueError if a router is not there."""
-    stored = _stored_routers(folder)
-    missing = [layer for layer in like.layers if f"{layer}.weight" not in stored]
-    if missing:
-        raise ValueError(f"{folder}: no routers of layers {missing}; it is another model than the one to correct")
+    architecture of `like`: nothing else of it is read. Raises ConfigError if they are of another model."""
+    stored = _stored_routers(folder, like)
     return {layer: stored[f"{layer}.weight"].to(like.model.device) for layer in like.layers}
 
 
-def _stored_routers(folder: Path) -> dict[str, torch.Tensor]:
-    file = folder / ROUTERS
-    return load_file(file) if file.exists() else {}
+def _stored_routers(folder: Path, moe: MoEModel) -> dict[str, torch.Tensor]:
+    file, expected, stored = folder / ROUTERS, _router_parameters(moe), {}
+    if file.exists():
+        with open_tensors(file) as opened:
+            stored = {name: opened.get_tensor(name) for name in opened.keys()}
+    if missing := sorted({int(name.split(".")[0]) for name in expected.keys() - stored.keys()}):
+        raise ConfigError(f"{file}: no routers of layers {missing}; {OTHER_MODEL}")
+    for name, router in stored.items():
+        if name not in expected:
+            raise ConfigError(f"{file}: {name}: the model has no such router; {OTHER_MODEL}")
+        if router.shape != expected[name].shape:
+            shapes = f"{tuple(router.shape)}, not {tuple(expected[name].shape)}"
+            raise ConfigError(f"{file}: {name}: has shape {shapes}; {OTHER_MODEL}")
+        if not router.isfinite().all():
+            raise ConfigError(f"{file}: {name}: holds NaN or infinity; save the model again")
+    return stored
 
 
 def _router_parameters(moe: MoEModel) -> dict[str, torch.nn.Parameter]:
@@ -114,12 +148,12 @@ def _router_parameters(moe: MoEModel) -> dict[str, torch.nn.Parameter]:
 
 
 def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A checkpoint of the hub or a local folder. Raises ValueError, saying what to download, if it is neither."""
+    """A checkpoint of the hub or a local folder. Raises ConfigError, saying what to download, if it is neither."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.id, revision=config.revision)
         model = AutoModelForCausalLM.from_pretrained(config.id, revision=config.revision, dtype=config.dtype)
     except OSError as error:
-        raise ValueError(
+        raise ConfigError(
             f"model {config.id!r} (revision {config.revision or 'main'}) is neither a local folder nor reachable on "
             f"the hub. Check its `id:` and `revision:` in models.yaml; on a machine with internet run `hf download "
             f"{config.id} --revision {config.revision or 'main'}`, and set `id:` to the folder that it names."
@@ -138,7 +172,7 @@ class StoredBases(Mapping[int, RetainBasis]):
     others are read whenever they are asked for. A training step asks for every layer once, in the same order, so that
     to keep the last ones used would serve none.
 
-    Raises ValueError if they were not fitted as `metadata` says."""
+    Raises ConfigError if they were not fitted as `metadata` says."""
 
     def __init__(
         self,

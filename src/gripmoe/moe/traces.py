@@ -14,7 +14,7 @@ from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import LayerRouting, SelectionRule
 from gripmoe.moe.model import MoEModel
 from gripmoe.moe.recording import routed_tokens
-from gripmoe.tensorfile import metadata_of, open_checked, tensor_file
+from gripmoe.tensorfile import metadata_of, open_checked, open_tensors, tensor_file
 
 
 def record_trace(path: Path, moe: MoEModel, batches: Sequence[Batch], metadata: Mapping[str, str]) -> int:
@@ -47,7 +47,7 @@ def record_trace(path: Path, moe: MoEModel, batches: Sequence[Batch], metadata: 
 
 class StoredTrace(Mapping[int, LayerRouting]):
     """A recorded trace; a layer, router inputs in fp32, is read from the file whenever it is asked for, to the CPU: all
-    of them may be larger than the model. Raises ValueError if it was not recorded as `metadata` says."""
+    of them may be larger than the model. Raises ConfigError if it was not recorded as `metadata` says."""
 
     def __init__(self, path: Path, metadata: Mapping[str, str]):
         self.path = path
@@ -69,8 +69,8 @@ class StoredTrace(Mapping[int, LayerRouting]):
 
 
 def load_rules(path: Path) -> dict[int, SelectionRule]:
-    """The rules that a recorded trace's routers followed."""
-    with safe_open(path, framework="pt") as file:
+    """The rules that a recorded trace's routers followed. Raises ConfigError if the file cannot be read."""
+    with open_tensors(path) as file:
         scalars = json.loads(metadata_of(file)["rules"])
         names = [name for name in file.keys() if ".rule." in name]
         for name in names:
