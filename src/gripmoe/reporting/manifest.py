@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
+from gripmoe.errors import ConfigError
 from gripmoe.files import file_digest, read_json
 from gripmoe.fingerprint import code_fingerprint, fingerprint_now
 from gripmoe.provenance import package_versions
@@ -81,9 +82,20 @@ def _provenance(results: Path, cell: pd.Series) -> dict:
     }
 
 
-def mismatches(path: Path) -> list[str]:
-    """What a manifest says and the files no longer do, one line each."""
+def _written(path: Path) -> dict:
+    """A manifest. Raises ConfigError if the file is another one."""
     written = read_json(path)
+    for key, kind in (("files", dict), ("code", str), ("cells", dict), ("results", str)):
+        if not (isinstance(written, dict) and isinstance(written.get(key), kind)):
+            what = "a mapping" if kind is dict else "text"
+            remedy = "give the manifest.json that the workflow has written, or run the workflow again"
+            raise ConfigError(f"{path}: no manifest, `{key}` must be {what}; {remedy}")
+    return written
+
+
+def mismatches(path: Path) -> list[str]:
+    """What a manifest says and the files no longer do, one line each. Raises ConfigError if the file is no manifest."""
+    written = _written(path)
     faults = []
     for name, digest in written["files"].items():
         if not Path(name).exists():
@@ -115,8 +127,8 @@ def mismatches(path: Path) -> list[str]:
 
 def other_versions(path: Path) -> list[str]:
     """Versions of Python and packages that a manifest names and that are others here, one line each: of what drew, and
-    of what each step ran with. Results may well be the same."""
-    written = read_json(path)
+    of what each step ran with. Results may well be the same. Raises ConfigError if the file is no manifest."""
+    written = _written(path)
     records = [("drawn", written)] + [
         (name, step) for cell in written["cells"].values() for name, step in cell["steps"].items()
     ]
