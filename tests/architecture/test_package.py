@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import typing
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,28 @@ def test_help_names_the_anchor_and_every_error(thing):
     assert thing in MARKS or re.search(r"Sec\.|Eq\.|App\.|Algorithm|\bours\b", said)
     for error in errors_of(thing):
         assert "aises" in said and error in said, error
+
+
+def test_every_imported_package_is_declared():
+    """What another package happens to bring may go with its next version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["gpu"],
+        *project["optional-dependencies"]["fp8"],
+    ]
+    declared = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in listed}
+    of_module = metadata.packages_distributions()
+    undeclared = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            for module in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"gripmoe"}:
+                providers = {name.lower().replace("_", "-") for name in of_module.get(module, [module])}
+                if not providers & declared:
+                    undeclared[module] = path.name
+    assert not undeclared
 
 
 def test_an_unknown_name_is_an_attribute_error():
