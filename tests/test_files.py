@@ -10,6 +10,8 @@ from gripmoe import parsing
 from gripmoe.files import (
     atomic_path,
     exclusive,
+    file_digest,
+    read_csv,
     read_json,
     read_jsonl,
     read_yaml,
@@ -18,6 +20,7 @@ from gripmoe.files import (
     write_json,
     write_jsonl,
 )
+from gripmoe.reporting.collect import load_runs
 
 
 def test_failed_write_leaves_the_old_file(tmp_path):
@@ -180,3 +183,12 @@ def test_lines_end_where_json_says(tmp_path):
     rows = [{"a": "one\u2028line"}, {"a": "\r\n"}]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     assert read_jsonl(tmp_path / "rows.jsonl") == rows
+
+
+def test_a_table_comes_back_and_a_missing_one_is_named(tmp_path):
+    rows = [{"id": "1", "said": 'a "line"\nand another, caf\xe9'}]
+    write_csv(tmp_path / "rows.csv", rows)
+    assert read_csv(tmp_path / "rows.csv") == rows
+    for read in (read_csv, file_digest, load_runs):
+        with pytest.raises(parsing.ConfigError, match="missing.csv: cannot be read .No such file or directory.; "):
+            read(tmp_path / "missing.csv")

@@ -6,6 +6,7 @@ import csv
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -147,6 +148,11 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def read_text(path: Path) -> str:
+    """Raises ConfigError, naming file and line, if `path` is missing or not UTF-8."""
+    return _decoded(path, _content(path))
+
+
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=True) + "\n")
 
@@ -162,7 +168,7 @@ def write_yaml(path: Path, value: Any) -> None:
 
 def read_yaml(path: Path) -> Any:
     """Raises ConfigError, naming file and line, if `path` is missing, not UTF-8 or not YAML."""
-    text = _decoded(path, _content(path))
+    text = read_text(path)
     try:
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
@@ -187,8 +193,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _content(path: Path) -> bytes:
+    with _opened(path) as file:
+        return file.read()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); {WRITE_AGAIN}") from None
 
@@ -219,6 +232,12 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Raises ConfigError, naming the file, if `path` is missing or not UTF-8."""
+    return list(csv.DictReader(io.StringIO(read_text(path), newline="")))
+
+
 def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
+    """SHA-256. Raises ConfigError if `path` cannot be read."""
+    with _opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

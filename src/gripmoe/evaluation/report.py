@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gripmoe.data.formats import LETTERS
 from gripmoe.evaluation.choice import Answer
+from gripmoe.files import read_csv
 
 
 def choice_metrics(questions: Sequence[dict], answers: Sequence[Answer]) -> dict[str, float]:
@@ -59,8 +59,7 @@ def question_results(questions: Sequence[dict], answers: Sequence[Answer]) -> li
 
 def load_answers(path: Path, questions: Sequence[dict]) -> list[Answer]:
     """The answers to `questions`, in their order, from a file of question rows. Raises ValueError if one is missing."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = {row["id"]: row for row in csv.DictReader(file)}
+    rows = {row["id"]: row for row in read_csv(path)}
     missing = [question["id"] for question in questions if question["id"] not in rows]
     if missing:
         raise ValueError(f"{path}: no answer to question {missing[0]!r} and {len(missing) - 1} others; evaluate again")

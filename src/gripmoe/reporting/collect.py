@@ -4,6 +4,7 @@ that it was asked; per cell and item that attacks ask."""
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
@@ -12,7 +13,8 @@ from statistics import fmean
 
 import pandas as pd
 
-from gripmoe.files import atomic_path, read_json, read_yaml
+from gripmoe.errors import ConfigError
+from gripmoe.files import atomic_path, read_csv, read_json, read_text, read_yaml
 from gripmoe.reporting import labels
 
 KEYS = ["model", "benchmark", "objective", "method", "seed"]
@@ -51,7 +53,7 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answer
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
         targets = {name: metrics[f"{name}_target"] for name in labels.MATCHED if f"{name}_target" in metrics}
         metrics |= at_equal_forgetting(history, targets)
-        asked = {item["id"]: item for item in map(_answer, _rows_of(folder / "questions.csv"))}
+        asked = {item["id"]: item for item in map(_answer, read_csv(folder / "questions.csv"))}
         metrics |= _half_widths(asked)
         rows += [[*key, metric, float(value)] for metric, value in sorted(metrics.items())]
         for check in history:
@@ -59,7 +61,7 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answer
             history_rows += [[*key, step, metric, float(value)] for metric, value in sorted(check.items())]
         answer_rows += [[*key, *(item[column] for column in ANSWER_COLUMNS)] for item in asked.values()]
         cell = dict(zip(KEYS, key, strict=True))
-        for row in _rows_of(folder / "attack_questions.csv"):
+        for row in read_csv(folder / "attack_questions.csv"):
             item = asked[row["id"]]
             attack_rows.append({**cell, "fact": item["fact"], item["metric"]: item["score"], **row})
     _write(output, COLUMNS, rows)
@@ -76,11 +78,6 @@ def _answer(row: dict[str, str]) -> dict[str, str]:
         return {"id": row["id"], "fact": row["id"], "metric": row["criterion"], "chosen": "", "score": row["score"]}
     metric = "forget_accuracy" if row["exposure"] == "forget" else "retain_accuracy"
     return {**row, "metric": metric, "score": row["correct"]}
-
-
-def _rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def _write(path: Path, columns: list[str], rows: list[list]) -> None:
@@ -233,9 +230,10 @@ def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:
 
 
 def load_runs(path: Path, kind: str | None = "letters") -> pd.DataFrame:
-    """The tidy table, of one kind of benchmark or (None) of all. Raises ValueError if a column is missing."""
-    runs = pd.read_csv(path, dtype={"value": float}, keep_default_na=False, na_values={"value": ["nan"]})
+    """The tidy table, of one kind of benchmark or (None) of all. Raises ConfigError if it or a column is missing."""
+    text = io.StringIO(read_text(path))
+    runs = pd.read_csv(text, dtype={"value": float}, keep_default_na=False, na_values={"value": ["nan"]})
     missing = [column for column in COLUMNS if column not in runs.columns]
     if missing:
-        raise ValueError(f"{path}: no column {', '.join(missing)}")
+        raise ConfigError(f"{path}: no column {', '.join(missing)}; collect the cells again")
     return of_kind(runs, kind) if kind else runs
