@@ -185,3 +185,22 @@ def test_a_statement_about_each_objective_needs_every_one():
     assert judge_each(pairs, {**ABOVE, "each_objective": True})[0] == "does not hold"
     few = differences(pd.concat([good, runs(a=[0.9], b=[0.1]).assign(objective="gd")]), ABOVE)
     assert judge_each(few, {**ABOVE, "each_objective": True})[0] == "undecided", "one run under gd"
+
+
+def test_what_methods_cost_is_compared_over_whole_runs():
+    """A step of Method A costs 1.1, and its run takes more of them; Method B adds its cost once. The control is a run
+    of Method A that costs as little."""
+    claim = load_claims()["b_cheaper"]
+
+    def judged_with(whole):
+        costs = {claim["left"]: (1.2, 1.2), claim["right"]: (1.1, whole)}
+        rows = [
+            ("tiny_a", "wmdp_tiny", "rmu", method, seed, metric, value)
+            for method, values in costs.items()
+            for metric, value in zip(("time_ratio", "whole_time_ratio"), values, strict=True)
+            for seed in range(3)
+        ]
+        return judge_each(differences(pd.DataFrame(rows, columns=COLUMNS), claim), claim)
+
+    assert judged_with(2.6)[:2] == ("holds", pytest.approx(-1.4))
+    assert judged_with(1.1)[0] == "does not hold"
