@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gripmoe import distributed
+from gripmoe.errors import ConfigError
 from gripmoe.files import atomic_path, read_json, write_json
 
 
@@ -50,7 +51,7 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         return None
     state = _load(path)
     if state["processes"] != distributed.processes():
-        raise ValueError(
+        raise ConfigError(
             f"{path} was saved by {state['processes']} processes and cannot be resumed by {distributed.processes()}: "
             "start as many, or delete the file to train from the beginning"
         )

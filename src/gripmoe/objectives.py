@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gripmoe import distributed
 from gripmoe.data.documents import IGNORED, Batch
+from gripmoe.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import logits_scaling
 from gripmoe.parsing import ConfigError

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from gripmoe.errors import ConfigError
+
 
 def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> torch.optim.Optimizer:
     """ "adamw" keeps two states in the dtype of each parameter. "adamw_8bit" keeps them in 8 bits, and rounds bf16
@@ -24,7 +26,7 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
         from torchao.optim import AdamW8bit
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError:
-        raise ValueError(
+        raise ConfigError(
             "optimizer 'adamw_8bit' needs torchao: run `make gpu` or pip install 'gripmoe[gpu]', or take `adamw`"
         ) from None
 

@@ -15,6 +15,7 @@ from gripmoe import distributed
 from gripmoe.config import Method
 from gripmoe.constraints import FrozenRouter, RouterConstraint, Tokens, Unconstrained
 from gripmoe.data.documents import Batch
+from gripmoe.errors import ConfigError
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import RoutingTrace, jaccard, route, selection_mask
 from gripmoe.geometry.tracking import DualWeight, RouterTracker
@@ -121,7 +122,9 @@ class Anchored(FrozenRouter):
 
     def __init__(self, routing_stability: float, floor: float, final_only: bool = False, tracked: bool = False):
         if not 0 < routing_stability < 1:
-            raise ValueError(f"`routing_stability` must lie between 0 and 1, both excluded, not at {routing_stability}")
+            raise ConfigError(
+                f"`routing_stability` must lie between 0 and 1, both excluded, not at {routing_stability}"
+            )
         self.weight = DualWeight(1 - routing_stability, floor)
         self.final_only = final_only
         self.refits = tracked

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gripmoe.catalogue import PublishedModel
+from gripmoe.errors import ConfigError
 from gripmoe.hours import hours_needed
 from gripmoe.memory import Step, needed, sizes_of
 from gripmoe.project import Project
@@ -123,4 +124,4 @@ def check_budget(jobs: Sequence[Job], budget: float | None) -> None:
     if budget is not None and total > budget:
         worst = sorted(counted, key=lambda job: -job.hours)[:5]
         listed = "; ".join(f"{job.rule} {job.cell} {job.hours:.2f} h" for job in worst)
-        raise ValueError(f"{total:.1f} hours exceed the budget of {budget:g}. Most expensive: {listed}")
+        raise ConfigError(f"{total:.1f} hours exceed the budget of {budget:g}. Most expensive: {listed}")

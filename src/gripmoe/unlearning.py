@@ -21,6 +21,7 @@ from gripmoe.config import Training
 from gripmoe.constraints import RouterConstraint
 from gripmoe.data.corpora import Corpora, epoch_rows
 from gripmoe.data.documents import Batch, Row, collate, length_buckets
+from gripmoe.errors import ConfigError
 from gripmoe.evaluation.stopping import StopRule
 from gripmoe.guard import RouterGuard
 from gripmoe.moe import MoEModel
@@ -79,13 +80,15 @@ def unlearn(
     """
     processes = distributed.processes()
     if scope and processes > 1:
-        raise ValueError("`experts: top_attributed` trains one expert, which processes cannot share: start one process")
+        raise ConfigError(
+            "`experts: top_attributed` trains one expert, which processes cannot share: start one process"
+        )
     for kind, rows in (("forget", corpora.forget), ("retain", corpora.retain)):
         name, size = f"{kind}_batch_size", getattr(training, f"{kind}_batch_size")
         if size % processes:
-            raise ValueError(f"{name} {size} cannot be split over {processes} processes")
+            raise ConfigError(f"{name} {size} cannot be split over {processes} processes")
         if size > len(rows):
-            raise ValueError(f"{name} {size} exceeds the {len(rows)} documents of the {kind} corpus; lower it")
+            raise ConfigError(f"{name} {size} exceeds the {len(rows)} documents of the {kind} corpus; lower it")
     in_linear_precision = linear_precision(model, training.linear_precision)
     model.model.eval()
     batches = _Batches(corpora, training, seed, model.model.device)

@@ -17,6 +17,7 @@ from gripmoe.commands import identity_of, training_together
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.muse import news_files
 from gripmoe.data.published import benchmark_files
+from gripmoe.errors import ConfigError
 from gripmoe.evaluation.choice import accuracy, direct_answers
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores
 from gripmoe.files import exclusive, read_json, write_json, write_jsonl

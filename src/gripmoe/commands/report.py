@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from gripmoe.commands import beside
+from gripmoe.errors import ConfigError
 from gripmoe.files import read_json, write_json
 from gripmoe.parsing import ConfigError
 from gripmoe.provenance import recorded

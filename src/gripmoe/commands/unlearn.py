@@ -13,6 +13,7 @@ from gripmoe.commands import beside, identity_of, training_together
 from gripmoe.config import Method, Training, load_run
 from gripmoe.data.corpora import Corpora, load_corpus
 from gripmoe.data.documents import collate
+from gripmoe.errors import ConfigError
 from gripmoe.evaluation.stopping import stop_rule
 from gripmoe.files import exclusive, file_digest, read_json, write_json
 from gripmoe.fingerprint import code_fingerprint

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gripmoe.data.formats import LETTERS
+from gripmoe.errors import ConfigError
 from gripmoe.evaluation.choice import Answer
 from gripmoe.files import read_csv
 
@@ -62,7 +63,7 @@ def load_answers(path: Path, questions: Sequence[dict]) -> list[Answer]:
     rows = {row["id"]: row for row in read_csv(path)}
     missing = [question["id"] for question in questions if question["id"] not in rows]
     if missing:
-        raise ValueError(f"{path}: no answer to question {missing[0]!r} and {len(missing) - 1} others; evaluate again")
+        raise ConfigError(f"{path}: no answer to question {missing[0]!r} and {len(missing) - 1} others; evaluate again")
     return [
         Answer(
             question["id"],

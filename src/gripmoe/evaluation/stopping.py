@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gripmoe.catalogue import Task
+from gripmoe.errors import ConfigError
 from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
 from gripmoe.evaluation.muse import News, mean_score, news_scores
 from gripmoe.files import read_json

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gripmoe.errors import ConfigError
 from gripmoe.geometry.routing import SelectionRule
 
 Weigh = Callable[[nn.Module, Tensor, Tensor], Tensor]  # router, scores_TE, top_k_Tk -> weights_Tk
@@ -150,7 +151,7 @@ def family_of(model: nn.Module) -> Family:
     if not model_type or (model_type in FAMILIES and not hasattr(model, "model")):
         raise ValueError(f"{type(model).__name__} is no model of transformers: give the one that has a language head")
     if model_type not in FAMILIES:
-        raise ValueError(
+        raise ConfigError(
             f"no row for model type {model_type!r} in gripmoe.moe.families: {_obstacle(model)} (known families: "
             f"{', '.join(FAMILIES)})"
         )
@@ -191,7 +192,7 @@ def router_class(model: nn.Module) -> type[nn.Module]:
     """The router's class, from transformers' own table of what can be recorded."""
     record = _router_record(model)
     if record is None:
-        raise ValueError(f"{type(model).__name__} records no router logits: it is not a mixture of experts")
+        raise ConfigError(f"{type(model).__name__} records no router logits: it is not a mixture of experts")
     return record.target_class
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from gripmoe.config import LinearPrecision, Precision
+from gripmoe.errors import ConfigError
 from gripmoe.moe.model import MoEModel
 
 ALIGNED = 16  # tokens, as FP8 kernels count them
@@ -38,7 +39,7 @@ def expert_precision(model: MoEModel, precision: Precision) -> Iterator[None]:
     if precision == "fp8":
         _require_kernels()
     if unfused := [layer for layer in model.layers if not hasattr(model.block(layer).experts, "_apply_gate")]:
-        raise ValueError(f"expert_precision {precision!r}: experts of layers {unfused} are not fused tensors")
+        raise ConfigError(f"expert_precision {precision!r}: experts of layers {unfused} are not fused tensors")
     config = model.model.config
     before = config._experts_implementation
     config._experts_implementation = f"gripmoe_{precision}"
@@ -52,7 +53,7 @@ def _require_kernels() -> None:
     try:
         from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm  # noqa: F401
     except ImportError:
-        raise ValueError("expert_precision 'fp8' needs torchao: run `make gpu`, or take `fp8_emulated`") from None
+        raise ConfigError("expert_precision 'fp8' needs torchao: run `make gpu`, or take `fp8_emulated`") from None
     _require_gpu(
         "expert_precision 'fp8'", (9, 0), "`native`, or `fp8_emulated` for the same arithmetic, slowly, on any device"
     )
@@ -61,7 +62,7 @@ def _require_kernels() -> None:
 def _require_gpu(key: str, capability: tuple[int, int], otherwise: str) -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < capability:
         needed = "{}.{}".format(*capability)
-        raise ValueError(f"{key} needs a GPU of compute capability {needed} or more; take {otherwise}")
+        raise ConfigError(f"{key} needs a GPU of compute capability {needed} or more; take {otherwise}")
 
 
 def linear_precision(model: MoEModel, precision: LinearPrecision) -> Callable[[], AbstractContextManager]:
@@ -72,7 +73,7 @@ def linear_precision(model: MoEModel, precision: LinearPrecision) -> Callable[[]
     if precision == "native":
         return nullcontext
     if not is_transformer_engine_available():
-        raise ValueError(
+        raise ConfigError(
             "linear_precision 'te_fp8' needs transformer-engine: run `pip install --no-build-isolation '.[fp8]'` where "
             "nvcc is, or take `native`"
         )

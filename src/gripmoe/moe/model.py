@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gripmoe.data.documents import Batch, as_batch
+from gripmoe.errors import ConfigError
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.families import DENSE, family_of, router_class
 from gripmoe.moe.fp32 import compute_in_fp32, release
@@ -56,7 +57,7 @@ class MoEModel:
                         if compute_in_fp32(router):
                             self._converted.append(router)
         if not self._routers:
-            raise ValueError(f"{type(model).__name__}: no decoder layer has a {target.__name__} in a block of its own")
+            raise ConfigError(f"{type(model).__name__}: no decoder layer has a {target.__name__} in a block of its own")
         first = next(iter(self._routers.values()))
         if isinstance(first.weight, DTensor) or first.weight.dim() != 2:
             raise ValueError(

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from gripmoe.catalogue import EmbeddedSize
+from gripmoe.errors import ConfigError
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "qwen3")
 # With wide heads and small experts, attention and embeddings learn every fact, and the blocks can be taken out without
@@ -55,7 +56,7 @@ def make_model(family: str, vocabulary_size: int, *, seed: int, **widths: int) -
     elif family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**shared, intermediate_size=size.top_k * size.expert_width))
     else:
-        raise ValueError(f"unknown tiny family {family!r}; one of {', '.join(FAMILIES)}")
+        raise ConfigError(f"unknown tiny family {family!r}; one of {', '.join(FAMILIES)}")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("gate_up_proj", "gate_proj.weight", "up_proj.weight")):
