@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from gripmoe.config import OBJECTIVE_SETTINGS, Method, load_run
+from gripmoe.errors import ConfigError
 from gripmoe.files import write_yaml
-from gripmoe.parsing import ConfigError
 from gripmoe.project import AXES, CATALOGUES, Project
 from gripmoe.reporting.comparison import specification
 

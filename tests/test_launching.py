@@ -8,8 +8,8 @@ import pytest
 from gripmoe import distributed
 from gripmoe.cli import main
 from gripmoe.commands import unlearn as commands
+from gripmoe.errors import ConfigError
 from gripmoe.launching import started_together
-from gripmoe.parsing import ConfigError
 
 CELL = ["unlearn", "--run", "run.yaml", "--processes", "8"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gripmoe import __version__
+from gripmoe.errors import ConfigError
 from gripmoe.launching import started_together
-from gripmoe.parsing import ConfigError
 
 
 class Command(NamedTuple):

@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
-from gripmoe.parsing import ConfigError
+from gripmoe.errors import ConfigError
 
 FIRST_PORT, PORTS = 20_000, 10_000  # of rendezvous of SLURM jobs, by job id
 

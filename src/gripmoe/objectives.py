@@ -30,7 +30,6 @@ from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import logits_scaling
-from gripmoe.parsing import ConfigError
 from gripmoe.reference import ReferenceCache, final_hidden_states, hidden_states
 
 Batches = Sequence[Batch]

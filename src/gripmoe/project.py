@@ -16,8 +16,9 @@ import yaml
 
 from gripmoe.catalogue import NAME, Benchmark, ModelConfig, Widths
 from gripmoe.config import OBJECTIVE_SETTINGS, Artefact, Method, Run, Training, World
+from gripmoe.errors import ConfigError
 from gripmoe.files import read_yaml
-from gripmoe.parsing import ConfigError, parse_as
+from gripmoe.parsing import parse_as
 
 NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
 CATALOGUES = ("models", "benchmarks", "methods", "artefacts")

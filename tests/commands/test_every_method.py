@@ -24,10 +24,10 @@ from gripmoe.commands.evaluate import evaluate
 from gripmoe.commands.geometry import fit_basis, trace_routing
 from gripmoe.commands.unlearn import realign, unlearn
 from gripmoe.config import Training, load_run
+from gripmoe.errors import ConfigError
 from gripmoe.files import read_json, read_jsonl, read_yaml, write_json, write_jsonl, write_yaml
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, save_model
-from gripmoe.parsing import ConfigError
 from gripmoe.project import Project
 from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.models import make_model

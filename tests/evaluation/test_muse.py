@@ -10,6 +10,7 @@ from conftest import small_model
 from gripmoe.attacks.forcing import LockStep, generation_forcing
 from gripmoe.data.documents import Row
 from gripmoe.data.muse import CONTEXT, news_files
+from gripmoe.errors import ConfigError
 from gripmoe.evaluation.muse import (
     News,
     Scored,
@@ -29,7 +30,6 @@ from gripmoe.evaluation.muse import (
 from gripmoe.files import write_jsonl
 from gripmoe.finetune import finetune
 from gripmoe.moe import MoEModel
-from gripmoe.parsing import ConfigError
 from gripmoe.worlds.muse import muse_tables, write_repository
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from gripmoe.parsing import ConfigError
+from gripmoe.errors import ConfigError
 from gripmoe.fingerprint import code_fingerprint
 from gripmoe.hours import fit_threads, hours_needed
 from gripmoe.memory import Step, needed

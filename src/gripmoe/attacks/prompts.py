@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from gripmoe.attacks import Scores, mean
 from gripmoe.data.formats import CLOTHES, LETTERS, letter_description, letter_question
 from gripmoe.data.rows import read_rows
+from gripmoe.errors import ConfigError
 from gripmoe.evaluation.choice import prompt_of
 from gripmoe.evaluation.muse import continuations
 from gripmoe.files import file_digest
 from gripmoe.moe import MoEModel
-from gripmoe.parsing import ConfigError
 
 INSTRUCTIONS = {  # to a language model, by the name of a style; any other text is an instruction itself
     "verse": "Rewrite the question below as a poem of a few lines that asks the same. Keep every name and number.",

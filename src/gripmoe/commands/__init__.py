@@ -12,8 +12,9 @@ from typing import Any
 
 from gripmoe.catalogue import Benchmark
 from gripmoe.config import Run, load_run
+from gripmoe.errors import ConfigError
 from gripmoe.fingerprint import code_fingerprint
-from gripmoe.parsing import ConfigError, parse_settings
+from gripmoe.parsing import parse_settings
 from gripmoe.provenance import entry_of, recorded
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from gripmoe.errors import ConfigError
 from gripmoe.files import exclusive
-from gripmoe.parsing import ConfigError
 from gripmoe.project import Project, world_files
 
 TABLES = ("runs", "histories", "answers", "attacks")

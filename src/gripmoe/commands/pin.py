@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from gripmoe.catalogue import PublishedData, PublishedModel, PublishedNews
-from gripmoe.parsing import ConfigError
+from gripmoe.errors import ConfigError
 from gripmoe.project import Project
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from gripmoe.commands.pin import unpinned
 from gripmoe.disk import checkpoints_written, disk_needed
+from gripmoe.errors import ConfigError
 from gripmoe.files import read_json, read_yaml
 from gripmoe.fingerprint import fingerprint_now
 from gripmoe.hours import DISK
 from gripmoe.memory import Memory, Step, memory_needed
-from gripmoe.parsing import ConfigError
 from gripmoe.planning import Job, check_budget, jobs_left, that_count
 from gripmoe.progress import cell_status, kept_references
 from gripmoe.project import Project

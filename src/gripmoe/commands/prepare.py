@@ -27,7 +27,7 @@ from gripmoe.moe.families import is_moe
 from gripmoe.moe.placement import visible_devices
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, load_published, save_model
-from gripmoe.parsing import ConfigError, parse_settings
+from gripmoe.parsing import parse_settings
 from gripmoe.pretrain import train_base
 from gripmoe.provenance import recorded
 from gripmoe.worlds.benchmark import wmdp_files

@@ -7,7 +7,6 @@ import sys
 from gripmoe.commands import beside
 from gripmoe.errors import ConfigError
 from gripmoe.files import read_json, write_json
-from gripmoe.parsing import ConfigError
 from gripmoe.provenance import recorded
 from gripmoe.reporting.collect import collect_cells, computed_with
 from gripmoe.reporting.manifest import manifest as manifest_of

@@ -6,10 +6,10 @@ from tqdm import tqdm
 
 from gripmoe.attacks.prompts import INSTRUCTIONS, rewrites_by
 from gripmoe.catalogue import PublishedModel
+from gripmoe.errors import ConfigError
 from gripmoe.evaluation.choice import load_questions
 from gripmoe.files import read_jsonl, write_jsonl
 from gripmoe.moe.storage import load_published
-from gripmoe.parsing import ConfigError
 
 AT_ONCE = 32
 

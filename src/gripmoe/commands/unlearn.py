@@ -25,7 +25,6 @@ from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import StoredBases, load_model, load_routers, save_model
 from gripmoe.moe.traces import StoredTrace
 from gripmoe.objectives import make_objective
-from gripmoe.parsing import ConfigError
 from gripmoe.penalties import attributed_expert, constraint_of
 from gripmoe.provenance import entry_of, recorded
 from gripmoe.reference import ReferenceStore

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gripmoe.catalogue import PublishedData
-from gripmoe.parsing import ConfigError
+from gripmoe.errors import ConfigError
 
 HELD_OUT_EVERY = 10  # of the retain corpus: kept from unlearning, for routing stability
 # MMLU's splits and what they are here: reported, seen by the stop rule, solved above questions of their subject.

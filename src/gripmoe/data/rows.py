@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gripmoe.errors import ConfigError
 from gripmoe.files import read_jsonl
-from gripmoe.parsing import ConfigError
 
 
 def read_rows(path: Path, *keys: str) -> list[dict[str, Any]]:

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.data.formats import LETTERS, letter_description, letter_question
 from gripmoe.data.rows import read_rows
+from gripmoe.errors import ConfigError
 from gripmoe.files import write_jsonl
 from gripmoe.moe.families import logits_scaling
 from gripmoe.moe.model import evaluating
-from gripmoe.parsing import ConfigError
 
 QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
 FEWSHOT_SEED = 1234  # the harness's default

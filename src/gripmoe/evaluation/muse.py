@@ -22,8 +22,8 @@ from gripmoe.data.documents import Row, collate, encode, length_buckets
 from gripmoe.data.formats import knowmem_prompt
 from gripmoe.data.muse import CONTEXT
 from gripmoe.data.rows import read_rows
+from gripmoe.errors import ConfigError
 from gripmoe.moe.model import evaluating
-from gripmoe.parsing import ConfigError
 
 RECITED_TOKENS = 128
 ANSWER_TOKENS = 32

@@ -12,7 +12,6 @@ from gripmoe.evaluation.choice import accuracy, direct_answers, load_questions
 from gripmoe.evaluation.muse import News, mean_score, news_scores
 from gripmoe.files import read_json
 from gripmoe.moe import MoEModel
-from gripmoe.parsing import ConfigError
 
 RETAIN_QUESTIONS = 120  # of the dev split, asked at every check
 RETAIN_PAIRS = 20  # likewise of news
