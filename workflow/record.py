@@ -28,7 +28,7 @@ from gripmoe.reporting.collect import KEYS, computed_with, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, intervals, specification
 from gripmoe.reporting.figures import routing_stability_by_layer, save_figure
 from gripmoe.reporting.paired import load_answers, paired_table
-from gripmoe.reporting.tables import MISSING, Table, as_markdown, draw
+from gripmoe.reporting.tables import MISSING, Table, as_markdown
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "record"
@@ -200,13 +200,7 @@ def draw_pictures(record: Record) -> None:
     measured = [set(found.method) for objective, found in letters.groupby("objective") if objective != NO_OBJECTIVE]
     common = set.intersection(*measured) | set(letters.method[letters.objective == NO_OBJECTIVE])
     letters = letters[letters.method.isin(common)]
-    figures = {
-        "main_results": draw(comparison(letters, "main_results")),
-        "attack_matrix": draw(attack_matrix(letters, record.attacks)),
-        "forcing_vulnerability": forcing_vulnerability(letters),
-    }
-    if not (news := record.of_world("record_muse")).empty:
-        figures["muse_results"] = draw(comparison(news, "muse_results"))
+    figures = {"forcing_vulnerability": forcing_vulnerability(letters)}
     if letters.metric.str.startswith("routing_stability_layer_").any():
         figures["routing_stability_by_layer"] = routing_stability_by_layer(letters)
     for name, figure in figures.items():
@@ -216,7 +210,7 @@ def draw_pictures(record: Record) -> None:
 
 
 def few_colours(picture: Path) -> None:
-    """A palette of as many as text and shaded cells need: a quarter of the bytes."""
+    """A palette of as many as lines and text need: a quarter of the bytes."""
     with Image.open(picture) as image:
         reduced = image.convert("RGB").quantize(COLOURS)
     reduced.save(picture, optimize=True)

@@ -194,7 +194,7 @@ class Method(Strict):
 class Artefact(Strict):
     """A table or figure: `notebooks/<name>.ipynb` renders it into these formats."""
 
-    formats: list[Literal["csv", "tex", "pdf", "png"]] = Field(min_length=1)
+    formats: list[Literal["csv", "tex", "html", "md", "pdf", "png"]] = Field(min_length=1)
 
 
 class World(Strict):

@@ -41,6 +41,10 @@ def test_it_says_what_each_artefact_was_made_of(written, monkeypatch):
     save_figure(nothing("a test"), table, written / "histories_w.csv", written / "runs_w.csv")
     tables = [written / f"{name}_w.csv" for name in ("histories", "answers")]
     record = manifest([notebook, table, table.with_suffix(".png"), *tables], written / "runs_w.csv")
+    lines = table.with_name("lines.tex")
+    lines.write_text("% histories_w.csv sha256 0; seeds 3\nanswers_w.csv sha256 1\n")
+    of_table = manifest([notebook.rename(notebook.with_name("lines.ipynb")), lines], written / "runs_w.csv")
+    assert of_table["artefacts"]["lines"]["inputs"] == ["histories_w.csv"], "its first line says so"
     assert record["artefacts"]["figure"] == {
         "notebook": "notebooks/figure.ipynb",
         "inputs": ["histories_w.csv", "runs_w.csv"],

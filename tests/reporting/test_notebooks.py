@@ -2,21 +2,22 @@
 
 import itertools
 import json
-import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
+import yaml
 
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.moe.storage import save_bases
 from gripmoe.reporting import labels
 from gripmoe.reporting.comparison import specification
+from gripmoe.reporting.manifest import manifest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+ARTEFACTS = ROOT / "workflow" / "config" / "artefacts.yaml"
 CELL = ["model", "benchmark", "objective", "method", "seed"]
 OF_CORRECTION = [
     *(
@@ -91,15 +92,18 @@ def test_notebook_is_executed(notebook, runs, tmp_path, monkeypatch):
         return read_csv(path, **how)
 
     monkeypatch.setattr(pd, "read_csv", reading)
-    output = tmp_path / f"{notebook.stem}.png"
+    output = tmp_path / f"{notebook.stem}.csv"
     namespace: dict = {}
     for cell in cells_of(notebook):
         is_parameters = "parameters" in cell["metadata"].get("tags", [])
         code = f"runs, output = {str(runs)!r}, {str(output)!r}" if is_parameters else "".join(cell["source"])
         exec(compile(code, notebook.name, "exec"), namespace)
-    assert output.stat().st_size > 5000 and output.with_suffix(".pdf").exists()
-    with Image.open(output) as picture:
-        assert set(re.findall(r"(\S+) sha256 ", picture.info["Source"])) == read, "it names what it was drawn from"
+    formats = yaml.safe_load(ARTEFACTS.read_text(encoding="utf-8"))[notebook.stem]["formats"]
+    assert {file.suffix[1:] for file in tmp_path.iterdir()} == set(formats)
+    assert "png" not in formats or output.with_suffix(".png").stat().st_size > 5000
+    monkeypatch.undo()
+    made = manifest([*tmp_path.iterdir(), notebook], runs)["artefacts"][notebook.stem]
+    assert {Path(name).name for name in made["inputs"]} == read, "it names what it was made of"
     figure = namespace.get("figure")
     assert not figure or all(axes.lines or axes.patches or axes.collections for axes in figure.axes), "an empty panel"
 

@@ -39,12 +39,12 @@ for artefact in WORLD.artefacts:
             files=[
                 (
                     report(
-                        f"{FIGURES}/{artefact}.png",
+                        f"{FIGURES}/{artefact}.{suffix}",
                         caption="../report/artefact.rst",
                         category="Tables" if "tex" in PROJECT.artefacts[artefact].formats else "Figures",
                         labels={"artefact": artefact.replace("_", " "), "world": PROJECT.name},
                     )
-                    if suffix == "png"
+                    if suffix in ("html", "png")
                     else f"{FIGURES}/{artefact}.{suffix}"
                 )
                 for suffix in PROJECT.artefacts[artefact].formats

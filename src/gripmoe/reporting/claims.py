@@ -131,14 +131,8 @@ def _signed(value: float) -> str:
 def claims_table(runs: pd.DataFrame) -> Table:
     """The verdicts as a table of one page: the paper's statements, then ours."""
     verdicts = judged(runs)
-    table = Table(
-        ["line", "difference", "interval", "runs", "verdict"],
-        [],
-        label_width=3.2,
-        label_size=5.8,
-        heading="Statement",
-        data=verdicts,
-    )
+    headings = ["line", "difference", "interval", "runs", "verdict"]
+    table = Table(headings, [], heading="Statement", data=verdicts)
     for name, rows in (
         ("The paper's statements", verdicts[verdicts.line != "ours"]),
         ("Ours", verdicts[verdicts.line == "ours"]),

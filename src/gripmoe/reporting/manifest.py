@@ -58,11 +58,15 @@ def _artefacts(files: Sequence[str], runs: str) -> dict[str, dict]:
 
 
 def _inputs(outputs: Sequence[str], folder: Path) -> list[str]:
-    """The tables in `folder` that a picture names in its metadata."""
-    for picture in [file for file in outputs if file.endswith(".png")]:
-        with Image.open(picture) as opened:
-            return [str(folder / name) for name in re.findall(r"(\S+) sha256 ", opened.info.get("Source", ""))]
-    return []
+    """The tables of runs in `folder` that a figure's metadata names, or a table's first line in LaTeX."""
+    source = ""
+    for file in map(Path, outputs):
+        if file.suffix == ".png":
+            with Image.open(file) as opened:
+                source = opened.info.get("Source", "")
+        elif file.suffix == ".tex":
+            source = file.read_text(encoding="utf-8").partition("\n")[0]
+    return [str(folder / name) for name in re.findall(r"(\S+) sha256 ", source)]
 
 
 def _relative(file: Path) -> str:

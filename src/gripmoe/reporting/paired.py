@@ -81,7 +81,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     metrics = [metric for metric in MEASURES if metric in set(answers.metric)]
     letters = bool(answers.chosen.notna().any())
     columns = [column for metric in metrics for column in (f"Δ {labels.metric_label(metric)}", "p")]
-    table = Table(columns + ["letter", "shuffled"] * letters, [], label_width=1.7)
+    table = Table(columns + ["letter", "shuffled"] * letters, [])
     objectives = [NO_OBJECTIVE] * letters
     objectives += labels.ordered(set(answers.objective) - {NO_OBJECTIVE}, labels.OBJECTIVES)
     for (kind, group), objective in product(apart(answers), objectives):
