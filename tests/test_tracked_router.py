@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import gripmoe
 from conftest import random_batch, small_model
@@ -62,6 +63,33 @@ def test_a_retain_pass_goes_on_with_the_router_that_fits_its_inputs():
     torch.testing.assert_close(weights_of(model)[1].detach(), fitted)
 
 
+def gradients_of_halves(order, recomputed=None):
+    """Of one batch in two passes, its halves marked in turn: two routers for the same inputs. The backward passes come
+    in `order`, after both passes. Every layer is computed again, or the whole model at once."""
+    model, _, guard = drifted(checkpointing=recomputed == "layers")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.mul_(10)
+    losses, routers = [], []
+    for rows in (torch.arange(4) < 2, torch.arange(4) >= 2):
+        with guard.retain(rows=rows):
+            if recomputed == "model":
+                losses.append(checkpoint(loss_of, model, RETAIN[0], use_reentrant=False))
+            else:
+                losses.append(loss_of(model, RETAIN[0]))
+        guard.penalty()
+        routers.append(guard.state_dict()["trackers"][0][2])
+    assert not torch.allclose(*routers, atol=0.1), "the control: which pass it is matters"
+    for number in order:
+        losses[number].backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("recomputed", ["layers", "model"])
+def test_passes_with_equal_inputs_are_told_apart(order, recomputed):
+    torch.testing.assert_close(gradients_of_halves(order, recomputed), gradients_of_halves(order))
+
+
 def gradients(checkpointing, *, forgets=False):
     """Of two forget and retain passes, the backward passes only after the last of them."""
     model, _, guard = drifted(checkpointing)
@@ -73,7 +101,7 @@ def gradients(checkpointing, *, forgets=False):
             losses.append(loss_of(model, batch))
         losses.append(guard.penalty())
     if forgets:
-        guard._fits.clear()
+        guard._passes.clear()
     sum(losses).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -106,7 +134,7 @@ def test_refitted_once_more_it_has_seen_what_the_last_step_did():
     late = error()
     guard.refit(RETAIN[0].inputs)
     assert error() < 0.9 * late
-    assert model.training and not any(guard._fits.values())
+    assert model.training and not guard._passes
     followed = [weight.detach().clone() for weight in weights_of(model)]
     guard.close()
     guard.refit(RETAIN[1])

@@ -7,6 +7,7 @@ stand. A constraint that refits has a say in the retain forward too; nothing els
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -18,7 +19,7 @@ from gripmoe.constraints import RouterConstraint, Seen, Tokens
 from gripmoe.data.documents import Batch, attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
-from gripmoe.moe.recording import in_recomputation, routed_tokens
+from gripmoe.moe.recording import in_recomputation, place_in_graph, routed_tokens
 
 
 class Diverged(RuntimeError):
@@ -62,12 +63,14 @@ class RouterGuard:
         self._checked = False  # the retain loss, since the last step
         self._closed = False
         self._followed: Tokens | None = None  # of the pass under way
-        self._fits: dict[int, list[tuple[Tensor, Tensor | None]]] = {}  # since a step: sums of inputs, and the routers
+        # Of the forward passes since the last step, in order: where each begins, and its refitted routers by layer.
+        self._passes: list[tuple[int, dict[int, Tensor]]] = []
         self.is_lifted = False
         self._undo = ExitStack()  # when the constraint is lifted
         model.model._held = id(model.model)
         self._undo.callback(delattr, model.model, "_held")
         if constraint.refits:
+            self._undo.callback(model.model.model.register_forward_pre_hook(self._begin_pass).remove)
             self._undo.enter_context(model.before_routers(self._fitted))
         optimizer = inner_optimizer(optimizer)
         self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -137,20 +140,20 @@ class RouterGuard:
             for handle in handles:
                 handle.remove()
 
+    def _begin_pass(self, *_) -> None:
+        if not in_recomputation() and (torch.is_grad_enabled() or self._followed is not None):
+            self._passes.append((place_in_graph(), {}))
+
     def _fitted(self, layer: int, x_Td: Tensor) -> Tensor | None:
         """The router with which a pass goes on that has come to this layer; None for that of the model."""
-        fits = self._fits.setdefault(layer, [])
-        if in_recomputation():  # perhaps not of the last pass: inputs tell of which
-            total = x_Td.sum(dtype=torch.float64)
-            return min(reversed(fits), key=lambda fit: (fit[0] - total).abs().item(), default=(total, None))[1]
-        theta_Ed = None
-        if self._followed is not None:
-            with torch.no_grad():
-                theta_Ed = self.constraint.refit(layer, x_Td[self._followed.keep.to(x_Td.device)], self._followed)
-            theta_Ed = theta_Ed.to(x_Td.dtype)
-        if torch.is_grad_enabled() or theta_Ed is not None:
-            fits.append((x_Td.sum(dtype=torch.float64), theta_Ed))
-        return theta_Ed
+        if in_recomputation():  # of any pass since the last step
+            begun = bisect_right(self._passes, place_in_graph(), key=lambda begun: begun[0])
+            return self._passes[begun - 1][1].get(layer) if begun else None
+        if self._followed is None:
+            return None
+        with torch.no_grad():
+            theta_Ed = self.constraint.refit(layer, x_Td[self._followed.keep.to(x_Td.device)], self._followed)
+        return self._passes[-1][1].setdefault(layer, theta_Ed.to(x_Td.dtype))
 
     @torch.no_grad()
     def refit(self, batch: Batch | Mapping[str, Tensor]) -> None:
@@ -161,7 +164,7 @@ class RouterGuard:
         batch without `input_ids`."""
         if self._closed or self.is_lifted or not self.constraint.refits:
             return
-        if any(self._fits.values()):
+        if self._passes:
             raise RuntimeError(
                 "routers are refitted between steps: passes since the last one may need them as they are"
             )
@@ -171,13 +174,12 @@ class RouterGuard:
         try:
             with self.model.evaluating():
                 self.model.model.model(**inputs)
-            for layer, fits in self._fits.items():
-                theta = self.model.theta(layer)
-                theta.copy_(fits[-1][1])
-                distributed.from_first_(theta.data)
+            self.model.set_thetas(self._passes[-1][1])
+            for layer in self.model.layers:
+                distributed.from_first_(self.model.theta(layer).data)
         finally:
             self._followed = None
-            self._fits.clear()
+            self._passes.clear()
 
     @property
     def watches(self) -> frozenset[str]:
@@ -260,7 +262,7 @@ class RouterGuard:
     def _after_step(self, *_) -> None:
         self._checked = False
         self._marked.clear()
-        self._fits.clear()
+        self._passes.clear()
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
             if not self.constraint.of_gradient:

@@ -16,6 +16,13 @@ def in_recomputation() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def place_in_graph() -> int:
+    """The number that autograd gives the next operation of a forward pass. In a recomputation, the number of the
+    operation whose gradient needs it: that operation lies in the forward pass that is computed again."""
+    operation = torch._C._current_autograd_node()
+    return torch.autograd._get_sequence_nr() if operation is None else operation._sequence_nr()
+
+
 class RoutingRecorder:
     """Collects the routing of every forward pass within `MoEModel.record_routing`."""
 
