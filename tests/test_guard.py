@@ -693,8 +693,11 @@ def test_routers_that_others_have_sharded_are_refused(process_group):
     model = small_model()
     gate = model.model.layers[0].mlp.gate
     gate.weight = torch.nn.Parameter(distribute_tensor(gate.weight, init_device_mesh("cpu", (1,)), [Shard(0)]))
+    optimizer = adamw(model)
+    before = traces_of_a_guard(model, optimizer)
     with pytest.raises(ValueError, match="the routers of this .* are sharded.*gripmoe.shard_experts"):
-        gripmoe.constrain(model, adamw(model), RETAIN)
+        gripmoe.constrain(model, optimizer, RETAIN)
+    assert traces_of_a_guard(model, optimizer) == before
 
 
 def test_projected_gradients_end_where_projected_updates_do_under_sgd_and_not_under_adamw():
@@ -737,3 +740,140 @@ def test_a_soft_method_that_a_loop_leaves_out_is_an_error(method, batch):
             loss = model(**batch.inputs, labels=batch.input_ids).loss
         (loss + guard.penalty()).backward()
         optimizer.step()
+
+
+def projected_by(guard, layer, function):
+    """Lets `function` stand for the projection of one layer's update."""
+    constrain = guard.constraint.constrain
+    guard.constraint.constrain = lambda at, *seen: (function if at == layer else constrain)(at, *seen)
+    return constrain
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_projection_that_fails_leaves_the_routers_of_the_step_before(error):
+    def fail(*_):
+        raise error("deliberate")
+
+    model = small_model()
+    optimizer = adamw(model)
+    reference, before = MoEModel(model).trace(RETAIN), thetas_of(model)
+    with gripmoe.constrain(model, optimizer, RETAIN) as guard:
+        projection = projected_by(guard, 1, fail)
+        experts = model.model.layers[0].mlp.experts.down_proj.detach().clone()
+        with pytest.raises(error, match="deliberate"):
+            step_of(model, optimizer, guard, random_batch(seed=1))
+        assert equal(thetas_of(model), before)
+        assert not torch.equal(model.model.layers[0].mlp.experts.down_proj, experts), "the control: there was a step"
+        guard.constraint.constrain = projection
+        step_of(model, optimizer, guard, random_batch(seed=1))
+    assert not equal(thetas_of(model), before) and router_only_stability(reference, model) == 1.0
+
+
+@pytest.mark.parametrize("method", [Method(constraint="none"), "expert_specific", "expert_specific_paper"], ids=str)
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_an_update_that_is_not_finite_leaves_the_routers_of_the_step_before(method, number):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = thetas_of(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as guard:
+        with guard.retain():
+            loss_of(model, RETAIN[0]).backward()
+        model.model.layers[1].mlp.gate.weight.grad[3, 5] = number
+        with pytest.raises(gripmoe.Diverged, match=r"routers of layers \[1\] would not be finite"):
+            optimizer.step()
+        assert equal(thetas_of(model), before)
+        step_of(model, optimizer, guard, RETAIN[0])
+    assert not equal(thetas_of(model), before), "the control"
+
+
+def test_a_projection_that_is_not_finite_leaves_the_routers_of_the_step_before():
+    model = small_model()
+    optimizer = adamw(model)
+    before = thetas_of(model)
+    with gripmoe.constrain(model, optimizer, RETAIN) as guard:
+        projected_by(guard, 0, lambda at, before_Ed, after_Ed, seen: after_Ed / 0)
+        with pytest.raises(gripmoe.Diverged, match=r"routers of layers \[0\] would not be finite"):
+            step_of(model, optimizer, guard, RETAIN[0])
+        assert equal(thetas_of(model), before)
+
+
+@pytest.mark.parametrize("largest", [float("nan"), float("inf"), 3e38])
+def test_routers_that_are_not_finite_are_refused(largest):
+    """A large weight, whose square is infinite, is none of them."""
+    model = small_model()
+    optimizer = adamw(model)
+    before = traces_of_a_guard(model, optimizer)
+    with torch.no_grad():
+        model.model.layers[1].mlp.gate.weight[3, 5] = largest
+    if largest == 3e38:
+        gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router").close()
+    else:
+        with pytest.raises(ValueError, match=r"routers of layers \[1\] are not finite"):
+            gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router")
+    assert traces_of_a_guard(model, optimizer) == before
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1.0])
+def test_a_loss_or_penalty_that_is_not_finite_ends_training(number):
+    model = small_model()
+    with gripmoe.constrain(model, adamw(model), RETAIN, method="anchored") as guard:
+        ended = nullcontext() if number == 1.0 else pytest.raises(gripmoe.Diverged, match="retain loss (nan|inf)")
+        with ended:
+            guard.check(number)
+        ended = nullcontext() if number == 1.0 else pytest.raises(gripmoe.Diverged, match="penalty (nan|inf)")
+        with guard.retain():
+            model(**RETAIN[0].inputs)
+        guard._penalties[0] = guard._penalties[0] + number
+        with ended:
+            guard.penalty()
+
+
+class Wrapper:
+    """Steps an optimizer and has no hooks."""
+
+    def __init__(self, optimizer):
+        self.inside, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
+
+
+@pytest.mark.parametrize("method", ["expert_specific", "anchored_tracked"])
+@pytest.mark.parametrize("fault", ["no hooks", "half its hooks", "start"])
+def test_a_guard_that_cannot_be_made_leaves_nothing_behind(method, fault, monkeypatch):
+    """Routers of low precision get theirs back, and so does what the optimizer knows of them."""
+
+    def fail(*_):
+        raise RuntimeError("deliberate")
+
+    model = small_model().bfloat16()
+    optimizer = adamw(model, lr=1e-3)
+    loss_of(model, RETAIN[0]).backward()
+    optimizer.step()
+
+    def traces():
+        states = [state["exp_avg"].dtype for state in optimizer.state.values()]
+        return traces_of_a_guard(model, optimizer), states
+
+    before = traces()
+    with monkeypatch.context() as patch:
+        if fault == "half its hooks":
+            patch.setattr(optimizer, "register_step_post_hook", fail)
+        if fault == "start":
+            patch.setattr("gripmoe.constraints.Unconstrained.start", fail)
+            patch.setattr("gripmoe.method_a.NullSpace.start", fail)
+            patch.setattr("gripmoe.penalties.Anchored.start", fail)
+        no_hooks = pytest.raises(ValueError, match="Wrapper is no torch optimizer: give the one that it wraps")
+        with no_hooks if fault == "no hooks" else pytest.raises(RuntimeError, match="deliberate"):
+            gripmoe.constrain(model, Wrapper(optimizer) if fault == "no hooks" else optimizer, RETAIN, method=method)
+    assert traces() == before
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method):
+        assert traces() != before, "the control"
+
+
+def test_what_a_guard_is_told_to_undo_is_undone_once():
+    model = small_model()
+    done = []
+    with gripmoe.constrain(model, adamw(model), RETAIN) as guard:
+        for number in range(2):
+            guard.on_close(lambda number=number: done.append(number))
+        assert done == []
+    guard.close()
+    assert done == [1, 0]

@@ -265,6 +265,26 @@ def test_what_is_no_number_ends_the_run_before_it_changes_a_weight(tmp_path, wha
     assert weights_digest(moe.model) == weights_digest(small_model())
 
 
+class NoNumber(Unconstrained):
+    """A penalty, or a router, that is no number."""
+
+    def __init__(self, what):
+        self.what, self.watches = what, frozenset({"retain"})
+
+    def penalty(self, kind, seen):
+        return seen.hidden_Nd.sum() * (math.nan if self.what == "penalty" else 0.0)
+
+    def constrain(self, layer, before_Ed, after_Ed, seen):
+        return after_Ed * math.nan if self.what == "router" else after_Ed
+
+
+@pytest.mark.parametrize("what", ["penalty", "router"])
+def test_what_the_guard_calls_diverged_ends_the_run_with_routers_as_they_were(what, tmp_path):
+    moe, outcome = run(tmp_path / "s.pt", constraint=NoNumber(what))
+    assert (outcome.status, outcome.steps, outcome.seconds) == ("diverged", 0, None)
+    assert all(torch.equal(moe.theta(layer), MoEModel(small_model()).theta(layer)) for layer in moe.layers)
+
+
 ARMS = {
     "null space": {},
     "unconstrained": {"constraint": Unconstrained()},

@@ -116,10 +116,11 @@ def constrain(
 
     Raises ValueError for an unknown family or method, a method that is more than a constraint on routers, a dense
     model, no retain batches or none with a token that counts, what is no batch, rows that pack several documents,
-    documents to forget that are missing, an original that is the model itself, an optimizer without the routers that
-    a null space holds, a model that another guard holds, an anchor whose `routing_stability` is 0 or 1, one expert to
-    train in several processes, or routers that this would freeze or bring to fp32 below a DistributedDataParallel that
-    does not know; KeyError for a batch without `input_ids`. With `replay` a forward pass in training mode raises
+    documents to forget that are missing, an original that is the model itself, what is no torch optimizer, an optimizer
+    without the routers that a null space holds, routers that are not finite, a model that another guard holds, an
+    anchor whose `routing_stability` is 0 or 1, one expert to train in several processes, or routers that this would
+    freeze or bring to fp32 below a DistributedDataParallel that does not know; KeyError for a batch without
+    `input_ids`. After an error model and optimizer are as before. With `replay` a forward pass in training mode raises
     KeyError for a document that was not given and ValueError without `input_ids`, and with gradient checkpointing a
     backward pass over several of them RuntimeError.
     """
@@ -128,18 +129,19 @@ def constrain(
     precisions = [parameter.dtype for parameter in model.parameters()]
     moe = MoEModel(unwrapped(model))
     with ExitStack() as undo:
-        undo.callback(moe.release)
+        undo.push(lambda error, *_: moe.release(rounded=error is not None))
         if wrapped and precisions != [parameter.dtype for parameter in model.parameters()]:
-            moe.release(rounded=True)
             raise ValueError(
                 "routers train in fp32, and DistributedDataParallel would no longer reduce their gradients: call "
                 "`constrain` before it wraps the model (Trainer: give it the callback when it is made)"
             )
         if not moe.layers:
             raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
+        if layers := moe.layers_not_finite():
+            raise ValueError(f"the routers of layers {layers} are not finite: load weights that are")
+        stepping = inner_optimizer(optimizer)
         if method.constraint == "null_space":
-            _check_routers(moe, inner_optimizer(optimizer))
-        _states_in_fp32(moe, inner_optimizer(optimizer))
+            _check_routers(moe, stepping)
         device = moe.model.device
         to_retain, to_forget = ([as_batch(batch, device) for batch in batches] for batches in (retain, forget))
         reference, attributed = moe.trace(to_retain), None
@@ -175,10 +177,11 @@ def constrain(
         if original:
             undo.enter_context(moe.force_routing(lambda *inputs: original.of(*inputs) if moe.model.training else None))
         if single:
-            undo.enter_context(moe.restrict_experts({attributed[0]: [attributed[1]]}, inner_optimizer(optimizer)))
+            undo.enter_context(moe.restrict_experts({attributed[0]: [attributed[1]]}, stepping))
         origin = _origin(moe, method, [*to_retain, *to_forget])
-        guard = RouterGuard(moe, optimizer, constraint, loss_bound, origin)
-        guard._undo.enter_context(undo.pop_all())
+        guard = RouterGuard(moe, stepping, constraint, loss_bound, origin)
+        guard.on_close(undo.pop_all().close)
+    _states_in_fp32(moe, stepping)
     return guard
 
 

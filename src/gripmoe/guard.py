@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
@@ -23,7 +23,8 @@ from gripmoe.moe.recording import in_recomputation, place_in_graph, routed_token
 
 
 class Diverged(RuntimeError):
-    """The retain loss has left its bound: what is to be retained is being destroyed (ours). A RuntimeError."""
+    """Training destroys what is to be retained: the retain loss is above its bound; or a loss, a penalty or a router
+    is no longer finite (ours). A RuntimeError."""
 
 
 class RouterGuard:
@@ -35,9 +36,11 @@ class RouterGuard:
     all other methods both are free of effect, so a loop may always be written with them.
 
     `origin` names what the constraint was made from, so that no other guard takes its state for its own. Raises
-    ValueError if another guard of the same model is open; the optimizer's `step` raises RuntimeError where the loop has
-    left out a mark, the penalty, or the check of `loss_bound`, which raises Diverged, and for a closure where gradients
-    are projected.
+    ValueError if another guard of the same model is open, or for an optimizer without step hooks; nothing of the guard
+    then stays on the model or the optimizer. The optimizer's `step` raises RuntimeError where the loop has left out a
+    mark, the penalty, or the check of `loss_bound`, and for a closure where gradients are projected; and Diverged where
+    a router would not be finite. Where the constraint fails, the routers are those before the step; other weights may
+    have moved.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class RouterGuard:
         loss_bound: float = math.inf,
         origin: str = "",
     ):
+        optimizer = inner_optimizer(optimizer)
         if getattr(model.model, "_held", None) == id(model.model):  # not what a copy of a held model has
             raise ValueError(
                 "another guard holds this model: `close()` it first, of a Trainer `callback.guard.close()`"
@@ -66,15 +70,15 @@ class RouterGuard:
         # Of the forward passes since the last step, in order: where each begins, and its refitted routers by layer.
         self._passes: list[tuple[int, dict[int, Tensor]]] = []
         self.is_lifted = False
-        self._undo = ExitStack()  # when the constraint is lifted
-        model.model._held = id(model.model)
-        self._undo.callback(delattr, model.model, "_held")
-        if constraint.refits:
-            self._undo.callback(model.model.model.register_forward_pre_hook(self._begin_pass).remove)
-            self._undo.enter_context(model.before_routers(self._fitted))
-        optimizer = inner_optimizer(optimizer)
-        self._undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-        self._undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        with ExitStack() as undo:
+            model.model._held = id(model.model)
+            undo.callback(delattr, model.model, "_held")
+            if constraint.refits:
+                undo.callback(model.model.model.register_forward_pre_hook(self._begin_pass).remove)
+                undo.enter_context(model.before_routers(self._fitted))
+            undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+            undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
+            self._undo = undo.pop_all()  # when the guard closes
 
     def retain(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
         """Marks a forward pass of retain data; of a batch that holds other data too, `rows`, (rows,) and bool, names
@@ -197,18 +201,21 @@ class RouterGuard:
 
     def penalty(self) -> Tensor | float:
         """What the constraint adds to the loss for the passes marked since the last call, a scalar with its graph; 0.0
-        for a hard constraint."""
+        for a hard constraint. Raises Diverged if the penalty of any process is not finite."""
         penalty = sum(self._penalties, 0.0)
         self._penalties = []
+        if isinstance(penalty, Tensor) and not math.isfinite(value := distributed.average(penalty.item())):
+            raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
         return penalty
 
     def check(self, retain_loss: Tensor | float) -> None:
-        """Raises Diverged if the loss on retain data, a scalar, mean over all processes, is above `loss_bound` or no
-        number. Ask before the backward pass: the weights are then those of the step before."""
+        """Raises Diverged if the loss on retain data, a scalar, mean over all processes, is above `loss_bound` or not
+        finite. Ask before the backward pass: the weights are then those of the step before."""
         loss = distributed.average(float(torch.as_tensor(retain_loss).detach()))
         self._checked = True
-        if not loss <= self.loss_bound:
-            raise Diverged(f"retain loss {loss:.3g}, above {self.loss_bound:.3g}: take an earlier checkpoint")
+        if not (math.isfinite(loss) and loss <= self.loss_bound):
+            reason = f"above {self.loss_bound:.3g}" if math.isfinite(loss) else "not finite"
+            raise Diverged(f"retain loss {loss:.3g}, {reason}: take an earlier checkpoint")
 
     def _before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self._before = {} if self.is_lifted else self.model.thetas()
@@ -260,16 +267,33 @@ class RouterGuard:
 
     @torch.no_grad()
     def _after_step(self, *_) -> None:
-        self._checked = False
-        self._marked.clear()
-        self._passes.clear()
+        try:
+            if self._before:  # not while lifted
+                self._require_finite()
+                self._write_allowed()
+                self._require_finite()
+        except BaseException:
+            self.model.set_thetas(self._before)
+            raise
+        finally:
+            self._before, self._seen, self._checked = {}, [], False
+            self._marked.clear()
+            self._passes.clear()
+
+    def _write_allowed(self) -> None:
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
             if not self.constraint.of_gradient:
                 after_Ed = theta.detach().to(before_Ed.device, copy=True)
                 theta.copy_(self._constrained(layer, before_Ed, after_Ed))
             distributed.from_first_(theta.data)
-        self._seen = []
+
+    def _require_finite(self) -> None:
+        if layers := self.model.layers_not_finite():
+            raise Diverged(
+                f"the routers of layers {layers} would not be finite after this step, and are left as they were before "
+                "it; other weights may have moved: take an earlier checkpoint"
+            )
 
     def state_dict(self) -> dict:
         """What a resumed run needs beyond model and optimizer; `torch.save` takes it."""
@@ -284,6 +308,10 @@ class RouterGuard:
                 "before its trained weights are loaded"
             )
         self.constraint.load_state({name: value for name, value in state.items() if name != "origin"})
+
+    def on_close(self, function: Callable[[], object]) -> None:
+        """Calls `function` when the guard closes; of several functions the last one first."""
+        self._undo.callback(function)
 
     def close(self) -> None:
         """Lifts the constraint: nothing of it stays on model or optimizer, and what it froze is free again. Routers of
@@ -301,9 +329,13 @@ class RouterGuard:
 
 
 def inner_optimizer(optimizer) -> torch.optim.Optimizer:
-    """The optimizer that really steps, below accelerate's wrapper."""
+    """The optimizer that really steps, below accelerate's wrapper. Raises ValueError if it is no torch optimizer."""
     inner = getattr(optimizer, "optimizer", None)
-    return inner_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+    if isinstance(inner, torch.optim.Optimizer):
+        return inner_optimizer(inner)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"{type(optimizer).__name__} is no torch optimizer: give the one that it wraps")
+    return optimizer
 
 
 def _tokens(kind: str, inputs: Mapping[str, Tensor], rows: Tensor | None) -> Tokens:

@@ -23,7 +23,7 @@ from gripmoe.data.corpora import Corpora, epoch_rows
 from gripmoe.data.documents import Batch, Row, collate, length_buckets
 from gripmoe.errors import ConfigError
 from gripmoe.evaluation.stopping import StopRule
-from gripmoe.guard import RouterGuard
+from gripmoe.guard import Diverged, RouterGuard
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
 from gripmoe.objectives import Objective
@@ -135,11 +135,10 @@ def unlearn(
                     state_file, model.model, optimizer, step=step, history=history, constraint=guard.state_dict()
                 )
             started = now()
-            losses = steps.backward(step)
+            losses = steps.take(step)
             if losses is None:
                 status = "diverged"
                 break
-            steps.update()
             step += 1
             measured.add(**losses, seconds=now() - started, **constraint.observed())
             bar.update()
@@ -220,6 +219,16 @@ class _Steps:
             return None
         return {**losses, **gradients} if losses["retain_loss"] <= self.training.loss_bound else None
 
+    def take(self, step: int) -> dict[str, float] | None:
+        """Trains a step; returns what `backward` does, or None too where the guard raises Diverged."""
+        try:
+            losses = self.backward(step)
+            if losses is not None:
+                self.update()
+            return losses
+        except Diverged:
+            return None
+
     def update(self) -> None:
         distributed.clip_gradients(self.routers + self.experts, self.training.clip_norm)
         self.optimizer.step()
@@ -239,10 +248,8 @@ class _Steps:
 
     def _seconds(self) -> float | None:
         started = now()
-        if self.backward(step=0) is None:
-            return None  # a rate of zero does not keep what is not finite out of the weights
-        self.update()
-        return now() - started
+        # None for a step that diverges: a rate of zero does not keep what is not finite out of the weights
+        return None if self.take(step=0) is None else now() - started
 
     @contextmanager
     def _as_trained(self, batch: Batch) -> Iterator[None]:

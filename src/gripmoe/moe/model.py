@@ -9,6 +9,7 @@ Shapes: T tokens of a forward pass in row-major order (rows x positions), d hidd
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -54,8 +55,6 @@ class MoEModel:
                 for router in block.children():
                     if isinstance(router, target):
                         self._blocks[number], self._routers[number] = block, router
-                        if compute_in_fp32(router):
-                            self._converted.append(router)
         if not self._routers:
             raise ConfigError(f"{type(model).__name__}: no decoder layer has a {target.__name__} in a block of its own")
         first = next(iter(self._routers.values()))
@@ -64,6 +63,7 @@ class MoEModel:
                 f"the routers of this {type(model).__name__} are sharded, and a constraint is on whole ones: shard it "
                 "by gripmoe.shard_experts, which leaves them whole"
             )
+        self._converted = [router for router in self._routers.values() if compute_in_fp32(router)]
         self.num_experts, self.hidden_size = first.weight.shape
         self.top_k: int = first.top_k
 
@@ -131,6 +131,13 @@ class MoEModel:
     def set_thetas(self, thetas: Mapping[int, Tensor]) -> None:
         for layer, theta_Ed in thetas.items():
             self.theta(layer).copy_(theta_Ed)
+
+    def layers_not_finite(self) -> list[int]:
+        """The layers whose router weight holds NaN or an infinity. Where there are none, one number tells."""
+        thetas = {layer: self.theta(layer).detach() for layer in self.layers}
+        if nn.utils.get_total_norm(thetas.values(), math.inf).isfinite():
+            return []
+        return [layer for layer, theta_Ed in thetas.items() if not theta_Ed.isfinite().all()]
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
         """The fused expert tensors of a layer, each with the experts along dimension 0."""
