@@ -11,19 +11,23 @@ import gripmoe
 from conftest import random_batch, small_model
 from gripmoe.adapter import METHODS
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
-from gripmoe.guard import RouterGuard
+from gripmoe.guard import RouterGuard, inner_optimizer
 from gripmoe.moe import MoEModel
 
 RETAIN = [random_batch(seed=100), random_batch(seed=101)]
 
 
-def trained(tmp_path, model, callbacks, trainer=Trainer, resume=None, late=None, **settings):
+def made(tmp_path, model, callbacks, trainer=Trainer, **settings):
     documents = [{"input_ids": row, "labels": row} for row in random_batch(rows=8, length=10).input_ids]
     arguments = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=2, use_cpu=True, report_to=[], logging_strategy="no",
         disable_tqdm=True, **{"save_strategy": "no"} | settings,
     )  # fmt: skip
-    trainer = trainer(model, arguments, train_dataset=documents, eval_dataset=documents, callbacks=callbacks)
+    return trainer(model, arguments, train_dataset=documents, eval_dataset=documents, callbacks=callbacks)
+
+
+def trained(tmp_path, model, callbacks, trainer=Trainer, resume=None, late=None, **settings):
+    trainer = made(tmp_path, model, callbacks, trainer, **settings)
     if late:
         trainer.add_callback(late)
     trainer.train(resume_from_checkpoint=resume)
@@ -118,6 +122,67 @@ def test_a_retain_loss_above_its_bound_ends_training(tmp_path):
     callback = gripmoe.trainer_callback(RETAIN, method="frozen_router", loss_bound=1.0)
     with pytest.raises(gripmoe.Diverged, match="retain loss .* above 1"):
         trained(tmp_path, small_model(), [callback], Unlearner, max_steps=4)
+
+
+class Failing(Unlearner):
+    """Ends in an error at a step, if there is one."""
+
+    step = None
+
+    def compute_loss(self, *args, **kwargs):
+        if self.state.global_step == self.step:
+            raise RuntimeError("deliberate")
+        return super().compute_loss(*args, **kwargs)
+
+
+def failing(tmp_path, model, callback, step):
+    trainer = made(tmp_path, model, [callback], Failing, max_steps=4, learning_rate=0.05)
+    trainer.step = step
+    with pytest.raises(RuntimeError, match="deliberate"):
+        trainer.train()
+    trainer.step = None
+    return trainer
+
+
+def hooks_on(model, optimizer):
+    of_modules = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    return of_modules, len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
+
+
+@pytest.mark.parametrize("method", ["expert_specific", "anchored_tracked"])
+def test_a_training_that_ended_in_an_error_leaves_nothing_behind_once_it_is_closed(method, tmp_path):
+    model = small_model()
+    callback = gripmoe.trainer_callback(RETAIN, method=method)
+    optimizer = inner_optimizer(failing(tmp_path, model, callback, step=2).optimizer)
+    of_modules, of_optimizer = hooks_on(model, optimizer)
+    assert of_modules and of_optimizer == 2, "the control"
+    for _ in range(2):
+        callback.guard.close()
+        assert hooks_on(model, optimizer) == (0, 0) and not hasattr(model, "_held")
+    gripmoe.constrain(model, optimizer, RETAIN, method=method).close()
+
+
+def test_after_an_error_the_same_trainer_trains_once_more_and_holds_what_it_then_finds(tmp_path):
+    model = small_model()
+    callback = gripmoe.trainer_callback(RETAIN)
+    trainer = failing(tmp_path, model, callback, step=2)
+    failed, reference = callback.guard, MoEModel(model).trace(RETAIN)
+    trainer.train()
+    assert callback.guard is not failed and trainer.state.global_step == 4
+    moe = MoEModel(model)
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
+    assert mean_stability(routing_stability(reference, moved)) == 1.0
+    moe.release()
+    assert hooks_on(model, inner_optimizer(trainer.optimizer)) == (0, 0)
+
+
+def test_a_training_that_cannot_begin_leaves_nothing_behind(tmp_path):
+    model = small_model()
+    callback = gripmoe.trainer_callback([])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="nothing to trace"):
+            trained(tmp_path, model, [callback], max_steps=1)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 # Draws rows at random wherever a margin is exceeded, which with a wide one is in every step.

@@ -44,6 +44,10 @@ class GuardCallback(TrainerCallback):
             self._original = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if hasattr(self, "guard"):
+            self.guard.close()  # an earlier training may have ended in an error
+        if self._moe:
+            self._moe.release()  # from here on the guard has its own
         original, self._original = self._original, None
         if not state.global_step:
             self.guard = constrain(model, optimizer, self._retain, **self._settings)
@@ -63,10 +67,10 @@ class GuardCallback(TrainerCallback):
         self.guard = constrain(model, optimizer, self._retain, **self._settings)
         try:
             self.guard.load_state_dict(saved)
-        except ValueError:
-            self.on_train_end(args, state, control)
+            model.load_state_dict(trained)
+        except BaseException:
+            self.guard.close()
             raise
-        model.load_state_dict(trained)
 
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
@@ -75,14 +79,13 @@ class GuardCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.guard.close()
-        if self._moe:
-            self._moe.release()
 
 
 def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], **settings: Any) -> GuardCallback:
     """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it holds
     `gripmoe.constrain(model, optimizer, retain, **settings)` (Sec. 4.2) from the beginning of training to its end. Its
-    `guard` is there once training has begun; where training ends in an error, close it.
+    `guard` is there once training has begun. Where training ends in an error, close the guard, or call `train` again,
+    which closes the guard and holds the routing that the model then has.
 
     To resume, make the trainer as before, on the original model, and call `train(resume_from_checkpoint=...)`; a folder
     elsewhere than in `output_dir` has to stand in the trainer's arguments too.
