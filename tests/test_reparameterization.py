@@ -1,5 +1,7 @@
 """Routers that cannot leave the null space: what they hold, what they do not, and what stays behind."""
 
+import copy
+
 import pytest
 import torch
 
@@ -51,6 +53,36 @@ def test_routers_are_plain_weights_again():
     assert set(model.state_dict()) == names
     assert isinstance(MoEModel(model).theta(0), torch.nn.Parameter)
     torch.testing.assert_close(model(**batch.inputs).logits, inside)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_model_saved_within_the_block_is_the_one_that_the_block_leaves(dtype, tokenizer, tmp_path):
+    """W itself is another router than Theta_0 + P (W - Theta_0)."""
+    model = small_model(vocabulary_size=len(tokenizer)).to(dtype)
+    with gripmoe.reparameterize(model, RETAIN):
+        trained(model)
+        digest = gripmoe.save_model(model, tokenizer, tmp_path / "within")
+        free = model.model.layers[0].mlp.gate.parametrizations.weight.original.detach().clone()
+    assert gripmoe.save_model(model, tokenizer, tmp_path / "after") == digest
+    loaded, _ = gripmoe.load_model(tmp_path / "within")
+    assert all(map(torch.equal, loaded.state_dict().values(), model.state_dict().values()))
+    assert (free - model.model.layers[0].mlp.gate.weight).abs().max() > 0.01, "the control"
+
+
+def test_weights_from_within_a_block_and_from_without_are_loaded_within_another():
+    batch = random_batch()
+    model, other = small_model(), small_model()
+    with gripmoe.reparameterize(model, RETAIN):
+        trained(model)
+        state, wanted = copy.deepcopy(model.state_dict()), model(**batch.inputs).logits
+    with gripmoe.reparameterize(other, RETAIN):
+        before = other(**batch.inputs).logits
+        other.load_state_dict(state)
+        torch.testing.assert_close(other(**batch.inputs).logits, wanted)
+        other.load_state_dict(small_model().state_dict())
+        assert torch.equal(other(**batch.inputs).logits, before)
+    assert not torch.allclose(before, wanted), "the control"
+    assert state.keys() == other.state_dict().keys()
 
 
 def test_a_method_without_fixed_bases_is_refused():

@@ -21,6 +21,8 @@ from gripmoe.method_a import fit_bases
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 
+FREE = "parametrizations.weight.original"  # as torch calls W
+
 
 class InNullSpace(nn.Module):
     """W (E, d) to the router weight: its displacement from the original one, projected row by row."""
@@ -43,7 +45,8 @@ def reparameterize(
 ) -> Iterator[nn.Module]:
     """Within the block every router weight of `model`, (E, d), is Theta_0 + P (W - Theta_0) with a free W (App. B.2);
     when it ends, routers are plain weights again, where training has left them; those of a precision below fp32 stay in
-    fp32. `retain` and the thresholds of `method`, which must have fixed bases, as in `gripmoe.constrain`.
+    fp32. Its state dict has plain routers all the while: what is saved within the block can be loaded anywhere.
+    `retain` and the thresholds of `method`, which must have fixed bases, as in `gripmoe.constrain`.
 
     Only Stage 1 of Sec. 4.2 is held: selected scores of retain tokens stay, and nothing keeps the others below their
     margins, so an expert that was not selected may still become so. `gripmoe.constrain` holds both stages.
@@ -68,7 +71,21 @@ def reparameterize(
             router = moe.router(layer)
             parametrize.register_parametrization(router, "weight", InNullSpace(router.weight, bases[layer]))
             undo.callback(_plain_again, router)
+            undo.callback(router.register_state_dict_post_hook(_save_plain).remove)
+            undo.callback(router.register_load_state_dict_pre_hook(_load_plain).remove)
         yield model
+
+
+def _save_plain(router: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
+    """The router weight in place of W."""
+    del state[prefix + FREE]
+    state[prefix + "weight"] = router.weight.detach()
+
+
+def _load_plain(router: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
+    """A router weight as W, of which it is the projection."""
+    if prefix + "weight" in state:
+        state[prefix + FREE] = state.pop(prefix + "weight")
 
 
 @torch.no_grad()

@@ -143,8 +143,8 @@ def _stored_routers(folder: Path, moe: MoEModel) -> dict[str, torch.Tensor]:
     return stored
 
 
-def _router_parameters(moe: MoEModel) -> dict[str, torch.nn.Parameter]:
-    return {f"{layer}.{name}": p for layer in moe.layers for name, p in moe.router(layer).named_parameters()}
+def _router_parameters(moe: MoEModel) -> dict[str, torch.Tensor]:
+    return {f"{layer}.{name}": p for layer in moe.layers for name, p in moe.router(layer).state_dict().items()}
 
 
 def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
