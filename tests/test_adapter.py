@@ -1,6 +1,7 @@
 """What `constrain` offers beyond the constraint: documents to forget, routing replay, a bound on the retain loss."""
 
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,19 @@ import gripmoe
 from conftest import random_batch, small_model
 from gripmoe.adapter import METHODS
 from gripmoe.config import Method
+from gripmoe.data.corpora import Corpora
+from gripmoe.data.documents import Row
+from gripmoe.evaluation.stopping import StopRule
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.method_a import fit_bases
 from gripmoe.moe import MoEModel
+from gripmoe.objectives import GradientDifference
+from gripmoe.penalties import constraint_of
 from gripmoe.project import Project
+from gripmoe.reference import documents_of
+from gripmoe.unlearning import unlearn
 
+pytestmark = pytest.mark.filterwarnings("ignore:AdamW decays router weights")
 RETAIN, FORGET = [random_batch(seed=100)], [random_batch(seed=200)]
 
 
@@ -46,6 +56,75 @@ def test_a_method_is_the_workflows_of_that_name(name):
     """`training` apart, which belongs to the loop."""
     rows = Project(Path(__file__).parents[1] / "workflow" / "config", "tiny").methods
     assert METHODS[name].model_dump(exclude={"training"}) == rows[name].model_dump(exclude={"training"})
+
+
+def stepped_by_a_loop(training, router_weight_decay):
+    """The routers after gradient difference in a loop of one's own, which trains what the workflow trains."""
+    moe, objective = MoEModel(small_model()), GradientDifference(alpha=1.0)
+    moe.model.requires_grad_(False)
+    routers = [moe.theta(layer) for layer in moe.layers]
+    experts = [parameter for layer in moe.layers for parameter in moe.expert_parameters(layer)]
+    for parameter in routers + experts:
+        parameter.requires_grad_(True)
+    groups = [{"params": experts}, {"params": routers, "weight_decay": router_weight_decay}]
+    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, weight_decay=training.weight_decay)
+    with gripmoe.constrain(moe.model, optimizer, RETAIN):
+        for _ in range(training.max_steps):
+            optimizer.zero_grad()
+            (objective.forget_loss(moe, FORGET[0]) + objective.retain_loss(moe, RETAIN[0])).backward()
+            torch.nn.utils.clip_grad_norm_(routers + experts, training.clip_norm)
+            optimizer.step()
+    return moe.thetas()
+
+
+def rows_of(batch):
+    documents = documents_of(batch.input_ids, batch.attention_mask)
+    return [Row(str(number), list(ids), list(ids)) for number, ids in enumerate(documents)]
+
+
+def stepped_by_the_workflow(training, method, folder):
+    moe = MoEModel(small_model())
+    trace = moe.trace(RETAIN)
+    constraint = constraint_of(method, trace, fit_bases(trace, moe.rules(), method), None, 0)
+    corpora = Corpora(rows_of(FORGET[0]), rows_of(RETAIN[0]), pad_id=0)
+    never = StopRule({"accuracy": -1.0}, lambda _: {"accuracy": 1.0})
+    state = folder / "state.pt"
+    unlearn(moe, GradientDifference(alpha=1.0), constraint, corpora, training, never, seed=0, state_file=state)
+    return moe.thetas()
+
+
+def test_a_loop_that_does_not_decay_routers_steps_as_the_workflow_does(tmp_path):
+    """And says so where it decays them: they then end elsewhere."""
+    project = Project(Path(__file__).parents[1] / "workflow" / "config", "tiny")
+    sizes = dict(forget_batch_size=4, retain_batch_size=4, max_steps=2, check_every=2, checkpoint_every=2)
+    training = project.training("gd", "expert_specific", "wmdp_tiny").model_copy(
+        update=dict(sizes, router_multiplier=1.0, weight_decay=0.1)
+    )
+    workflow = stepped_by_the_workflow(training, project.methods["expert_specific"], tmp_path)
+    with warnings.catch_warnings(action="error"):
+        library = stepped_by_a_loop(training, router_weight_decay=0.0)
+    with pytest.warns(UserWarning, match=r"AdamW decays router weights \(weight_decay 0.1\)"):
+        decayed = stepped_by_a_loop(training, router_weight_decay=0.1)
+    for layer in workflow:
+        torch.testing.assert_close(library[layer], workflow[layer])
+        assert not torch.allclose(decayed[layer], workflow[layer], atol=1e-5), "the control"
+
+
+@pytest.mark.parametrize("method", ["frozen_router", "anchored", "expert_specific_paper", "full_null_space"])
+def test_only_sound_null_spaces_warn_of_decay(method):
+    """The workflow trains the paper's form with decay, and the other routers do not follow the optimizer."""
+    model = small_model()
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        gripmoe.constrain(model, adamw(model), RETAIN, method=method).close()
+    said = [warning.filename for warning in seen if "decays router weights" in str(warning.message)]
+    assert said == ([__file__] if method == "full_null_space" else [])
+
+
+def test_a_warning_that_is_made_an_error_leaves_nothing_behind():
+    model = small_model()
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="decays router weights"):
+        gripmoe.constrain(model, adamw(model), RETAIN)
+    gripmoe.constrain(model, adamw(model), RETAIN).close()
 
 
 @pytest.mark.parametrize("surface", ["retain", "forget", "combined"])

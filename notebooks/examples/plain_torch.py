@@ -10,7 +10,7 @@ from gripmoe.worlds.models import make_model
 model = make_model("qwen3_moe", vocabulary_size=64, seed=0)  # or AutoModelForCausalLM.from_pretrained(...)
 generator = torch.Generator().manual_seed(0)
 forget, retain = (torch.randint(3, 64, (8, 16), generator=generator) for _ in range(2))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
 original = MoEModel(model).trace([{"input_ids": retain}])
 
 guard = gripmoe.constrain(model, optimizer, retain=[{"input_ids": retain}])  # 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from gripmoe.config import EpsNullConfig, Method
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import RoutingTrace
-from gripmoe.guard import RouterGuard, inner_optimizer
+from gripmoe.guard import RouterGuard, inner_optimizer, layers_not_finite
 from gripmoe.method_a import fit_bases, held_trace
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
@@ -81,7 +82,8 @@ def constrain(
 
     - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
       retain tokens, whatever momentum or weight decay add, up to directions that `eps_null` counts as none. Needs
-      nothing in the loop.
+      nothing in the loop. Here and in the other sound forms the optimizer's weight decay still moves routers where
+      nothing holds them; the workflow trains without it, so a warning says where it is not 0.
     - "full_null_space": no router row may change its score of any retain token (Sec. 4.1).
     - "expert_specific_paper", "expert_specific_minibatch": each step against the current retain batch (Eq. 4), whose
       forward pass runs within `with guard.retain():`; the first is Algorithm 1 to the letter, with draws by `seed`, the
@@ -137,11 +139,13 @@ def constrain(
             )
         if not moe.layers:
             raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
-        if layers := moe.layers_not_finite():
+        if layers := layers_not_finite(moe):
             raise ValueError(f"the routers of layers {layers} are not finite: load weights that are")
         stepping = inner_optimizer(optimizer)
         if method.constraint == "null_space":
             _check_routers(moe, stepping)
+            if method.form == "sound":
+                _warn_of_decay(moe, stepping)
         device = moe.model.device
         to_retain, to_forget = ([as_batch(batch, device) for batch in batches] for batches in (retain, forget))
         reference, attributed = moe.trace(to_retain), None
@@ -204,6 +208,18 @@ def _check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain (of several "
             "optimizers give the one that holds them)"
+        )
+
+
+def _warn_of_decay(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
+    routers = {id(moe.theta(layer)) for layer in moe.layers}
+    of_routers = [group for group in optimizer.param_groups if any(id(p) in routers for p in group["params"])]
+    if decay := max((group.get("weight_decay", 0.0) for group in of_routers), default=0.0):
+        warnings.warn(
+            f"{type(optimizer).__name__} decays router weights (weight_decay {decay:g}) wherever the constraint does "
+            "not hold them, and the workflow trains this method without that: give the routers a parameter group with "
+            "weight_decay 0",
+            stacklevel=3,
         )
 
 

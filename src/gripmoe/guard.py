@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gripmoe import distributed
 from gripmoe.constraints import RouterConstraint, Seen, Tokens
@@ -86,11 +86,13 @@ class RouterGuard:
 
         Where the method looks at them, raises RuntimeError unless the block holds one forward pass, or under reentrant
         gradient checkpointing; ValueError for `rows` of another kind or a pass without `input_ids`; KeyError for a
-        document whose original states nobody kept: one that `constrain` was not given."""
+        document whose original states nobody kept: one that `constrain` was not given; Diverged for a penalty that is
+        not finite in some process."""
         return self._watched("retain", rows)
 
     def forget(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
-        """Marks a forward pass of forget data, likewise. Raises RuntimeError and ValueError where `retain` does."""
+        """Marks a forward pass of forget data, likewise. Raises RuntimeError, ValueError and Diverged where `retain`
+        does."""
         return self._watched("forget", rows)
 
     @contextmanager
@@ -136,7 +138,10 @@ class RouterGuard:
                     return
                 final_Nd = hidden[0].to(keep.device).flatten(0, 1)[keep]  # accelerate puts the last norm elsewhere
                 seen = Seen(recorder.take(keep), final_Nd, passes[0])
-                self._penalties.append(self.constraint.penalty(kind, seen))
+                penalty = self.constraint.penalty(kind, seen)
+                if not math.isfinite(value := _mean(penalty)):
+                    raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
+                self._penalties.append(penalty)
                 if kind == "retain" and self.constraint.needs_retain:
                     self._seen.append({layer: _detached(routing) for layer, routing in seen.routing.items()})
         finally:
@@ -201,17 +206,15 @@ class RouterGuard:
 
     def penalty(self) -> Tensor | float:
         """What the constraint adds to the loss for the passes marked since the last call, a scalar with its graph; 0.0
-        for a hard constraint. Raises Diverged if the penalty of any process is not finite."""
+        for a hard constraint."""
         penalty = sum(self._penalties, 0.0)
         self._penalties = []
-        if isinstance(penalty, Tensor) and not math.isfinite(value := distributed.average(penalty.item())):
-            raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
         return penalty
 
     def check(self, retain_loss: Tensor | float) -> None:
         """Raises Diverged if the loss on retain data, a scalar, mean over all processes, is above `loss_bound` or not
         finite. Ask before the backward pass: the weights are then those of the step before."""
-        loss = distributed.average(float(torch.as_tensor(retain_loss).detach()))
+        loss = _mean(retain_loss)
         self._checked = True
         if not (math.isfinite(loss) and loss <= self.loss_bound):
             reason = f"above {self.loss_bound:.3g}" if math.isfinite(loss) else "not finite"
@@ -289,7 +292,7 @@ class RouterGuard:
             distributed.from_first_(theta.data)
 
     def _require_finite(self) -> None:
-        if layers := self.model.layers_not_finite():
+        if layers := layers_not_finite(self.model):
             raise Diverged(
                 f"the routers of layers {layers} would not be finite after this step, and are left as they were before "
                 "it; other weights may have moved: take an earlier checkpoint"
@@ -336,6 +339,19 @@ def inner_optimizer(optimizer) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is no torch optimizer: give the one that it wraps")
     return optimizer
+
+
+def _mean(number: Tensor | float) -> float:
+    """Over all processes, of what each of them has."""
+    return distributed.average(float(torch.as_tensor(number).detach()))
+
+
+def layers_not_finite(model: MoEModel) -> list[int]:
+    """The layers whose router weight holds NaN or an infinity. Where there are none, one number tells."""
+    thetas = {layer: model.theta(layer).detach() for layer in model.layers}
+    if nn.utils.get_total_norm(thetas.values(), math.inf).isfinite():
+        return []
+    return [layer for layer, theta_Ed in thetas.items() if not theta_Ed.isfinite().all()]
 
 
 def _tokens(kind: str, inputs: Mapping[str, Tensor], rows: Tensor | None) -> Tokens:

@@ -9,7 +9,6 @@ Shapes: T tokens of a forward pass in row-major order (rows x positions), d hidd
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -131,13 +130,6 @@ class MoEModel:
     def set_thetas(self, thetas: Mapping[int, Tensor]) -> None:
         for layer, theta_Ed in thetas.items():
             self.theta(layer).copy_(theta_Ed)
-
-    def layers_not_finite(self) -> list[int]:
-        """The layers whose router weight holds NaN or an infinity. Where there are none, one number tells."""
-        thetas = {layer: self.theta(layer).detach() for layer in self.layers}
-        if nn.utils.get_total_norm(thetas.values(), math.inf).isfinite():
-            return []
-        return [layer for layer, theta_Ed in thetas.items() if not theta_Ed.isfinite().all()]
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
         """The fused expert tensors of a layer, each with the experts along dimension 0."""
