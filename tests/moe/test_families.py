@@ -283,23 +283,15 @@ def test_a_family_that_does_not_fit_says_why(family):
         MoEModel(model)
 
 
-def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tmp_path):
+def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tokenizer, tmp_path):
     """transformers alone rounds them to the dtype of the other weights."""
     saved = MoEModel(copy.deepcopy(moe.model).bfloat16())
     with torch.no_grad():
         for layer in saved.layers:
             saved.theta(layer).add_(1e-5 * torch.randn(saved.theta(layer).shape))
 
-    class Tokenizer:
-        pad_token = "<pad>"
-
-        def save_pretrained(self, folder):
-            pass
-
-    digest = storage.save_model(saved.model, Tokenizer(), tmp_path / "weights")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage.AutoTokenizer, "from_pretrained", lambda folder: Tokenizer())
-        loaded = MoEModel(storage.load_model(tmp_path / "weights")[0])
+    digest = storage.save_model(saved.model, tokenizer, tmp_path / "weights")
+    loaded = MoEModel(storage.load_model(tmp_path / "weights")[0])
     assert storage.weights_digest(loaded.model) == digest
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype="auto")
     for layer in saved.layers:
