@@ -25,7 +25,7 @@ from gripmoe.moe.sharding import whole_state
 from gripmoe.tensorfile import open_checked, open_tensors, write_tensors
 
 ROUTERS = "routers.safetensors"
-OTHER_MODEL = "save the model again, or give the folder of the model that these routers are of"
+OTHER_MODEL = "it is of another model; give the folder of the one that is meant, or save that again"
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -131,13 +131,13 @@ def _stored_routers(folder: Path, moe: MoEModel) -> dict[str, torch.Tensor]:
         with open_tensors(file) as opened:
             stored = {name: opened.get_tensor(name) for name in opened.keys()}
     if missing := sorted({int(name.split(".")[0]) for name in expected.keys() - stored.keys()}):
-        raise ConfigError(f"{file}: no routers of layers {missing}; {OTHER_MODEL}")
+        raise ConfigError(f"{file}: no routers of layers {missing}: {OTHER_MODEL}")
     for name, router in stored.items():
         if name not in expected:
-            raise ConfigError(f"{file}: {name}: the model has no such router; {OTHER_MODEL}")
+            raise ConfigError(f"{file}: {name}: the model has no such router: {OTHER_MODEL}")
         if router.shape != expected[name].shape:
             shapes = f"{tuple(router.shape)}, not {tuple(expected[name].shape)}"
-            raise ConfigError(f"{file}: {name}: has shape {shapes}; {OTHER_MODEL}")
+            raise ConfigError(f"{file}: {name}: has shape {shapes}: {OTHER_MODEL}")
         if not router.isfinite().all():
             raise ConfigError(f"{file}: {name}: holds NaN or infinity; save the model again")
     return stored
