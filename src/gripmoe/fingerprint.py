@@ -76,8 +76,8 @@ def _definitions(module: str) -> dict[str, Definition]:
     tree = ast.parse(_file(module).read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body and _is_docstring(body[0]):
-            body[0] = ast.Pass()
+        if isinstance(body, list):
+            body[:] = [statement for statement in body if not _is_docstring(statement)] or [ast.Pass()]
     imported = {
         name: target for node in tree.body if isinstance(node, ast.ImportFrom) for name, target in _imports(node)
     }
@@ -89,9 +89,23 @@ def _definitions(module: str) -> dict[str, Definition]:
     definitions = {name: Definition(references=(target,)) for name, target in imported.items()}
     for name, statements in nodes.items():
         parts = [part for statement in statements for part in _parts(module, statement, imported, nodes.keys())]
-        code = "\n".join([*map(ast.dump, statements), *(part for part in parts if isinstance(part, str))])
+        code = "\n".join([*map(_normal, statements), *(part for part in parts if isinstance(part, str))])
         definitions[name] = Definition(code, tuple(part for part in parts if not isinstance(part, str)))
     return definitions
+
+
+def _normal(node) -> str:
+    """A syntax tree as text that is the same under every version of Python, which the text of `ast.dump` is not."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_normal, node))}]"
+    if not isinstance(node, ast.AST):
+        return ascii(node)  # repr escapes what the version's Unicode tables do not know
+    fields = {name: value for name, value in ast.iter_fields(node) if name != "kind"}  # the u of u"text"
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 ends format specifications in empty strings
+        fields["values"] = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
+    # A newer version's fields are empty where its syntax is not used.
+    said = ", ".join(f"{name}={_normal(value)}" for name, value in fields.items() if value not in (None, []))
+    return f"{type(node).__name__}({said})"
 
 
 def _names(node: ast.stmt) -> list[str]:
