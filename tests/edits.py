@@ -12,12 +12,11 @@ def edit(root: Path, place: str, value=None) -> Path:
     statement more, "gripmoe.reporting.labels:CHANCE" (or a parameter, named after its function) a value that another
     expression gives, "gripmoe.objectives" a name that nothing uses, "gripmoe.reporting.claims:claims.yaml" beside that
     module a key more, a notebook a word more; "folder/settings.yaml:key.subkey" becomes `value`."""
-    where, _, name = place.partition(":")
-    file = root / where if "/" in where else module_file(root, where)
-    if name.endswith(".yaml"):
-        file, name, value = file.with_name(name), "unused", 0
+    file, name = file_of(root, place), place.partition(":")[2]
     text = file.read_text(encoding="utf-8")
-    if file.suffix == ".yaml":
+    if name.endswith(".yaml"):
+        text = _set(text, ["unused"], 0)
+    elif file.suffix == ".yaml":
         text = _set(text, name.split("."), value)
     elif file.suffix == ".ipynb":
         text = _with_a_word_more(text)
@@ -27,9 +26,13 @@ def edit(root: Path, place: str, value=None) -> Path:
     return file
 
 
-def module_file(root: Path, module: str) -> Path:
-    path = root.joinpath("src", *module.split("."))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+def file_of(root: Path, place: str) -> Path:
+    where, _, name = place.partition(":")
+    if "/" in where:
+        return root / where
+    module = root.joinpath("src", *where.split("."))
+    module = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    return module.with_name(name) if name.endswith(".yaml") else module
 
 
 def reworded(text: str) -> str:

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 from snakemake_executor_plugin_slurm.submit_string import get_submit_command
 
+from edits import edit, file_of, reworded
 from gripmoe.hours import hours_needed
 from gripmoe.memory import Step, needed
 from gripmoe.project import Project
@@ -24,12 +26,16 @@ SMOKE_ARTEFACTS = yaml.safe_load(SMOKE.read_text())["artefacts"]
 ARTEFACTS = ROOT / "workflow" / "config" / "artefacts.yaml"
 FORMATS = {name: entry["formats"] for name, entry in yaml.safe_load(ARTEFACTS.read_text()).items()}
 
+SNAKEMAKE = ("-m", "snakemake")
 
-def snakemake(*arguments, directory, check=True, root=ROOT, path=Path(sys.executable).parent, rules=None):
+
+def snakemake(
+    *arguments, directory, check=True, root=ROOT, path=Path(sys.executable).parent, rules=None, program=SNAKEMAKE
+):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(root / "src")  # the code that is fingerprinted and run, in a copy too
     environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
-    command = [sys.executable, "-m", "snakemake", "-s", str(root / "Snakefile"), "--directory", str(directory)]
+    command = [sys.executable, *program, "-s", str(root / "Snakefile"), "--directory", str(directory)]
     only = ["--allowed-rules", rules] if rules else []
     result = subprocess.run(
         [*command, *map(str, arguments), *only], capture_output=True, text=True, env=environment, cwd=root, check=False
@@ -182,26 +188,33 @@ def test_a_budget_refuses_before_any_job(tmp_path):
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
+ANNOUNCED = """
+import sys, threading
+from snakemake.cli import main
+
+class Announced(threading.Timer):
+    def start(self):
+        print("timer", self.interval, flush=True)
+        super().start()
+
+threading.Timer = Announced
+main(sys.argv[1:])
+"""
+
+
 def test_profiles_let_the_scheduler_sleep(tmp_path):
     """At every look at what is ready Snakemake starts a timer, which ends in another. The control is its default."""
-    counting = (
-        "import sys; from snakemake.cli import main; from snakemake.scheduling.job_scheduler import JobScheduler\n"
-        "JobScheduler._schedule_reevalutation = lambda scheduler, delay: print('timer', delay)\n"
-        "main(sys.argv[1:])"
-    )
+    run = "results/tiny/tiny_a/wmdp_tiny/gd/unconstrained/0/run.yaml"
     profiles = ROOT / "workflow" / "profiles"
-    for name, given, delay in (
+    for name, given, interval in (
         ("tiny", ["--profile", profiles / "tiny"], 10),
         ("slurm", ["--profile", profiles / "slurm", "--executor", "local", "--config", "world=tiny"], 10),
         ("default", [], 1),
     ):
-        result = subprocess.run(
-            [sys.executable, "-c", counting, "-s", ROOT / "Snakefile", "--directory", tmp_path / name, "--cores", "1"]
-            + [*given, "--", "results/tiny/tiny_a/wmdp_tiny/gd/unconstrained/0/run.yaml"],
-            capture_output=True, text=True, cwd=ROOT, check=False,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stderr[-3000:]
-        assert set(re.findall(r"timer (\d+)", result.stdout)) == {str(delay)}, name
+        arguments = ("--cores", 1, *given, "--", run)
+        output = snakemake(*arguments, directory=tmp_path / name, program=("-c", ANNOUNCED))
+        assert (tmp_path / name / run).exists()
+        assert set(re.findall(r"timer (\d+)", output)) == {str(interval)}, name
 
 
 def test_the_plan_is_a_target(tmp_path):
@@ -359,38 +372,59 @@ def dry_run(root):
     return snakemake("-n", "--config", f"world={root / 'smoke.yaml'}", directory=root, root=root)
 
 
+@contextmanager
+def edited(root, *edits, unseen=False):
+    """Within the block a checkout has these edits; `unseen` by who looks at times only."""
+    before = {}
+    for place, *value in edits:
+        file = file_of(root, place)
+        before[file] = file.read_text(), file.stat()
+        edit(root, place, *value)
+        if unseen:
+            set_times(file, before[file][1])
+    try:
+        yield
+    finally:
+        for file, (text, times) in before.items():
+            file.write_text(text)
+            set_times(file, times)
+
+
+def set_times(file, times):
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 EDITS = [
     # An edit in one objective: training, not the base model; in what all steps read: all but the data.
-    ("src/gripmoe/objectives.py", "return -cross_entropy(", "return -1.0 * cross_entropy(", TRAINING_ON),
-    ("src/gripmoe/moe/model.py", "return list(self._routers)", "return [*self._routers]", ["prepare_model"]),
-    ("src/gripmoe/commands/unlearn.py", "corpora.retain[: run", "corpora.retain[0 : run", TRAINING_ON),
-    ("src/gripmoe/method_b.py", "import torch\n", "import torch\n\nUNUSED = 1\n", []),
-    ("src/gripmoe/evaluation/report.py", "return [\n", "return 1 * [\n", ["evaluate", "collect"]),
-    ("src/gripmoe/attacks/restoration.py", '("experts", "attention")', '("attention", "experts")', ["attack"]),
+    ("gripmoe.objectives:GradientDifference.forget_loss", None, TRAINING_ON),
+    ("gripmoe.moe.model:MoEModel.layers", None, ["prepare_model"]),
+    ("gripmoe.commands.unlearn:unlearn", None, TRAINING_ON),
+    ("gripmoe.method_b", None, []),
+    ("gripmoe.evaluation.report:question_results", None, ["evaluate", "collect"]),
+    ("gripmoe.attacks.restoration:restoration", None, ["attack"]),
     # Which attacks are made, and when a run has forgotten.
-    ("src/gripmoe/attacks/suite.py", "SAMPLE = 240", "SAMPLE = 241", ["attack"]),
-    ("src/gripmoe/attacks/routers.py", "0.5, seed", "0.6, seed", ["attack"]),
-    ("src/gripmoe/evaluation/stopping.py", "QUESTIONS = 120", "QUESTIONS = 121", ["unlearn"]),
-    ("src/gripmoe/reporting/labels.py", "CHANCE = 0.27", "CHANCE = 0.28", ["render_main_results", "manifest"]),
-    ("src/gripmoe/reporting/comparisons.yaml", "0.26", "0.27", ["render_main_results", "manifest"]),
+    ("gripmoe.attacks.suite:SAMPLE", None, ["attack"]),
+    ("gripmoe.attacks.routers:router_attacks.seed", None, ["attack"]),
+    ("gripmoe.evaluation.stopping:RETAIN_QUESTIONS", None, ["unlearn"]),
+    ("gripmoe.reporting.labels:CHANCE", None, ["render_main_results", "manifest"]),
+    ("gripmoe.reporting.comparison:comparisons.yaml", None, ["render_main_results", "manifest"]),
     # How a benchmark is measured: no training.
-    (
-        "workflow/config/benchmarks.yaml",
-        "max_length: 256\n  evaluation_batch_size: 128\n\nmuse_smoke",
-        "max_length: 256\n  evaluation_batch_size: 64\n\nmuse_smoke",
-        MEASURING,
-    ),
+    ("workflow/config/benchmarks.yaml:wmdp_smoke.evaluation_batch_size", 64, MEASURING),
     # One notebook's text: that notebook. What nothing here uses: nothing.
-    ("notebooks/main_results.ipynb", "# Main results", "# The main results", ["render_main_results"]),
-    ("workflow/config/methods.yaml", "anchored:", "unused: {constraint: none}\nanchored:", []),
-    ("workflow/config/models.yaml", "qwen3_30b_a3b:", "another:", []),
-    ("workflow/config/tiny.yaml", "learning_rate: 1.0e-3", "learning_rate: 2.0e-3", []),
+    ("notebooks/main_results.ipynb", None, ["render_main_results"]),
+    ("workflow/config/methods.yaml:unused", {"constraint": "none"}, []),
+    ("workflow/config/models.yaml:qwen3_30b_a3b.id", "another/model", []),
+    ("workflow/config/tiny.yaml:training.learning_rate", 2e-3, []),
 ]
 
 
-@pytest.mark.parametrize(("file", "old"), [edit[:2] for edit in EDITS])
-def test_the_edits_below_are_of_lines_that_are_there(file, old):
-    assert old in (ROOT / file).read_text()
+@pytest.mark.parametrize(("place", "value"), [edit[:2] for edit in EDITS])
+def test_the_edits_below_are_of_what_is_there(tmp_path, place, value):
+    original = file_of(ROOT, place)
+    copied = tmp_path / original.relative_to(ROOT)
+    copied.parent.mkdir(parents=True)
+    shutil.copy(original, copied)
+    assert edit(tmp_path, place, value) == copied and copied.read_text() != original.read_text()
 
 
 @pytest.mark.workflow
@@ -541,17 +575,13 @@ class TestRun:
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("file", "old", "new", "rules"),
+        ("place", "value", "rules"),
         EDITS,
-        ids=lambda value: value.rsplit("/", 1)[-1] if isinstance(value, str) and "/" in value else None,
+        ids=lambda value: value if isinstance(value, str) else None,
     )
-    def test_an_edit_reruns_what_it_affects(self, finished, file, old, new, rules):
-        path = finished / file
-        before, times = path.read_text(), path.stat()
-        path.write_text(before.replace(old, new, 1))
-        plan = planned(dry_run(finished))
-        path.write_text(before)
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    def test_an_edit_reruns_what_it_affects(self, finished, place, value, rules):
+        with edited(finished, (place, value)):
+            plan = planned(dry_run(finished))
         assert set(rules) <= set(plan) and bool(rules) == bool(plan)
         if rules == TRAINING_ON:
             assert "prepare_model" not in plan and "trace_routing" not in plan
@@ -570,22 +600,18 @@ class TestRun:
         draws, in that of the cells, in their settings."""
         records = finished / ".snakemake" / "metadata"
         aside = records.rename(records.with_name("aside"))
-        edits = {
-            finished / "src/gripmoe/reporting/labels.py": ("CHANCE = 0.27", "CHANCE = 0.28"),
-            finished / "src/gripmoe/objectives.py": ("return -cross_entropy(", "return -1.0 * cross_entropy("),
-            finished / "results/smoke/smoke/wmdp_smoke/gd/unconstrained/0/run.yaml": ("seed: 0", "seed: 1"),
-        }
-        before = {file: (file.read_text(), file.stat()) for file in edits}
-        for file, (old, new) in edits.items():
-            file.write_text(before[file][0].replace(old, new))
-            os.utime(file, ns=(before[file][1].st_atime_ns, before[file][1].st_mtime_ns))
-        plan = planned(dry_run(finished))
+        edits = [
+            ("gripmoe.reporting.labels:CHANCE",),
+            ("gripmoe.objectives:GradientDifference.forget_loss",),
+            ("results/smoke/smoke/wmdp_smoke/gd/unconstrained/0/run.yaml:seed", 1),
+        ]
         verify = [sys.executable, "-m", "gripmoe.cli", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
         environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
-        verified = subprocess.run(verify, capture_output=True, text=True, cwd=finished, env=environment, check=False)
-        for file, (text, times) in before.items():
-            file.write_text(text)
-            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        with edited(finished, *edits, unseen=True):
+            plan = planned(dry_run(finished))
+            verified = subprocess.run(
+                verify, capture_output=True, text=True, cwd=finished, env=environment, check=False
+            )
         shutil.rmtree(records, ignore_errors=True)
         aside.rename(records)
         assert plan == {} and verified.returncode == 2
@@ -598,7 +624,7 @@ class TestRun:
     @pytest.mark.parametrize("edit", ["comment", "order", "touch", "docstring"])
     def test_harmless_edits_rerun_nothing(self, finished, edit):
         file = finished / "smoke.yaml"
-        module = finished / "src/gripmoe/objectives.py"
+        module = file_of(finished, "gripmoe.objectives")
         before, code = file.read_text(), module.read_text()
         if edit == "comment":
             file.write_text("# a remark\n" + before)
@@ -608,7 +634,7 @@ class TestRun:
             for path in (*(finished / "workflow").rglob("*.smk"), *(finished / "src").rglob("*.py"), file):
                 path.touch()
         else:
-            module.write_text(code.replace('"""The unlearning objectives', '"""The objectives'))
+            module.write_text(reworded(code))
         output = dry_run(finished)
         file.write_text(before)
         module.write_text(code)
@@ -634,6 +660,5 @@ class TestRun:
         checked_out = (fresh / "notebooks" / "main_results.ipynb").stat().st_mtime
         assert checked_out > (fresh / "paper_figures" / "smoke" / "main_results.html").stat().st_mtime
         assert planned(dry_run(fresh)) == {}
-        objectives = fresh / "src" / "gripmoe" / "objectives.py"
-        objectives.write_text(objectives.read_text().replace("return -cross_entropy(", "return -1.0 * cross_entropy("))
+        edit(fresh, "gripmoe.objectives:GradientDifference.forget_loss")
         assert set(TRAINING_ON) <= planned(dry_run(fresh)).keys()
