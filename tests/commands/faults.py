@@ -1,8 +1,10 @@
 """Breaks the steps of a cell again and again and counts what is lost: `python faults.py FOLDER FAULTS SEED`.
 
-A fault hits `gripmoe unlearn`, `realign`, `evaluate` or `attack` at a random instant: kill -9; SIGTERM, as preemption
-and time limits send it; a disk that is full in the middle of a file; a second process on the same cell. After a few
-faults the step is left to end, and must end with the files of an uninterrupted run, to the byte, and with no others.
+A fault hits `gripmoe unlearn`, `realign`, `evaluate` or `attack` at a random instant of its work: kill -9; SIGTERM, as
+preemption and time limits send it; a disk that is full in the middle of a file; a second process on the same cell.
+After a few faults the step is left to end, and must end with the files of an uninterrupted run, to the byte, and with
+no others. Instants are of processor time, and who worked when is what the processes note: a busy machine changes
+neither.
 """
 
 import fcntl
@@ -15,9 +17,11 @@ import sys
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 
+import psutil
 import torch
 
 from gripmoe.cli import main
@@ -29,8 +33,9 @@ RESUMED_FROM = ("state.pt", "attack_state.json")
 MEASURED = (".lock", ".provenance.json")  # what differs from one run to the next
 
 
-def start(arguments: list[str], bytes_left: int | None = None) -> int:
-    """A step in a process of its own, which need not import anything again."""
+def start(arguments: list[str], bytes_left: int | None = None, diary: Path | None = None) -> int:
+    """A step in a process of its own, which need not import anything again; it notes in the diary when it gets a lock
+    and when it has put a file in its place."""
     if process := os.fork():
         return process
     code = 1
@@ -39,9 +44,28 @@ def start(arguments: list[str], bytes_left: int | None = None) -> int:
         os.dup2(1, 2)
         if bytes_left:
             resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, bytes_left))
+        if diary:
+            fcntl.flock, os.replace = noted(fcntl.flock, diary), noted(os.replace, diary)
         code = main(arguments)
     finally:
         os._exit(code)
+
+
+def noted(function: Callable, diary: Path) -> Callable:
+    def call(*arguments):
+        result = function(*arguments)
+        with diary.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return result
+
+    return call
+
+
+def let_work(process: int, seconds: float) -> None:
+    """Returns once it has worked so long, or has ended."""
+    worker = psutil.Process(process)
+    while worker.status() != psutil.STATUS_ZOMBIE and sum(worker.cpu_times()[:2]) < seconds:
+        time.sleep(0.005)
 
 
 def ended(process: int) -> int:
@@ -71,24 +95,23 @@ def interrupted(folder: Path) -> bool:
 def break_once(
     kind: str, arguments: list[str], folder: Path, size: int, seconds: float, luck: random.Random
 ) -> tuple[str, bool]:
-    """One fault in a step that takes `seconds` and writes a file of `size`; what came of it, and whether the step has
-    ended nevertheless."""
+    """One fault in a step that works for `seconds` and writes a file of `size`; what came of it, and whether the step
+    has ended nevertheless."""
     if kind == "full disk":
         code = ended(start(arguments, bytes_left=luck.randrange(1, size)))
         return "stopped" if code else "escaped", code == 0
-    first = start(arguments)
     if kind == "second process":
-        time.sleep(luck.uniform(0.1, 0.4) * seconds)
-        start(arguments)
-        ends = {}
-        while len(ends) < 2:
-            process, status = os.wait()
-            ends[process] = os.waitstatus_to_exitcode(status), time.time()
-        codes = [code for code, _ in ends.values()]
-        locked = (folder / ".lock").stat().st_mtime  # by the later of those that were not refused
-        beside = codes == [0, 0] and locked < ends[first][1] - 0.1
-        return "refused" if 2 in codes else "DUPLICATE" if beside else "came too late", 0 in codes
-    time.sleep(luck.uniform(0, 1.1) * seconds)
+        diary = folder.with_suffix(".diary")
+        diary.unlink(missing_ok=True)
+        first = start(arguments, diary=diary)
+        let_work(first, luck.uniform(0.1, 0.4) * seconds)
+        second = start(arguments, diary=diary)
+        codes = [ended(first), ended(second)]
+        turns = [worker for worker, _ in groupby(diary.read_text().split())]
+        beside = len(turns) > len(set(turns))  # one worked, then the other, then the one again
+        return "DUPLICATE" if beside else "refused" if 2 in codes else "came too late", 0 in codes
+    first = start(arguments)
+    let_work(first, luck.uniform(0, 1.1) * seconds)
     os.kill(first, signal.SIGKILL if kind == "kill" else signal.SIGTERM)
     code = ended(first)
     return "stopped" if code else "escaped", code == 0
@@ -104,8 +127,9 @@ def figures(step: str, flags: dict[str, str], root: Path, faults: int, seed: int
 
     command = arguments(root / "whole")
     began = time.monotonic()
-    assert ended(start(command)) == 0
-    seconds = time.monotonic() - began
+    _, status, used = os.wait4(start(command), 0)
+    assert status == 0
+    seconds = used.ru_utime + used.ru_stime
     expected = outcome(root / "whole")
     size = max(file.stat().st_size for file in (root / "whole").rglob("*"))
     luck, counts, injected, cells, resumed = random.Random(f"{step} {seed}"), Counter(), 0, 0, 0
