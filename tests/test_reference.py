@@ -1,6 +1,8 @@
 """What the original model says of documents: kept in memory or on disk, the same; whose it is, and of what."""
 
+import os
 import shutil
+import time
 from threading import Thread
 
 import pytest
@@ -91,7 +93,9 @@ def test_what_a_run_reads_or_writes_is_not_removed(tmp_path, asked):
 def test_what_another_run_makes_is_waited_for_and_made_if_it_dies(tmp_path, asked, monkeypatch):
     """The control is the run that was not disturbed: it asks about every batch."""
     calls, function = asked
+    looks = []
     monkeypatch.setattr(reference, "WAIT", 0.01)
+    monkeypatch.setattr(reference, "take_lock", lambda *of: looks.append(of) or take_lock(*of))
     made = ReferenceStore(tmp_path / "made", "a", memory=0)
     ReferenceCache(made).fill(DOCUMENTS, function, "states")
     for dies in (False, True):
@@ -101,15 +105,17 @@ def test_what_another_run_makes_is_waited_for_and_made_if_it_dies(tmp_path, aske
         half = store.folder / f".{file.name}.1.tmp"
         half.touch()
         calls.clear()
+        looks.clear()
         with (store.folder / f".{file.name}.lock").open("a") as lock:
             assert take_lock(lock, store.folder)
             waiting = Thread(target=cache.fill, args=(DOCUMENTS, function, "states"))
             waiting.start()
-            waiting.join(0.3)
+            while waiting.is_alive() and len(looks) < 3:
+                time.sleep(0.01)
             assert waiting.is_alive() and len(calls) == 1 and half.exists(), "one pass says what is to be found"
             if not dies:
-                shutil.copy(made.file("states", DOCUMENTS), file)
-        waiting.join(30)
+                os.replace(shutil.copy(made.file("states", DOCUMENTS), tmp_path / "whole"), file)
+        waiting.join()
         assert len(calls) == (len(DOCUMENTS) if dies else 1) and half.exists() != dies
         again = ReferenceCache(made)
         again.fill(DOCUMENTS, function, "states")

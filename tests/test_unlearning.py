@@ -203,11 +203,16 @@ def test_what_a_step_draws_at_random_is_the_same_when_resumed(tmp_path, dropout,
 def test_killed_at_random_instants(tmp_path):
     """SIGKILL from outside, several times in a row, wherever the run happens to be."""
     whole, _ = run(tmp_path / "whole.pt")
-    context = multiprocessing.get_context("spawn")
-    for pause in (0.0, 0.1, 0.3):  # after a state is there, which importing torch delays
+    context, state = multiprocessing.get_context("spawn"), tmp_path / "state.pt"
+
+    def written():
+        return state.stat().st_mtime_ns if state.exists() else None
+
+    for pause in (0.0, 0.1, 0.3):  # after a state of its own is there, which importing torch delays
         process = context.Process(target=run, args=(tmp_path / "state.pt",))
+        before = written()
         process.start()
-        while process.is_alive() and not (tmp_path / "state.pt").exists():
+        while process.is_alive() and written() == before:
             time.sleep(0.005)
         time.sleep(pause)
         process.kill()
@@ -449,11 +454,14 @@ def test_a_step_that_would_diverge_is_not_timed(tmp_path):
     assert all(tensor.isfinite().all() for tensor in moe.model.state_dict().values())
 
 
-def test_a_step_is_timed_against_one_without_the_constraint(tmp_path):
+def test_a_step_is_timed_against_one_without_the_constraint(tmp_path, monkeypatch):
+    """By a clock that only the constraint moves, once in each of two layers."""
+    clock = [0]
+
     class Slow(Unconstrained):
         def constrain(self, layer, before_Ed, after_Ed, seen):
-            time.sleep(0.05)
+            clock[0] += 1
             return after_Ed
 
-    step, plain = run(tmp_path / "state.pt", constraint=Slow())[1].seconds
-    assert step - plain > 0.8 * 2 * 0.05
+    monkeypatch.setattr(unlearning, "now", lambda: clock[0])
+    assert run(tmp_path / "state.pt", constraint=Slow())[1].seconds == (2, 0)
