@@ -2,6 +2,7 @@
 
 import copy
 import os
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from gripmoe import unlearning
 from gripmoe.data.documents import Row, collate
 from gripmoe.files import write_jsonl
+from gripmoe.launching import FIRST_PORT, PORTS
 from gripmoe.moe import MoEModel
 from gripmoe.worlds.documents import all_texts, make_world
 from gripmoe.worlds.models import make_model
@@ -31,6 +33,20 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="not run: takes minutes more; GRIPMOE_TEST_SLOW=1 runs it"))
+
+
+HANGS = 1800  # seconds after which a process that trains a tiny model hangs, whatever else the machine does
+
+
+def free_port() -> int:
+    """A free port among those of SLURM jobs, which the system gives nobody by itself. Each process begins to look at
+    another, so that tests that run side by side take no port from each other."""
+    for number in range(PORTS):
+        port = FIRST_PORT + (os.getpid() + number) % PORTS
+        with socket.socket() as tried:
+            if tried.connect_ex(("localhost", port)):
+                return port
+    raise OSError("no free port")
 
 
 HOLDER = """

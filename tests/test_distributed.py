@@ -1,7 +1,6 @@
 """Two processes that share a model train it as one does: on CPU, over gloo."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import small_model
+from conftest import HANGS, free_port, small_model
 from gripmoe import distributed
 from gripmoe.checkpoint import claim_state, save_state
 from gripmoe.launching import torchrun
@@ -33,7 +32,7 @@ def shared(tmp_path_factory):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [*command, PROGRAM, folder], capture_output=True, text=True, timeout=300, env=environment, check=False
+        [*command, PROGRAM, folder], capture_output=True, text=True, timeout=HANGS, env=environment, check=False
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     return folder, torch.load(folder / "results.pt")
@@ -112,14 +111,11 @@ def test_control_a_shared_expert_whose_gradient_is_not_averaged_is_another_in_ea
 def test_two_nodes_train_what_two_processes_of_one_do(shared, alone, tmp_path):
     """To the bit, which one process does not. Each node has an agent of its own; they meet at a port of the first."""
     names = ["unconstrained", "expert_specific", "anchored_tracked"]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        place = f"localhost:{free.getsockname()[1]}"
-    command = [*torchrun(2, 2, place, [str(tmp_path)]), PROGRAM, tmp_path, *names]
+    command = [*torchrun(2, 2, f"localhost:{free_port()}", [str(tmp_path)]), PROGRAM, tmp_path, *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     try:
-        said = [agent.communicate(timeout=150)[1] for agent in agents]
+        said = [agent.communicate(timeout=HANGS)[1] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()

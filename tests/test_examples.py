@@ -10,9 +10,9 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "notebooks" / "examples").glob("*.py"))
 WITHOUT = """
 import runpy, sys
-from gripmoe import adapter
-from gripmoe.constraints import Unconstrained
-adapter.constraint_of = lambda *_: Unconstrained()
+import gripmoe.adapter
+import gripmoe.constraints
+gripmoe.adapter.constraint_of = lambda *_: gripmoe.constraints.Unconstrained()
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
 

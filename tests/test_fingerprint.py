@@ -19,7 +19,7 @@ EVALUATE, DATA = "gripmoe.commands.evaluate:evaluate", "gripmoe.commands.prepare
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     folder = tmp_path / "src" / "gripmoe"
-    shutil.copytree(fingerprint.SOURCE, folder)
+    shutil.copytree(fingerprint.SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(fingerprint, "SOURCE", folder)
 
     def digest(entry=UNLEARN):

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 
-from conftest import SMALL
+from conftest import HANGS, SMALL, free_port
 from gripmoe import unlearning
 from gripmoe.attacks import suite
 from gripmoe.catalogue import Benchmark
@@ -26,6 +26,7 @@ from gripmoe.commands.unlearn import realign, unlearn
 from gripmoe.config import Training, load_run
 from gripmoe.errors import ConfigError
 from gripmoe.files import read_json, read_jsonl, read_yaml, write_json, write_jsonl, write_yaml
+from gripmoe.launching import FIRST_PORT
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.project import Project
@@ -243,7 +244,7 @@ SRUN = """#!{python}
 # Two nodes of a SLURM job: both run the command behind srun's own options.
 import subprocess, sys
 start = next(i for i, part in enumerate(sys.argv[1:], 1) if not part.startswith("--"))
-assert {{"--jobid=4321", "--nodes=2", "--ntasks-per-node=1"}} < set(sys.argv[1:start]), sys.argv
+assert {{"--jobid={job}", "--nodes=2", "--ntasks-per-node=1"}} < set(sys.argv[1:start]), sys.argv
 nodes = [subprocess.Popen(sys.argv[start:]) for _ in range(2)]
 sys.exit(max(node.wait() for node in nodes))
 """
@@ -261,7 +262,7 @@ def unlearned_together(prepared, folder, run, **environment):
     command = [sys.executable, "-m", "gripmoe.cli", "unlearn", *(f"--{name}={value}" for name, value in flags.items())]
     command += ["--nodes=2"] if environment else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANGS, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return read_json(folder / "checkpoint.json")
 
@@ -274,10 +275,11 @@ def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_
     together = unlearned_together(prepared, tmp_path / "two", tmp_path / "run.yaml")
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()
-    srun.write_text(SRUN.format(python=sys.executable))
+    job = free_port() - FIRST_PORT
+    srun.write_text(SRUN.format(python=sys.executable, job=job))
     srun.chmod(0o755)
     path = f"{srun.parent}{os.pathsep}{os.environ['PATH']}"
-    apart = unlearned_together(prepared, tmp_path / "far", tmp_path / "run.yaml", SLURM_JOB_ID="4321", PATH=path)
+    apart = unlearned_together(prepared, tmp_path / "far", tmp_path / "run.yaml", SLURM_JOB_ID=str(job), PATH=path)
     assert apart["weights"] == together["weights"] != alone["weights"]
     assert (together["steps"], together["status"]) == (alone["steps"], alone["status"])
     (_, one), (_, two) = (read_json(folder / "history.json") for folder in (tmp_path, tmp_path / "two"))

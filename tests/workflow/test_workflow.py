@@ -84,7 +84,7 @@ def test_slurm_profile_as_typed_from_a_clone(tmp_path):
     """The root link makes `--profile slurm` work; it asks for GPUs and loads the paper's world."""
     result = subprocess.run(
         [sys.executable, "-m", "snakemake", "--profile", "slurm", "-n", "--directory", str(tmp_path)],
-        capture_output=True, text=True, cwd=ROOT, check=False,
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=False,
     )  # fmt: skip
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-3000:]
@@ -333,7 +333,9 @@ def finished(tmp_path_factory):
         ROOT,
         root,
         symlinks=True,
-        ignore=shutil.ignore_patterns(".git", ".venv", ".snakemake", "results", "paper_figures"),
+        ignore=shutil.ignore_patterns(
+            ".git", ".venv", ".snakemake", "results", "paper_figures", "__pycache__", ".*_cache"
+        ),
     )
     shutil.copy(SMOKE, root / "smoke.yaml")
     output = snakemake("--cores", 2, "--config", f"world={root / 'smoke.yaml'}", directory=root, root=root)
