@@ -59,7 +59,7 @@ def question_results(questions: Sequence[dict], answers: Sequence[Answer]) -> li
 
 
 def load_answers(path: Path, questions: Sequence[dict]) -> list[Answer]:
-    """The answers to `questions`, in their order, from a file of question rows. Raises ConfigError if one is missing."""
+    """The answers to `questions`, in their order, from a file of rows. Raises ConfigError if one is missing."""
     rows = {row["id"]: row for row in read_csv(path)}
     missing = [question["id"] for question in questions if question["id"] not in rows]
     if missing:
