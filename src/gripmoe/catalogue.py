@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -67,47 +66,20 @@ class EmbeddedModel(Strict):
         return self.size.num_layers
 
 
-class Sizes(Strict):
-    """Numbers of parameters, for planning: all, those of the MoE blocks, those active per token; and of layers."""
-
-    total: PositiveFloat
-    blocks: PositiveFloat
-    active: PositiveFloat
-    layers: PositiveInt
-
-    def held_by(self, processes: int) -> float:
-        """Parameters on each of so many that share the MoE blocks and have all else."""
-        return self.total - self.blocks + self.blocks / processes
-
-    def split_over(self, gpus: int) -> float:
-        """Parameters, at most, on each of so many GPUs that share the layers in order."""
-        return self.total - self.blocks + self.blocks * ceil(self.layers / gpus) / self.layers
-
-
-class Widths(Strict):
-    """What planning must know of a published model beside its `Sizes`: hidden size, tokens of the vocabulary, experts
-    per layer and per token."""
-
-    hidden: PositiveInt
-    vocabulary: PositiveInt
-    experts: PositiveInt
-    chosen: PositiveInt
-
-
 class PublishedModel(Strict):
     """A checkpoint of the hub, or a local folder of the same layout."""
 
     source: Literal["published"]
     id: str
     revision: str | None = None
-    parameters: Sizes | None = None
+    config: dict[str, Any] | None = None  # its dimensions, as its config.json has them: for plans without a network
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     oracle: None = None
 
     @property
     def layers(self) -> int | None:
-        """None where nobody has said its sizes."""
-        return self.parameters and self.parameters.layers
+        """None where its row does not say."""
+        return self.config and self.config["num_hidden_layers"]
 
 
 class FinetunedModel(Strict):

@@ -117,6 +117,8 @@ COMMANDS = (
             ("jobs", int, 100),
             ("budget", float, None),
             ("cells", bool, False),
+            ("tflops", float, 98.9),
+            ("methods-table", bool, False),
         ),
     ),
     Command(

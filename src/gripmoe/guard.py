@@ -134,9 +134,9 @@ class RouterGuard:
                         'model.gradient_checkpointing_enable({"use_reentrant": False})'
                     )
                 keep = passes[0].keep
-                if distributed.processes() == 1 and not keep.any():  # a mixed batch without a row that counts
-                    return
                 final_Nd = hidden[0].to(keep.device).flatten(0, 1)[keep]  # accelerate puts the last norm elsewhere
+                if distributed.processes() == 1 and not len(final_Nd):  # a mixed batch without a row that counts
+                    return
                 seen = Seen(recorder.take(keep), final_Nd, passes[0])
                 penalty = self.constraint.penalty(kind, seen)
                 if not math.isfinite(value := _mean(penalty)):

@@ -1,8 +1,7 @@
 """A project: a world file with the catalogues beside it, cross-checked, and the cells that it asks for.
 
-A world lists what to run; models.yaml, benchmarks.yaml, methods.yaml and artefacts.yaml say what the names mean, and
-widths.yaml what planning must know of published models. A world with `extends: other` replaces keys of that one and
-shares its results, cell by cell.
+A world lists what to run; models.yaml, benchmarks.yaml, methods.yaml and artefacts.yaml say what the names mean. A
+world with `extends: other` replaces keys of that one and shares its results, cell by cell.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from gripmoe.catalogue import NAME, Benchmark, ModelConfig, Widths
+from gripmoe.catalogue import NAME, Benchmark, ModelConfig
 from gripmoe.config import OBJECTIVE_SETTINGS, Artefact, Method, Run, Training, World
 from gripmoe.errors import ConfigError
 from gripmoe.files import read_yaml
@@ -22,7 +21,6 @@ from gripmoe.parsing import parse_as
 
 NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
 CATALOGUES = ("models", "benchmarks", "methods", "artefacts")
-NO_WORLDS = (*CATALOGUES, "widths")  # of the YAML files in the folder
 BATCH_SIZES = ("forget_batch_size", "retain_batch_size")
 AXES = {  # the keys of methods.yaml that have an effect in a row only beside these words
     "constraint": ("experts", "replay", "critical_experts", "correction", "training"),
@@ -48,7 +46,6 @@ class Project:
         self.benchmarks = _catalogue(folder / "benchmarks.yaml", Benchmark)
         self.methods = _catalogue(folder / "methods.yaml", Method)
         self.artefacts = _catalogue(folder / "artefacts.yaml", Artefact)
-        self.widths = _catalogue(folder / "widths.yaml", Widths)
         for name, method in self.methods.items():
             _check_axes(name, method, folder / "methods.yaml")
         content, self.results_name = _world_content(folder, self.name, self.world_file)
@@ -96,9 +93,6 @@ class Project:
             _require_known(name, self.benchmarks, f"{file}: benchmark_training")
         for name in world.models:
             model = self.models[name]
-            if getattr(self.trained_from(name), "parameters", None):
-                base = model.base if model.source == "finetuned" else name
-                _require_known(base, self.widths, f"{self.folder / 'widths.yaml'}")
             if model.oracle:
                 _require_known(model.oracle, self.models, f"{self.folder / 'models.yaml'}: {name}.oracle")
             elif "retain_only" in self.reference_kinds:
@@ -291,7 +285,7 @@ def _find_world(folder: Path, world: str) -> tuple[str, Path]:
     known = [file.stem for file in world_files(folder)]
     if not known:
         raise ConfigError(f"{folder}: no worlds here; start where the Snakefile is, or name the folder of the worlds")
-    if not path.is_file() or path.parent.resolve() == folder.resolve() and path.stem in NO_WORLDS:
+    if not path.is_file() or path.parent.resolve() == folder.resolve() and path.stem in CATALOGUES:
         raise ConfigError(
             f"world {world!r}: no world {path}; give one of {', '.join(known)} or the path of a YAML file"
         )

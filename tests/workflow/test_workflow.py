@@ -16,9 +16,6 @@ import yaml
 from snakemake_executor_plugin_slurm.submit_string import get_submit_command
 
 from edits import edit, file_of, reworded
-from gripmoe.hours import hours_needed
-from gripmoe.memory import Step, needed
-from gripmoe.project import Project
 
 ROOT = Path(__file__).parents[2]
 SMOKE = ROOT / "tests" / "workflow" / "smoke.yaml"
@@ -222,20 +219,15 @@ def test_the_plan_is_a_target(tmp_path):
     assert "hours each" in output and "prepare_model" in output
 
 
-def test_jobs_ask_for_the_host_memory_that_planning_says(tmp_path):
-    """Of a published model what its method keeps, and a fifth more; of an embedded one as ever."""
-    world = tmp_path / "in_memory.yaml"
-    world.write_text("extends: paper\nreference_memory: 100000\n")
-    output = snakemake("-n", "--config", f"world={world}", directory=tmp_path)
-    asked = dict(re.findall(r"^rule unlearn:.*?wildcards: (\S.*?)\n.*?mem_mb=(\d+)", output, re.M | re.S))
-    cell = "model=qwen3_30b_a3b, benchmark=wmdp_cyber, objective=gd, method={}, seed=0"
-    paper = Project(ROOT / "workflow" / "config", str(world))
-    for method in ("anchored", "unconstrained"):
-        need = needed(paper, Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", method))
-        assert int(asked[cell.format(method)]) == pytest.approx(1.2 * need.host * 1e9 / 2**20, rel=1e-4)
-    assert int(asked[cell.format("anchored")]) > 10 * int(asked[cell.format("unconstrained")])
-    tiny = snakemake("-n", "--config", "world=tiny", directory=tmp_path)
-    assert set(re.findall(r"^rule unlearn:.*?mem_mb=(\d+)", tiny, re.M | re.S)) == {"3000"}
+def test_jobs_ask_for_host_memory_by_their_gpus(tmp_path):
+    """In a world of published models; in an embedded one as little as ever."""
+    asked = {}
+    for world in ("paper", "tiny"):
+        output = snakemake("-n", "--config", f"world={world}", directory=tmp_path)
+        jobs = re.findall(r"^rule unlearn:.*?wildcards: model=(\w+).*?mem_mb=(\d+)", output, re.M | re.S)
+        asked[world] = {model: int(memory) for model, memory in jobs}
+    assert asked["paper"] == {"qwen3_30b_a3b": 2 * 131072, "qwen15_moe": 131072}
+    assert set(asked["tiny"].values()) == {3000}
 
 
 class Resources(dict):
@@ -275,8 +267,8 @@ def test_the_gpus_of_one_process_are_those_of_one_node(tmp_path):
 
 
 def test_bases_of_a_published_model_are_fitted_on_many_cores(tmp_path):
-    """The command gets as many threads as SLURM gives it, and twice the time that planning says of it; those of a tiny
-    model take one, and an hour at most."""
+    """The command gets as many threads as SLURM gives it, and six hours; those of a tiny model take one, and an hour at
+    most."""
     world = tmp_path / "short.yaml"
     world.write_text(f"{SHORT}methods: [unconstrained, expert_specific]\n")
     fitted = []
@@ -285,9 +277,7 @@ def test_bases_of_a_published_model_are_fitted_on_many_cores(tmp_path):
         only = in_place_of(target, "fit_basis", "echo $OMP_NUM_THREADS > threads; exit 1", name, tmp_path)
         output = snakemake(target, "--cores", 20, "--config", f"world={name}", **only)
         fitted.append((int((tmp_path / "threads").read_text()), int(re.search(r"runtime=(\d+)", output)[1])))
-    step = Step("qwen3_30b_a3b", "fit_basis", "wmdp_cyber", method="expert_specific")
-    hours = hours_needed(Project(ROOT / "workflow" / "config", "paper"), step, tmp_path / "results" / "paper")
-    assert fitted == [(16, int(2 * 60 * hours)), (1, 60)] and hours > 0.8
+    assert fitted == [(16, 360), (1, 60)]
     planned_jobs = snakemake("-n", "--cores", 20, "--config", f"world={world}", directory=tmp_path)
     wildcards = "model=qwen3_30b_a3b, benchmark=wmdp_cyber, method=expert_specific"
     _, resources, command = submitted(planned_jobs, "fit_basis", wildcards)

@@ -26,7 +26,7 @@ rule attack:
         ENVIRONMENT
     threads: 1
     resources:
-        **gpu_resources("attack"),
+        **gpu_resources(),
         runtime=growing(240),
     params:
         data=folder_of,

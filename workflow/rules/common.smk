@@ -11,8 +11,6 @@ from snakemake.exceptions import WorkflowError
 
 from gripmoe.errors import ConfigError
 from gripmoe.fingerprint import code_fingerprint
-from gripmoe.hours import fit_threads, hours_needed
-from gripmoe.memory import Step, needed
 from gripmoe.project import NO_OBJECTIVE, Project
 from gripmoe.reporting import RENDERING
 
@@ -199,53 +197,31 @@ def nodes_of(wildcards):
     return PROJECT.nodes(wildcards.model, getattr(wildcards, "method", None))
 
 
-MEMORY = 65536 if ON_GPU else 3000  # MB, for each GPU
-HEADROOM = 1.2  # of what a published model is known to need on the host
+# MB, for each GPU; fitting and fetching take as much as one. `--set-resources RULE:mem_mb=...` asks for other amounts.
+MEMORY = 131072 if ON_GPU else 3000
+FIT_THREADS = 16 if ON_GPU else 1  # of a job that fits bases: the decompositions of a published model's take hours
 
 
-def memory_of(rule, gpus):
-    """Host memory of a job on so many GPUs of each node, at least MEMORY for each, and what planning says that its cell
-    needs."""
-
-    def amount(wildcards, attempt):
-        step = Step(wildcards.model, rule, *(wildcards.get(key, "") for key in ("benchmark", "objective", "method")))
-        need = needed(PROJECT, step, Path(RESULTS))
-        known = int(HEADROOM * need.host * 1e9 / 2**20) if need else 0
-        return attempt * max(MEMORY * (gpus(wildcards) if callable(gpus) else gpus), known)
-
-    return amount
+def memory_for(gpus):
+    """Host memory of a job on so many GPUs of each node, which grows with every attempt."""
+    return lambda wildcards, attempt: attempt * MEMORY * (gpus(wildcards) if callable(gpus) else gpus)
 
 
-SLACK = 2  # of the time that planning gives the one long job without a GPU
-
-
-def threads_to_fit(wildcards):
-    return fit_threads(PROJECT, wildcards.model)
-
-
-def time_to_fit(wildcards, attempt):
-    """Minutes to fit the bases of a method: what planning says of a published model, twice, and an hour at least."""
-    w = wildcards
-    step = Step(w.model, "fit_basis", w.benchmark, method=w.method)
-    known = hours_needed(PROJECT, step, Path(RESULTS)) if needed(PROJECT, step) else 0
-    return attempt * max(60, int(SLACK * 60 * known))
-
-
-def cpu_resources(rule):
+def cpu_resources():
     """Of what holds a model or its traces and computes nothing on a GPU."""
-    return {"mem_mb": memory_of(rule, 1)}
+    return {"mem_mb": memory_for(1)}
 
 
-def gpu_resources(rule):
+def gpu_resources():
     """Of one process, which sees only the GPUs of its node: SLURM would take them from several."""
     gpus = gpus_per_node if WORLD.gpus else 1
-    return {"mem_mb": memory_of(rule, gpus), "gpu": gpus if ON_GPU else 0, "nodes": 1}
+    return {"mem_mb": memory_for(gpus), "gpu": gpus if ON_GPU else 0, "nodes": 1}
 
 
-def training_resources(rule):
+def training_resources():
     """Of several processes, on nodes that the SLURM executor is to treat as those of an MPI job: it then starts the
     command once, on the first of them, and the command itself starts a task on each."""
-    resources = {**gpu_resources(rule), "processes": processes_of if WORLD.gpus else 1}
+    resources = {**gpu_resources(), "processes": processes_of if WORLD.gpus else 1}
     if WORLD.nodes:
         resources |= {
             "gpu": lambda wildcards: gpus_per_node(wildcards) * nodes_of(wildcards) if ON_GPU else 0,

@@ -25,7 +25,7 @@ rule evaluate:
         ENVIRONMENT
     threads: 1
     resources:
-        **gpu_resources("evaluate"),
+        **gpu_resources(),
         runtime=growing(240),
     params:
         data=folder_of,

@@ -19,7 +19,7 @@ rule trace_routing:
         ENVIRONMENT
     threads: 1
     resources:
-        **gpu_resources("trace_routing"),
+        **gpu_resources(),
         runtime=growing(60),
     params:
         settings=task_settings,
@@ -45,10 +45,10 @@ rule fit_basis:
         f"{BENCHMARKS}/fit_basis/{{model}}.{{benchmark}}.{{method}}.tsv"
     conda:
         ENVIRONMENT
-    threads: threads_to_fit
+    threads: FIT_THREADS
     resources:
-        **cpu_resources("fit_basis"),
-        runtime=time_to_fit,
+        **cpu_resources(),
+        runtime=growing(360 if ON_GPU else 60),
     params:
         settings=lambda w: canonical(PROJECT.methods[w.method]),
         code=code_fingerprint("gripmoe.commands.geometry:fit_basis"),

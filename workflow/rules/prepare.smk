@@ -63,7 +63,7 @@ rule prepare_model:
         ENVIRONMENT
     threads: 1
     resources:
-        **cpu_resources("prepare_model"),
+        **cpu_resources(),
         gpu=lambda w: int(PROJECT.trains_on_gpu(w.model)),
         runtime=growing(240),
     params:
@@ -90,7 +90,7 @@ rule finetune_model:
         ENVIRONMENT
     threads: THREADS
     resources:
-        **training_resources("finetune_model"),
+        **training_resources(),
         runtime=growing(720),
     params:
         data=folder_of,

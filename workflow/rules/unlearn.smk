@@ -28,7 +28,7 @@ rule unlearn:
         ENVIRONMENT
     threads: THREADS
     resources:
-        **training_resources("unlearn"),
+        **training_resources(),
         runtime=growing(720),
         reference_gb=WORLD.reference_memory,
         basis_gb=WORLD.basis_memory,
@@ -68,7 +68,7 @@ rule realign:
         ENVIRONMENT
     threads: 1
     resources:
-        **gpu_resources("realign"),
+        **gpu_resources(),
         runtime=growing(120),
     params:
         code=code_fingerprint("gripmoe.commands.unlearn:realign"),

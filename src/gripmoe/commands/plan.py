@@ -12,34 +12,41 @@ from pathlib import Path
 from typing import Any
 
 from gripmoe.commands.pin import unpinned
-from gripmoe.disk import checkpoints_written, disk_needed
 from gripmoe.errors import ConfigError
 from gripmoe.files import read_json, read_yaml
 from gripmoe.fingerprint import fingerprint_now
-from gripmoe.hours import DISK
-from gripmoe.memory import Memory, Step, memory_needed
-from gripmoe.planning import Job, check_budget, jobs_left, that_count
+from gripmoe.planning import (
+    Cost,
+    Costs,
+    Job,
+    check_budget,
+    disk_needed,
+    jobs_left,
+    steps_of,
+    that_count,
+    what_would_fit,
+)
 from gripmoe.progress import cell_status, kept_references
 from gripmoe.project import Project
-from gripmoe.remedies import what_would_fit
 
-UPPER_BOUNDS = """
-Tokens and bases count for as many as there may be until prepare_data, trace_routing and fit_basis have run, then for as
-many as there are."""
-NO_WAY = (
-    "none of gpus, nodes, optimizer, idle_layers, trained_layers, max_rank, basis_memory, basis_host_memory, "
-    "evaluation_batch_size or max_steps alone"
-)
 MOST_EXPENSIVE = 5  # cells that a plan shows if it is not asked for all
+NOTE = (
+    "Steps are measured on fake tensors, at three and four layers; no constraint of Method A's Stage 2 is active.\n"
+    "Hours are operations over --tflops and bytes over the link, until a job of the kind has been recorded."
+)
 
 
 def plan(args) -> None:
     """Prints jobs and hours by rule, the most expensive cells (`--cells`: all), memory against `--gpu-memory` and
-    `--host-memory`, disk with `--jobs` at once, and what is read from the hub unpinned. Raises ConfigError above
-    `--budget` hours, or if a step does not fit."""
+    `--host-memory`, disk with `--jobs` at once, and what is read from the hub unpinned; with `--methods-table` only a
+    table of what a step of each method costs. Raises ConfigError above `--budget` hours, or if a step does not fit."""
     project = Project(args.config, args.world)
     results = Path("results") / project.results_name
-    jobs = jobs_left(project, results)
+    costs = Costs(project, results)
+    if args.methods_table:
+        _print_methods(project, costs, args.tflops)
+        return
+    jobs = jobs_left(project, results, args.tflops, costs)
     by_rule = defaultdict(list)
     for job in jobs:
         by_rule[job.rule].append(job)
@@ -54,56 +61,68 @@ def plan(args) -> None:
     name = "all on GPUs" if len(counted) < len(jobs) else "all"
     print(f"{name:<16}{len(counted):>6}{'':>12}{sum(job.hours for job in counted):>9.2f}")
     _print_cells(jobs, None if args.cells else MOST_EXPENSIVE)
-    needs = memory_needed(project, results)
+    needs = [cost for step in steps_of(project) if (cost := costs.of(step))]
     _print_memory(needs, args.gpu_memory, args.host_memory)
-    if disk := disk_needed(project, results, args.jobs):
+    if disk := disk_needed(costs, args.jobs):
         parts = " + ".join(f"{size:.0f} {what}" for what, size in disk.items())
-        print(f"disk, with {args.jobs} jobs at once, at most: {parts} = {sum(disk.values()):.0f} GB")
-        written = checkpoints_written(project)
-        at = f"at {DISK / 1e9:g} GB/s {written * 1e12 / DISK / 3600:.0f} hours of jobs, each counted above for its GPUs"
-        print(f"checkpoints, at most: {written:.1f} TB written in all, {at}")
+        print(f"disk, with {args.jobs} jobs at once, at most: {parts} = {sum(disk.values()):.0f} GB\n{NOTE}")
     if floating := [repository for *_, repository in unpinned(project)]:
         print(
             f"warning: without a revision, so read as the hub has them that day: {', '.join(floating)}; "
             f"`gripmoe pin --world {args.world}` prints the lines that pin them"
         )
     check_budget(jobs, args.budget)
-    if too_large := [need.step for need in needs if not need.fits(args.gpu_memory, args.host_memory)]:
+    if too_large := [need for need in needs if not need.fits(args.gpu_memory, args.host_memory)]:
         raise ConfigError(
             f"{len(too_large)} of {len(needs)} steps do not fit GPUs of {args.gpu_memory:g} GB and machines of "
-            f"{args.host_memory:g} GB:{_what_would_fit(project, too_large, args, results)}{UPPER_BOUNDS}"
+            f"{args.host_memory:g} GB:{_what_would_fit(costs, too_large, args)}"
         )
 
 
-def _what_would_fit(project: Project, too_large: Sequence[Step], args, results: Path) -> str:
-    """A line for each model and objective with the methods for which the same changes do."""
-    lines = defaultdict(list)
-    for step in too_large:
-        places = what_would_fit(project, step, args.gpu_memory, args.host_memory, results)
-        ways = "; ".join(f"{place}: {' or '.join(found) or NO_WAY}" for place, found in places.items())
-        lines[step.kind, ways].append(step.method)
-    said = {(kind, ways): f" ({', '.join(methods)})" if any(methods) else "" for (kind, ways), methods in lines.items()}
-    return "".join(f"\n  {kind}{methods}\n    {ways}" for (kind, ways), methods in said.items())
+def _what_would_fit(costs: Costs, too_large: Sequence[Cost], args) -> str:
+    """A line for each model and objective, with what was tried under the method that needs most."""
+    lines = []
+    for kind, listed in _by_kind(too_large).items():
+        most = max(listed, key=lambda cost: cost.total).step
+        found = " or ".join(what_would_fit(costs, most, args.gpu_memory, args.host_memory))
+        methods = f" ({', '.join(cost.step.method for cost in listed)})" * bool(most.method)
+        lines.append(f"\n  {kind}{methods}\n    fits with {found or 'none of the changes that were tried, alone'}")
+    return "".join(lines)
 
 
-def _print_memory(needs: Sequence[Memory], gpu_memory: float, host_memory: float) -> None:
-    """A line for each objective and each other step of a model, under the methods that need most."""
-    together = defaultdict(list)
-    for need in needs:
-        together[need.step.kind].append(need)
-    for kind, listed in together.items():
+def _by_kind(costs: Sequence[Cost]) -> dict[str, list[Cost]]:
+    kinds = defaultdict(list)
+    for cost in costs:
+        kinds[cost.step.kind].append(cost)
+    return kinds
+
+
+def _print_memory(needs: Sequence[Cost], gpu_memory: float, host_memory: float) -> None:
+    """A line for each objective and each other step of a model, under the method that needs most."""
+    for kind, listed in _by_kind(needs).items():
         need, most = max(listed, key=lambda need: need.total), max(listed, key=lambda need: need.host)
-        parts = [f"{need.weights:.0f} GB weights"]
-        if need.gradients:
-            parts += [f"{need.gradients:.0f} gradients", f"{need.states:.0f} AdamW states"]
-        if need.held:
-            parts.append(f"{need.held:.1f} held by {need.step.method}")
-        parts += [f"{size:.1f} {what}" for what, size in (("to save", need.saving), ("logits", need.logits)) if size]
-        on_gpus = f"{need.gpus} GPU{'s' * (need.gpus > 1)}: {' + '.join(parts)} = {need.total:.0f} GB of "
-        on_gpus += f"{gpu_memory:g} on each{' (does not fit)' * (need.total > gpu_memory)}"
-        host = f"host: {most.host:.0f} GB of {host_memory:g}{f' ({most.step.method})' * bool(most.step.method)}"
-        said = [on_gpus] * bool(need.gpus) + [host + " (does not fit)" * (most.host > host_memory)]
-        print(f"{kind}, {'; '.join(said)}")
+        parts = " + ".join(f"{size:.1f} {what}" for what, size in need.parts.items())
+        under = f" under {need.step.method}" * bool(need.step.method)
+        print(
+            f"{kind}{under}, {need.gpus} GPU{'s' * (need.gpus > 1)}: {parts} = {need.total:.0f} GB of {gpu_memory:g} "
+            f"on each{' (does not fit)' * (need.total > gpu_memory)}; host: {most.host:.0f} GB of {host_memory:g}"
+            f"{' (does not fit)' * (most.host > host_memory)}"
+        )
+
+
+def _print_methods(project: Project, costs: Costs, tflops: float) -> None:
+    """A Markdown table of what a step costs, by model, objective and method."""
+    names = ("weights", "gradients", "states", "bases", "activations")
+    print(
+        "| model | step | method | " + " | ".join(names) + " | GB of each GPU | TFLOP a step | hours of 10,000 steps |"
+    )
+    print("|---" * (len(names) + 6) + "|")
+    for step in steps_of(project):
+        if cost := costs.of(step):
+            sizes = " | ".join(f"{cost.parts.get(name, 0):.1f}" for name in names)
+            hours = f"{cost.seconds(tflops) * 1e4 / 3600:.2f}" if step.what == "unlearn" else ""
+            shown = f"{step.model} | {step.objective or step.what} | {step.method}"
+            print(f"| {shown} | {sizes} | {cost.total:.1f} | {cost.tflop:.1f} | {hours} |")
 
 
 def _print_cells(jobs: Sequence[Job], shown: int | None) -> None:

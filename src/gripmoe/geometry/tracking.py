@@ -35,7 +35,7 @@ class RouterTracker:
         d = len(self.gram_dd)
         eye_dd = torch.eye(d, dtype=torch.float64, device=x_Nd.device)
         factor_dd, failed = torch.linalg.cholesky_ex(self.gram_dd + self.ridge * self.gram_dd.trace() / d * eye_dd)
-        if not failed:
+        if not failed.any():
             self.theta_Ed = self.theta_0_Ed + torch.cholesky_solve(self.cross_Ed.T, factor_dd).T
         return self.theta_Ed
 

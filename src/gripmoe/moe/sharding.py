@@ -33,6 +33,9 @@ def shard_experts(model: MoEModel | torch.nn.Module) -> None:
     for layer in model.layers:
         fully_shard(model.block(layer).experts, mesh=mesh, reshard_after_forward=True)
     model.model.to(kind)
+    # A root above all of them, or each would keep its whole gradients until the backward pass has ended.
+    decoder = model.model.model
+    fully_shard(decoder, mesh=mesh, ignored_params={p for p in decoder.parameters() if not isinstance(p, DTensor)})
     for parameter in model.model.parameters():
         if not isinstance(parameter, DTensor):
             distributed.from_first_(parameter.data)

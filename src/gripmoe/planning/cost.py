@@ -1,0 +1,293 @@
+"""What a step of a published model costs: measured on fake tensors at three and four layers, of which the difference is
+one layer, and kept beside the results. Without torch, but for what has to be measured."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from gripmoe.catalogue import PublishedModel
+from gripmoe.files import read_json, write_json
+from gripmoe.fingerprint import code_fingerprint
+from gripmoe.project import Project
+from gripmoe.provenance import package_versions
+
+GB = 1e9
+# A tenth (ours: batches are small) of the dense bf16 rate of an H100 or H200 in its data sheet, 989; an A100's is 312.
+TFLOPS = 98.9
+LINK, NETWORK = 2.0e11, 2.5e10  # bytes a second from other GPUs of the node by NVLink, and of other nodes
+FEWEST = 3  # layers that are measured: with two, FSDP does not yet hold what it holds of neighbours
+PROMPT = 3000  # tokens of the longest prompt of letters: below five questions of MMLU
+TEXTS = (2, 2000)  # of news, in one pass, whose membership is asked
+ARTICLE = 900  # tokens of an article that a model is finetuned on
+VARIANTS = {  # what is tried where a step does not fit
+    "unlearn": ({"gradient_checkpointing": True}, {"optimizer": "adamw_8bit"}, {"trained_layers": 3})
+    + ({"forget_batch_size": 1, "retain_batch_size": 1}, {"basis_memory": 4}, {"gpus": 2}, {"gpus": 4}, {"gpus": 8}),
+    "relearning": ({"gradient_checkpointing": True}, {"optimizer": "adamw_8bit"}, {"batch_size": 1})
+    + ({"gpus": 2}, {"gpus": 4}, {"gpus": 8}),
+    "finetune_model": ({"gradient_checkpointing": True}, {"optimizer": "adamw_8bit"})
+    + ({"gpus": 2}, {"gpus": 4}, {"gpus": 8}),
+    "evaluate": ({"evaluation_batch_size": 1}, {"gpus": 2}, {"gpus": 4}, {"gpus": 8}),
+}
+VARIANTS["attack"] = VARIANTS["evaluate"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a model: "unlearn" with benchmark, objective and method, or another key of `VARIANTS`."""
+
+    model: str
+    what: str
+    benchmark: str = ""
+    objective: str = ""
+    method: str = ""
+
+    @property
+    def kind(self) -> str:
+        return f"{self.model}, {self.objective or self.what}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step: GPUs, of which so many `processes` have one each; GB at its peak on each GPU and on each host, and
+    what the peak is made of; TFLOP of each process, and seconds in
+    which it waits for what others send."""
+
+    step: Step
+    gpus: int
+    processes: int
+    parts: dict[str, float]
+    host: float
+    tflop: float
+    waiting: float
+
+    def seconds(self, tflops: float) -> float:
+        """Of a step, at so many TFLOP a second of each GPU."""
+        return self.tflop / tflops + self.waiting
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    def fits(self, gpu_memory: float, host_memory: float) -> bool:
+        return self.total <= gpu_memory and self.host <= host_memory
+
+
+class Costs:
+    """The costs of a world's steps; what was measured before is read from `cost.json` of its results."""
+
+    def __init__(self, project: Project, results: Path):
+        self.project, self._results, self._file = project, results, results / "cost.json"
+        self._known: dict[str, Any] = read_json(self._file) if self._file.exists() else {}
+        self._code, self._costs = "", {}
+
+    def varied(self, project: Project) -> Costs:
+        """Those of another project, measured once for both."""
+        other = copy.copy(self)
+        other.project, other._costs = project, {}
+        return other
+
+    def of(self, step: Step) -> Cost | None:
+        """None for an embedded model, and for a published one whose dimensions nobody has said."""
+        if step not in self._costs:
+            self._costs[step] = self._of(step)
+        return self._costs[step]
+
+    def _of(self, step: Step) -> Cost | None:
+        if not isinstance(self.project.trained_from(step.model), PublishedModel):
+            return None
+        question = getattr(self, f"_{step.what}", self._evaluate)(step)
+        base = self._at(question, dict.fromkeys(["layers", *question["fewer"]], FEWEST))
+        if "unknown" in base:
+            return None
+        layers, gpus, world = int(base["of_layers"]), self.project.gpus(step.model), self.project.world
+        together = question["processes"] > 1 or gpus == 1
+        own = layers if together else ceil(layers / self.project.gpus_per_node(step.model))
+        if question["idle"] and together:
+            own = question["fewer"]["run"] + 1  # of the others, one comes at a time
+        whole = self._whole(question)
+        fewer = {name: min(count, own) for name, count in question["fewer"].items()}
+        card = self._extrapolated(question, {"layers": own, **fewer})
+        known = {name: card[name] for name in ("weights", "gradients", "states")}
+        known["bases"] = min(card["basis"], world.basis_memory * GB)
+        peak = max(card["passes"], card["update"]) + known["bases"]
+        if step.what == "unlearn" and question["processes"] == 1:  # several gather the model in host memory
+            alone = self._extrapolated(self._evaluate(step), {"layers": own})
+            peak = max(peak, alone["saving"] + known["gradients"] + known["bases"])
+        known["activations"] = peak - sum(known.values())
+        if step.what == "evaluate":  # answers before the original comes
+            known["activations"] -= known["weights"]
+        known["weights"] *= question["models"]
+        parts = {name: size / GB for name, size in known.items() if size > 0}
+        readers = ceil(question["processes"] / self.project.nodes(step.model, step.method or None))
+        host = question["models"] * 2 * whole["parameters"] / GB
+        if step.what == "unlearn":
+            beyond = max(0, whole["basis"] - known["bases"]) / GB
+            host += world.reference_memory + min(beyond, world.basis_host_memory)
+        link = LINK if self.project.nodes(step.model, step.method or None) == 1 else NETWORK
+        seconds = whole["received"] / link
+        return Cost(step, gpus, question["processes"], parts, readers * host, whole["flops"] / 1e12, seconds)
+
+    def flops_per_token(self, step: Step) -> float:
+        """Of a forward pass through all layers, in evaluation."""
+        question = self._evaluate(step)
+        return self._whole(question)["flops"] / (question["rows"][0] * question["length"])
+
+    def parameters(self, step: Step) -> float:
+        return self._whole(self._evaluate(step))["parameters"]
+
+    def bases(self, step: Step) -> float:
+        """GB of all bases of an "unlearn" step."""
+        return self._whole(self._unlearn(step))["basis"] / GB
+
+    def _unlearn(self, step: Step) -> dict[str, Any]:
+        project, method = self.project, self.project.methods[step.method]
+        training = project.training(step.objective, step.method, step.benchmark)
+        fewer = {"run": training.objective["layer"] + 1} if step.objective == "rmu" else {}
+        if training.trained_layers:
+            fewer["trained"] = training.trained_layers
+        settings = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1}
+        return self._question(
+            step,
+            processes=project.processes(step.model, step.method),
+            rows=[training.forget_batch_size, training.retain_batch_size],
+            length=project.benchmarks[step.benchmark].max_length,
+            fewer=fewer,
+            idle=training.idle_layers == "host" and step.objective == "rmu" and not method.looks_at_passes,
+            traced=self._traced(step) if method.constraint == "null_space" else 1,
+            objective=step.objective,
+            method={**method.model_dump(mode="json"), "correction": None, "retain_tokens": None, "training": {}},
+            training={**training.model_dump(mode="json"), **settings},
+        )
+
+    def _finetune_model(self, step: Step) -> dict[str, Any]:
+        model = self.project.models[step.model]
+        training = {"optimizer": model.optimizer, "gradient_checkpointing": model.gradient_checkpointing}
+        processes = self.project.processes(step.model)
+        return self._question(step, processes=processes, rows=[model.batch_size], length=ARTICLE, training=training)
+
+    def _relearning(self, step: Step) -> dict[str, Any]:
+        training, length = self.project.world.relearning, self._longest(step)
+        return self._question(step, rows=[training.batch_size], length=length, training=training.model_dump())
+
+    def _evaluate(self, step: Step) -> dict[str, Any]:
+        """Of two models, the original beside the unlearned one."""
+        benchmark = self.project.benchmarks[step.benchmark or self.project.world.benchmarks[0]]
+        rows, length = TEXTS if benchmark.is_news else (benchmark.evaluation_batch_size, PROMPT)
+        models = 2 if step.what in ("evaluate", "attack") else 1
+        news = benchmark.is_news
+        return self._question(step, what="evaluate", rows=[rows], length=length, news=news, models=models)
+
+    def _question(self, step: Step, **asked: Any) -> dict[str, Any]:
+        model = self.project.trained_from(step.model).model_dump(mode="json")
+        return {"model": model, "what": step.what, "processes": 1, "models": 1, "fewer": {}, "idle": False, **asked}
+
+    def _longest(self, step: Step) -> int:
+        fitting = [name for name in self.project.world.benchmarks if self.project.fits(step.model, name)]
+        return max(self.project.benchmarks[name].max_length for name in fitting)
+
+    def _traced(self, step: Step) -> int:
+        """Tokens whose routing a null space holds, as recorded or at most."""
+        digest = self._results / step.model / step.benchmark / "routing.json"
+        benchmark = self.project.benchmarks[step.benchmark]
+        sides = {"retain": ("retain",), "forget": ("forget",), "combined": ("retain", "forget")}
+        recorded = read_json(digest) if digest.exists() else {}
+        at_most = benchmark.retain_documents * benchmark.max_length
+        surface = sides[self.project.methods[step.method].surface]
+        return sum(recorded.get(f"{side}_tokens", at_most) for side in surface)
+
+    def _whole(self, question: dict[str, Any]) -> dict[str, float]:
+        """Of all layers."""
+        layers = self._at(question, dict.fromkeys(["layers", *question["fewer"]], FEWEST))["of_layers"]
+        return self._extrapolated(question, {"layers": layers, **question["fewer"]})
+
+    def _extrapolated(self, question: dict[str, Any], wanted: dict[str, int]) -> dict[str, float]:
+        """The numbers of a model with so many layers, of which so many run and train: linear in each, by one more of
+        each after the other."""
+        point = dict.fromkeys(wanted, FEWEST)
+        before = self._at(question, point)
+        found = dict(before)
+        for name, count in wanted.items():
+            more = {**point, name: point[name] + 1}
+            after = self._at(question, more)
+            for key, value in after.items():
+                found[key] += (count - point[name]) * (value - before[key])
+            point, before = more, after
+        return found
+
+    def _at(self, question: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
+        """What `measure` says of a model with so few layers, or has said."""
+        asked = {key: value for key, value in question.items() if key not in ("models", "fewer", "idle")}
+        asked |= {"layers": point["layers"]}
+        if "training" in asked and "objective" in asked:
+            objective = {**asked["training"]["objective"], **({"layer": point["run"] - 1} if "run" in point else {})}
+            asked["training"] = {**asked["training"], "objective": objective}
+            if "trained" in point:
+                asked["training"]["trained_layers"] = point["trained"]
+        entry = "gripmoe.planning.fake:measure"
+        self._code = self._code or code_fingerprint(entry) + str(package_versions(("torch", "transformers", "torchao")))
+        key = hashlib.sha256(json.dumps([self._code, asked], sort_keys=True).encode()).hexdigest()[:16]
+        if key not in self._known:
+            from gripmoe.planning.fake import NoDimensions, measure
+
+            try:
+                self._known[key] = measure(asked)
+            except NoDimensions:
+                return {"unknown": 1}
+            write_json(self._file, self._known)
+        return self._known[key]
+
+
+def steps_of(project: Project) -> list[Step]:
+    """Of every published model of a world: evaluation and attacks, finetuning, relearning, and every objective under
+    every method that trains."""
+    steps = []
+    for name in project.world.models:
+        if isinstance(project.trained_from(name), PublishedModel):
+            asked = [benchmark for benchmark in project.world.benchmarks if project.fits(name, benchmark)]
+            steps += [Step(name, what, benchmark) for benchmark in asked for what in ("evaluate", "attack")]
+            steps += [Step(name, "finetune_model")] * (project.models[name].source == "finetuned")
+            steps += [Step(name, "relearning")] * bool(project.world.relearning)
+            cells = [cell for cell in project.cells() if cell[0] == name and project.methods[cell[3]].trains]
+            steps += dict.fromkeys(Step(name, "unlearn", *cell[1:4]) for cell in cells)
+    return steps
+
+
+def what_would_fit(costs: Costs, step: Step, gpu_memory: float, host_memory: float) -> Iterator[str]:
+    """The changes, tried one at a time, with each of which a step that does not fit would."""
+    for change in VARIANTS[step.what]:
+        try:
+            cost = costs.varied(_changed(costs.project, step, change)).of(step)
+        except ValueError:  # processes that cannot share a batch, say
+            continue
+        if cost.fits(gpu_memory, host_memory):
+            yield f"{', '.join(f'{key}: {json.dumps(value)}' for key, value in change.items())} ({cost.total:.0f} GB)"
+
+
+def _changed(project: Project, step: Step, change: dict[str, Any]) -> Project:
+    """A project in which a step's world, benchmark, model or training has other settings."""
+    changed, world = copy.copy(project), project.world
+    if "gpus" in change:
+        update = {"gpus": {**world.gpus, step.model: change["gpus"]}}
+    elif "basis_memory" in change:
+        update = change
+    elif step.what == "relearning":
+        update = {"relearning": world.relearning.model_copy(update=change)}
+    elif step.what == "finetune_model":
+        changed.models = {**project.models, step.model: project.models[step.model].model_copy(update=change)}
+        return changed
+    elif step.what == "unlearn":
+        of_objective = {**world.objective_training[step.objective], **change}
+        update = {"objective_training": {**world.objective_training, step.objective: of_objective}}
+    else:
+        benchmark = project.benchmarks[step.benchmark].model_copy(update=change)
+        changed.benchmarks = {**project.benchmarks, step.benchmark: benchmark}
+        return changed
+    changed.world = world.model_copy(update=update)
+    return changed

@@ -1,0 +1,308 @@
+"""One step of a published model on fake tensors: the real code at the true widths, with shapes and without memory."""
+
+from __future__ import annotations
+
+import gc
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.common_utils import get_untyped_storages
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging
+
+from gripmoe import distributed, unlearning
+from gripmoe.attacks import relearning as attack
+from gripmoe.config import Method, Relearning, Training
+from gripmoe.data.corpora import Corpora
+from gripmoe.data.documents import Row, collate
+from gripmoe.evaluation.stopping import StopRule
+from gripmoe.finetune import finetune
+from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.geometry.routing import LayerRouting
+from gripmoe.moe import MoEModel
+from gripmoe.moe.sharding import shard_experts
+from gripmoe.objectives import make_objective, sequence_logprobs
+from gripmoe.penalties import constraint_of
+
+aten = torch.ops.aten
+NOWHERE = Path("/nonexistent/state.pt")  # no state to resume from
+
+
+def measure(question: Mapping[str, Any]) -> dict[str, float]:
+    """What a step takes of each process, in bytes: "weights", "gradients" and optimizer "states", the peaks of its
+    "passes" and of its "update", "basis", the retain bases, and what is "received" from other processes; its "flops",
+    "parameters" of the model, and "of_layers", how many layers the published model has. Of "evaluate" also the peak of
+    "saving" the model in the layout of its family.
+
+    `question` has `model` (a row of models.yaml), its number of `layers` here, `processes`, `what` is done with it,
+    `rows` of `length` tokens, and what the function of `STEPS` reads. Raises NoDimensions for a model without.
+    """
+    config = dimensions(question["model"])
+    of_layers, config.num_hidden_layers = config.num_hidden_layers, question["layers"]
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: question["layers"]]
+    processes = question["processes"]
+    with _quiet(), _processes(processes), _replaced() as memory:
+        fake = FakeTensorMode()
+        fake.fake_tensor_converter.set_tensor_memo = lambda *_: None  # its weak references forbid Module.float()
+        with fake:
+            moe = MoEModel(AutoModelForCausalLM.from_config(config, dtype=getattr(torch, question["model"]["dtype"])))
+        shard_experts(moe)
+        memory.track_external(moe.model)
+        weights = sum(snapshot["Total"] for snapshot in memory.get_tracker_snapshot().values())
+        flops = FlopCounterMode(display=False, custom_mapping={aten._grouped_mm: _grouped_product})
+        with fake, _Answers(), memory, flops:
+            taken = STEPS[question["what"]](moe, question, flops.get_total_flops)
+            if question["what"] == "evaluate":
+                memory.phase = "saving"
+                revert_weight_conversion(moe.model, moe.model.state_dict())
+    return {
+        "of_layers": of_layers,
+        "parameters": sum(parameter.numel() for parameter in moe.model.parameters()),
+        "weights": weights,
+        "gradients": memory.gradients,
+        "states": memory.states,
+        "passes": memory.peaks["passes"] + memory.states,  # which the first step makes after its passes
+        "update": memory.peaks.get("update", 0),
+        "saving": memory.peaks.get("saving", 0),
+        "basis": 0,
+        "flops": flops.get_total_flops(),
+        "received": memory.received,
+        **(taken or {}),
+    }
+
+
+def dimensions(model: Mapping[str, Any]) -> PretrainedConfig:
+    """Of the model's own config.json, in a local folder or the hub's cache, or else of its row in models.yaml. Raises
+    NoDimensions where there is neither."""
+    try:
+        return AutoConfig.from_pretrained(model["id"], revision=model["revision"], local_files_only=True)
+    except (OSError, ValueError):
+        if not model["config"]:
+            raise NoDimensions(
+                f"model {model['id']!r}: no config.json in the hub's cache; fetch it, or write its dimensions under "
+                "`config:` of its row in models.yaml"
+            ) from None
+        return AutoConfig.for_model(**model["config"])
+
+
+class NoDimensions(ValueError):
+    """Nobody has said the dimensions of a model."""
+
+
+class _Answers(TorchDispatchMode):
+    """Answers what a step asks of data that is not there: a question, no; a number, 1; a mask lets everything through,
+    and nothing is nonzero. So no constraint of Method A's Stage 2 is active."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is aten.nonzero.default:
+            return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
+        if func in (aten.index.Tensor, aten.index_put_.default):
+            tensor, indices = args[:2]
+            for position, index in enumerate(indices):
+                if index is not None and index.dtype == torch.bool:
+                    if func is aten.index_put_.default:
+                        return tensor
+                    after = tensor.shape[position + index.dim() :]
+                    return tensor.new_empty((*tensor.shape[:position], index.numel(), *after))
+        return func(*args, **(kwargs or {}))
+
+
+class _Memory(MemTracker):
+    """Peaks by phase, without the tracker's statistics by module, which know one forward pass of a model that trains as
+    a whole. What torch compiles is one kernel: nothing in it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.peaks, self.in_kernel = "passes", {}, False
+        self.gradients = self.states = self.received = self.operations = 0
+
+    def _pre_fw_hook(self, *_) -> None:
+        pass
+
+    _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook
+
+    def _update_peak_stats(self, peak_state) -> None:
+        if not self.in_kernel:
+            phase = "update" if self._in_opt else self.phase
+            total = sum(snapshot["Total"] for snapshot in self._curr_mem_snap.values())
+            self.peaks[phase] = max(total, self.peaks.get(phase, 0))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":  # the larger of what goes in and what comes out, but for one's own share
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self.received += max(_bytes([tensor]) for tensor in tensors) * (1 - 1 / distributed.processes())
+        self.operations += 1
+        if self.operations % 250 == 0:
+            gc.collect(1)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _track_optimizer_states(self, reftype, optimizer) -> None:
+        super()._track_optimizer_states(reftype, optimizer)
+        self.phase = "afterwards"
+        kept = [value for state in optimizer.state.values() for value in state.values()]
+        self.states = _bytes([value for value in kept if isinstance(value, torch.Tensor)])
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.gradients = _bytes([parameter.grad for parameter in parameters if parameter.grad is not None])
+
+    def compiled(self, function: Callable, **_) -> Callable:
+        def kernel(*args, **kwargs):
+            self.in_kernel = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.in_kernel = False
+
+        return kernel
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {storage._cdata: storage.nbytes() for tensor in tensors for storage in get_untyped_storages(tensor)}
+    return sum(storages.values())
+
+
+def _grouped_product(a_shape, b_shape, *_, out_shape=None, **__) -> int:
+    """Operations of aten._grouped_mm, for which torch's counter has no formula: of T tokens by their experts' (d, m)
+    matrices, or of the gradient of these, (d, T) by (T, m)."""
+    return 2 * a_shape[-2] * a_shape[-1] * b_shape[-1]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the block neither progress bars nor warnings of a run that nobody waits for."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    gc.disable()  # it runs in `_Memory`, at the same operations every time
+    try:
+        with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        gc.enable()
+        gc.collect()
+
+
+@contextmanager
+def _processes(count: int) -> Iterator[None]:
+    """Within the block this is the first of so many processes, the others of which are not there."""
+    if count > 1:
+        dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        if count > 1:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _replaced() -> Iterator[_Memory]:
+    """Within the block what fake tensors cannot run is replaced: a GPU, compiled kernels, timed steps, copies in host
+    memory, and the rows of other processes, which may have another number of them."""
+    memory = _Memory()
+    with ExitStack() as stack:
+        stack.enter_context(patch("torch.cuda.is_available", return_value=False))
+        stack.enter_context(patch("torch.compile", memory.compiled))
+        stack.enter_context(patch.object(unlearning, "TIMED_PAIRS", 0))
+        stack.enter_context(patch.object(attack, "kept", lambda _: nullcontext()))
+        if distributed.processes() > 1:
+            everywhere = lambda local_N: torch.cat([local_N] * distributed.processes())  # noqa: E731
+            stack.enter_context(patch.object(distributed, "gathered", everywhere))
+        yield memory
+
+
+class _Read(Mapping):
+    """What a file holds of each layer, read anew whenever it is asked for."""
+
+    def __init__(self, layers: list[int], read: Callable[[], Any]):
+        self._layers, self._read = layers, read
+
+    def __getitem__(self, layer: int) -> Any:
+        return self._read()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+def _rows(count: int, length: int) -> list[Row]:
+    return [Row(str(number), [1] * length, [1] * length) for number in range(count)]
+
+
+def _unlearn(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int]) -> dict[str, float]:
+    """The step of `objective` under `method`, as `gripmoe.unlearning` takes it."""
+    method, training = Method(**question["method"]), Training(**question["training"])
+    tokens, d, experts = question["traced"], moe.hidden_size, moe.num_experts
+    shape = 1 if method.granularity == "layer" else experts, d, min(d, tokens, method.max_rank or d)
+    trace = _Read(
+        moe.layers,
+        lambda: LayerRouting(
+            torch.zeros(tokens, d), torch.zeros(tokens, experts), torch.zeros(tokens, moe.top_k, dtype=torch.long)
+        ),
+    )
+    bases = _Read(moe.layers, lambda: RetainBasis(torch.zeros(shape))) if method.has_bases else None
+    attributed = moe.layers[0], 0
+    done: list[int] = []  # operations before the step, and after it
+
+    def scores(_: MoEModel) -> dict[str, float]:
+        done.append(flops())
+        return {"asked": 1.0}
+
+    unlearning.unlearn(
+        moe,
+        make_objective(question["objective"], training.objective, seed=0),
+        constraint_of(method, trace, bases, attributed, seed=0),
+        Corpora(*(_rows(count, question["length"]) for count in question["rows"]), pad_id=0),
+        training,
+        StopRule({"asked": 0.0}, scores),
+        seed=0,
+        scope={attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None,
+        replay=method.replay,
+        critical_experts=method.critical_experts,
+        state_file=NOWHERE,
+    )
+    basis = len(moe.layers) * _bytes([bases[0].U_ret_Edr]) if bases else 0
+    return {"flops": done[1] - done[0], "basis": basis}
+
+
+def _finetune(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int]) -> None:
+    rows = _rows(*question["rows"], question["length"])
+    settings = {"epochs": 1, "learning_rate": 1.0, "batch_size": len(rows), **question["training"]}
+    finetune(moe.model, rows, **settings, pad_id=0, seed=0, state_file=NOWHERE)
+
+
+def _relearn(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int]) -> None:
+    rows = _rows(*question["rows"], question["length"])
+    attack.relearning(moe, rows, lambda _: [], Relearning(**question["training"]), checks=(0, 1))
+
+
+@torch.no_grad()
+def _read(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int]) -> None:
+    """Prompts of letters as lm-evaluation-harness asks them, or the texts whose membership is asked of news."""
+    batch = collate(_rows(*question["rows"], question["length"]), pad_id=0)
+    if question["news"]:
+        sequence_logprobs(moe, batch)
+    else:
+        F.log_softmax(moe.model(batch.input_ids).logits, dim=-1)
+
+
+STEPS = {"unlearn": _unlearn, "finetune_model": _finetune, "relearning": _relearn, "evaluate": _read}

@@ -1,0 +1,168 @@
+"""What a world still has to compute, and what that costs: before anything is submitted.
+
+Seconds come from the benchmarks that earlier jobs recorded; where there are none, from the operations of a step.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gripmoe.planning.cost import GB, TFLOPS, Cost, Costs, Step
+from gripmoe.project import Project
+
+TINY_MEMORY = 1.0  # GB that a step with an embedded model takes of the machine's memory
+TINY_SECONDS = {
+    "prepare_model": 480,
+    "finetune_model": 120,
+    "trace_routing": 7,
+    "fit_basis": 9,
+    "unlearn": 55,
+    "realign": 5,
+    "evaluate": 20,
+    "attack": 45,
+}  # two laptop cores
+UNKNOWN_HOURS = 0.5  # of what needs no GPU, and of a published model whose dimensions nobody has said
+# Tokens that the published benchmarks pass through a model; of news, those that are written count as 50 read ones.
+TOKENS = {
+    "letters": {"check": 1.2e5, "evaluate": 5e6, "attack": 1.4e7},
+    "news": {"check": 4e5, "evaluate": 9e6, "attack": 2.4e7},
+}
+RELEARNING_STEPS = 40
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job that has not run: its rule, its cell, how many hours it takes (of each of its GPUs, added up, or without
+    one of the machine), whether that was recorded, its GPUs, and GB that it needs on each of them, or in the machine.
+    """
+
+    rule: str
+    cell: str
+    hours: float
+    recorded: bool
+    gpus: int
+    memory: float | None  # unknown, of a published model whose dimensions nobody has said
+
+
+def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Costs | None = None) -> list[Job]:
+    """Of every cell of the world training, correction, evaluation and attack, with the traces and bases that they need,
+    and base models, whose output is not there. What is there but out of date only Snakemake knows (`snakemake -n`)."""
+    left, costs = {}, costs or Costs(project, results)
+
+    def add(rule: str, cell: tuple, output: Path) -> None:
+        if (rule, cell) not in left and not output.exists():
+            left[rule, cell] = _job(costs, results, rule, cell, tflops)
+
+    for name in project.models_needed:
+        rule = "finetune_model" if project.models[name].source == "finetuned" else "prepare_model"
+        add(rule, (name,), results / "models" / name / "model.json")
+    for cell in project.cells():
+        folder = results.joinpath(*map(str, cell))
+        method = project.methods[cell[3]]
+        if not method.reference:
+            recorded = results.joinpath(*cell[:2])
+            add("trace_routing", cell[:2], recorded / "routing.json")
+            if method.has_bases:
+                add("fit_basis", (*cell[:2], cell[3]), recorded / "bases" / f"{cell[3]}.json")
+            add("unlearn" if method.trains else "realign", cell, folder / "checkpoint.json")
+        add("evaluate", cell, folder / "evaluation.json")
+        add("attack", cell, folder / "attack.json")
+    return list(left.values())
+
+
+def _job(costs: Costs, results: Path, rule: str, cell: tuple, tflops: float) -> Job:
+    project, name = costs.project, cell[0]
+    step = Step(name, rule, *(cell[1:4] if rule == "unlearn" else cell[1:2]))
+    embedded, cost = project.trained_from(name).source == "embedded", costs.of(step)
+    recorded = _benchmarks(results, rule, cell, embedded or cost is None)
+    on_gpu = cost is not None and rule not in ("prepare_model", "fit_basis")
+    if recorded:
+        hours = (cost.gpus if on_gpu else 1) * sum(float(row["s"]) for row in recorded) / len(recorded) / 3600
+    elif embedded:
+        hours = TINY_SECONDS[rule] / 3600
+    else:
+        hours = cost.gpus * _seconds(costs, cost, tflops) / 3600 if on_gpu else UNKNOWN_HOURS
+    memory = cost and (cost.total if on_gpu else cost.host)
+    if cost and rule == "fit_basis":
+        memory = costs.bases(Step(name, "unlearn", cell[1], project.world.objectives[0], cell[2]))
+    if embedded:
+        peaks = [float(row["max_rss"]) / 1e3 for row in recorded if row.get("max_rss", "-") not in ("-", "NA")]
+        memory = max(peaks, default=TINY_MEMORY)
+    return Job(rule, ".".join(map(str, cell)), hours, bool(recorded), cost.gpus if on_gpu else 0, memory)
+
+
+def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
+    """Of a whole job: of each of its processes, or of GPUs that share the layers, which work one after the other."""
+    project, step, each = costs.project, cost.step, cost.seconds(tflops)
+    if step.what == "finetune_model":
+        model = project.models[step.model]
+        rows = project.benchmarks[model.benchmark].data.rows
+        sides = ("retain1", "retain2") if model.trained_on == "retain_only" else ("retain1", "retain2", "forget")
+        return model.epochs * sum(rows.get(f"raw/{side}", 1500) for side in sides) / model.batch_size * each
+    benchmark, token = project.benchmarks[step.benchmark], costs.flops_per_token(step) / 1e12 / tflops
+    tokens = TOKENS["news" if benchmark.is_news else "letters"]
+    if step.what == "unlearn":
+        training = project.training(step.objective, step.method, step.benchmark)
+        checks = training.max_steps // training.check_every + 1
+        return training.max_steps * each + checks * tokens["check"] * token
+    if step.what in ("trace_routing", "realign"):
+        return 2 * benchmark.retain_documents * benchmark.max_length * token
+    relearned = costs.of(Step(step.model, "relearning")) if step.what == "attack" and project.world.relearning else None
+    return tokens[step.what] * token + (RELEARNING_STEPS * relearned.seconds(tflops) if relearned else 0)
+
+
+def _benchmarks(results: Path, rule: str, cell: tuple, any_of_the_model: bool) -> list[dict[str, str]]:
+    """What Snakemake recorded of the same cell with another seed; else of measuring the same model and benchmark, which
+    takes as long whatever trained it. Other rules and benchmarks count where nothing else is known of the model."""
+    folder = results / "benchmarks" / rule
+    name = ".".join(map(str, cell))
+    patterns = [f"{name.rpartition('.')[0]}.*.tsv" if len(cell) == 5 else f"{name}.tsv"]
+    if rule in ("evaluate", "attack"):
+        patterns.append(f"{cell[0]}.{cell[1]}.*.tsv")
+    if any_of_the_model:
+        patterns.append(f"{cell[0]}.*.tsv")
+    for pattern in patterns:
+        if files := list(folder.glob(pattern)):
+            return [next(csv.DictReader(file.read_text().splitlines(), delimiter="\t")) for file in files]
+    return []
+
+
+def that_count(jobs: Sequence[Job]) -> Sequence[Job]:
+    """The jobs whose hours a plan adds up and a budget limits: those on GPUs, or all where none is."""
+    return [job for job in jobs if job.gpus] or jobs
+
+
+def check_budget(jobs: Sequence[Job], budget: float | None) -> None:
+    """Raises ValueError, with the most expensive jobs, if all take more hours than `budget`."""
+    counted = that_count(jobs)
+    total = sum(job.hours for job in counted)
+    if budget is not None and total > budget:
+        worst = sorted(counted, key=lambda job: -job.hours)[:5]
+        listed = "; ".join(f"{job.rule} {job.cell} {job.hours:.2f} h" for job in worst)
+        raise ValueError(f"{total:.1f} hours exceed the budget of {budget:g}. Most expensive: {listed}")
+
+
+def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
+    """GB by what takes them: weights of finished cells, the models that they start from, retain bases, and the largest
+    states of `at_once` training jobs, each of which writes the next one beside it. Nothing for embedded models."""
+    project, sizes, bases, states = costs.project, {}, {}, []
+    for name in project.models_needed:
+        if costs.of(Step(name, "evaluate")):
+            sizes[name] = 2 * costs.parameters(Step(name, "evaluate")) / GB
+    cells = [cell for cell in project.cells() if cell[0] in sizes and not project.methods[cell[3]].reference]
+    for cell in cells:
+        if project.methods[cell[3]].trains:
+            cost = costs.of(Step(cell[0], "unlearn", *cell[1:4]))
+            states.append(cost.processes * (cost.parts["weights"] + cost.parts["states"]))
+            if project.methods[cell[3]].has_bases:
+                bases[cell[0], cell[1], cell[3]] = costs.bases(cost.step)
+    found = {
+        "finished cells": sum(sizes[cell[0]] for cell in cells),
+        "base models": sum(sizes.values()),
+        "bases": sum(bases.values()),
+        "training": 2 * sum(sorted(states, reverse=True)[:at_once]),
+    }
+    return {name: size for name, size in found.items() if size}

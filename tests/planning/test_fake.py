@@ -1,0 +1,172 @@
+"""A step on fake tensors: it runs under every method and objective at true dimensions, and its numbers are right."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from gripmoe.moe import MoEModel
+from gripmoe.planning import Costs, Step
+from gripmoe.planning.fake import NoDimensions, _grouped_product, measure
+from gripmoe.project import Project
+
+PAPER = Project(Path(__file__).parents[2] / "workflow" / "config", "paper")
+PUBLISHED = {  # as their config.json have them
+    **{name: PAPER.models[name].config for name in ("qwen3_30b_a3b", "qwen15_moe", "olmoe")},
+    "deepseek_v2_lite": dict(
+        model_type="deepseek_v2", vocab_size=102400, hidden_size=2048, num_hidden_layers=27, num_attention_heads=16,
+        num_key_value_heads=16, intermediate_size=10944, moe_intermediate_size=1408, n_routed_experts=64,
+        n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=None,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, topk_method="greedy", n_group=1, topk_group=1,
+        norm_topk_prob=False, routed_scaling_factor=1.0,
+    ),
+    "mixtral_8x7b": dict(
+        model_type="mixtral", vocab_size=32000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2,
+    ),
+    "gpt_oss_20b": dict(
+        model_type="gpt_oss", vocab_size=201088, hidden_size=2880, num_hidden_layers=24, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=64, intermediate_size=2880, num_local_experts=32, num_experts_per_tok=4,
+        sliding_window=128, attention_bias=True, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+OBJECTIVES = ["gd", "kl", "npo", "rmu"]
+# A row for each path through the code.
+METHODS = [
+    "unconstrained", "frozen_router", "router_l2", "seuf", "gate_anchor", "routing_scores", "anchored",
+    "anchored_tracked", "expert_specific", "full_null_space", "combined", "expert_specific_minibatch",
+    "expert_specific_tracked", "expert_specific_paper", "expert_specific_paper_gradient", "routing_aware",
+    "routing_replay",
+]  # fmt: skip
+
+
+def row(config):
+    return {"id": "nobody/nothing", "revision": None, "config": config, "dtype": "bfloat16"}
+
+
+def unlearning(model="olmoe", objective="gd", method="unconstrained", layers=2, processes=1, length=32, **change):
+    """What `measure` is asked of a step of the paper's world, with shorter documents."""
+    training = PAPER.training(objective, "unconstrained", "wmdp_cyber").model_dump(mode="json")
+    training |= {"max_steps": 1, "check_every": 1, "checkpoint_every": 1, "optimizer": "adamw"}
+    training |= {"gradient_checkpointing": False, **change}
+    if objective == "rmu":
+        training["objective"] = {**training["objective"], "layer": 1}
+    return {
+        "model": row(PUBLISHED[model]),
+        "layers": layers,
+        "processes": processes,
+        "what": "unlearn",
+        "rows": [2, 2],
+        "length": length,
+        "traced": 256,
+        "objective": objective,
+        "method": PAPER.methods[method].model_dump(mode="json"),
+        "training": training,
+    }
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_takes_a_step_under_every_objective(objective, method):
+    found = measure(unlearning(objective=objective, method=method))
+    assert found["flops"] > 0 and 0 < found["gradients"] < found["weights"] < found["passes"]
+    assert (found["basis"] > 0) == PAPER.methods[method].has_bases
+
+
+@pytest.mark.parametrize("model", [name for name in PUBLISHED if name != "olmoe"])
+def test_the_anchor_takes_a_step_in_every_family(model):
+    found = measure(unlearning(model, method="anchored", layers=3))
+    assert found["flops"] > 0 and found["gradients"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", [name for name in PUBLISHED if name != "olmoe"])
+def test_every_method_takes_a_step_in_every_family(model, objective, method):
+    assert measure(unlearning(model, objective, method))["flops"] > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [("qwen3_30b_a3b", 30_532_122_624), ("qwen15_moe", 14_315_784_192), ("olmoe", 6_919_161_856)],
+)
+def test_parameters_are_as_many_as_published(tmp_path, model, parameters):
+    """Of all layers, from three and four of them."""
+    assert Costs(PAPER, tmp_path).parameters(Step(model, "evaluate", "wmdp_cyber")) == parameters
+
+
+def test_operations_are_those_of_the_real_model():
+    """Of a small one's forward pass; without a formula for grouped products most are missing."""
+    config = dict(
+        model_type="qwen3_moe", vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=4,
+    )  # fmt: skip
+    question = {"model": row(config), "layers": 2, "processes": 1, "what": "evaluate", "rows": [2], "length": 16}
+    counted = measure({**question, "news": False})["flops"]
+    model = MoEModel(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)).model
+    formulas = {torch.ops.aten._grouped_mm: _grouped_product}
+    real = []
+    for mapping in (formulas, {torch.ops.aten._grouped_mm: lambda *_, **__: 0}):
+        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=mapping) as flops:
+            model(torch.ones(2, 16, dtype=torch.long))
+        real.append(flops.get_total_flops())
+    assert counted == real[0] > 1.5 * real[1]
+    tokens, experts = 2 * 16, 2 * 4 * (64 * 128 + 64 * 64)  # of two layers, for each token
+    assert real[0] - real[1] == 2 * tokens * experts
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_layers_cost_alike(processes):
+    """What three and four layers predict of six is what six take."""
+    three, four, six = (measure(unlearning(layers=layers, processes=processes)) for layers in (3, 4, 6))
+    for name in ("parameters", "weights", "gradients", "states", "flops", "received"):
+        assert three[name] + 3 * (four[name] - three[name]) == six[name], name
+    for name in ("passes", "update"):
+        assert three[name] + 3 * (four[name] - three[name]) == pytest.approx(six[name], rel=0.02), name
+
+
+def test_a_process_gives_back_the_gradients_of_a_layer_when_they_are_shared_out():
+    """With each layer its peak grows by what the layer leaves behind: its share of weights, gradients and states, and
+    little else."""
+    four, six = (measure(unlearning(layers=layers, processes=2)) for layers in (4, 6))
+    left = sum(six[name] - four[name] for name in ("weights", "gradients", "states"))
+    assert six["passes"] - four["passes"] < 1.15 * left
+
+
+def test_states_and_gradients_are_those_of_what_trains():
+    """The MoE blocks, routers in fp32; states in bf16, in 8 bits with a scale for every 256, and in fp32 with what
+    rounding has lost."""
+    config = PUBLISHED["olmoe"]
+    experts = 2 * config["num_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
+    routers = 2 * config["num_experts"] * config["hidden_size"]
+    of_kind = {kind: measure(unlearning(optimizer=kind)) for kind in ("adamw", "adamw_8bit", "adamw_fp32")}
+    assert {found["gradients"] for found in of_kind.values()} == {2 * experts + 4 * routers}
+    steps = 4 * 6  # a number for each of the parameters
+    assert of_kind["adamw"]["states"] == pytest.approx(4 * experts + 8 * routers, abs=steps)
+    assert of_kind["adamw_fp32"]["states"] == pytest.approx(12 * (experts + routers), abs=steps)
+    assert of_kind["adamw_8bit"]["states"] == pytest.approx(2 * (experts + routers) * (1 + 4 / 256), rel=1e-3)
+
+
+def test_checkpointing_saves_activations_and_costs_operations():
+    plain, checkpointed = (measure(unlearning(gradient_checkpointing=on, length=256)) for on in (False, True))
+    assert checkpointed["passes"] < plain["passes"] and checkpointed["flops"] > 1.1 * plain["flops"]
+
+
+def test_processes_share_experts():
+    """Each has half of them, with gradients and states, and its rows of the batch; the other's experts are received."""
+    alone, shared = (measure(unlearning(method="anchored", processes=count)) for count in (1, 2))
+    config = PUBLISHED["olmoe"]
+    experts = 2 * 2 * config["num_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]
+    assert alone["weights"] - shared["weights"] == experts / 2
+    assert alone["gradients"] - shared["gradients"] == experts / 2
+    assert alone["states"] - shared["states"] == experts
+    assert shared["flops"] == pytest.approx(alone["flops"] / 2, rel=0.05)
+    assert alone["received"] == 0 and shared["received"] > experts
+
+
+def test_without_dimensions_it_says_what_to_do():
+    with pytest.raises(NoDimensions, match="write its dimensions under `config:`"):
+        measure({**unlearning(), "model": row(None)})

@@ -1,0 +1,240 @@
+"""Plans: what is left, by recorded time where there is one; what fits; a budget that refuses."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gripmoe.cli import main
+from gripmoe.files import write_json
+from gripmoe.planning import Costs, Step, check_budget, fake, jobs_left, steps_of, that_count, what_would_fit
+from gripmoe.project import NO_OBJECTIVE, Project
+
+CONFIG = Path(__file__).parents[2] / "workflow" / "config"
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """Round numbers in place of a measured step: a layer has 1 GB, in training as much again of gradients and of states
+    (of 8 bits, half), shared by processes; passes take 1 GB, or 10 without checkpoints, and 1 TFLOP a layer."""
+    asked = []
+
+    def measure(question):
+        asked.append(question)
+        layers, training = question["layers"], question.get("training", {})
+        run = layers
+        if question.get("objective") == "rmu":
+            run = training["objective"]["layer"] + 1
+        weights = 1e9 * layers / question["processes"]
+        gradients = 1e9 * run / question["processes"] if training else 0
+        states = gradients / (2 if training.get("optimizer") == "adamw_8bit" else 1)
+        kept = weights + gradients + states
+        return {
+            "of_layers": 48, "parameters": 5e8 * layers, "weights": weights, "gradients": gradients, "states": states,
+            "passes": kept + 1e9 * (1 if training.get("gradient_checkpointing", True) else 10), "update": kept,
+            "saving": weights * 1.5, "basis": 2e9 * layers if question.get("method", {}).get("basis") else 0,
+            "flops": 1e12 * run, "received": 0,
+        }  # fmt: skip
+
+    monkeypatch.setattr(fake, "measure", measure)
+    return asked
+
+
+def changed(world, **changes):
+    project = Project(CONFIG, world)
+    project.world = project.world.model_copy(update=changes)
+    return project
+
+
+def test_what_is_there_is_not_planned(tmp_path):
+    project = Project(CONFIG, "tiny")
+    everything = jobs_left(project, tmp_path)
+    cell = next(cell for cell in project.cells() if cell[3] == "unconstrained")
+    write_json(tmp_path.joinpath(*map(str, cell), "checkpoint.json"), {})
+    left = jobs_left(project, tmp_path)
+    assert [job.rule for job in set(everything) - set(left)] == ["unlearn"]
+    recorded = {"trace_routing", "fit_basis"}
+    assert {job.rule for job in everything} == {"prepare_model", "unlearn", "realign", "evaluate", "attack", *recorded}
+    assert sum(job.rule == "attack" for job in everything) == len(project.cells())
+
+
+def record(results, rule, cell, seconds, memory="-"):
+    file = results / "benchmarks" / rule / f"{cell}.tsv"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"s\th:m:s\tmax_rss\n{seconds}\t-\t{memory}\n")
+    return file
+
+
+def test_recorded_seconds_come_before_estimates(tmp_path):
+    record(tmp_path, "unlearn", "tiny_a.wmdp_tiny.gd.anchored.7", 7200.0)
+    record(tmp_path, "evaluate", "tiny_a.wmdp_tiny.gd.anchored.7", 60.0, 2500.0)
+    jobs = {(job.rule, job.cell): job for job in jobs_left(Project(CONFIG, "tiny"), tmp_path)}
+    cell = "tiny_a.wmdp_tiny.gd"
+    assert (jobs["unlearn", f"{cell}.anchored.0"].hours, jobs["unlearn", f"{cell}.anchored.0"].recorded) == (2.0, True)
+    assert jobs["unlearn", f"{cell}.frozen_router.0"].hours == 2.0, "the same model and rule, for want of better"
+    assert jobs["evaluate", f"{cell}.anchored.0"].memory == 2.5 and jobs["attack", f"{cell}.anchored.0"].memory == 1.0
+
+
+def test_a_step_costs_what_its_layers_do(tmp_path):
+    """Of a card of two processes, of two that share the layers, and of RMU, which trains eight of them."""
+    costs = Costs(Project(CONFIG, "paper"), tmp_path)
+    step = Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "unconstrained")
+    assert (costs.of(step).total, costs.of(step).tflop, costs.of(step).processes) == (24 + 24 + 12 + 1, 48, 2)
+    alone = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "seuf"))
+    assert (alone.gpus, alone.processes, alone.parts["weights"]) == (2, 1, 24)
+    rmu = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "rmu", "unconstrained"))
+    assert (rmu.total, rmu.tflop) == (24 + 4 + 2 + 1, 8)
+    bases = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "expert_specific"))
+    assert bases.parts["bases"] == 16 and bases.host == 2 * (48 + 8 + 80), "what exceeds basis_memory is on the host"
+    evaluated, attacked = (costs.of(Step("qwen3_30b_a3b", what, "wmdp_cyber")) for what in ("evaluate", "attack"))
+    assert (evaluated.total, attacked.total) == (48, 49), "two models, or one that answers"
+
+
+def test_what_was_measured_is_kept_until_something_changes(tmp_path, measured):
+    def total(world="paper", method="unconstrained"):
+        step = Step("qwen15_moe", "unlearn", "wmdp_cyber", "gd", method)
+        return Costs(changed(world) if isinstance(world, str) else world, tmp_path).of(step)
+
+    first, asked = total(), len(measured)
+    assert total() == first and total(method="ptc_matched").total == first.total and len(measured) == asked
+    longer = changed("paper", training=Project(CONFIG, "paper").world.training.model_copy(update={"max_steps": 50}))
+    assert total(longer).total == first.total and len(measured) == asked, "a step is a step"
+    other = {"gd": {"objective": {"alpha": 1.0}, "optimizer": "adamw"}}
+    assert total(changed("paper", objective_training=other)).total > first.total and len(measured) > asked
+
+
+def test_gpus_that_share_layers_work_one_after_the_other(tmp_path):
+    """Hours are those of all GPUs: an evaluation on two takes twice as many."""
+
+    def hours(project):
+        return {(job.rule, job.cell): job.hours for job in jobs_left(project, tmp_path)}
+
+    cell = "qwen3_30b_a3b.wmdp_cyber.gd"
+    one, two = hours(changed("paper", gpus={})), hours(Project(CONFIG, "paper"))
+    assert two["evaluate", f"{cell}.anchored.0"] == pytest.approx(2 * one["evaluate", f"{cell}.anchored.0"])
+    assert two["unlearn", f"{cell}.seuf.0"] == pytest.approx(2 * one["unlearn", f"{cell}.seuf.0"])
+    file = record(tmp_path, "evaluate", f"{cell}.anchored.7", 3600.0)
+    recorded = hours(Project(CONFIG, "paper"))
+    assert recorded["evaluate", f"{cell}.anchored.0"] == 2.0
+    assert recorded["evaluate", f"{cell}.seuf.0"] == 2.0, "to measure it takes as long whatever trained it"
+    file.rename(tmp_path / "benchmarks" / "evaluate" / f"{cell.replace('wmdp_cyber', 'another')}.anchored.7.tsv")
+    assert hours(Project(CONFIG, "paper")) == two, "other questions say nothing"
+
+
+def test_a_faster_card_takes_less_time(tmp_path):
+    def trained(tflops):
+        jobs = jobs_left(Project(CONFIG, "paper"), tmp_path, tflops)
+        return sum(job.hours for job in jobs if job.rule == "unlearn")
+
+    assert trained(50.0) == pytest.approx(2 * trained(100.0))
+
+
+def test_what_one_method_took_says_nothing_of_another(tmp_path):
+    """Of a model of known dimensions; of the tiny ones it is the best guess."""
+
+    def hours(world):
+        return {job.cell: job.hours for job in jobs_left(Project(CONFIG, world), tmp_path) if job.rule == "unlearn"}
+
+    before = hours("paper")
+    for cell in ("qwen3_30b_a3b.wmdp_cyber.gd", "tiny_a.wmdp_tiny.gd"):
+        record(tmp_path, "unlearn", f"{cell}.unconstrained.7", 36000.0)
+    after, seeds = hours("paper"), {f"qwen3_30b_a3b.wmdp_cyber.gd.unconstrained.{seed}" for seed in range(10)}
+    assert {after[cell] for cell in seeds & after.keys()} == {20.0}
+    assert {cell for cell in before if after[cell] != before[cell]} <= seeds
+    assert set(hours("tiny").values()) == {10.0}
+
+
+@pytest.mark.parametrize("world", ["tiny_all", "tiny_muse", "tiny_shared", "tiny_retain", "paper", "single_gpu"])
+def test_every_method_may_take_as_many_steps_as_any_other(world):
+    project = Project(CONFIG, world)
+    limits = {}
+    for cell in project.cells():
+        _, benchmark, objective, method, _ = cell
+        if objective != NO_OBJECTIVE and (training := project.training(objective, method, benchmark)):
+            limits.setdefault((objective, benchmark), set()).add(training.max_steps)
+    assert limits and all(len(of_a_benchmark) == 1 for of_a_benchmark in limits.values())
+
+
+def test_traces_and_bases_are_planned_once(tmp_path):
+    """For all cells of a model on a benchmark, until they are there; and what the machine does without a GPU neither
+    counts as GPU-hours nor exhausts a budget of them."""
+    project = Project(CONFIG, "paper")
+    jobs = jobs_left(project, tmp_path)
+    shared = [(job.rule, job.cell) for job in jobs if job.rule in ("trace_routing", "fit_basis")]
+    traced, fitted = "{}.wmdp_cyber", "{}.wmdp_cyber.expert_specific"
+    assert sorted(shared) == sorted(
+        (rule, cell.format(model))
+        for model in project.world.models
+        for rule, cell in (("trace_routing", traced), ("fit_basis", fitted))
+    )
+    counted = that_count(jobs)
+    assert {job.rule for job in jobs if job not in counted} == {"prepare_model", "fit_basis"}
+    check_budget(jobs, sum(job.hours for job in counted) + 0.01)
+    tiny = jobs_left(Project(CONFIG, "tiny"), tmp_path)
+    assert that_count(tiny) == tiny and {"trace_routing", "fit_basis"} < {job.rule for job in tiny}
+
+
+@pytest.mark.parametrize("world", ["paper_muse", "single_gpu_muse"])
+def test_news_is_planned(tmp_path, world):
+    """With a finetuned model and its oracle."""
+    jobs = jobs_left(Project(CONFIG, world), tmp_path)
+    finetuned = [job for job in jobs if job.rule == "finetune_model"]
+    assert finetuned and all(job.hours > 0 and job.gpus and job.memory for job in finetuned)
+
+
+def test_a_budget_refuses_and_names_the_expensive(tmp_path):
+    jobs = jobs_left(Project(CONFIG, "paper"), tmp_path)
+    check_budget(jobs, None)
+    with pytest.raises(ValueError, match=r"exceed the budget of 1\. Most expensive: unlearn qwen3_30b_a3b"):
+        check_budget(jobs, 1.0)
+
+
+def test_a_plan_refuses_what_does_not_fit_and_says_what_would(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    asked = ["plan", "--world", "paper", "--config", str(CONFIG)]
+    assert main([*asked, "--gpu-memory", "1000"]) == 0
+    said = capsys.readouterr().out
+    assert "qwen3_30b_a3b, gd under expert_specific, 2 GPUs: 24.0 weights + 24.0 gradients" in said
+    assert main([*asked, "--gpu-memory", "60"]) == 2
+    refused = capsys.readouterr().err
+    assert "do not fit GPUs of 60 GB" in refused and "fits with gpus: 4" in refused
+
+
+def test_changes_are_tried(tmp_path):
+    """61 GB under GD: fewer layers, or more GPUs, do for 50; nothing does for 1."""
+    costs = Costs(Project(CONFIG, "paper"), tmp_path)
+    step = Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "unconstrained")
+    assert not any("gpus: 2" in way for way in what_would_fit(costs, step, 50, 2000))
+    assert list(what_would_fit(costs, step, 1, 2000)) == []
+    assert step in steps_of(costs.project)
+
+
+def test_the_command_lists_the_most_expensive_cells_or_all(tmp_path, monkeypatch, capsys):
+    """Each cell once, with the hours of its steps together."""
+    monkeypatch.chdir(tmp_path)
+
+    def rows(*arguments):
+        assert main(["plan", "--world", "paper", "--config", str(CONFIG), "--gpu-memory", "1000", *arguments]) == 0
+        said = capsys.readouterr().out
+        listed = said.split("to run\n")[1].split("\n\n")[0].splitlines()
+        return [line.split(maxsplit=4) for line in listed if not line.startswith("and ")], said
+
+    few, said = rows()
+    assert len(few) == 5 and "GPU-hours" in said and "disk, with 100 jobs at once" in said
+    every, said = rows("--cells")
+    jobs = jobs_left(Project(CONFIG, "paper"), tmp_path / "results" / "paper")
+    assert {row[0] for row in every} == {job.cell for job in jobs} and len(every) == len({job.cell for job in jobs})
+    assert sum(float(row[1]) for row in every) == pytest.approx(sum(job.hours for job in jobs), abs=1e-3 * len(every))
+    assert float(few[0][1]) == max(float(row[1]) for row in every) and "others" not in said
+
+
+def test_a_plan_of_the_embedded_world_needs_no_torch(tmp_path):
+    """Nor does anything that a Snakefile imports."""
+    code = (
+        "import sys; from gripmoe.cli import main; main(sys.argv[1:]); "
+        "assert not {'torch', 'transformers', 'numpy', 'pandas'} & sys.modules.keys()"
+    )
+    command = [sys.executable, "-c", code, "plan", "--world", "tiny", "--config", str(CONFIG)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0 and "prepare_model" in result.stdout, result.stderr
