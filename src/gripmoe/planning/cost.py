@@ -21,7 +21,8 @@ from gripmoe.provenance import package_versions
 GB = 1e9
 # A tenth (ours: batches are small) of the dense bf16 rate of an H100 or H200 in its data sheet, 989; an A100's is 312.
 TFLOPS = 98.9
-LINK, NETWORK = 2.0e11, 2.5e10  # bytes a second from other GPUs of the node by NVLink, and of other nodes
+# Bytes a second from other GPUs of the node by NVLink, from those of other nodes, and from host memory.
+LINK, NETWORK, HOST = 2.0e11, 2.5e10, 1.0e10
 FEWEST = 3  # layers that are measured: with two, FSDP does not yet hold what it holds of neighbours
 PROMPT = 3000  # tokens of the longest prompt of letters: below five questions of MMLU
 TEXTS = (2, 2000)  # of news, in one pass, whose membership is asked
@@ -57,7 +58,7 @@ class Step:
 class Cost:
     """Of one step: GPUs, of which so many `processes` have one each; GB at its peak on each GPU and on each host, and
     what the peak is made of; TFLOP of each process, and seconds in
-    which it waits for what others send."""
+    which it waits for experts of other GPUs, and for bases that its own does not hold."""
 
     step: Step
     gpus: int
@@ -94,7 +95,7 @@ class Costs:
         return other
 
     def of(self, step: Step) -> Cost | None:
-        """None for an embedded model, and for a published one whose dimensions nobody has said."""
+        """None for an embedded model, and for a published one that cannot be measured."""
         if step not in self._costs:
             self._costs[step] = self._of(step)
         return self._costs[step]
@@ -131,7 +132,7 @@ class Costs:
             beyond = max(0, whole["basis"] - known["bases"]) / GB
             host += world.reference_memory + min(beyond, world.basis_host_memory)
         link = LINK if self.project.nodes(step.model, step.method or None) == 1 else NETWORK
-        seconds = whole["received"] / link
+        seconds = whole["received"] / link + max(0, whole["basis"] - world.basis_memory * GB) / HOST
         return Cost(step, gpus, question["processes"], parts, readers * host, whole["flops"] / 1e12, seconds)
 
     def flops_per_token(self, step: Step) -> float:
@@ -234,11 +235,11 @@ class Costs:
         self._code = self._code or code_fingerprint(entry) + str(package_versions(("torch", "transformers", "torchao")))
         key = hashlib.sha256(json.dumps([self._code, asked], sort_keys=True).encode()).hexdigest()[:16]
         if key not in self._known:
-            from gripmoe.planning.fake import NoDimensions, measure
+            from gripmoe.planning.fake import NotMeasurable, measure
 
             try:
                 self._known[key] = measure(asked)
-            except NoDimensions:
+            except NotMeasurable:
                 return {"unknown": 1}
             write_json(self._file, self._known)
         return self._known[key]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -50,8 +51,11 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
     "saving" the model in the layout of its family.
 
     `question` has `model` (a row of models.yaml), its number of `layers` here, `processes`, `what` is done with it,
-    `rows` of `length` tokens, and what the function of `STEPS` reads. Raises NoDimensions for a model without.
+    `rows` of `length` tokens, and what the function of `STEPS` reads. Raises NotMeasurable for a model without
+    dimensions, and for one in fp32.
     """
+    if question["model"]["dtype"] != "bfloat16":
+        raise NotMeasurable(f"model {question['model']['id']!r}: torch's fake grouped products are in bf16 alone")
     config = dimensions(question["model"])
     of_layers, config.num_hidden_layers = config.num_hidden_layers, question["layers"]
     if getattr(config, "layer_types", None):
@@ -61,7 +65,7 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
         fake = FakeTensorMode()
         fake.fake_tensor_converter.set_tensor_memo = lambda *_: None  # its weak references forbid Module.float()
         with fake:
-            moe = MoEModel(AutoModelForCausalLM.from_config(config, dtype=getattr(torch, question["model"]["dtype"])))
+            moe = MoEModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
         shard_experts(moe)
         memory.track_external(moe.model)
         weights = sum(snapshot["Total"] for snapshot in memory.get_tracker_snapshot().values())
@@ -89,20 +93,20 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
 
 def dimensions(model: Mapping[str, Any]) -> PretrainedConfig:
     """Of the model's own config.json, in a local folder or the hub's cache, or else of its row in models.yaml. Raises
-    NoDimensions where there is neither."""
+    NotMeasurable where there is neither."""
     try:
         return AutoConfig.from_pretrained(model["id"], revision=model["revision"], local_files_only=True)
     except (OSError, ValueError):
         if not model["config"]:
-            raise NoDimensions(
+            raise NotMeasurable(
                 f"model {model['id']!r}: no config.json in the hub's cache; fetch it, or write its dimensions under "
                 "`config:` of its row in models.yaml"
             ) from None
         return AutoConfig.for_model(**model["config"])
 
 
-class NoDimensions(ValueError):
-    """Nobody has said the dimensions of a model."""
+class NotMeasurable(ValueError):
+    """Nobody has said the dimensions of a model, or torch has no fake operation for it."""
 
 
 class _Answers(TorchDispatchMode):
@@ -128,11 +132,11 @@ class _Answers(TorchDispatchMode):
 
 class _Memory(MemTracker):
     """Peaks by phase, without the tracker's statistics by module, which know one forward pass of a model that trains as
-    a whole. What torch compiles is one kernel: nothing in it counts."""
+    a whole. Nothing counts in what torch compiles, which is one kernel, and where DTensor asks for shapes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase, self.peaks, self.in_kernel = "passes", {}, False
+        self.phase, self.peaks, self.counts = "passes", {}, True
         self.gradients = self.states = self.received = self.operations = 0
 
     def _pre_fw_hook(self, *_) -> None:
@@ -141,7 +145,7 @@ class _Memory(MemTracker):
     _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook
 
     def _update_peak_stats(self, peak_state) -> None:
-        if not self.in_kernel:
+        if self.counts:
             phase = "update" if self._in_opt else self.phase
             total = sum(snapshot["Total"] for snapshot in self._curr_mem_snap.values())
             self.peaks[phase] = max(total, self.peaks.get(phase, 0))
@@ -151,8 +155,8 @@ class _Memory(MemTracker):
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self.received += max(_bytes([tensor]) for tensor in tensors) * (1 - 1 / distributed.processes())
         self.operations += 1
-        if self.operations % 250 == 0:
-            gc.collect(1)
+        if self.operations % 100 == 0:
+            gc.collect()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _track_optimizer_states(self, reftype, optimizer) -> None:
@@ -163,15 +167,15 @@ class _Memory(MemTracker):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.gradients = _bytes([parameter.grad for parameter in parameters if parameter.grad is not None])
 
-    def compiled(self, function: Callable, **_) -> Callable:
-        def kernel(*args, **kwargs):
-            self.in_kernel = True
+    def uncounted(self, function: Callable, **_) -> Callable:
+        def called(*args, **kwargs):
+            before, self.counts = self.counts, False
             try:
                 return function(*args, **kwargs)
             finally:
-                self.in_kernel = False
+                self.counts = before
 
-        return kernel
+        return called
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
@@ -190,14 +194,15 @@ def _quiet() -> Iterator[None]:
     """Within the block neither progress bars nor warnings of a run that nobody waits for."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
-    gc.disable()  # it runs in `_Memory`, at the same operations every time
+    gc.disable()  # `_Memory` collects, at the same operations every time
+    gc.freeze()
     try:
         with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
             yield
     finally:
         logging.set_verbosity(verbosity)
+        gc.unfreeze()
         gc.enable()
-        gc.collect()
 
 
 @contextmanager
@@ -219,7 +224,10 @@ def _replaced() -> Iterator[_Memory]:
     memory = _Memory()
     with ExitStack() as stack:
         stack.enter_context(patch("torch.cuda.is_available", return_value=False))
-        stack.enter_context(patch("torch.compile", memory.compiled))
+        stack.enter_context(patch("torch.compile", memory.uncounted))
+        shapes = "_propagate_tensor_meta_non_cached"
+        uncounted = memory.uncounted(getattr(ShardingPropagator, shapes))
+        stack.enter_context(patch.object(ShardingPropagator, shapes, uncounted))
         stack.enter_context(patch.object(unlearning, "TIMED_PAIRS", 0))
         stack.enter_context(patch.object(attack, "kept", lambda _: nullcontext()))
         if distributed.processes() > 1:

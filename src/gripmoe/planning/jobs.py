@@ -24,7 +24,7 @@ TINY_SECONDS = {
     "evaluate": 20,
     "attack": 45,
 }  # two laptop cores
-UNKNOWN_HOURS = 0.5  # of what needs no GPU, and of a published model whose dimensions nobody has said
+UNKNOWN_HOURS = 0.5  # of what needs no GPU, and of a published model that cannot be measured
 # Tokens that the published benchmarks pass through a model; of news, those that are written count as 50 read ones.
 TOKENS = {
     "letters": {"check": 1.2e5, "evaluate": 5e6, "attack": 1.4e7},
@@ -44,7 +44,7 @@ class Job:
     hours: float
     recorded: bool
     gpus: int
-    memory: float | None  # unknown, of a published model whose dimensions nobody has said
+    memory: float | None  # unknown, of a published model that cannot be measured
 
 
 def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Costs | None = None) -> list[Job]:
