@@ -276,7 +276,7 @@ class Project:
 
 def world_files(folder: Path) -> list[Path]:
     """Of all worlds of a configuration folder."""
-    return sorted(path for path in folder.glob("*.yaml") if path.stem not in NO_WORLDS)
+    return sorted(path for path in folder.glob("*.yaml") if path.stem not in CATALOGUES)
 
 
 def _find_world(folder: Path, world: str) -> tuple[str, Path]:

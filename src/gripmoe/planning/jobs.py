@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gripmoe.errors import ConfigError
 from gripmoe.planning.cost import GB, TFLOPS, Cost, Costs, Step
 from gripmoe.project import Project
 
@@ -136,13 +137,13 @@ def that_count(jobs: Sequence[Job]) -> Sequence[Job]:
 
 
 def check_budget(jobs: Sequence[Job], budget: float | None) -> None:
-    """Raises ValueError, with the most expensive jobs, if all take more hours than `budget`."""
+    """Raises ConfigError, with the most expensive jobs, if all take more hours than `budget`."""
     counted = that_count(jobs)
     total = sum(job.hours for job in counted)
     if budget is not None and total > budget:
         worst = sorted(counted, key=lambda job: -job.hours)[:5]
         listed = "; ".join(f"{job.rule} {job.cell} {job.hours:.2f} h" for job in worst)
-        raise ValueError(f"{total:.1f} hours exceed the budget of {budget:g}. Most expensive: {listed}")
+        raise ConfigError(f"{total:.1f} hours exceed the budget of {budget:g}. Most expensive: {listed}")
 
 
 def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
