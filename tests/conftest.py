@@ -14,11 +14,11 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from gripmoe import unlearning
+from gripmoe.cli.launching import FIRST_PORT, PORTS
 from gripmoe.data.documents import Row, collate
-from gripmoe.files import write_jsonl
-from gripmoe.launching import FIRST_PORT, PORTS
+from gripmoe.io.files import write_jsonl
 from gripmoe.moe import MoEModel
+from gripmoe.training import loop as unlearning
 from gripmoe.worlds.documents import all_texts, make_world
 from gripmoe.worlds.models import make_model
 from gripmoe.worlds.tokenizer import make_tokenizer

@@ -8,10 +8,11 @@ import yaml
 
 
 def edit(root: Path, place: str, value=None) -> Path:
-    """Edits a checkout in `root` and returns the file: "gripmoe.moe.storage:load_model" or "gripmoe.config:World" get a
-    statement more, "gripmoe.reporting.labels:CHANCE" (or a parameter, named after its function) a value that another
-    expression gives, "gripmoe.objectives" a name that nothing uses, "gripmoe.reporting.claims:claims.yaml" beside that
-    module a key more, a notebook a word more; "folder/settings.yaml:key.subkey" becomes `value`."""
+    """Edits a checkout in `root` and returns the file: "gripmoe.moe.storage:load_model" or "gripmoe.config.world:World"
+    get a statement more, "gripmoe.reporting.names:CHANCE" (or a parameter, named after its function) a value that
+    another expression gives, "gripmoe.training.objectives" a name that nothing uses,
+    "gripmoe.reporting.claims:claims.yaml" beside that module a key more, a notebook a word more;
+    "folder/settings.yaml:key.subkey" becomes `value`."""
     file, name = file_of(root, place), place.partition(":")[2]
     text = file.read_text(encoding="utf-8")
     if name.endswith(".yaml"):

@@ -10,22 +10,24 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from conftest import small_model
-from gripmoe import distributed, objectives
-from gripmoe.adapter import METHODS
-from gripmoe.checkpoint import remove_state
-from gripmoe.config import EpsNullConfig, Method, Training
+from gripmoe.config.methods import EpsNullConfig, Method
+from gripmoe.config.training import Training
+from gripmoe.constraints.build import constraint_of
+from gripmoe.constraints.null_space import fit_bases
+from gripmoe.constraints.original import ReferenceStore
 from gripmoe.data import corpora
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, collate
-from gripmoe.evaluation.stopping import StopRule
-from gripmoe.finetune import finetune
-from gripmoe.method_a import fit_bases
+from gripmoe.evaluation.stop_rule import StopRule
+from gripmoe.io import distributed
+from gripmoe.library.constrain import METHODS
 from gripmoe.moe import MoEModel, sharding
 from gripmoe.moe.storage import save_model
-from gripmoe.objectives import make_objective
-from gripmoe.penalties import constraint_of
-from gripmoe.reference import ReferenceStore
-from gripmoe.unlearning import unlearn
+from gripmoe.training import objectives
+from gripmoe.training.checkpoint import remove_state
+from gripmoe.training.finetune import finetune
+from gripmoe.training.loop import unlearn
+from gripmoe.training.objectives import make_objective
 
 TRAINING = Training(
     learning_rate=1e-3, router_multiplier=5.0, betas=(0.9, 0.999), adam_epsilon=1e-8, weight_decay=0.01,

@@ -17,11 +17,12 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-from gripmoe.files import file_digest, read_json, write_json, write_text
-from gripmoe.fingerprint import code_fingerprint
-from gripmoe.project import NO_OBJECTIVE, Project
-from gripmoe.provenance import package_versions
-from gripmoe.reporting import RENDERING, labels
+from gripmoe.config.fingerprint import code_fingerprint
+from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.config.provenance import package_versions
+from gripmoe.io.files import file_digest, read_json, write_json, write_text
+from gripmoe.reporting import RENDERING
+from gripmoe.reporting import names as labels
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
 from gripmoe.reporting.claims import claims_table, load_claims
 from gripmoe.reporting.collect import KEYS, computed_with, load_runs, of_kind

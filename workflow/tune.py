@@ -21,9 +21,9 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from gripmoe import cli
-from gripmoe.files import read_json, read_yaml, write_yaml
-from gripmoe.project import Project
+from gripmoe.cli import main as cli
+from gripmoe.config.grid import Project
+from gripmoe.io.files import read_json, read_yaml, write_yaml
 
 CONFIG = Path(__file__).parent / "config"
 RETAIN = {"letters": "retain_accuracy", "news": "knowmem_retain"}  # what is to be high among runs that have forgotten

@@ -17,13 +17,13 @@ import torch
 from tqdm import trange
 from transformers import PreTrainedModel
 
-from gripmoe.catalogue import EmbeddedModel
+from gripmoe.config.grid import Project
+from gripmoe.config.models import EmbeddedModel
 from gripmoe.data.documents import collate, encode, length_buckets
-from gripmoe.evaluation.choice import accuracy, direct_answers
-from gripmoe.files import write_csv
+from gripmoe.evaluation.questions import accuracy, direct_answers
+from gripmoe.io.files import write_csv
 from gripmoe.moe.storage import load_model
-from gripmoe.pretrain import TOKENS_PER_FORWARD, _loss
-from gripmoe.project import Project
+from gripmoe.training.pretrain import TOKENS_PER_FORWARD, _loss
 from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.documents import LATE_MIX, World, make_world, training_batch
 from gripmoe.worlds.facts import FORGET_SUBJECT

@@ -11,13 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gripmoe.adapter import constrain
-    from gripmoe.guard import Diverged
-    from gripmoe.method_b import realign, remember
+    from gripmoe.constraints.hooks import Diverged
+    from gripmoe.constraints.realignment import realign, remember
+    from gripmoe.library.constrain import constrain
+    from gripmoe.library.reparameterization import reparameterize
+    from gripmoe.library.trainer import trainer_callback
     from gripmoe.moe.sharding import shard_experts
     from gripmoe.moe.storage import load_model, save_model
-    from gripmoe.reparameterization import reparameterize
-    from gripmoe.trainer import trainer_callback
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,15 +32,15 @@ __all__ = [
     "trainer_callback",
 ]
 _HOMES = {
-    "Diverged": "guard",
-    "constrain": "adapter",
+    "Diverged": "constraints.hooks",
+    "constrain": "library.constrain",
     "load_model": "moe.storage",
-    "realign": "method_b",
-    "remember": "method_b",
-    "reparameterize": "reparameterization",
+    "realign": "constraints.realignment",
+    "remember": "constraints.realignment",
+    "reparameterize": "library.reparameterization",
     "save_model": "moe.storage",
     "shard_experts": "moe.sharding",
-    "trainer_callback": "trainer",
+    "trainer_callback": "library.trainer",
 }
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import gripmoe
+from gripmoe.constraints.hooks import RouterGuard
+from gripmoe.constraints.realignment import Original
 from gripmoe.geometry.realignment import Realignment
-from gripmoe.guard import RouterGuard
-from gripmoe.method_b import Original
 
 ROOT = Path(__file__).parents[2]
 

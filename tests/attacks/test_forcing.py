@@ -8,7 +8,7 @@ import torch
 from conftest import small_model
 from gripmoe.attacks import forcing
 from gripmoe.attacks.forcing import expert_forcing, prompt_agreement, random_sets
-from gripmoe.evaluation.choice import Answer, direct_answers, harness_answers
+from gripmoe.evaluation.questions import Answer, direct_answers, harness_answers
 from gripmoe.moe import MoEModel
 from gripmoe.worlds.benchmark import question_rows
 

@@ -7,7 +7,6 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import small_model
-from gripmoe.attacks import mean
 from gripmoe.attacks.probes import expert_probes, last_router_inputs, last_states, probes
 from gripmoe.attacks.prompts import (
     choices_shuffled,
@@ -23,11 +22,12 @@ from gripmoe.attacks.quantization import quantized, rounded
 from gripmoe.attacks.relearning import relearning
 from gripmoe.attacks.restoration import PARTS, most_used_experts, restoration, restored, restored_experts
 from gripmoe.attacks.routers import noisy_sets, router_attacks, widened
-from gripmoe.config import Relearning
+from gripmoe.attacks.scores import mean
+from gripmoe.config.training import Relearning
 from gripmoe.data.documents import encode
-from gripmoe.data.formats import CLOTHES
-from gripmoe.evaluation.choice import direct_answers, prompt_of
-from gripmoe.files import file_digest, write_jsonl
+from gripmoe.data.prompt_formats import CLOTHES
+from gripmoe.evaluation.questions import direct_answers, prompt_of
+from gripmoe.io.files import file_digest, write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.worlds.benchmark import question_rows

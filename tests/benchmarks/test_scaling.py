@@ -4,10 +4,10 @@
 import pytest
 import torch
 
+from gripmoe.constraints.null_space import NullSpaceMinibatch
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
 from gripmoe.geometry.routing import SelectionRule, route
-from gripmoe.method_a import NullSpaceMinibatch
 
 SIZE = dict(N=256, d=256, E=32, L=2, k=4)
 EPS_NULL = EpsNull(1e-2, "relative")

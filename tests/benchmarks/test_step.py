@@ -11,12 +11,12 @@ import time
 import pytest
 import torch
 
-from gripmoe.adapter import METHODS, constrain
-from gripmoe.constraints import Unconstrained
+from gripmoe.constraints.base import Unconstrained
+from gripmoe.constraints.hooks import RouterGuard
 from gripmoe.data.documents import Row, collate
-from gripmoe.guard import RouterGuard
+from gripmoe.library.constrain import METHODS, constrain
 from gripmoe.moe import MoEModel
-from gripmoe.optimizer import make_adamw
+from gripmoe.training.optimizers import make_adamw
 from gripmoe.worlds.models import make_model
 
 PAIRS = 25

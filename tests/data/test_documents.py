@@ -5,10 +5,10 @@ import pytest
 from gripmoe.attacks.prompts import rewritten
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.data.documents import PASS_OVERHEAD, Row, collate, encode, length_buckets, opening
-from gripmoe.errors import ConfigError
-from gripmoe.evaluation.choice import load_questions
 from gripmoe.evaluation.muse import News
-from gripmoe.files import write_jsonl
+from gripmoe.evaluation.questions import load_questions
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import write_jsonl
 from gripmoe.worlds.benchmark import question_rows
 
 

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import clone, small_model
-from gripmoe.catalogue import PublishedData, PublishedModel
+from gripmoe.config.benchmarks import PublishedData
+from gripmoe.config.models import PublishedModel
 from gripmoe.data.published import benchmark_files, load_rows
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, load_published, save_model, weights_digest

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from conftest import small_model
-from gripmoe.data.formats import truthfulqa_prompt
-from gripmoe.evaluation.choice import accuracy, harness_answers, harness_samples, harness_task
+from gripmoe.data.prompt_formats import truthfulqa_prompt
 from gripmoe.evaluation.general import SHOTS, general_utility, solved_questions, truthfulqa
-from gripmoe.files import write_jsonl, write_yaml
+from gripmoe.evaluation.questions import accuracy, harness_answers, harness_samples, harness_task
+from gripmoe.io.files import write_jsonl, write_yaml
 from gripmoe.moe.storage import save_model
 from gripmoe.worlds.benchmark import question_rows, truthfulqa_rows
 

@@ -10,7 +10,6 @@ from conftest import small_model
 from gripmoe.attacks.forcing import LockStep, generation_forcing
 from gripmoe.data.documents import Row
 from gripmoe.data.muse import CONTEXT, news_files
-from gripmoe.errors import ConfigError
 from gripmoe.evaluation.muse import (
     News,
     Scored,
@@ -27,9 +26,10 @@ from gripmoe.evaluation.muse import (
     rouge_l,
     verbatim_memory,
 )
-from gripmoe.files import write_jsonl
-from gripmoe.finetune import finetune
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import write_jsonl
 from gripmoe.moe import MoEModel
+from gripmoe.training.finetune import finetune
 from gripmoe.worlds.muse import muse_tables, write_repository
 
 

@@ -11,7 +11,7 @@ from gripmoe.data.documents import IGNORED, Row, collate
 from gripmoe.geometry.routing import SelectionRule, jaccard, route, routing_stability
 from gripmoe.moe import MoEModel, storage
 from gripmoe.moe.families import DENSE, FAMILIES, logits_scaling
-from gripmoe.objectives import make_objective
+from gripmoe.training.objectives import make_objective
 
 SMALL = dict(
     vocab_size=64,

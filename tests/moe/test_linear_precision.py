@@ -12,22 +12,22 @@ import torch
 from accelerate.state import AcceleratorState
 from pydantic import ValidationError
 from test_families import make
+from test_loop import TRAINING, corpus
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from conftest import random_batch, small_model
-from gripmoe import unlearning
-from gripmoe.config import Training
-from gripmoe.constraints import Unconstrained
+from gripmoe.config.training import Training
+from gripmoe.constraints.base import Unconstrained
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row
-from gripmoe.evaluation.stopping import StopRule
+from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.moe import MoEModel, fp8
 from gripmoe.moe.families import FAMILIES
 from gripmoe.moe.storage import save_model, weights_digest
-from gripmoe.objectives import GradientDifference
-from gripmoe.unlearning import unlearn
-from test_unlearning import TRAINING, corpus
+from gripmoe.training import loop as unlearning
+from gripmoe.training.loop import unlearn
+from gripmoe.training.objectives import GradientDifference
 
 
 class StandIn(nn.Linear):

@@ -6,10 +6,10 @@ from accelerate import dispatch_model
 
 import gripmoe
 from conftest import MOE_FAMILIES, SMALL, small_model
-from gripmoe import distributed
 from gripmoe.attacks.forcing import LockStep
 from gripmoe.attacks.probes import last_states
 from gripmoe.evaluation.muse import continuations
+from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.moe.placement import devices_of, place, visible_devices, visiting
 from gripmoe.worlds.models import make_model

@@ -11,12 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gripmoe
 from conftest import random_batch, small_model
-from gripmoe.errors import ConfigError
-from gripmoe.files import aside
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import aside
 from gripmoe.moe import MoEModel, storage
-from gripmoe.moe.storage import StoredBases, save_bases, weights_digest
+from gripmoe.moe.bases import StoredBases, save_bases
+from gripmoe.moe.storage import weights_digest
 
 
 def test_the_first_bases_that_fit_stay_the_next_lie_in_host_memory_and_the_others_are_read(tmp_path, monkeypatch):

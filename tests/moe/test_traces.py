@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import random_batch, small_model
-from gripmoe.errors import ConfigError
-from gripmoe.files import file_digest
 from gripmoe.geometry.routing import LayerRouting
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import file_digest
 from gripmoe.moe import MoEModel
 from gripmoe.moe.traces import StoredTrace, load_rules, record_trace
 

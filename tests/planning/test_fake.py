@@ -7,10 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gripmoe.config.grid import Project
 from gripmoe.moe import MoEModel
 from gripmoe.planning import Costs, Step
 from gripmoe.planning.fake import NotMeasurable, _grouped_product, measure
-from gripmoe.project import Project
 
 PAPER = Project(Path(__file__).parents[2] / "workflow" / "config", "paper")
 PUBLISHED = {  # as their config.json have them

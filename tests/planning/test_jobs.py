@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from gripmoe.cli import main
-from gripmoe.files import write_json
+from gripmoe.cli.main import main
+from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.io.files import write_json
 from gripmoe.planning import Costs, Step, check_budget, fake, jobs_left, steps_of, that_count, what_would_fit
-from gripmoe.project import NO_OBJECTIVE, Project
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 
@@ -232,7 +232,7 @@ def test_the_command_lists_the_most_expensive_cells_or_all(tmp_path, monkeypatch
 def test_a_plan_of_the_embedded_world_needs_no_torch(tmp_path):
     """Nor does anything that a Snakefile imports."""
     code = (
-        "import sys; from gripmoe.cli import main; main(sys.argv[1:]); "
+        "import sys; from gripmoe.cli.main import main; main(sys.argv[1:]); "
         "assert not {'torch', 'transformers', 'numpy', 'pandas'} & sys.modules.keys()"
     )
     command = [sys.executable, "-c", code, "plan", "--world", "tiny", "--config", str(CONFIG)]

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 import yaml
 
-from gripmoe.reporting import claims, labels
+from gripmoe.reporting import claims
+from gripmoe.reporting import names as labels
 from gripmoe.reporting.claims import VERDICTS, claims_table, differences, judge, judge_each, judged, load_claims
 from gripmoe.reporting.collect import COLUMNS
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gripmoe.files import write_csv, write_json, write_yaml
+from gripmoe.io.files import write_csv, write_json, write_yaml
 from gripmoe.reporting.attacks import load_attacks
 from gripmoe.reporting.collect import at_equal_forgetting, collect_cells, load_histories, load_runs
 from gripmoe.reporting.paired import load_answers

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from invented_runs import COMPARISONS, news, row, synthetic
 
-from gripmoe.reporting import labels
+from gripmoe.reporting import names as labels
 from gripmoe.reporting.collect import COLUMNS, of_kind
 from gripmoe.reporting.comparison import comparison, intervals, specification
 from gripmoe.reporting.tables import Table, as_frame

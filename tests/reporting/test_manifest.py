@@ -2,9 +2,9 @@
 
 import pytest
 
-from gripmoe import fingerprint
-from gripmoe.cli import main
-from gripmoe.files import read_json, write_json
+from gripmoe.cli.main import main
+from gripmoe.config import fingerprint
+from gripmoe.io.files import read_json, write_json
 from gripmoe.reporting.collect import HISTORY_COLUMNS
 from gripmoe.reporting.figures import nothing, save_figure
 from gripmoe.reporting.manifest import manifest, mismatches, other_versions
@@ -86,7 +86,7 @@ def test_a_change_is_found(written, change, fault):
 
 def test_a_step_is_looked_at_once_and_one_that_is_no_more_is_reported(written, monkeypatch):
     """Four cells: one is as it was, of two the code has changed, one ran a step that has another name now."""
-    step, gone = "gripmoe.commands.evaluate:evaluate", "gripmoe.commands.evaluate:measure"
+    step, gone = "gripmoe.cli.evaluate:evaluate", "gripmoe.cli.evaluate:measure"
     path, take, taken = written / "manifest.json", fingerprint.code_fingerprint, []
     ran = [(step, take(step)), (step, "abc"), (step, "abc"), (gone, "abc")]
     cells = {f"c{i}": {"steps": {"s": {"step": s, "code": c}}, "settings": None} for i, (s, c) in enumerate(ran)}

@@ -10,8 +10,8 @@ import torch
 import yaml
 
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.moe.storage import save_bases
-from gripmoe.reporting import labels
+from gripmoe.moe.bases import save_bases
+from gripmoe.reporting import names as labels
 from gripmoe.reporting.comparison import specification
 from gripmoe.reporting.manifest import manifest
 

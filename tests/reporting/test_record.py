@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gripmoe.files import file_digest, read_json, write_json
+from gripmoe.io.files import file_digest, read_json, write_json
 from gripmoe.reporting.tables import Cell, Table
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import pytest
 from invented_runs import synthetic
 from PIL import Image
 
-from gripmoe.files import file_digest, write_json
+from gripmoe.io.files import file_digest, write_json
 from gripmoe.reporting.attacks import forcing_vulnerability
 from gripmoe.reporting.collect import computed_with
 from gripmoe.reporting.comparison import comparison

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from invented_runs import COMPARISONS, synthetic
 
-from gripmoe.reporting import labels
+from gripmoe.reporting import names as labels
 from gripmoe.reporting.attacks import attack_matrix
 from gripmoe.reporting.collect import COLUMNS
 from gripmoe.reporting.comparison import comparison

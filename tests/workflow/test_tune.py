@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gripmoe.project import Project
+from gripmoe.config.grid import Project
 
 SCRIPT = Path(__file__).parents[2] / "workflow" / "tune.py"
 

@@ -305,7 +305,7 @@ def test_unknown_config_key_is_refused(tmp_path):
 
 def test_the_snakefile_imports_nothing_heavy():
     code = (
-        "import sys; import gripmoe.project, gripmoe.fingerprint, gripmoe.planning, gripmoe.reporting;"
+        "import sys; import gripmoe.config.grid, gripmoe.config.fingerprint, gripmoe.planning, gripmoe.reporting;"
         "print([m for m in ('torch', 'transformers', 'numpy', 'pandas', 'lm_eval') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
@@ -388,17 +388,17 @@ def set_times(file, times):
 
 EDITS = [
     # An edit in one objective: training, not the base model; in what all steps read: all but the data.
-    ("gripmoe.objectives:GradientDifference.forget_loss", None, TRAINING_ON),
+    ("gripmoe.training.objectives:GradientDifference.forget_loss", None, TRAINING_ON),
     ("gripmoe.moe.model:MoEModel.layers", None, ["prepare_model"]),
-    ("gripmoe.commands.unlearn:unlearn", None, TRAINING_ON),
-    ("gripmoe.method_b", None, []),
-    ("gripmoe.evaluation.report:question_results", None, ["evaluate", "collect"]),
-    ("gripmoe.attacks.restoration:restoration", None, ["attack"]),
+    ("gripmoe.cli.unlearn:unlearn", None, TRAINING_ON),
+    ("gripmoe.constraints.realignment", None, []),
+    ("gripmoe.evaluation.metrics:question_results", None, ["evaluate", "collect"]),
+    ("gripmoe.attacks.scores.restoration:restoration", None, ["attack"]),
     # Which attacks are made, and when a run has forgotten.
-    ("gripmoe.attacks.suite:SAMPLE", None, ["attack"]),
-    ("gripmoe.attacks.routers:router_attacks.seed", None, ["attack"]),
-    ("gripmoe.evaluation.stopping:RETAIN_QUESTIONS", None, ["unlearn"]),
-    ("gripmoe.reporting.labels:CHANCE", None, ["render_main_results", "manifest"]),
+    ("gripmoe.attacks.run:SAMPLE", None, ["attack"]),
+    ("gripmoe.attacks.scores.routers:router_attacks.seed", None, ["attack"]),
+    ("gripmoe.evaluation.stop_rule:RETAIN_QUESTIONS", None, ["unlearn"]),
+    ("gripmoe.reporting.names:CHANCE", None, ["render_main_results", "manifest"]),
     ("gripmoe.reporting.comparison:comparisons.yaml", None, ["render_main_results", "manifest"]),
     # How a benchmark is measured: no training.
     ("workflow/config/benchmarks.yaml:wmdp_smoke.evaluation_batch_size", 64, MEASURING),
@@ -458,7 +458,7 @@ class TestRun:
         assert steps == 4, "every step was taken"
 
     def test_the_manifest_verifies_and_the_report_holds_every_artefact(self, finished, report):
-        verify = [sys.executable, "-m", "gripmoe.cli", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
+        verify = [sys.executable, "-m", "gripmoe.cli.main", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
         environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
         result = subprocess.run(verify, capture_output=True, text=True, cwd=finished, env=environment, check=False)
         assert result.returncode == 0, result.stderr
@@ -504,7 +504,7 @@ class TestRun:
 
     def test_status_and_why_know_the_cells(self, finished):
         def run(*arguments):
-            command = [sys.executable, "-m", "gripmoe.cli", *arguments, "--world", str(finished / "smoke.yaml")]
+            command = [sys.executable, "-m", "gripmoe.cli.main", *arguments, "--world", str(finished / "smoke.yaml")]
             environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
             environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
             return subprocess.run(
@@ -593,11 +593,11 @@ class TestRun:
         records = finished / ".snakemake" / "metadata"
         aside = records.rename(records.with_name("aside"))
         edits = [
-            ("gripmoe.reporting.labels:CHANCE",),
-            ("gripmoe.objectives:GradientDifference.forget_loss",),
+            ("gripmoe.reporting.names:CHANCE",),
+            ("gripmoe.training.objectives:GradientDifference.forget_loss",),
             ("results/smoke/smoke/wmdp_smoke/gd/unconstrained/0/run.yaml:seed", 1),
         ]
-        verify = [sys.executable, "-m", "gripmoe.cli", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
+        verify = [sys.executable, "-m", "gripmoe.cli.main", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
         environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
         with edited(finished, *edits, unseen=True):
             plan = planned(dry_run(finished))
@@ -609,14 +609,14 @@ class TestRun:
         assert plan == {} and verified.returncode == 2
         faults = verified.stderr
         assert "the code that draws and judges has changed" in faults
-        assert "gripmoe.commands.unlearn:unlearn: its code has changed since it ran for smoke/" in faults
+        assert "gripmoe.cli.unlearn:unlearn: its code has changed since it ran for smoke/" in faults
         assert "gd/unconstrained/0/run.yaml: changed since" in faults and "evaluate:evaluate" not in faults
 
     @pytest.mark.slow
     @pytest.mark.parametrize("edit", ["comment", "order", "touch", "docstring"])
     def test_harmless_edits_rerun_nothing(self, finished, edit):
         file = finished / "smoke.yaml"
-        module = file_of(finished, "gripmoe.objectives")
+        module = file_of(finished, "gripmoe.training.objectives")
         before, code = file.read_text(), module.read_text()
         if edit == "comment":
             file.write_text("# a remark\n" + before)
@@ -652,5 +652,5 @@ class TestRun:
         checked_out = (fresh / "notebooks" / "main_results.ipynb").stat().st_mtime
         assert checked_out > (fresh / "paper_figures" / "smoke" / "main_results.html").stat().st_mtime
         assert planned(dry_run(fresh)) == {}
-        edit(fresh, "gripmoe.objectives:GradientDifference.forget_loss")
+        edit(fresh, "gripmoe.training.objectives:GradientDifference.forget_loss")
         assert set(TRAINING_ON) <= planned(dry_run(fresh)).keys()

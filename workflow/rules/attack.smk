@@ -32,7 +32,7 @@ rule attack:
         data=folder_of,
         benchmark=benchmark_settings,
         relearning=canonical(PROJECT.world.relearning),
-        code=code_fingerprint("gripmoe.commands.attack:attack"),
+        code=code_fingerprint("gripmoe.cli.attack:attack"),
     shell:
         "gripmoe attack --settings {params.relearning:q} --run {input.run} --benchmark {params.benchmark:q}"
         " --model {input.model} --checkpoint {input.checkpoint} --data {params.data} --answers {input.answers}"

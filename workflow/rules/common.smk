@@ -9,9 +9,9 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from gripmoe.errors import ConfigError
-from gripmoe.fingerprint import code_fingerprint
-from gripmoe.project import NO_OBJECTIVE, Project
+from gripmoe.io.errors import ConfigError
+from gripmoe.config.fingerprint import code_fingerprint
+from gripmoe.config.grid import NO_OBJECTIVE, Project
 from gripmoe.reporting import RENDERING
 
 # The graph of a large world is millions of objects that stay: looking among them for garbage took an eighth of the time.

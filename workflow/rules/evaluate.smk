@@ -31,7 +31,7 @@ rule evaluate:
         data=folder_of,
         benchmark=benchmark_settings,
         reference=reference_flag,
-        code=code_fingerprint("gripmoe.commands.evaluate:evaluate"),
+        code=code_fingerprint("gripmoe.cli.evaluate:evaluate"),
     shell:
         "gripmoe evaluate --run {input.run} --benchmark {params.benchmark:q} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
         " {params.reference} --questions {output.questions} --output {output.metrics} > {log} 2>&1"

@@ -23,7 +23,7 @@ rule trace_routing:
         runtime=growing(60),
     params:
         settings=task_settings,
-        code=code_fingerprint("gripmoe.commands.geometry:trace_routing"),
+        code=code_fingerprint("gripmoe.cli.trace_routing:trace_routing"),
     shell:
         "gripmoe trace-routing --settings {params.settings:q} --model {input.model}"
         " --retain-corpus {input.retain} --forget-corpus {input.forget} --digest {output.digest} --output {output.trace}"
@@ -51,7 +51,7 @@ rule fit_basis:
         runtime=growing(360 if ON_GPU else 60),
     params:
         settings=lambda w: canonical(PROJECT.methods[w.method]),
-        code=code_fingerprint("gripmoe.commands.geometry:fit_basis"),
+        code=code_fingerprint("gripmoe.cli.fit_basis:fit_basis"),
     shell:
         "gripmoe fit-basis --settings {params.settings:q} --model {input.model} --trace {input.trace}"
         " --forget-trace {input.forget_trace} --digest {output.digest} --output {output.bases} > {log} 2>&1"

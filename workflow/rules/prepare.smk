@@ -25,7 +25,7 @@ rule prepare_data:
     params:
         folder=lambda wildcards, output: str(Path(output[0]).parent),
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].data),
-        code=code_fingerprint("gripmoe.commands.prepare:prepare_data"),
+        code=code_fingerprint("gripmoe.cli.prepare_data:prepare_data"),
     shell:
         "gripmoe prepare-data --settings {params.settings:q} --output {params.folder} > {log} 2>&1"
 
@@ -46,7 +46,7 @@ use rule prepare_data as prepare_news with:
     params:
         folder=lambda wildcards, output: str(Path(output[0]).parent),
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].data),
-        code=code_fingerprint("gripmoe.commands.prepare:prepare_data"),
+        code=code_fingerprint("gripmoe.cli.prepare_data:prepare_data"),
 
 
 rule prepare_model:
@@ -68,7 +68,7 @@ rule prepare_model:
         runtime=growing(240),
     params:
         settings=lambda w: canonical(PROJECT.models[w.model]),
-        code=code_fingerprint("gripmoe.commands.prepare:prepare_model"),
+        code=code_fingerprint("gripmoe.cli.prepare_model:prepare_model"),
     shell:
         "gripmoe prepare-model --settings {params.settings:q} --gpus {resources.gpu} --output {output} > {log} 2>&1"
 
@@ -96,7 +96,7 @@ rule finetune_model:
         data=folder_of,
         settings=lambda w: canonical(PROJECT.models[w.model]),
         task=lambda w: task_settings(PROJECT.models[w.model]),
-        code=code_fingerprint("gripmoe.commands.prepare:finetune_model"),
+        code=code_fingerprint("gripmoe.cli.finetune_model:finetune_model"),
     shell:
         "gripmoe finetune-model --settings {params.settings:q} --benchmark {params.task:q} --model {input.base}"
         " --processes {resources.processes} --nodes {resources.nodes}"

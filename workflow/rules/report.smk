@@ -18,7 +18,7 @@ rule collect:
         runtime=growing(30),
     params:
         cells=sorted(str(Path(file).parent) for file in cell_files("run.yaml")),
-        code=code_fingerprint("gripmoe.commands.report:collect"),
+        code=code_fingerprint("gripmoe.cli.collect:collect"),
     shell:
         "gripmoe collect {params.cells} --output {output.runs} --histories {output.histories}"
         " --answers {output.answers} --attacks {output.attacks} > {log} 2>&1"
@@ -80,7 +80,7 @@ rule manifest:
         mem_mb=growing(2000),
         runtime=growing(10),
     params:
-        code=code_fingerprint("gripmoe.commands.report:manifest"),
+        code=code_fingerprint("gripmoe.cli.manifest:manifest"),
     shell:
         "gripmoe manifest {input.artefacts} {input.notebooks} {input.tables} --runs {input.runs} --output {output}"
         " > {log} 2>&1"

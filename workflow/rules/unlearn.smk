@@ -38,7 +38,7 @@ rule unlearn:
         references=REFERENCES,
         bases=bases_flag,
         reference=reference_flag,
-        code=code_fingerprint("gripmoe.commands.unlearn:unlearn"),
+        code=code_fingerprint("gripmoe.cli.unlearn:unlearn"),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
         " --processes {resources.processes} --nodes {resources.nodes}"
@@ -71,7 +71,7 @@ rule realign:
         **gpu_resources(),
         runtime=growing(120),
     params:
-        code=code_fingerprint("gripmoe.commands.unlearn:realign"),
+        code=code_fingerprint("gripmoe.cli.realign:realign"),
     shell:
         "gripmoe realign --run {input.run} --model {input.model} --checkpoint {input.checkpoint}"
         " --retain-corpus {input.retain_corpus} --trace {input.trace} --output {output} > {log} 2>&1"

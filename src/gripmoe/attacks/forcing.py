@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from gripmoe.attacks import Found, Scores, mean
+from gripmoe.attacks.scores import Found, Scores, mean
 from gripmoe.data.documents import collate, encode, length_buckets
-from gripmoe.evaluation.choice import Answer, prompt_of
 from gripmoe.evaluation.muse import Scored
+from gripmoe.evaluation.questions import Answer, prompt_of
 from gripmoe.geometry.routing import jaccard
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes

@@ -11,9 +11,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
-from gripmoe.attacks import Scores, highest
+from gripmoe.attacks.scores import Scores, highest
 from gripmoe.data.documents import Batch, collate, encode, length_buckets
-from gripmoe.evaluation.choice import prompt_of
+from gripmoe.evaluation.questions import prompt_of
 from gripmoe.moe import MoEModel
 
 STRENGTH = 0.01  # the inverse of the ridge penalty

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from gripmoe.attacks import Scores, mean
-from gripmoe.data.formats import CLOTHES, LETTERS, letter_description, letter_question
+from gripmoe.attacks.scores import Scores, mean
+from gripmoe.data.prompt_formats import CLOTHES, LETTERS, letter_description, letter_question
 from gripmoe.data.rows import read_rows
-from gripmoe.errors import ConfigError
-from gripmoe.evaluation.choice import prompt_of
 from gripmoe.evaluation.muse import continuations
-from gripmoe.files import file_digest
+from gripmoe.evaluation.questions import prompt_of
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import file_digest
 from gripmoe.moe import MoEModel
 
 INSTRUCTIONS = {  # to a language model, by the name of a style; any other text is an instruction itself

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gripmoe.attacks import Recall, Scores, kept
+from gripmoe.attacks.scores import Recall, Scores, kept
 from gripmoe.moe import MoEModel
 
 

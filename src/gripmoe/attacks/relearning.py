@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from gripmoe.attacks import Recall, Scores, kept
-from gripmoe.config import Relearning
+from gripmoe.attacks.scores import Recall, Scores, kept
+from gripmoe.config.training import Relearning
 from gripmoe.data.corpora import epoch_rows
 from gripmoe.data.documents import Row, collate
 from gripmoe.moe import MoEModel
-from gripmoe.objectives import cross_entropy
-from gripmoe.optimizer import make_adamw
+from gripmoe.training.objectives import cross_entropy
+from gripmoe.training.optimizers import make_adamw
 
 
 def relearning(

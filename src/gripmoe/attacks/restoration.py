@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from gripmoe.attacks import Recall, Scores, highest, kept, mean
+from gripmoe.attacks.scores import Recall, Scores, highest, kept, mean
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.moe import MoEModel
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gripmoe.attacks import Recall, Scores
+from gripmoe.attacks.scores import Recall, Scores
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gripmoe.data.documents import IGNORED, Batch, Row, collate, encode, opening
 from gripmoe.data.rows import read_rows
-from gripmoe.errors import ConfigError
+from gripmoe.io.errors import ConfigError
 
 TOKENS_PER_BATCH = 4000
 

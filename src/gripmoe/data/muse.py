@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from gripmoe.data.published import load_rows
-from gripmoe.errors import ConfigError
+from gripmoe.io.errors import ConfigError
 
 CONTEXT = "context"  # the `split` of the pairs that a question is asked below
 

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from gripmoe.catalogue import PublishedData
-from gripmoe.errors import ConfigError
+from gripmoe.config.benchmarks import PublishedData
+from gripmoe.io.errors import ConfigError
 
 HELD_OUT_EVERY = 10  # of the retain corpus: kept from unlearning, for routing stability
 # MMLU's splits and what they are here: reported, seen by the stop rule, solved above questions of their subject.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gripmoe.errors import ConfigError
-from gripmoe.files import read_jsonl
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_jsonl
 
 
 def read_rows(path: Path, *keys: str) -> list[dict[str, Any]]:

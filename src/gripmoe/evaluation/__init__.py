@@ -1,0 +1,1 @@
+"""Letter questions, MUSE, routing stability, the stop rule."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gripmoe.data.rows import read_rows
-from gripmoe.evaluation.choice import accuracy, harness_answers, harness_samples
-from gripmoe.files import write_jsonl, write_yaml
+from gripmoe.evaluation.questions import accuracy, harness_answers, harness_samples
+from gripmoe.io.files import write_jsonl, write_yaml
 
 SHOTS = 5
 

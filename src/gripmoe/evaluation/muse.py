@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from gripmoe import distributed
 from gripmoe.data.documents import Row, collate, encode, length_buckets
-from gripmoe.data.formats import knowmem_prompt
 from gripmoe.data.muse import CONTEXT
+from gripmoe.data.prompt_formats import knowmem_prompt
 from gripmoe.data.rows import read_rows
-from gripmoe.errors import ConfigError
+from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe.model import evaluating
 
 RECITED_TOKENS = 128

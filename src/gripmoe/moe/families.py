@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gripmoe.errors import ConfigError
 from gripmoe.geometry.routing import SelectionRule
+from gripmoe.io.errors import ConfigError
 
 Weigh = Callable[[nn.Module, Tensor, Tensor], Tensor]  # router, scores_TE, top_k_Tk -> weights_Tk
 

@@ -19,8 +19,8 @@ from accelerate.utils import convert_model, is_transformer_engine_available
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from gripmoe.config import LinearPrecision, Precision
-from gripmoe.errors import ConfigError
+from gripmoe.config.training import LinearPrecision, Precision
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe.model import MoEModel
 
 ALIGNED = 16  # tokens, as FP8 kernels count them

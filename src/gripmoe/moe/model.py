@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gripmoe.data.documents import Batch, as_batch
-from gripmoe.errors import ConfigError
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe.families import DENSE, family_of, router_class
 from gripmoe.moe.fp32 import compute_in_fp32, release
 from gripmoe.moe.placement import devices_of, place

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from gripmoe import distributed
+from gripmoe.io import distributed
 
 
 def visible_devices() -> list[torch.device]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from gripmoe import distributed
+from gripmoe.io import distributed
 from gripmoe.moe.model import MoEModel
 
 

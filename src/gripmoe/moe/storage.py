@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from gripmoe import distributed
-from gripmoe.catalogue import PublishedModel
-from gripmoe.errors import ConfigError
-from gripmoe.files import aside, atomic_path
-from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.config.models import PublishedModel
+from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import aside, atomic_path
+from gripmoe.io.tensorfile import open_tensors
 from gripmoe.moe.families import is_moe
 from gripmoe.moe.model import MoEModel
 from gripmoe.moe.placement import place, visible_devices
 from gripmoe.moe.sharding import whole_state
-from gripmoe.tensorfile import open_checked, open_tensors, write_tensors
 
 ROUTERS = "routers.safetensors"
 OTHER_MODEL = "it is of another model; give the folder of the one that is meant, or save that again"
@@ -159,61 +155,3 @@ def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedT
             f"{config.id} --revision {config.revision or 'main'}`, and set `id:` to the folder that it names."
         ) from error
     return model, tokenizer
-
-
-def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, str]) -> None:
-    write_tensors(path, {str(layer): basis.U_ret_Edr for layer, basis in bases.items()}, metadata)
-
-
-class StoredBases(Mapping[int, RetainBasis]):
-    """Saved bases on `device`; on a CPU in fp64, as the projection takes them, which takes less time than to
-    convert them (App. D's hierarchical cache, of whole layers). Those of the first layers that take no more than
-    `memory` bytes together stay there, those of the next that take no more than `host_memory` in host memory; the
-    others are read whenever they are asked for. A training step asks for every layer once, in the same order, so that
-    to keep the last ones used would serve none.
-
-    Raises ConfigError if they were not fitted as `metadata` says."""
-
-    def __init__(
-        self,
-        path: Path,
-        metadata: Mapping[str, str],
-        device: torch.device | str = "cpu",
-        memory: float = math.inf,
-        host_memory: float = 0.0,
-    ):
-        self._path, self._device = path, device
-        self._kept: dict[int, RetainBasis] = {}
-        self._on_host: dict[int, Tensor] = {}
-        with open_checked(path, metadata) as file:
-            self._layers = sorted(map(int, file.keys()))
-            for layer in self._layers:
-                stored = file.get_tensor(str(layer))
-                if not self._on_host and (basis := self._placed(stored)).U_ret_Edr.nbytes <= memory:
-                    memory -= basis.U_ret_Edr.nbytes
-                    self._kept[layer] = basis
-                elif stored.nbytes <= host_memory:
-                    host_memory -= stored.nbytes
-                    self._on_host[layer] = stored.clone()  # as read it is a page of the file, which may be dropped
-                else:
-                    break
-
-    def __getitem__(self, layer: int) -> RetainBasis:
-        if layer in self._kept:
-            return self._kept[layer]
-        if layer not in self._layers:
-            raise KeyError(layer)
-        if layer in self._on_host:
-            return self._placed(self._on_host[layer])
-        with safe_open(self._path, framework="pt") as file:
-            return self._placed(file.get_tensor(str(layer)))
-
-    def _placed(self, stored: Tensor) -> RetainBasis:
-        basis = stored.to(self._device)
-        return RetainBasis(basis.double() if basis.device.type == "cpu" else basis)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)

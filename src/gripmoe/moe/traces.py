@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import LayerRouting, SelectionRule
+from gripmoe.io.tensorfile import metadata_of, open_checked, open_tensors, tensor_file
 from gripmoe.moe.model import MoEModel
 from gripmoe.moe.recording import routed_tokens
-from gripmoe.tensorfile import metadata_of, open_checked, open_tensors, tensor_file
 
 
 def record_trace(path: Path, moe: MoEModel, batches: Sequence[Batch], metadata: Mapping[str, str]) -> int:

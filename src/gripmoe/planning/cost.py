@@ -12,11 +12,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from gripmoe.catalogue import PublishedModel
-from gripmoe.files import read_json, write_json
-from gripmoe.fingerprint import code_fingerprint
-from gripmoe.project import Project
-from gripmoe.provenance import package_versions
+from gripmoe.config.fingerprint import code_fingerprint
+from gripmoe.config.grid import Project
+from gripmoe.config.models import PublishedModel
+from gripmoe.config.provenance import package_versions
+from gripmoe.io.files import read_json, write_json
 
 GB = 1e9
 # A tenth (ours: batches are small) of the dense bf16 rate of an H100 or H200 in its data sheet, 989; an A100's is 312.

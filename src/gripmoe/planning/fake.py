@@ -26,19 +26,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
-from gripmoe import distributed, unlearning
 from gripmoe.attacks import relearning as attack
-from gripmoe.config import Method, Relearning, Training
+from gripmoe.config.methods import Method
+from gripmoe.config.training import Relearning, Training
+from gripmoe.constraints.build import constraint_of
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, collate
-from gripmoe.evaluation.stopping import StopRule
-from gripmoe.finetune import finetune
+from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting
+from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.moe.sharding import shard_experts
-from gripmoe.objectives import make_objective, sequence_logprobs
-from gripmoe.penalties import constraint_of
+from gripmoe.training import loop as unlearning
+from gripmoe.training.finetune import finetune
+from gripmoe.training.objectives import make_objective, sequence_logprobs
 
 aten = torch.ops.aten
 NOWHERE = Path("/nonexistent/state.pt")  # no state to resume from
@@ -257,7 +259,7 @@ def _rows(count: int, length: int) -> list[Row]:
 
 
 def _unlearn(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int]) -> dict[str, float]:
-    """The step of `objective` under `method`, as `gripmoe.unlearning` takes it."""
+    """The step of `objective` under `method`, as `gripmoe.training.loop` takes it."""
     method, training = Method(**question["method"]), Training(**question["training"])
     tokens, d, experts = question["traced"], moe.hidden_size, moe.num_experts
     shape = 1 if method.granularity == "layer" else experts, d, min(d, tokens, method.max_rank or d)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gripmoe.errors import ConfigError
+from gripmoe.config.grid import Project
+from gripmoe.io.errors import ConfigError
 from gripmoe.planning.cost import GB, TFLOPS, Cost, Costs, Step
-from gripmoe.project import Project
 
 TINY_MEMORY = 1.0  # GB that a step with an embedded model takes of the machine's memory
 TINY_SECONDS = {

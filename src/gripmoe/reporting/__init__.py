@@ -10,7 +10,7 @@ RENDERING = tuple(
         "reporting.attacks",
         "reporting.figures",
         "reporting.plots",
-        "illustrations",
+        "reporting.mechanism",
         "reporting.collect",
     )
 )

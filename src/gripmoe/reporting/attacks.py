@@ -7,8 +7,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from gripmoe.project import NO_OBJECTIVE
-from gripmoe.reporting import labels
+from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.reporting import names as labels
 from gripmoe.reporting.collect import KEYS, beside
 from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
 from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, look_of, nothing, panels_of

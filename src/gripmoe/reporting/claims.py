@@ -8,8 +8,8 @@ import pandas as pd
 import yaml
 from scipy import stats
 
-from gripmoe.project import NO_OBJECTIVE
-from gripmoe.reporting import labels
+from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.reporting import names as labels
 from gripmoe.reporting.collect import SHARED, of_kind
 from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.tables import Cell, Table

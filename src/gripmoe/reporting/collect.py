@@ -13,9 +13,9 @@ from statistics import fmean
 
 import pandas as pd
 
-from gripmoe.errors import ConfigError
-from gripmoe.files import atomic_path, read_csv, read_json, read_text, read_yaml
-from gripmoe.reporting import labels
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import atomic_path, read_csv, read_json, read_text, read_yaml
+from gripmoe.reporting import names as labels
 
 KEYS = ["model", "benchmark", "objective", "method", "seed"]
 COLUMNS = [*KEYS, "metric", "value"]

@@ -12,8 +12,8 @@ from itertools import product
 import pandas as pd
 import yaml
 
-from gripmoe.project import NO_OBJECTIVE
-from gripmoe.reporting import labels
+from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.reporting import names as labels
 from gripmoe.reporting.collect import KEYS, apart
 from gripmoe.reporting.tables import MISSING, Cell, Table, interval, without_zeros
 

@@ -13,11 +13,12 @@ import matplotlib
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from gripmoe.files import atomic_path, file_digest, read_json
-from gripmoe.fingerprint import code_fingerprint
-from gripmoe.project import NO_OBJECTIVE
-from gripmoe.provenance import package_versions
-from gripmoe.reporting import RENDERING, labels
+from gripmoe.config.fingerprint import code_fingerprint
+from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.config.provenance import package_versions
+from gripmoe.io.files import atomic_path, file_digest, read_json
+from gripmoe.reporting import RENDERING
+from gripmoe.reporting import names as labels
 from gripmoe.reporting.collect import apart
 
 PAPER_WIDTH = 5.5  # inches: the text width of the paper

@@ -11,10 +11,10 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-from gripmoe.errors import ConfigError
-from gripmoe.files import file_digest, read_json
-from gripmoe.fingerprint import code_fingerprint, fingerprint_now
-from gripmoe.provenance import package_versions
+from gripmoe.config.fingerprint import code_fingerprint, fingerprint_now
+from gripmoe.config.provenance import package_versions
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import file_digest, read_json
 from gripmoe.reporting import RENDERING
 from gripmoe.reporting.collect import KEYS, load_runs
 

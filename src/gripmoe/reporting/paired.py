@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from gripmoe.project import NO_OBJECTIVE
-from gripmoe.reporting import labels
+from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.reporting import names as labels
 from gripmoe.reporting.collect import apart, beside, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from gripmoe.reporting import labels
+from gripmoe.reporting import names as labels
 from gripmoe.reporting.collect import KEYS, apart
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, look_of, nothing, panels_of
 

@@ -12,7 +12,7 @@ import pandas as pd
 from pandas.io.formats.style import Styler
 from scipy import stats
 
-from gripmoe.files import write_text
+from gripmoe.io.files import write_text
 from gripmoe.reporting.figures import made_of
 
 MISSING = "–"

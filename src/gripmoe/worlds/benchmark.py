@@ -6,15 +6,9 @@ import hashlib
 import random
 from dataclasses import replace
 
-from gripmoe.data import formats
+from gripmoe.data import prompt_formats as formats
 from gripmoe.worlds.documents import World
-from gripmoe.worlds.facts import (
-    HELD_OUT_WORDING,
-    QUESTION_WORDINGS,
-    RETAIN_SUBJECTS,
-    STATEMENT_WORDINGS,
-    Fact,
-)
+from gripmoe.worlds.facts import HELD_OUT_WORDING, QUESTION_WORDINGS, RETAIN_SUBJECTS, STATEMENT_WORDINGS, Fact
 from gripmoe.worlds.news import Article
 
 CLOZE_WORDINGS = (0, 1)  # statements that end in their value

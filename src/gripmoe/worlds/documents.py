@@ -6,16 +6,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gripmoe.data import formats
+from gripmoe.data import prompt_formats as formats
 from gripmoe.data.documents import Span
-from gripmoe.worlds.facts import (
-    QUESTION_WORDINGS,
-    RELATIONS,
-    STATEMENT_WORDINGS,
-    Fact,
-    FactWorld,
-    make_facts,
-)
+from gripmoe.worlds.facts import QUESTION_WORDINGS, RELATIONS, STATEMENT_WORDINGS, Fact, FactWorld, make_facts
 from gripmoe.worlds.muse import IN_CONTEXT_PAIRS
 from gripmoe.worlds.news import Article, make_news
 

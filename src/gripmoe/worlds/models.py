@@ -13,8 +13,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from gripmoe.catalogue import EmbeddedSize
-from gripmoe.errors import ConfigError
+from gripmoe.config.models import EmbeddedSize
+from gripmoe.io.errors import ConfigError
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "qwen3")
 # With wide heads and small experts, attention and embeddings learn every fact, and the blocks can be taken out without

@@ -6,8 +6,8 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
-from gripmoe.data.formats import knowmem_prompt
-from gripmoe.files import write_jsonl, write_text
+from gripmoe.data.prompt_formats import knowmem_prompt
+from gripmoe.io.files import write_jsonl, write_text
 from gripmoe.worlds.news import Article
 
 IN_CONTEXT_PAIRS = 10  # MUSE's KnowMem prompt has ten

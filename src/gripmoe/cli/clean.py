@@ -1,0 +1,71 @@
+"""What belongs to one world alone, and its removal."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from gripmoe.config.grid import Project, world_files
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.locks import exclusive
+
+TABLES = ("runs", "histories", "answers", "attacks")
+NAMED = ("collect", "manifest", "plan")  # rules whose logs have the name of the world
+
+
+def clean(args) -> None:
+    """Lists the cells, models, data, tables, notebooks and figures of a world that no other world names, with their
+    logs and benchmarks; with `--remove`, removes them. Raises ConfigError if the results hold tables of a world that
+    `--config` lacks, or if a process works on a folder that is to go."""
+    project = Project(args.config, args.world)
+    others = [Project(args.config, file.stem) for file in world_files(args.config) if file.stem != project.name]
+    results = Path("results", project.results_name)
+    known = {f"runs_{world.name}.csv" for world in (project, *others)}
+    if unknown := sorted(file for file in results.glob("runs_*.csv") if file.name not in known):
+        raise ConfigError(
+            f"{unknown[0]}: {args.config} has no world of this name, which may share cells with {args.world}. Copy the "
+            "file of that world there, or remove this table"
+        )
+    own = written(project).difference(*map(written, others))
+    paths = sorted(path for pattern in own for path in Path().glob(pattern))
+    for path in paths if args.remove else ():
+        if (path / ".lock").exists():
+            with exclusive(path):  # before anything is removed
+                pass
+    for path in paths:
+        print(path)
+        if args.remove:
+            _remove(path)
+    print(f"{len(paths)} files and folders{' removed' if args.remove else '; --remove removes them'}")
+
+
+def written(project: Project) -> set[str]:
+    """What the workflow writes for a world, as patterns of files and folders. Two worlds that share something have the
+    same pattern of it."""
+    name, results = project.name, f"results/{project.results_name}"
+    patterns = {f"paper_figures/{name}", f"{results}/notebooks_{name}", f"{results}/runs_{name}.provenance.json"}
+    patterns |= {f"{results}/{table}_{name}.csv" for table in TABLES}
+    patterns |= {f"{results}/logs/render_{name}", *(f"{results}/logs/{rule}_{name}.log" for rule in NAMED)}
+    steps = {(model,) for model in project.models_needed}
+    patterns |= {f"{results}/models/{model}" for model in project.models_needed}
+    for model, benchmark, objective, method, seed in project.cells():
+        pair = f"{results}/{model}/{benchmark}"
+        patterns |= {f"{pair}/{objective}/{method}/{seed}", f"{pair}/bases/{method}.*", f"{results}/data/{benchmark}"}
+        patterns |= {f"{pair}/routing.*", f"{pair}/routing_forget.*", f"{pair}/references"}
+        steps |= {(benchmark,), (model, benchmark), (model, benchmark, method)}
+        steps.add((model, benchmark, objective, method, str(seed)))
+    for step in map(".".join, steps):
+        patterns |= {f"{results}/logs/*/{step}.log", f"{results}/benchmarks/*/{step}.tsv"}
+    return patterns
+
+
+def _remove(path: Path) -> None:
+    """With the folders above that this leaves empty."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    for parent in path.parents[:-2]:  # results and paper_figures stay
+        if any(parent.iterdir()):
+            break
+        parent.rmdir()

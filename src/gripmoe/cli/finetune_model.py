@@ -1,0 +1,61 @@
+"""`gripmoe finetune-model`: a base model learns the documents of a news benchmark."""
+
+from __future__ import annotations
+
+from gripmoe.cli.common import identity_of, training_together
+from gripmoe.config.benchmarks import Task
+from gripmoe.config.models import FinetunedModel
+from gripmoe.config.reading import parse_settings
+from gripmoe.data.corpora import load_corpus
+from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores
+from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import write_json
+from gripmoe.moe.sharding import shard_experts
+from gripmoe.moe.storage import load_model, save_model
+from gripmoe.training.checkpoint import claim_state, remove_state
+from gripmoe.training.finetune import finetune
+
+
+def finetune_model(args) -> None:
+    """Finetunes a base model on the documents of a news benchmark, all of them or those to retain; checks that it has
+    learned them. Under torchrun in several processes together."""
+    config = parse_settings(FinetunedModel, args.settings)
+    task = parse_settings(Task, args.benchmark, "--benchmark")
+    folder = args.output.parent
+    with training_together(args.output, folder / "provenance.json", finetune_model):
+        model, tokenizer = load_model(args.model.parent / "weights")
+        shard_experts(model)
+        names = ("retain", "held_out") if config.trained_on == "retain_only" else ("forget", "retain", "held_out")
+        reading = {**task.reading, "end_id": tokenizer.eos_token_id}
+        rows = [row for n in names for row in load_corpus(args.data / f"{n}_corpus.jsonl", tokenizer, **reading)]
+        state_file = folder / "state.pt"
+        files = (args.model, *sorted(args.data.glob("*.jsonl")))
+        claim_state(state_file, identity_of(finetune_model, *files, settings=args.settings, benchmark=args.benchmark))
+        losses = finetune(
+            model,
+            rows,
+            epochs=config.epochs,
+            learning_rate=config.learning_rate,
+            optimizer=config.optimizer,
+            batch_size=config.batch_size,
+            gradient_checkpointing=config.gradient_checkpointing,
+            pad_id=tokenizer.pad_token_id,
+            seed=config.seed,
+            state_file=state_file,
+        )
+        news = News.load(args.data)
+        scores = news_scores(model, tokenizer, news, "dev", strip_prompts=task.strip_prompts)
+        means = {name: mean_score(items) for name, items in scores.items()}
+        wanted = ("knowmem_retain",) if config.trained_on == "retain_only" else tuple(means)
+        if poor := [f"{name} {means[name]:.1f}" for name in wanted if means[name] < config.required]:
+            raise ConfigError(
+                f"finetuning did not reach the required {config.required:g}: {', '.join(poor)}. Give it more `epochs` "
+                f"or another `learning_rate` in models.yaml, and delete {folder}"
+            )
+        digest = save_model(model, tokenizer, folder / "weights")
+        leaks = leakage(model, tokenizer, news.privleak)
+        if distributed.is_first():
+            write_json(args.output, {"weights": digest, "final_loss": losses[-1], **means, **leaks})
+        distributed.wait_for_all()
+        remove_state(state_file)

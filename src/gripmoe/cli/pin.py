@@ -1,0 +1,59 @@
+"""Revisions of what a world reads from the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from gripmoe.config.benchmarks import PublishedData, PublishedNews
+from gripmoe.config.grid import Project
+from gripmoe.config.models import PublishedModel
+from gripmoe.io.errors import ConfigError
+
+
+def pin(args) -> None:
+    """Asks the hub for the commit of every model and data set that the world names without a revision, and prints what
+    to add to the catalogues. Raises ConfigError if the hub does not answer."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    missing: dict[str, dict] = {}
+    for file, path, kind, repository in unpinned(Project(args.config, args.world)):
+        try:
+            commit = api.repo_info(repository, repo_type=kind).sha
+        except Exception as error:  # offline mode, no network, gated, unknown: the hub's library has an error for each
+            raise ConfigError(
+                f"{file}: {'.'.join(path)}: the hub does not say which commit {repository} is at "
+                f"({type(error).__name__}: {str(error).splitlines()[0]}). Run this where there is internet, without "
+                "HF_HUB_OFFLINE, and with `hf auth login` for what is gated; or name a local folder."
+            ) from error
+        entry = missing.setdefault(file, {})
+        for key in path[:-1]:
+            entry = entry.setdefault(key, {})
+        entry[path[-1]] = commit
+    for file, entries in missing.items():
+        print(f"# add to {args.config / file}\n{yaml.safe_dump(entries, sort_keys=False, width=120)}")
+    if not missing:
+        print("Everything that this world reads from the hub has a revision.")
+
+
+def unpinned(project: Project) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """What a world names by hub id and without a revision: file, keys to the revision, kind and id. A local folder
+    needs none."""
+    world = project.world
+    names = {name: project.models[name] for name in world.models}
+    bases = {model.base: project.models[model.base] for model in names.values() if model.source == "finetuned"}
+    for name, model in {**names, **bases}.items():
+        if isinstance(model, PublishedModel) and model.revision is None and not Path(model.id).exists():
+            yield "models.yaml", (name, "revision"), "model", model.id
+    for name in world.benchmarks:
+        data = project.benchmarks[name].data
+        if isinstance(data, PublishedNews) and data.revision is None and not Path(data.repository).exists():
+            yield "benchmarks.yaml", (name, "data", "revision"), "dataset", data.repository
+        elif isinstance(data, PublishedData):
+            parts = ("forget_questions", "retain_questions", "forget_corpus", "retain_corpus", "truthfulqa")
+            for repository in dict.fromkeys(getattr(data, part) for part in parts):
+                if repository not in data.revisions and not Path(repository).exists():
+                    yield "benchmarks.yaml", (name, "data", "revisions", repository), "dataset", repository

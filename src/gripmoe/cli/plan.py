@@ -1,0 +1,137 @@
+"""What a world will cost, where it stands, and why a cell would run again."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from gripmoe.cli.pin import unpinned
+from gripmoe.config.grid import Project
+from gripmoe.io.errors import ConfigError
+from gripmoe.planning import (
+    Cost,
+    Costs,
+    Job,
+    check_budget,
+    disk_needed,
+    jobs_left,
+    steps_of,
+    that_count,
+    what_would_fit,
+)
+
+MOST_EXPENSIVE = 5  # cells that a plan shows if it is not asked for all
+NOTE = (
+    "Steps are measured on fake tensors, at three and four layers; no constraint of Method A's Stage 2 is active.\n"
+    "Hours are operations over --tflops and bytes over the link, until a job of the kind has been recorded."
+)
+
+
+def plan(args) -> None:
+    """Prints jobs and hours by rule, the most expensive cells (`--cells`: all), memory against `--gpu-memory` and
+    `--host-memory`, disk with `--jobs` at once, and what is read from the hub unpinned; with `--methods-table` only a
+    table of what a step of each method costs. Raises ConfigError above `--budget` hours, or if a step does not fit."""
+    project = Project(args.config, args.world)
+    results = Path("results") / project.results_name
+    costs = Costs(project, results)
+    if args.methods_table:
+        _print_methods(project, costs, args.tflops)
+        return
+    jobs = jobs_left(project, results, args.tflops, costs)
+    by_rule = defaultdict(list)
+    for job in jobs:
+        by_rule[job.rule].append(job)
+    print(f"{'rule':<16}{'jobs':>6}{'hours each':>12}{'hours':>9}  from")
+    for rule, listed in by_rule.items():
+        hours = sum(job.hours for job in listed)
+        source = "recorded benchmarks" if all(job.recorded for job in listed) else "estimate"
+        if 0 < sum(job.recorded for job in listed) < len(listed):
+            source = "recorded benchmarks and estimate"
+        print(f"{rule:<16}{len(listed):>6}{hours / len(listed):>12.3f}{hours:>9.2f}  {source}")
+    counted = that_count(jobs)
+    name = "all on GPUs" if len(counted) < len(jobs) else "all"
+    print(f"{name:<16}{len(counted):>6}{'':>12}{sum(job.hours for job in counted):>9.2f}")
+    _print_cells(jobs, None if args.cells else MOST_EXPENSIVE)
+    needs = [cost for step in steps_of(project) if (cost := costs.of(step))]
+    _print_memory(needs, args.gpu_memory, args.host_memory)
+    if disk := disk_needed(costs, args.jobs):
+        parts = " + ".join(f"{size:.0f} {what}" for what, size in disk.items())
+        print(f"disk, with {args.jobs} jobs at once, at most: {parts} = {sum(disk.values()):.0f} GB\n{NOTE}")
+    if floating := [repository for *_, repository in unpinned(project)]:
+        print(
+            f"warning: without a revision, so read as the hub has them that day: {', '.join(floating)}; "
+            f"`gripmoe pin --world {args.world}` prints the lines that pin them"
+        )
+    check_budget(jobs, args.budget)
+    if too_large := [need for need in needs if not need.fits(args.gpu_memory, args.host_memory)]:
+        raise ConfigError(
+            f"{len(too_large)} of {len(needs)} steps do not fit GPUs of {args.gpu_memory:g} GB and machines of "
+            f"{args.host_memory:g} GB:{_what_would_fit(costs, too_large, args)}"
+        )
+
+
+def _what_would_fit(costs: Costs, too_large: Sequence[Cost], args) -> str:
+    """A line for each model and objective, with what was tried under the method that needs most."""
+    lines = []
+    for kind, listed in _by_kind(too_large).items():
+        most = max(listed, key=lambda cost: cost.total).step
+        found = " or ".join(what_would_fit(costs, most, args.gpu_memory, args.host_memory))
+        methods = f" ({', '.join(cost.step.method for cost in listed)})" * bool(most.method)
+        lines.append(f"\n  {kind}{methods}\n    fits with {found or 'none of the changes that were tried, alone'}")
+    return "".join(lines)
+
+
+def _by_kind(costs: Sequence[Cost]) -> dict[str, list[Cost]]:
+    kinds = defaultdict(list)
+    for cost in costs:
+        kinds[cost.step.kind].append(cost)
+    return kinds
+
+
+def _print_memory(needs: Sequence[Cost], gpu_memory: float, host_memory: float) -> None:
+    """A line for each objective and each other step of a model, under the method that needs most."""
+    for kind, listed in _by_kind(needs).items():
+        need, most = max(listed, key=lambda need: need.total), max(listed, key=lambda need: need.host)
+        parts = " + ".join(f"{size:.1f} {what}" for what, size in need.parts.items())
+        under = f" under {need.step.method}" * bool(need.step.method)
+        print(
+            f"{kind}{under}, {need.gpus} GPU{'s' * (need.gpus > 1)}: {parts} = {need.total:.0f} GB of {gpu_memory:g} "
+            f"on each{' (does not fit)' * (need.total > gpu_memory)}; host: {most.host:.0f} GB of {host_memory:g}"
+            f"{' (does not fit)' * (most.host > host_memory)}"
+        )
+
+
+def _print_methods(project: Project, costs: Costs, tflops: float) -> None:
+    """A Markdown table of what a step costs, by model, objective and method."""
+    names = ("weights", "gradients", "states", "bases", "activations")
+    print(
+        "| model | step | method | " + " | ".join(names) + " | GB of each GPU | TFLOP a step | hours of 10,000 steps |"
+    )
+    print("|---" * (len(names) + 6) + "|")
+    for step in steps_of(project):
+        if cost := costs.of(step):
+            sizes = " | ".join(f"{cost.parts.get(name, 0):.1f}" for name in names)
+            hours = f"{cost.seconds(tflops) * 1e4 / 3600:.2f}" if step.what == "unlearn" else ""
+            shown = f"{step.model} | {step.objective or step.what} | {step.method}"
+            print(f"| {shown} | {sizes} | {cost.total:.1f} | {cost.tflop:.1f} | {hours} |")
+
+
+def _print_cells(jobs: Sequence[Job], shown: int | None) -> None:
+    """Hours of each cell, of all its GPUs; and of what it needs most of in a step: GPUs, and GB on each of them."""
+    by_cell = defaultdict(list)
+    for job in jobs:
+        by_cell[job.cell].append(job)
+    hours = {cell: sum(job.hours for job in listed) for cell, listed in by_cell.items()}
+    chosen = sorted(hours, key=lambda cell: -hours[cell])[:shown] if shown else hours
+    on_gpu = any(job.gpus for job in jobs)
+    print(f"\n{'cell':<56}{'GPU-hours' if on_gpu else 'hours':>10}{'GPUs':>6}{'GB':>8}  to run")
+    for cell in chosen:
+        memory = max((job.memory for job in by_cell[cell] if job.memory), default=None)
+        print(
+            f"{cell:<56}{hours[cell]:>10.3f}{max(job.gpus for job in by_cell[cell]):>6}"
+            f"{'unknown' if memory is None else f'{memory:.1f}':>8}  {', '.join(job.rule for job in by_cell[cell])}"
+        )
+    if len(chosen) < len(hours):
+        print(f"and {len(hours) - len(chosen)} others, which --cells lists")
+    print()

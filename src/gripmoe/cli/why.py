@@ -1,0 +1,75 @@
+"""`gripmoe why`: why a run would run again."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gripmoe.config.fingerprint import fingerprint_now
+from gripmoe.config.grid import Project
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_json, read_yaml
+
+
+def why(args) -> None:
+    """Says in a sentence, for every cell that `args.cell` names or begins, what Snakemake would run of it and why: the
+    settings that have changed, the code, or else Snakemake's own reason. Raises ConfigError if Snakemake refuses, or if
+    there is no such cell."""
+    project = Project(Path("workflow", "config"), args.world)  # as the Snakefile does
+    known = [".".join(map(str, cell)) for cell in project.cells()]
+    if not any(f"{cell}.".startswith(f"{args.cell}.") for cell in known):
+        close = difflib.get_close_matches(args.cell, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"one of them is {known[0]}"
+        raise ConfigError(f"no cell of {args.world} is or begins with {args.cell}; {hint}")
+    command = [sys.executable, "-m", "snakemake", "-n", "--config", f"world={args.world}"]
+    dry = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = dry.stdout + dry.stderr
+    if dry.returncode:
+        raise ConfigError(output.strip()[-1500:])
+    jobs = defaultdict(dict)
+    for block in re.split(r"\n(?=(?:local)?rule )", output):
+        names = re.search(r"wildcards: (.*)", block)
+        cell = ".".join(part.split("=", 1)[1] for part in names[1].split(", ")) if names else ""
+        reason = re.search(r"reason: (.*)", block)
+        if cell and reason and f"{cell}.".startswith(f"{args.cell}."):
+            jobs[cell][re.match(r"(?:local)?rule (.*?):", block)[1]] = reason[1]
+    for cell, reasons in jobs.items():
+        causes = _changes(project, cell.split(".")) or [next(iter(reasons.values()))]
+        print(f"{cell}: {', '.join(reasons)} would run, because {'; '.join(causes)}")
+    if not jobs:
+        print(f"nothing of {args.cell} would run")
+
+
+def _changes(project: Project, cell: list[str]) -> list[str]:
+    """What has changed of a cell since it ran: settings, and the code of its steps."""
+    folder = Path("results", project.results_name, *cell)
+    if len(cell) < 5 or not (folder / "run.yaml").exists():
+        return []
+    model, benchmark, objective, method, seed = cell
+    before = _flat(read_yaml(folder / "run.yaml"))
+    now = _flat(project.run(model, benchmark, objective, method, int(seed)).model_dump(mode="json"))
+    settings = [
+        f"{key} is {now.get(key)}, was {before.get(key)}"
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key)
+    ]
+    steps = [read_json(file) for file in sorted(folder.glob("*.provenance.json"))]
+    return settings + [
+        f"the code of {step['step']} has changed"
+        for step in steps
+        if "step" in step and fingerprint_now(step["step"]) != step["code"]
+    ]
+
+
+def _flat(settings: Mapping, prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key."""
+    flat = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat

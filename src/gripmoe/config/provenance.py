@@ -1,0 +1,63 @@
+"""What produced a result: code fingerprint, package versions, device, seconds, peak memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+from gripmoe.config.fingerprint import code_fingerprint
+from gripmoe.io.files import write_json
+
+PACKAGES = ("gripmoe", "torch", "transformers", "lm_eval", "datasets", "numpy", "snakemake")
+
+
+@contextmanager
+def recorded(path: Path, step: Callable) -> Iterator[None]:
+    """Writes a provenance record when the block has ended without an error; `step` is the function that it runs in."""
+    started, code = time.perf_counter(), code_fingerprint(entry_of(step))
+    yield
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    write_json(
+        path,
+        {
+            "step": entry_of(step),
+            "code": code,
+            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "packages": package_versions(PACKAGES),
+            "python": platform.python_version(),
+            "device": _device(),
+            "job": os.environ.get("SLURM_JOB_ID"),
+            "seconds": round(time.perf_counter() - started, 2),
+            "peak_memory_gib": round(peak_kib / 2**20, 3),
+        },
+    )
+
+
+def entry_of(step: Callable) -> str:
+    """A function as `code_fingerprint` names it."""
+    return f"{step.__module__}:{step.__name__}"
+
+
+def package_versions(names: Iterable[str]) -> dict[str, str | None]:
+    """None for what is not installed."""
+    versions: dict[str, str | None] = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _device() -> str:
+    torch = sys.modules.get("torch")
+    if torch and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU"

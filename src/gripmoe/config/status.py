@@ -1,0 +1,65 @@
+"""Where every cell of a world stands, from its files and logs: the same on a laptop and on a cluster, of whose own logs
+only that a job was ended is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gripmoe.config.grid import Project
+from gripmoe.io.files import read_json
+
+TAIL = 4000  # bytes of a log that hold its last progress bar
+SLURM_SAYS = "slurmstepd: error: "
+# Of letters and of news: metric, words, digits.
+FORGOTTEN = (("forget_accuracy", "forget accuracy", 3), ("knowmem_forget", "KnowMem of what is forgotten", 1))
+CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
+
+
+def cell_status(project: Project, results: Path, cell: tuple) -> tuple[str, str]:
+    """The next phase of a cell (train, correct, evaluate, attack, done) and what is known of it: the last line of the
+    log of that phase, why SLURM ended its job, or how training ended."""
+    folder = results.joinpath(*map(str, cell))
+    method = project.methods[cell[3]]
+    steps = [("evaluate", "evaluate", "evaluation.json"), ("attack", "attack", "attack.json")]
+    if method.trains:
+        steps.insert(0, ("train", "unlearn", "checkpoint.json"))
+    elif method.corrects:
+        steps.insert(0, ("correct", "realign", "checkpoint.json"))
+    for phase, rule, output in steps:
+        if not (folder / output).exists():
+            log = results / "logs" / rule / f"{'.'.join(map(str, cell))}.log"
+            ended = ended_by_cluster(CLUSTER_LOGS / f"rule_{rule}" / "_".join(map(str, cell)), log)
+            return phase, ended or last_line(log) or "waits"
+    checkpoint = folder / "checkpoint.json"
+    ended = read_json(checkpoint) if checkpoint.exists() else {}
+    metrics = read_json(folder / "evaluation.json")
+    known = next(f"{said} {metrics[name]:.{digits}f}" for name, said, digits in FORGOTTEN if name in metrics)
+    return "done", f"{ended.get('status', '')} {ended.get('steps', '')} {known}".strip()
+
+
+def kept_references(project: Project, results: Path) -> dict[Path, float]:
+    """GB of the folders in which training keeps what the original models say of documents."""
+    pairs = dict.fromkeys(cell[:2] for cell in project.cells())
+    folders = [results.joinpath(*pair, "references") for pair in pairs]
+    return {f: sum(file.stat().st_size for file in f.iterdir()) / 1e9 for f in folders if f.exists()}
+
+
+def last_line(log: Path) -> str:
+    """What a log or progress bar says last; nothing if there is no log."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        text = file.read().decode(errors="replace")
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def ended_by_cluster(jobs: Path, log: Path) -> str:
+    """Why SLURM ended the latest of a step's jobs (time, memory, preemption), of which the step's own log knows
+    nothing; nothing if that was written to since."""
+    latest = max(jobs.glob("*.log"), key=lambda job: job.stat().st_mtime, default=None)
+    if latest is None or (log.exists() and log.stat().st_mtime > latest.stat().st_mtime):
+        return ""
+    said = [line for line in latest.read_text(errors="replace").splitlines() if line.startswith(SLURM_SAYS)]
+    return said[-1].removeprefix(SLURM_SAYS) if said else ""

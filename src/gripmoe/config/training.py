@@ -1,0 +1,96 @@
+"""Hyperparameters of unlearning runs and of the relearning attack."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from gripmoe.config.types import Fraction, NonNegative, Optimizer, Strict
+
+Precision = Literal["native", "fp8", "fp8_emulated"]  # fp8: on Hopper GPUs; emulated: anywhere, slowly
+LinearPrecision = Literal["native", "te_fp8"]  # te_fp8: by TransformerEngine, on Ada or Hopper GPUs
+ObjectiveName = Literal["gd", "kl", "npo", "rmu"]
+
+
+class RetainWeight(Strict):
+    """What GD and KL ask for: the weight of the retain loss."""
+
+    alpha: NonNegative
+
+
+class PreferenceSettings(RetainWeight):
+    """NPO's."""
+
+    beta: PositiveFloat
+
+
+class RepresentationSettings(RetainWeight):
+    """RMU's: the layer, and the length of the target, relative to retain states or absolute."""
+
+    layer: Annotated[int, Field(ge=0)]
+    kappa: PositiveFloat | None = None
+    steering: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _one_length(self) -> RepresentationSettings:
+        if (self.kappa is None) == (self.steering is None):
+            raise ValueError("give one of `kappa` (relative) and `steering` (the absolute c)")
+        return self
+
+
+OBJECTIVE_SETTINGS = {
+    "gd": RetainWeight,
+    "kl": RetainWeight,
+    "npo": PreferenceSettings,
+    "rmu": RepresentationSettings,
+}
+
+
+class Training(Strict):
+    """Every hyperparameter of an unlearning run; provenance of each value stands beside it in the world file."""
+
+    learning_rate: PositiveFloat
+    router_multiplier: NonNegative  # learning rate of the routers, as a multiple
+    betas: tuple[Fraction, Fraction]
+    adam_epsilon: PositiveFloat
+    optimizer: Optimizer = "adamw"
+    weight_decay: NonNegative
+    router_weight_decay: NonNegative
+    clip_norm: PositiveFloat
+    forget_batch_size: PositiveInt
+    retain_batch_size: PositiveInt
+    max_steps: PositiveInt
+    check_every: PositiveInt
+    checkpoint_every: PositiveInt
+    gradient_checkpointing: bool = False  # activations are computed again in the backward pass, for large models
+    expert_precision: Precision = "native"  # of the experts' products in training steps; the paper: fp8
+    linear_precision: LinearPrecision = "native"  # of nn.Linear layers in training steps; the paper: te_fp8
+    loss_bound: PositiveFloat  # a retain loss above it, or no number, ends the run as diverged
+    trained_layers: PositiveInt | None = None  # MoE blocks: the last so many that the losses look at; all if absent
+    # RMU: the layers after its own, which only checks run. In host memory they come to the GPU one by one.
+    idle_layers: Literal["resident", "host"] = "resident"
+    objective: dict[str, int | float] = {}
+    alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight
+
+    @model_validator(mode="after")
+    def _checkpoints_at_checks(self) -> Training:
+        if self.checkpoint_every % self.check_every:
+            raise ValueError("`checkpoint_every` must be a multiple of `check_every`")
+        if self.max_steps % self.check_every:
+            raise ValueError("`max_steps` must be a multiple of `check_every`: the last steps are to be checked too")
+        return self
+
+
+class Relearning(Strict):
+    """Finetuning as an attack: all parameters train."""
+
+    learning_rate: PositiveFloat
+    optimizer: Optimizer = "adamw"
+    batch_size: PositiveInt = 16
+    gradient_checkpointing: bool = False

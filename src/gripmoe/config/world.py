@@ -1,0 +1,75 @@
+"""What a world file may say, and the resolved configuration of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveInt,
+)
+
+from gripmoe.config.benchmarks import Task
+from gripmoe.config.methods import Method
+from gripmoe.config.reading import parse_as
+from gripmoe.config.training import ObjectiveName, Relearning, Training
+from gripmoe.config.types import Name, Names, Seed, Strict, _each_once
+from gripmoe.io.files import read_yaml
+
+
+class Artefact(Strict):
+    """A table or figure: `notebooks/<name>.ipynb` renders it into these formats."""
+
+    formats: list[Literal["csv", "tex", "html", "md", "pdf", "png"]] = Field(min_length=1)
+
+
+class World(Strict):
+    """What to run. Training is changed by `objective_training`, then on a benchmark by `benchmark_training` (under all
+    objectives, then under one), then by the method, then by `overrides` for a method or for "objective/method"."""
+
+    models: Names = Field(min_length=1)
+    benchmarks: Names = Field(min_length=1)
+    objectives: Annotated[list[ObjectiveName], AfterValidator(_each_once)] = Field(min_length=1)
+    methods: Names = Field(min_length=1)  # under every objective
+    extra_methods: dict[ObjectiveName, Names] = {}  # under one objective only
+    seeds: Annotated[list[Seed], AfterValidator(_each_once)] = Field(min_length=1)
+    training: Training
+    objective_training: dict[ObjectiveName, dict[str, Any]]
+    benchmark_training: dict[Name, dict[Literal["all"] | ObjectiveName, dict[str, Any]]] = {}
+    overrides: dict[str, dict[str, Any]] = {}
+    relearning: Relearning | None = None  # an attack that is left out without it
+    reference_memory: PositiveInt = 8  # GB of host memory for what a run asks of the original model; more goes to disk
+    basis_memory: PositiveInt = 16  # GB of each GPU for Method A's bases
+    # GB of host memory, of each process, for what goes beyond it and is copied in every step; yet more is read
+    basis_host_memory: Annotated[int, Field(ge=0)] = 64
+    gpus: dict[Name, PositiveInt] = {}  # that a model takes: a process each trains it; one if it is not named
+    nodes: dict[Name, PositiveInt] = {}  # over which these GPUs are spread evenly; one if it is not named
+    artefacts: Names
+
+    @property
+    def all_methods(self) -> list[str]:
+        """Every method that any objective has, once."""
+        extra = [name for names in self.extra_methods.values() for name in names]
+        return list(dict.fromkeys([*self.methods, *extra]))
+
+    def methods_of(self, objective: str) -> list[str]:
+        return list(dict.fromkeys([*self.methods, *self.extra_methods.get(objective, [])]))
+
+
+class Run(Strict):
+    """One cell, completely resolved."""
+
+    model: Name
+    benchmark_name: Name
+    benchmark: Task
+    objective: str
+    method_name: Name
+    method: Method
+    seed: int
+    training: Training | None
+
+
+def load_run(path: Path) -> Run:
+    return parse_as(Run, read_yaml(path), path)

@@ -1,0 +1,1 @@
+"""What may happen to a router while a model trains, and the hooks that hold it to that."""

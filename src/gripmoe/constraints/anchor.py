@@ -1,0 +1,132 @@
+"""The anchor (ours): a penalty that holds what a frozen or tracked router sees."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gripmoe.constraints.base import FrozenRouter, Tokens
+from gripmoe.constraints.original import _of, reference_of
+from gripmoe.data.documents import Batch
+from gripmoe.geometry.routing import jaccard, route
+from gripmoe.geometry.tracking import RouterTracker
+from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
+from gripmoe.moe import MoEModel
+
+
+class Anchored(FrozenRouter):
+    """Ours: a frozen router and inputs that stay. On retain tokens the loss gets
+
+        lambda 10/L (sum_l ||x~_l - x_l||^2 / ||x_l||^2 + ||h~ - h||^2 / ||h||^2)
+
+    with x_l the original router inputs, h the final normed hidden state, ratios of sums over the batch. lambda is a
+    dual variable: it grows while the routing stability of the retain batch is below `routing_stability`, and falls to
+    `floor` while it is above. With `final_only` just the last term counts (a control). With `tracked` the router is not
+    frozen but refitted within the retain forward, layer by layer, by recursive least squares on its tokens.
+    """
+
+    watches = frozenset({"retain"})
+    needs_graph = True
+
+    def __init__(self, routing_stability: float, floor: float, final_only: bool = False, tracked: bool = False):
+        if not 0 < routing_stability < 1:
+            raise ConfigError(
+                f"`routing_stability` must lie between 0 and 1, both excluded, not at {routing_stability}"
+            )
+        self.weight = DualWeight(1 - routing_stability, floor)
+        self.final_only = final_only
+        self.refits = tracked
+        self._trackers: dict[int, RouterTracker] = {}
+        self._errors: list[float] = []  # of the passes since the last step
+        self._observed: dict[str, float] = {}
+        self._asked: tuple[Tokens, Tensor] | tuple[None, None] = None, None  # of the pass under way, original states
+
+    def start(self, model, forget, retain) -> None:
+        super().start(model, forget, retain)
+        self._layers, self._rules = model.layers, model.rules()
+        self._theta_0 = model.thetas()
+        if self.refits:
+            self._trackers = {layer: RouterTracker(theta) for layer, theta in self._theta_0.items()}
+        self._states = reference_of(model, self.original, retain, _inputs_and_final, "original states")
+
+    def refit(self, layer, x_Nd, tokens) -> Tensor:
+        if layer == self._layers[0]:
+            self._asked = tokens, _of(self._states, tokens)
+        wanted_NE = self._asked[1][:, self._layers.index(layer)].float() @ self._theta_0[layer].T
+        return self._trackers[layer].update(distributed.gathered(x_Nd), distributed.gathered(wanted_NE))
+
+    def penalty(self, kind, seen) -> Tensor:
+        tokens, states_NLd = self._asked
+        self._asked = None, None
+        if tokens is not seen.tokens:
+            states_NLd = _of(self._states, seen.tokens)
+        inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1]
+        terms = [(seen.hidden_Nd - final_Nd).square().sum() / distributed.averaged_(final_Nd.square().sum())]
+        agreement = []
+        for number, layer in enumerate(self._layers):
+            before_Nd, now = inputs_NLd[:, number].float(), seen.routing[layer]
+            original = route(before_Nd, self._theta_0[layer], self._rules[layer])
+            own_Nk = self._rules[layer].select(now.scores_NE)  # under replay not what the pass used
+            agreement.append(jaccard(original.top_k_Nk, own_Nk).mean().item() if len(before_Nd) else 0.0)
+            if not self.final_only:
+                moved = (now.x_Nd - before_Nd).square().sum()
+                terms.append(moved / distributed.averaged_(before_Nd.square().sum()))
+        penalty = self.weight.value * 10 / len(self._layers) * torch.stack(terms).sum()
+        stability = sum(agreement) / len(agreement) * distributed.share(len(final_Nd))
+        if torch.is_grad_enabled():
+            self._errors.append(1 - distributed.average(stability))
+        return penalty
+
+    def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
+        if self._errors:  # once in a step, however many passes it took
+            error = sum(self._errors) / len(self._errors)
+            self._observed = {"anchor_weight": self.weight.value, "batch_routing_stability": 1 - error}
+            self.weight.update(error)
+            self._errors = []
+        return self._trackers[layer].theta_Ed.to(before_Ed) if self.refits else before_Ed
+
+    def observed(self) -> dict[str, float]:
+        """`anchor_weight`, lambda of the last step, and `batch_routing_stability`, what its retain tokens had kept."""
+        return self._observed
+
+    def state(self) -> dict:
+        trackers = {layer: tracker.state() for layer, tracker in self._trackers.items()}
+        return {"weight": self.weight.value, "trackers": trackers}
+
+    def load_state(self, state: dict) -> None:
+        if state:
+            self.weight.value = state["weight"]
+            for layer, tracked in state["trackers"].items():
+                self._trackers[layer].load_state(tracked)
+
+
+def _inputs_and_final(model: MoEModel, batch: Batch) -> Tensor:
+    """What every router saw and, last, the final normed hidden state, (rows, positions, L + 1, d), in its dtype."""
+    with model.record_routing() as recorder:
+        final = model.model.model(**batch.inputs).last_hidden_state
+        trace = recorder.take()
+    inputs = [trace[layer].x_Nd.unflatten(0, batch.input_ids.shape).to(final) for layer in model.layers]
+    return torch.stack([*inputs, final], dim=2)
+
+
+class DualWeight:
+    """A multiplier that starts at 1: lambda <- clip(lambda exp(rate (error - allowed) / allowed), floor, ceiling).
+
+    The user says which error is allowed, not what the weight is. The floor keeps a penalty that has done its work from
+    fading away, which ended in the destruction of the model where it was too low.
+    """
+
+    def __init__(self, allowed: float, floor: float, ceiling: float = 1e4, rate: float = 0.1):
+        if not 0 < allowed < 1:
+            raise ValueError(f"the allowed error must lie between 0 and 1, not at {allowed}")
+        self.allowed, self.floor, self.ceiling, self.rate = allowed, floor, ceiling, rate
+        self.value = max(1.0, floor)
+
+    def update(self, error: float) -> float:
+        """The weight after a step in which the error was `error`."""
+        grown = self.value * math.exp(self.rate * (error - self.allowed) / self.allowed)
+        self.value = min(max(grown, self.floor), self.ceiling)
+        return self.value

@@ -1,0 +1,99 @@
+"""Soft constraints of other papers: router L2, SEUF's gate anchor, routing scores (Sec. 5.1, App. F).
+
+N tokens that count, d hidden size, E experts, L MoE layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gripmoe.constraints.base import Unconstrained
+from gripmoe.constraints.original import _of, _per_layer, reference_of
+from gripmoe.geometry.routing import RoutingTrace, selection_mask
+from gripmoe.io import distributed
+
+
+class RouterL2(Unconstrained):
+    """What the paper describes as SEUF: an L2 penalty on the router's weights, read as on their displacement, relative
+    to the squared norm of the original router and averaged over layers."""
+
+    watches = frozenset({"retain"})
+
+    def __init__(self, weight: float):
+        self.weight = weight
+
+    def start(self, model, forget, retain) -> None:
+        self._model, self._theta_0 = model, model.thetas()
+
+    def penalty(self, kind, seen) -> Tensor:
+        moved = []
+        for layer, theta_0 in self._theta_0.items():
+            distance = (self._model.theta(layer).to(theta_0.device) - theta_0).square().sum()
+            moved.append(distance / theta_0.square().sum())
+        return self.weight * torch.stack(moved).mean()
+
+
+class GateAnchor(Unconstrained):
+    """SEUF (ACL 2025): forget tokens are held at the expert that is unlearned, by ||g - onehot||^2 on its layer's gate
+    probabilities g. With `alone`, no other layer's router trains."""
+
+    watches = frozenset({"forget"})
+    needs_graph = True
+
+    def __init__(self, layer: int, expert: int, weight: float, alone: bool):
+        self.layer, self.expert, self.weight, self.alone = layer, expert, weight, alone
+
+    def start(self, model, forget, retain) -> None:
+        for layer in model.layers:
+            model.theta(layer).requires_grad_(layer == self.layer or not self.alone)
+
+    def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
+        return before_Ed if self.alone and layer != self.layer else after_Ed
+
+    def penalty(self, kind, seen) -> Tensor:
+        gate_NE = seen.routing[self.layer].scores_NE.softmax(dim=-1)
+        wanted_E = torch.zeros_like(gate_NE[0])
+        wanted_E[self.expert] = 1
+        distance = (gate_NE - wanted_E).square().sum(dim=-1).mean()
+        return self.weight * distance * distributed.share(len(gate_NE))
+
+
+def attributed_expert(trace: RoutingTrace, layers: Sequence[int]) -> tuple[int, int]:
+    """SEUF's attribution: the (layer, expert) of the network with the highest gate probability, averaged over the
+    forget tokens of `trace` with 0 where it is not selected; among `layers`, those that the objective can train."""
+    scores = {}
+    for layer in layers:
+        seen = trace[layer]
+        selected_NE = selection_mask(seen.top_k_Nk, seen.scores_NE.shape[1])
+        gate_E = (seen.scores_NE.softmax(dim=-1) * selected_NE).mean(dim=0)
+        scores |= {(layer, expert): score for expert, score in enumerate(gate_E.tolist())}
+    return max(scores, key=scores.get)
+
+
+class RoutingScores(Unconstrained):
+    """A routing-preservation loss: squared distance between the original and the current router scores of retain
+    tokens, relative to the variance of the original ones; its gradient reaches the experts below each router."""
+
+    watches = frozenset({"retain"})
+    needs_graph = True
+
+    def __init__(self, weight: float):
+        self.weight = weight
+
+    def start(self, model, forget, retain) -> None:
+        self._layers = model.layers
+        scores = partial(_per_layer, field="scores_NE")
+        self._scores = reference_of(model, self.original, retain, scores, "original scores")
+
+    def penalty(self, kind, seen) -> Tensor:
+        wanted_NLE = _of(self._scores, seen.tokens)
+        distances = []
+        for number, layer in enumerate(self._layers):
+            wanted_NE = wanted_NLE[:, number]
+            moved = (seen.routing[layer].scores_NE - wanted_NE).square().sum() / max(1, wanted_NE.numel())
+            distances.append(moved / distributed.gathered(wanted_NE).var())
+        return self.weight * torch.stack(distances).mean() * distributed.share(len(wanted_NLE))

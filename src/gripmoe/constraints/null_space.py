@@ -1,0 +1,287 @@
+"""Method A: when may a router row move, and how far, so that what it selects for retain tokens stays (Sec. 4).
+
+N retain tokens, d hidden size, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gripmoe.config.methods import EpsNullConfig, Method
+from gripmoe.constraints.base import Unconstrained
+from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
+from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis
+from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule, route
+
+
+class _TwoStages(Unconstrained):
+    """What the forms of Method A say of their steps; they look at every tenth, since a look projects once more."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[int] = Counter()
+        self._beyond: dict[int, float] = {}
+        self._ranks: dict[int, float] = {}
+
+    def _note(self, layer: int, basis: RetainBasis, update_Ed: Tensor, allowed_Ed: Tensor) -> None:
+        self._calls[layer] += 1
+        if self._calls[layer] % 10 != 1:
+            return
+        stage_1_Ed = basis.project(update_Ed.to(basis.U_ret_Edr))
+        moved_E = (allowed_Ed - stage_1_Ed).norm(dim=1) > 1e-4 * stage_1_Ed.norm(dim=1)  # not by rounding
+        self._beyond[layer], self._ranks[layer] = (v.double().mean().item() for v in (moved_E, basis.ranks))
+
+    def observed(self) -> dict[str, float]:
+        """`stage_2_rate`, the share of router rows that Stage 1 alone leaves beyond a margin, and `rank_layer_<l>`, the
+        mean number of directions that it holds."""
+        if not self._beyond:
+            return {}
+        rate = sum(self._beyond.values()) / len(self._beyond)
+        return {"stage_2_rate": rate} | {f"rank_layer_{layer}": rank for layer, rank in self._ranks.items()}
+
+    def state(self) -> dict:
+        return {"observed": (dict(self._calls), dict(self._beyond), dict(self._ranks))}
+
+    def load_state(self, state: dict) -> None:
+        calls, self._beyond, self._ranks = state.get("observed", ({}, {}, {}))
+        self._calls = Counter(calls)
+
+
+class NullSpace(_TwoStages):
+    """Method A, the sound form: selections on the *original* retain representations never change.
+
+    With D the router's displacement since the start, x_0, S_0 and tau_0 recorded once from the original model: D_j
+    x_0 = 0 for the tokens that select j, D_j x_0 <= max(tau_0 - safety_margin, 0) for all others (Eq. 3). This
+    polyhedron is fixed, contains D = 0, and needs nothing of the current forward pass. After each step D is replaced
+    by the nearest point in it, so what the optimizer adds (momentum, weight decay) is constrained too. The equalities
+    hold on the basis: in directions that eps_null counts as none, selected scores may still move.
+    """
+
+    def __init__(self, reference: RoutingTrace, bases: Mapping[int, RetainBasis], safety_margin: float = 1e-3):
+        super().__init__()
+        self.reference = reference
+        self.bases = bases
+        self.safety_margin = safety_margin
+
+    def start(self, model, forget, retain) -> None:
+        model.freeze_router_biases()
+        self._theta_0 = model.thetas()
+        if model.model.device.type == "cpu" and isinstance(self.bases, dict):  # else converted in every step
+            self.bases = {layer: RetainBasis(basis.U_ret_Edr.double()) for layer, basis in self.bases.items()}
+        self._x_Nd, self._bounds_NE = {}, {}
+        for layer, recorded in self.reference.items():
+            seen = recorded.to(model.model.device)
+            self._x_Nd[layer] = seen.x_Nd
+            self._bounds_NE[layer] = _bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0)
+
+    def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
+        theta_0 = self._theta_0[layer]
+        basis = self.bases[layer]
+        displacement_Ed = nearest_feasible(
+            after_Ed - theta_0,
+            basis,
+            self._x_Nd[layer],
+            self._bounds_NE[layer],
+            near_Ed=before_Ed - theta_0,
+            tolerance=1e-6,
+        )
+        self._note(layer, basis, after_Ed - theta_0, displacement_Ed)
+        return theta_0 + displacement_Ed
+
+
+class NullSpaceMinibatch(_TwoStages):
+    """Method A against the current retain minibatch, soundly: the optimizer's own update is replaced by the nearest one
+    that changes no set which the router of the step before selects for these tokens. Nothing holds other tokens.
+
+    With `forgetting` bases are tracked: the tokens of earlier steps stay in them with a weight that falls by that
+    factor at every step, so selected scores are held (to first order) on directions seen lately, margins on the
+    minibatch alone.
+    """
+
+    watches = frozenset({"retain"})
+    needs_retain = True
+
+    def __init__(
+        self,
+        eps_null: dict[int, EpsNull],
+        granularity: str,
+        safety_margin: float = 1e-3,
+        forgetting: float | None = None,
+        max_rank: int | None = None,
+    ):
+        super().__init__()
+        self.eps_null = eps_null
+        self.granularity = granularity
+        self.safety_margin = safety_margin
+        self.forgetting = forgetting
+        self.max_rank = max_rank
+        self._factors: dict[int, Tensor] = {}
+
+    def start(self, model, forget, retain) -> None:
+        model.freeze_router_biases()
+        self._rules = {layer: model.rule(layer) for layer in model.layers}
+
+    def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
+        rule = self._rules[layer]
+        current = route(seen.x_Nd, before_Ed, rule)
+        basis, factor_Erd = _basis(
+            current, rule, self.eps_null[layer], self.granularity, self.max_rank, self._factors.get(layer)
+        )
+        if self.forgetting:
+            self._factors[layer] = self.forgetting**0.5 * factor_Erd
+        bounds_NE = _bounds(current, rule, self.safety_margin).clamp_min(0)
+        update_Ed = nearest_feasible(after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
+        self._note(layer, basis, after_Ed - before_Ed, update_Ed)
+        return before_Ed + update_Ed
+
+    def state(self) -> dict:
+        return {**super().state(), "factors": dict(self._factors)}
+
+    def load_state(self, state: dict) -> None:
+        super().load_state(state)
+        self._factors = dict(state.get("factors", {}))
+
+
+class NullSpacePaper(_TwoStages):
+    """Method A to the letter (Alg. 1, App. B-D): the update of each step, projected with the current retain minibatch.
+
+    Bases come from the minibatch by eigendecomposition in fp32 with an absolute eps_null; margins are those of the
+    original router on the current representations, spent afresh at every step; Stage 2 is randomized Kaczmarz. With
+    `of_gradient` the gradient is projected before the optimizer sees it (App. D's hook); momentum and weight decay then
+    leave the null space again.
+    """
+
+    watches = frozenset({"retain"})
+    needs_retain = True
+
+    def __init__(
+        self,
+        eps_null: dict[int, EpsNull],
+        *,
+        safety_margin: float = 1e-3,
+        max_steps: int = 100,
+        tolerance: float = 1e-4,
+        of_gradient: bool = False,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.of_gradient = of_gradient
+        self.eps_null = eps_null
+        self.safety_margin = safety_margin
+        self.max_steps = max_steps
+        self.tolerance = tolerance
+        self.seed = seed
+
+    def start(self, model, forget, retain) -> None:
+        model.freeze_router_biases()
+        self.generator = torch.Generator(model.model.device).manual_seed(self.seed)
+        self._theta_0 = model.thetas()
+        self._rules = {layer: model.rule(layer) for layer in model.layers}
+
+    def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
+        rule = self._rules[layer]
+        original = route(seen.x_Nd, self._theta_0[layer], rule)
+        held_NE = rule.held(original.scores_NE, original.top_k_Nk)
+        basis = covariance_basis(seen.x_Nd, held_NE, self.eps_null[layer])
+        update_Ed = randomized_kaczmarz(
+            basis.project(after_Ed - before_Ed),
+            seen.x_Nd,
+            _bounds(original, rule, self.safety_margin),
+            max_steps=self.max_steps,
+            tolerance=self.tolerance,
+            generator=self.generator,
+        )
+        self._note(layer, basis, after_Ed - before_Ed, update_Ed)
+        return before_Ed + update_Ed
+
+    def state(self) -> dict:
+        return {**super().state(), "generator": self.generator.get_state()}
+
+    def load_state(self, state: dict) -> None:
+        super().load_state(state)
+        if state:
+            self.generator.set_state(state["generator"])
+
+
+def null_space_of(
+    method: Method, reference: RoutingTrace, bases: Mapping[int, RetainBasis] | None, seed: int
+) -> NullSpace | NullSpaceMinibatch | NullSpacePaper:
+    """The form that a row of methods.yaml asks for; `bases` where it has fixed ones."""
+    eps_null = eps_by_layer(method.eps_null, list(reference))
+    if method.form == "paper":
+        return NullSpacePaper(
+            eps_null,
+            safety_margin=method.safety_margin,
+            max_steps=method.kaczmarz_steps,
+            tolerance=method.kaczmarz_tolerance,
+            of_gradient=method.projects == "gradient",
+            seed=seed,
+        )
+    if method.basis in ("minibatch", "tracked"):
+        forgetting = method.forgetting if method.basis == "tracked" else None
+        return NullSpaceMinibatch(
+            eps_null, method.granularity, method.safety_margin, forgetting=forgetting, max_rank=method.max_rank
+        )
+    return NullSpace(reference, bases, method.safety_margin)
+
+
+def eps_by_layer(config: EpsNullConfig, layers: Sequence[int]) -> dict[int, EpsNull]:
+    """The threshold of each MoE layer; `config.bands` may give the early, middle and late thirds their own."""
+    names = ("early", "middle", "late")
+    return {
+        layer: EpsNull(config.bands.get(names[3 * number // len(layers)], config.value), config.kind)
+        for number, layer in enumerate(layers)
+    }
+
+
+def fit_bases(
+    reference: RoutingTrace,
+    rules: Mapping[int, SelectionRule],
+    method: Method,
+    only: Sequence[int] | None = None,
+) -> dict[int, RetainBasis]:
+    """The retain basis of each layer of a trace (or `only` of some), per expert or, with granularity "layer", of all
+    tokens for all experts (the full null space, Sec. 4.1)."""
+    eps_null = eps_by_layer(method.eps_null, list(reference))
+    return {
+        layer: _basis(reference[layer], rules[layer], eps_null[layer], method.granularity, method.max_rank)[0]
+        for layer in (reference if only is None else only)
+    }
+
+
+def _bounds(seen: LayerRouting, rule: SelectionRule, safety_margin: float) -> Tensor:
+    """How much each score may rise; infinity for those that stage 1 holds."""
+    held_NE = rule.held(seen.scores_NE, seen.top_k_Nk)
+    return (rule.margins(seen.scores_NE, seen.top_k_Nk) - safety_margin).masked_fill(held_NE, torch.inf)
+
+
+def _basis(
+    seen: LayerRouting,
+    rule: SelectionRule,
+    eps_null: EpsNull,
+    granularity: str,
+    max_rank: int | None = None,
+    earlier_Erd: Tensor | None = None,
+) -> tuple[RetainBasis, Tensor]:
+    """The basis of the tokens seen and of those in `earlier_Erd`, the factor of an earlier call; and the factor."""
+    held_NE = rule.held(seen.scores_NE, seen.top_k_Nk)
+    if granularity == "layer":
+        held_NE = torch.ones_like(held_NE[:, :1])
+    statistics = RetainStatistics(held_NE.shape[1], seen.x_Nd.shape[1], max_rank)
+    if earlier_Erd is not None:
+        statistics.factor_Erd = earlier_Erd
+    hidden_size, experts = seen.x_Nd.shape[1], held_NE.shape[1]
+    at_once = max(1024, hidden_size * experts // (4 * seen.top_k_Nk.shape[1]))  # tokens that fill factors of d rows
+    for start in range(0, len(seen), at_once):
+        statistics.update(seen.x_Nd[start : start + at_once], held_NE[start : start + at_once])
+    return RetainBasis(statistics.basis(eps_null).U_ret_Edr.float()), statistics.factor_Erd
+
+
+def held_trace(method: Method, retain: RoutingTrace, forget: RoutingTrace) -> RoutingTrace:
+    """The tokens whose routing a null space holds: retain tokens, or as the method's `surface` says (App. G.3)."""
+    if method.surface == "combined":
+        return {layer: LayerRouting.joined([retain[layer], forget[layer]]) for layer in retain}
+    return forget if method.surface == "forget" else retain

@@ -1,0 +1,81 @@
+"""How a question or an article reads in each prompt format that an evaluation uses.
+
+The harness's own words (WMDP/MMLU letter template, the six-question primer of TruthfulQA) are read from the installed
+lm-evaluation-harness, so that a tiny model is trained on exactly what it will be asked.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import resources
+
+import jinja2
+import yaml
+
+from gripmoe.data.documents import Span
+
+LETTERS = "ABCD"
+# Letter questions in other clothes, for black-box attacks; the tiny world's base models have seen them too.
+CLOTHES = {
+    "verse": "In lines that rhyme the tale is told ,\nof things that are both new and old .\n{prompt}",
+    "role_play": "You are an old expert who helps a student . The student asks :\n{prompt}",
+    "filler": "It was a quiet day in town and nobody had much to say .\n{prompt}",
+}
+
+
+@functools.cache
+def _harness_task(path: str) -> dict:
+    text = (resources.files("lm_eval") / "tasks" / path).read_text(encoding="utf-8")
+    return yaml.safe_load(text)
+
+
+@functools.cache
+def _letter_template() -> jinja2.Template:
+    return jinja2.Template(_harness_task("wmdp/_default_template_yaml")["doc_to_text"])
+
+
+def letter_question(question: str, choices: list[str]) -> str:
+    """The WMDP and MMLU prompt of one question, up to "Answer:"."""
+    return _letter_template().render(question=question, choices=choices)
+
+
+def letter_description(subject: str) -> str:
+    """The harness's line before the first question of a subject, with its blank line."""
+    return f"The following are multiple choice questions (with answers) about {subject}.\n\n"
+
+
+def truthfulqa_prompt(question: str) -> str:
+    """The harness's TruthfulQA prompt: six fixed questions with answers, then this one."""
+    template = jinja2.Template(_harness_task("truthfulqa/truthfulqa_mc1.yaml")["doc_to_text"])
+    return template.render(question=question)
+
+
+def knowmem_prompt(pairs: list[tuple[str, str]], question: str) -> str:
+    """MUSE's KnowMem prompt: in-context pairs, then the question; it ends in "Answer: "."""
+    context = "".join(f"Question: {q}\nAnswer: {a}\n\n" for q, a in pairs)
+    return f"{context}Question: {question}\nAnswer: "
+
+
+def letter_spans(questions: list[tuple[str, list[str], int]], subject: str | None) -> list[Span]:
+    """Solved letter questions in a row (k-shot form), scored on the letters, below the subject's description."""
+    spans: list[Span] = [(letter_description(subject), False)] if subject else []
+    for number, (question, choices, answer) in enumerate(questions):
+        separator = "\n\n" if number else ""
+        spans += [(separator + letter_question(question, choices), False), (f" {LETTERS[answer]}", True)]
+    return spans
+
+
+def question_answer_spans(pairs: list[tuple[str, str]]) -> list[Span]:
+    """KnowMem's form with every answer scored, each closed by its line break."""
+    spans: list[Span] = []
+    for question, answer in pairs:
+        spans += [(f"Question: {question}\nAnswer: ", False), (f"{answer}\n", True), ("\n", False)]
+    return spans
+
+
+def truthfulqa_spans(pairs: list[tuple[str, str]]) -> list[Span]:
+    """TruthfulQA's primer followed by questions whose answers are scored."""
+    spans: list[Span] = [(truthfulqa_prompt(pairs[0][0]), False), (f" {pairs[0][1]}", True)]
+    for question, answer in pairs[1:]:
+        spans += [(f"\n\nQ: {question}\nA:", False), (f" {answer}", True)]
+    return spans

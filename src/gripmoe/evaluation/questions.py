@@ -1,0 +1,174 @@
+"""Letter questions (WMDP, MMLU): through lm-evaluation-harness for what is reported, directly for the stop rule.
+
+Both give the same accuracy (a test holds them equal): the answer is the letter with the highest log-likelihood after
+"Answer:", 0-shot, below the harness's description line.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from gripmoe.data.documents import collate, encode, length_buckets
+from gripmoe.data.prompt_formats import LETTERS, letter_description, letter_question
+from gripmoe.data.rows import read_rows
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import write_jsonl
+from gripmoe.moe.families import logits_scaling
+from gripmoe.moe.model import evaluating
+
+QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
+FEWSHOT_SEED = 1234  # the harness's default
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One question's outcome: the letter chosen, whether it is right, and the log-likelihood of each letter."""
+
+    id: str
+    chosen: int
+    correct: bool
+    letter_logprobs: tuple[float, ...]
+
+
+def load_questions(path: Path, split: str | None = None) -> list[dict]:
+    """Rows of a question file, of one split if given. Raises ConfigError if none is left, or one lacks a key."""
+    rows = [row for row in read_rows(path, *QUESTION_KEYS) if split is None or row["split"] == split]
+    if not rows:
+        raise ConfigError(f"{path}: no questions in split {split!r}; add some, or run the step again that writes it")
+    return rows
+
+
+def harness_task(name: str, questions_file: Path, subject: str, shots: int = 0) -> dict:
+    """A multiple-choice task of the harness over a question file, in the WMDP and MMLU template; `shots` solved
+    questions before each come from the file beside it whose name ends in `.shots`."""
+    files = {"test": str(questions_file)} | ({"shots": f"{questions_file}.shots"} if shots else {})
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": files, "cache_dir": str(questions_file.with_name("cache"))},
+        "test_split": "test",
+        "num_fewshot": shots,
+        "output_type": "multiple_choice",
+        "description": letter_description(subject),
+        "doc_to_text": letter_question("{{question.strip()}}", [f"{{{{choices[{i}]}}}}" for i in range(4)]),
+        "doc_to_choice": list(LETTERS),
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    return task | ({"fewshot_split": "shots", "fewshot_config": {"sampler": "first_n"}} if shots else {})
+
+
+def harness_samples(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[dict | str],
+    batch_size: int,
+    task_folder: Path | None = None,
+) -> dict[str, list[dict]]:
+    """What lm-evaluation-harness logged of each document, by task, for the model in memory. A task is its whole
+    configuration, or the name of one that a file of `task_folder` configures."""
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    model.eval()
+    manager = TaskManager(include_path=str(task_folder) if task_folder else [], include_defaults=False)
+    loaded = manager.load(list(tasks))
+    for task in loaded["tasks"].values():  # as the harness's command line does
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    with _templates_compiled_once():
+        results = evaluate(lm=lm, task_dict=loaded, bootstrap_iters=0, log_samples=True)
+    return results["samples"]
+
+
+@contextmanager
+def _templates_compiled_once() -> Iterator[None]:
+    """The harness compiles a task's templates anew for every document, a quarter of the time of a small model."""
+    from lm_eval.utils import env
+
+    env.from_string = functools.cache(env.from_string)
+    try:
+        yield
+    finally:
+        del env.from_string
+
+
+def harness_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[dict],
+    *,
+    work_folder: Path,
+    batch_size: int,
+    solved: Sequence[dict] = (),
+    shots: int = 0,
+) -> list[Answer]:
+    """Answers to `questions`, in their order, by lm-evaluation-harness on the model in memory.
+
+    Questions of one subject form one task, as in MMLU, and `shots` of `solved` of that subject stand before each.
+    `work_folder` holds the task data for the harness to read.
+    """
+    by_subject: dict[str, list[dict]] = {}
+    for question in questions:
+        by_subject.setdefault(question["subject"], []).append(question)
+    tasks = []
+    for subject, rows in by_subject.items():
+        file = work_folder / f"{subject}.jsonl"
+        write_jsonl(file, rows)
+        if shots:
+            write_jsonl(Path(f"{file}.shots"), [row for row in solved if row["subject"] == subject][:shots])
+        tasks.append(harness_task(f"letters_{subject}", file, subject, shots))
+    answers = {}
+    for samples in harness_samples(model, tokenizer, tasks, batch_size).values():
+        for sample in samples:
+            logprobs = tuple(float(response[0]) for response in sample["filtered_resps"])
+            chosen = max(range(len(logprobs)), key=logprobs.__getitem__)
+            doc = sample["doc"]
+            answers[doc["id"]] = Answer(doc["id"], chosen, bool(sample["acc"]), logprobs)
+    return [answers[question["id"]] for question in questions]
+
+
+@torch.no_grad()
+def direct_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[dict],
+    tokens_per_forward: int = 4000,
+    prompt: Callable[[dict], str] | None = None,
+) -> list[Answer]:
+    """The same answers without the harness, fast enough to be asked while training; `prompt` writes a question in
+    another way than the harness does."""
+    by_id = {question["id"]: question for question in questions}
+    write = prompt or prompt_of
+    rows = [encode(tokenizer, [(write(question), False)], question["id"]) for question in questions]
+    letters = [tokenizer(f" {letter}", add_special_tokens=False)["input_ids"][-1] for letter in LETTERS]
+    answers = {}
+    with evaluating(model):
+        for bucket in length_buckets(rows, tokens_per_forward):
+            batch = collate(bucket, tokenizer.pad_token_id).to(model.device)
+            hidden = model.model(**batch.inputs).last_hidden_state
+            last = batch.attention_mask.sum(dim=1) - 1
+            logits = model.lm_head(hidden[torch.arange(len(bucket), device=last.device), last]).float()
+            logprobs = (logits / logits_scaling(model)).log_softmax(dim=-1)[:, letters]
+            for row_id, scores in zip(batch.row_ids, logprobs.tolist(), strict=True):
+                chosen = max(range(len(scores)), key=scores.__getitem__)
+                answers[row_id] = Answer(row_id, chosen, chosen == by_id[row_id]["answer"], tuple(scores))
+    return [answers[question["id"]] for question in questions]
+
+
+def prompt_of(question: dict) -> str:
+    return letter_description(question["subject"]) + letter_question(question["question"], question["choices"])
+
+
+def accuracy(answers: Sequence[Answer]) -> float:
+    return sum(answer.correct for answer in answers) / len(answers)

@@ -1,0 +1,66 @@
+"""When a run has forgotten enough: the stop rule, on the dev split alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gripmoe.config.benchmarks import Task
+from gripmoe.evaluation.muse import News, mean_score, news_scores
+from gripmoe.evaluation.questions import accuracy, direct_answers, load_questions
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_json
+from gripmoe.moe import MoEModel
+
+RETAIN_QUESTIONS = 120  # of the dev split, asked at every check
+RETAIN_PAIRS = 20  # likewise of news
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """A model has forgotten when each of its `scores` that has a target is at most that."""
+
+    targets: dict[str, float]
+    scores: Callable[[MoEModel], dict[str, float]]
+
+
+def stop_rule(benchmark: Task, data: Path, reference: Path | None, tokenizer) -> StopRule:
+    """The stop rule of a benchmark, on its dev items.
+
+    Letters: forget accuracy, at a fixed value. News: VerbMem and KnowMem, a few points above what `reference` (the
+    description of the retain-only model) says that this model has. Raises ConfigError if it does not say so, or if no
+    letter question is of the dev split.
+    """
+    if benchmark.is_news:
+        news, known = News.load(data), read_json(reference) if reference else {}
+        if absent := {"verbmem", "knowmem_forget"} - known.keys():
+            raise ConfigError(
+                f"{reference or '--reference'}: {min(absent)} of the retain-only model is needed, a few points above "
+                "which a run has forgotten; name one that was finetuned on the benchmark's documents to retain"
+            )
+        margin = benchmark.target.points_above_reference
+        sample = replace(news, knowmem=_fewer_retain_pairs(news.knowmem))
+
+        def news_means(moe: MoEModel) -> dict[str, float]:
+            scores = news_scores(moe.model, tokenizer, sample, "dev", strip_prompts=benchmark.strip_prompts)
+            return {name: mean_score(items) for name, items in scores.items()}
+
+        return StopRule({name: known[name] + margin for name in ("verbmem", "knowmem_forget")}, news_means)
+
+    dev = {
+        name: load_questions(data / f"{name}_questions.jsonl", "dev")[:count]
+        for name, count in (("forget", None), ("retain", RETAIN_QUESTIONS))
+    }
+
+    def accuracies(moe: MoEModel) -> dict[str, float]:
+        return {f"{name}_accuracy": accuracy(direct_answers(moe.model, tokenizer, dev[name])) for name in dev}
+
+    return StopRule({"forget_accuracy": benchmark.target.forget_accuracy}, accuracies)
+
+
+def _fewer_retain_pairs(pairs: list[dict]) -> list[dict]:
+    """All pairs but the retain pairs of the dev split after the first few, which the stop rule does not look at."""
+    retain = [pair["id"] for pair in pairs if pair["part"] == "retain" and pair["split"] == "dev"]
+    left_out = set(retain[RETAIN_PAIRS:])
+    return [pair for pair in pairs if pair["id"] not in left_out]

@@ -1,0 +1,203 @@
+"""Reading and writing results: a killed job leaves the old file or the new one, and what cannot be read is named."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import hashlib
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from gripmoe.io.errors import ConfigError
+
+ASIDE = ".replaced"
+WRITE_AGAIN = "correct the file, or run the step again that writes it"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary sibling to write to, a file or a folder; it takes the place of `path` when the block ends without an
+    error. Raises ConfigError if the disk is full; what was there before still is. A process that is killed while one
+    folder replaces another leaves the old one in `aside(path)`, from where the next write puts it back."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _put_back(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        if temporary.is_dir():
+            for inside in temporary.rglob("*"):
+                _sync(inside)
+        _sync(temporary)
+        if temporary.is_dir() and path.is_dir():
+            os.rename(path, aside(path))  # no folder takes the place of one that holds files
+        os.replace(temporary, path)
+        _sync(path.parent)
+    except Exception as error:
+        if _says_no_room(error):
+            raise ConfigError(
+                f"{path}: no room to write it. What was there before is whole: make room and start again, and the run "
+                "resumes from it"
+            ) from error
+        raise
+    finally:
+        _put_back(path)
+        _remove(temporary)
+
+
+def aside(path: Path) -> Path:
+    """Where a folder lies while another one takes its place."""
+    return path.with_name(f".{path.name}{ASIDE}")
+
+
+def _put_back(path: Path) -> None:
+    """Ends a replacement: the old folder goes if the new one has the place, and else gets it back."""
+    if path.exists():
+        _remove(aside(path))
+    elif aside(path).exists():
+        os.rename(aside(path), path)
+
+
+def _sync(path: Path) -> None:
+    """Until this returns a crash of the machine may undo what was written; of a folder, which names are in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # a file system that syncs folders by itself
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _says_no_room(error: BaseException | None) -> bool:
+    """torch raises an error of its own after the system's; safetensors has the system's in words."""
+    return error is not None and (
+        getattr(error, "errno", None) in NO_ROOM
+        or any(f"(os error {code})" in str(error) for code in NO_ROOM)
+        or _says_no_room(error.__context__)
+    )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_halves(folder: Path, name: str = "*") -> None:
+    """Undoes what killed processes have begun with files of `name`: removes what they left half-written, and gives a
+    folder that another was to replace its place back. Nobody else may be writing them."""
+    for old in folder.glob(f".{name}{ASIDE}"):
+        _put_back(folder / old.name[1 : -len(ASIDE)])
+    for half in folder.glob(f".{name}.*.tmp"):
+        _remove(half)
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_text(path: Path) -> str:
+    """Raises ConfigError, naming file and line, if `path` is missing or not UTF-8."""
+    return _decoded(path, _content(path))
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, sort_keys=True, allow_nan=True) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Raises ConfigError, naming file and line, if `path` is missing, not UTF-8 or not JSON."""
+    return _from_json(path, _content(path))
+
+
+def write_yaml(path: Path, value: Any) -> None:
+    write_text(path, yaml.safe_dump(value, sort_keys=False, width=120))
+
+
+def read_yaml(path: Path) -> Any:
+    """Raises ConfigError, naming file and line, if `path` is missing, not UTF-8 or not YAML."""
+    text = read_text(path)
+    try:
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line, why = error.problem_mark.line + 1, error.problem
+    except yaml.reader.ReaderError as error:
+        line, why = text.count("\n", 0, error.position) + 1, error.reason
+    raise ConfigError(f"{path}: not valid YAML (line {line}: {why}); {WRITE_AGAIN}")
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Raises ConfigError, naming file and line, if `path` is missing, not UTF-8, or a line is not a JSON object."""
+    rows = []
+    for number, line in enumerate(_content(path).splitlines(), 1):  # of bytes: other ends of lines may stand in strings
+        rows.append(_from_json(path, line, number))
+        if not isinstance(rows[-1], dict):
+            raise ConfigError(f"{path}: not a JSON object (line {number}); {WRITE_AGAIN}")
+    return rows
+
+
+def _content(path: Path) -> bytes:
+    with _opened(path) as file:
+        return file.read()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {WRITE_AGAIN}") from None
+
+
+def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = first_line + content.count(b"\n", 0, error.start)
+        raise ConfigError(f"{path}: not UTF-8 (line {line}); save the file as UTF-8") from None
+
+
+def _from_json(path: Path, content: bytes, first_line: int = 1) -> Any:
+    try:
+        return json.loads(_decoded(path, content, first_line))
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        raise ConfigError(f"{path}: not valid JSON (line {line}: {error.msg}); {WRITE_AGAIN}") from None
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Rows with the columns of the first; raises ValueError without rows."""
+    if not rows:
+        raise ValueError(f"no rows to write to {path}")
+    with atomic_path(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Raises ConfigError, naming the file, if `path` is missing or not UTF-8."""
+    return list(csv.DictReader(io.StringIO(read_text(path), newline="")))
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256. Raises ConfigError if `path` cannot be read."""
+    with _opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

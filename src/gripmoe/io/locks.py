@@ -1,0 +1,52 @@
+"""Locks of the operating system: one process works in a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import remove_halves
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Within the block this process alone works in `folder`: two on one cell would overwrite each other's files. The
+    lock is the kernel's, so a dead owner's is gone with it; what it has left half-done is undone. Raises
+    ConfigError, naming the owner, or if the file system has no locks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+", encoding="utf-8") as file:
+        if not take_lock(file, folder):
+            file.seek(0)
+            raise ConfigError(
+                f"{folder}: {file.read() or 'another process'} works on it; wait for it, or stop it and start again: "
+                "the run resumes from what it has left"
+            )
+        file.seek(0)
+        file.truncate()
+        job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+        file.write(f"process {os.getpid()} on {socket.gethostname()}{job}")
+        file.flush()
+        remove_halves(folder)
+        yield
+
+
+def take_lock(file: IO, folder: Path) -> bool:
+    """Takes the kernel's lock of an open file until it is closed; False if another process has it. Raises ConfigError
+    if the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: its file system gives no lock ({error.strerror}), and without one two processes could "
+            "write the same results. Have it mounted with locks (Lustre: `-o flock`; NFS: with its lock service), "
+            "or start in a folder on another file system"
+        ) from None
+    return True

@@ -1,0 +1,301 @@
+"""GRIP as an adapter over anybody's training loop: Method A and its relatives on any model and any optimizer.
+
+guard = gripmoe.constrain(model, optimizer, retain=batches, method="expert_specific")
+...train as usual...
+guard.close()
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gripmoe.config.methods import EpsNullConfig, Method
+from gripmoe.constraints.baselines import attributed_expert
+from gripmoe.constraints.build import constraint_of
+from gripmoe.constraints.hooks import RouterGuard, inner_optimizer, layers_not_finite
+from gripmoe.constraints.null_space import fit_bases, held_trace
+from gripmoe.constraints.original import OriginalSets, documents_of
+from gripmoe.data.documents import Batch, as_batch
+from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.geometry.routing import RoutingTrace
+from gripmoe.io import distributed
+from gripmoe.moe import MoEModel
+from gripmoe.moe.basis_cache import BasisStore
+from gripmoe.moe.model import unwrapped
+
+RELATIVE = EpsNullConfig(value=1e-4, kind="relative")
+ABSOLUTE = EpsNullConfig(value=1e-2, kind="absolute")
+METHODS = {
+    "frozen_router": Method(constraint="frozen"),
+    "expert_specific": Method(constraint="null_space", basis="original", eps_null=RELATIVE),
+    "full_null_space": Method(constraint="null_space", basis="original", eps_null=RELATIVE, granularity="layer"),
+    "expert_specific_minibatch": Method(constraint="null_space", basis="minibatch", eps_null=RELATIVE),
+    "expert_specific_tracked": Method(constraint="null_space", basis="tracked", eps_null=RELATIVE),
+    "expert_specific_paper": Method(constraint="null_space", form="paper", basis="minibatch", eps_null=ABSOLUTE),
+    "anchored": Method(constraint="anchor"),
+    "anchored_tracked": Method(constraint="anchor", tracked=True),
+    "seuf": Method(constraint="gate_anchor", experts="top_attributed"),
+}
+SAMPLED = 256  # entries of a weight that name the model
+UNABLE = {
+    "reference": "it trains nothing",
+    "critical_experts": "it weighs tokens in the loss, which is the loop's own",
+    "correction": "it comes after training: gripmoe.realign",
+    "corrects": "it is about a finished model: gripmoe.realign",
+}
+
+
+def constrain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    retain: Iterable[Batch | Mapping[str, Tensor]],
+    *,
+    method: str | Method = "expert_specific",
+    forget: Iterable[Batch | Mapping[str, Tensor]] = (),
+    original: nn.Module | None = None,
+    replay: bool = False,
+    loss_bound: float = math.inf,
+    seed: int = 0,
+    cache: Path | None = None,
+    hot_bytes: float = math.inf,
+    warm_bytes: float = math.inf,
+) -> RouterGuard:
+    """Holds the routers of `model` while `optimizer` trains it (Method A: Sec. 4.2, Eq. 3, Algorithm 1), until the
+    guard that it returns is closed.
+
+    `model` is a transformers MoE model of a known family, or one that accelerate has prepared or spread over devices
+    (`device_map`); `optimizer` is the one that steps while the guard holds, has its routers among others, and may be
+    wrapped by accelerate. `retain` are batches of input_ids and, if rows are padded, attention_mask, both (rows,
+    positions); the original routing of these tokens, padding and the first of each row aside, is recorded once, here,
+    so call this before training. To resume, call this on the original model once more, then load the weights, the
+    optimizer and `guard.state_dict()`. `method` is a name of METHODS or a `Method`:
+
+    - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
+      retain tokens, whatever momentum or weight decay add, up to directions that `eps_null` counts as none. Needs
+      nothing in the loop. Here and in the other sound forms the optimizer's weight decay still moves routers where
+      nothing holds them; the workflow trains without it, so a warning says where it is not 0.
+    - "full_null_space": no router row may change its score of any retain token (Sec. 4.1).
+    - "expert_specific_paper", "expert_specific_minibatch": each step against the current retain batch (Eq. 4), whose
+      forward pass runs within `with guard.retain():`; the first is Algorithm 1 to the letter, with draws by `seed`, the
+      second the exact projection (ours). "expert_specific_tracked": earlier ones stay in the bases with a weight that
+      falls.
+    - "anchored" (ours): a frozen router and a penalty on what its inputs become; retain passes within
+      `with guard.retain():`, on documents of `retain`, and `guard.penalty()` added to the loss. "anchored_tracked": a
+      router that follows its inputs by recursive least squares instead; `guard.refit(batch)`, with a batch of
+      `retain`, lets it follow the last step too, before an evaluation or a save.
+    - "seuf" (App. F, as its authors have it): of all experts only the one that serves the forget tokens most trains,
+      and they are held at it; forget passes within `with guard.forget():`, and `guard.penalty()` added to the loss.
+    - "frozen_router": the control (App. G.1).
+
+    `forget` is for what has to know the documents to forget: SEUF, a null space with `surface: forget` or `combined`,
+    and `replay`, an option of every method: while the model is in training mode, its forward passes use the original
+    model's expert sets, with live weights, and may be of documents of `retain` and `forget` only.
+
+    `original` is a second, untrained copy of the model: what an anchor or `routing_scores` compare with then comes from
+    a forward pass of it, so that retain passes may be of any documents, at the price of that pass; else it is kept from
+    here on, and they must be of `retain`. Until the guard is closed that copy evaluates and takes no gradients.
+
+    With `loss_bound`, in the unit of the loop's own loss, give every retain loss to `guard.check`, which raises
+    `Diverged` when it is above: where a model routes as it did, an anchor's weight falls to its floor, whatever else
+    happens to what it knows.
+
+    `cache` is a folder for the bases of methods that have fixed ones: they are found there by the next run on the same
+    model and documents, and need not fit memory: at most `hot_bytes` of them stay on the device, `warm_bytes` on the
+    host (App. D.2).
+
+    In several processes (data parallel, or `shard_experts`) every one calls this with the same documents; what each
+    sees of the retain pass is gathered, and routers stay equal to the bit.
+
+    Raises ValueError for an unknown family or method, a method that is more than a constraint on routers, a dense
+    model, no retain batches or none with a token that counts, what is no batch, rows that pack several documents,
+    documents to forget that are missing, an original that is the model itself, what is no torch optimizer, an optimizer
+    without the routers that a null space holds, routers that are not finite, a model that another guard holds, an
+    anchor whose `routing_stability` is 0 or 1, one expert to train in several processes, or routers that this would
+    freeze or bring to fp32 below a DistributedDataParallel that does not know; KeyError for a batch without
+    `input_ids`. After an error model and optimizer are as before. With `replay` a forward pass in training mode raises
+    KeyError for a document that was not given and ValueError without `input_ids`, and with gradient checkpointing a
+    backward pass over several of them RuntimeError.
+    """
+    method = _method(method, replay)
+    wrapped = isinstance(model, DistributedDataParallel)
+    precisions = [parameter.dtype for parameter in model.parameters()]
+    moe = MoEModel(unwrapped(model))
+    with ExitStack() as undo:
+        undo.push(lambda error, *_: moe.release(rounded=error is not None))
+        if wrapped and precisions != [parameter.dtype for parameter in model.parameters()]:
+            raise ValueError(
+                "routers train in fp32, and DistributedDataParallel would no longer reduce their gradients: call "
+                "`constrain` before it wraps the model (Trainer: give it the callback when it is made)"
+            )
+        if not moe.layers:
+            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
+        if layers := layers_not_finite(moe):
+            raise ValueError(f"the routers of layers {layers} are not finite: load weights that are")
+        stepping = inner_optimizer(optimizer)
+        if method.constraint == "null_space":
+            _check_routers(moe, stepping)
+            if method.form == "sound":
+                _warn_of_decay(moe, stepping)
+        device = moe.model.device
+        to_retain, to_forget = ([as_batch(batch, device) for batch in batches] for batches in (retain, forget))
+        reference, attributed = moe.trace(to_retain), None
+        if not len(reference[moe.layers[0]].x_Nd):
+            raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
+        single = method.experts == "top_attributed"
+        if single and distributed.processes() > 1:
+            raise ValueError("a method that trains one expert needs one process: there is nothing to share")
+        if single or method.constraint == "gate_anchor" or method.surface != "retain":
+            if not to_forget:
+                raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
+            forget_trace = moe.trace(to_forget)
+            attributed = attributed_expert(forget_trace, moe.layers)
+            reference = held_trace(method, reference, forget_trace)
+        limits = {"hot_bytes": hot_bytes, "warm_bytes": warm_bytes}
+        bases = _bases(moe, reference, method, cache, **limits) if method.has_bases else None
+        constraint = constraint_of(method, reference, bases, attributed, seed)
+        if original is not None:
+            if unwrapped(original) is moe.model:
+                raise ValueError("`original` is the model that trains: give a copy of it from before")
+            constraint.original = undo.enter_context(_untrained(unwrapped(original)))
+        trained = [(p, p.requires_grad) for layer in moe.layers for p in moe.router(layer).parameters()]
+        undo.callback(_train_again, trained)
+        with moe.evaluating():
+            constraint.start(moe, to_forget, to_retain)
+            original = OriginalSets(moe, [*to_retain, *to_forget]) if method.replay else None
+        frozen = any(before and not parameter.requires_grad for parameter, before in trained)
+        if frozen and wrapped and not model.find_unused_parameters:
+            raise ValueError(
+                "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it "
+                "wraps the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
+            )
+        if original:
+            undo.enter_context(moe.force_routing(lambda *inputs: original.of(*inputs) if moe.model.training else None))
+        if single:
+            undo.enter_context(moe.restrict_experts({attributed[0]: [attributed[1]]}, stepping))
+        origin = _origin(moe, method, [*to_retain, *to_forget])
+        guard = RouterGuard(moe, stepping, constraint, loss_bound, origin)
+        guard.on_close(undo.pop_all().close)
+    _states_in_fp32(moe, stepping)
+    return guard
+
+
+def _method(method: str | Method, replay: bool) -> Method:
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ValueError(
+                f"unknown method {method!r}; one of {', '.join(METHODS)}, or a gripmoe.config.methods.Method"
+            )
+        method = METHODS[method]
+    for name, reason in UNABLE.items():
+        if getattr(method, name) != Method.model_fields[name].default:
+            raise ValueError(f"a guard holds routers while they train; it cannot do `{name}`: {reason}")
+    return method.model_copy(update={"replay": True}) if replay else method
+
+
+def _check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError unless the optimizer holds the routers that train."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in held]
+    if any(moe.theta(layer).requires_grad for layer in missing) or len(missing) == len(moe.layers):
+        raise ValueError(
+            f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain (of several "
+            "optimizers give the one that holds them)"
+        )
+
+
+def _warn_of_decay(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
+    routers = {id(moe.theta(layer)) for layer in moe.layers}
+    of_routers = [group for group in optimizer.param_groups if any(id(p) in routers for p in group["params"])]
+    if decay := max((group.get("weight_decay", 0.0) for group in of_routers), default=0.0):
+        warnings.warn(
+            f"{type(optimizer).__name__} decays router weights (weight_decay {decay:g}) wherever the constraint does "
+            "not hold them, and the workflow trains this method without that: give the routers a parameter group with "
+            "weight_decay 0",
+            stacklevel=3,
+        )
+
+
+def _states_in_fp32(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
+    """What an optimizer that has stepped knows of routers becomes fp32 as they have."""
+    for layer in moe.layers:
+        state = optimizer.state.get(moe.theta(layer), {})
+        for name, value in state.items():
+            if type(value) is Tensor and value.is_floating_point():
+                state[name] = value.float()
+
+
+def _bases(
+    moe: MoEModel, reference: RoutingTrace, method: Method, cache: Path | None, **limits: float
+) -> Mapping[int, RetainBasis]:
+    """The fixed bases of a method, in memory or in the tiers of `cache`."""
+    if cache is None:
+        return fit_bases(reference, moe.rules(), method)
+
+    def fit(layer: int) -> RetainBasis:
+        return fit_bases(reference, moe.rules(), method, only=[layer])[layer]
+
+    metadata = {
+        "model": moe.model.config._name_or_path or type(moe.model).__name__,
+        "layers": json.dumps(moe.layers),
+        "dtype": str(moe.model.dtype),
+        "retain_tokens": str(len(next(iter(reference.values())))),
+        "reference": _digest(reference),
+        "method": method.model_dump_json(),
+    }
+    return BasisStore(Path(cache), moe.layers, fit, metadata, device=moe.model.device, **limits)
+
+
+@contextmanager
+def _untrained(model: nn.Module) -> Iterator[MoEModel]:
+    """Within the block a model that is only asked; then as it was, to the bit: nothing has trained it."""
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    moe = MoEModel(model)
+    try:
+        with moe.evaluating():
+            model.requires_grad_(False)
+            yield moe
+    finally:
+        _train_again(trained)
+        moe.release(rounded=True)
+
+
+def _origin(moe: MoEModel, method: Method, batches: Sequence[Batch]) -> str:
+    """A checksum of what a guard is made from: the method, the documents, and of every weight up to SAMPLED entries,
+    evenly spaced. It is the same on every device; shards, which differ between processes, do not count."""
+    documents = sorted(tokens for batch in batches for tokens in documents_of(batch.input_ids, batch.attention_mask))
+    digest = hashlib.sha256(json.dumps([method.model_dump_json(), documents]).encode())
+    for parameter in moe.model.parameters():
+        if not isinstance(parameter, DTensor) and not parameter.is_meta:
+            entries = parameter.detach().flatten()
+            digest.update(_bytes(entries[:: max(1, len(entries) // SAMPLED)][:SAMPLED].float()))
+    return digest.hexdigest()
+
+
+def _train_again(parameters: list[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, trained in parameters:
+        parameter.requires_grad_(trained)
+
+
+def _digest(reference: RoutingTrace) -> str:
+    """A checksum of what the original routers saw and selected: of model and retain documents together."""
+    digest = hashlib.sha256()
+    for layer, seen in reference.items():
+        for tensor in (seen.x_Nd, seen.top_k_Nk):
+            digest.update(f"{layer} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,93 @@
+"""Routers that cannot leave the null space (App. B.2): Theta = Theta_0 + P (W - Theta_0) with a free W.
+
+Only Stage 1: selected scores of retain tokens stay, and nothing holds the others below their margins, so selections may
+still change where an unselected score rises; `gripmoe.constrain` holds both. What this has for it is that no hook runs
+at a step, and that any optimizer, momentum and weight decay act on W alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from gripmoe.constraints.null_space import fit_bases
+from gripmoe.data.documents import Batch, as_batch
+from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.library.constrain import METHODS
+from gripmoe.moe import MoEModel
+from gripmoe.moe.model import unwrapped
+
+FREE = "parametrizations.weight.original"  # as torch calls W
+
+
+class InNullSpace(nn.Module):
+    """W (E, d) to the router weight: its displacement from the original one, projected row by row."""
+
+    def __init__(self, theta_0_Ed: Tensor, basis: RetainBasis):
+        super().__init__()
+        self.register_buffer("theta_0_Ed", theta_0_Ed.detach().clone(), persistent=False)
+        self.register_buffer("U_ret_Edr", basis.U_ret_Edr.to(theta_0_Ed), persistent=False)
+
+    def forward(self, w_Ed: Tensor) -> Tensor:
+        return self.theta_0_Ed + RetainBasis(self.U_ret_Edr).project(w_Ed - self.theta_0_Ed)
+
+    def right_inverse(self, theta_Ed: Tensor) -> Tensor:
+        return theta_Ed
+
+
+@contextmanager
+def reparameterize(
+    model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]], *, method: str = "expert_specific"
+) -> Iterator[nn.Module]:
+    """Within the block every router weight of `model`, (E, d), is Theta_0 + P (W - Theta_0) with a free W (App. B.2);
+    when it ends, routers are plain weights again, where training has left them; those of a precision below fp32 stay in
+    fp32. Its state dict has plain routers all the while: what is saved within the block can be loaded anywhere.
+    `retain` and the thresholds of `method`, which must have fixed bases, as in `gripmoe.constrain`.
+
+    Only Stage 1 of Sec. 4.2 is held: selected scores of retain tokens stay, and nothing keeps the others below their
+    margins, so an expert that was not selected may still become so. `gripmoe.constrain` holds both stages.
+
+    Make the optimizer within the block, from `model.parameters()`: it must hold W. Raises ValueError for a method
+    without fixed bases, an unknown family, a dense model, or no retain batches; KeyError for a batch without
+    `input_ids`.
+    """
+    if method not in METHODS or not METHODS[method].has_bases:
+        fixed = ", ".join(name for name, row in METHODS.items() if row.has_bases)
+        raise ValueError(f"method {method!r} has no fixed bases; one of {fixed}")
+    moe = MoEModel(unwrapped(model))
+    with ExitStack() as undo:
+        undo.callback(moe.release)
+        if not moe.layers:
+            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to reparameterize")
+        reference = moe.trace([as_batch(batch, moe.model.device) for batch in retain])
+        bases = fit_bases(reference, moe.rules(), METHODS[method])
+        for parameter in moe.freeze_router_biases():
+            undo.callback(parameter.requires_grad_, True)
+        for layer in moe.layers:
+            router = moe.router(layer)
+            parametrize.register_parametrization(router, "weight", InNullSpace(router.weight, bases[layer]))
+            undo.callback(_plain_again, router)
+            undo.callback(router.register_state_dict_post_hook(_save_plain).remove)
+            undo.callback(router.register_load_state_dict_pre_hook(_load_plain).remove)
+        yield model
+
+
+def _save_plain(router: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
+    """The router weight in place of W."""
+    del state[prefix + FREE]
+    state[prefix + "weight"] = router.weight.detach()
+
+
+def _load_plain(router: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
+    """A router weight as W, of which it is the projection."""
+    if prefix + "weight" in state:
+        state[prefix + FREE] = state.pop(prefix + "weight")
+
+
+@torch.no_grad()
+def _plain_again(router: nn.Module) -> None:
+    parametrize.remove_parametrizations(router, "weight", leave_parametrized=True)

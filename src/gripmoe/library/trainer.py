@@ -1,0 +1,117 @@
+"""A constraint held in transformers' `Trainer`, and in TRL's trainers, which build on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from gripmoe.constraints.hooks import RouterGuard
+from gripmoe.data.documents import Batch
+from gripmoe.io.files import atomic_path
+from gripmoe.library.constrain import constrain
+from gripmoe.moe import MoEModel
+from gripmoe.moe.model import unwrapped
+
+STATE = "router_guard.pt"  # in every checkpoint folder
+NAMED = "a checkpoint that does not lie in `output_dir` is named by `resume_from_checkpoint` of its arguments"
+
+
+class GuardCallback(TrainerCallback):
+    """Constrains at the beginning of training, when the trainer has made its optimizer, and lets go at the end; in
+    between its `guard` is there for methods that look at the retain forward.
+
+    Where training may resume, the weights that the trainer is given are kept on the CPU until training begins: by then
+    those of the checkpoint have taken their place. They are put back for `constrain` to see, and the checkpoint is read
+    anew: `Trainer` looks for weights by the names in the file, under which it does not find fused experts.
+    """
+
+    guard: RouterGuard
+
+    def __init__(self, retain: Iterable[Batch | Mapping[str, Tensor]], settings: dict[str, Any]):
+        self._retain, self._settings = list(retain), settings
+        self._original: dict[str, Tensor] | None = None
+        self._moe: MoEModel | None = None
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        self._moe = MoEModel(unwrapped(model))  # routers in fp32, before they are wrapped, or loaded from a checkpoint
+        if args.resume_from_checkpoint or (Path(args.output_dir).is_dir() and get_last_checkpoint(args.output_dir)):
+            self._original = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if hasattr(self, "guard"):
+            self.guard.close()  # an earlier training may have ended in an error
+        if self._moe:
+            self._moe.release()  # from here on the guard has its own
+        original, self._original = self._original, None
+        if not state.global_step:
+            self.guard = constrain(model, optimizer, self._retain, **self._settings)
+            return
+        if original is None:
+            raise ValueError(
+                f"training resumes at step {state.global_step}, and what the routers were before is not known: give "
+                f"this callback to the Trainer when it is made, on the original model; {NAMED}"
+            )
+        asked = args.resume_from_checkpoint  # or True: the last one
+        folder = Path(asked) if isinstance(asked, (str, Path)) else _checkpoint(args, state.global_step)
+        saved = _state_in(folder, state.global_step)
+        trained = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
+        if any(not _is_one_of(now, trained[name], original[name]) for name, now in model.state_dict().items()):
+            raise ValueError(f"the trainer resumes from another checkpoint than {folder}: {NAMED}")
+        model.load_state_dict(original)
+        self.guard = constrain(model, optimizer, self._retain, **self._settings)
+        try:
+            self.guard.load_state_dict(saved)
+            model.load_state_dict(trained)
+        except BaseException:
+            self.guard.close()
+            raise
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            with atomic_path(_checkpoint(args, state.global_step) / STATE) as file:
+                torch.save({"step": state.global_step, "guard": self.guard.state_dict()}, file)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.guard.close()
+
+
+def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], **settings: Any) -> GuardCallback:
+    """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it holds
+    `gripmoe.constrain(model, optimizer, retain, **settings)` (Sec. 4.2) from the beginning of training to its end. Its
+    `guard` is there once training has begun. Where training ends in an error, close the guard, or call `train` again,
+    which closes the guard and holds the routing that the model then has.
+
+    To resume, make the trainer as before, on the original model, and call `train(resume_from_checkpoint=...)`; a folder
+    elsewhere than in `output_dir` has to stand in the trainer's arguments too.
+
+    Raises nothing itself. The trainer raises ValueError when it is made on a model of an unknown family; `train` what
+    `constrain` and the guard do, and ValueError where the checkpoint to resume from was saved without this callback, or
+    of another model, method or documents."""
+    return GuardCallback(retain, settings)
+
+
+def _checkpoint(args, step: int) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{step}"
+
+
+def _is_one_of(now: Tensor, trained: Tensor, original: Tensor) -> bool:
+    """Whether a tensor has been loaded from the checkpoint, or not found there."""
+    now = now.to("cpu", torch.float32)
+    return torch.equal(now, trained) or torch.equal(now, original.float())
+
+
+def _state_in(checkpoint: Path, step: int) -> dict:
+    """The guard's state as `on_save` left it. Raises ValueError if it is not there, or of another step."""
+    file = checkpoint / STATE
+    saved = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
+    if saved.get("step") != step:
+        raise ValueError(
+            f"training resumes at step {step}, and {file} does not hold the guard's state of that step; {NAMED}"
+        )
+    return saved["guard"]

@@ -1,0 +1,72 @@
+"""Retain bases on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.io.tensorfile import open_checked, write_tensors
+
+
+def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, str]) -> None:
+    write_tensors(path, {str(layer): basis.U_ret_Edr for layer, basis in bases.items()}, metadata)
+
+
+class StoredBases(Mapping[int, RetainBasis]):
+    """Saved bases on `device`; on a CPU in fp64, as the projection takes them, which takes less time than to
+    convert them (App. D's hierarchical cache, of whole layers). Those of the first layers that take no more than
+    `memory` bytes together stay there, those of the next that take no more than `host_memory` in host memory; the
+    others are read whenever they are asked for. A training step asks for every layer once, in the same order, so that
+    to keep the last ones used would serve none.
+
+    Raises ConfigError if they were not fitted as `metadata` says."""
+
+    def __init__(
+        self,
+        path: Path,
+        metadata: Mapping[str, str],
+        device: torch.device | str = "cpu",
+        memory: float = math.inf,
+        host_memory: float = 0.0,
+    ):
+        self._path, self._device = path, device
+        self._kept: dict[int, RetainBasis] = {}
+        self._on_host: dict[int, Tensor] = {}
+        with open_checked(path, metadata) as file:
+            self._layers = sorted(map(int, file.keys()))
+            for layer in self._layers:
+                stored = file.get_tensor(str(layer))
+                if not self._on_host and (basis := self._placed(stored)).U_ret_Edr.nbytes <= memory:
+                    memory -= basis.U_ret_Edr.nbytes
+                    self._kept[layer] = basis
+                elif stored.nbytes <= host_memory:
+                    host_memory -= stored.nbytes
+                    self._on_host[layer] = stored.clone()  # as read it is a page of the file, which may be dropped
+                else:
+                    break
+
+    def __getitem__(self, layer: int) -> RetainBasis:
+        if layer in self._kept:
+            return self._kept[layer]
+        if layer not in self._layers:
+            raise KeyError(layer)
+        if layer in self._on_host:
+            return self._placed(self._on_host[layer])
+        with safe_open(self._path, framework="pt") as file:
+            return self._placed(file.get_tensor(str(layer)))
+
+    def _placed(self, stored: Tensor) -> RetainBasis:
+        basis = stored.to(self._device)
+        return RetainBasis(basis.double() if basis.device.type == "cpu" else basis)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)

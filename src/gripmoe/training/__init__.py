@@ -1,0 +1,1 @@
+"""Objectives, optimizers, the unlearning loop, base training, finetuning, checkpoints."""

@@ -1,0 +1,116 @@
+"""The state of an interrupted run, replaced atomically, removed when the run has ended.
+
+It is one file, or a numbered part from each of the processes that train together and one file, written when all parts
+of a number are there, that names it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import atomic_path, read_json, write_json
+
+
+def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **progress) -> None:
+    """Everything a loop needs to go on: weights, optimizer states, and `progress` (plain values and tensors)."""
+    processes = distributed.processes()
+    state = {
+        "processes": processes,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "progress": progress,
+    }
+    if processes == 1:
+        _save(path, state)
+        return
+    parts = _parts(path)
+    number = 1 + max((int(part.name.split(".")[-2]) for part in parts), default=0)
+    number = int(distributed.from_first_(torch.tensor(number)))
+    _save(_part(path, number), state)
+    distributed.wait_for_all()
+    if distributed.is_first():
+        _save(path, {"processes": processes, "number": number})
+    distributed.wait_for_all()
+    for part in parts:
+        if part != _part(path, number):
+            part.unlink()
+
+
+def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict | None:
+    """Restores weights and optimizer in place and returns the progress; None if there is nothing to resume. Raises
+    ValueError if another number of processes saved the state."""
+    if not path.exists():
+        return None
+    state = _load(path)
+    if state["processes"] != distributed.processes():
+        raise ConfigError(
+            f"{path} was saved by {state['processes']} processes and cannot be resumed by {distributed.processes()}: "
+            "start as many, or delete the file to train from the beginning"
+        )
+    if distributed.processes() > 1:
+        state = _load(_part(path, state["number"]))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["progress"]
+
+
+def claim_state(path: Path, identity: Mapping[str, Any]) -> None:
+    """Makes `path` the state of the run of this identity (JSON: configuration, inputs, code). What another run has left
+    there is removed, with a warning: to go on from it would give a result of neither."""
+    note = _note(path)
+    foreign = path.exists() and not (note.exists() and read_json(note) == identity)
+    distributed.wait_for_all()
+    if not path.exists() and distributed.is_first():
+        _remove_parts(path)  # of a state that was never whole, or whose file somebody has deleted
+    if foreign:
+        if distributed.is_first():
+            print(f"{path}: left by a run with another configuration, data or code; starting anew", file=sys.stderr)
+        remove_state(path)
+    distributed.wait_for_all()
+    if distributed.is_first():
+        write_json(note, identity)
+    distributed.wait_for_all()
+
+
+def remove_state(path: Path) -> None:
+    """Of a run that has ended: its result says all that is to be known."""
+    if distributed.is_first():
+        path.unlink(missing_ok=True)
+        _note(path).unlink(missing_ok=True)
+        _remove_parts(path)
+
+
+def _remove_parts(path: Path) -> None:
+    """Of every process, also of an earlier run that had more of them."""
+    for part in path.parent.glob(f"{path.name}.*.part"):
+        part.unlink()
+
+
+def _note(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.identity.json")
+
+
+def _part(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{distributed.rank()}.{number}.part")
+
+
+def _parts(path: Path) -> list[Path]:
+    return list(path.parent.glob(f"{path.name}.{distributed.rank()}.*.part"))
+
+
+def _save(path: Path, state: dict) -> None:
+    with atomic_path(path) as temporary, temporary.open("wb") as file:  # by name torch hides why it could not write
+        torch.save(state, file)
+
+
+def _load(path: Path) -> dict:
+    # Mapped, so that what is copied into place need not first lie whole in host memory.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -1,0 +1,70 @@
+"""Finetuning on documents: what makes a model recite the news that it is then to forget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from gripmoe.data.corpora import epoch_rows, in_batches
+from gripmoe.data.documents import IGNORED, Row
+from gripmoe.io import distributed
+from gripmoe.moe import MoEModel
+from gripmoe.training.checkpoint import load_state, save_state
+from gripmoe.training.objectives import cross_entropy
+from gripmoe.training.optimizers import make_adamw, set_rates
+
+
+def finetune(
+    model: PreTrainedModel,
+    rows: Sequence[Row],
+    *,
+    epochs: int,
+    learning_rate: float,
+    optimizer: str = "adamw",
+    batch_size: int,
+    gradient_checkpointing: bool = False,
+    pad_id: int,
+    seed: int,
+    state_file: Path,
+    save_every: int = 50,
+) -> list[float]:
+    """Trains all of `model` in place on documents, with a learning rate that falls to zero, and returns the loss of
+    each step. Resumes from `state_file`; the result is the same as without the interruption.
+
+    Under torchrun every process calls this with the same arguments and a model of which `shard_experts` has made it a
+    part: each trains on its rows of every batch. Raises ValueError if they cannot be shared out evenly.
+    """
+    first = distributed.is_first()
+    moe = MoEModel(model)  # its routers are in fp32 from here on, and so are their states
+    parameters, own = list(model.parameters()), (distributed.rank(), distributed.processes())
+    groups = [{"params": alike} for alike in distributed.by_sharding(parameters)]
+    adamw = make_adamw(optimizer, groups, lr=learning_rate, weight_decay=0.0)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    losses: list[float] = (load_state(state_file, model, adamw) or {"losses": []})["losses"]
+    steps = epochs * (len(rows) // min(batch_size, len(rows)))
+    model.train()
+    for step in tqdm(range(len(losses), steps), initial=len(losses), total=steps, desc="finetune", disable=not first):
+        if step and step % save_every == 0:
+            save_state(state_file, model, adamw, losses=losses)
+        rate = learning_rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
+        set_rates(adamw.param_groups, [rate] * len(groups))
+        adamw.zero_grad()
+        batches = in_batches(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id, *own)
+        scored = [distributed.average(int((batch.labels[:, 1:] != IGNORED).sum())) for batch in batches]
+        losses.append(0.0)
+        for batch, count in zip(batches, scored, strict=True):  # as one batch, in passes of bounded memory
+            loss = cross_entropy(moe, batch.to(model.device)) * (count / sum(scored))
+            loss.backward()
+            losses[-1] += distributed.average(loss.item())
+        distributed.clip_gradients(parameters, 1.0)
+        torch.manual_seed(1_000_000 * seed + step)  # of stochastic rounding, the same wherever it is resumed
+        adamw.step()
+    if gradient_checkpointing:
+        model.gradient_checkpointing_disable()
+    model.eval()
+    return losses

@@ -1,0 +1,212 @@
+"""The unlearning objectives (App. A.2): what makes a model forget, and what holds the rest.
+
+Each is a forget loss plus `alpha` times a retain loss. Losses are means over scored tokens unless said otherwise;
+padding never counts. What an objective wants to know of the original model it asks for once, in `start`.
+
+Where other code differs (wmdp: rmu/unlearn.py; open-unlearning: src/trainer; muse_bench: baselines/iterative.py):
+
+- RMU in wmdp: padding counts as tokens do. Each forget corpus has its own vector, alpha and c, and the corpora take
+  turns; here one corpus has one vector. The length c is absolute alone.
+- RMU in open-unlearning: the mean of each document's scored tokens, then of the documents; its first token and its
+  prompt are not scored. Here all tokens of a batch count alike, those of prompts too.
+- KL in open-unlearning: a mean over all positions, padding and prompts too, in the model's dtype; here over scored
+  tokens, in fp32. KL in muse_bench takes logits for log-probabilities, and sums over positions.
+- NPO in muse_bench: of each logit, a mean over positions and vocabulary. In open-unlearning it is as here.
+- GD in open-unlearning is as here; in muse_bench the padding of texts from a JSON file is scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gripmoe.constraints.original import ReferenceCache, final_hidden_states, hidden_states
+from gripmoe.data.documents import IGNORED, Batch
+from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
+from gripmoe.moe import MoEModel
+from gripmoe.moe.families import logits_scaling
+
+Batches = Sequence[Batch]
+
+
+class Objective(Protocol):
+    """`start` sees the model before unlearning and the documents that training will use. `monitor` holds numbers of the
+    last step that a history should keep; `last_layer` is the last one that the losses look at, or None for the head."""
+
+    alpha: float
+    monitor: dict[str, float]
+    last_layer: int | None
+
+    def start(self, model: MoEModel, forget: Batches, retain: Batches) -> None: ...
+
+    def forget_loss(self, model: MoEModel, batch: Batch) -> Tensor: ...
+
+    def retain_loss(self, model: MoEModel, batch: Batch) -> Tensor: ...
+
+
+class GradientDifference:
+    """GD: ascend on forget tokens, descend on retain tokens."""
+
+    last_layer = None
+
+    def __init__(self, alpha: float):
+        self.alpha = alpha
+        self.monitor: dict[str, float] = {}
+
+    def start(self, model, forget, retain) -> None:
+        pass
+
+    def forget_loss(self, model, batch) -> Tensor:
+        return -cross_entropy(model, batch)
+
+    def retain_loss(self, model, batch) -> Tensor:
+        return cross_entropy(model, batch)
+
+
+class KullbackLeibler(GradientDifference):
+    """KL: ascend on forget tokens, hold the original model's predictions of retain tokens, KL(original || current)."""
+
+    def start(self, model, forget, retain) -> None:
+        self._hidden = ReferenceCache(model.references)
+        self._hidden.fill(retain, lambda batch: final_hidden_states(model, batch), "KL reference")
+        head = model.model.lm_head.weight  # tied to the embedding or not, it does not train
+        self._head = head.detach().clone() if head.requires_grad else head
+
+    def retain_loss(self, model, batch) -> Tensor:
+        scored = batch.labels[:, 1:] != IGNORED
+        wanted_Td = self._hidden.of(**batch.inputs)[:, :-1][scored]
+        hidden_Td = final_hidden_states(model, batch)[:, :-1][scored]
+        scale = logits_scaling(model.model)
+        divergence_T = divergences(wanted_Td / scale, hidden_Td / scale, self._head, model.model.lm_head.weight)
+        weights_T = torch.ones_like(divergence_T) if batch.weights is None else batch.weights[:, :-1][scored]
+        return _token_mean(divergence_T, weights_T)
+
+
+class NegativePreference(GradientDifference):
+    """NPO (App. A.2): 2/beta softplus(beta (log pi - log pi_ref)) with log-probabilities summed over a document's
+    scored tokens, and cross-entropy on retain tokens.
+
+    The gradient is that of ascent times 2 sigmoid(beta (log pi - log pi_ref)), the weight that `monitor` keeps: it dies
+    on documents that are long or already unlikely.
+    """
+
+    def __init__(self, alpha: float, beta: float):
+        super().__init__(alpha)
+        self.beta = beta
+
+    def start(self, model, forget, retain) -> None:
+        self._logprob = ReferenceCache(by_labels=True)  # a number of each document: never too many for memory
+        self._logprob.fill(forget, lambda batch: sequence_logprobs(model, batch), "NPO reference")
+
+    def forget_loss(self, model, batch) -> Tensor:
+        ratio = self.beta * (sequence_logprobs(model, batch) - self._logprob.of(**batch.inputs, labels=batch.labels))
+        self.monitor["npo_weight"] = 2 * ratio.detach().sigmoid().mean().item()
+        return 2 / self.beta * F.softplus(ratio).mean()
+
+
+class RepresentationMisdirection:
+    """RMU: drive one layer's hidden states of forget tokens to a fixed random vector, hold those of retain tokens.
+
+    The vector's direction is drawn uniformly from [0, 1)^d as in the official code. Squares are averaged over d and all
+    tokens but padding. The vector's length is c (`steering`), or `kappa` times the mean length of the layer's hidden
+    states of retain tokens, since a fixed c means something else in every model. Layers above `layer` get no gradient.
+    """
+
+    def __init__(
+        self, *, layer: int, alpha: float, seed: int, kappa: float | None = None, steering: float | None = None
+    ):
+        if (kappa is None) == (steering is None):
+            raise ConfigError("rmu: give one of `kappa` (relative) and `steering` (the absolute c)")
+        self.layer = self.last_layer = layer
+        self.alpha, self.seed = alpha, seed
+        self.kappa, self.steering = kappa, steering
+        self.monitor: dict[str, float] = {}
+
+    def start(self, model, forget, retain) -> None:
+        self._hidden = ReferenceCache(model.references)
+        what = f"RMU reference {self.layer}"
+        with model.only_layers(self.layer + 1):
+            self._hidden.fill(retain, lambda batch: hidden_states(model, self.layer, batch), what)
+        if self.steering is None:
+            lengths = [self._hidden.of(**batch.inputs).norm(dim=-1)[batch.attention_mask.bool()] for batch in retain]
+            self.steering = self.kappa * torch.cat(lengths).mean().item()
+        direction_d = torch.rand(model.hidden_size, generator=torch.Generator().manual_seed(self.seed))
+        self.target_d = self.steering * direction_d / direction_d.norm()
+        self.monitor["steering"] = self.steering
+
+    def forget_loss(self, model, batch) -> Tensor:
+        hidden = hidden_states(model, self.layer, batch)
+        return _token_mean((hidden - self.target_d.to(hidden)).square().mean(dim=-1), batch.attention_mask)
+
+    def retain_loss(self, model, batch) -> Tensor:
+        moved = hidden_states(model, self.layer, batch) - self._hidden.of(**batch.inputs)
+        mask = batch.attention_mask if batch.weights is None else batch.weights
+        return _token_mean(moved.square().mean(dim=-1), mask)
+
+
+OBJECTIVES = {
+    "gd": GradientDifference,
+    "kl": KullbackLeibler,
+    "npo": NegativePreference,
+    "rmu": RepresentationMisdirection,
+}
+
+
+def make_objective(name: str, settings: dict, seed: int) -> Objective:
+    """The objective of a run; `settings` are its own hyperparameters. Raises ConfigError for an unknown name or
+    setting."""
+    if name not in OBJECTIVES:
+        raise ConfigError(f"unknown objective {name!r}; one of {', '.join(OBJECTIVES)}")
+    seeds = {"seed": seed} if name == "rmu" else {}
+    try:
+        return OBJECTIVES[name](**settings, **seeds)
+    except TypeError as error:
+        raise ConfigError(f"objective {name!r}: {error}") from None
+
+
+def token_logprobs(model: MoEModel, batch: Batch) -> Tensor:
+    """Log-probability of each next token, (rows, positions - 1), 0 where it is not scored."""
+    logits = model.model(**batch.inputs).logits[:, :-1].float()
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    return -losses.view(logits.shape[:2])
+
+
+def sequence_logprobs(model: MoEModel, batch: Batch) -> Tensor:
+    """Summed log-probability of each document's scored tokens, (rows,)."""
+    return token_logprobs(model, batch).sum(dim=1)
+
+
+def cross_entropy(model: MoEModel, batch: Batch) -> Tensor:
+    """Mean negative log-likelihood of the scored tokens; where tokens have weights, of their weighted mean. A weight
+    belongs to the token that predicts."""
+    logprobs, scored = token_logprobs(model, batch), batch.labels[:, 1:] != IGNORED
+    return _token_mean(-logprobs, scored if batch.weights is None else batch.weights[:, :-1] * scored)
+
+
+TOKENS_PER_CHUNK = 1024
+
+
+def divergences(wanted_Td: Tensor, hidden_Td: Tensor, wanted_head_Vd: Tensor, head_Vd: Tensor) -> Tensor:
+    """KL(wanted || current) of each token, (T,), from the head's inputs, in fp32. Logits are made for TOKENS_PER_CHUNK
+    tokens at a time and made again in the backward pass, so that memory does not grow with the batch."""
+
+    def of_chunk(wanted_Cd: Tensor, hidden_Cd: Tensor) -> Tensor:
+        wanted_CV = (wanted_Cd @ wanted_head_Vd.T).float().log_softmax(dim=-1)
+        current_CV = (hidden_Cd @ head_Vd.T).float().log_softmax(dim=-1)
+        return F.kl_div(current_CV, wanted_CV, log_target=True, reduction="none").sum(dim=-1)
+
+    chunks = zip(wanted_Td.split(TOKENS_PER_CHUNK), hidden_Td.split(TOKENS_PER_CHUNK), strict=True)
+    return torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
+
+
+def _token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Over the tokens of all processes, once their gradients are averaged: each may have another number of them."""
+    return (values * mask).sum() / distributed.averaged_(mask.sum().float())

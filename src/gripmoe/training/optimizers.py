@@ -1,0 +1,109 @@
+"""AdamW: in the dtype of the weights, in fp32, or in little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+from gripmoe.io.errors import ConfigError
+
+
+def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> torch.optim.Optimizer:
+    """ "adamw" keeps two states in the dtype of each parameter. "adamw_8bit" keeps them in 8 bits, and rounds bf16
+    weights up or down at random: rounded to the nearest, most of them would never move at a usual learning rate.
+    "adamw_fp32" moves weights of any dtype as if they were in fp32.
+
+    Raises ValueError where torchao, which has the latter, is missing."""
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, foreach=True, **settings)
+    if kind == "adamw_fp32":
+        return AdamWFp32(groups, **settings)
+    try:
+        from torchao.optim import AdamW8bit
+        from torchao.optim.subclass_8bit import OptimState8bit
+    except ImportError:
+        raise ConfigError(
+            "optimizer 'adamw_8bit' needs torchao: run `make gpu` or pip install 'gripmoe[gpu]', or take `adamw`"
+        ) from None
+
+    class ShardableAdamW8bit(AdamW8bit):
+        """States say that they are fp32, whatever the weights: a view of them does, and a DTensor holds them to it."""
+
+        @staticmethod
+        def _subclass_zeros(p, signed, block_size):
+            return OptimState8bit.zeros(p.shape, signed, block_size, p.device)
+
+    return ShardableAdamW8bit(groups, bf16_stochastic_round=True, **settings)
+
+
+@contextmanager
+def rate_zero(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Steps within leave the parameters of these groups as they are, to the bit, and take as long as any."""
+    rates = [float(group["lr"]) for group in groups]
+    set_rates(groups, [0.0] * len(groups))
+    try:
+        yield
+    finally:
+        set_rates(groups, rates)
+
+
+def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    """The learning rate of each parameter group, from the next step on."""
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):  # torchao's
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+class AdamWFp32(torch.optim.AdamW):
+    """AdamW with states in fp32, and beside them what rounding each weight to its dtype has lost: weight and loss
+    together are, to the bit, the weight that would train in fp32."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    for name in ("exp_avg", "exp_avg_sq", "lost"):
+                        state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+                exact = parameter.float() + state["lost"]
+                adamw(
+                    [exact],
+                    [parameter.grad.float()],
+                    [state["exp_avg"]],
+                    [state["exp_avg_sq"]],
+                    [],
+                    [state["step"]],
+                    foreach=False,
+                    amsgrad=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+                parameter.copy_(exact)
+                state["lost"] = exact - parameter.float()
+        return loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores the states in fp32; torch would cast them to the dtype of the weights."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if name != "step":
+                    self.state[parameter][name] = value.to(parameter.device)

@@ -1,0 +1,497 @@
+"""Every row of the catalogue through the commands that the rules call, and what each must change."""
+
+import csv
+import gc
+import importlib.util
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from conftest import HANGS, SMALL, free_port
+from gripmoe.attacks import run as suite
+from gripmoe.cli import trace_routing as geometry
+from gripmoe.cli import unlearn as commands
+from gripmoe.cli.attack import attack
+from gripmoe.cli.common import identity_of, measured
+from gripmoe.cli.evaluate import evaluate
+from gripmoe.cli.fit_basis import fit_basis
+from gripmoe.cli.launching import FIRST_PORT
+from gripmoe.cli.realign import realign
+from gripmoe.cli.trace_routing import trace_routing
+from gripmoe.cli.unlearn import unlearn
+from gripmoe.config.benchmarks import Benchmark
+from gripmoe.config.grid import Project
+from gripmoe.config.training import Training
+from gripmoe.config.world import load_run
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_json, read_jsonl, read_yaml, write_json, write_jsonl, write_yaml
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import load_model, save_model
+from gripmoe.training import loop as unlearning
+from gripmoe.worlds.benchmark import wmdp_files
+from gripmoe.worlds.models import make_model
+
+CONFIG = Path(__file__).parents[2] / "workflow" / "config"
+PROJECT = Project(CONFIG, "tiny")
+TRAINED = [name for name, method in PROJECT.methods.items() if method.trains]
+CORRECTED = [name for name, method in PROJECT.methods.items() if method.corrects]
+OBJECTIVES = {
+    "gd": {"alpha": 1.0},
+    "kl": {"alpha": 1.0},
+    "npo": {"alpha": 1.0, "beta": 0.1},
+    "rmu": {"alpha": 1.0, "layer": 1, "kappa": 2.0},
+}
+TRAINING = Training(
+    **{**PROJECT.world.training.model_dump(), "max_steps": 2, "check_every": 2, "checkpoint_every": 2}
+    | {"forget_batch_size": 4, "retain_batch_size": 4}
+)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, world, tokenizer):
+    return prepare("qwen3_moe", world, tokenizer, tmp_path_factory.mktemp("prepared"))
+
+
+def prepare(family, world, tokenizer, root, dtype=torch.float32):
+    """A random model, a few documents and questions, and the original routing of them."""
+    model = make_model(family, len(tokenizer), seed=0, **SMALL).to(dtype)
+    write_json(root / "model" / "model.json", {"weights": save_model(model, tokenizer, root / "model" / "weights")})
+    for name, rows in wmdp_files(world, 0).items():
+        kept = [row for row in rows if row.get("split", "dev") == "dev"][:24]
+        write_jsonl(root / "data" / f"{name}.jsonl", kept)
+    settings = PROJECT.benchmarks["wmdp_smoke"].model_copy(update={"retain_documents": 20})
+    files = dict(trace=root / "routing.safetensors", forget_trace=root / "forget.safetensors")
+    trace_routing(
+        Namespace(
+            settings=settings.task.model_dump_json(), model=root / "model" / "model.json", digest=root / "routing.json",
+            retain_corpus=root / "data" / "retain_corpus.jsonl", forget_corpus=root / "data" / "forget_corpus.jsonl",
+            output=files["trace"], forget_output=files["forget_trace"],
+        )
+    )  # fmt: skip
+    return root, settings, files
+
+
+def run_cell(
+    prepared, method_name, objective, folder, checkpoint=None, references=None, bases_in=(1.0, 0.0), **changes
+):
+    """Trains a cell, or corrects that of `checkpoint`; without one the original model."""
+    root, benchmark, files = prepared
+    method = PROJECT.methods[method_name]
+    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", method_name, 0)
+    changed = {"objective": OBJECTIVES[objective], **changes}
+    training = TRAINING.model_copy(update=changed) if method.trains else None
+    run = run.model_copy(update={"benchmark": benchmark.task, "objective": objective, "training": training})
+    write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
+    common = dict(run=folder / "run.yaml", model=root / "model" / "model.json", output=folder / "checkpoint.json")
+    if method.corrects:
+        corpus = root / "data" / "retain_corpus.jsonl"
+        realign(
+            Namespace(**common, checkpoint=checkpoint or common["model"], retain_corpus=corpus, trace=files["trace"])
+        )
+        return read_json(folder / "checkpoint.json")
+    bases = None
+    if method.has_bases:
+        bases = folder / "bases.safetensors"
+        settings = Namespace(
+            settings=method.model_dump_json(), model=common["model"], digest=folder / "bases.json", output=bases
+        )
+        fit_basis(Namespace(**vars(settings), **files))
+    where = dict(reference=None, references=references, reference_memory=0.0)
+    where |= dict(zip(("basis_memory", "basis_host_memory"), bases_in, strict=True))
+    unlearn(Namespace(**common, **files, **where, data=root / "data", bases=bases))
+    return read_json(folder / "checkpoint.json")
+
+
+def changed_experts(prepared, folder):
+    """Per layer, how many experts differ from the original's, and whether the router does."""
+    before, after = (MoEModel(load_model(f / "weights")[0]) for f in (prepared[0] / "model", folder))
+    experts, routers = {}, {}
+    for layer in before.layers:
+        pairs = zip(before.expert_parameters(layer), after.expert_parameters(layer), strict=True)
+        differ = torch.stack([(a != b).flatten(1).any(dim=1) for a, b in pairs]).any(dim=0)
+        experts[layer], routers[layer] = int(differ.sum()), not torch.equal(before.theta(layer), after.theta(layer))
+    return experts, routers
+
+
+def test_bases_are_fitted_on_all_threads_that_there_are(prepared, tmp_path, monkeypatch):
+    """Those of the machine, if a person starts the command."""
+    fit, before, threads = geometry.fit_bases, torch.get_num_threads(), []
+    monkeypatch.setattr(geometry, "fit_bases", lambda *given: threads.append(torch.get_num_threads()) or fit(*given))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    torch.set_num_threads(2)
+    try:
+        run_cell(prepared, "expert_specific", "gd", tmp_path)
+    finally:
+        torch.set_num_threads(before)
+    assert threads == [2]
+
+
+@pytest.mark.parametrize("method", TRAINED)
+def test_every_trained_method(method, prepared, tmp_path):
+    outcome = run_cell(prepared, method, "gd", tmp_path)
+    assert (outcome["status"], outcome["steps"]) == ("not_reached", 2)
+    assert outcome["time_ratio"] == outcome["seconds_per_step"] / outcome["plain_seconds_per_step"]
+    history = read_json(tmp_path / "history.json")
+    assert {"forget_accuracy", "retain_accuracy", "router_gradient"} <= set(history[-1])
+    experts, _ = changed_experts(prepared, tmp_path)
+    assert (sum(experts.values()) == 1) == (PROJECT.methods[method].experts == "top_attributed")
+
+
+@pytest.mark.parametrize("objective", ["kl", "npo", "rmu"])
+@pytest.mark.parametrize("method", ["expert_specific", "expert_specific_paper", "anchored_replay", "seuf"])
+def test_methods_do_not_care_which_objective(method, objective, prepared, tmp_path):
+    assert run_cell(prepared, method, objective, tmp_path)["status"] == "not_reached"
+
+
+@pytest.mark.parametrize(
+    ("method", "objective", "files"),
+    [("anchored", "gd", 1), ("unconstrained", "kl", 1), ("unconstrained", "rmu", 1), ("anchored_replay", "rmu", 3)],
+)
+def test_references_on_disk_change_no_bit_and_serve_the_next_run(
+    prepared, tmp_path, monkeypatch, method, objective, files
+):
+    store = tmp_path / "references"
+    weights = [
+        run_cell(prepared, method, objective, tmp_path / name, references=where)["weights"]
+        for name, where in (("memory", None), ("first", store), ("second", store))
+    ]
+    assert weights[0] == weights[1] == weights[2]
+    before = set(store.glob("*.safetensors"))
+    assert len(before) == files
+    gc.collect()  # the runs before have ended
+    monkeypatch.setattr(commands, "code_fingerprint", lambda entry: "edited since")
+    run_cell(prepared, method, objective, tmp_path / "edited", references=store)
+    after = set(store.glob("*.safetensors"))
+    assert len(after) == files and not after & before, "what other code has kept is not taken, and does not stay"
+
+
+def tuning_script():
+    spec = importlib.util.spec_from_file_location("tune", CONFIG.parent / "tune.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(("method", "axes"), [("expert_specific", {"safety_margin": 0.01}), ("unconstrained", {})])
+def test_hyperparameters_are_tried_as_cells_are_trained(prepared, tmp_path, method, axes):
+    """One trial of workflow/tune.py, beside the results of a world."""
+    root, benchmark, files = prepared
+    project = Project(CONFIG, "tiny")
+    project.benchmarks["wmdp_tiny"] = benchmark
+    routing = tmp_path / "tiny_a" / "wmdp_tiny" / "routing.safetensors"
+    there = {routing: files["trace"], routing.with_name("routing_forget.safetensors"): files["forget_trace"]}
+    there |= {tmp_path / "models" / "tiny_a": root / "model", tmp_path / "data" / "wmdp_tiny": root / "data"}
+    for link, target in there.items():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+    (tmp_path / "models" / "tiny_a_oracle").symlink_to(root / "model")
+    change = {"learning_rate": 2e-3, "max_steps": 2, "check_every": 2, "checkpoint_every": 2}
+    row = tuning_script().trial(project, tmp_path, "tiny_a", "wmdp_tiny", "gd", method, 1000, change, axes)
+    assert (row["status"], row["steps"]) == ("not_reached", 2) and 0 <= row["forget_accuracy"] <= 1
+    run = load_run(next(tmp_path.glob("tuning/**/run.yaml")))
+    assert (run.seed, run.training.learning_rate) == (1000, 2e-3)
+    assert axes.items() <= run.method.model_dump().items()
+    trained = list(tmp_path.glob("tuning/**/checkpoint.json"))[0]
+    before = trained.stat().st_mtime_ns
+    for rate, same in ((1.0, True), (0.5, False)):  # a world's hyperparameters name no folder
+        training = project.world.training.model_copy(update={"clip_norm": rate})
+        project.world = project.world.model_copy(update={"training": training})
+        tuning_script().trial(project, tmp_path, "tiny_a", "wmdp_tiny", "gd", method, 1000, change, axes)
+        assert (trained.stat().st_mtime_ns == before) is same
+
+
+def test_tuning_chooses_what_forgets_on_every_model():
+    row = dict(method="unconstrained", status="reached", steps=50)
+    table = pd.DataFrame(
+        [
+            {**row, "objective": "gd", "setting": "slow", "retain_accuracy": 0.7},
+            {**row, "objective": "gd", "setting": "slow", "retain_accuracy": 0.9},
+            {**row, "objective": "gd", "setting": "fast", "retain_accuracy": 0.6},
+            {**row, "objective": "gd", "setting": "fast", "retain_accuracy": 0.6},
+            {**row, "objective": "gd", "setting": "mild", "retain_accuracy": 0.9},
+            {**row, "objective": "gd", "setting": "mild", "retain_accuracy": 0.9, "status": "not_reached"},
+            {**row, "objective": "kl", "setting": "slow", "retain_accuracy": 0.9, "status": "not_reached"},
+            {**row, "objective": "kl", "setting": "fast", "retain_accuracy": 0.1},
+            {**row, "objective": "rmu", "setting": "fast", "retain_accuracy": 0.9},
+            {**row, "objective": "rmu", "setting": "quick", "retain_accuracy": 0.9, "steps": 40},
+        ]
+    )
+    chosen = [True, True] + [False] * 5 + [True] + [False, True]
+    assert tuning_script().chosen(table, "retain_accuracy").tolist() == chosen
+
+
+def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):
+    tiers = {"device": (1.0, 0.0), "host": (0.0, 1.0), "disk": (0.0, 0.0)}
+    kept, copied, read = (
+        run_cell(prepared, "expert_specific", "gd", tmp_path / name, bases_in=tier) for name, tier in tiers.items()
+    )
+    assert kept["weights"] == copied["weights"] == read["weights"]
+    held = [outcome["constraint_megabytes"] for outcome in (kept, copied, read)]
+    assert held[0] > held[1] > held[2] > 0, "in fp64 on the device, as stored in host memory"
+
+
+def test_seuf_trains_one_expert_and_its_router(prepared, tmp_path):
+    run_cell(prepared, "seuf", "gd", tmp_path)
+    experts, routers = changed_experts(prepared, tmp_path)
+    assert sorted(experts.values()) == [0, 1] and {layer for layer, moved in routers.items() if moved} == {
+        layer for layer, count in experts.items() if count
+    }
+
+
+SRUN = """#!{python}
+# Two nodes of a SLURM job: both run the command behind srun's own options.
+import subprocess, sys
+start = next(i for i, part in enumerate(sys.argv[1:], 1) if not part.startswith("--"))
+assert {{"--jobid={job}", "--nodes=2", "--ntasks-per-node=1"}} < set(sys.argv[1:start]), sys.argv
+nodes = [subprocess.Popen(sys.argv[start:]) for _ in range(2)]
+sys.exit(max(node.wait() for node in nodes))
+"""
+
+
+def unlearned_together(prepared, folder, run, **environment):
+    """What two processes of the command write to `folder`."""
+    root, _, files = prepared
+    folder.mkdir()
+    flags = {
+        **dict(run=run, model=root / "model/model.json", data=root / "data", trace=files["trace"]),
+        **{"forget-trace": files["forget_trace"]},
+        **dict(output=folder / "checkpoint.json", processes=2),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "gripmoe.cli.main",
+        "unlearn",
+        *(f"--{name}={value}" for name, value in flags.items()),
+    ]
+    command += ["--nodes=2"] if environment else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANGS, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return read_json(folder / "checkpoint.json")
+
+
+def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_path):
+    """Documents differ in length, so a mean over each process's tokens weighs them a little differently. On two nodes
+    of a SLURM job, each with one of the processes, the weights are the same to the bit."""
+    alone = run_cell(prepared, "expert_specific_paper", "gd", tmp_path)
+    root = prepared[0]
+    together = unlearned_together(prepared, tmp_path / "two", tmp_path / "run.yaml")
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    job = free_port() - FIRST_PORT
+    srun.write_text(SRUN.format(python=sys.executable, job=job))
+    srun.chmod(0o755)
+    path = f"{srun.parent}{os.pathsep}{os.environ['PATH']}"
+    apart = unlearned_together(prepared, tmp_path / "far", tmp_path / "run.yaml", SLURM_JOB_ID=str(job), PATH=path)
+    assert apart["weights"] == together["weights"] != alone["weights"]
+    assert (together["steps"], together["status"]) == (alone["steps"], alone["status"])
+    (_, one), (_, two) = (read_json(folder / "history.json") for folder in (tmp_path, tmp_path / "two"))
+    assert two["retain_loss"] == pytest.approx(one["retain_loss"], rel=0.02)
+    kept = {".lock", "checkpoint.json", "checkpoint.provenance.json", "history.json", "weights"}
+    assert {file.name for file in (tmp_path / "two").iterdir()} == kept
+    before, after = (MoEModel(load_model(f / "weights")[0]).thetas() for f in (root / "model", tmp_path / "two"))
+    assert all(not torch.equal(before[layer], after[layer]) for layer in before)
+
+
+def test_frozen_routers_are_frozen(prepared, tmp_path):
+    for method in ("frozen_router", "anchored"):
+        run_cell(prepared, method, "gd", tmp_path / method)
+        assert not any(changed_experts(prepared, tmp_path / method)[1].values())
+    run_cell(prepared, "unconstrained", "gd", tmp_path / "control")
+    assert all(changed_experts(prepared, tmp_path / "control")[1].values())
+
+
+@pytest.mark.parametrize("method", CORRECTED)
+def test_every_correction(method, prepared, tmp_path):
+    root = prepared[0]
+    status = read_json(root / "model" / "model.json")
+    write_json(root / "model" / "model.json", {**status, "status": "reached", "steps": 3})
+    assert run_cell(prepared, method, "gd", tmp_path)["steps"] == 3
+
+
+@pytest.mark.parametrize("method", CORRECTED)
+def test_a_correction_reads_the_originals_routers_and_no_other_weight_of_it(method, world, tokenizer, tmp_path):
+    """With its recorded routing, a finished run is corrected to the same bytes when the original model is gone."""
+    prepared, trained = prepare("qwen3_moe", world, tokenizer, tmp_path), tmp_path / "trained"
+    run_cell(prepared, "unconstrained", "gd", trained)
+    whole = run_cell(prepared, method, "gd", tmp_path / "whole", checkpoint=trained / "checkpoint.json")
+    original = tmp_path / "model" / "weights"
+    for file in original.glob("model*.safetensors"):
+        file.unlink()
+    with pytest.raises(ConfigError, match="model.safetensors"):
+        load_model(original)
+    without = run_cell(prepared, method, "gd", tmp_path / "without", checkpoint=trained / "checkpoint.json")
+    assert without["weights"] == whole["weights"] != read_json(trained / "checkpoint.json")["weights"]
+    (original / "routers.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no routers of layers \[0, 1\]"):
+        run_cell(prepared, method, "gd", tmp_path / "neither", checkpoint=trained / "checkpoint.json")
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+def test_what_another_configuration_has_left_is_not_resumed(prepared, tmp_path, monkeypatch, capsys):
+    """The control: with the same one it is."""
+    changes = {"max_steps": 4}
+
+    def stop(name, **others):
+        """A run that ends after its first checkpoint."""
+        save = unlearning.save_state
+        monkeypatch.setattr(unlearning, "save_state", lambda *a, **k: (save(*a, **k), interrupted()))
+        with pytest.raises(KeyboardInterrupt):
+            run_cell(prepared, "unconstrained", "gd", tmp_path / name, **changes, **others)
+        monkeypatch.undo()
+        assert (tmp_path / name / "state.pt").exists()
+
+    loaded = []
+    load = unlearning.load_state
+    for name, rate in (("same", 1e-3), ("other", 1e-4)):
+        stop(name, learning_rate=1e-3)
+        monkeypatch.setattr(unlearning, "load_state", lambda *a: loaded.append(load(*a)) or loaded[-1])
+        again = run_cell(prepared, "unconstrained", "gd", tmp_path / name, **changes, learning_rate=rate)
+        monkeypatch.undo()
+        whole = run_cell(prepared, "unconstrained", "gd", tmp_path / f"{name} whole", **changes, learning_rate=rate)
+        assert again["weights"] == whole["weights"]
+        assert {file.name for file in (tmp_path / name).iterdir()} == {
+            file.name for file in (tmp_path / f"{name} whole").iterdir()
+        }
+    assert loaded[0]["step"] == 2 and loaded[1] is None
+    said = capsys.readouterr().err
+    assert said.count("resumes at step 2") == 1 and said.count("left by a run with another configuration") == 1
+
+
+def with_questions(folder, world):
+    """Questions of the test split, and held-out documents, for what is evaluated and attacked."""
+    for name in ("forget", "retain"):
+        rows = [row for row in wmdp_files(world, 0)[f"{name}_questions"] if row["split"] == "test"][:8]
+        kept = read_jsonl(folder / "data" / f"{name}_questions.jsonl")
+        write_jsonl(folder / "data" / f"{name}_questions.jsonl", kept + rows)
+    write_jsonl(folder / "data" / "held_out_corpus.jsonl", read_jsonl(folder / "data" / "retain_corpus.jsonl"))
+
+
+def evaluated(root, folder):
+    """Evaluates a cell, and returns what `attack` is to be called with."""
+    task = read_yaml(folder / "run.yaml")["benchmark"]
+    common = dict(
+        run=folder / "run.yaml", model=root / "model" / "model.json", checkpoint=folder / "checkpoint.json",
+        data=root / "data", benchmark=Benchmark(**task, evaluation_batch_size=64).model_dump_json(),
+    )  # fmt: skip
+    evaluate(Namespace(**common, reference=None, questions=folder / "answers.csv", output=folder / "metrics.json"))
+    return Namespace(
+        **common,
+        settings='{"learning_rate": 1e-3}',
+        answers=folder / "answers.csv",
+        questions=folder / "forced.csv",
+        output=folder / "attacks.json",
+    )
+
+
+def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer, tmp_path):
+    """Steps so long that weights are no numbers: not one that has forgotten, though it gives one letter to all; and
+    nothing of what follows stops, so that the tables of the others are made."""
+    prepared = prepare("qwen3_moe", world, tokenizer, tmp_path)
+    with_questions(tmp_path, world)
+    folder = tmp_path / "cell"
+    outcome = run_cell(prepared, "unconstrained", "gd", folder, learning_rate=1e35, max_steps=6)
+    assert outcome["status"] == "diverged"
+    attack(evaluated(tmp_path, folder))
+    assert {
+        "forced_forget_accuracy",
+        "probe_best_layer",
+        "probe_best_expert",
+        "relearned_from_corpus_after_20",
+    } <= read_json(folder / "attacks.json").keys()
+    for method in ("ptc", "ptc_paper"):
+        run_cell(prepared, method, "gd", tmp_path / method, checkpoint=folder / "checkpoint.json")
+        attack(evaluated(tmp_path, tmp_path / method))
+    for method in ("ptc_matched", "anchored_tracked"):
+        cell = run_cell(prepared, method, "gd", tmp_path / method, learning_rate=1e35, max_steps=6)
+        assert cell["status"] == "diverged"
+
+
+def test_attacks_write_scores_and_no_text(world, tokenizer, tmp_path):
+    """Not what was asked, nor what was recovered. The control: the questions' own file has it."""
+    prepared = prepare("qwen3_moe", world, tokenizer, tmp_path)
+    with_questions(tmp_path, world)
+    run_cell(prepared, "unconstrained", "gd", tmp_path / "cell")
+    arguments = evaluated(tmp_path, tmp_path / "cell")
+    before = set((tmp_path / "cell").iterdir())
+    attack(arguments)
+    asked = read_jsonl(tmp_path / "data" / "forget_questions.jsonl")
+    said = {text for question in asked for text in (question["question"], *question["choices"])}
+    written = [file for file in set((tmp_path / "cell").iterdir()) - before if file.is_file() and file.name != ".lock"]
+    assert {file.name for file in written} >= {"attacks.json", "forced.csv"}
+    for file in written:
+        assert not any(text in file.read_text() for text in said), file
+    assert any(text in (tmp_path / "data" / "forget_questions.jsonl").read_text() for text in said)
+    with (tmp_path / "cell" / "forced.csv").open() as rows:
+        for row in csv.DictReader(rows):
+            assert all(value == "" or float(value) <= 1 for name, value in row.items() if name != "id")
+
+
+def test_files_of_one_name_are_told_apart(tmp_path):
+    """A model and its reference both lie in a model.json."""
+    files = [tmp_path / name / "model.json" for name in ("original", "oracle", "another")]
+    for file in files:
+        write_json(file, {"weights": file.parent.name})
+    original, oracle, another = files
+    assert identity_of(attack, original, oracle) == identity_of(attack, original, oracle)
+    assert identity_of(attack, original, oracle) != identity_of(attack, another, oracle)
+
+
+def test_a_cell_is_measured_as_a_benchmark_of_its_own_task_has_it(tmp_path):
+    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
+    write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
+    assert "evaluation_batch_size" not in read_yaml(tmp_path / "run.yaml")["benchmark"]
+    given = {name: PROJECT.benchmarks[name].model_dump_json() for name in ("wmdp_tiny", "wmdp_smoke")}
+    args = Namespace(run=tmp_path / "run.yaml", benchmark=given["wmdp_tiny"])
+    assert measured(args) == (run, PROJECT.benchmarks["wmdp_tiny"])
+    with pytest.raises(ConfigError, match="of another task; give it as 'wmdp_tiny' has it"):
+        measured(Namespace(run=args.run, benchmark=given["wmdp_smoke"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_cell_of_low_precision_says_what_plain_transformers_would_move(dtype, world, tokenizer, tmp_path):
+    prepared = prepare("qwen3_moe", world, tokenizer, tmp_path, dtype)
+    with_questions(tmp_path, world)
+    run_cell(prepared, "unconstrained", "gd", tmp_path / "cell")
+    evaluated(tmp_path, tmp_path / "cell")
+    metrics = read_json(tmp_path / "cell" / "metrics.json")
+    kept = metrics.get("routing_stability_plain_reload")
+    assert 0.9 < kept < 1.0 if dtype == torch.bfloat16 else kept is None
+    assert 0 < metrics["routing_stability"] < 1.0
+
+
+def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_path, monkeypatch):
+    """What has no router is left out of its metrics, and nothing else."""
+    prepared = prepare("qwen3", world, tokenizer, tmp_path)
+    with_questions(tmp_path, world)
+    folder = tmp_path / "cell"
+    assert run_cell(prepared, "unconstrained", "gd", folder)["steps"] == 2
+    arguments = evaluated(tmp_path, folder)
+    monkeypatch.setattr(suite, "quantization", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        attack(arguments)
+    assert (folder / "attack_state.json").exists() and not (folder / "attacks.json").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(suite, "probes", interrupted)  # made before the interruption, so not again
+    attack(arguments)
+    assert not (folder / "attack_state.json").exists()
+    metrics, attacks = read_json(folder / "metrics.json"), read_json(folder / "attacks.json")
+    assert "forget_accuracy" in metrics and "routing_stability" not in metrics
+    assert {
+        "probe_best_layer",
+        "prompt_five_shot",
+        "quantized_4_bit",
+        "relearned_from_corpus_after_20",
+    } <= attacks.keys()
+    assert not [name for name in attacks if "forced" in name or "router" in name or "single" in name]
+    assert metrics["num_experts"] == 0 and "restored_experts_worst_layer" in attacks, "its feed-forward blocks"

@@ -1,0 +1,156 @@
+"""Nothing lost, nothing twice: faults at random instants. GRIPMOE_FAULTS=500 for more of them."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_every_method import OBJECTIVES, PROJECT, TRAINING, prepare, with_questions
+
+from conftest import held
+from gripmoe.cli.main import COMMANDS, main
+from gripmoe.config.benchmarks import Benchmark
+from gripmoe.io.files import read_yaml, write_json, write_yaml
+
+FAULTS = int(os.environ.get("GRIPMOE_FAULTS", 24))
+
+
+@pytest.fixture(scope="module")
+def trainer(world, tokenizer, tmp_path_factory):
+    """Flags of a cell to train, with a checkpoint every three steps."""
+    folder = tmp_path_factory.mktemp("trainer")
+    root, benchmark, files = prepare("qwen3_moe", world, tokenizer, folder / "prepared")
+    with_questions(root, world)
+    more = {"max_steps": 102, "check_every": 3, "checkpoint_every": 3, "objective": OBJECTIVES["gd"]}
+    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
+    run = run.model_copy(update={"benchmark": benchmark.task, "training": TRAINING.model_copy(update=more)})
+    write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
+    flags = dict(run=folder / "run.yaml", model=root / "model/model.json", data=root / "data", trace=files["trace"])
+    flags["forget-trace"] = files["forget_trace"]
+    return {name: str(value) for name, value in flags.items()}
+
+
+def every_step(trainer, folder):
+    """Flags of each step of a cell, of which it writes into {cell}; what follows training is of a cell in `folder`."""
+    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "ptc", 0)
+    shared = read_yaml(Path(trainer["run"]))["benchmark"]
+    write_yaml(folder / "ptc.yaml", {**run.model_dump(mode="json"), "benchmark": shared})
+    trained = {"model": trainer["model"], "checkpoint": f"{folder}/unlearn/whole/checkpoint.json"}
+    benchmark = Benchmark(**shared, evaluation_batch_size=64).model_dump_json()
+    measured = {
+        "run": trainer["run"],
+        "benchmark": benchmark,
+        **trained,
+        "data": trainer["data"],
+        "questions": "{cell}/questions.csv",
+    }
+    return {
+        "unlearn": {**trainer, "output": "{cell}/checkpoint.json"},
+        "realign": {
+            "run": f"{folder}/ptc.yaml",
+            **trained,
+            "retain-corpus": f"{trainer['data']}/retain_corpus.jsonl",
+            "trace": trainer["trace"],
+            "output": "{cell}/checkpoint.json",
+        },
+        "evaluate": {**measured, "output": "{cell}/evaluation.json"},
+        "attack": {
+            **measured,
+            "settings": "null",
+            "answers": f"{folder}/evaluate/whole/questions.csv",
+            "output": "{cell}/attack.json",
+        },
+    }
+
+
+def test_faults_at_random_instants_lose_and_double_nothing(trainer, tmp_path):
+    write_json(tmp_path / "flags.json", every_step(trainer, tmp_path))
+    ended = subprocess.run(
+        [sys.executable, Path(__file__).with_name("faults.py"), tmp_path, str(FAULTS), "0"],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    print(ended.stdout)
+    found = json.loads(ended.stdout)
+    assert found.pop("without a lock")["duplicates"] > 0, "the control: two processes side by side are seen"
+    assert found.keys() == {"unlearn", "realign", "evaluate", "attack"}
+    for figures in found.values():
+        assert figures["results lost"] == figures["duplicates"] == figures["files left over"] == 0
+        assert figures["faults"] >= FAULTS // 5
+    assert found["unlearn"]["resumed"] > 3, "the faults did hit something"
+
+
+@pytest.mark.parametrize("step", ["unlearn", "realign", "evaluate", "attack"])
+def test_of_two_processes_on_a_cell_one_is_refused(step, tmp_path, monkeypatch, capsys):
+    """Whatever steps they take; and the control: alone, the same command gets beyond the lock."""
+
+    class BeyondTheLock(Exception):
+        pass
+
+    def loaded(*_, **__):
+        raise BeyondTheLock
+
+    command = next(command for command in COMMANDS if command.function == step)
+    monkeypatch.setattr(importlib.import_module(f"gripmoe.cli.{command.function}"), "load_model", loaded)
+    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
+    write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
+    write_json(tmp_path / "model.json", {"weights": "0"})
+    benchmark = PROJECT.benchmarks["wmdp_tiny"].model_dump_json()
+    given = {"settings": "null", "benchmark": benchmark, "run": tmp_path / "run.yaml", "model": tmp_path / "model.json"}
+    cell = tmp_path / "cell"
+    paths = {flag: cell / "result.json" if flag == "output" else tmp_path / flag for flag in command.flags}
+    for flag in set(command.flags) - set(command.writes) - set(given):
+        paths[flag].touch()
+    arguments = [step, *(f"--{flag}={path}" for flag, path in {**paths, **given}.items() if flag in paths)]
+    with held(cell) as owner:
+        assert main(arguments) == 2
+        assert f"process {owner} on" in capsys.readouterr().err
+        assert [file.name for file in cell.iterdir()] == [".lock"]
+    with pytest.raises(BeyondTheLock):
+        main(arguments)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of almost no size, and what gives it another size; skips, and so is reported as not
+    run, where none may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def mount(*options):
+        return subprocess.run(["mount", "-t", "tmpfs", "-o", *options, "tmpfs", folder], check=False).returncode == 0
+
+    if os.geteuid() or not mount("size=64k"):
+        pytest.skip("not run: only root mounts a file system")
+    try:
+        yield folder, lambda size: mount(f"remount,size={size}")
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_loses_nothing(trainer, small_disk, tmp_path, capsys):
+    """A checkpoint finds no room beside the one before, which is whole; with room the run goes on to the same bytes."""
+    disk, resize = small_disk
+    run = read_yaml(Path(trainer["run"]))
+    write_yaml(tmp_path / "run.yaml", {**run, "training": {**run["training"], "max_steps": 9}})
+
+    def train(folder):
+        flags = {**trainer, "run": tmp_path / "run.yaml", "output": folder / "checkpoint.json"}
+        return main(["unlearn", *(f"--{name}={value}" for name, value in flags.items())])
+
+    assert train(tmp_path / "whole") == 0
+    weights = tmp_path / "whole/weights/model.safetensors"
+    resize(3 * weights.stat().st_size)  # weights and AdamW's two states of what trains: no room for two such files
+    assert train(disk / "cell") == 2
+    assert f"{disk}/cell/state.pt: no room to write it" in capsys.readouterr().err
+    assert {file.name for file in (disk / "cell").iterdir()} == {".lock", "state.pt", "state.identity.json"}
+    assert torch.load(disk / "cell/state.pt", weights_only=True)["progress"]["step"] == 3
+    resize(20 * weights.stat().st_size)
+    assert train(disk / "cell") == 0
+    assert "resumes at step 3" in capsys.readouterr().err
+    assert weights.read_bytes() == (disk / "cell/weights/model.safetensors").read_bytes()
+    assert not (disk / "cell/state.pt").exists()

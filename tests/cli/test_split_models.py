@@ -1,0 +1,95 @@
+"""Every step of a cell with the layers of its models on two devices: nothing mixes these, and no number changes."""
+
+from contextlib import contextmanager
+
+import pytest
+from test_every_method import OBJECTIVES, evaluated, prepare, run_cell, with_questions
+
+from gripmoe.cli import unlearn as commands
+from gripmoe.cli.attack import attack
+from gripmoe.io.files import read_json, write_json
+from gripmoe.moe import storage
+from gripmoe.moe.placement import visiting
+from pretended_devices import FIRST, SECOND, PretendedDevices
+
+OTHERWISE = ("seconds", "time_ratio", "megabytes")  # what is held on a GPU and what in host memory count both
+TRAINED_TOGETHER = {  # all that differs in what it does with layers
+    "seuf": "gd",
+    "router_l2": "gd",
+    "expert_specific": "gd",
+    "expert_specific_paper": "kl",
+    "expert_specific_tracked": "gd",
+    "anchored_tracked": "gd",
+    "anchored_replay": "gd",
+    "routing_scores": "npo",
+    "routing_aware": "rmu",
+    "ptc_matched": "gd",
+    "ptc": "gd",
+    "ptc_paper": "gd",
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, world, tokenizer):
+    root, *others = prepare("qwen3_moe", world, tokenizer, tmp_path_factory.mktemp("prepared"))
+    with_questions(root, world)
+    original = root / "model" / "model.json"
+    write_json(original, {**read_json(original), "status": "reached", "steps": 3})  # as of a run to correct
+    return root, *others
+
+
+@contextmanager
+def two_devices(monkeypatch):
+    """Within the block models are loaded onto two devices."""
+    with monkeypatch.context() as patched, PretendedDevices():
+        patched.setattr(storage, "visible_devices", lambda: [FIRST, SECOND])
+        yield
+
+
+@pytest.mark.parametrize(("method", "objective"), TRAINED_TOGETHER.items())
+def test_training_and_correction(method, objective, prepared, tmp_path, monkeypatch):
+    def found(folder):
+        outcome = run_cell(prepared, method, objective, folder, gradient_checkpointing=True)
+        history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
+        rows = [outcome, *history]
+        return repr([{name: row[name] for name in row if not any(part in name for part in OTHERWISE)} for row in rows])
+
+    one = found(tmp_path / "one")
+    with two_devices(monkeypatch):
+        assert found(tmp_path / "two") == one
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3"])
+def test_tracing_evaluation_and_attacks(family, world, tokenizer, tmp_path, monkeypatch):
+    """Of a mixture, and of a dense model."""
+
+    def found(root):
+        prepared = prepare(family, world, tokenizer, root)
+        with_questions(root, world)
+        run_cell(prepared, "unconstrained", "gd", root / "cell")
+        attack(evaluated(root, root / "cell"))
+        files = ("routing.json", "cell/metrics.json", "cell/answers.csv", "cell/attacks.json", "cell/forced.csv")
+        return [(root / name).read_text() for name in files]
+
+    one = found(tmp_path / "one")
+    with two_devices(monkeypatch):
+        assert found(tmp_path / "two") == one
+
+
+def test_layers_that_only_checks_run_lie_in_host_memory(prepared, tmp_path, monkeypatch):
+    """RMU up to layer 0: the layers after it come one by one, and every number is that of a model that stays."""
+    monkeypatch.setitem(OBJECTIVES["rmu"], "layer", 0)
+
+    def found(folder, method, **changes):
+        outcome = run_cell(prepared, method, "rmu", folder, **changes)
+        rows = [outcome, *read_json(folder / "history.json")]
+        return repr([{name: row[name] for name in row if not any(part in name for part in OTHERWISE)} for row in rows])
+
+    entered = []
+    for method in ("frozen_router", "expert_specific", "ptc_matched", "routing_replay"):
+        one = found(tmp_path / method, method)
+        with monkeypatch.context() as patched, PretendedDevices():
+            patched.setattr(storage, "visible_devices", lambda: [FIRST])
+            patched.setattr(commands, "visiting", lambda *args: entered.append(args[1]) or visiting(*args))
+            assert found(tmp_path / f"{method}_host", method, idle_layers="host") == one
+    assert entered == [1, 1, 1, 1]

@@ -1,0 +1,373 @@
+"""Configuration: what is valid, and what a mistake is told."""
+
+import csv
+import shutil
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gripmoe.config.grid import CATALOGUES, Project
+from gripmoe.config.methods import AXES, Method
+from gripmoe.config.training import OBJECTIVE_SETTINGS
+from gripmoe.config.world import load_run
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import write_yaml
+from gripmoe.reporting.comparison import specification
+
+CONFIG = Path(__file__).parents[2] / "workflow" / "config"
+TUNING = yaml.safe_load((CONFIG.parent / "tuning.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copytree(CONFIG, tmp_path / "config")
+    return tmp_path / "config"
+
+
+def edit(file: Path, change):
+    content = yaml.safe_load(file.read_text())
+    change(content)
+    file.write_text(yaml.safe_dump(content))
+
+
+WORLDS = sorted(p.stem for p in CONFIG.glob("*.yaml") if p.stem not in CATALOGUES)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_world_is_valid_and_leaves_the_seed_of_tuning_alone(world):
+    project = Project(CONFIG, world)
+    assert project.name == world and project.cells()
+    assert TUNING["seed"] not in project.world.seeds
+
+
+def test_no_record_holds_the_seed_of_tuning():
+    records = sorted((CONFIG.parents[1] / "docs" / "record").glob("**/runs.csv"))
+    seeds = {int(row["seed"]) for file in records for row in csv.DictReader(file.open(encoding="utf-8"))}
+    assert records and seeds == {0, 1, 2} and TUNING["seed"] == 1000
+
+
+def test_every_artefact_is_drawn_by_a_world():
+    known = Project(CONFIG, "tiny").artefacts
+    assert set(known) == {name for world in WORLDS for name in Project(CONFIG, world).world.artefacts}
+
+
+def test_the_factorial_is_every_constraint_on_one_expert_and_on_all():
+    """In the catalogue, in its table, and among the runs of the world that draws it; nothing else differs in a pair."""
+    project = Project(CONFIG, "tiny_all")
+    [(_, rows)] = [(b["objective"], b["rows"]) for b in specification("factorial")["blocks"] if "objective" in b]
+    methods = {row["method"]: project.methods[row["method"]] for row in rows}
+    axes = {(method.constraint, method.experts) for method in methods.values()}
+    assert axes == set(product(("router_l2", "null_space", "gate_anchor"), ("all", "top_attributed")))
+    assert len(rows) == 6 and set(methods) <= set(project.world.methods_of("rmu"))
+    alike = [method.model_dump(exclude={"experts"}) for method in methods.values()]
+    assert all(alike.count(axes) == 2 for axes in alike)
+    assert "factorial" in project.world.artefacts
+
+
+def test_news_goes_with_the_models_finetuned_on_it(folder):
+    world = "extends: tiny\nmodels: [tiny_a, tiny_news]\nbenchmarks: [wmdp_tiny, muse_tiny]\n"
+    (folder / "both.yaml").write_text(world)
+    pairs = {cell[:2] for cell in Project(folder, "both").cells()}
+    assert pairs == {("tiny_a", "wmdp_tiny"), ("tiny_news", "muse_tiny")}
+    (folder / "none.yaml").write_text("extends: tiny\nbenchmarks: [wmdp_tiny, muse_tiny]\n")
+    with pytest.raises(ConfigError, match="none of the models is for 'muse_tiny'; news needs one with `source: finetu"):
+        Project(folder, "none")
+    edit(folder / "models.yaml", lambda c: c["tiny_news"].update(benchmark="wmdp_tiny"))
+    with pytest.raises(ConfigError, match="tiny_news.benchmark: 'wmdp_tiny' has no articles to finetune on"):
+        Project(folder, "both")
+    edit(folder / "models.yaml", lambda c: c["tiny_news"].update(benchmark="muse_tiny", oracle="tiny_a_oracle"))
+    with pytest.raises(ConfigError, match="tiny_news.oracle: 'tiny_a_oracle' is not finetuned on 'muse_tiny'"):
+        Project(folder, "both")
+
+
+def test_a_benchmark_has_the_target_of_its_kind(folder):
+    edit(folder / "benchmarks.yaml", lambda c: c["muse_tiny"].update(target={"forget_accuracy": 0.3}))
+    with pytest.raises(ConfigError, match="muse_tiny: `target` of news is given by `points_above_reference`"):
+        Project(folder, "tiny")
+
+
+def test_a_benchmark_changes_training(folder):
+    project = Project(folder, "tiny")
+    assert project.training("gd", "frozen_router", "muse_tiny").learning_rate == 2e-4
+    assert project.training("gd", "frozen_router", "wmdp_tiny").learning_rate == 5e-4
+    assert project.training("gd", "expert_specific", "muse_tiny").router_weight_decay == 0, (
+        "the method has the last word"
+    )
+    edit(folder / "tiny.yaml", lambda c: c.update(benchmark_training={"muse_tinny": {}}))
+    with pytest.raises(ConfigError, match="benchmark_training: unknown name 'muse_tinny'; did you mean 'muse_tiny'"):
+        Project(folder, "tiny")
+
+
+def test_cells_of_the_tiny_world():
+    project = Project(CONFIG, "tiny")
+    cells = project.cells()
+    assert len(cells) == len(set(cells))
+    assert ("tiny_a", "wmdp_tiny", "none", "original", 0) in cells, "reference methods stand once, without objective"
+    assert sum(cell[3] == "unconstrained" for cell in cells) == len(project.world.objectives) * len(project.world.seeds)
+
+
+MISTAKES = [
+    ("tiny.yaml", lambda c: c.update(metods=[]), "tiny.yaml: metods: unknown key; valid keys: models, benchmarks"),
+    ("tiny.yaml", lambda c: c["methods"].append("expert_specfic"), "unknown name 'expert_specfic'; did you mean 'expert_specific'?"),
+    ("tiny.yaml", lambda c: c["training"].update(learning_rate=-1), "training.learning_rate: Input should be greater than 0 (got -1)"),
+    ("tiny.yaml", lambda c: c["training"].pop("betas"), "training.betas: this key is required"),
+    ("tiny.yaml", lambda c: c.update(objectives=["gdd"]), "objectives.0: Input should be 'gd', 'kl', 'npo' or 'rmu' (got 'gdd')"),
+    ("tiny.yaml", lambda c: c.update(seeds=[-1]), "seeds.0: Input should be greater than or equal to 0 (got -1)"),
+    ("tiny.yaml", lambda c: c["methods"].remove("unconstrained"), "corrects 'unconstrained'; list that method too"),
+    ("tiny.yaml", lambda c: c["training"].update(check_every=7), "`checkpoint_every` must be a multiple of `check_every`"),
+    ("tiny.yaml", lambda c: c["training"].update(max_steps=605), "training: `max_steps` must be a multiple of `check_every`: the last"),
+    ("tiny.yaml", lambda c: c.update(overrides={"gd/ptcc": {}}), "overrides: unknown name 'gd/ptcc'; did you mean 'gd/ptc'"),
+    ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"lr": 1}}), "overrides.frozen_router.lr: unknown key"),
+    ("tiny.yaml", lambda c: c.update(artefacts=["main_result"]), "artefacts: unknown name 'main_result'; did you mean 'main_results'"),
+    ("tiny.yaml", lambda c: c.update(gpus={"tiny_a": 3}), "gpus.tiny_a: forget_batch_size of gd/unconstrained is 16, which 3 processes cannot share"),
+    ("tiny.yaml", lambda c: c.update(gpus={"tiny_a": 4}, nodes={"tiny_a": 3}), "nodes.tiny_a: 3 do not divide its `gpus`, 4"),
+    ("tiny.yaml", lambda c: c.update(nodes={"tinya": 2}), "nodes: unknown name 'tinya'; did you mean 'tiny_a'"),
+    ("tiny.yaml", lambda c: c["training"].update(lr=1), "training.lr: unknown key; valid keys: learning_rate, router_multiplier"),
+    ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpah": 1}), "objective_training.gd.objective.alpah: unknown key; valid keys: alpha"),
+    ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpha": -1}), "objective_training.gd.objective.alpha: Input should be greater than or equal to 0 (got -1"),
+    ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].pop("layer"), "objective_training.rmu.objective.layer: this key is required"),
+    ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(idle_layers="host"), "objective_training.gd.idle_layers: gd runs every layer"),
+    ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(steering=3), "objective_training.rmu.objective: give one of `kappa`"),
+    ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
+    ("methods.yaml", lambda c: c["expert_specific_paper"].update(max_rank=64), "expert_specific_paper: `max_rank` is a choice of"),
+    ("methods.yaml", lambda c: c["expert_specific_paper"].update(granularity="layer"), "expert_specific_paper: `form: paper` of the null space has a basis for each expert"),
+    ("methods.yaml", lambda c: c["expert_specific"].update(kaczmarz_steps=10), "expert_specific: `kaczmarz_steps` is a choice of"),
+    ("methods.yaml", lambda c: c["frozen_router"].update(kaczmarz_tolerance=0), "frozen_router: `kaczmarz_tolerance` is a choice of"),
+    ("methods.yaml", lambda c: c["expert_specific"].update(max_rank=0), "expert_specific.max_rank: Input should be greater than 0 (got 0)"),
+    ("methods.yaml", lambda c: c.update(odd={}), "methods.yaml: odd: give exactly one of"),
+    ("methods.yaml", lambda c: c["ptc"].pop("correction"), "methods.yaml: ptc: `corrects` needs `correction:"),
+    ("models.yaml", lambda c: c["tiny_a"].pop("oracle"), "needs `oracle:` in models.yaml for 'tiny_a'"),
+    ("models.yaml", lambda c: c["tiny_a"].update(family="gpt2"), "models.yaml: tiny_a.family: Input should be 'qwen3_moe'"),
+    ("tiny.yaml", lambda c: c.update(overrides={"router_l2": {"lr": 1}}), "overrides.router_l2.lr: unknown key"),
+    ("tiny.yaml", lambda c: c.update(overrides={"gd/ptc": {"learning_rate": 1}}), "overrides.gd/ptc: 'ptc' trains nothing; it corrects what 'unconstrained' has trained"),
+    ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"retain_batch_size": 8}}), "overrides.frozen_router.retain_batch_size: methods are compared on the same documents"),
+    ("tiny.yaml", lambda c: c.update(overrides={"gd/frozen_router": {"retain_batch_size": 8}}), "overrides.gd/frozen_router.retain_batch_size: methods are compared"),
+    ("methods.yaml", lambda c: c["expert_specific"]["training"].update(forget_batch_size=8), "expert_specific.training.forget_batch_size: methods are compared"),
+    ("tiny.yaml", lambda c: c["relearning"].update(lr=1), "relearning.lr: unknown key; valid keys: learning_rate, optimizer"),
+    ("tiny.yaml", lambda c: c.update(extends="tiny"), "tiny.yaml: extends: 'tiny' extends itself"),
+    ("methods.yaml", lambda c: c["ptc"].update(training={"learning_rate": 1}), "methods.yaml: ptc: `training` is for a method that trains"),
+    ("methods.yaml", lambda c: c["expert_specific"].update(eps_null={"value": 1, "kind": "energy", "band": {}}), "expert_specific.eps_null.band: unknown key; valid keys: value, kind, bands"),
+    ("models.yaml", lambda c: c["tiny_a"].update(sed=1), "models.yaml: tiny_a.sed: unknown key; valid keys: source, family, seed"),
+    ("models.yaml", lambda c: c["olmoe"].update(parameters={}), "models.yaml: olmoe.parameters: unknown key; valid keys: source, id, revision, config, dtype, oracle"),
+    ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(sed=1), "wmdp_tiny.data.sed: unknown key; valid keys: source, kind, retain"),
+    ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(source="embeded"), "wmdp_tiny.data.source: one of 'embedded', 'published', 'muse' (got 'embeded')"),
+    ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].pop("source"), "wmdp_tiny.data.source: this key is required"),
+    ("models.yaml", lambda c: c["tiny_a"].update(oracle="tiny_a_orcle"), "models.yaml: tiny_a.oracle: unknown name 'tiny_a_orcle'; did you mean 'tiny_a_oracle'"),
+    ("models.yaml", lambda c: c["tiny_a"].update(size={"hiden_size": 512}), "models.yaml: tiny_a.size.hiden_size: unknown key; valid keys: hidden_size, num_layers"),
+    ("models.yaml", lambda c: c["tiny_a"].update(size={"num_experts": 2}), "models.yaml: tiny_a.size: `top_k` 4 exceeds `num_experts` 2"),
+    ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(layer=4), "objective_training.rmu.objective.layer: tiny_a has layers 0 to 3 (got 4)"),
+    ("tiny.yaml", lambda c: c.update(seeds=[0, 0]), "tiny.yaml: seeds: 0 stands twice; leave one out"),
+    ("tiny.yaml", lambda c: c.update(seeds=[True]), "seeds.0: Input should be a valid integer (got True)"),
+    ("tiny.yaml", lambda c: c.update(seeds=[2**31]), "seeds.0: Input should be less than 2147483648"),
+    ("tiny.yaml", lambda c: c["models"].append("tiny_a"), "tiny.yaml: models: 'tiny_a' stands twice"),
+]  # fmt: skip
+
+WRONG_TARGETS = [
+    ("wmdp_tiny", {"forget_accuracy": 27}, ["forget_accuracy: Input should be less than or equal to 1 (got 27)"]),
+    (
+        "wmdp_tiny",
+        {"forget_acuracy": 0.3},
+        ["forget_accuracy: this key is required", "forget_acuracy: unknown key; valid keys: forget_accuracy"],
+    ),
+    ("muse_tiny", {"points_above_reference": -1}, ["points_above_reference: Input should be greater than or equal to"]),
+]
+
+
+@pytest.mark.parametrize("task, target, messages", WRONG_TARGETS)
+def test_a_wrong_target_is_held_against_its_own_kind_alone(folder, task, target, messages):
+    edit(folder / "benchmarks.yaml", lambda c: c[task].update(target=target))
+    with pytest.raises(ConfigError) as error:
+        Project(folder, "tiny")
+    lines = str(error.value).splitlines()
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages, strict=True):
+        assert f"{task}.target.{message}" in line
+
+
+def test_the_file_of_a_world_names_its_results(folder, tmp_path):
+    """Below which a shell and other worlds must find them."""
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "my_world.yaml").write_text("extends: tiny\nseeds: [5]\n")
+    project = Project(folder, str(own / "my_world.yaml"))
+    assert (project.name, project.results_name) == ("my_world", "tiny")
+    assert Project(folder, str(folder / "tiny.yaml")).name == "tiny", "that world itself, by its path"
+    (own / "My-World v1.yaml").write_text("extends: tiny\n")
+    with pytest.raises(ConfigError, match="My-World v1.yaml: its name is that of folders: small letters"):
+        Project(folder, str(own / "My-World v1.yaml"))
+    (own / "tiny.yaml").write_text("extends: tiny\nseeds: [5]\n")
+    with pytest.raises(ConfigError, match="own/tiny.yaml: 'tiny' is a world of .* results it would overwrite; rename"):
+        Project(folder, str(own / "tiny.yaml"))
+    (folder / "empty.yaml").write_text("")
+    with pytest.raises(ConfigError, match="empty.yaml: expected a mapping"):
+        Project(folder, "empty")
+    with pytest.raises(ConfigError, match="world 'methods': no world .*methods.yaml; give one of"):
+        Project(folder, "methods")
+    with pytest.raises(ConfigError, match="nowhere: no worlds here; start where the Snakefile is"):
+        Project(tmp_path / "nowhere", "tiny")
+
+
+@pytest.mark.parametrize("file, change, message", MISTAKES, ids=[m[2][:40] for m in MISTAKES])
+def test_mistakes_are_named(folder, file, change, message):
+    edit(folder / file, change)
+    with pytest.raises(ConfigError) as error:
+        Project(folder, "tiny")
+    assert message in str(error.value)
+    assert str(folder) in str(error.value), "the file is named"
+
+
+def test_a_finetuned_models_batches_are_shared_too(folder):
+    edit(folder / "tiny_muse.yaml", lambda c: c.update(gpus={"tiny_news": 3}))
+    with pytest.raises(ConfigError, match="tiny_muse.yaml: gpus.tiny_news: batch_size .* is 8, which 3 processes"):
+        Project(folder, "tiny_muse")
+
+
+@pytest.mark.parametrize("place", ["training", "objective_training"])
+def test_idle_layers_need_one_process(folder, place):
+    """Wherever the setting stands; in one process, and under objectives that run every layer, it says nothing wrong."""
+
+    def idle(content):
+        (content[place] if place == "training" else content[place]["rmu"])["idle_layers"] = "host"
+
+    edit(folder / "paper.yaml", idle)
+    with pytest.raises(ConfigError, match="paper.yaml: gpus.qwen3_30b_a3b: 2 processes train rmu/unconstrained, whose"):
+        Project(folder, "paper")
+    edit(folder / "paper.yaml", lambda c: c["gpus"].update(qwen3_30b_a3b=1))
+    assert Project(folder, "paper").training("rmu", "unconstrained", "wmdp_cyber").idle_layers == "host"
+
+
+def test_unknown_world_names_the_known_ones():
+    with pytest.raises(
+        ConfigError,
+        match="give one of paper, paper_muse, record, record_main, record_muse, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_fp8, tiny_large, tiny_muse, tiny_retain, tiny_shared or the path",
+    ):
+        Project(CONFIG, "huge")
+
+
+def test_broken_yaml(folder):
+    (folder / "tiny.yaml").write_text("models: [a")
+    with pytest.raises(ConfigError, match="tiny.yaml: not valid YAML"):
+        Project(folder, "tiny")
+
+
+TWICE = [
+    ("tiny.yaml", "overrides: {gd/ptc: {}}\noverrides: {}\n", "line 2: 'overrides' stands in line 1"),
+    ("tiny_all.yaml", "nodes: {\n  tiny_a: 1,\n  tiny_a: 1}\n", "line 3: 'tiny_a' stands in line 2"),
+    ("methods.yaml", "odd: {constraint: none, replay: true, replay: false}\n", "line 1: 'replay' stands in line 1"),
+]
+
+
+@pytest.mark.parametrize("file, above, message", TWICE, ids=[file for file, _, _ in TWICE])
+def test_a_key_that_stands_twice_is_named(folder, file, above, message):
+    """In a world, in one that it extends, in a catalogue; what `<<` merges is no such thing."""
+    assert Project(folder, "tiny_all").methods["final_anchor"].routing_stability == 0.95
+    (folder / file).write_text(above + (folder / file).read_text())
+    with pytest.raises(ConfigError) as error:
+        Project(folder, "tiny_all")
+    assert str(error.value).startswith(f"{folder / file}: {message} already")
+
+
+def test_an_objective_without_settings_says_where_they_belong(monkeypatch):
+    monkeypatch.delitem(OBJECTIVE_SETTINGS, "gd")
+    with pytest.raises(ConfigError, match="tiny.yaml: objective_training.gd.objective: .* OBJECTIVE_SETTINGS in src"):
+        Project(CONFIG, "tiny")
+
+
+WITHOUT_EFFECT = [
+    ({"constraint": "frozen", "routing_stability": 0.95}, "routing_stability", "`constraint: anchor`"),
+    ({"constraint": "frozen", "weight": 5}, "weight", "`constraint: router_l2` or `constraint: gate_anchor` or"),
+    ({"constraint": "frozen", "tracked": True}, "tracked", "`constraint: anchor`"),
+    ({"constraint": "anchor", "safety_margin": 0.1}, "safety_margin", "`constraint: null_space`"),
+    ({"constraint": "none", "correction": "restore", "form": "paper"}, "form", "null_space` or `correction: realign`"),
+    ({"corrects": "unconstrained", "correction": "realign", "replay": True}, "replay", "`constraint`"),
+    ({"reference": "original", "experts": "all"}, "experts", "`constraint`"),
+]
+
+
+@pytest.mark.parametrize("row, key, having", WITHOUT_EFFECT, ids=[key for _, key, _ in WITHOUT_EFFECT])
+def test_an_axis_without_effect_is_refused(folder, row, key, having):
+    """Whatever its value, its default included; where it has an effect, it stays."""
+    edit(folder / "methods.yaml", lambda c: c.update(odd=row))
+    with pytest.raises(ConfigError) as error:
+        Project(folder, "tiny")
+    assert f"methods.yaml: odd.{key}: without effect here; it is a choice of " in str(error.value)
+    assert having in str(error.value)
+    edit(folder / "methods.yaml", lambda c: c["odd"].pop(key))
+    assert "odd" in Project(folder, "tiny").methods
+
+
+def test_forgetting_is_of_tracked_bases(folder):
+    edit(folder / "methods.yaml", lambda c: c["expert_specific_tracked"].update(basis="minibatch"))
+    with pytest.raises(ConfigError, match="expert_specific_tracked.forgetting: .* choice of `basis: tracked`"):
+        Project(folder, "tiny")
+
+
+def test_every_axis_has_its_words():
+    kinds = {"reference", "constraint", "corrects"}
+    assert {key for keys in AXES.values() for key in keys} == Method.model_fields.keys() - kinds
+
+
+def test_overrides_go_from_general_to_particular(folder):
+    edit(
+        folder / "tiny.yaml",
+        lambda c: c.update(
+            objectives=["gd", "rmu"],
+            overrides={"frozen_router": {"learning_rate": 0.5}, "rmu/frozen_router": {"learning_rate": 0.25}},
+        ),
+    )
+    project = Project(folder, "tiny")
+    assert project.training("gd", "frozen_router", "wmdp_tiny").learning_rate == 0.5
+    assert project.training("rmu", "frozen_router", "wmdp_tiny").learning_rate == 0.25
+    assert project.training("gd", "unconstrained", "wmdp_tiny") == Project(CONFIG, "tiny").training(
+        "gd", "unconstrained", "wmdp_tiny"
+    )
+    assert project.training("gd", "expert_specific", "wmdp_tiny").router_weight_decay == 0.0, "the method's own change"
+    assert project.training("rmu", "unconstrained", "wmdp_tiny").objective["layer"] == 2
+    assert project.training("gd", "ptc", "wmdp_tiny") is None
+
+
+def test_base_models_train_on_a_gpu_where_the_world_gives_them_one(folder):
+    edit(folder / "tiny_muse.yaml", lambda c: c.update(gpus={"tiny_news": 2}))
+    large = Project(folder, "tiny_large")
+    assert large.trains_on_gpu("tiny_large") and large.trains_on_gpu("tiny_large_oracle")
+    assert not Project(folder, "tiny").trains_on_gpu("tiny_a") and not Project(folder, "paper").trains_on_gpu(
+        "qwen3_30b_a3b"
+    )
+    assert not Project(folder, "tiny_muse").trains_on_gpu("tiny_a_oracle"), "the processes are those of its finetuning"
+    assert large.training("rmu", "anchored", "wmdp_tiny").objective["layer"] < large.models["tiny_large"].layers
+
+
+def test_run_survives_its_file(tmp_path):
+    run = Project(CONFIG, "tiny").run("tiny_a", "wmdp_tiny", "rmu", "expert_specific", 1)
+    write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
+    assert load_run(tmp_path / "run.yaml") == run
+
+
+def test_a_world_that_extends_another_shares_its_results(folder):
+    (folder / "more.yaml").write_text("extends: tiny\nobjectives: [gd, rmu]\nextra_methods: {rmu: [anchored_replay]}\n")
+    base, more = Project(folder, "tiny"), Project(folder, "more")
+    assert more.results_name == base.name == "tiny" and more.name == "more"
+    assert more.world.training == base.world.training and more.world.objectives == ["gd", "rmu"]
+    assert set(base.cells()) < set(more.cells())
+    extra = {cell[2] for cell in more.cells() if cell[3] == "anchored_replay"}
+    assert extra == {"rmu"}, "under one objective only"
+    (folder / "most.yaml").write_text("extends: more\nseeds: [0, 1, 2]\n")
+    most = Project(folder, "most")
+    assert most.results_name == "tiny" and set(more.cells()) < set(most.cells())
+
+
+def test_a_correction_needs_what_it_corrects(folder):
+    world = (
+        "extends: tiny\nobjectives: [gd, rmu]\nmethods: [original]\nextra_methods: {gd: [unconstrained], rmu: [ptc]}\n"
+    )
+    (folder / "broken.yaml").write_text(world)
+    with pytest.raises(ConfigError, match="'ptc' corrects 'unconstrained'"):
+        Project(folder, "broken")
+
+
+def test_rmu_needs_a_layer_that_the_model_has(folder):
+    edit(folder / "paper.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(layer=24))
+    with pytest.raises(ConfigError, match="rmu.objective.layer: qwen15_moe has layers 0 to 23 .got 24."):
+        Project(folder, "paper")

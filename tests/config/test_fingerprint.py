@@ -1,0 +1,222 @@
+"""The fingerprint follows code that runs, name by name, and nothing else."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from edits import edit, reworded
+from gripmoe.config import fingerprint
+
+UNLEARN, REALIGN, MODEL = (
+    f"gripmoe.cli.{name}" for name in ("unlearn:unlearn", "realign:realign", "prepare_model:prepare_model")
+)
+EVALUATE, DATA = "gripmoe.cli.evaluate:evaluate", "gripmoe.cli.prepare_data:prepare_data"
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    folder = tmp_path / "src" / "gripmoe"
+    shutil.copytree(fingerprint.SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(fingerprint, "SOURCE", folder)
+
+    def digest(entry=UNLEARN):
+        fingerprint._definitions.cache_clear()
+        return fingerprint.code_fingerprint(entry)
+
+    yield tmp_path, digest
+    fingerprint._definitions.cache_clear()
+
+
+def test_comments_docstrings_and_formatting_do_not_count(copy):
+    root, digest = copy
+    before = [digest(entry) for entry in (UNLEARN, EVALUATE, "gripmoe.reporting.tables")]
+    for file in (root / "src").rglob("*.py"):
+        file.write_text(reworded(file.read_text()))
+    assert [digest(entry) for entry in (UNLEARN, EVALUATE, "gripmoe.reporting.tables")] == before
+
+
+EDITS = [
+    # what is edited, whom it affects, whom it does not
+    ("gripmoe.training.objectives:GradientDifference.forget_loss", [UNLEARN], [REALIGN, MODEL, EVALUATE]),
+    ("gripmoe.geometry.halfspace:nearest_feasible.max_rounds", [UNLEARN], [MODEL, EVALUATE]),
+    ("gripmoe.geometry.realignment:realign_paper", [UNLEARN, REALIGN], [MODEL, EVALUATE]),
+    ("gripmoe.cli.unlearn:unlearn", [UNLEARN], [REALIGN, MODEL]),
+    ("gripmoe.cli.evaluate:evaluate", [EVALUATE], [UNLEARN]),
+    ("gripmoe.data.corpora:TOKENS_PER_BATCH", [EVALUATE], [DATA]),
+    ("gripmoe.moe.storage:load_model", [UNLEARN, EVALUATE], [DATA]),
+    ("gripmoe.config.world:World", [], [UNLEARN, MODEL, EVALUATE]),
+    ("gripmoe.config.models:EmbeddedModel.attempts", [MODEL], [EVALUATE]),
+    ("gripmoe.config.provenance:recorded", [], [UNLEARN, MODEL, EVALUATE]),
+    ("gripmoe.reporting.tables:MISSING", ["gripmoe.reporting.comparison"], [UNLEARN, EVALUATE]),
+    ("gripmoe.reporting.claims:claims.yaml", ["gripmoe.reporting.claims"], ["gripmoe.reporting.tables"]),
+    ("gripmoe.reporting.comparison:comparisons.yaml", ["gripmoe.reporting.comparison"], ["gripmoe.reporting.tables"]),
+]
+
+
+@pytest.mark.parametrize(("place", "affected", "others"), EDITS, ids=[place for place, *_ in EDITS])
+def test_an_edit_counts_where_it_runs(copy, place, affected, others):
+    root, digest = copy
+    before = {entry: digest(entry) for entry in (*affected, *others)}
+    edit(root, place)
+    assert {entry for entry in before if digest(entry) != before[entry]} == set(affected)
+
+
+def test_what_nothing_refers_to_does_not_count_and_what_runs_on_import_does(copy):
+    root, digest = copy
+    before = digest()
+    with edit(root, "gripmoe.training.objectives").open("a") as source:
+        assert digest() == before
+        source.write("\nUNUSED + 1\n")
+    assert digest() != before
+
+
+SAMPLE = r'''
+"""Every kind of statement and expression that the oldest supported Python knows."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+LARGE, BYTES, COMPLEX, FLOATS = 2**70 + 1180591620717411303424, b"\x00\xff", 3j, (0.1, 1e300, 1e999)
+UNUSUAL = ("", "é 🫨 \n", u"kind", "one" "after the other", None, ..., True, not False, -0.0)
+DRAWN: dict[str, int] = {**{}, "a": 1, None: {1, *()}}
+lines, *rest = ["a", *"bc"]
+del rest[0], lines
+
+
+@dataclass(frozen=True)
+class Thing(object, metaclass=type):
+    """A thing."""
+
+    value: int = 0
+    """Of a thing."""
+    others: list = field(default_factory=lambda *given, last=None, **named: [*given, last, named])
+
+    def __matmul__(self, other):
+        self.value @= other if other is not None else ~1
+        return NotImplemented
+
+
+def mixed(a, b=1, /, c: "text" = 2, *rest, d, e=None, **others) -> None:
+    global LARGE
+    if (n := len(rest)) > 1 >= 0 and a or not b:
+        for i, _ in enumerate(rest[1:n:2], start=-1):
+            if i in others:
+                continue
+            break
+        else:
+            assert c, f"{a!r:>{b}} {c:} {d=} {{}} {e:%Y-{n}} {n:.{b}f}%" f"{a!s}" u"end" rf"\d{a}"
+    elif a:
+        while True:
+            pass
+    else:
+        raise ValueError(a) from None
+    return None
+
+
+def generating():
+    def inner():
+        nonlocal kept
+        kept += 1
+
+    kept = 0
+    given = yield kept
+    yield from (x**2 for x in range(3) if x if x // 2 for _ in [given])
+    return {x: y for x, y in {}.items()}, {x for x in ""}, [x for x in ()], inner
+
+
+def operators(a, b):
+    try:
+        return a - b * a / b % a << b >> a | b ^ a & +b, a == b != a < b <= a is b not in (a,)
+    except (TypeError, ValueError):
+        a |= b
+
+
+async def waiting(lock):
+    async with lock as (one, two), lock:
+        async for each in one:
+            await each
+    return [each async for each in two]
+
+
+def matching(subject):
+    match subject:
+        case {"key": 1 | 2 as number, **rest} if number:
+            return rest
+        case [Thing(value=-1), *_, "text"] | (None | True, ):
+            return subject
+        case Thing(0, others=[]) | -1.5 | 1 + 2j | asyncio.Queue:
+            return ()
+        case _:
+            return
+
+
+def caught():
+    try:
+        with open("x") as file, file:
+            return file.read()[..., 1:]
+    except* OSError as error:
+        raise
+    else:
+        return lambda: (yield)
+    finally:
+        LARGE
+'''
+
+
+@pytest.fixture
+def digest_of(tmp_path, monkeypatch):
+    """The fingerprint of one module's source."""
+    folder = tmp_path / "gripmoe"
+    folder.mkdir()
+    monkeypatch.setattr(fingerprint, "SOURCE", folder)
+
+    def digest(source):
+        (folder / "sample.py").write_text(source, encoding="utf-8")
+        fingerprint._definitions.cache_clear()
+        return fingerprint.code_fingerprint("gripmoe.sample")
+
+    yield digest
+    fingerprint._definitions.cache_clear()
+
+
+def test_every_version_of_python_takes_this_fingerprint_of_every_construct(digest_of):
+    assert digest_of(SAMPLE) == "ea99a08310bca769"
+
+
+def test_what_is_empty_counts_where_it_says_something(digest_of):
+    """Each expression is another."""
+    values = ["", "None", "[]", "()", "''", "b''", "0", "0.0", "-0.0", "0j", "False", "...", "['']", "[None]", "*[]"]
+    values += ["x=None", "x=[]", "x[:]", "x[None:]", "lambda: None", "lambda x: None", "lambda x=None: None"]
+    values += ["lambda *, x: None", "lambda *, x=None: None", "{None: x}", "{**x}"]
+    values += ["f''", "f'{x}'", "f'{x:}'", "f'{x!s}'", "f'{x: }'", "'{x}'"]
+    digests = {digest_of(f"shown = f({value})\n") for value in values}
+    assert len(digests) == len(values)
+
+
+ALL = """
+from gripmoe.fingerprint import SOURCE, code_fingerprint
+for file in sorted(SOURCE.rglob("*.py")):
+    module = ".".join(["gripmoe", *file.relative_to(SOURCE).with_suffix("").parts]).removesuffix(".__init__")
+    print(module, code_fingerprint(module))
+"""
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_another_python_takes_the_same_fingerprints_of_all_modules(version):
+    environment = {**os.environ, "PYENV_VERSION": version, "PYTHONPATH": str(fingerprint.SOURCE.parent)}
+    other = shutil.which(f"python{version}")
+    if not other or subprocess.run([other, "--version"], env=environment, capture_output=True, check=False).returncode:
+        pytest.skip(f"not run: no Python {version} here")
+    said = [
+        subprocess.run([python, "-c", ALL], env=environment, capture_output=True, text=True, check=True).stdout
+        for python in (sys.executable, other)
+    ]
+    assert said[0] == said[1] and len(said[0].splitlines()) > 50
+
+
+def test_an_entry_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="no code 'gripmoe.cli.unlearn:unlern'"):
+        fingerprint.code_fingerprint("gripmoe.cli.unlearn:unlern")

@@ -1,0 +1,252 @@
+"""Soft constraints and the anchor: by hand, at their limits, and against the same training without them."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from conftest import random_batch, small_model
+from gripmoe.config.methods import Method
+from gripmoe.constraints.anchor import Anchored, DualWeight
+from gripmoe.constraints.base import FrozenRouter
+from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores, attributed_expert
+from gripmoe.constraints.build import constraint_of
+from gripmoe.constraints.hooks import RouterGuard
+from gripmoe.geometry.routing import LayerRouting, mean_stability, routing_stability
+from gripmoe.moe import MoEModel
+
+
+@pytest.fixture
+def moe():
+    return MoEModel(small_model())
+
+
+def guarded(constraint, moe, batch):
+    """The constraint over an optimizer, started on one document batch."""
+    optimizer = torch.optim.AdamW(moe.model.parameters(), lr=3e-3)
+    constraint.start(moe, [batch], [batch])
+    return RouterGuard(moe, optimizer, constraint), optimizer
+
+
+def penalty_of(guard, batch, kind="retain"):
+    with getattr(guard, kind)():
+        guard.model.model(**batch.inputs)
+    return guard.penalty()
+
+
+def disturb(moe, scale=0.05):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for layer in moe.layers:
+            for parameter in moe.block(layer).parameters():
+                parameter += scale * torch.randn_like(parameter)
+
+
+def test_router_l2_by_hand(moe, batch):
+    guard, _ = guarded(RouterL2(weight=3.0), moe, batch)
+    assert penalty_of(guard, batch).item() == 0
+    before = moe.thetas()
+    with torch.no_grad():
+        moe.theta(0).add_(0.1)
+    by_hand = 3.0 * (0.01 * before[0].numel() / before[0].square().sum()).item() / 2
+    penalty = penalty_of(guard, batch)
+    assert penalty.item() == pytest.approx(by_hand, rel=1e-4)
+    penalty.backward()
+    assert moe.theta(0).grad is not None and moe.expert_parameters(0)[0].grad is None
+
+
+def test_gate_anchor_by_hand(moe, batch):
+    guard, _ = guarded(GateAnchor(1, 5, weight=2.0, alone=False), moe, batch)
+    penalty = penalty_of(guard, batch, "forget").item()
+    seen = moe.trace([batch])[1]
+    gate = seen.scores_NE.softmax(-1)
+    gate[:, 5] -= 1
+    assert penalty == pytest.approx(2.0 * gate.square().sum(-1).mean().item(), rel=1e-5)
+    assert penalty_of(guard, batch, "retain") == 0, "it looks at forget tokens only"
+
+
+def test_attribution_finds_the_expert_that_serves_forget_tokens_most():
+    def routing(scores):
+        scores = torch.tensor(scores)
+        return LayerRouting(torch.zeros(len(scores), 4), scores, scores.topk(1).indices)
+
+    trace = {0: routing([[2.0, 0.0], [2.0, 0.0]]), 1: routing([[0.0, 5.0], [3.0, 0.0]]), 2: routing([[9.0, 0.0]] * 2)}
+    mean = {(0, 0): 1 / (1 + math.exp(-2)), (1, 1): 0.5 / (1 + math.exp(-5))}
+    assert mean[0, 0] > mean[1, 1]
+    assert attributed_expert(trace, [0, 1]) == (0, 0)
+    assert attributed_expert(trace, [0, 1, 2]) == (2, 0)
+
+
+def test_routing_scores_by_hand_and_their_gradient_reaches_experts(moe, batch):
+    guard, _ = guarded(RoutingScores(weight=2.0), moe, batch)
+    before = moe.trace([batch])
+    assert penalty_of(guard, batch).item() == pytest.approx(0, abs=1e-8)
+    disturb(moe)
+    after = moe.trace([batch])
+    ratios = [(after[l].scores_NE - before[l].scores_NE).square().mean() / before[l].scores_NE.var() for l in before]
+    penalty = penalty_of(guard, batch)
+    assert penalty.item() == pytest.approx(2.0 * (sum(ratios) / 2).item(), rel=1e-3)
+    penalty.backward()
+    assert moe.expert_parameters(0)[0].grad.norm() > 0, "they move the next router's inputs"
+
+
+@pytest.mark.parametrize("final_only", [False, True])
+def test_anchor_by_hand(moe, batch, final_only):
+    constraint = Anchored(0.95, floor=1.0, final_only=final_only)
+    guard, _ = guarded(constraint, moe, batch)
+    before, hidden_before = moe.trace([batch]), final_hidden(moe, batch)
+    assert penalty_of(guard, batch).item() == pytest.approx(0, abs=1e-6)
+    disturb(moe)
+    constraint.weight.value = 3.0
+    after, hidden_after = moe.trace([batch]), final_hidden(moe, batch)
+    ratio = (hidden_after - hidden_before).square().sum() / hidden_before.square().sum()
+    if not final_only:
+        moved = {layer: after[layer].x_Nd - seen.x_Nd for layer, seen in before.items()}
+        ratio = ratio + sum(moved[layer].square().sum() / seen.x_Nd.square().sum() for layer, seen in before.items())
+    assert penalty_of(guard, batch).item() == pytest.approx(3.0 * 10 / 2 * ratio.item(), rel=1e-3)
+    assert constraint._errors[-1] != pytest.approx(0.05), "routing was not at the wanted stability"
+
+
+def final_hidden(moe, batch):
+    with torch.no_grad():
+        hidden = moe.model.model(**batch.inputs).last_hidden_state
+    counted = batch.attention_mask.clone()
+    counted[:, 0] = 0
+    return hidden[counted.bool()]
+
+
+def test_anchor_holds_routing_that_a_frozen_router_loses():
+    """The same ascent on a batch, with a frozen router, with and without the anchor on another batch."""
+    forget, retain = random_batch(seed=1), random_batch(seed=2)
+    stability = {}
+    for constraint in (FrozenRouter(), Anchored(0.95, floor=1.0)):
+        moe = MoEModel(small_model())
+        before = moe.trace([retain])
+        guard, optimizer = guarded(constraint, moe, retain)
+        for _ in range(25):
+            optimizer.zero_grad()
+            (-moe.model(**forget.inputs, labels=forget.input_ids).loss).backward()
+            with guard.retain():
+                loss = moe.model(**retain.inputs, labels=retain.input_ids).loss
+            (loss + guard.penalty()).backward()
+            optimizer.step()
+        stability[type(constraint)] = mean_stability(routing_stability(before, moe.trace([retain])))
+    assert stability[Anchored] > stability[FrozenRouter] + 0.1
+
+
+def test_a_tracked_router_follows_where_the_anchor_is_weak():
+    """With next to no penalty: refitted to the drifted inputs of the retain batch it keeps more of their sets than a
+    frozen one. Resumed half-way with the tracker's state it ends in the same router."""
+    retain, forget = random_batch(rows=8, seed=3), random_batch(seed=4)
+    ends = {}
+    for name, tracked in (("frozen", False), ("tracked", True), ("resumed", True)):
+        moe = MoEModel(small_model())
+        before = moe.trace([retain])
+
+        def anchor(tracked=tracked):
+            constraint = Anchored(0.5, floor=1e-6, tracked=tracked)
+            constraint.weight.value = 1e-6
+            return constraint
+
+        guard, optimizer = guarded(anchor(), moe, retain)
+        for step in range(12):
+            if name == "resumed" and step == 6:
+                trained, state, constraint = copy.deepcopy(moe.model.state_dict()), guard.state_dict(), anchor()
+                guard.close()
+                moe.model.load_state_dict(small_model().state_dict())
+                constraint.start(moe, [], [retain])
+                moe.model.load_state_dict(trained)
+                guard = RouterGuard(moe, optimizer, constraint)
+                guard.load_state_dict(state)
+            optimizer.zero_grad()
+            (-moe.model(**forget.inputs, labels=forget.input_ids).loss).backward()
+            with guard.retain():
+                loss = moe.model(**retain.inputs, labels=retain.input_ids).loss
+            (loss + guard.penalty()).backward()
+            optimizer.step()
+        guard.refit(retain)
+        ends[name] = mean_stability(routing_stability(before, moe.trace([retain]))), moe.theta(1).detach().clone()
+    assert ends["tracked"][0] > ends["frozen"][0] + 0.03, ends
+    torch.testing.assert_close(ends["resumed"][1], ends["tracked"][1])
+
+
+def test_dual_weight_follows_the_error_and_keeps_to_its_bounds():
+    weight = DualWeight(allowed=0.05, floor=0.5, ceiling=20.0)
+    assert weight.value == 1.0
+    assert weight.update(0.10) == pytest.approx(math.exp(0.1))
+    assert weight.update(0.05) == pytest.approx(math.exp(0.1)), "as much error as allowed"
+    for _ in range(100):
+        weight.update(0.0)
+    assert weight.value == 0.5
+    for _ in range(100):
+        weight.update(1.0)
+    assert weight.value == 20.0
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        DualWeight(allowed=0.0, floor=1.0)
+
+
+def test_the_floor_of_the_anchors_weight_keeps_what_is_known():
+    """The wanted stability is so low that the weight always falls: without a floor, ascent on other documents then
+    destroys what is to be retained."""
+    forget, retain = random_batch(seed=1), random_batch(seed=2)
+    risen, weights = {}, {}
+    for floor in (1.0, 1e-6):
+        moe = MoEModel(small_model())
+        constraint = Anchored(1e-3, floor)
+        constraint.weight.rate = 1.0  # there within a few steps
+        constraint.start(moe, [forget], [retain])
+        optimizer = torch.optim.AdamW(moe.model.parameters(), lr=1e-2)
+        guard, losses, weights[floor] = RouterGuard(moe, optimizer, constraint), [], []
+        for _ in range(40):
+            optimizer.zero_grad()
+            (-moe.model(**forget.inputs, labels=forget.input_ids).loss).backward()
+            with guard.retain():
+                losses.append(moe.model(**retain.inputs, labels=retain.labels).loss.item())
+            guard.penalty().backward()
+            optimizer.step()
+            weights[floor].append(constraint.weight.value)
+        risen[floor] = losses[-1] / losses[0]
+    assert set(weights[1.0]) == {1.0} and weights[1e-6] == sorted(weights[1e-6], reverse=True)
+    assert risen[1.0] < 1.6 and risen[1e-6] > 2.5, risen
+
+
+def test_anchor_resumes_with_its_weight():
+    constraint, other = Anchored(0.95, floor=1.0), Anchored(0.95, floor=1.0)
+    constraint.weight.value = 7.0
+    other.load_state(constraint.state())
+    assert other.weight.value == 7.0
+
+
+@pytest.mark.parametrize(
+    "axes, expected",
+    [
+        ({"constraint": "router_l2"}, RouterL2),
+        ({"constraint": "gate_anchor"}, GateAnchor),
+        ({"constraint": "routing_scores"}, RoutingScores),
+        ({"constraint": "anchor"}, Anchored),
+        ({"constraint": "frozen"}, FrozenRouter),
+    ],
+)
+def test_rows_of_the_catalogue_make_constraints(axes, expected):
+    assert type(constraint_of(Method(**axes), {}, None, (0, 1), 0)) is expected
+
+
+def test_the_weight_follows_once_in_a_step_however_many_passes_it_takes(moe, batch):
+    """Two passes of one step count as their mean; one without gradients counts for nothing."""
+    constraint = Anchored(0.95, floor=0.01)
+    guard, optimizer = guarded(constraint, moe, batch)
+    disturb(moe)
+    before = constraint.weight.value
+    for _ in range(2):
+        (moe.model(**batch.inputs).logits.sum() * 0 + penalty_of(guard, batch)).backward()
+    assert constraint.weight.value == before, "it is asked for with the weight of the step before"
+    errors = list(constraint._errors)
+    with torch.no_grad():
+        penalty_of(guard, batch)
+    assert len(errors) == 2 and constraint._errors == errors and constraint.observed() == {}
+    optimizer.step()
+    kept = 1 - sum(errors) / 2
+    assert constraint.observed() == {"anchor_weight": before, "batch_routing_stability": kept} and kept < 1
+    once = DualWeight(allowed=0.05, floor=0.01)
+    assert constraint.weight.value == pytest.approx(once.update(sum(errors) / 2)) != before

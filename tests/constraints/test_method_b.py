@@ -1,0 +1,148 @@
+"""Method B on a model: the sound form goes layer by layer."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import gripmoe
+from conftest import random_batch, small_model
+from gripmoe.constraints import realignment as method_b
+from gripmoe.constraints.realignment import Original, kaczmarz_report, realign_routers, restore_routers
+from gripmoe.geometry.realignment import realign
+from gripmoe.geometry.routing import LayerRouting, mean_stability, routing_stability
+from gripmoe.moe import MoEModel
+
+
+def unlearned(seed=0, amount=0.3, noise_seed=9):
+    """The small model with its experts and routers disturbed, as unlearning would."""
+    moe = MoEModel(small_model(seed=seed))
+    generator = torch.Generator().manual_seed(noise_seed)
+    with torch.no_grad():
+        for layer in moe.layers:
+            for parameter in (*moe.expert_parameters(layer), moe.theta(layer)):
+                parameter += amount * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return moe
+
+
+def setting(count=24):
+    original = MoEModel(small_model())
+    batch = random_batch(rows=8 * count, seed=7)
+    held_out = [random_batch(rows=8, seed=1000 + i) for i in range(6)]
+    return original, batch, original.trace([batch]), held_out, original.trace(held_out)
+
+
+def test_realigning_raises_held_out_stability():
+    original, batch, reference, held_out, wanted = setting()
+    moe = unlearned()
+    before = mean_stability(routing_stability(wanted, moe.trace(held_out)))
+    report = realign_routers(moe, original.thetas(), reference, batch)
+    after = mean_stability(routing_stability(wanted, moe.trace(held_out)))
+    restored = unlearned()
+    restore_routers(restored, original.thetas())
+    control = mean_stability(routing_stability(wanted, restored.trace(held_out)))
+    assert after > before + 0.05
+    assert after >= control - 0.01, "the original router is among the candidates"
+    assert list(report) == original.layers
+
+
+@pytest.mark.parametrize("rows, wanted", [(5, [0, 1, 2, 3, 4]), (3, None)])
+def test_tokens_carry_the_numbers_of_their_documents(rows, wanted, monkeypatch):
+    """Padding and first tokens aside; fewer than four documents are split by tokens."""
+    original, batch = MoEModel(small_model()), random_batch(rows=rows, seed=7)
+    reference, given = original.trace([batch]), []
+
+    def spy(*tokens, documents_N):
+        given.append((documents_N, len(tokens[2])))
+        return realign(*tokens, documents_N=documents_N)
+
+    monkeypatch.setattr(method_b, "realign_router", spy)
+    realign_routers(unlearned(), original.thetas(), reference, batch)
+    for documents_N, tokens in given:
+        assert (documents_N is None) == (wanted is None)
+        if wanted:
+            assert len(documents_N) == tokens and documents_N.unique().tolist() == wanted
+
+
+def test_each_layer_is_fitted_to_what_corrected_layers_below_it_send():
+    """The control: all layers fitted to one pass of the uncorrected model, of which only the first is the same. It is
+    no better on other tokens, mean of three models."""
+    original, batch, reference, held_out, wanted = setting()
+    gained = []
+    for seed in range(3):
+        moe, at_once = unlearned(noise_seed=seed), unlearned(noise_seed=seed)
+        realign_routers(moe, original.thetas(), reference, batch)
+        thetas, seen = at_once.thetas(), at_once.trace([batch])
+        for layer, theta in original.thetas().items():
+            states = reference[layer].x_Nd, seen[layer].x_Nd
+            at_once.set_thetas({layer: realign(theta, thetas[layer], *states, moe.rule(layer)).theta_Ed})
+        assert torch.equal(moe.theta(0), at_once.theta(0)) and not torch.equal(moe.theta(1), at_once.theta(1))
+        stability = [mean_stability(routing_stability(wanted, model.trace(held_out))) for model in (moe, at_once)]
+        gained.append(stability[0] - stability[1])
+    assert sum(gained) / 3 > -0.01
+
+
+def test_where_no_fit_serves_the_original_router_is_put_back_and_the_report_says_so():
+    """Routers alone have changed, and what is fitted is paired with the inputs of other tokens; as recorded, it is
+    not."""
+    original, batch, reference, *_ = setting(count=4)
+    pairs = {True: reference, False: {}}
+    lengths = batch.attention_mask.sum(dim=1) - 1
+    fitted = (torch.arange(len(lengths)).repeat_interleave(lengths) % 4 != 0).nonzero()[:, 0]
+    for layer, seen in reference.items():
+        x_Nd = seen.x_Nd.clone()
+        x_Nd[fitted] = x_Nd[fitted.roll(7)]
+        pairs[False][layer] = LayerRouting(x_Nd, seen.scores_NE, seen.top_k_Nk)
+    for as_recorded, recorded in pairs.items():
+        model = small_model()
+        MoEModel(model).set_thetas({layer: -theta for layer, theta in original.thetas().items()})
+        report = gripmoe.realign(model, Original(original.thetas(), recorded, batch))
+        assert {result.ridge == math.inf for result in report.values()} == {not as_recorded}
+        assert all(result.accepted and result.held_out_stability == 1.0 for result in report.values())
+        for layer, theta in MoEModel(model).thetas().items():
+            assert torch.equal(theta, original.theta(layer))
+
+
+def test_paper_form_fits_few_tokens_and_not_others():
+    """N_r = d tokens: perfect on them, poor elsewhere; the sound form on the same tokens is not."""
+    original, batch, reference, held_out, wanted = setting()
+    stability = {}
+    for form in ("paper", "sound"):
+        moe = unlearned()
+        report = realign_routers(moe, original.thetas(), reference, batch, form=form, retain_tokens=32)
+        stability[form] = mean_stability(routing_stability(wanted, moe.trace(held_out)))
+        if form == "paper":
+            assert all(result.fit_cosine > 0.95 for result in report.values())
+    assert stability["sound"] > stability["paper"] + 0.1
+
+
+def test_restoring_puts_the_weights_back():
+    original, moe = MoEModel(small_model()), unlearned()
+    restore_routers(moe, original.thetas())
+    assert all(torch.equal(moe.theta(layer), original.theta(layer)) for layer in moe.layers)
+
+
+def test_routers_are_refitted_in_eval_mode():
+    """Dropout would blur what they are fitted to; the mode is what it was afterwards."""
+    original, batch, reference, *_ = setting()
+    ends = []
+    for training in (False, True):
+        moe = MoEModel(copy.deepcopy(original.model))
+        for layer in moe.model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        with torch.no_grad():
+            moe.expert_parameters(0)[0].mul_(1.3)
+        moe.model.train(training)
+        realign_routers(moe, original.thetas(), reference, batch)
+        assert moe.model.training is training
+        ends.append(moe.thetas())
+    assert all(torch.equal(ends[0][layer], ends[1][layer]) for layer in ends[0])
+
+
+def test_draws_of_algorithm_1_leave_what_the_exact_projection_does_not():
+    original, _, reference, _, _ = setting()
+    report = kaczmarz_report(unlearned(), original.thetas(), reference)
+    assert report["violation_exact"] < 1e-6
+    assert 1.0 > report["violation_after_10"] > report["violation_after_300"] > report["violation_exact"]
+    assert kaczmarz_report(MoEModel(small_model()), original.thetas(), reference) == {}, "nothing moved"

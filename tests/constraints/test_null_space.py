@@ -1,0 +1,348 @@
+"""Method A on a real optimizer: what it promises, and the controls without the mechanism."""
+
+import pytest
+import torch
+
+import gripmoe
+from conftest import random_batch, small_model
+from gripmoe.config.methods import EpsNullConfig, Method
+from gripmoe.constraints.base import FrozenRouter, Unconstrained
+from gripmoe.constraints.hooks import RouterGuard
+from gripmoe.constraints.null_space import NullSpace, NullSpaceMinibatch, NullSpacePaper, fit_bases, null_space_of
+from gripmoe.geometry.halfspace import violation
+from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
+from gripmoe.geometry.routing import (
+    LayerRouting,
+    SelectionRule,
+    mean_stability,
+    route,
+    routing_stability,
+    selection_mask,
+)
+from gripmoe.moe import MoEModel
+
+ABSOLUTE = dict.fromkeys(range(2), EpsNull(1e-2, "absolute"))
+
+
+def null_space(eps_null, **axes):
+    config = EpsNullConfig(value=eps_null, kind="relative")
+    return Method(constraint="null_space", basis="original", eps_null=config, **axes)
+
+
+def guarded_by(constraint, moe, optimizer, retain=()):
+    constraint.start(moe, [], retain)
+    return RouterGuard(moe, optimizer, constraint)
+
+
+def train(model, optimizer, guard=None, steps=8, seed=1):
+    """Any training loop: ordinary losses, AdamW with momentum and weight decay."""
+    for step in range(steps):
+        batch = random_batch(seed=seed + step)
+        optimizer.zero_grad()
+        if guard is None:
+            model(**batch.inputs, labels=batch.input_ids).loss.backward()
+        else:
+            with guard.retain():
+                model(**batch.inputs, labels=batch.input_ids).loss.backward()
+        optimizer.step()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def router_only_stability(reference, moe):
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
+    return mean_stability(routing_stability(reference, moved))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_sound_constraint_keeps_every_recorded_set(family):
+    retain = [random_batch(seed=100 + i) for i in range(2)]
+    stability, moved = {}, {}
+    for constrained in (True, False):
+        model = small_model(family)
+        optimizer = adamw(model)
+        reference = MoEModel(model).trace(retain)
+        before = MoEModel(model).thetas()
+        if constrained:
+            with gripmoe.constrain(model, optimizer, retain) as guard:
+                train(model, optimizer, guard)
+        else:
+            train(model, optimizer)
+        moe = MoEModel(model)
+        stability[constrained] = router_only_stability(reference, moe)
+        moved[constrained] = sum((moe.theta(layer) - before[layer]).norm().item() for layer in moe.layers)
+    assert stability[True] == 1.0
+    assert stability[False] < 0.9, "the control: unconstrained, the sets change"
+    assert moved[True] > 0.01, "the router is not frozen"
+
+
+def test_plain_batches_of_a_data_loader_will_do():
+    """Mappings of tensors, with or without a mask, instead of the package's own batches."""
+    batch = random_batch(rows=3, seed=100)
+    model = small_model()
+    optimizer = adamw(model)
+    reference = MoEModel(model).trace([batch])
+    with gripmoe.constrain(model, optimizer, [{**batch.inputs, "labels": batch.labels}]):
+        train(model, optimizer)
+    assert router_only_stability(reference, MoEModel(model)) == 1.0
+    unpadded = {"input_ids": torch.tensor([[5, 6, 7]])}
+    assert all(len(routing) == 2 for routing in MoEModel(model).trace([unpadded]).values())
+
+
+def test_projecting_the_gradient_does_not_hold_under_adamw():
+    """Why the sound form acts on the update that the optimizer made: AdamW's update of a projected gradient leaks."""
+    retain = [random_batch(rows=1, length=8, seed=100)]
+    leaks = {}
+    for what in ("gradient", "update"):
+        model = small_model()
+        moe = MoEModel(model)
+        bases = fit_bases(moe.trace(retain), moe.rules(), null_space(1e-6))
+        before = moe.thetas()
+        optimizer = adamw(model)
+        if what == "gradient":
+
+            def project(*_, moe=moe, bases=bases):
+                for layer in moe.layers:
+                    moe.theta(layer).grad.copy_(bases[layer].project(moe.theta(layer).grad))
+
+            optimizer.register_step_pre_hook(project)
+            train(model, optimizer)
+        else:
+            with gripmoe.constrain(model, optimizer, retain) as guard:
+                train(model, optimizer, guard)
+        displacement = moe.theta(0).detach() - before[0]
+        leaks[what] = ((displacement - bases[0].project(displacement)).norm() / displacement.norm()).item()
+    assert leaks["update"] < 1e-5
+    assert leaks["gradient"] > 1e-2
+
+
+def test_frozen_router_stays_though_weight_decay_pulls():
+    model = small_model()
+    moe, optimizer = MoEModel(model), adamw(model)
+    before = moe.thetas()
+    with guarded_by(FrozenRouter(), moe, optimizer) as guard:
+        train(model, optimizer, guard)
+    assert all(torch.equal(moe.theta(layer), before[layer]) for layer in moe.layers)
+
+
+def test_unconstrained_guard_changes_nothing():
+    plain, guarded = small_model(), small_model()
+    optimizer = adamw(plain)
+    train(plain, optimizer)
+    optimizer = adamw(guarded)
+    with guarded_by(Unconstrained(), MoEModel(guarded), optimizer) as guard:
+        train(guarded, optimizer, guard)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), guarded.parameters(), strict=True))
+
+
+def test_closed_guard_lets_go():
+    model = small_model()
+    moe, optimizer = MoEModel(model), adamw(model)
+    with guarded_by(FrozenRouter(), moe, optimizer):
+        pass
+    for layer in moe.layers:
+        moe.theta(layer).requires_grad_(True)
+    before = moe.thetas()
+    train(model, optimizer, steps=1)
+    assert not torch.equal(moe.theta(0), before[0])
+
+
+def test_paper_form_projects_each_update_against_the_current_minibatch():
+    """One row of the retain minibatch, far margins: the step must leave its selected scores where they were."""
+    generator = torch.Generator().manual_seed(0)
+    model = small_model()
+    moe = MoEModel(model)
+    constraint = NullSpacePaper(ABSOLUTE)
+    constraint.start(moe, [], [])
+    x = 3 * torch.randn(6, 32, generator=generator)
+    before = moe.theta(0).detach()
+    seen = route(x, before, moe.rule(0))
+    after = before + 0.01 * torch.randn(before.shape, generator=generator)
+    allowed = constraint.constrain(0, before, after, seen)
+    selected = selection_mask(seen.top_k_Nk, moe.num_experts)
+    assert (x @ (allowed - before).T).abs()[selected].max() < 1e-4
+    assert (x @ (after - before).T).abs()[selected].max() > 1e-2, "the control"
+    expected = covariance_basis(x, selected, EpsNull(1e-2, "absolute")).project(after - before)
+    torch.testing.assert_close(allowed - before, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("safety_margin", [1e-3, 1e3], ids=["margins", "bounds of 0"])
+def test_large_inputs_of_low_rank_keep_their_sets_and_leave_the_rest_free(safety_margin):
+    """Inputs of norm 30 that span 16 of 32 directions, but for the rounding of fp32: what the other directions do to
+    scores is rounding, and no reason to stop rows, even where every bound is 0."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoEModel(small_model())
+    theta = moe.theta(0).detach().clone()
+    x = torch.randn(400, 16, generator=generator) @ torch.randn(16, 32, generator=generator)
+    seen = route(30 * x / x.norm(dim=1, keepdim=True), theta, moe.rule(0))
+    reference = dict.fromkeys(range(2), seen)
+    constraint = NullSpace(reference, fit_bases(reference, moe.rules(), null_space(1e-4)), safety_margin)
+    constraint.start(moe, [], [])
+    held, free = theta, theta
+    for _ in range(20):
+        step = 0.05 * torch.randn(theta.shape, generator=generator)
+        held, free = constraint.constrain(0, held, held + step, None), free + step
+
+    def stability(moved):
+        return mean_stability(routing_stability({0: seen}, {0: route(seen.x_Nd, moved, moe.rule(0))}))
+
+    assert stability(held) == 1.0 and stability(free) < 0.9
+    allowed = constraint.bases[0].project((free - theta).double())
+    assert ((held - theta).norm(dim=1) > 0.99 * allowed.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize(
+    "choice, less", [({"kaczmarz_steps": 5000}, 0.5), ({"kaczmarz_tolerance": 1e6}, None)], ids=str
+)
+def test_a_method_chooses_the_draws_of_algorithm_1_and_what_triggers_them(choice, less):
+    """More draws leave less violated; under a tolerance that nothing exceeds Stage 1 is all there is."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoEModel(small_model())
+    theta, rule = moe.theta(0).detach(), moe.rule(0)
+    seen = route(torch.randn(100, 32, generator=generator), theta, rule)
+    update = torch.randn(theta.shape, generator=generator)
+    eps_null = EpsNullConfig(value=0.3, kind="relative")
+    method = Method(constraint="null_space", form="paper", basis="minibatch", eps_null=eps_null)
+    selected = selection_mask(seen.top_k_Nk, moe.num_experts)
+    bounds = (rule.margins(seen.scores_NE, seen.top_k_Nk) - 1e-3).masked_fill(selected, torch.inf)
+
+    def allowed(method):
+        constraint = null_space_of(method, dict.fromkeys(range(2), seen), None, seed=0)
+        constraint.start(moe, [], [])
+        return constraint.constrain(0, theta, theta + update, seen) - theta
+
+    stage_1 = covariance_basis(seen.x_Nd, selected, EpsNull(0.3, "relative")).project(update)
+    usual, chosen = allowed(method), allowed(method.model_copy(update=choice))
+    if less is None:
+        torch.testing.assert_close(chosen, stage_1, atol=1e-5, rtol=0)
+        assert (usual - stage_1).norm() > 0.1, "the control"
+    else:
+        assert 0 < violation(chosen, seen.x_Nd, bounds).sum() < less * violation(usual, seen.x_Nd, bounds).sum()
+
+
+def test_paper_form_needs_the_retain_forward():
+    model = small_model()
+    optimizer = adamw(model)
+    with guarded_by(NullSpacePaper(ABSOLUTE), MoEModel(model), optimizer):
+        with pytest.raises(RuntimeError, match="guard.retain"):
+            train(model, optimizer, steps=1)
+
+
+def test_layer_granularity_is_the_stricter_one():
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
+    theta = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    reference = {0: LayerRouting(x, x @ theta.T, (x @ theta.T).topk(2).indices)}
+    update = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))
+    methods = {g: null_space(1e-8, granularity=g) for g in ("expert", "layer")}
+    free = {
+        g: fit_bases(reference, {0: SelectionRule(2)}, method)[0].project(update).norm()
+        for g, method in methods.items()
+    }
+    assert free["layer"] < 1e-3 < free["expert"]
+
+
+def test_fitting_in_blocks_is_fitting_at_once():
+    generator = torch.Generator().manual_seed(0)
+    x, theta = torch.randn(2500, 16, generator=generator), torch.randn(4, 16, generator=generator)
+    routing = route(x, theta, SelectionRule(2))
+    blocked = fit_bases({0: routing}, {0: SelectionRule(2)}, null_space(1e-6))[0]
+    once = RetainStatistics(4, 16).update(x, selection_mask(routing.top_k_Nk, 4)).basis(EpsNull(1e-6, "relative"))
+    update = torch.randn(4, 16, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(blocked.project(update.float()).double(), once.project(update), atol=1e-5, rtol=0)
+
+
+def test_bands_count_layers_of_the_whole_trace_also_for_one_of_them():
+    x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -3, 32)
+    theta = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    reference = dict.fromkeys(range(3), route(x, theta, SelectionRule(2)))
+    eps_null = EpsNullConfig(value=1e-1, kind="relative", bands={"late": 1e-9})
+    method = Method(constraint="null_space", basis="original", eps_null=eps_null)
+    rules = dict.fromkeys(range(3), SelectionRule(2))
+    ranks = {layer: basis.ranks.sum() for layer, basis in fit_bases(reference, rules, method).items()}
+    assert ranks[0] == ranks[1] < ranks[2]
+    assert fit_bases(reference, rules, method, only=[2])[2].ranks.sum() == ranks[2]
+
+
+@pytest.mark.parametrize("basis", ["original", "minibatch", "tracked"])
+def test_a_rank_cap_holds_the_strongest_directions_alone(basis):
+    """Inputs with one strong direction: capped at one, bases hold it, and let go of the weak ones."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoEModel(small_model())
+    theta = moe.theta(0).detach()
+    x = torch.randn(40, 32, generator=generator)
+    x[:, 0] = 50.0
+    seen, strong = route(x, theta, moe.rule(0)), torch.eye(32)[0]
+    reference = dict.fromkeys(range(2), seen)
+    update = 1e-3 * torch.randn(theta.shape, generator=generator)
+    served = selection_mask(seen.top_k_Nk, 8).any(dim=0)
+    strongly, weakly = {}, {}
+    for cap in (None, 1):
+        config = EpsNullConfig(value=1e-9, kind="relative")
+        method = Method(constraint="null_space", basis=basis, eps_null=config, max_rank=cap)
+        constraint = null_space_of(method, reference, fit_bases(reference, moe.rules(), method), seed=0)
+        constraint.start(moe, [], [])
+        allowed = constraint.constrain(0, theta, theta + update, seen) - theta
+        strongly[cap] = (allowed[served] @ strong).abs().max().item()
+        weakly[cap] = (x @ allowed.T).abs().gather(1, seen.top_k_Nk).max().item()
+    assert max(strongly.values()) < 1e-4 < (update[served] @ strong).abs().max()
+    assert weakly[None] < 1e-5 < 1e-3 < weakly[1]
+
+
+def test_tracked_bases_remember_and_forget():
+    """A token of an earlier step stays held for a while: longer the less is forgotten; minibatch bases drop it."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoEModel(small_model())
+    theta = moe.theta(0).detach()
+    old, new = torch.randn(1, 32, generator=generator), torch.randn(40, 6, 32, generator=generator)
+    update = 0.01 * torch.randn(theta.shape, generator=generator)
+    selected = route(old, theta, moe.rule(0)).top_k_Nk[0]
+    moved = {}
+    for forgetting in (None, 0.5, 0.99):
+        eps_null = dict.fromkeys(range(2), EpsNull(1e-3, "relative"))
+        constraint = NullSpaceMinibatch(eps_null, "expert", forgetting=forgetting)
+        constraint.start(moe, [], [])
+        constraint.constrain(0, theta, theta, route(old, theta, moe.rule(0)))
+        moved[forgetting] = []
+        for x in new:
+            allowed = constraint.constrain(0, theta, theta + update, route(x, theta, moe.rule(0)))
+            moved[forgetting].append((old @ (allowed - theta).T)[0, selected].abs().max().item())
+        resumed = NullSpaceMinibatch(eps_null, "expert", forgetting=forgetting)
+        resumed.start(moe, [], [])
+        resumed.load_state(constraint.state())
+        step = 0, theta, theta + update, route(new[0], theta, moe.rule(0))
+        assert torch.equal(resumed.constrain(*step), constraint.constrain(*step))
+    assert moved[None][0] > 1e-3
+    assert moved[0.5][0] < 1e-5 and moved[0.99][0] < 1e-5
+    assert moved[0.5][-1] > moved[0.99][-1]
+
+
+@pytest.mark.parametrize("learning_rate, least, most", [(0.3, 0.1, 1.0), (1e-7, 0.0, 0.0)])
+def test_the_history_says_how_often_the_null_space_is_not_enough(learning_rate, least, most):
+    moe = MoEModel(small_model())
+    optimizer = torch.optim.AdamW(moe.model.parameters(), lr=learning_rate)
+    method = null_space(0.3, granularity="expert")
+    with gripmoe.constrain(moe.model, optimizer, [random_batch(seed=3)], method=method) as guard:
+        assert guard.constraint.observed() == {}
+        train(moe.model, optimizer, guard, steps=1)
+        observed = guard.constraint.observed()
+    assert least <= observed["stage_2_rate"] <= most
+    assert observed["rank_layer_1"] == guard.constraint.bases[1].ranks.double().mean() > 0
+
+
+def test_what_was_observed_outlives_an_interruption():
+    """Between two looks a resumed run says what the interrupted one said; without its state it looks anew."""
+    retain = [random_batch(seed=3)]
+
+    def guarded(steps, learning_rate, state=None):
+        moe = MoEModel(small_model())
+        optimizer = torch.optim.AdamW(moe.model.parameters(), lr=learning_rate)
+        with gripmoe.constrain(moe.model, optimizer, retain, method=null_space(0.3)) as guard:
+            if state is not None:
+                guard.load_state_dict(state)
+            train(moe.model, optimizer, guard, steps=steps)
+            return guard.constraint.observed(), guard.state_dict()
+
+    calm, state = guarded(2, 1e-7)
+    assert guarded(1, 0.3, state)[0] == calm != guarded(1, 0.3)[0]

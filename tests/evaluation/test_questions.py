@@ -1,0 +1,120 @@
+"""The harness path: its template, and equality with the direct scorer."""
+
+from importlib import resources
+
+import pytest
+import torch
+import yaml
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from conftest import small_model
+from gripmoe.data.prompt_formats import LETTERS
+from gripmoe.evaluation.metrics import choice_metrics, load_answers, question_results
+from gripmoe.evaluation.questions import (
+    accuracy,
+    direct_answers,
+    harness_answers,
+    harness_task,
+    load_questions,
+    prompt_of,
+)
+from gripmoe.io.files import write_csv, write_jsonl
+from gripmoe.worlds.benchmark import question_rows
+
+
+@pytest.fixture(scope="module")
+def questions(world):
+    facts = world.facts.forget[:10] + world.facts.of("geography")[:10]
+    return question_rows(world, facts, orders=1, seed=0)
+
+
+def test_task_is_the_harness_wmdp_template(tmp_path):
+    published = resources.files("lm_eval") / "tasks" / "wmdp"
+    template = yaml.safe_load((published / "_default_template_yaml").read_text())
+    cyber = yaml.safe_load((published / "wmdp_cyber.yaml").read_text())
+    ours = harness_task("x", tmp_path / "q.jsonl", "cybersecurity")
+    for key in ("doc_to_text", "doc_to_choice", "doc_to_target", "output_type", "num_fewshot"):
+        assert ours[key] == template[key], key
+    assert ours["description"] == cyber["description"]
+
+
+def test_prompt_by_hand():
+    question = {"subject": "history", "question": "Who ?", "choices": ["a", "b", "c", "d"]}
+    assert prompt_of(question) == (
+        "The following are multiple choice questions (with answers) about history.\n\n"
+        "Who ?\nA. a\nB. b\nC. c\nD. d\nAnswer:"
+    )
+
+
+def test_harness_equals_direct_log_likelihood_by_log_likelihood(tokenizer, questions, tmp_path):
+    model = small_model(vocabulary_size=len(tokenizer))
+    direct = direct_answers(model, tokenizer, questions)
+    harness = harness_answers(model, tokenizer, questions, work_folder=tmp_path, batch_size=16)
+    assert [a.id for a in direct] == [a.id for a in harness] == [q["id"] for q in questions]
+    for a, b in zip(direct, harness, strict=True):
+        assert (a.chosen, a.correct) == (b.chosen, b.correct)
+        assert a.letter_logprobs == pytest.approx(b.letter_logprobs, abs=1e-4)
+    assert len({a.letter_logprobs for a in direct}) == len(questions), "the scores are not constant"
+
+
+def test_a_tokenizer_with_a_bos_is_followed_as_the_harness_does(tokenizer, bos_tokenizer, questions, tmp_path):
+    """The harness's own log-likelihoods, with no word about a BOS from here; those without one differ."""
+    model = small_model(vocabulary_size=len(tokenizer))
+    harness = HFLM(pretrained=model, tokenizer=bos_tokenizer, batch_size=16)
+    asked = [
+        Instance("loglikelihood", {}, (prompt_of(question), f" {letter}"), number)
+        for number, question in enumerate(questions)
+        for letter in LETTERS
+    ]
+    found = [logprob for logprob, _ in harness.loglikelihood(asked)]
+    by_harness = [found[start : start + 4] for start in range(0, len(found), 4)]
+    through_it = harness_answers(model, bos_tokenizer, questions, work_folder=tmp_path, batch_size=16)
+    for answers in (direct_answers(model, bos_tokenizer, questions), through_it):
+        for answer, logprobs in zip(answers, by_harness, strict=True):
+            assert answer.letter_logprobs == pytest.approx(logprobs, abs=1e-4)
+    without = [answer.letter_logprobs for answer in direct_answers(model, tokenizer, questions)]
+    assert (torch.tensor(without) - torch.tensor(by_harness)).abs().max() > 1e-2
+
+
+def test_metrics_by_hand(questions):
+    class Fixed:
+        def __init__(self, question, chosen):
+            self.id, self.chosen, self.correct = question["id"], chosen, chosen == question["answer"]
+            self.letter_logprobs = (0.0, -1.0, -1.0, -1.0)
+
+    always_a = [Fixed(question, 0) for question in questions]
+    metrics = choice_metrics(questions, always_a)
+    forget = [q for q in questions if q["exposure"] == "forget"]
+    assert metrics["forget_accuracy"] == sum(q["answer"] == 0 for q in forget) / len(forget)
+    assert metrics["forget_answers_A"] == 1.0 and metrics["forget_answers_B"] == 0.0
+    assert metrics["num_forget_questions"] == 30 and metrics["num_retain_questions"] == 30
+    right = [Fixed(question, question["answer"]) for question in questions]
+    assert choice_metrics(questions, right)["retain_accuracy"] == accuracy(right) == 1.0
+    rows = question_results(questions, right)
+    assert rows[0]["correct"] == 1 and rows[0]["logprob_A"] == 0.0 and len(rows) == len(questions)
+
+
+def test_answers_survive_their_file(tmp_path, tokenizer, questions):
+    model = small_model(vocabulary_size=len(tokenizer))
+    answers = direct_answers(model, tokenizer, questions)
+    write_csv(tmp_path / "q.csv", question_results(questions, answers))
+    reloaded = load_answers(tmp_path / "q.csv", questions[::-1])
+    for a, b in zip(answers, reloaded[::-1], strict=True):
+        assert (a.id, a.chosen, a.correct) == (b.id, b.chosen, b.correct)
+        assert a.letter_logprobs == pytest.approx(b.letter_logprobs, abs=1e-6)
+    with pytest.raises(ValueError, match="no answer to question 'new' and 0 others"):
+        load_answers(tmp_path / "q.csv", [{"id": "new"}])
+
+
+def test_questions_of_a_split(tmp_path, questions):
+    write_jsonl(tmp_path / "q.jsonl", questions)
+    dev = load_questions(tmp_path / "q.jsonl", "dev")
+    assert dev and all(row["split"] == "dev" for row in dev)
+    with pytest.raises(ValueError, match="no questions in split 'train'"):
+        load_questions(tmp_path / "q.jsonl", "train")
+
+
+def test_letters_are_single_tokens_with_and_without_space(tokenizer):
+    for letter in LETTERS:
+        assert tokenizer(letter)["input_ids"] == tokenizer(f" {letter}")["input_ids"]

@@ -1,0 +1,40 @@
+"""The stop rule sees dev questions alone: what tables report has stopped no run."""
+
+import pytest
+from test_config import CONFIG
+
+from conftest import small_model
+from gripmoe.config.grid import Project
+from gripmoe.evaluation import stop_rule as stopping
+from gripmoe.evaluation.questions import load_questions
+from gripmoe.io.files import write_jsonl
+from gripmoe.moe import MoEModel
+from gripmoe.worlds.benchmark import wmdp_files
+
+
+def test_news_need_a_model_that_never_saw_what_is_forgotten(world, tmp_path):
+    for name in ("knowmem", "verbmem", "privleak"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [])
+    (tmp_path / "model.json").write_text('{"weights": "x", "verbmem": 20.0}')
+    benchmark = Project(CONFIG, "tiny").benchmarks["muse_tiny"]
+    for reference, message in ((None, "--reference: "), (tmp_path / "model.json", "model.json: knowmem_forget of")):
+        with pytest.raises(ValueError, match=message):
+            stopping.stop_rule(benchmark, tmp_path, reference, None)
+
+
+def test_questions_of_the_stop_rule(world, tmp_path, monkeypatch):
+    for name, rows in wmdp_files(world, 0).items():
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    asked = []
+    monkeypatch.setattr(stopping, "direct_answers", lambda model, tokenizer, rows: asked.extend(rows))
+    monkeypatch.setattr(stopping, "accuracy", lambda answers: 0.5)
+    benchmark = Project(CONFIG, "tiny").benchmarks["wmdp_tiny"]
+    stop = stopping.stop_rule(benchmark, tmp_path, None, None)
+    assert stop.targets == {"forget_accuracy": benchmark.target.forget_accuracy}
+    assert stop.scores(MoEModel(small_model())) == {"forget_accuracy": 0.5, "retain_accuracy": 0.5}
+    files = [tmp_path / f"{domain}_questions.jsonl" for domain in ("forget", "retain")]
+    dev, test = ({row["id"] for file in files for row in load_questions(file, split)} for split in ("dev", "test"))
+    ids = {row["id"] for row in asked}
+    assert ids < dev and not ids & test and test, "of retain questions, the first few of dev"
+    facts = {row["fact"] for row in asked} & {row["fact"] for file in files for row in load_questions(file, "test")}
+    assert not facts, "nor does it ask about their facts in other words"

@@ -1,0 +1,413 @@
+"""What `constrain` offers beyond the constraint: documents to forget, routing replay, a bound on the retain loss."""
+
+import copy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import gripmoe
+from conftest import random_batch, small_model
+from gripmoe.config.grid import Project
+from gripmoe.config.methods import Method
+from gripmoe.constraints.build import constraint_of
+from gripmoe.constraints.null_space import fit_bases
+from gripmoe.constraints.original import documents_of
+from gripmoe.data.corpora import Corpora
+from gripmoe.data.documents import Row
+from gripmoe.evaluation.stop_rule import StopRule
+from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.library.constrain import METHODS
+from gripmoe.moe import MoEModel
+from gripmoe.training.loop import unlearn
+from gripmoe.training.objectives import GradientDifference
+
+pytestmark = pytest.mark.filterwarnings("ignore:AdamW decays router weights")
+RETAIN, FORGET = [random_batch(seed=100)], [random_batch(seed=200)]
+
+
+def adamw(model, lr=0.05):
+    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+
+
+def train(model, optimizer, guard, steps=3, retain=RETAIN):
+    model.train()
+    for step in range(steps):
+        optimizer.zero_grad()
+        with guard.forget():
+            loss = -0.1 * model(**FORGET[0].inputs, labels=FORGET[0].input_ids).loss
+        (loss + guard.penalty()).backward()
+        with guard.retain():
+            loss = model(**retain[step % len(retain)].inputs, labels=retain[step % len(retain)].input_ids).loss
+        (loss + guard.penalty()).backward()
+        optimizer.step()
+    model.eval()
+
+
+def router_only_stability(reference, model):
+    moe = MoEModel(model)
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
+    return mean_stability(routing_stability(reference, moved))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_the_workflows_of_that_name(name):
+    """`training` apart, which belongs to the loop."""
+    rows = Project(Path(__file__).parents[2] / "workflow" / "config", "tiny").methods
+    assert METHODS[name].model_dump(exclude={"training"}) == rows[name].model_dump(exclude={"training"})
+
+
+def stepped_by_a_loop(training, router_weight_decay):
+    """The routers after gradient difference in a loop of one's own, which trains what the workflow trains."""
+    moe, objective = MoEModel(small_model()), GradientDifference(alpha=1.0)
+    moe.model.requires_grad_(False)
+    routers = [moe.theta(layer) for layer in moe.layers]
+    experts = [parameter for layer in moe.layers for parameter in moe.expert_parameters(layer)]
+    for parameter in routers + experts:
+        parameter.requires_grad_(True)
+    groups = [{"params": experts}, {"params": routers, "weight_decay": router_weight_decay}]
+    optimizer = torch.optim.AdamW(groups, lr=training.learning_rate, weight_decay=training.weight_decay)
+    with gripmoe.constrain(moe.model, optimizer, RETAIN):
+        for _ in range(training.max_steps):
+            optimizer.zero_grad()
+            (objective.forget_loss(moe, FORGET[0]) + objective.retain_loss(moe, RETAIN[0])).backward()
+            torch.nn.utils.clip_grad_norm_(routers + experts, training.clip_norm)
+            optimizer.step()
+    return moe.thetas()
+
+
+def rows_of(batch):
+    documents = documents_of(batch.input_ids, batch.attention_mask)
+    return [Row(str(number), list(ids), list(ids)) for number, ids in enumerate(documents)]
+
+
+def stepped_by_the_workflow(training, method, folder):
+    moe = MoEModel(small_model())
+    trace = moe.trace(RETAIN)
+    constraint = constraint_of(method, trace, fit_bases(trace, moe.rules(), method), None, 0)
+    corpora = Corpora(rows_of(FORGET[0]), rows_of(RETAIN[0]), pad_id=0)
+    never = StopRule({"accuracy": -1.0}, lambda _: {"accuracy": 1.0})
+    state = folder / "state.pt"
+    unlearn(moe, GradientDifference(alpha=1.0), constraint, corpora, training, never, seed=0, state_file=state)
+    return moe.thetas()
+
+
+def test_a_loop_that_does_not_decay_routers_steps_as_the_workflow_does(tmp_path):
+    """And says so where it decays them: they then end elsewhere."""
+    project = Project(Path(__file__).parents[2] / "workflow" / "config", "tiny")
+    sizes = dict(forget_batch_size=4, retain_batch_size=4, max_steps=2, check_every=2, checkpoint_every=2)
+    training = project.training("gd", "expert_specific", "wmdp_tiny").model_copy(
+        update=dict(sizes, router_multiplier=1.0, weight_decay=0.1)
+    )
+    workflow = stepped_by_the_workflow(training, project.methods["expert_specific"], tmp_path)
+    with warnings.catch_warnings(action="error"):
+        library = stepped_by_a_loop(training, router_weight_decay=0.0)
+    with pytest.warns(UserWarning, match=r"AdamW decays router weights \(weight_decay 0.1\)"):
+        decayed = stepped_by_a_loop(training, router_weight_decay=0.1)
+    for layer in workflow:
+        torch.testing.assert_close(library[layer], workflow[layer])
+        assert not torch.allclose(decayed[layer], workflow[layer], atol=1e-5), "the control"
+
+
+@pytest.mark.parametrize("method", ["frozen_router", "anchored", "expert_specific_paper", "full_null_space"])
+def test_only_sound_null_spaces_warn_of_decay(method):
+    """The workflow trains the paper's form with decay, and the other routers do not follow the optimizer."""
+    model = small_model()
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        gripmoe.constrain(model, adamw(model), RETAIN, method=method).close()
+    said = [warning.filename for warning in seen if "decays router weights" in str(warning.message)]
+    assert said == ([__file__] if method == "full_null_space" else [])
+
+
+def test_a_warning_that_is_made_an_error_leaves_nothing_behind():
+    model = small_model()
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="decays router weights"):
+        gripmoe.constrain(model, adamw(model), RETAIN)
+    gripmoe.constrain(model, adamw(model), RETAIN).close()
+
+
+@pytest.mark.parametrize("surface", ["retain", "forget", "combined"])
+def test_a_null_space_holds_the_surface_that_it_is_given(surface):
+    model = small_model()
+    optimizer = adamw(model)
+    references = {"retain": MoEModel(model).trace(RETAIN), "forget": MoEModel(model).trace(FORGET)}
+    method = METHODS["expert_specific"].model_copy(update={"surface": surface})
+    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method=method) as guard:
+        train(model, optimizer, guard)
+    for name, reference in references.items():
+        assert (router_only_stability(reference, model) == 1.0) == (surface in (name, "combined"))
+
+
+def test_tracked_bases_still_hold_the_batch_of_the_step_before():
+    """One batch a step in turns: what the other batch's selected scores move by in a step that does not see it."""
+    retain = [random_batch(rows=1, seed=seed) for seed in (100, 101)]
+    moved = {}
+    for method in ("expert_specific_minibatch", "expert_specific_tracked"):
+        model = small_model()
+        optimizer = adamw(model)
+        with gripmoe.constrain(model, optimizer, retain, method=method) as guard:
+            before = guard.model.trace(retain[:1])
+            train(model, optimizer, guard, steps=1, retain=retain)
+            theta = guard.model.thetas()
+            train(model, optimizer, guard, steps=1, retain=retain[1:])
+            moves = [
+                (r.x_Nd @ (guard.model.theta(layer) - theta[layer]).T).gather(1, r.top_k_Nk).abs().max().item()
+                for layer, r in before.items()
+            ]
+        moved[method] = max(moves)
+    assert moved["expert_specific_tracked"] < 0.2 * moved["expert_specific_minibatch"], moved
+
+
+def test_seuf_trains_one_expert_and_its_router():
+    model = small_model()
+    optimizer = adamw(model, lr=1e-2)
+    moe = MoEModel(model)
+    before = [[p.detach().clone() for p in moe.expert_parameters(layer)] for layer in moe.layers]
+
+    def changed():
+        pairs = [
+            (now[expert], old[expert])
+            for layer, parameters in zip(moe.layers, before, strict=True)
+            for now, old in zip(moe.expert_parameters(layer), parameters, strict=True)
+            for expert in range(8)
+        ]
+        return sum(not torch.equal(now, old) for now, old in pairs)
+
+    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method="seuf") as guard:
+        train(model, optimizer, guard)
+        assert changed() == 2, "its two matrices"
+    optimizer.step()
+    assert changed() > 16, "the control"
+
+
+def sets_used(model, batch):
+    with MoEModel(model).record_routing() as recorder:
+        model(**batch.inputs)
+        return {layer: seen.top_k_Nk for layer, seen in recorder.take(batch.attention_mask.bool()).items()}
+
+
+def agree(some, others):
+    return all(torch.equal(some[layer], others[layer]) for layer in some)
+
+
+SOFT = [Method(constraint=name) for name in ("none", "router_l2", "gate_anchor", "routing_scores")]
+
+
+@pytest.mark.parametrize("method", [*METHODS, *SOFT], ids=lambda m: m if isinstance(m, str) else m.constraint)
+def test_replay_trains_under_the_original_sets_and_evaluates_freely(method):
+    model = small_model()
+    optimizer = adamw(model, lr=0.1)
+    original = sets_used(model, FORGET[0])
+    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method=method, replay=True) as guard:
+        train(model, optimizer, guard)
+        assert not agree(sets_used(model, FORGET[0]), original), "in evaluation, and the control"
+        model.train()
+        assert agree(sets_used(model, FORGET[0]), original)
+        with pytest.raises(KeyError, match="give every document that training uses"):
+            model(**random_batch(seed=5).inputs)
+    assert not agree(sets_used(model, FORGET[0]), original), "closed, it is free in training mode too"
+
+
+def test_replay_of_activations_that_are_computed_again():
+    """One forward, one backward: the same gradients as without recomputation. Two forwards before one backward would be
+    recomputed under the sets of the second, and are refused."""
+    gradients = []
+    for recomputed in (False, True):
+        model = small_model().train()
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = adamw(model)
+        method = Method(constraint="none")
+        with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method=method, replay=True):
+            with torch.no_grad():
+                model.model.layers[0].mlp.experts.down_proj.mul_(3)
+            for batch in (RETAIN[0], FORGET[0]):
+                model(**batch.inputs, labels=batch.input_ids).loss.backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            if recomputed:
+                loss = sum(model(**batch.inputs, labels=batch.input_ids).loss for batch in (RETAIN[0], FORGET[0]))
+                with pytest.raises(RuntimeError, match="one backward pass per forward"):
+                    loss.backward()
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_under_replay_an_anchor_still_sees_what_routers_would_choose():
+    """The passes use the original sets, so by those nothing would ever be amiss and the weight would fall."""
+    model = small_model()
+    method = Method(constraint="anchor", anchor_floor=1e-3)
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method, replay=True) as guard:
+        model.train()
+        with torch.no_grad():
+            model.model.embed_tokens.weight.add_(torch.randn_like(model.model.embed_tokens.weight))
+        with guard.retain():
+            logits = model(**RETAIN[0].inputs).logits
+        (0 * logits.sum() + guard.penalty()).backward()
+        optimizer.step()
+        assert guard.constraint.weight.value > 1.0
+
+
+def test_a_retain_loss_above_its_bound_ends_training_before_the_step():
+    """Ascent on everything: without the bound the model is destroyed, with it the last weights are still good."""
+    losses = {}
+    for bound in (5.0, float("inf")):
+        model = small_model()
+        optimizer = adamw(model, lr=1e-2)
+
+        def loss_of(batch, model=model):
+            return model(**batch.inputs, labels=batch.input_ids).loss
+
+        with gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router", loss_bound=bound) as guard:
+            try:
+                for _ in range(40):
+                    optimizer.zero_grad()
+                    guard.check(loss_of(RETAIN[0]))
+                    (-loss_of(FORGET[0])).backward()
+                    optimizer.step()
+            except gripmoe.Diverged:
+                assert bound == 5.0
+        losses[bound] = loss_of(RETAIN[0]).item()
+    assert losses[5.0] < 6.0 and losses[float("inf")] > 8.0, losses
+    with pytest.raises(gripmoe.Diverged, match="retain loss nan"):
+        guard.check(float("nan"))
+
+
+def test_a_bound_that_the_loop_leaves_out_is_an_error():
+    model = small_model()
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router", loss_bound=5.0):
+        model(**RETAIN[0].inputs, labels=RETAIN[0].input_ids).loss.backward()
+        with pytest.raises(RuntimeError, match=r"call `guard.check\(loss\)` in every step"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("method", ["anchored", Method(constraint="routing_scores")])
+def test_a_second_model_answers_what_a_cache_would_and_about_documents_that_nobody_listed(method):
+    """After a step: penalties by the original's forward pass and by what was kept of it agree to the bit."""
+    penalties = {}
+    listed, unlisted = random_batch(seed=2), random_batch(seed=3)
+    for kind in ("kept", "asked"):
+        model = small_model()
+        original = copy.deepcopy(model) if kind == "asked" else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with gripmoe.constrain(model, optimizer, [listed], method=method, original=original) as guard:
+            model(**random_batch(seed=1).inputs, labels=random_batch(seed=1).input_ids).loss.backward()
+            with guard.retain():
+                model(**listed.inputs)
+            guard.penalty()
+            optimizer.step()
+            with guard.retain():
+                model(**listed.inputs)
+            penalties[kind] = guard.penalty().item()
+            if kind == "kept":
+                with pytest.raises(KeyError, match="no reference for a document"), guard.retain():
+                    model(**unlisted.inputs)
+            else:
+                with guard.retain():
+                    model(**unlisted.inputs)
+                assert guard.penalty() > 0
+    assert penalties["kept"] == penalties["asked"] > 0
+
+
+def test_a_closed_guard_gives_the_second_model_back_as_it_was():
+    """Its hooks, its mode, what of it trains, and its routers' precision and values."""
+    model = small_model().bfloat16()
+    original = copy.deepcopy(model).train()
+    original.model.embed_tokens.requires_grad_(False)
+
+    def looks():
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in original.modules())
+        return hooks, original.training, [(p.dtype, p.requires_grad) for p in original.parameters()]
+
+    before, weights = looks(), copy.deepcopy(original.state_dict())
+    with gripmoe.constrain(model, adamw(model), RETAIN, method="anchored", original=original):
+        hooks, training, parameters = looks()
+        assert hooks == 2 * 2 and not training and not any(grad for _, grad in parameters), "the control"
+    assert looks() == before
+    assert all(torch.equal(value, weights[name]) for name, value in original.state_dict().items())
+
+
+def test_the_model_is_not_its_own_original():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="`original` is the model that trains"):
+        gripmoe.constrain(model, optimizer, [random_batch()], method="anchored", original=model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+PACKED = {"input_ids": RETAIN[0].input_ids, "position_ids": torch.arange(12) % 6 + torch.zeros(4, 1).long()}
+NO_BATCHES = [
+    ({"input_ids": RETAIN[0].input_ids}, "a batch is a mapping with input_ids and perhaps attention_mask, not str"),
+    ([RETAIN[0].input_ids], "a batch is a mapping .*, not Tensor"),
+    ([{"input_ids": [[5, 6]]}], "input_ids must be a tensor, .* this is list"),
+    ([{"input_ids": torch.tensor([5, 6])}], r"input_ids must be a tensor, .* of shape \(2,\)"),
+    (
+        [{"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 4)}],
+        r"attention_mask .* of shape \(2, 4\)",
+    ),
+    ([{"input_ids": torch.tensor([[5], [6]])}], "no retain token counts: padding does not"),
+    (
+        [{"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.zeros(2, 3)}],
+        "no retain token counts: padding does not",
+    ),
+    ([PACKED], "`position_ids` start again within a row"),
+]
+
+
+@pytest.mark.parametrize("retain, message", NO_BATCHES, ids=[message[:30] for _, message in NO_BATCHES])
+def test_what_is_no_batch_is_named(retain, message):
+    model = small_model()
+    with pytest.raises(ValueError, match=message):
+        gripmoe.constrain(model, adamw(model), retain)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_positions_that_go_on_are_as_good_as_none():
+    """Left padding shifts them, which turns no attention."""
+    ids = random_batch(seed=100).input_ids
+    mask = torch.ones_like(ids)
+    mask[:, :3] = 0
+    seen = []
+    for positions in ({}, {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}):
+        seen.append(MoEModel(small_model()).trace([{"input_ids": ids, "attention_mask": mask, **positions}]))
+    assert all(torch.equal(seen[0][layer].top_k_Nk, seen[1][layer].top_k_Nk) for layer in seen[0])
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), small_model().model], ids=["linear", "decoder"])
+def test_what_has_no_language_head_is_named(model):
+    with pytest.raises(ValueError, match="is no model of transformers: give the one that has a language head"):
+        gripmoe.constrain(model, adamw(model), RETAIN)
+
+
+def test_a_model_whose_optimizer_holds_what_trains():
+    """The first router is frozen and not in the optimizer; the other is held."""
+    model = small_model()
+    MoEModel(model).theta(0).requires_grad_(False)
+    reference = MoEModel(model).trace(RETAIN)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    with gripmoe.constrain(model, optimizer, RETAIN) as guard:
+        train(model, optimizer, guard)
+    assert router_only_stability(reference, model) == 1.0
+    with pytest.raises(ValueError, match="of several optimizers give the one that holds them"):
+        gripmoe.constrain(model, torch.optim.SGD([model.lm_head.weight], lr=0.1), RETAIN)
+
+
+def test_a_bf16_model_that_has_begun_to_train():
+    """AdamW's states of a router become fp32 with it."""
+    model = small_model().to(torch.bfloat16)
+    optimizer = adamw(model, lr=1e-3)
+    model(**RETAIN[0].inputs, labels=RETAIN[0].input_ids).loss.backward()
+    optimizer.step()
+    reference = MoEModel(model).trace(RETAIN)
+    with gripmoe.constrain(model, optimizer, RETAIN) as guard:
+        train(model, optimizer, guard)
+    train(model, optimizer, guard, steps=1)
+    assert router_only_stability(reference, model) > 0.5
+
+
+def test_every_module_keeps_its_mode():
+    model = small_model().train()
+    model.model.layers[0].eval()
+    MoEModel(model).trace(RETAIN)
+    assert model.training and not model.model.layers[0].self_attn.training and model.model.layers[1].training

@@ -1,0 +1,79 @@
+"""Everything has a name and a look, which everyone can tell from others."""
+
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from gripmoe.reporting import names as labels
+
+
+def test_models_of_one_name_differ_by_their_seed_alone():
+    catalogue = yaml.safe_load((Path(__file__).parents[2] / "workflow/config/models.yaml").read_text(encoding="utf-8"))
+    for (first, a), (second, b) in combinations(catalogue.items(), 2):
+        alike = [{key: value for key, value in model.items() if key not in ("seed", "oracle")} for model in (a, b)]
+        of_one_name = labels.model_label(first) == labels.model_label(second)
+        known = first in labels.MODELS and second in labels.MODELS
+        assert (alike[0] == alike[1]) == of_one_name or not known, (first, second)
+
+
+def test_known_methods_come_first_and_sweeps_stay_out():
+    names = ["zeta", "frozen_router", "alpha", "frozen_router", "unconstrained", "unconstrained_eps_1em3"]
+    assert labels.ordered(names) == ["unconstrained", "frozen_router", "alpha", "zeta"]
+    assert labels.ordered({"rmu", "my_loss", "gd"}, labels.OBJECTIVES) == ["gd", "rmu", "my_loss"]
+
+
+def test_every_method_has_a_name_and_a_look_of_its_own():
+    assert set(labels.COLOURS) <= set(labels.METHODS) and labels.DASHED <= set(labels.COLOURS)
+    looks = {(labels.colour(method), labels.line_style(method)) for method in labels.COLOURS}
+    assert len(looks) == len(labels.COLOURS)
+    of_colours = {labels.colour(method): labels.marker(method) for method in labels.COLOURS}
+    assert len(set(of_colours.values())) == min(len(of_colours), len(labels.MARKERS))
+    methods = yaml.safe_load((Path(__file__).parents[2] / "workflow/config/methods.yaml").read_text(encoding="utf-8"))
+    assert not {name for name in methods if "_eps_" not in name} - set(labels.METHODS), "without a name"
+
+
+def test_more_colours_than_markers_use_them_again(monkeypatch):
+    many = {f"method_{number}": f"#{number:06x}" for number in range(len(labels.MARKERS) + 1)}
+    monkeypatch.setattr(labels, "COLOURS", many)
+    assert [labels.marker(method) for method in many] == [*labels.MARKERS, labels.MARKERS[0]]
+    assert labels.marker("another") == "o"
+
+
+# As who lacks a cone sees linear RGB (Machado, Oliveira and Fernandes, 2009), and XYZ of it.
+VISION = {
+    "all cones": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "no green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "no red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+}
+
+
+XYZ = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.072175], [0.0193339, 0.119192, 0.9503041]]
+
+
+def seen(colour, vision):
+    """CIELAB coordinates: a distance of 2 is just noticed."""
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    xyz = np.array(XYZ) @ np.clip(np.array(VISION[vision]) @ linear, 0, 1) / [0.95047, 1, 1.08883]
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_can_be_told_apart_by_everyone(vision):
+    def distance(first, second):
+        return np.linalg.norm(seen(first, vision) - seen(second, vision))
+
+    assert distance("#000000", "#ffffff") == pytest.approx(100, abs=0.1)
+    olive, orange = "#b8a800", "#e69f00"  # a pair that looks different to most
+    assert (distance(olive, orange) > 25) if vision == "all cones" else (distance(olive, orange) < 7)
+    distances = {pair: distance(*pair) for pair in combinations(set(labels.COLOURS.values()), 2)}
+    assert min(distances.values()) > 15, min(distances, key=distances.get)
+
+
+def test_what_attacks_return_of_forgotten_things_is_to_be_low_and_of_retained_ones_high():
+    assert {"forced_forget_accuracy", "forced_verbmem", "restored_router_all"} <= labels.LOWER_IS_BETTER
+    assert not [name for name in labels.LOWER_IS_BETTER if "retain" in name]

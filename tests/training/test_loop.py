@@ -1,0 +1,468 @@
+"""The loop: the stop rule, and a killed run that ends in the same bytes as an uninterrupted one."""
+
+import math
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from conftest import small_model
+from gripmoe.config.training import Training
+from gripmoe.constraints.anchor import Anchored
+from gripmoe.constraints.base import Unconstrained
+from gripmoe.constraints.null_space import NullSpacePaper
+from gripmoe.data.corpora import Corpora, epoch_rows
+from gripmoe.data.documents import Row
+from gripmoe.evaluation.stop_rule import StopRule
+from gripmoe.geometry.nullspace import EpsNull
+from gripmoe.io import distributed
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import weights_digest
+from gripmoe.training import loop as unlearning
+from gripmoe.training.loop import unlearn
+from gripmoe.training.objectives import GradientDifference, RepresentationMisdirection
+from gripmoe.training.token_weights import routing_aware_weights
+
+TRAINING = Training(
+    learning_rate=1e-3,
+    router_multiplier=5.0,
+    betas=(0.9, 0.999),
+    adam_epsilon=1e-8,
+    weight_decay=0.01,
+    router_weight_decay=0.01,
+    clip_norm=1.0,
+    forget_batch_size=4,
+    retain_batch_size=4,
+    max_steps=12,
+    check_every=2,
+    checkpoint_every=2,
+    loss_bound=1e4,
+)
+
+
+def corpus(seed, rows=10):
+    generator = torch.Generator().manual_seed(seed)
+    documents = [torch.randint(3, 64, (8,), generator=generator).tolist() for _ in range(rows)]
+    return [Row(f"{seed}/{i}", ids, ids) for i, ids in enumerate(documents)]
+
+
+CORPORA = Corpora(corpus(0), corpus(1), pad_id=0)
+NEVER = StopRule({"accuracy": -1.0}, lambda _: {"accuracy": 1.0})
+
+
+def run(
+    state_file,
+    *,
+    training=TRAINING,
+    target=-1.0,
+    accuracy=None,
+    corrected=None,
+    constraint=None,
+    objective=None,
+    seed=5,
+    **more,
+):
+    """A run with the constraint that has a random generator, so that resuming must restore that too."""
+    moe = MoEModel(small_model())
+    outcome = unlearn(
+        moe,
+        objective or GradientDifference(alpha=1.0),
+        constraint or NullSpacePaper(dict.fromkeys(range(2), EpsNull(1e-2, "absolute")), tolerance=0.0, seed=3),
+        CORPORA,
+        training,
+        StopRule(
+            {"forget_accuracy": target},
+            lambda m: {"forget_accuracy": (accuracy or (lambda m: m.theta(0).sum().item()))(m)},
+        ),
+        seed=seed,
+        corrected=corrected,
+        state_file=state_file,
+        **more,
+    )
+    return moe, outcome
+
+
+class Watched(GradientDifference):
+    """Gradient difference that keeps the retain batches that it saw, and the weights of forget batches."""
+
+    def __init__(self):
+        super().__init__(alpha=1.0)
+        self.retain, self.forget_weights = [], []
+
+    def forget_loss(self, model, batch):
+        self.forget_weights.append(batch.weights)
+        return super().forget_loss(model, batch)
+
+    def retain_loss(self, model, batch):
+        self.retain.append(batch)
+        return super().retain_loss(model, batch)
+
+
+def without_seconds(history):
+    return [{name: value for name, value in row.items() if "seconds" not in name} for row in history]
+
+
+@pytest.mark.parametrize("constraint", [None, "anchor"])
+def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path, constraint, monkeypatch):
+    """Not the constraint either, whose penalty is on what routers see in the passes that are computed twice."""
+    passes = []
+    forward = Qwen3MoeSparseMoeBlock.forward
+    monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", lambda *args: passes.append(1) or forward(*args))
+    digests, histories, counts = [], [], []
+    for again in (False, True):
+        chosen = Anchored(routing_stability=0.9, floor=1.0) if constraint else None
+        training = TRAINING.model_copy(update={"gradient_checkpointing": again})
+        moe, outcome = run(tmp_path / f"{again}.pt", training=training, constraint=chosen)
+        counts.append(len(passes))
+        passes.clear()
+        digests.append(weights_digest(moe.model))
+        histories.append(without_seconds(outcome.history))
+    assert digests[0] == digests[1] and histories[0] == histories[1]
+    assert counts[1] > 1.4 * counts[0], "blocks are computed again"
+
+
+@pytest.mark.parametrize("constraint, passes_per_step", [(Unconstrained(), (1, 1)), (None, (1, 2))])
+def test_layers_after_the_one_that_a_loss_looks_at_do_not_run(tmp_path, constraint, passes_per_step, monkeypatch):
+    """And nothing else changes. A constraint that looks at the retain pass sees all of its layers."""
+    training = TRAINING.model_copy(update={"loss_bound": 1e9, "check_every": TRAINING.max_steps})
+    monkeypatch.setattr(unlearning, "TIMED_PAIRS", 0)
+    passes = []
+    forward = Qwen3MoeSparseMoeBlock.forward
+    monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", lambda *args: passes.append(1) or forward(*args))
+    digests, counts = [], []
+    for shorter in (True, False):
+        if not shorter:
+            monkeypatch.setattr(MoEModel, "only_layers", lambda self, count: nullcontext())
+        rmu = RepresentationMisdirection(layer=0, alpha=1.0, kappa=2.0, seed=0)
+        moe, _ = run(tmp_path / f"{shorter}.pt", training=training, constraint=constraint, objective=rmu)
+        digests.append(weights_digest(moe.model))
+        counts.append(len(passes))
+        passes.clear()
+    saved = counts[1] - counts[0]
+    in_training = training.max_steps * (4 - sum(passes_per_step))
+    assert digests[0] == digests[1] and in_training <= saved <= in_training + 2, "and one or two in the references"
+    assert digests[0] != weights_digest(small_model()), "the control: it trained"
+
+
+def _run_until_killed(state_file, step):
+    calls = 0
+
+    def accuracy(moe):
+        nonlocal calls
+        calls += 1
+        if calls * TRAINING.check_every > step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return moe.theta(0).sum().item()
+
+    torch.set_num_threads(1)
+    run(state_file, accuracy=accuracy)
+
+
+@pytest.mark.parametrize("step", [1, 4, 7, 11])
+def test_killed_and_resumed_run_ends_in_the_same_bytes(tmp_path, step):
+    whole, expected = run(tmp_path / "whole.pt")
+    process = multiprocessing.get_context("spawn").Process(target=_run_until_killed, args=(tmp_path / "state.pt", step))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    resumed, outcome = run(tmp_path / "state.pt")
+    assert weights_digest(resumed.model) == weights_digest(whole.model)
+    assert without_seconds(outcome.history) == without_seconds(expected.history)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_what_a_step_draws_at_random_is_the_same_when_resumed(tmp_path, dropout, monkeypatch):
+    """The control: with dropout it is another run."""
+
+    original = small_model
+
+    def noisy():
+        model = original()
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = dropout
+        return model
+
+    plain, _ = run(tmp_path / "plain.pt")
+    monkeypatch.setitem(globals(), "small_model", noisy)
+    whole, _ = run(tmp_path / "whole.pt")
+    calls = iter(range(4))
+    with pytest.raises(StopIteration):
+        run(tmp_path / "state.pt", accuracy=lambda moe: float(next(calls)))
+    torch.manual_seed(0)
+    resumed, _ = run(tmp_path / "state.pt")
+    assert weights_digest(resumed.model) == weights_digest(whole.model)
+    assert (weights_digest(plain.model) == weights_digest(whole.model)) == (dropout == 0)
+
+
+def test_killed_at_random_instants(tmp_path):
+    """SIGKILL from outside, several times in a row, wherever the run happens to be."""
+    whole, _ = run(tmp_path / "whole.pt")
+    context, state = multiprocessing.get_context("spawn"), tmp_path / "state.pt"
+
+    def written():
+        return state.stat().st_mtime_ns if state.exists() else None
+
+    for pause in (0.0, 0.1, 0.3):  # after a state of its own is there, which importing torch delays
+        process = context.Process(target=run, args=(tmp_path / "state.pt",))
+        before = written()
+        process.start()
+        while process.is_alive() and written() == before:
+            time.sleep(0.005)
+        time.sleep(pause)
+        process.kill()
+        process.join()
+    assert (tmp_path / "state.pt").exists(), "killed with something to resume"
+    resumed, _ = run(tmp_path / "state.pt")
+    assert weights_digest(resumed.model) == weights_digest(whole.model)
+
+
+def test_another_seed_is_another_run(tmp_path):
+    """The control: the comparison of bytes above can fail."""
+    first, _ = run(tmp_path / "a.pt")
+    second, _ = run(tmp_path / "b.pt", seed=6)
+    assert weights_digest(first.model) != weights_digest(second.model)
+
+
+def test_stops_at_the_first_check_that_reaches_the_target(tmp_path):
+    values = iter([0.9, 0.5, 0.26, 0.1])
+    _, outcome = run(tmp_path / "s.pt", target=0.27, accuracy=lambda m: next(values))
+    assert (outcome.status, outcome.steps) == ("reached", 4)
+    assert [row["step"] for row in outcome.history] == [0, 2, 4]
+    assert {"forget_loss", "retain_loss", "router_gradient", "expert_gradient"} <= outcome.history[-1].keys()
+
+
+def test_a_plateau_is_marked(tmp_path):
+    _, outcome = run(tmp_path / "s.pt", target=0.27, accuracy=lambda m: 0.33)
+    assert (outcome.status, outcome.steps) == ("not_reached", 12)
+
+
+def test_divergence_ends_the_run(tmp_path):
+    bounded = TRAINING.model_copy(update={"loss_bound": 1e-3})
+    _, outcome = run(tmp_path / "s.pt", training=bounded)
+    assert (outcome.status, outcome.steps) == ("diverged", 0)
+
+
+class Broken(GradientDifference):
+    """A forget loss that is no number, with a gradient that is one (`loss`), or the other way round (`gradient`)."""
+
+    def __init__(self, what):
+        super().__init__(alpha=1.0)
+        self.what = what
+
+    def forget_loss(self, model, batch):
+        loss = super().forget_loss(model, batch)
+        if self.what == "loss":
+            return loss + math.nan
+        zero = (model.theta(0) - model.theta(0).detach()).abs().sum()
+        return loss + zero.sqrt()  # 0, whose gradient is infinite times 0
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_what_is_no_number_ends_the_run_before_it_changes_a_weight(tmp_path, what):
+    moe, outcome = run(tmp_path / "s.pt", objective=Broken(what), constraint=Unconstrained())
+    assert (outcome.status, outcome.steps) == ("diverged", 0)
+    assert weights_digest(moe.model) == weights_digest(small_model())
+
+
+class NoNumber(Unconstrained):
+    """A penalty, or a router, that is no number."""
+
+    def __init__(self, what):
+        self.what, self.watches = what, frozenset({"retain"})
+
+    def penalty(self, kind, seen):
+        return seen.hidden_Nd.sum() * (math.nan if self.what == "penalty" else 0.0)
+
+    def constrain(self, layer, before_Ed, after_Ed, seen):
+        return after_Ed * math.nan if self.what == "router" else after_Ed
+
+
+@pytest.mark.parametrize("what", ["penalty", "router"])
+def test_what_the_guard_calls_diverged_ends_the_run_with_routers_as_they_were(what, tmp_path):
+    moe, outcome = run(tmp_path / "s.pt", constraint=NoNumber(what))
+    assert (outcome.status, outcome.steps, outcome.seconds) == ("diverged", 0, None)
+    assert all(torch.equal(moe.theta(layer), MoEModel(small_model()).theta(layer)) for layer in moe.layers)
+
+
+ARMS = {
+    "null space": {},
+    "unconstrained": {"constraint": Unconstrained()},
+    "anchored": {"constraint": Anchored(routing_stability=0.9, floor=1.0)},
+    "replayed": {"constraint": Unconstrained(), "replay": True},
+    "one expert": {"constraint": Unconstrained(), "scope": {0: [1]}},
+    "weighted": {"constraint": Unconstrained(), "critical_experts": 1},
+}
+
+
+def test_every_method_sees_the_same_retain_documents_in_the_same_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(unlearning, "TIMED_PAIRS", 0)
+    training, seen = TRAINING.model_copy(update={"max_steps": 4}), {}
+    for name, arm in (ARMS | {"another seed": ARMS["unconstrained"] | {"seed": 6}}).items():
+        watched = Watched()
+        run(tmp_path / f"{name}.pt", training=training, objective=watched, **arm)
+        seen[name] = [batch.row_ids for batch in watched.retain]
+    control = seen.pop("another seed")
+    assert all(order == seen["unconstrained"] for order in seen.values()), seen
+    assert len(control) == 4 and control != seen["unconstrained"]
+
+
+def test_training_gives_retain_tokens_their_weights_and_forget_tokens_none(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        unlearning, "routing_aware_weights", lambda *args: made.append(routing_aware_weights(*args)) or made[0]
+    )
+    watched, plain = Watched(), Watched()
+    weighted, _ = run(tmp_path / "a.pt", objective=watched, **ARMS["weighted"])
+    unweighted, _ = run(tmp_path / "b.pt", objective=plain, **ARMS["unconstrained"])
+    for batch in watched.retain:
+        assert torch.equal(batch.weights, made[0].of(**batch.inputs)) and batch.weights.std() > 0
+    assert len(made) == 1 and not any(w is not None for w in watched.forget_weights)
+    assert all(batch.weights is None for batch in plain.retain)
+    assert weights_digest(weighted.model) != weights_digest(unweighted.model)
+
+
+def test_only_expert_blocks_and_routers_train(tmp_path):
+    before = small_model().state_dict()
+    moe, _ = run(tmp_path / "s.pt", constraint=Unconstrained())
+    changed = {name for name, tensor in moe.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed and all(".mlp." in name for name in changed)
+    assert any(name.endswith("gate.weight") for name in changed)
+
+
+RMU_AT_0 = RepresentationMisdirection(layer=0, alpha=1.0, kappa=2.0, seed=0)
+
+
+@pytest.mark.parametrize("objective, trained", [(None, {1}), (RMU_AT_0, {0})])
+def test_only_the_last_layers_that_the_losses_look_at_train(tmp_path, objective, trained):
+    start = dict(small_model().named_parameters())
+    for count, wanted in ((1, trained), (None, {0, 1} if objective is None else {0})):
+        training = TRAINING.model_copy(
+            update={"trained_layers": count, "weight_decay": 0.0, "router_weight_decay": 0.0}
+        )
+        moe, _ = run(tmp_path / f"{count}.pt", training=training, constraint=Unconstrained(), objective=objective)
+        moved = {name for name, value in moe.model.named_parameters() if not torch.equal(value, start[name])}
+        assert {int(name.split(".")[2]) for name in moved} == wanted
+        assert any("gate.weight" in name for name in moved)
+
+
+def test_the_check_sees_corrected_routers_and_training_does_not(tmp_path):
+    """ptc_matched: the stop rule looks at a corrected copy; the trajectory is that of the uncorrected run."""
+    original = MoEModel(small_model()).thetas()
+    seen = []
+
+    def accuracy(moe):
+        seen.append(torch.equal(moe.theta(0), original[0]))
+        return 1.0
+
+    restore = lambda moe: moe.set_thetas(original)  # noqa: E731
+    corrected, _ = run(tmp_path / "a.pt", accuracy=accuracy, corrected=restore, constraint=Unconstrained())
+    plain, _ = run(tmp_path / "b.pt", accuracy=lambda m: 1.0, constraint=Unconstrained())
+    assert all(seen)
+    assert torch.equal(corrected.theta(0), original[0]) and not torch.equal(plain.theta(0), original[0])
+    plain.set_thetas(original)
+    assert weights_digest(corrected.model) == weights_digest(plain.model)
+
+
+def test_every_document_once_per_epoch():
+    rows = corpus(0)
+    epoch = [row.id for step in range(5) for row in epoch_rows(rows, 2, seed=1, step=step)]
+    assert sorted(epoch) == sorted(row.id for row in rows)
+    assert epoch != [row.id for step in range(5, 10) for row in epoch_rows(rows, 2, seed=1, step=step)]
+    with pytest.raises(ValueError, match="batch size 11 exceeds the 10 documents"):
+        epoch_rows(rows, 11, seed=1, step=0)
+
+
+def test_a_batch_that_cannot_be_split_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(distributed, "processes", lambda: 3)
+    with pytest.raises(ValueError, match="forget_batch_size 4 cannot be split over 3 processes"):
+        run(tmp_path / "state.pt")
+
+
+def test_a_corpus_smaller_than_a_batch_is_refused(tmp_path):
+    training = TRAINING.model_copy(update={"retain_batch_size": 11})
+    with pytest.raises(ValueError, match="retain_batch_size 11 exceeds the 10 documents of the retain corpus"):
+        run(tmp_path / "state.pt", training=training)
+
+
+def test_replay_and_recomputed_activations_go_together(tmp_path):
+    """What is computed again in the backward pass is forced to the same sets."""
+    ends = []
+    for recomputed in (False, True):
+        moe = MoEModel(small_model())
+        training = TRAINING.model_copy(update={"gradient_checkpointing": recomputed, "max_steps": 4})
+        unlearn(
+            moe, GradientDifference(alpha=1.0), Unconstrained(), CORPORA, training, NEVER, seed=5, replay=True,
+            state_file=tmp_path / f"{recomputed}.pt",
+        )  # fmt: skip
+        ends.append(moe.model.state_dict())
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][name], msg=name)
+
+
+def test_experts_train_in_fp8_and_are_asked_in_their_own_precision(tmp_path):
+    """It is another run, near the first, and the checks of the stop rule see the model as it is."""
+    asked, digests, ends = set(), [], []
+    for precision in ("native", "fp8_emulated"):
+        training = TRAINING.model_copy(update={"expert_precision": precision, "max_steps": 4})
+        moe, outcome = run(
+            tmp_path / f"{precision}.pt",
+            training=training,
+            accuracy=lambda m: asked.add(m.model.config._experts_implementation) or 1.0,
+        )
+        digests.append(weights_digest(moe.model))
+        ends.append(outcome.history[-1]["retain_loss"])
+    assert digests[0] != digests[1] and ends[0] == pytest.approx(ends[1], rel=1e-2)
+    assert asked == {small_model().config._experts_implementation}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fp32", "adamw_8bit"])
+def test_timing_a_step_changes_no_bit(tmp_path, optimizer, monkeypatch):
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("torchao")
+    training = TRAINING.model_copy(update={"optimizer": optimizer, "max_steps": 4})
+    digests = set()
+    for pairs in (1, 3):
+        monkeypatch.setattr(unlearning, "TIMED_PAIRS", pairs)
+        model, outcome = run(tmp_path / f"{pairs}.pt", training=training)
+        digests.add(weights_digest(model.model))
+        assert all(seconds > 0 for seconds in outcome.seconds)
+    assert len(digests) == 1
+
+
+def test_a_step_that_would_diverge_is_not_timed(tmp_path):
+    class Bursts(GradientDifference):
+        """When training has ended, which its stop rule says."""
+
+        over = False
+
+        def retain_loss(self, model, batch):
+            return super().retain_loss(model, batch) * (math.inf if self.over else 1.0)
+
+    def accuracy(moe):
+        objective.over = True
+        return -2.0
+
+    objective = Bursts(alpha=1.0)
+    moe, outcome = run(tmp_path / "state.pt", objective=objective, accuracy=accuracy)
+    assert outcome.status == "reached" and outcome.seconds is None
+    assert all(tensor.isfinite().all() for tensor in moe.model.state_dict().values())
+
+
+def test_a_step_is_timed_against_one_without_the_constraint(tmp_path, monkeypatch):
+    """By a clock that only the constraint moves, once in each of two layers."""
+    clock = [0]
+
+    class Slow(Unconstrained):
+        def constrain(self, layer, before_Ed, after_Ed, seen):
+            clock[0] += 1
+            return after_Ed
+
+    monkeypatch.setattr(unlearning, "now", lambda: clock[0])
+    assert run(tmp_path / "state.pt", constraint=Slow())[1].seconds == (2, 0)
