@@ -21,8 +21,7 @@ from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import NO_OBJECTIVE, Project
 from gripmoe.config.provenance import package_versions
 from gripmoe.io.files import file_digest, read_json, write_json, write_text
-from gripmoe.reporting import RENDERING
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
 from gripmoe.reporting.claims import claims_table, load_claims
 from gripmoe.reporting.collect import KEYS, computed_with, load_runs, of_kind
@@ -60,7 +59,7 @@ TABLES = {
 }
 WORLDS = {"seuf_comparison": "tiny_shared", "dense_baseline": "tiny_dense", "retain_data": "tiny_retain"}
 OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "setting_max_steps", "num_experts", "top_k"} | {
-    f"{measure}_{part}" for measure in labels.MATCHED for part in ("target", "half_width")
+    f"{measure}_{part}" for measure in names.MATCHED for part in ("target", "half_width")
 }
 
 
@@ -120,7 +119,7 @@ def _shown() -> set[str]:
 def measured_only(table: Table) -> Table | None:
     """Without the rows and columns in which nothing was measured, and without groups of a single row, which compare
     nothing; None if no unlearned model is left."""
-    references = {labels.METHODS["original"], labels.METHODS["retain_only"]}
+    references = {names.METHODS["original"], names.METHODS["retain_only"]}
     rows = [(block, [row for row in rows if any(c.text != MISSING for c in row[1])]) for block, rows in table.blocks]
     table.blocks = [
         (block, entries) for block, entries in rows if len(entries) > 1 or {label for label, *_ in entries} & references

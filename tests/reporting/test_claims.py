@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from gripmoe.reporting import claims
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import claims, names
 from gripmoe.reporting.claims import VERDICTS, claims_table, differences, judge, judge_each, judged, load_claims
 from gripmoe.reporting.collect import COLUMNS
 
@@ -76,10 +75,10 @@ def test_every_claim_is_complete():
     known = load_claims()
     assert len(known) >= 25
     for name, claim in known.items():
-        assert claim["relation"] in "<>~" and claim["left"] in labels.METHODS, name
-        assert not isinstance(claim["right"], str) or claim["right"] in labels.METHODS, name
-        assert claim["metric"] in labels.METRICS, name
-        assert claim.get("right_metric", claim["metric"]) in labels.METRICS, name
+        assert claim["relation"] in "<>~" and claim["left"] in names.METHODS, name
+        assert not isinstance(claim["right"], str) or claim["right"] in names.METHODS, name
+        assert claim["metric"] in names.METRICS, name
+        assert claim.get("right_metric", claim["metric"]) in names.METRICS, name
         of_methods = isinstance(claim["right"], str) and claim["right"] not in claims.REFERENCES
         assert of_methods <= ("margin" in claim), f"{name}: a negligible difference would do"
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from invented_runs import COMPARISONS, news, row, synthetic
 
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import names
 from gripmoe.reporting.collect import COLUMNS, of_kind
 from gripmoe.reporting.comparison import comparison, intervals, specification
 from gripmoe.reporting.tables import Table, as_frame
@@ -208,12 +208,12 @@ def test_every_table_is_complete_and_its_columns_have_names():
     tables = yaml.safe_load(COMPARISONS.read_text(encoding="utf-8"))
     assert len(tables) >= 9
     for name, table in tables.items():
-        assert set(table["measured"]) | set(table["paper"]) <= set(labels.METRICS), name
+        assert set(table["measured"]) | set(table["paper"]) <= set(names.METRICS), name
         for block in table["blocks"]:
             for entry in block["rows"]:
                 assert ("paper" in entry) == ("line" in entry), (name, entry)
                 assert len(entry.get("paper", table["paper"])) == len(table["paper"]), (name, entry)
-                assert entry["method"] in labels.METHODS or "label" in entry, (name, entry)
+                assert entry["method"] in names.METHODS or "label" in entry, (name, entry)
 
 
 def test_the_papers_values_stand_as_it_prints_them():

@@ -7,39 +7,39 @@ import numpy as np
 import pytest
 import yaml
 
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import names
 
 
 def test_models_of_one_name_differ_by_their_seed_alone():
     catalogue = yaml.safe_load((Path(__file__).parents[2] / "workflow/config/models.yaml").read_text(encoding="utf-8"))
     for (first, a), (second, b) in combinations(catalogue.items(), 2):
         alike = [{key: value for key, value in model.items() if key not in ("seed", "oracle")} for model in (a, b)]
-        of_one_name = labels.model_label(first) == labels.model_label(second)
-        known = first in labels.MODELS and second in labels.MODELS
+        of_one_name = names.model_label(first) == names.model_label(second)
+        known = first in names.MODELS and second in names.MODELS
         assert (alike[0] == alike[1]) == of_one_name or not known, (first, second)
 
 
 def test_known_methods_come_first_and_sweeps_stay_out():
-    names = ["zeta", "frozen_router", "alpha", "frozen_router", "unconstrained", "unconstrained_eps_1em3"]
-    assert labels.ordered(names) == ["unconstrained", "frozen_router", "alpha", "zeta"]
-    assert labels.ordered({"rmu", "my_loss", "gd"}, labels.OBJECTIVES) == ["gd", "rmu", "my_loss"]
+    listed = ["zeta", "frozen_router", "alpha", "frozen_router", "unconstrained", "unconstrained_eps_1em3"]
+    assert names.ordered(listed) == ["unconstrained", "frozen_router", "alpha", "zeta"]
+    assert names.ordered({"rmu", "my_loss", "gd"}, names.OBJECTIVES) == ["gd", "rmu", "my_loss"]
 
 
 def test_every_method_has_a_name_and_a_look_of_its_own():
-    assert set(labels.COLOURS) <= set(labels.METHODS) and labels.DASHED <= set(labels.COLOURS)
-    looks = {(labels.colour(method), labels.line_style(method)) for method in labels.COLOURS}
-    assert len(looks) == len(labels.COLOURS)
-    of_colours = {labels.colour(method): labels.marker(method) for method in labels.COLOURS}
-    assert len(set(of_colours.values())) == min(len(of_colours), len(labels.MARKERS))
+    assert set(names.COLOURS) <= set(names.METHODS) and names.DASHED <= set(names.COLOURS)
+    looks = {(names.colour(method), names.line_style(method)) for method in names.COLOURS}
+    assert len(looks) == len(names.COLOURS)
+    of_colours = {names.colour(method): names.marker(method) for method in names.COLOURS}
+    assert len(set(of_colours.values())) == min(len(of_colours), len(names.MARKERS))
     methods = yaml.safe_load((Path(__file__).parents[2] / "workflow/config/methods.yaml").read_text(encoding="utf-8"))
-    assert not {name for name in methods if "_eps_" not in name} - set(labels.METHODS), "without a name"
+    assert not {name for name in methods if "_eps_" not in name} - set(names.METHODS), "without a name"
 
 
 def test_more_colours_than_markers_use_them_again(monkeypatch):
-    many = {f"method_{number}": f"#{number:06x}" for number in range(len(labels.MARKERS) + 1)}
-    monkeypatch.setattr(labels, "COLOURS", many)
-    assert [labels.marker(method) for method in many] == [*labels.MARKERS, labels.MARKERS[0]]
-    assert labels.marker("another") == "o"
+    many = {f"method_{number}": f"#{number:06x}" for number in range(len(names.MARKERS) + 1)}
+    monkeypatch.setattr(names, "COLOURS", many)
+    assert [names.marker(method) for method in many] == [*names.MARKERS, names.MARKERS[0]]
+    assert names.marker("another") == "o"
 
 
 # As who lacks a cone sees linear RGB (Machado, Oliveira and Fernandes, 2009), and XYZ of it.
@@ -70,10 +70,10 @@ def test_colours_can_be_told_apart_by_everyone(vision):
     assert distance("#000000", "#ffffff") == pytest.approx(100, abs=0.1)
     olive, orange = "#b8a800", "#e69f00"  # a pair that looks different to most
     assert (distance(olive, orange) > 25) if vision == "all cones" else (distance(olive, orange) < 7)
-    distances = {pair: distance(*pair) for pair in combinations(set(labels.COLOURS.values()), 2)}
+    distances = {pair: distance(*pair) for pair in combinations(set(names.COLOURS.values()), 2)}
     assert min(distances.values()) > 15, min(distances, key=distances.get)
 
 
 def test_what_attacks_return_of_forgotten_things_is_to_be_low_and_of_retained_ones_high():
-    assert {"forced_forget_accuracy", "forced_verbmem", "restored_router_all"} <= labels.LOWER_IS_BETTER
-    assert not [name for name in labels.LOWER_IS_BETTER if "retain" in name]
+    assert {"forced_forget_accuracy", "forced_verbmem", "restored_router_all"} <= names.LOWER_IS_BETTER
+    assert not [name for name in names.LOWER_IS_BETTER if "retain" in name]

@@ -11,7 +11,7 @@ import yaml
 
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.moe.bases import save_bases
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import names
 from gripmoe.reporting.comparison import specification
 from gripmoe.reporting.manifest import manifest
 
@@ -72,8 +72,8 @@ def runs(tmp_path_factory):
     answers[[*CELL, "id", "fact", "metric", "chosen", "score"]].to_csv(folder / "answers_record.csv", index=False)
     attacked = []
     for matrix, of_kind in (("attack_matrix", answers[~news]), ("muse_attack_matrix", answers[news])):
-        attacks = [name for name in specification(matrix)["measured"] if name not in labels.MATCHED]
-        for own in sorted(labels.MATCHED & set(of_kind.metric)):
+        attacks = [name for name in specification(matrix)["measured"] if name not in names.MATCHED]
+        for own in sorted(names.MATCHED & set(of_kind.metric)):
             items = of_kind[of_kind.metric == own].rename(columns={"score": own}).drop(columns=["metric", "value"])
             scores = {name: (items[own] * (5 + n) / 10 + n) for n, name in enumerate(attacks)}
             attacked.append(items.assign(**scores))

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from invented_runs import COMPARISONS, synthetic
 
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import names
 from gripmoe.reporting.attacks import attack_matrix
 from gripmoe.reporting.collect import COLUMNS
 from gripmoe.reporting.comparison import comparison
@@ -148,7 +148,7 @@ def test_an_empty_table_is_its_notes():
 
 def test_latex_has_plain_signs_only():
     """What pdflatex takes: ASCII, escaped where it means something, math signs in math mode."""
-    shown = " ".join([*labels.METHODS.values(), *(text for texts in labels.METRICS.values() for text in texts)])
+    shown = " ".join([*names.METHODS.values(), *(text for texts in names.METRICS.values() for text in texts)])
     shown += COMPARISONS.read_text(encoding="utf-8") + COMPARISONS.with_name("claims.yaml").read_text(encoding="utf-8")
     shown += "".join(Path(file).read_text(encoding="utf-8") for file in COMPARISONS.parent.glob("*.py"))
     shown += (COMPARISONS.parents[1] / "illustrations.py").read_text(encoding="utf-8")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.io.files import atomic_path
+from gripmoe.moe.bases import StoredBases
 
 Key = tuple[int, int]  # layer, expert
 
@@ -167,3 +170,65 @@ def _checksum(tensor: Tensor, metadata: Mapping[str, str]) -> str:
     digest = hashlib.sha256(json.dumps([sorted(metadata.items()), str(tensor.dtype), tensor.shape]).encode())
     digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+TIERS = ("hot", "warm", "cold")
+HOT_BASES = 8  # the paper's example
+MEASURED_STEPS = 20
+
+
+def measure_tiers(file: Path) -> dict:
+    """What the tiers hold and serve when every step asks for every expert of every layer, in the same order, for the
+    bases in `file`.
+
+    `limits`: by name of the limits, then by tier, its `limit` and what it has `held` (bytes), the `share` of accesses
+    that it served and the `seconds` of one; None for no limit and for nothing served. Beside that the number of
+    `bases`, their `mean_rank`, `hidden_size`, `bytes`, and `dense_bytes` as projectors; and the `steps` measured.
+    """
+    stored = StoredBases(file, {}).items()
+    bases = {layer: RetainBasis(basis.U_ret_Edr.float()) for layer, basis in stored}  # as the file has them
+    ranks_E = torch.cat([basis.ranks for basis in bases.values()]).sort().values
+    some = next(iter(bases.values())).U_ret_Edr
+    hidden, column = some.shape[1], some.shape[1] * some.element_size()  # bytes of one
+    total, hot = (int(ranks.sum()) * column for ranks in (ranks_E, ranks_E[-HOT_BASES:]))
+    limits = {
+        "No limit": {},
+        f"{HOT_BASES} bases hot, as in the paper, and all warm": {"hot": hot},
+        f"{HOT_BASES} hot, half of all warm": {"hot": hot, "warm": total / 2},
+    }
+    return {
+        "limits": {name: _served(bases, limit) for name, limit in limits.items()},
+        "bases": len(ranks_E),
+        "mean_rank": ranks_E.double().mean().item(),
+        "hidden_size": hidden,
+        "bytes": total,
+        "dense_bytes": hidden * column * len(ranks_E),
+        "steps": MEASURED_STEPS,
+    }
+
+
+def _served(bases: Mapping[int, RetainBasis], limits: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
+    keys = [(layer, expert) for layer, basis in bases.items() for expert in range(len(basis.U_ret_Edr))]
+    seconds: Counter[str] = Counter()
+    in_bytes = {f"{tier}_bytes": limit for tier, limit in limits.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        store = BasisStore(Path(folder), list(bases), bases.__getitem__, {}, **in_bytes)
+        for layer in store:  # the first access finds nothing
+            store[layer]
+        on_disk = store.counts["bytes_written"]
+        store.counts.clear()
+        for key in keys * MEASURED_STEPS:
+            before, start = store.counts.copy(), perf_counter()
+            store.of(key)
+            took = perf_counter() - start
+            seconds[next(tier for tier in TIERS if store.counts[tier] > before[tier])] += took
+    held, accesses = {**store.held_bytes, "cold": on_disk}, sum(store.counts[tier] for tier in TIERS)
+    return {
+        tier: {
+            "limit": limits.get(tier),
+            "held": held[tier],
+            "share": store.counts[tier] / accesses,
+            "seconds": seconds[tier] / store.counts[tier] if store.counts[tier] else None,
+        }
+        for tier in TIERS
+    }

@@ -11,6 +11,8 @@ RENDERING = tuple(
         "reporting.figures",
         "reporting.plots",
         "reporting.mechanism",
+        "geometry.example",
+        "moe.basis_cache",
         "reporting.collect",
     )
 )

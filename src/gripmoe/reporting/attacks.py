@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS, beside
 from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
 from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, look_of, nothing, panels_of
@@ -89,7 +89,7 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
         "restored_experts_worst_layer": ("x", 4, True, "one layer's experts put back"),
     }
     found = runs[runs.metric.isin(marks)]
-    methods = labels.ordered(set(found.method) - {"original", "retain_only"})
+    methods = names.ordered(set(found.method) - {"original", "retain_only"})
     signs = ""
     with house_style():
         figure, panels = panels_of(found, 0.9 + 0.17 * len(methods))
@@ -99,7 +99,7 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
             for y, method in enumerate(reversed(methods)):
                 if (objective, method) not in means.index:
                     continue
-                row, colour = means.loc[(objective, method)], labels.colour(method)
+                row, colour = means.loc[(objective, method)], names.colour(method)
                 axes.plot([row.min(), row.max()], [y, y], color=colour, linewidth=0.8)
                 for metric, (marker, size, filled, _) in marks.items():
                     look = dict(color=colour, markerfacecolor=colour if filled else "white", markersize=size)
@@ -111,13 +111,13 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
                 floor = means.loc[(NO_OBJECTIVE, "retain_only")]
                 axes.axvspan(floor.min(), floor.max(), color="0.9", zorder=0, linewidth=0)
             axes.set(xlabel="forget accuracy", xlim=(0, 1.02), ylim=(-0.7, len(methods) - 0.3))
-            axes.set_yticks(range(len(methods)), [labels.method_label(m) for m in reversed(methods)])
+            axes.set_yticks(range(len(methods)), [names.method_label(m) for m in reversed(methods)])
         first = panels[0][0]
         for marker, size, filled, text in marks.values():
             look = dict(color="0.3", markerfacecolor="0.3" if filled else "white", markersize=size)
             first.plot([], [], marker, label=text, **look)
         first.plot([], [], color="0.85", linewidth=5, label="retain-only oracle")
-        note = "; ".join(text.partition(":")[0] for sign, text in labels.MARKS.items() if sign in signs)
+        note = "; ".join(text.partition(":")[0] for sign, text in names.MARKS.items() if sign in signs)
         legend_below(figure, first, columns=3, note=note)
     return figure
 
@@ -160,8 +160,8 @@ def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> p
         for axes, objective, group in panels:
             keys = ["objective", "method", "source", "step"]
             spans = group.groupby(keys).value.agg(mean="mean", least="min", greatest="max")
-            present = set(group.method[group.objective == objective]) & set(labels.COLOURS)
-            drawn = [(objective, method) for method in labels.ordered(present)]
+            present = set(group.method[group.objective == objective]) & set(names.COLOURS)
+            drawn = [(objective, method) for method in names.ordered(present)]
             drawn += [(NO_OBJECTIVE, "retain_only")] if "retain_only" in set(group.method) else []
             ends = {}
             for key in drawn:
@@ -177,8 +177,8 @@ def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> p
             axes.set_xticks(sorted(found.step.unique()))
             shown |= set(ends)
         first = panels[0][0]
-        for method in labels.ordered(shown if len(panels) > 1 else ()):
-            first.plot([], [], label=labels.method_label(method), **look_of(method))
+        for method in names.ordered(shown if len(panels) > 1 else ()):
+            first.plot([], [], label=names.method_label(method), **look_of(method))
         for source, style in styles.items():
             first.plot([], [], style, color="0.3", label=name(source))
         first.set_ylabel("forget accuracy")

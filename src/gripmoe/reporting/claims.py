@@ -9,7 +9,7 @@ import yaml
 from scipy import stats
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import names
 from gripmoe.reporting.collect import SHARED, of_kind
 from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.tables import Cell, Table
@@ -84,7 +84,7 @@ def judge_each(pairs: pd.Series, claim: dict) -> tuple[str, float, float, float]
     together = judge(pairs, claim)
     if pairs.empty:
         return together
-    of = [pairs.index.get_level_values("model").map(labels.model_label), pairs.index.get_level_values("benchmark")]
+    of = [pairs.index.get_level_values("model").map(names.model_label), pairs.index.get_level_values("benchmark")]
     of += [pairs.index.get_level_values("objective")] if claim.get("each_objective") else []
     verdicts = {judge(part, claim)[0] for _, part in pairs.groupby(of)}
     worst = next(verdict for verdict in ("does not hold", "undecided", "holds") if verdict in verdicts)
@@ -118,10 +118,10 @@ def _formula(claim: dict) -> str:
     """What is compared, as "RS: expert_specific > frozen_router + 0.13"."""
     right = claim["right"] if isinstance(claim["right"], str) else f"{claim['right']:g}"
     if "right_metric" in claim:
-        right += f" ({labels.metric_label(claim['right_metric'])})"
+        right += f" ({names.metric_label(claim['right_metric'])})"
     if "margin" in claim:
         right += f" {({'>': '+', '<': '-', '~': '±'})[claim['relation']]} {claim['margin']:g}"
-    return f"{labels.metric_label(claim['metric'])}: {claim['left']} {claim['relation']} {right}"
+    return f"{names.metric_label(claim['metric'])}: {claim['left']} {claim['relation']} {right}"
 
 
 def _signed(value: float) -> str:

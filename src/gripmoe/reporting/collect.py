@@ -15,7 +15,7 @@ import pandas as pd
 
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import atomic_path, read_csv, read_json, read_text, read_yaml
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import names
 
 KEYS = ["model", "benchmark", "objective", "method", "seed"]
 COLUMNS = [*KEYS, "metric", "value"]
@@ -51,7 +51,7 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answer
         metrics |= _whole_time(metrics, unconstrained.get((*pair, run["objective"], run["seed"]), {}))
         metrics |= {name: float("nan") for name in NEED_DATA if name not in metrics}
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
-        targets = {name: metrics[f"{name}_target"] for name in labels.MATCHED if f"{name}_target" in metrics}
+        targets = {name: metrics[f"{name}_target"] for name in names.MATCHED if f"{name}_target" in metrics}
         metrics |= at_equal_forgetting(history, targets)
         asked = {item["id"]: item for item in map(_answer, read_csv(folder / "questions.csv"))}
         metrics |= _half_widths(asked)
@@ -115,7 +115,7 @@ def _half_widths(asked: dict[str, dict[str, str]]) -> dict[str, float]:
     """Half the 95 % interval of each measure of forgetting over its items; of letter questions over the facts that they
     ask about, since some ask about the same one."""
     items = pd.DataFrame(asked.values(), columns=ANSWER_COLUMNS).astype({"score": float})
-    of_facts = items[items.metric.isin(labels.MATCHED)].groupby(["metric", "fact"]).score.mean()
+    of_facts = items[items.metric.isin(names.MATCHED)].groupby(["metric", "fact"]).score.mean()
     widths = 1.96 * of_facts.groupby("metric").sem()
     return {f"{metric}_half_width": width for metric, width in widths.dropna().items()}
 
@@ -204,11 +204,11 @@ def _seconds(output: Path) -> float:
 def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
     """Rows that may be pooled, with their name, which is empty if all of them may: of base models of one kind, which
     differ by their seed alone, on one benchmark (or what else `by` says of the two)."""
-    names = pd.DataFrame({"model": table.model.map(labels.model_label), "benchmark": table.benchmark})[list(by)]
-    differ = [column for column in by if names[column].nunique() > 1]
+    shown = pd.DataFrame({"model": table.model.map(names.model_label), "benchmark": table.benchmark})[list(by)]
+    differ = [column for column in by if shown[column].nunique() > 1]
     if not differ:
         return [("", table)]
-    together = names[differ].agg(", ".join, axis=1)
+    together = shown[differ].agg(", ".join, axis=1)
     return [(name, table[together == name]) for name in together.unique()]
 
 

@@ -13,7 +13,7 @@ import pandas as pd
 import yaml
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS, apart
 from gripmoe.reporting.tables import MISSING, Cell, Table, interval, without_zeros
 
@@ -37,19 +37,21 @@ def added_to(spec: dict) -> dict[str, str]:
     """By metric of a table whose attacks stand right of the measure that they add to: that measure."""
     own, measures = "", {}
     for metric in spec["measured"]:
-        measures[metric] = own = metric if metric in labels.MATCHED else own
+        measures[metric] = own = metric if metric in names.MATCHED else own
     return measures
 
 
 def headings(spec: dict) -> dict[str, str]:
     """What the measured metrics of a table are called there; of a difference with a plus, so that nobody takes it for
     the accuracy of another table."""
-    names = {metric: labels.metric_label(metric) for metric in spec["measured"]}
+    headings = {metric: names.metric_label(metric) for metric in spec["measured"]}
     if spec.get("differences"):
         measures = added_to(spec)
-        alone = labels.metric_label(spec["measured"][0]) if len(set(measures.values())) == 1 else ""
-        names = {m: text if m == measures[m] else f"+ {text.removesuffix(alone).rstrip()}" for m, text in names.items()}
-    return names
+        alone = names.metric_label(spec["measured"][0]) if len(set(measures.values())) == 1 else ""
+        headings = {
+            m: text if m == measures[m] else f"+ {text.removesuffix(alone).rstrip()}" for m, text in headings.items()
+        }
+    return headings
 
 
 def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) -> Table:
@@ -64,7 +66,7 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) 
     spec = specification(name)
     metrics, published = spec["measured"], spec["paper"]
     news = spec.get("kind") == "news"
-    table = Table(list(headings(spec).values()), [labels.metric_label(m) for m in published])
+    table = Table(list(headings(spec).values()), [names.metric_label(m) for m in published])
     groups = _groups(runs, spec)
     beside_paper = next((kind for kind, of in groups if spec.get("model", PAPER_MODEL) in set(of.model)), groups[0][0])
     shown: list[dict] = []
@@ -80,13 +82,13 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured | None = None) 
             printed = row.get("paper", [None] * len(published))
             paper = [_published(metric, value, news) for metric, value in zip(published, printed, strict=True)]
             count = f" (n = {len(of_row)})" if differ and of_row else ""
-            label = row.get("label", labels.method_label(row["method"])) + count + _realigned(cells) + marks_of(cells)
+            label = row.get("label", names.method_label(row["method"])) + count + _realigned(cells) + marks_of(cells)
             entries.append((label, [(measured or _measured)(cells, metric, news) for metric in metrics], paper))
         if any(cell.value is not None for _, measured, _ in entries for cell in measured):
             if compared and spec.get("marks_best", True):
                 most = max(runs_of, key=len)
                 alike = [entry for entry, of_row in zip(entries, runs_of, strict=True) if of_row == most]
-                _mark_best(alike, metrics, 0.0 if news else labels.CHANCE)
+                _mark_best(alike, metrics, 0.0 if news else names.CHANCE)
             table.blocks.append((", ".join(filter(None, [kind, block.get("name")])), entries))
             shown += [row for row, _ in rows]
             counts |= {len(of_row) for of_row in runs_of} if differ else set()
@@ -101,8 +103,8 @@ def intervals(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     """The measured numbers of a table, a row each: mean, half-width of its interval, how many runs and their marks, by
     kind of base model, benchmark, objective, method and metric. Not those of a sweep."""
     rows = []
-    runs = runs[~runs.method.map(labels.is_swept).astype(bool)]
-    for key, cells in runs.groupby([runs.model.map(labels.model_label), "benchmark", "objective", "method"]):
+    runs = runs[~runs.method.map(names.is_swept).astype(bool)]
+    for key, cells in runs.groupby([runs.model.map(names.model_label), "benchmark", "objective", "method"]):
         marks = marks_of(cells).replace(" ", "")
         for metric in specification(name)["measured"]:
             values = cells.loc[cells.metric == metric, "value"].dropna()
@@ -125,8 +127,8 @@ def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
     if not spec.get("all_methods") or any("benchmark" in block for block in blocks):
         return blocks
     others = set(runs.objective) - {NO_OBJECTIVE} - {block.get("objective") for block in blocks}
-    of_others = labels.ordered(others, labels.OBJECTIVES)
-    return blocks + [{"name": labels.objective_label(o), "objective": o, "rows": []} for o in of_others]
+    of_others = names.ordered(others, names.OBJECTIVES)
+    return blocks + [{"name": names.objective_label(o), "objective": o, "rows": []} for o in of_others]
 
 
 def _rows(block: dict, runs: pd.DataFrame, spec: dict, beside_paper: bool) -> list[tuple[dict, pd.DataFrame]]:
@@ -139,7 +141,7 @@ def _rows(block: dict, runs: pd.DataFrame, spec: dict, beside_paper: bool) -> li
         rows = [{key: value for key, value in row.items() if key not in ("paper", "line")} for row in rows]
     if spec.get("all_methods") and "objective" in block:
         listed = {row["method"]: row for row in rows}
-        methods = labels.ordered({*listed, *runs.method[runs.objective == block["objective"]]})
+        methods = names.ordered({*listed, *runs.method[runs.objective == block["objective"]]})
         rows = [listed.get(method, {"method": method}) for method in methods]
     found = []
     for row in rows:
@@ -154,11 +156,11 @@ def _rows(block: dict, runs: pd.DataFrame, spec: dict, beside_paper: bool) -> li
 def _text(metric: str, value: float, news: bool) -> str:
     if metric.startswith("setting_"):
         return f"{value:g}"
-    if metric in labels.COUNTS:
+    if metric in names.COUNTS:
         return f"{value:.0f}"
-    decimals = 1 if news and metric not in labels.FRACTIONS else 2
+    decimals = 1 if news and metric not in names.FRACTIONS else 2
     return f"{round(value, decimals) + 0.0:.{decimals}f}" + (
-        "×" if metric in labels.TIMES else ""
+        "×" if metric in names.TIMES else ""
     )  # + 0.0: no negative zero
 
 
@@ -173,10 +175,10 @@ def absent(runs: pd.DataFrame, metric: str) -> Cell:
     """In place of a value: not measured, or what cannot be, such as the routing of a dense model, or what was asked of
     these runs and has no value (NaN)."""
     experts = runs.loc[runs.metric == "num_experts", "value"]
-    if metric.startswith(labels.NEED_A_ROUTER) and (experts == 0).any():
+    if metric.startswith(names.NEED_A_ROUTER) and (experts == 0).any():
         return Cell(NOT_APPLICABLE, reason="a dense model has no router")
     if metric in set(runs.metric):
-        found = (text for prefix, text in labels.REASONS.items() if metric.startswith(prefix))
+        found = (text for prefix, text in names.REASONS.items() if metric.startswith(prefix))
         return Cell(NOT_APPLICABLE, reason=next(found, "undefined for these runs"))
     return Cell(MISSING)
 
@@ -236,9 +238,7 @@ def _realigned(cells: pd.DataFrame) -> str:
 
 def collapsed(runs: pd.DataFrame) -> pd.DataFrame:
     """The retain accuracies of unlearned models that answer retain questions by chance."""
-    return runs[
-        (runs.objective != NO_OBJECTIVE) & (runs.metric == "retain_accuracy") & (runs.value <= labels.COLLAPSED)
-    ]
+    return runs[(runs.objective != NO_OBJECTIVE) & (runs.metric == "retain_accuracy") & (runs.value <= names.COLLAPSED)]
 
 
 def _overshot(cells: pd.DataFrame) -> bool:
@@ -259,17 +259,17 @@ def _mark_best(block: list, metrics: list[str], chance: float) -> None:
     """Marks the best value per column; rows with a note * or † have not forgotten as much, those with § nothing else,
     and do not compete. Neither do the measures of forgetting, which are matched by design."""
     for column, metric in enumerate(metrics):
-        if metric in labels.MATCHED | labels.NEITHER_IS_BETTER:
+        if metric in names.MATCHED | names.NEITHER_IS_BETTER:
             continue
         competing = [cells[column] for label, cells, _ in block if not set("*†§") & set(label)]
         competing = [cell for cell in competing if cell.value is not None]
         if len(competing) < 2:
             continue
-        lower = metric in labels.LOWER_IS_BETTER | labels.BEST_AT_ZERO
-        floor = float("-inf") if not lower or metric in labels.BEST_AT_ZERO else chance
-        floor = 0.0 if metric in labels.SHARES else floor
+        lower = metric in names.LOWER_IS_BETTER | names.BEST_AT_ZERO
+        floor = float("-inf") if not lower or metric in names.BEST_AT_ZERO else chance
+        floor = 0.0 if metric in names.SHARES else floor
         values = [max(round(cell.value, 2), floor) for cell in competing]
-        if metric in labels.BEST_AT_ZERO:
+        if metric in names.BEST_AT_ZERO:
             values = [abs(value) for value in values]
         if len(set(values)) == 1:
             continue  # nothing to choose
@@ -286,7 +286,7 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], count
     runs_in_row = seeds * (1 if of_one_model else models)
     each = " per block" if len(groups) > 1 else ""
     spread = {1: "", 2: " ± half the range,"}.get(runs_in_row, " ± 95 % t-interval,")
-    shown = {heading: labels.METRIC_NOTES.get(metric) for metric, heading in headings(spec).items()}
+    shown = {heading: names.METRIC_NOTES.get(metric) for metric, heading in headings(spec).items()}
     alone = any(
         cell.half_width is None and cell.value is not None
         for _, entries in table.blocks
@@ -309,7 +309,7 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], count
 def _explained(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], counts: set[int]) -> list[str]:
     """What signs and names in a table stand for."""
     texts = " ".join(label for _, entries in table.blocks for label, _, _ in entries)
-    explained = [note for sign, note in labels.MARKS.items() if sign in texts]
+    explained = [note for sign, note in names.MARKS.items() if sign in texts]
     most_steps = sorted(set(runs.loc[runs.metric == "setting_max_steps", "value"]))
     if "*" in texts and most_steps:
         explained.append(f"runs stop after {' or '.join(f'{steps:.0f}' for steps in most_steps)} steps at most")
@@ -317,7 +317,7 @@ def _explained(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], c
         explained.append("(... of ... layers): those where Method B's own test accepts its router, on average of runs")
     if counts:
         explained.append("(n = ...) runs of a row, by base model and seed, where rows of its block differ in them")
-    alike = "" if spec.get("kind") == "news" else f", accuracies up to {labels.CHANCE} and recoveries up to 0 alike"
+    alike = "" if spec.get("kind") == "news" else f", accuracies up to {names.CHANCE} and recoveries up to 0 alike"
     same = ", of rows over the same runs as the one with most" if counts else ""
     cells = [cell for _, entries in table.blocks for _, measured, paper in entries for cell in (*measured, *paper)]
     if any(cell.best for cell in cells):
@@ -330,5 +330,5 @@ def _explained(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], c
     explained += [f"{NOT_APPLICABLE}: {' or '.join(reasons)}"] * bool(reasons)
     methods = {row["method"] for row in rows}
     published = {row["method"] for row in rows if "paper" in row and table.paper_columns}
-    explained += [note for method, note in labels.METHOD_NOTES.items() if method in methods]
-    return explained + [note for method, note in labels.PAPER_NOTES.items() if method in published]
+    explained += [note for method, note in names.METHOD_NOTES.items() if method in methods]
+    return explained + [note for method, note in names.PAPER_NOTES.items() if method in published]

@@ -17,8 +17,7 @@ from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.config.provenance import package_versions
 from gripmoe.io.files import atomic_path, file_digest, read_json
-from gripmoe.reporting import RENDERING
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.collect import apart
 
 PAPER_WIDTH = 5.5  # inches: the text width of the paper
@@ -109,7 +108,7 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
     data = stability_by_layer(runs)
     floors = {kind: random_floor(group) for kind, group in apart(runs)}
     present = data[["kind", "objective"]].drop_duplicates().itertuples(index=False)
-    order = list(floors), labels.ordered(data.objective, labels.OBJECTIVES)
+    order = list(floors), names.ordered(data.objective, names.OBJECTIVES)
     shown = [p for p in present if p.objective != NO_OBJECTIVE]
     shown.sort(key=lambda p: (order[0].index(p.kind), order[1].index(p.objective)))
     with house_style():
@@ -122,15 +121,15 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
         for axes, (kind, objective) in zip(panels.flat, shown, strict=False):
             panel = data[(data.kind == kind) & (data.objective == objective)]
             ends = {}
-            for method in labels.ordered(set(panel.method) & set(labels.COLOURS)):
+            for method in names.ordered(set(panel.method) & set(names.COLOURS)):
                 line = panel[panel.method == method].sort_values("layer").set_index("layer")
-                draw_line(axes, line, method, labels.line_style(method))
+                draw_line(axes, line, method, names.line_style(method))
                 ends[method] = (line.index[-1], line["mean"].iloc[-1])
             first, last = panel.layer.min(), panel.layer.max()
             if floors[kind] is not None:
                 axes.hlines(floors[kind], first, last, color="0.6", linewidth=0.7, linestyle=":")
                 axes.text(first, floors[kind] + 0.012, "random sets", fontsize=5.5, color="0.45")
-            axes.set_title(", ".join(filter(None, [kind, labels.objective_label(objective)])), loc="left")
+            axes.set_title(", ".join(filter(None, [kind, names.objective_label(objective)])), loc="left")
             axes.set_xlabel("MoE layer", x=0.33)
             axes.set_ylim(0, 1.03)
             label_ends(axes, ends)
@@ -145,14 +144,14 @@ def draw_line(axes: plt.Axes, line: pd.DataFrame, method: str, style: str) -> No
     """Means in a method's colour and with its marker, over a band from the least to the greatest, by the index."""
     axes.plot(line.index, line["mean"], style, **look_of(method))
     if (line.greatest > line.least).any():
-        axes.fill_between(line.index, line.least, line.greatest, color=labels.colour(method), alpha=0.12, linewidth=0)
+        axes.fill_between(line.index, line.least, line.greatest, color=names.colour(method), alpha=0.12, linewidth=0)
 
 
 def look_of(method: str, size: float = 3) -> dict:
     """Colour and marker of a method; the marker of another form, in the colour of the first, is hollow."""
-    colour = labels.colour(method)
-    ground = "white" if method in labels.DASHED else colour
-    marker = dict(marker=labels.marker(method), markersize=size, markeredgewidth=0.6, markerfacecolor=ground)
+    colour = names.colour(method)
+    ground = "white" if method in names.DASHED else colour
+    marker = dict(marker=names.marker(method), markersize=size, markeredgewidth=0.6, markerfacecolor=ground)
     return {"color": colour, **marker}
 
 
@@ -170,10 +169,10 @@ def label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]], gap: float 
     span = right - left
     for (method, (x, y)), height in zip(ordered, heights, strict=True):
         axes.plot(
-            [x + 0.02 * span, x + 0.09 * span], [y, height], color=labels.colour(method), linewidth=0.5, clip_on=False
+            [x + 0.02 * span, x + 0.09 * span], [y, height], color=names.colour(method), linewidth=0.5, clip_on=False
         )
-        name = labels.method_label(method)
-        axes.text(x + 0.1 * span, height, name, color=labels.colour(method), fontsize=5.6, va="center", clip_on=False)
+        name = names.method_label(method)
+        axes.text(x + 0.1 * span, height, name, color=names.colour(method), fontsize=5.6, va="center", clip_on=False)
     axes.set_xlim(left, right + 0.52 * span)
     axes.spines["bottom"].set_bounds(left, max(x for x, _ in ends.values()))
 
@@ -192,7 +191,7 @@ Panel = tuple[plt.Axes, str, pd.DataFrame]
 def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, list[Panel]]:
     """Panels on common axes: a row per kind of base model, a column per objective, whose name stands above; each with
     its objective and the rows of its kind, `height` inches each."""
-    objectives = [o for o in labels.ordered(table.objective, labels.OBJECTIVES) if o != NO_OBJECTIVE]
+    objectives = [o for o in names.ordered(table.objective, names.OBJECTIVES) if o != NO_OBJECTIVE]
     kinds = apart(table)
     size = PAPER_WIDTH, height * len(kinds)
     figure, grid = plt.subplots(len(kinds), len(objectives), figsize=size, sharex=True, sharey=True, squeeze=False)
@@ -200,7 +199,7 @@ def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, lis
     for row, (kind, group) in zip(grid, kinds, strict=True):
         for axes, objective in zip(row, objectives, strict=True):
             if objective in set(group.objective):
-                axes.set_title(labels.objective_label(objective), loc="left")
+                axes.set_title(names.objective_label(objective), loc="left")
                 panels.append((axes, objective, group))
             else:
                 axes.remove()
@@ -215,15 +214,15 @@ ROW_OF_LEGEND = 0.135  # inches
 def legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4, note: str = "") -> None:
     """What the lines of `axes` are called, in rows below all panels, and a note below that; in fewer columns and a
     taller figure where so many would be wider than it is."""
-    handles, names = axes.get_legend_handles_labels()
-    rows = -(-len(names) // columns)
+    handles, shown = axes.get_legend_handles_labels()
+    rows = -(-len(shown) // columns)
     foot = 0.12 * bool(note) / figure.get_figheight()
     legend = figure.legend(
-        handles, names, loc="lower center", ncol=columns, frameon=False, fontsize=6, bbox_to_anchor=(0.5, foot)
+        handles, shown, loc="lower center", ncol=columns, frameon=False, fontsize=6, bbox_to_anchor=(0.5, foot)
     )
     if columns > 1 and legend.get_window_extent().width > figure.bbox.width:
         legend.remove()
-        more = -(-len(names) // (columns - 1)) - rows
+        more = -(-len(shown) // (columns - 1)) - rows
         figure.set_figheight(figure.get_figheight() + ROW_OF_LEGEND * more)
         return legend_below(figure, axes, columns - 1, note)
     below = 0.06 + ROW_OF_LEGEND * rows + 0.12 * bool(note)

@@ -10,7 +10,7 @@ import pandas as pd
 from scipy import stats
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import names
 from gripmoe.reporting.collect import apart, beside, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
 
@@ -80,15 +80,15 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     there the models that trained nothing say what a model gives that answers, or that never knew."""
     metrics = [metric for metric in MEASURES if metric in set(answers.metric)]
     letters = bool(answers.chosen.notna().any())
-    columns = [column for metric in metrics for column in (f"Δ {labels.metric_label(metric)}", "p")]
+    columns = [column for metric in metrics for column in (f"Δ {names.metric_label(metric)}", "p")]
     table = Table(columns + ["letter", "shuffled"] * letters, [])
     objectives = [NO_OBJECTIVE] * letters
-    objectives += labels.ordered(set(answers.objective) - {NO_OBJECTIVE}, labels.OBJECTIVES)
+    objectives += names.ordered(set(answers.objective) - {NO_OBJECTIVE}, names.OBJECTIVES)
     for (kind, group), objective in product(apart(answers), objectives):
         entries = []
         of_objective = group[group.objective == objective]
         of_group = runs[runs.model.isin(group.model) & runs.benchmark.isin(group.benchmark)]
-        for method in labels.ordered(of_objective.method):
+        for method in names.ordered(of_objective.method):
             cells = []
             for metric in metrics:
                 found = None if method == against else compared(group, objective, method, against, metric)
@@ -96,10 +96,10 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
             if letters:
                 of_method = of_group[(of_group.objective == objective) & (of_group.method == method)]
                 cells += _letter_bias(of_objective[of_objective.method == method], of_method)
-            entries.append((labels.method_label(method), cells, []))
+            entries.append((names.method_label(method), cells, []))
         if entries:
-            table.blocks.append((", ".join(filter(None, [kind, labels.objective_label(objective)])), entries))
-    beside = f"{labels.method_label(against).lower()} on the same test {'questions' if letters else 'items'}"
+            table.blocks.append((", ".join(filter(None, [kind, names.objective_label(objective)])), entries))
+    beside = f"{names.method_label(against).lower()} on the same test {'questions' if letters else 'items'}"
     table.notes = [
         f"Differences to {beside}; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of runs and of"
         f" {'facts' if letters else 'items'} within runs. Of a single run they tell two models apart, not two methods.",
@@ -109,7 +109,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     if letters:
         table.notes[1] += " letter: share of the one given most on forget questions; shuffled: FA, choices reordered."
     else:
-        table.notes[1] += " " + "; ".join(f"{labels.metric_label(m)}: {labels.METRIC_NOTES[m]}" for m in metrics) + "."
+        table.notes[1] += " " + "; ".join(f"{names.metric_label(m)}: {names.METRIC_NOTES[m]}" for m in metrics) + "."
     return table
 
 

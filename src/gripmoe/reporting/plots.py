@@ -5,7 +5,7 @@ from __future__ import annotations
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from gripmoe.reporting import names as labels
+from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS, apart
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, look_of, nothing, panels_of
 
@@ -40,17 +40,17 @@ def forget_utility_tradeoff(
                 measures = [forget, retain]
                 last = runs.sort_values("step").groupby(KEYS).tail(1)[measures].mean()
                 line = pd.concat([complete.groupby("step")[measures].mean(), last.to_frame().T])
-                style = labels.line_style(method)
-                axes.plot(line[forget], line[retain], style, alpha=0.8, color=labels.colour(method))
+                style = names.line_style(method)
+                axes.plot(line[forget], line[retain], style, alpha=0.8, color=names.colour(method))
                 axes.plot(*line.iloc[-1], **look_of(method, 4))
                 shown[method] = style
             if forget == "forget_accuracy":
                 axes.axvline(0.25, color="0.6", linewidth=0.7, linestyle=":")
-            axes.set_xlabel(f"{labels.METRIC_NOTES[forget]} (dev)")
+            axes.set_xlabel(f"{names.METRIC_NOTES[forget]} (dev)")
         first = panels[0][0]
         for method, style in shown.items():
-            first.plot([], [], style, label=labels.method_label(method), **look_of(method, 4))
-        first.set_ylabel(f"{labels.METRIC_NOTES[retain]} (dev)")
+            first.plot([], [], style, label=names.method_label(method), **look_of(method, 4))
+        first.set_ylabel(f"{names.METRIC_NOTES[retain]} (dev)")
         legend_below(figure, first)
     return figure
 
