@@ -52,7 +52,7 @@ def free_port() -> int:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from gripmoe.files import exclusive
+from gripmoe.io.locks import exclusive
 with exclusive(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -15,7 +15,7 @@ import torch
 
 from conftest import HANGS, SMALL, free_port
 from gripmoe.attacks import run as suite
-from gripmoe.cli import trace_routing as geometry
+from gripmoe.cli import fit_basis as fitting
 from gripmoe.cli import unlearn as commands
 from gripmoe.cli.attack import attack
 from gripmoe.cli.common import identity_of, measured
@@ -121,8 +121,8 @@ def changed_experts(prepared, folder):
 
 def test_bases_are_fitted_on_all_threads_that_there_are(prepared, tmp_path, monkeypatch):
     """Those of the machine, if a person starts the command."""
-    fit, before, threads = geometry.fit_bases, torch.get_num_threads(), []
-    monkeypatch.setattr(geometry, "fit_bases", lambda *given: threads.append(torch.get_num_threads()) or fit(*given))
+    fit, before, threads = fitting.fit_bases, torch.get_num_threads(), []
+    monkeypatch.setattr(fitting, "fit_bases", lambda *given: threads.append(torch.get_num_threads()) or fit(*given))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
     try:

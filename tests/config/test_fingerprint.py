@@ -197,7 +197,7 @@ def test_what_is_empty_counts_where_it_says_something(digest_of):
 
 
 ALL = """
-from gripmoe.fingerprint import SOURCE, code_fingerprint
+from gripmoe.config.fingerprint import SOURCE, code_fingerprint
 for file in sorted(SOURCE.rglob("*.py")):
     module = ".".join(["gripmoe", *file.relative_to(SOURCE).with_suffix("").parts]).removesuffix(".__init__")
     print(module, code_fingerprint(module))
