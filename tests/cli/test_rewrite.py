@@ -63,7 +63,7 @@ def test_the_chat_template_is_used_where_there_is_one_and_nothing_keeps_the_ques
         seen.extend(prompts)
         return ["  "] * (len(prompts) - 1) + [" O port "]
 
-    monkeypatch.setattr("gripmoe.attacks.scores.prompts.continuations", nothing)
+    monkeypatch.setattr("gripmoe.attacks.prompts.continuations", nothing)
     monkeypatch.setattr(tokenizer, "chat_template", "<{{ messages[0].content }}>", raising=False)
     questions = question_rows(world, world.facts.forget[:1], orders=1, seed=0)[:2]
     first, second = rewrites_by(None, tokenizer, questions, "Turn it.")

@@ -16,6 +16,7 @@ from gripmoe.geometry.routing import mean_stability, route, routing_stability
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import aside
 from gripmoe.moe import MoEModel, storage
+from gripmoe.moe import bases as stored_bases
 from gripmoe.moe.bases import StoredBases, save_bases
 from gripmoe.moe.storage import weights_digest
 
@@ -25,12 +26,12 @@ def test_the_first_bases_that_fit_stay_the_next_lie_in_host_memory_and_the_other
     file = tmp_path / "bases.safetensors"
     save_bases(file, bases, {"model": "a"})
     each, reads = 4 * 8 * 3 * 8, []  # fp64
-    opened = storage.safe_open
+    opened = stored_bases.safe_open
     for memory, kept in ((3 * each, 3), (3 * each - 1, 2), (each, 1), (0, 0)):
         stored = StoredBases(file, {"model": "a"}, memory=memory)
         assert list(stored) == [1, 3, 10] and len(stored) == 3, "in the order of layers"
         with monkeypatch.context() as patched:
-            patched.setattr(storage, "safe_open", lambda *args, **kw: reads.append(1) or opened(*args, **kw))
+            patched.setattr(stored_bases, "safe_open", lambda *args, **kw: reads.append(1) or opened(*args, **kw))
             assert all(torch.equal(stored[layer].U_ret_Edr, basis.U_ret_Edr.double()) for layer, basis in bases.items())
         assert len(reads) == 3 - kept
         reads.clear()
@@ -40,7 +41,7 @@ def test_the_first_bases_that_fit_stay_the_next_lie_in_host_memory_and_the_other
     for memory, host, read in ((each, half, 1), (each, 2 * half, 0), (0, 2 * half, 1), (0, half - 1, 3)):
         stored = StoredBases(file, {"model": "a"}, memory=memory, host_memory=host)
         with monkeypatch.context() as patched:
-            patched.setattr(storage, "safe_open", lambda *args, **kw: reads.append(1) or opened(*args, **kw))
+            patched.setattr(stored_bases, "safe_open", lambda *args, **kw: reads.append(1) or opened(*args, **kw))
             assert all(torch.equal(stored[layer].U_ret_Edr, basis.U_ret_Edr.double()) for layer, basis in bases.items())
         assert len(reads) == read
         reads.clear()

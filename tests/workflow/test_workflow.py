@@ -393,10 +393,10 @@ EDITS = [
     ("gripmoe.cli.unlearn:unlearn", None, TRAINING_ON),
     ("gripmoe.constraints.realignment", None, []),
     ("gripmoe.evaluation.metrics:question_results", None, ["evaluate", "collect"]),
-    ("gripmoe.attacks.scores.restoration:restoration", None, ["attack"]),
+    ("gripmoe.attacks.restoration:restoration", None, ["attack"]),
     # Which attacks are made, and when a run has forgotten.
     ("gripmoe.attacks.run:SAMPLE", None, ["attack"]),
-    ("gripmoe.attacks.scores.routers:router_attacks.seed", None, ["attack"]),
+    ("gripmoe.attacks.routers:router_attacks.seed", None, ["attack"]),
     ("gripmoe.evaluation.stop_rule:RETAIN_QUESTIONS", None, ["unlearn"]),
     ("gripmoe.reporting.names:CHANCE", None, ["render_main_results", "manifest"]),
     ("gripmoe.reporting.comparison:comparisons.yaml", None, ["render_main_results", "manifest"]),

@@ -349,9 +349,9 @@ def _mean(number: Tensor | float) -> float:
 def layers_not_finite(model: MoEModel) -> list[int]:
     """The layers whose router weight holds NaN or an infinity. Where there are none, one number tells."""
     thetas = {layer: model.theta(layer).detach() for layer in model.layers}
-    if nn.utils.get_total_norm(thetas.values(), math.inf).isfinite():
+    if not (~nn.utils.get_total_norm(thetas.values(), math.inf).isfinite()):
         return []
-    return [layer for layer, theta_Ed in thetas.items() if not theta_Ed.isfinite().all()]
+    return [layer for layer, theta_Ed in thetas.items() if (~theta_Ed.isfinite()).any()]
 
 
 def _tokens(kind: str, inputs: Mapping[str, Tensor], rows: Tensor | None) -> Tokens:

@@ -4,7 +4,6 @@ that it was asked; per cell and item that attacks ask."""
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
@@ -14,7 +13,7 @@ from statistics import fmean
 import pandas as pd
 
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import atomic_path, read_csv, read_json, read_text, read_yaml
+from gripmoe.io.files import atomic_path, read_csv, read_json, read_yaml
 from gripmoe.reporting import names
 
 KEYS = ["model", "benchmark", "objective", "method", "seed"]
@@ -230,9 +229,12 @@ def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:
 
 
 def load_runs(path: Path, kind: str | None = "letters") -> pd.DataFrame:
-    """The tidy table, of one kind of benchmark or (None) of all. Raises ConfigError if it or a column is missing."""
-    text = io.StringIO(read_text(path))
-    runs = pd.read_csv(text, dtype={"value": float}, keep_default_na=False, na_values={"value": ["nan"]})
+    """The tidy table, of one kind of benchmark or (None) of all. Raises ConfigError if it cannot be read or lacks a
+    column."""
+    try:
+        runs = pd.read_csv(path, dtype={"value": float}, keep_default_na=False, na_values={"value": ["nan"]})
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no table of runs can be read ({error}); collect the runs again") from error
     missing = [column for column in COLUMNS if column not in runs.columns]
     if missing:
         raise ConfigError(f"{path}: no column {', '.join(missing)}; collect the cells again")
