@@ -36,6 +36,7 @@ def shard_experts(model: MoEModel | torch.nn.Module) -> None:
     # A root above all of them, or each would keep its whole gradients until the backward pass has ended.
     decoder = model.model.model
     fully_shard(decoder, mesh=mesh, ignored_params={p for p in decoder.parameters() if not isinstance(p, DTensor)})
+    decoder._get_fsdp_state()._lazy_init()  # now, since the first pass may leave out layers (`only_layers`)
     for parameter in model.model.parameters():
         if not isinstance(parameter, DTensor):
             distributed.from_first_(parameter.data)
