@@ -1,15 +1,18 @@
 """Method A on a real optimizer: what it promises, and the controls without the mechanism."""
 
+import functools
+
 import pytest
 import torch
 
 import gripmoe
 from conftest import random_batch, small_model
 from gripmoe.config.methods import EpsNullConfig, Method
+from gripmoe.constraints import null_space
 from gripmoe.constraints.base import FrozenRouter, Unconstrained
 from gripmoe.constraints.hooks import RouterGuard
 from gripmoe.constraints.null_space import NullSpace, NullSpaceMinibatch, NullSpacePaper, fit_bases, null_space_of
-from gripmoe.geometry.halfspace import violation
+from gripmoe.geometry.halfspace import nearest_feasible, violation
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
 from gripmoe.geometry.routing import (
     LayerRouting,
@@ -329,6 +332,23 @@ def test_the_history_says_how_often_the_null_space_is_not_enough(learning_rate, 
         observed = guard.constraint.observed()
     assert least <= observed["stage_2_rate"] <= most
     assert observed["rank_layer_1"] == guard.constraint.bases[1].ranks.double().mean() > 0
+
+
+@pytest.mark.filterwarnings("ignore:the projection onto the margins")
+@pytest.mark.parametrize("basis", ["original", "minibatch"])
+def test_the_history_counts_rows_that_are_shrunk(basis, monkeypatch):
+    """The control: without a limit on rounds that cuts the solver short, no row is."""
+    counted = {}
+    for max_rounds in (1, 1000):
+        solver = functools.partial(nearest_feasible, max_rounds=max_rounds)
+        monkeypatch.setattr(null_space, "nearest_feasible", solver)
+        moe = MoEModel(small_model())
+        optimizer = torch.optim.AdamW(moe.model.parameters(), lr=3.0)
+        method = null_space(0.3, granularity="expert").model_copy(update={"basis": basis})
+        with gripmoe.constrain(moe.model, optimizer, [random_batch(rows=64, seed=3)], method=method) as guard:
+            train(moe.model, optimizer, guard, steps=1)
+            counted[max_rounds] = guard.constraint.observed()["rows_shrunk"]
+    assert counted[1] > 0 == counted[1000]
 
 
 def test_what_was_observed_outlives_an_interruption():

@@ -33,10 +33,16 @@ def test_result_is_feasible_where_the_control_is_not():
     torch.testing.assert_close(basis.project(solved), solved, atol=1e-9, rtol=0)
 
 
-def test_limit_on_rounds_still_ends_within_the_bounds():
+def test_rows_that_the_limit_on_rounds_leaves_violated_are_shrunk_and_counted():
+    """The control: without the limit no row is shrunk, and none is as far from its update."""
     x, basis, bounds, update = instance(scale=5.0)
-    solved = nearest_feasible(update, basis, x, bounds, max_rounds=1)
-    assert violation(solved, x, bounds).max() < 1e-9
+    counts = []
+    with pytest.warns(UserWarning, match="shrunk towards 0"):
+        shrunk = nearest_feasible(update, basis, x, bounds, max_rounds=1, on_shrunk=counts.append)
+    assert violation(shrunk, x, bounds).max() < 1e-9
+    solved = nearest_feasible(update, basis, x, bounds, on_shrunk=counts.append)
+    farther = (shrunk - update).norm(dim=1) > (solved - update).norm(dim=1) + 1e-9
+    assert counts == [farther.sum()] and farther.any()
 
 
 def test_a_near_point_changes_nothing_but_the_time():

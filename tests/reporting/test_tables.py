@@ -151,7 +151,6 @@ def test_latex_has_plain_signs_only():
     shown = " ".join([*names.METHODS.values(), *(text for texts in names.METRICS.values() for text in texts)])
     shown += COMPARISONS.read_text(encoding="utf-8") + COMPARISONS.with_name("claims.yaml").read_text(encoding="utf-8")
     shown += "".join(Path(file).read_text(encoding="utf-8") for file in COMPARISONS.parent.glob("*.py"))
-    shown += (COMPARISONS.parents[1] / "illustrations.py").read_text(encoding="utf-8")
     assert {"±", "µ", "Δ", "‡"} <= set(shown) and as_tex(shown).isascii()
     cells = [Cell("< .001", 0.0), Cell("-0.25 ± .05 %", -0.25, shade=1.0)]
     tex = as_latex(Table(["a_b & c", "µs"], [], [("", [("Row *", cells, [])])], ["* 1 < 2; † so"]))

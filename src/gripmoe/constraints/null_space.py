@@ -25,6 +25,12 @@ class _TwoStages(Unconstrained):
         self._calls: Counter[int] = Counter()
         self._beyond: dict[int, float] = {}
         self._ranks: dict[int, float] = {}
+        self._shrunk: dict[int, int] = {}
+
+    def _nearest(self, layer: int, *args, **options) -> Tensor:
+        """`nearest_feasible`, and how many rows of this layer it shrinks."""
+        self._shrunk[layer] = 0
+        return nearest_feasible(*args, **options, on_shrunk=lambda rows: self._shrunk.update({layer: rows}))
 
     def _note(self, layer: int, basis: RetainBasis, update_Ed: Tensor, allowed_Ed: Tensor) -> None:
         self._calls[layer] += 1
@@ -35,12 +41,15 @@ class _TwoStages(Unconstrained):
         self._beyond[layer], self._ranks[layer] = (v.double().mean().item() for v in (moved_E, basis.ranks))
 
     def observed(self) -> dict[str, float]:
-        """`stage_2_rate`, the share of router rows that Stage 1 alone leaves beyond a margin, and `rank_layer_<l>`, the
-        mean number of directions that it holds."""
+        """`stage_2_rate`, the share of router rows that Stage 1 alone leaves beyond a margin; `rank_layer_<l>`, the
+        mean number of directions that it holds; `rows_shrunk`, the router rows of the last step for which Stage 2 found
+        no nearest point (absent in the paper's form)."""
         if not self._beyond:
             return {}
         rate = sum(self._beyond.values()) / len(self._beyond)
-        return {"stage_2_rate": rate} | {f"rank_layer_{layer}": rank for layer, rank in self._ranks.items()}
+        ranks = {f"rank_layer_{layer}": rank for layer, rank in self._ranks.items()}
+        shrunk = {"rows_shrunk": float(sum(self._shrunk.values()))} if self._shrunk else {}
+        return {"stage_2_rate": rate} | ranks | shrunk
 
     def state(self) -> dict:
         return {"observed": (dict(self._calls), dict(self._beyond), dict(self._ranks))}
@@ -80,7 +89,8 @@ class NullSpace(_TwoStages):
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         theta_0 = self._theta_0[layer]
         basis = self.bases[layer]
-        displacement_Ed = nearest_feasible(
+        displacement_Ed = self._nearest(
+            layer,
             after_Ed - theta_0,
             basis,
             self._x_Nd[layer],
@@ -133,7 +143,7 @@ class NullSpaceMinibatch(_TwoStages):
         if self.forgetting:
             self._factors[layer] = self.forgetting**0.5 * factor_Erd
         bounds_NE = _bounds(current, rule, self.safety_margin).clamp_min(0)
-        update_Ed = nearest_feasible(after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
+        update_Ed = self._nearest(layer, after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
         self._note(layer, basis, after_Ed - before_Ed, update_Ed)
         return before_Ed + update_Ed
 

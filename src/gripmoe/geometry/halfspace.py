@@ -6,6 +6,9 @@ infinity wherever no inequality applies, and treat every router row (expert) as 
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -72,7 +75,8 @@ def nearest_feasible(
     *,
     near_Ed: Tensor | None = None,
     tolerance: float = 1e-9,
-    max_rounds: int = 50,
+    max_rounds: int = 1000,
+    on_shrunk: Callable[[int], object] | None = None,
 ) -> Tensor:
     """The Euclidean projection of each row onto {u : U^T u = 0, <u, x_i> <= b_i}: both stages at once.
 
@@ -82,8 +86,9 @@ def nearest_feasible(
     looked for in the precision of the tokens, fp32 at least; the rest is in fp64, the answer in the dtype of
     `update_Ed`. What exceeds its bound by less than `tolerance`, or by less than the rounding of x_i changes <u_j, x_i>
     (1e-6 of the product of their norms, 1e-12 for fp64 tokens), is no violation: a token within the span up to rounding
-    leaves nothing to correct. Bounds must not be negative: then u = 0 is feasible, and what the limit on rounds may
-    leave violated is removed by shrinking that row towards 0. Raises ValueError for a negative bound.
+    leaves nothing to correct. Bounds must not be negative: then u = 0 is feasible. A row that `max_rounds` leaves
+    violated is shrunk towards 0, with a warning; `on_shrunk` is called with the number of such rows. Raises ValueError
+    for a negative bound.
     """
     if bounds_NE.numel() and bounds_NE.amin() < 0:
         raise ValueError("bounds must be >= 0, or u = 0 is not feasible; clamp the margins")
@@ -94,6 +99,7 @@ def nearest_feasible(
     if near_Ed is not None:
         slack_E1 = (1e-3 * near_Ed.norm(dim=1, keepdim=True)).clamp_max(1e-6)
         active_EN = _scores(near_Ed, x_Nd) + slack_E1 > bounds_EN  # none of a router that has not moved
+    entered_EN = active_EN.clone()  # those that the solve before a row's latest one did not have
     solved_E = active_EN.any(dim=1)
     basis = RetainBasis(basis.U_ret_Edr.double())
     start_Ed = update_Ed.to(torch.float64, copy=True)  # projected here, or with the active constraints
@@ -108,7 +114,7 @@ def nearest_feasible(
         if solved_E.any():
             own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows_M])
             u_Ed[rows_M], start_Ed[rows_M], active_EN[rows_M] = _on_active(
-                start_Ed[rows_M], own, x_Nd, bounds_EN[rows_M], active_EN[rows_M], rounding
+                start_Ed[rows_M], own, x_Nd, bounds_EN[rows_M], active_EN[rows_M], entered_EN[rows_M], rounding
             )
         reached_EN[rows_M] = _scores(u_Ed[rows_M], x_Nd)
         norms_EN = torch.outer(start_Ed.norm(dim=1).to(x_Nd.dtype), x_norms_N)
@@ -116,30 +122,37 @@ def nearest_feasible(
         excess_EN = reached_EN - limits_EN
         if excess_EN.amax() <= 0:
             return u_Ed.to(update_Ed.dtype)
-        excess_EN = excess_EN.masked_fill(active_EN, -torch.inf)
+        # A constraint that the latest solve had cannot be solved better: what it exceeds its bound by is rounding.
+        excess_EN = excess_EN.masked_fill(active_EN | entered_EN, -torch.inf)
         pending_E = excess_EN.amax(dim=1) > 0
         if not pending_E.any():
             break
         solved_E = solved_E | pending_E
         worst = excess_EN.topk(min(ADDED_PER_ROUND, len(x_Nd)), dim=1)
-        entering = active_EN.gather(1, worst.indices) | (worst.values > 0)
-        active_EN = active_EN.scatter(1, worst.indices, entering)
+        entering_EN = torch.zeros_like(active_EN).scatter(1, worst.indices, worst.values > 0)
+        entered_EN = torch.where(pending_E[:, None], entering_EN, entered_EN)
+        active_EN = active_EN | entering_EN
         # To gather most of the bases takes longer than to solve all rows again.
         rows_M = slice(None) if 2 * pending_E.sum() > len(pending_E) else pending_E.nonzero()[:, 0]
     limits_EN = limits_EN.maximum(bounds_EN + 1e-9 * norms_EN)
-    return _shrunk(u_Ed, bounds_EN, limits_EN, reached_EN, solved_E).to(update_Ed.dtype)
+    allowed_E1 = _allowed(bounds_EN, limits_EN, reached_EN, solved_E)
+    if num_shrunk := int((allowed_E1 < 1).sum()):
+        warnings.warn(
+            "the projection onto the margins has not converged: router rows left beyond a margin are shrunk towards 0 "
+            "and move less than they may; a lower learning rate exceeds fewer margins at once",
+            stacklevel=2,
+        )
+        if on_shrunk:
+            on_shrunk(num_shrunk)
+    return (allowed_E1 * u_Ed).to(update_Ed.dtype)
 
 
-def _shrunk(u_Ed: Tensor, bounds_EN: Tensor, limits_EN: Tensor, reached_EN: Tensor, violated_E: Tensor) -> Tensor:
-    """What the limit on rounds has left: towards 0, which is feasible. What no round looks at, and what regularising
-    the solve leaves, is no violation: at a bound of 0 it would cost the whole row. Rows never violated stay as they
-    are."""
-    rows_M = ((reached_EN > limits_EN).any(dim=1) & violated_E).nonzero()[:, 0]
-    if not len(rows_M):
-        return u_Ed
-    reached_MN, bounds_MN = reached_EN[rows_M], bounds_EN[rows_M]
-    allowed_MN = torch.where(reached_MN > limits_EN[rows_M], bounds_MN / reached_MN.clamp_min(1e-30), 1)
-    return u_Ed.index_copy(0, rows_M, u_Ed[rows_M] * allowed_MN.amin(dim=1, keepdim=True))
+def _allowed(bounds_EN: Tensor, limits_EN: Tensor, reached_EN: Tensor, violated_E: Tensor) -> Tensor:
+    """The factor, (E, 1), that brings each row within its bounds: towards 0, which is feasible. What no round looks at,
+    and what regularising the solve leaves, is no violation: at a bound of 0 it would cost the whole row. Rows never
+    violated stay as they are."""
+    beyond_EN = (reached_EN > limits_EN) & violated_E[:, None]
+    return torch.where(beyond_EN, bounds_EN / reached_EN.clamp_min(1e-30), 1).amin(dim=1, keepdim=True)
 
 
 ADDED_PER_ROUND = 32  # violated constraints that enter at once, per row
@@ -152,17 +165,20 @@ def _on_active(
     x_Nd: Tensor,
     bounds_MN: Tensor,
     active_MN: Tensor,
+    entered_MN: Tensor,
     rounding: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The nearest points to `start_Md` that respect the active constraints, `start_Md` projected, and which constraints
-    the points touch, (M, N); all rows at once on a GPU, as many as its cache holds on a CPU."""
+    the points touch, (M, N); all rows at once on a GPU, as many as its cache holds on a CPU. Active constraints that
+    have not just entered are those that the points of the solve before touch."""
     on_cpu = x_Nd.device.type == "cpu"  # else to ask how many are active would wait for the GPU
     at_once = max(1, IN_CACHE // (max(1, int(active_MN.sum(dim=1).max())) * x_Nd.shape[1])) if on_cpu else len(start_Md)
     if at_once < len(start_Md):
         parts = []
         for rows in (slice(first, first + at_once) for first in range(0, len(start_Md), at_once)):
             own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows])
-            parts.append(_on_active(start_Md[rows], own, x_Nd, bounds_MN[rows], active_MN[rows], rounding))
+            own_MN = bounds_MN[rows], active_MN[rows], entered_MN[rows]
+            parts.append(_on_active(start_Md[rows], own, x_Nd, *own_MN, rounding))
         u_Md, start_Md, touched_MN = (torch.cat(part) for part in zip(*parts, strict=True))
         return u_Md, start_Md, touched_MN
     index_Mm, valid_Mm = padded_indices(active_MN.T)
@@ -178,36 +194,68 @@ def _on_active(
     free_Mmd = free_Mmd / norms_Mm1
     start_Mm = (x_Mmd @ start_Md[..., None])[..., 0]
     gap_Mm = (start_Mm - bounds_MN.gather(1, index_Mm)) / norms_Mm1[..., 0]
-    multipliers_Mm = _nonnegative_quadratic(free_Mmd @ free_Mmd.transpose(1, 2), gap_Mm, usable_Mm)
+    multipliers_Mm = _nonnegative_quadratic(
+        free_Mmd @ free_Mmd.transpose(1, 2),
+        gap_Mm,
+        usable_Mm,
+        (active_MN & ~entered_MN).gather(1, index_Mm),
+        start_Md.norm(dim=1, keepdim=True),
+    )
     u_Md = basis.remainder(start_Md[:, None] - multipliers_Mm[:, None, :] @ free_Mmd)[:, 0]
     return u_Md, start_Md, torch.zeros_like(active_MN).scatter(1, index_Mm, multipliers_Mm > 0)
 
 
-def _nonnegative_quadratic(gram_Mmm: Tensor, gap_Mm: Tensor, usable_Mm: Tensor, max_exchanges: int = 200) -> Tensor:
+def _nonnegative_quadratic(
+    gram_Mmm: Tensor, gap_Mm: Tensor, usable_Mm: Tensor, touched_Mm: Tensor, size_M1: Tensor
+) -> Tensor:
     """argmax over lambda >= 0 of lambda.gap - lambda.G lambda / 2, for a Gram matrix of unit rows, by block principal
-    pivoting (Portugal et al., 1994): guess which multipliers are positive, solve, exchange all wrong guesses, and one
-    at a time where that cycles."""
-    size = gram_Mmm.shape[1]
-    eye_mm = torch.eye(size, dtype=gram_Mmm.dtype, device=gram_Mmm.device)
+    pivoting (Portugal et al., 1994): guess which multipliers are positive, solve, exchange all wrong guesses. Where
+    that cycles, Lawson and Hanson's algorithm (1974, ch. 23) goes on from the first guess: one multiplier enters at a
+    time, and no step leaves lambda >= 0.
+
+    `size_M1` are the norms of the starts, `touched_Mm` the positive multipliers of the solve before. The dual is solved
+    as the least-distance problem that it is (Lawson and Hanson, ch. 23.4): G + gap gap^T, with gaps in units of the
+    norm, has multipliers of the same signs, and its equations have a solution even for more rows than dimensions.
+    """
+    size_M1 = size_M1.clamp_min(torch.finfo(gap_Mm.dtype).tiny)
+    gap_Mm = (gap_Mm / size_M1).clamp_min(-1)  # no bound farther away is reached: 0 is feasible
+    matrix_Mmm = gram_Mmm + gap_Mm[:, :, None] * gap_Mm[:, None, :]
+    width = gap_Mm.shape[1]
+    eye_mm = torch.eye(width, dtype=gap_Mm.dtype, device=gap_Mm.device)
     positive_Mm = usable_Mm & (gap_Mm > 0)
-    fewest_M = torch.full_like(gap_Mm[:, 0], size + 1)
-    chances_M = torch.full_like(fewest_M, 3)
-    for _ in range(max_exchanges):
+    feasible_Mm = torch.zeros_like(gap_Mm)
+    fewest_M1 = torch.full_like(size_M1, width + 1)
+    chances_M1 = torch.full_like(size_M1, 3)
+    for _ in range(20 + 10 * width):
         both_Mmm = positive_Mm[:, :, None] & positive_Mm[:, None, :]
-        system_Mmm = torch.where(both_Mmm, gram_Mmm, 0) + torch.diag_embed((~positive_Mm).to(gram_Mmm.dtype))
+        system_Mmm = torch.where(both_Mmm, matrix_Mmm, 0) + torch.diag_embed((~positive_Mm).to(gap_Mm.dtype))
         factor_Mmm = torch.linalg.cholesky_ex(system_Mmm + 1e-12 * eye_mm).L  # equal rows make the system singular
         right_Mm1 = torch.where(positive_Mm, gap_Mm, 0)[..., None]
-        multipliers_Mm1 = torch.cholesky_solve(right_Mm1, factor_Mmm)
-        multipliers_Mm1 += torch.cholesky_solve(right_Mm1 - system_Mmm @ multipliers_Mm1, factor_Mmm)
-        multipliers_Mm = multipliers_Mm1[..., 0]
-        slack_Mm = (gram_Mmm @ multipliers_Mm[..., None])[..., 0] - gap_Mm
-        wrong_Mm = (positive_Mm & (multipliers_Mm < 0)) | (~positive_Mm & usable_Mm & (slack_Mm < -1e-12))
-        num_wrong_M = wrong_Mm.sum(dim=1).to(fewest_M.dtype)
+        solution_Mm1 = torch.cholesky_solve(right_Mm1, factor_Mmm)
+        solution_Mm1 += torch.cholesky_solve(right_Mm1 - system_Mmm @ solution_Mm1, factor_Mmm)
+        solution_Mm = solution_Mm1[..., 0]
+        slack_Mm = (matrix_Mmm @ solution_Mm1)[..., 0] - gap_Mm
+        negative_Mm = positive_Mm & (solution_Mm < 0)
+        missing_Mm = ~positive_Mm & usable_Mm & (slack_Mm < -1e-13)
+        wrong_Mm = negative_Mm | missing_Mm
         if not wrong_Mm.any():
             break
-        fewer_M = num_wrong_M < fewest_M
-        fewest_M = torch.where(fewer_M, num_wrong_M, fewest_M)
-        chances_M = torch.where(fewer_M, 3, chances_M - 1)
-        last_Mm = wrong_Mm & (wrong_Mm.to(torch.int8).flip(1).cumsum(dim=1).flip(1) == 1)
-        positive_Mm = positive_Mm ^ torch.where((chances_M >= 0)[:, None], wrong_Mm, last_Mm)
-    return multipliers_Mm.clamp_min(0) * positive_Mm
+        num_wrong_M1 = wrong_Mm.sum(dim=1, keepdim=True).to(fewest_M1.dtype)
+        fewer_M1 = (num_wrong_M1 < fewest_M1) & (chances_M1 >= 0) | (num_wrong_M1 == 0)
+        fewest_M1 = torch.where(fewer_M1, num_wrong_M1, fewest_M1)
+        chances_M1 = torch.where(fewer_M1, 3, chances_M1 - 1)
+        # Lawson and Hanson: towards the solution as far as no multiplier is negative; there, the worst enters.
+        shares_Mm = torch.where(negative_Mm, feasible_Mm / (feasible_Mm - solution_Mm), torch.inf)
+        share_M1 = shares_Mm.amin(dim=1, keepdim=True)
+        leaving_Mm = negative_Mm & (shares_Mm == share_M1)
+        worst_Mm = missing_Mm & (slack_Mm == slack_Mm.masked_fill(~missing_Mm, 0).amin(dim=1, keepdim=True))
+        entering_Mm = worst_Mm & share_M1.isinf()
+        one_by_one_M1 = chances_M1 < -1
+        moved_Mm = torch.lerp(feasible_Mm, solution_Mm, share_M1.clamp_max(1)).masked_fill(leaving_Mm, 0)
+        feasible_Mm = torch.where(one_by_one_M1, moved_Mm, feasible_Mm)
+        exchanged_Mm = torch.where(one_by_one_M1, leaving_Mm | entering_Mm, wrong_Mm)
+        positive_Mm = torch.where(chances_M1 == -1, usable_Mm & touched_Mm, positive_Mm ^ exchanged_Mm)
+    else:
+        solution_Mm = torch.where(wrong_Mm.any(dim=1, keepdim=True), feasible_Mm, solution_Mm)
+    multipliers_Mm = solution_Mm.clamp_min(0)
+    return size_M1 * multipliers_Mm / (1 - (multipliers_Mm * gap_Mm).sum(dim=1, keepdim=True))
