@@ -8,7 +8,7 @@ import torch
 import gripmoe
 from conftest import random_batch, small_model
 from gripmoe.config.methods import EpsNullConfig, Method
-from gripmoe.constraints import null_space
+from gripmoe.constraints import null_space as module
 from gripmoe.constraints.base import FrozenRouter, Unconstrained
 from gripmoe.constraints.hooks import RouterGuard
 from gripmoe.constraints.null_space import NullSpace, NullSpaceMinibatch, NullSpacePaper, fit_bases, null_space_of
@@ -341,7 +341,7 @@ def test_the_history_counts_rows_that_are_shrunk(basis, monkeypatch):
     counted = {}
     for max_rounds in (1, 1000):
         solver = functools.partial(nearest_feasible, max_rounds=max_rounds)
-        monkeypatch.setattr(null_space, "nearest_feasible", solver)
+        monkeypatch.setattr(module, "nearest_feasible", solver)
         moe = MoEModel(small_model())
         optimizer = torch.optim.AdamW(moe.model.parameters(), lr=3.0)
         method = null_space(0.3, granularity="expert").model_copy(update={"basis": basis})

@@ -1,6 +1,6 @@
 """What a constraint on routers is, and the two that take no arithmetic: none, and frozen routers.
 
-Method A stands in method_a.py; what is added to the loss, in penalties.py. N tokens, d hidden size, E experts.
+Method A is in `null_space`; `anchor` and `baselines` add to the loss. N tokens, d hidden size, E experts.
 """
 
 from __future__ import annotations
