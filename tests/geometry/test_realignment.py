@@ -138,6 +138,36 @@ def test_sound_form_without_a_fit_that_serves_takes_the_router_that_does_and_say
     assert (repaired.ridge in RIDGES[:-1]) == (best == "original"), "the control: tokens that do say something"
 
 
+@pytest.mark.parametrize("size", [1, 16, 60, 64, 256])
+@pytest.mark.parametrize("decay", [0.0, 2.0])
+def test_paper_form_is_equation_5_however_few_the_tokens(size, decay):
+    """Against the same ridge regression by SVD, which never squares the condition number. The control: solved in fp32,
+    fewer tokens than dimensions give weights many times as large."""
+    x, x_post, theta = (t.float() for t in drifted(size, d=64, noise=0.3, decay=decay))
+    left, singular, right = torch.linalg.svd(x_post.double(), full_matrices=False)
+    wanted = x.double() @ theta.double().T
+    expected = wanted.T @ left @ torch.diag(singular / (singular**2 + 1e-6)) @ right
+    result = realign_paper(theta, theta, x, x_post, accept=-math.inf)
+    assert result.theta_Ed.dtype == theta.dtype
+    assert (result.theta_Ed - expected).norm() < 1e-5 * expected.norm()
+    if size == 16 and decay == 0:
+        gram = x_post.T @ x_post + 1e-6 * torch.eye(64)
+        assert torch.linalg.solve(gram, x_post.T @ (x @ theta.T)).norm() > 10 * expected.norm(), "the control"
+
+
+@pytest.mark.parametrize("numbers", [None, [0, 0, 0, 0, 0], [1, 1, 2, 3, 3]])
+def test_tokens_that_leave_nothing_to_fit_or_nothing_to_check_are_refused(numbers):
+    """One token; one document; no fourth document. The control: two of them."""
+    x, x_post, theta = drifted(5)
+    documents = None if numbers is None else torch.tensor(numbers)
+    tokens = slice(1) if numbers is None else slice(None)
+    with pytest.raises(ValueError, match="on one side"):
+        realign(theta, theta, x[tokens], x_post[tokens], SelectionRule(2), documents_N=documents)
+    two = None if numbers is None else torch.tensor([0, 0, 0, 1, 1])
+    result = realign(theta, theta, x, x_post, SelectionRule(2), documents_N=two)
+    assert math.isfinite(result.fit_cosine) and math.isfinite(result.held_out_stability)
+
+
 def test_score_cosine_by_hand():
     assert score_cosine(torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 1.0]])) == pytest.approx(1 / math.sqrt(2))
 

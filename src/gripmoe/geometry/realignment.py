@@ -71,16 +71,22 @@ def realign_paper(
     ridge: float = 1e-6,
     accept: float = 0.95,
 ) -> Realignment:
-    """Eq. 5 to the letter: Delta = Theta X Xt^T (Xt Xt^T + ridge I)^-1 - Theta_t in fp32, accepted on the tokens it was
-    fitted to. A rejected layer keeps its unlearned router."""
-    theta_Ed, theta_post_Ed, x_Nd, x_post_Nd = (t.float() for t in (theta_Ed, theta_post_Ed, x_Nd, x_post_Nd))
-    wanted_NE = x_Nd @ theta_Ed.T
-    gram_dd = x_post_Nd.T @ x_post_Nd + ridge * torch.eye(x_post_Nd.shape[1], device=x_post_Nd.device)
-    # Cholesky fails in fp32 whenever N < d; a general solve is the nearest thing to the paper's inverse.
+    """Eq. 5 to the letter: Delta = Theta X Xt^T (Xt Xt^T + ridge I)^-1 - Theta_t, accepted on the tokens it was fitted
+    to. A rejected layer keeps its unlearned router.
+
+    The arithmetic is fp64, not the FP32 of App. D: where Xt Xt^T is near singular, as it is for fewer tokens than
+    dimensions, fp32 rounding exceeds the ridge, and the weights become up to hundreds of times too large.
+    """
+    dtype = theta_post_Ed.dtype
+    x_Nd, x_post_Nd = x_Nd.double(), x_post_Nd.double()
+    wanted_NE = x_Nd @ theta_Ed.double().T
+    gram_dd = x_post_Nd.T @ x_post_Nd
+    gram_dd.diagonal().add_(ridge)
+    # A general solve is the nearest thing to the paper's inverse; Cholesky fails where rounding exceeds the ridge.
     fitted_Ed = torch.linalg.solve(gram_dd, x_post_Nd.T @ wanted_NE).T
     correction_Ed = fitted_Ed - theta_post_Ed
-    corrected_Ed = theta_post_Ed + correction_Ed
-    cosine = score_cosine(wanted_NE, x_post_Nd @ corrected_Ed.T)
+    corrected_Ed = (theta_post_Ed + correction_Ed).to(dtype)
+    cosine = score_cosine(wanted_NE, x_post_Nd @ corrected_Ed.double().T)
     accepted = cosine > accept  # False for a solution that is not finite
     return Realignment(corrected_Ed if accepted else theta_post_Ed, cosine, None, ridge, accepted)
 
@@ -101,13 +107,18 @@ def realign(
     Every fourth document (`held_out` = 1/4) is kept from the fit, by the numbers `documents_N` of the tokens' documents
     (if absent, every fourth token). Candidates are the ridges, the original router (rho =
     infinity) and the unlearned router as it is; the one that keeps most of the original sets on held-out tokens wins,
-    judged after the cast back to the router's dtype.
+    judged after the cast back to the router's dtype. Raises ValueError if that leaves no token to fit or none to check.
     """
     dtype = theta_post_Ed.dtype
     theta64_Ed, x_Nd, x_post_Nd = theta_Ed.double(), x_Nd.double(), x_post_Nd.double()
     if documents_N is None:
         documents_N = torch.arange(len(x_Nd), device=x_Nd.device)
     is_held_N = documents_N % round(1 / held_out) == 0
+    if is_held_N.all() or not is_held_N.any():
+        raise ValueError(
+            f"Method B fits to some documents and checks on one in {round(1 / held_out)}, and all {len(x_Nd)} tokens "
+            "are on one side: give tokens of more documents, or two tokens or more without `documents_N`"
+        )
     fit_x_Nd, fit_post_Nd = x_Nd[~is_held_N], x_post_Nd[~is_held_N]
     residual_NE = (fit_x_Nd - fit_post_Nd) @ theta64_Ed.T
     gram_dd = fit_post_Nd.T @ fit_post_Nd
