@@ -566,7 +566,7 @@ def test_what_method_b_and_reparameterization_refuse_leaves_nothing_behind():
     two = gripmoe.remember(model, [{"input_ids": torch.tensor([[5, 6, 7]])}])
     assert set(gripmoe.realign(model, two)) == {0, 1}, "the control"
     disturbed = replace(two, theta_0={})
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="of layers"):
         gripmoe.realign(model, disturbed)
     assert traces_of_a_guard(model, optimizer) == before
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,6 +64,70 @@ def test_tokens_carry_the_numbers_of_their_documents(rows, wanted, monkeypatch):
         assert (documents_N is None) == (wanted is None)
         if wanted:
             assert len(documents_N) == tokens and documents_N.unique().tolist() == wanted
+
+
+def test_documents_without_a_token_that_counts_are_no_documents():
+    """Four rows, of which the first is one token long: three documents, so tokens are split. By the numbers of the rows
+    nothing would be left to check on."""
+    batch = random_batch(seed=7)
+    batch.attention_mask[0, 1:] = 0
+    original = MoEModel(small_model())
+    report = realign_routers(unlearned(), original.thetas(), original.trace([batch]), batch)
+    assert all(0 <= result.held_out_stability <= 1 for result in report.values())
+
+
+def wider(original):
+    return replace(original, theta_0={n: theta.repeat(1, 2) for n, theta in original.theta_0.items()})
+
+
+def shorter(original):
+    return replace(original, reference=method_b.first_tokens(original.reference, 5))
+
+
+def broken(original):
+    original.reference[1].x_Nd[3, 4] = torch.nan
+    return original
+
+
+REFUSED = {
+    "deeper": (dict(num_layers=3), lambda o: o, r"layers \[0, 1, 2\].*layers \[0, 1\]"),
+    "shallower": (dict(num_layers=1), lambda o: o, r"layers \[0\].*layers \[0, 1\]"),
+    "more experts": (dict(num_experts=16), lambda o: o, r"layer 0: .*\(8, 32\).*\(16, 32\)"),
+    "wider routers": ({}, wider, r"layer 0: .*\(8, 64\).*\(8, 32\)"),
+    "other tokens": ({}, shorter, r"layer 0: .*\(5, 32\).*\(\d+, 32\)"),
+    "not finite": ({}, broken, "layer 1: .*not finite"),
+}
+
+
+@pytest.mark.parametrize("form", ["sound", "paper"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_is_not_the_one_remembered_is_refused_before_anything_is_written(case, form):
+    widths, change, message = REFUSED[case]
+    original = gripmoe.remember(small_model(), [random_batch(rows=8, seed=7)])
+    model = small_model(seed=1, **widths)
+    before = MoEModel(model).thetas()
+    with pytest.raises(ValueError, match=message):
+        gripmoe.realign(model, change(original), form=form)
+    assert all(torch.equal(theta, before[layer]) for layer, theta in MoEModel(model).thetas().items())
+
+
+def test_routers_are_as_they_were_where_a_later_layer_fails(monkeypatch):
+    """The control: without the failure the first layer is changed."""
+    original, batch, reference, *_ = setting(count=4)
+    moe = unlearned()
+    before, fitted = moe.thetas(), []
+
+    def fails_in_the_second(*tokens, **options):
+        fitted.append(realign(*tokens, **options).theta_Ed)
+        if len(fitted) == 2:
+            raise RuntimeError("out of memory")
+        return realign(*tokens, **options)
+
+    monkeypatch.setattr(method_b, "realign_router", fails_in_the_second)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        realign_routers(moe, original.thetas(), reference, batch)
+    assert not torch.equal(fitted[0], before[0]), "the control"
+    assert all(torch.equal(theta, before[layer]) for layer, theta in moe.thetas().items())
 
 
 def test_each_layer_is_fitted_to_what_corrected_layers_below_it_send():

@@ -124,14 +124,16 @@ def realign_routers(
 
     `reference` is the original model's trace of `batch`, on any device, and theta_0 its routers. The paper's form fits
     all layers to the uncorrected model. The sound form corrects each router within the one forward pass, before the
-    router is used, so that every layer is fitted to what the corrected layers below it send.
+    router is used, so that every layer is fitted to what the corrected layers below it send. After an error all routers
+    are as they were.
     """
     theta_post = model.thetas()
     realigned: dict[int, Realignment] = {}
     keep = routed_tokens(batch.attention_mask)
-    numbers = torch.arange(len(batch.input_ids), device=keep.device)
-    documents_N = numbers.repeat_interleave(batch.input_ids.shape[1])[keep][:retain_tokens]
-    if documents_N[-1] < 3:  # too few to keep one from the fit
+    rows = torch.arange(len(batch.input_ids), device=keep.device)
+    rows_N = rows.repeat_interleave(batch.input_ids.shape[1])[keep][:retain_tokens]
+    documents_N = rows_N.unique_consecutive(return_inverse=True)[1]  # without rows of which no token counts
+    if documents_N.unique().numel() < 4:  # too few to keep one from the fit
         documents_N = None
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
@@ -144,9 +146,13 @@ def realign_routers(
             realigned[layer] = realign_router(*tokens, model.rule(layer), documents_N=documents_N)
             model.set_thetas({layer: realigned[layer].theta_Ed})
 
-    with model.evaluating(), model.before_routers(lambda layer, x_Td: fit(layer, x_Td[keep])):
-        model.model.model(**batch.inputs)
-    model.set_thetas({layer: result.theta_Ed for layer, result in realigned.items()})
+    try:
+        with model.evaluating(), model.before_routers(lambda layer, x_Td: fit(layer, x_Td[keep])):
+            model.model.model(**batch.inputs)
+        model.set_thetas({layer: result.theta_Ed for layer, result in realigned.items()})
+    except BaseException:
+        model.set_thetas(theta_post)
+        raise
     return realigned
 
 
@@ -202,8 +208,8 @@ def realign(model: nn.Module, reference: Original, *, form: str = "sound") -> di
     by layer and chooses the ridge on every fourth document, or of fewer than four on every fourth token. It corrects
     routing, not knowledge: on the models measured here it undoes much of the forgetting.
 
-    Raises ValueError for an unknown form or family, or a dense model; KeyError for a `reference` without one of its
-    layers.
+    Raises ValueError for an unknown form or family, a dense model, or a `reference` of other layers, shapes or numbers
+    of tokens, or not finite. After an error all routers are as they were.
     """
     if form not in ("sound", "paper"):
         raise ValueError(f"unknown form {form!r}; sound or paper")
@@ -211,6 +217,31 @@ def realign(model: nn.Module, reference: Original, *, form: str = "sound") -> di
     try:
         if not moe.layers:
             raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to realign")
+        _check_remembered(moe, reference)
         return realign_routers(moe, reference.theta_0, reference.reference, reference.batch, form=form)
     finally:
         moe.release()
+
+
+def _check_remembered(moe: MoEModel, original: Original) -> None:
+    for what, layers in (("routers", list(original.theta_0)), ("retain inputs", list(original.reference))):
+        if sorted(layers) != sorted(moe.layers):
+            raise ValueError(
+                f"this model has routers in layers {moe.layers}, and {what} are remembered of layers {layers}: realign "
+                "the model that was remembered"
+            )
+    tokens = int(routed_tokens(original.batch.attention_mask).sum())
+    for layer in moe.layers:
+        for what, tensor, shape in (
+            ("router", original.theta_0[layer], tuple(moe.theta(layer).shape)),
+            ("retain input", original.reference[layer].x_Nd, (tokens, moe.hidden_size)),
+        ):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"layer {layer}: the shape of its {what} is {tuple(tensor.shape)} as remembered and {shape} in "
+                    "this model: realign the model that was remembered, with the same documents"
+                )
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f"layer {layer}: its {what} as remembered is not finite: remember a model before it diverges"
+                )
