@@ -15,6 +15,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from gripmoe.cli.launching import FIRST_PORT, PORTS
+from gripmoe.config.methods import method_table
 from gripmoe.data.documents import Row, collate
 from gripmoe.io.files import write_jsonl
 from gripmoe.moe import MoEModel
@@ -25,6 +26,13 @@ from gripmoe.worlds.tokenizer import make_tokenizer
 
 unlearning.TIMED_PAIRS = 1  # a longer look at a step takes longer than the few steps that tests train
 MOE_FAMILIES = ("qwen3_moe", "qwen2_moe")
+METHODS = {  # one row of each kind that a loop of one's own can have
+    name: method_table()[name]
+    for name in (
+        "frozen_router", "expert_specific", "full_null_space", "expert_specific_minibatch", "expert_specific_tracked",
+        "expert_specific_paper", "anchored", "anchored_tracked", "seuf",
+    )
+}  # fmt: skip
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_experts=8, top_k=2, expert_width=16)
 
 

@@ -9,10 +9,10 @@ from unittest.mock import patch
 import torch
 from torch.distributed.tensor import DTensor
 
-from conftest import small_model
+from conftest import METHODS, small_model
 from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.config.training import Training
-from gripmoe.constraints.build import constraint_of
+from gripmoe.constraints.build import build
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.constraints.original import ReferenceStore
 from gripmoe.data import corpora
@@ -20,7 +20,6 @@ from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, collate
 from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.io import distributed
-from gripmoe.library.constrain import METHODS
 from gripmoe.moe import MoEModel, sharding
 from gripmoe.moe.storage import save_model
 from gripmoe.training import objectives
@@ -108,10 +107,10 @@ def train(name: str, folder: Path, steps: int = 6, references: Path | None = Non
     if method.eps_null:
         method = method.model_copy(update={"eps_null": NEAR_TIES})
     reference = moe.trace([collate(retain, 0)])
-    bases = fit_bases(reference, moe.rules(), method) if method.has_bases else None
+    built = build(method, reference, bases=lambda held: fit_bases(held, moe.rules(), method), seed=0)
     outcome = unlearn(
         moe, make_objective(objective, OBJECTIVES[objective], 0),
-        constraint_of(method, reference, bases, None, 0), Corpora(forget, retain, pad_id=0),
+        built.constraint, Corpora(forget, retain, pad_id=0),
         TRAINING.model_copy(update={"max_steps": steps, **CHANGES.get(name, {}), **changes}),
         StopRule({"accuracy": -1.0}, lambda model: {"accuracy": 1.0}), seed=0, state_file=folder / f"{name}.pt",
     )  # fmt: skip

@@ -11,10 +11,11 @@ import time
 import pytest
 import torch
 
+from conftest import METHODS
 from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.hooks import RouterGuard
 from gripmoe.data.documents import Row, collate
-from gripmoe.library.constrain import METHODS, constrain
+from gripmoe.library.constrain import constrain
 from gripmoe.moe import MoEModel
 from gripmoe.training.optimizers import make_adamw
 from gripmoe.worlds.models import make_model

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -29,8 +30,12 @@ from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.grid import Project
 from gripmoe.config.training import Training
 from gripmoe.config.world import load_run
+from gripmoe.constraints.build import build
+from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, read_jsonl, read_yaml, write_json, write_jsonl, write_yaml
+from gripmoe.library import constrain as constraining
+from gripmoe.library.constrain import methods_of_loops
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.training import loop as unlearning
@@ -130,6 +135,56 @@ def test_bases_are_fitted_on_all_threads_that_there_are(prepared, tmp_path, monk
     finally:
         torch.set_num_threads(before)
     assert threads == [2]
+
+
+def noted(monkeypatch, module):
+    """What `build` gives to a module from here on, as it is before training."""
+    built = []
+
+    def noting(*given, **named):
+        made = build(*given, **named)
+        built.append((described(made.constraint), made.scope))
+        return made
+
+    monkeypatch.setattr(module, "build", noting)
+    return built
+
+
+def described(thing):
+    """An object as its class and attributes, down to numbers and strings."""
+    if isinstance(thing, torch.Tensor):
+        return thing.tolist()  # numbers: the bases of a file are in fp64 at once, others from `start` on
+    if isinstance(thing, torch.Generator):
+        return thing.get_state().tolist()
+    if isinstance(thing, Mapping):
+        return {key: described(thing[key]) for key in thing}
+    if type(thing).__module__.startswith("gripmoe."):
+        return type(thing).__name__, described(vars(thing))
+    return thing
+
+
+@pytest.mark.parametrize("method", methods_of_loops())
+def test_a_loop_of_ones_own_has_the_constraint_that_the_workflow_has(method, prepared, tmp_path, monkeypatch):
+    """Of the same class, with the same attributes and for the same experts, from the same tokens; not from others."""
+    root, benchmark, _ = prepared
+    monkeypatch.setattr(
+        commands, "run_unlearning", lambda moe, *_, **__: unlearning.Outcome("not_reached", 0, [], None)
+    )
+    of_workflow, of_library = noted(monkeypatch, commands), noted(monkeypatch, constraining)
+    run_cell(prepared, method, "gd", tmp_path)
+    model, tokenizer = load_model(root / "model" / "weights")
+    reading = {"limit": benchmark.retain_documents, **benchmark.task.reading}
+    retain, forget = (
+        in_batches(load_corpus(root / "data" / f"{name}_corpus.jsonl", tokenizer, **reading), tokenizer.pad_token_id)
+        for name in ("retain", "forget")
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    for documents in (retain, forget):
+        constraining.constrain(model, optimizer, documents, forget=forget, method=method).close()
+    ([workflow], [library, other]) = of_workflow, of_library
+    assert library == workflow
+    if PROJECT.methods[method].has_bases and PROJECT.methods[method].surface != "forget":
+        assert other != workflow
 
 
 @pytest.mark.parametrize("method", TRAINED)

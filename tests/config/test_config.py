@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from gripmoe.config.grid import CATALOGUES, Project
-from gripmoe.config.methods import AXES, Method
+from gripmoe.config.methods import AXES, TABLE, Method, method_table
 from gripmoe.config.training import OBJECTIVE_SETTINGS
 from gripmoe.config.world import load_run
 from gripmoe.io.errors import ConfigError
@@ -17,6 +17,7 @@ from gripmoe.io.files import write_yaml
 from gripmoe.reporting.comparison import specification
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
+ROWS = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
 TUNING = yaml.safe_load((CONFIG.parent / "tuning.yaml").read_text(encoding="utf-8"))
 
 
@@ -27,7 +28,7 @@ def folder(tmp_path):
 
 
 def edit(file: Path, change):
-    content = yaml.safe_load(file.read_text())
+    content = yaml.safe_load(file.read_text()) if file.exists() else {}
     change(content)
     file.write_text(yaml.safe_dump(content))
 
@@ -131,24 +132,24 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(idle_layers="host"), "objective_training.gd.idle_layers: gd runs every layer"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(steering=3), "objective_training.rmu.objective: give one of `kappa`"),
     ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
-    ("methods.yaml", lambda c: c["expert_specific_paper"].update(max_rank=64), "expert_specific_paper: `max_rank` is a choice of"),
-    ("methods.yaml", lambda c: c["expert_specific_paper"].update(granularity="layer"), "expert_specific_paper: `form: paper` of the null space has a basis for each expert"),
-    ("methods.yaml", lambda c: c["expert_specific"].update(kaczmarz_steps=10), "expert_specific: `kaczmarz_steps` is a choice of"),
-    ("methods.yaml", lambda c: c["frozen_router"].update(kaczmarz_tolerance=0), "frozen_router: `kaczmarz_tolerance` is a choice of"),
-    ("methods.yaml", lambda c: c["expert_specific"].update(max_rank=0), "expert_specific.max_rank: Input should be greater than 0 (got 0)"),
+    ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific_paper"] | {"max_rank": 64}), "odd: `max_rank` is a choice of"),
+    ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific_paper"] | {"granularity": "layer"}), "odd: `form: paper` of the null space has a basis for each expert"),
+    ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"kaczmarz_steps": 10}), "odd: `kaczmarz_steps` is a choice of"),
+    ("methods.yaml", lambda c: c.update(odd=ROWS["frozen_router"] | {"kaczmarz_tolerance": 0}), "odd: `kaczmarz_tolerance` is a choice of"),
+    ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"max_rank": 0}), "odd.max_rank: Input should be greater than 0 (got 0)"),
     ("methods.yaml", lambda c: c.update(odd={}), "methods.yaml: odd: give exactly one of"),
-    ("methods.yaml", lambda c: c["ptc"].pop("correction"), "methods.yaml: ptc: `corrects` needs `correction:"),
+    ("methods.yaml", lambda c: c.update(odd={"corrects": "unconstrained"}), "methods.yaml: odd: `corrects` needs `correction:"),
     ("models.yaml", lambda c: c["tiny_a"].pop("oracle"), "needs `oracle:` in models.yaml for 'tiny_a'"),
     ("models.yaml", lambda c: c["tiny_a"].update(family="gpt2"), "models.yaml: tiny_a.family: Input should be 'qwen3_moe'"),
     ("tiny.yaml", lambda c: c.update(overrides={"router_l2": {"lr": 1}}), "overrides.router_l2.lr: unknown key"),
     ("tiny.yaml", lambda c: c.update(overrides={"gd/ptc": {"learning_rate": 1}}), "overrides.gd/ptc: 'ptc' trains nothing; it corrects what 'unconstrained' has trained"),
     ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"retain_batch_size": 8}}), "overrides.frozen_router.retain_batch_size: methods are compared on the same documents"),
     ("tiny.yaml", lambda c: c.update(overrides={"gd/frozen_router": {"retain_batch_size": 8}}), "overrides.gd/frozen_router.retain_batch_size: methods are compared"),
-    ("methods.yaml", lambda c: c["expert_specific"]["training"].update(forget_batch_size=8), "expert_specific.training.forget_batch_size: methods are compared"),
+    ("methods.yaml", lambda c: c.update(anchored={"constraint": "anchor"}), f"methods.yaml: anchored: {TABLE} has a method of this name; give yours another"),
     ("tiny.yaml", lambda c: c["relearning"].update(lr=1), "relearning.lr: unknown key; valid keys: learning_rate, optimizer"),
     ("tiny.yaml", lambda c: c.update(extends="tiny"), "tiny.yaml: extends: 'tiny' extends itself"),
-    ("methods.yaml", lambda c: c["ptc"].update(training={"learning_rate": 1}), "methods.yaml: ptc: `training` is for a method that trains"),
-    ("methods.yaml", lambda c: c["expert_specific"].update(eps_null={"value": 1, "kind": "energy", "band": {}}), "expert_specific.eps_null.band: unknown key; valid keys: value, kind, bands"),
+    ("methods.yaml", lambda c: c.update(odd=ROWS["ptc"] | {"training": {"learning_rate": 1}}), "methods.yaml: odd: `training` is for a method that trains"),
+    ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"eps_null": {"value": 1, "kind": "energy", "band": {}}}), "odd.eps_null.band: unknown key; valid keys: value, kind, bands"),
     ("models.yaml", lambda c: c["tiny_a"].update(sed=1), "models.yaml: tiny_a.sed: unknown key; valid keys: source, family, seed"),
     ("models.yaml", lambda c: c["olmoe"].update(parameters={}), "models.yaml: olmoe.parameters: unknown key; valid keys: source, id, revision, config, dtype, oracle"),
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(sed=1), "wmdp_tiny.data.sed: unknown key; valid keys: source, kind, retain"),
@@ -263,10 +264,24 @@ TWICE = [
 def test_a_key_that_stands_twice_is_named(folder, file, above, message):
     """In a world, in one that it extends, in a catalogue; what `<<` merges is no such thing."""
     assert Project(folder, "tiny_all").methods["final_anchor"].routing_stability == 0.95
-    (folder / file).write_text(above + (folder / file).read_text())
+    below = (folder / file).read_text() if (folder / file).exists() else ""
+    (folder / file).write_text(above + below)
     with pytest.raises(ConfigError) as error:
         Project(folder, "tiny_all")
     assert str(error.value).startswith(f"{folder / file}: {message} already")
+
+
+def test_a_folder_adds_methods_to_those_of_the_package(folder):
+    """Which stay as they are, whatever a folder says."""
+    edit(folder / "methods.yaml", lambda c: c.update(mine={"constraint": "router_l2", "weight": 3.0}))
+    edit(folder / "tiny.yaml", lambda c: c["methods"].append("mine"))
+    project = Project(folder, "tiny")
+    assert project.methods == {**method_table(), "mine": Method(constraint="router_l2", weight=3.0)}
+    assert project.run("tiny_a", "wmdp_tiny", "gd", "mine", 0).method.weight == 3.0
+    assert "mine" not in method_table() and Project(CONFIG, "tiny").methods == method_table()
+    edit(folder / "methods.yaml", lambda c: c["mine"].update(training={"forget_batch_size": 8}))
+    with pytest.raises(ConfigError, match="config/methods.yaml: mine.training.forget_batch_size: methods are compared"):
+        Project(folder, "tiny")
 
 
 def test_an_objective_without_settings_says_where_they_belong(monkeypatch):
@@ -299,8 +314,8 @@ def test_an_axis_without_effect_is_refused(folder, row, key, having):
 
 
 def test_forgetting_is_of_tracked_bases(folder):
-    edit(folder / "methods.yaml", lambda c: c["expert_specific_tracked"].update(basis="minibatch"))
-    with pytest.raises(ConfigError, match="expert_specific_tracked.forgetting: .* choice of `basis: tracked`"):
+    edit(folder / "methods.yaml", lambda c: c.update(odd=ROWS["expert_specific_tracked"] | {"basis": "minibatch"}))
+    with pytest.raises(ConfigError, match="odd.forgetting: .* choice of `basis: tracked`"):
         Project(folder, "tiny")
 
 

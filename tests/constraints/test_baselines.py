@@ -11,7 +11,7 @@ from gripmoe.config.methods import Method
 from gripmoe.constraints.anchor import Anchored, DualWeight
 from gripmoe.constraints.base import FrozenRouter
 from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores, attributed_expert
-from gripmoe.constraints.build import constraint_of
+from gripmoe.constraints.build import build
 from gripmoe.constraints.hooks import RouterGuard
 from gripmoe.geometry.routing import LayerRouting, mean_stability, routing_stability
 from gripmoe.moe import MoEModel
@@ -228,8 +228,23 @@ def test_anchor_resumes_with_its_weight():
         ({"constraint": "frozen"}, FrozenRouter),
     ],
 )
-def test_rows_of_the_catalogue_make_constraints(axes, expected):
-    assert type(constraint_of(Method(**axes), {}, None, (0, 1), 0)) is expected
+def test_rows_of_the_catalogue_make_constraints(axes, expected, moe, batch):
+    trace = moe.trace([batch])
+    built = build(Method(**axes), trace, trace, bases=None, seed=0)
+    assert type(built.constraint) is expected and built.scope is None
+
+
+def test_one_expert_is_of_a_layer_that_the_objective_trains():
+    def routing(scores):
+        scores = torch.tensor(scores)
+        return LayerRouting(torch.zeros(len(scores), 4), scores, scores.topk(1).indices)
+
+    trace, method = (
+        {0: routing([[0.0, 1.0]]), 1: routing([[9.0, 0.0]])},
+        Method(constraint="none", experts="top_attributed"),
+    )
+    scopes = [build(method, trace, trace, bases=None, last_layer=last, seed=0).scope for last in (None, 1, 0)]
+    assert scopes == [{1: [0]}, {1: [0]}, {0: [1]}]
 
 
 def test_the_weight_follows_once_in_a_step_however_many_passes_it_takes(moe, batch):

@@ -13,14 +13,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gripmoe
-from conftest import random_batch, small_model
+from conftest import METHODS, random_batch, small_model
 from gripmoe.config.methods import Method
 from gripmoe.constraints.hooks import RouterGuard
 from gripmoe.constraints.null_space import NullSpacePaper
 from gripmoe.data.documents import Row, collate, collate_inputs
 from gripmoe.geometry.nullspace import EpsNull
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
-from gripmoe.library.constrain import METHODS
 from gripmoe.moe import MoEModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:AdamW decays router weights")

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import gripmoe
-from conftest import random_batch, small_model
+from conftest import METHODS, random_batch, small_model
 from gripmoe.config.grid import Project
-from gripmoe.config.methods import Method
-from gripmoe.constraints.build import constraint_of
+from gripmoe.config.methods import Method, method_table
+from gripmoe.constraints.build import build
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.constraints.original import documents_of
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row
 from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
-from gripmoe.library.constrain import METHODS
+from gripmoe.library.constrain import methods_of_loops
 from gripmoe.moe import MoEModel
 from gripmoe.training.loop import unlearn
 from gripmoe.training.objectives import GradientDifference
@@ -51,11 +51,41 @@ def router_only_stability(reference, model):
     return mean_stability(routing_stability(reference, moved))
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_method_is_the_workflows_of_that_name(name):
-    """`training` apart, which belongs to the loop."""
-    rows = Project(Path(__file__).parents[2] / "workflow" / "config", "tiny").methods
-    assert METHODS[name].model_dump(exclude={"training"}) == rows[name].model_dump(exclude={"training"})
+def test_every_row_works_by_name_or_says_why_not():
+    """And what says why not is no row that works."""
+    refused = {}
+    for name in method_table():
+        model = small_model()
+        try:
+            gripmoe.constrain(model, adamw(model), RETAIN, forget=FORGET, method=name).close()
+        except ValueError as error:
+            refused[name] = str(error)
+    assert refused.keys() == method_table().keys() - methods_of_loops().keys()
+    reasons = {
+        "original": "`reference`: it trains nothing; leave",
+        "retain_x10": "`training.alpha_multiplier`: hyperparameters of the loop; set them there",
+        "expert_specific_router_x1": "`training.router_multiplier`: hyperparameters of the loop",
+        "expert_specific_fp8": "`training.expert_precision`: hyperparameters of the loop",
+        "ptc": "`corrects`: it is about a finished model; call gripmoe.realign after training",
+        "ptc_matched": "`correction`: it comes after training; call gripmoe.realign",
+        "routing_aware": "`critical_experts`: it weighs tokens in the loss",
+    }
+    for name, reason in reasons.items():
+        assert f"method {name!r}: `constrain` cannot do {reason}" in refused[name]
+    assert {"expert_specific", "expert_specific_single", "combined", "router_l2", "anchored_replay"} < set(
+        methods_of_loops()
+    )
+
+
+def test_routers_that_do_not_train_have_another_name():
+    states = []
+    for name in ("frozen_router", "freeze_moe_router"):
+        model = small_model()
+        with gripmoe.constrain(model, adamw(model), RETAIN, method=name) as guard:
+            states.append(guard.state_dict()["origin"])
+    assert states[0] == states[1]
+    with pytest.raises(ValueError, match="unknown method 'freeze'; one of unconstrained, frozen_router, expert_spec"):
+        gripmoe.constrain(model, adamw(model), RETAIN, method="freeze")
 
 
 def stepped_by_a_loop(training, router_weight_decay):
@@ -85,7 +115,7 @@ def rows_of(batch):
 def stepped_by_the_workflow(training, method, folder):
     moe = MoEModel(small_model())
     trace = moe.trace(RETAIN)
-    constraint = constraint_of(method, trace, fit_bases(trace, moe.rules(), method), None, 0)
+    constraint = build(method, trace, bases=lambda held: fit_bases(held, moe.rules(), method), seed=0).constraint
     corpora = Corpora(rows_of(FORGET[0]), rows_of(RETAIN[0]), pad_id=0)
     never = StopRule({"accuracy": -1.0}, lambda _: {"accuracy": 1.0})
     state = folder / "state.pt"

@@ -11,8 +11,9 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "notebooks" / "examples").glob("*
 WITHOUT = """
 import runpy, sys
 import gripmoe.library.constrain
-import gripmoe.constraints.base
-gripmoe.library.constrain.constraint_of = lambda *_: gripmoe.constraints.base.Unconstrained()
+from gripmoe.constraints.base import Unconstrained
+from gripmoe.constraints.build import Built
+gripmoe.library.constrain.build = lambda *_, **__: Built(Unconstrained(), scope=None)
 runpy.run_path(sys.argv[1], run_name="__main__")
 """
 

@@ -8,10 +8,9 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import gripmoe
-from conftest import random_batch, small_model
+from conftest import METHODS, random_batch, small_model
 from gripmoe.constraints.hooks import RouterGuard, inner_optimizer
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
-from gripmoe.library.constrain import METHODS
 from gripmoe.moe import MoEModel
 
 RETAIN = [random_batch(seed=100), random_batch(seed=101)]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
+from gripmoe.config.methods import method_table
 from gripmoe.reporting import names
 
 
@@ -31,8 +32,7 @@ def test_every_method_has_a_name_and_a_look_of_its_own():
     assert len(looks) == len(names.COLOURS)
     of_colours = {names.colour(method): names.marker(method) for method in names.COLOURS}
     assert len(set(of_colours.values())) == min(len(of_colours), len(names.MARKERS))
-    methods = yaml.safe_load((Path(__file__).parents[2] / "workflow/config/methods.yaml").read_text(encoding="utf-8"))
-    assert not {name for name in methods if "_eps_" not in name} - set(names.METHODS), "without a name"
+    assert not {name for name in method_table() if "_eps_" not in name} - set(names.METHODS), "without a name"
 
 
 def test_more_colours_than_markers_use_them_again(monkeypatch):

@@ -404,7 +404,7 @@ EDITS = [
     ("workflow/config/benchmarks.yaml:wmdp_smoke.evaluation_batch_size", 64, MEASURING),
     # One notebook's text: that notebook. What nothing here uses: nothing.
     ("notebooks/main_results.ipynb", None, ["render_main_results"]),
-    ("workflow/config/methods.yaml:unused", {"constraint": "none"}, []),
+    ("src/gripmoe/config/methods.yaml:unused", {"constraint": "none"}, []),
     ("workflow/config/models.yaml:qwen3_30b_a3b.id", "another/model", []),
     ("workflow/config/tiny.yaml:training.learning_rate", 2e-3, []),
 ]

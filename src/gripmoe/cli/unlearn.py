@@ -12,9 +12,7 @@ from gripmoe.config.methods import Method
 from gripmoe.config.provenance import entry_of
 from gripmoe.config.training import Training
 from gripmoe.config.world import load_run
-from gripmoe.constraints.baselines import attributed_expert
-from gripmoe.constraints.build import constraint_of
-from gripmoe.constraints.null_space import held_trace
+from gripmoe.constraints.build import build
 from gripmoe.constraints.original import ReferenceStore
 from gripmoe.constraints.realignment import make_correction
 from gripmoe.data.corpora import Corpora, load_corpus
@@ -69,25 +67,25 @@ def unlearn(args) -> None:
         recorded_rows = corpora.retain[: run.benchmark.retain_documents]
         batch = collate(recorded_rows, corpora.pad_id).to(model.device)
         stop = stop_rule(run.benchmark, args.data, args.reference, tokenizer)
-        attributed = None
-        if method.experts == "top_attributed" or method.constraint == "gate_anchor":
-            last = moe.layers[-1] if objective.last_layer is None else objective.last_layer
-            attributed = attributed_expert(forget_trace, [layer for layer in moe.layers if layer <= last])
         tiers = (args.basis_memory * 1e9, args.basis_host_memory * 1e9)
-        bases = StoredBases(args.bases, weights, model.device, *tiers) if args.bases else None
-
-        held = held_trace(method, trace, forget_trace)
-        constraint = constraint_of(method, held, bases, attributed, run.seed)
+        built = build(
+            method,
+            trace,
+            forget_trace,
+            bases=lambda _: StoredBases(args.bases, weights, model.device, *tiers),  # fitted by `gripmoe fit-basis`
+            last_layer=objective.last_layer,
+            seed=run.seed,
+        )
         with nullcontext() if resident is None else visiting(model, resident):
             outcome = run_unlearning(
                 moe,
                 objective,
-                constraint,
+                built.constraint,
                 corpora,
                 run.training,
                 stop,
                 seed=run.seed,
-                scope={attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None,
+                scope=built.scope,
                 replay=method.replay,
                 critical_experts=method.critical_experts,
                 corrected=make_correction(method, theta_0, trace, batch) if method.correction else None,
@@ -98,7 +96,9 @@ def unlearn(args) -> None:
         if distributed.is_first():
             write_json(folder / "history.json", outcome.history)
             ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps}
-            write_json(args.output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(constraint) / 1e6})
+            write_json(
+                args.output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(built.constraint) / 1e6}
+            )
         distributed.wait_for_all()
         remove_state(state_file)
 

@@ -1,7 +1,8 @@
 """A project: a world file with the catalogues beside it, cross-checked, and the cells that it asks for.
 
-A world lists what to run; models.yaml, benchmarks.yaml, methods.yaml and artefacts.yaml say what the names mean. A
-world with `extends: other` replaces keys of that one and shares its results, cell by cell.
+A world lists what to run; models.yaml, benchmarks.yaml and artefacts.yaml say what the names mean, and the package's
+own methods.yaml, to which one of the folder may add rows. A world with `extends: other` replaces keys of that one and
+shares its results, cell by cell.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gripmoe.config.benchmarks import Benchmark
-from gripmoe.config.methods import Method, _check_axes
+from gripmoe.config.methods import TABLE, method_table, read_methods
 from gripmoe.config.models import ModelConfig
 from gripmoe.config.reading import _catalogue, _mapping, _require_known, parse_as
 from gripmoe.config.training import OBJECTIVE_SETTINGS, Training
@@ -32,10 +33,13 @@ class Project:
         self.name, self.world_file = _find_world(folder, world_name)
         self.models = _catalogue(folder / "models.yaml", ModelConfig)
         self.benchmarks = _catalogue(folder / "benchmarks.yaml", Benchmark)
-        self.methods = _catalogue(folder / "methods.yaml", Method)
+        own = folder / "methods.yaml"
+        added = read_methods(own) if own.exists() else {}
+        for name in added.keys() & method_table().keys():
+            raise ConfigError(f"{own}: {name}: {TABLE} has a method of this name; give yours another")
+        self.methods = {**method_table(), **added}
+        self._methods_file = {**dict.fromkeys(method_table(), TABLE), **dict.fromkeys(added, own)}
         self.artefacts = _catalogue(folder / "artefacts.yaml", Artefact)
-        for name, method in self.methods.items():
-            _check_axes(name, method, folder / "methods.yaml")
         content, self.results_name = _world_content(folder, self.name, self.world_file)
         self.world = parse_as(World, content, self.world_file)
         self._check_names()
@@ -208,7 +212,7 @@ class Project:
                 )
                 for key in ("all", objective)
             ),
-            (self.folder / "methods.yaml", f"{method_name}.training", method.training),
+            (self._methods_file[method_name], f"{method_name}.training", method.training),
             (self.world_file, f"overrides.{method_name}", self.world.overrides.get(method_name, {})),
             (
                 self.world_file,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from pydantic import (
     model_validator,
 )
 
+from gripmoe.config.reading import _catalogue
 from gripmoe.config.types import Fraction, Name, NonNegative, Strict
 from gripmoe.io.errors import ConfigError
 
@@ -86,6 +88,16 @@ class Method(Strict):
         return self.basis == "original"
 
     @property
+    def attributes(self) -> bool:
+        """Whether it looks for the expert that serves the forget tokens most."""
+        return self.experts == "top_attributed" or self.constraint == "gate_anchor"
+
+    @property
+    def looks_at_forget(self) -> bool:
+        """Whether its constraint is made from the original routing of forget tokens."""
+        return self.attributes or self.surface != "retain"
+
+    @property
     def looks_at_passes(self) -> bool:
         """Whether its constraint looks at training passes, through all layers."""
         return not (self.constraint in ("none", "frozen") or self.has_bases)
@@ -112,3 +124,20 @@ def _check_axes(name: str, method: Method, file: Path) -> None:
     for key in sorted(method.model_fields_set - known):
         having = " or ".join(f"`{word}`" for word, keys in AXES.items() if key in keys)
         raise ConfigError(f"{file}: {name}.{key}: without effect here; it is a choice of {having}")
+
+
+TABLE = Path(__file__).with_name("methods.yaml")
+
+
+@functools.cache
+def method_table() -> dict[str, Method]:
+    """The methods that the package has, by name."""
+    return read_methods(TABLE)
+
+
+def read_methods(file: Path) -> dict[str, Method]:
+    """The rows of a methods.yaml. Raises ConfigError for what is not valid or has no effect."""
+    methods = _catalogue(file, Method)
+    for name, method in methods.items():
+        _check_axes(name, method, file)
+    return methods

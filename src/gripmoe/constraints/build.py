@@ -1,34 +1,54 @@
-"""From a row of methods.yaml to the constraint that it describes."""
+"""From a row of methods.yaml and recorded routing to the constraint that the row describes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from gripmoe.config.methods import Method
 from gripmoe.constraints.anchor import Anchored
 from gripmoe.constraints.base import FrozenRouter, RouterConstraint, Unconstrained
-from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores
-from gripmoe.constraints.null_space import null_space_of
+from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores, attributed_expert
+from gripmoe.constraints.null_space import held_trace, null_space_of
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import RoutingTrace
 
 
-def constraint_of(
+@dataclass(frozen=True)
+class Built:
+    """A constraint, and by layer the experts that train under it; None where all do."""
+
+    constraint: RouterConstraint
+    scope: dict[int, list[int]] | None
+
+
+def build(
     method: Method,
-    reference: RoutingTrace,
-    bases: Mapping[int, RetainBasis] | None,
-    attributed: tuple[int, int] | None,
+    retain: RoutingTrace,
+    forget: RoutingTrace | None = None,
+    *,
+    bases: Callable[[RoutingTrace], Mapping[int, RetainBasis]],
+    last_layer: int | None = None,
     seed: int,
-) -> RouterConstraint:
-    """The constraint of a row of methods.yaml, hard or soft; `attributed` is the expert that a gate anchor names."""
+) -> Built:
+    """The constraint of a row, hard or soft, from the routing that the original model chose for retain and forget
+    tokens; `forget` may be missing unless `method.looks_at_forget`. `bases` gives the fixed bases of the tokens whose
+    routing a null space holds. SEUF's expert is one of the layers up to `last_layer`, which the objective trains."""
+    attributed = None
+    if method.attributes:
+        layers = [layer for layer in retain if last_layer is None or layer <= last_layer]
+        attributed = attributed_expert(forget, layers)
+    scope = {attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None
     if method.constraint == "router_l2":
-        return RouterL2(method.weight)
+        return Built(RouterL2(method.weight), scope)
     if method.constraint == "gate_anchor":
-        return GateAnchor(*attributed, method.weight, alone=method.experts == "top_attributed")
+        return Built(GateAnchor(*attributed, method.weight, alone=scope is not None), scope)
     if method.constraint == "routing_scores":
-        return RoutingScores(method.weight)
+        return Built(RoutingScores(method.weight), scope)
     if method.constraint == "anchor":
-        return Anchored(method.routing_stability, method.anchor_floor, method.final_only, method.tracked)
+        anchor = Anchored(method.routing_stability, method.anchor_floor, method.final_only, method.tracked)
+        return Built(anchor, scope)
     if method.constraint == "null_space":
-        return null_space_of(method, reference, bases, seed)
-    return FrozenRouter() if method.constraint == "frozen" else Unconstrained()
+        held = held_trace(method, retain, forget)
+        return Built(null_space_of(method, held, bases(held) if method.has_bases else None, seed), scope)
+    return Built(FrozenRouter() if method.constraint == "frozen" else Unconstrained(), scope)

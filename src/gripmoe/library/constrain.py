@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gripmoe.config.methods import EpsNullConfig, Method
-from gripmoe.constraints.baselines import attributed_expert
-from gripmoe.constraints.build import constraint_of
+from gripmoe.config.methods import Method, method_table
+from gripmoe.constraints.build import build
 from gripmoe.constraints.hooks import RouterGuard, inner_optimizer, layers_not_finite
-from gripmoe.constraints.null_space import fit_bases, held_trace
+from gripmoe.constraints.null_space import fit_bases
 from gripmoe.constraints.original import OriginalSets, documents_of
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.nullspace import RetainBasis
@@ -34,25 +33,13 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.basis_cache import BasisStore
 from gripmoe.moe.model import unwrapped
 
-RELATIVE = EpsNullConfig(value=1e-4, kind="relative")
-ABSOLUTE = EpsNullConfig(value=1e-2, kind="absolute")
-METHODS = {
-    "frozen_router": Method(constraint="frozen"),
-    "expert_specific": Method(constraint="null_space", basis="original", eps_null=RELATIVE),
-    "full_null_space": Method(constraint="null_space", basis="original", eps_null=RELATIVE, granularity="layer"),
-    "expert_specific_minibatch": Method(constraint="null_space", basis="minibatch", eps_null=RELATIVE),
-    "expert_specific_tracked": Method(constraint="null_space", basis="tracked", eps_null=RELATIVE),
-    "expert_specific_paper": Method(constraint="null_space", form="paper", basis="minibatch", eps_null=ABSOLUTE),
-    "anchored": Method(constraint="anchor"),
-    "anchored_tracked": Method(constraint="anchor", tracked=True),
-    "seuf": Method(constraint="gate_anchor", experts="top_attributed"),
-}
+ALIASES = {"freeze_moe_router": "frozen_router"}
 SAMPLED = 256  # entries of a weight that name the model
-UNABLE = {
-    "reference": "it trains nothing",
+UNABLE = {  # keys of a row, and why a loop of one's own cannot have them
+    "reference": "it trains nothing; leave `constrain` out",
+    "corrects": "it is about a finished model; call gripmoe.realign after training",
+    "correction": "it comes after training; call gripmoe.realign",
     "critical_experts": "it weighs tokens in the loss, which is the loop's own",
-    "correction": "it comes after training: gripmoe.realign",
-    "corrects": "it is about a finished model: gripmoe.realign",
 }
 
 
@@ -79,7 +66,8 @@ def constrain(
     wrapped by accelerate. `retain` are batches of input_ids and, if rows are padded, attention_mask, both (rows,
     positions); the original routing of these tokens, padding and the first of each row aside, is recorded once, here,
     so call this before training. To resume, call this on the original model once more, then load the weights, the
-    optimizer and `guard.state_dict()`. `method` is a name of METHODS or a `Method`:
+    optimizer and `guard.state_dict()`. `method` is a name in gripmoe/config/methods.yaml
+    or a `Method`, among them:
 
     - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
       retain tokens, whatever momentum or weight decay add, up to directions that `eps_null` counts as none. Needs
@@ -96,7 +84,7 @@ def constrain(
       `retain`, lets it follow the last step too, before an evaluation or a save.
     - "seuf" (App. F, as its authors have it): of all experts only the one that serves the forget tokens most trains,
       and they are held at it; forget passes within `with guard.forget():`, and `guard.penalty()` added to the loss.
-    - "frozen_router": the control (App. G.1).
+    - "frozen_router", or "freeze_moe_router": the control (App. G.1).
 
     `forget` is for what has to know the documents to forget: SEUF, a null space with `surface: forget` or `combined`,
     and `replay`, an option of every method: while the model is in training mode, its forward passes use the original
@@ -149,21 +137,21 @@ def constrain(
                 _warn_of_decay(moe, stepping)
         device = moe.model.device
         to_retain, to_forget = ([as_batch(batch, device) for batch in batches] for batches in (retain, forget))
-        reference, attributed = moe.trace(to_retain), None
+        reference = moe.trace(to_retain)
         if not len(reference[moe.layers[0]].x_Nd):
             raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
-        single = method.experts == "top_attributed"
-        if single and distributed.processes() > 1:
+        if method.experts == "top_attributed" and distributed.processes() > 1:
             raise ValueError("a method that trains one expert needs one process: there is nothing to share")
-        if single or method.constraint == "gate_anchor" or method.surface != "retain":
-            if not to_forget:
-                raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
-            forget_trace = moe.trace(to_forget)
-            attributed = attributed_expert(forget_trace, moe.layers)
-            reference = held_trace(method, reference, forget_trace)
-        limits = {"hot_bytes": hot_bytes, "warm_bytes": warm_bytes}
-        bases = _bases(moe, reference, method, cache, **limits) if method.has_bases else None
-        constraint = constraint_of(method, reference, bases, attributed, seed)
+        if method.looks_at_forget and not to_forget:
+            raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
+        built = build(
+            method,
+            reference,
+            moe.trace(to_forget) if method.looks_at_forget else None,
+            bases=lambda held: _bases(moe, held, method, cache, hot_bytes=hot_bytes, warm_bytes=warm_bytes),
+            seed=seed,
+        )
+        constraint = built.constraint
         if original is not None:
             if unwrapped(original) is moe.model:
                 raise ValueError("`original` is the model that trains: give a copy of it from before")
@@ -181,8 +169,8 @@ def constrain(
             )
         if original:
             undo.enter_context(moe.force_routing(lambda *inputs: original.of(*inputs) if moe.model.training else None))
-        if single:
-            undo.enter_context(moe.restrict_experts({attributed[0]: [attributed[1]]}, stepping))
+        if built.scope:
+            undo.enter_context(moe.restrict_experts(built.scope, stepping))
         origin = _origin(moe, method, [*to_retain, *to_forget])
         guard = RouterGuard(moe, stepping, constraint, loss_bound, origin)
         guard.on_close(undo.pop_all().close)
@@ -191,16 +179,34 @@ def constrain(
 
 
 def _method(method: str | Method, replay: bool) -> Method:
+    """A row of the table, or a method given as such, without what belongs to the loop."""
+    name = repr(method) if isinstance(method, str) else "this one"
     if isinstance(method, str):
-        if method not in METHODS:
+        method = ALIASES.get(method, method)
+        if method not in method_table():
             raise ValueError(
-                f"unknown method {method!r}; one of {', '.join(METHODS)}, or a gripmoe.config.methods.Method"
+                f"unknown method {name}; one of {', '.join(methods_of_loops())}, or a gripmoe.config.methods.Method"
             )
-        method = METHODS[method]
-    for name, reason in UNABLE.items():
-        if getattr(method, name) != Method.model_fields[name].default:
-            raise ValueError(f"a guard holds routers while they train; it cannot do `{name}`: {reason}")
-    return method.model_copy(update={"replay": True}) if replay else method
+        method = method_table()[method]
+    if reason := _unable(method):
+        raise ValueError(f"method {name}: `constrain` cannot do {reason}")
+    return method.model_copy(update={"training": {}} | ({"replay": True} if replay else {}))
+
+
+def methods_of_loops() -> dict[str, Method]:
+    """The rows of the package's table that `constrain` can hold in a loop of one's own."""
+    return {name: method for name, method in method_table().items() if not _unable(method)}
+
+
+def _unable(method: Method) -> str | None:
+    """What of a method `constrain` cannot do, and what to do instead; None where it can do all."""
+    for key, reason in UNABLE.items():
+        if getattr(method, key) != Method.model_fields[key].default:
+            return f"`{key}`: {reason}"
+    if of_loop := sorted(method.training.keys() - {"router_weight_decay"}):  # of which `_warn_of_decay` warns
+        keys = ", ".join(f"`training.{key}`" for key in of_loop)
+        return f"{keys}: hyperparameters of the loop; set them there, and give a Method without `training`"
+    return None
 
 
 def _check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.library.constrain import METHODS
+from gripmoe.library.constrain import methods_of_loops
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 
@@ -52,19 +52,20 @@ def reparameterize(
     margins, so an expert that was not selected may still become so. `gripmoe.constrain` holds both stages.
 
     Make the optimizer within the block, from `model.parameters()`: it must hold W. Raises ValueError for a method
-    without fixed bases, an unknown family, a dense model, or no retain batches; KeyError for a batch without
-    `input_ids`.
+    without fixed bases of retain batches, an unknown family, a dense model, or no retain batches; KeyError for a batch
+    without `input_ids`.
     """
-    if method not in METHODS or not METHODS[method].has_bases:
-        fixed = ", ".join(name for name, row in METHODS.items() if row.has_bases)
-        raise ValueError(f"method {method!r} has no fixed bases; one of {fixed}")
+    rows = methods_of_loops().items()
+    fixed = {name: row for name, row in rows if row.has_bases and not row.looks_at_forget}
+    if method not in fixed:
+        raise ValueError(f"method {method!r} has no fixed bases of retain batches; one of {', '.join(fixed)}")
     moe = MoEModel(unwrapped(model))
     with ExitStack() as undo:
         undo.callback(moe.release)
         if not moe.layers:
             raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to reparameterize")
         reference = moe.trace([as_batch(batch, moe.model.device) for batch in retain])
-        bases = fit_bases(reference, moe.rules(), METHODS[method])
+        bases = fit_bases(reference, moe.rules(), fixed[method])
         for parameter in moe.freeze_router_biases():
             undo.callback(parameter.requires_grad_, True)
         for layer in moe.layers:

@@ -29,7 +29,7 @@ from transformers.utils import logging
 from gripmoe.attacks import relearning as attack
 from gripmoe.config.methods import Method
 from gripmoe.config.training import Relearning, Training
-from gripmoe.constraints.build import constraint_of
+from gripmoe.constraints.build import build
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, collate
 from gripmoe.evaluation.stop_rule import StopRule
@@ -269,8 +269,8 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int
             torch.zeros(tokens, d), torch.zeros(tokens, experts), torch.zeros(tokens, moe.top_k, dtype=torch.long)
         ),
     )
-    bases = _Read(moe.layers, lambda: RetainBasis(torch.zeros(shape))) if method.has_bases else None
-    attributed = moe.layers[0], 0
+    bases = _Read(moe.layers, lambda: RetainBasis(torch.zeros(shape)))
+    built = build(method, trace, trace, bases=lambda _: bases, seed=0)
     done: list[int] = []  # operations before the step, and after it
 
     def scores(_: MoEModel) -> dict[str, float]:
@@ -280,17 +280,17 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int
     unlearning.unlearn(
         moe,
         make_objective(question["objective"], training.objective, seed=0),
-        constraint_of(method, trace, bases, attributed, seed=0),
+        built.constraint,
         Corpora(*(_rows(count, question["length"]) for count in question["rows"]), pad_id=0),
         training,
         StopRule({"asked": 0.0}, scores),
         seed=0,
-        scope={attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None,
+        scope=built.scope,
         replay=method.replay,
         critical_experts=method.critical_experts,
         state_file=NOWHERE,
     )
-    basis = len(moe.layers) * _bytes([bases[0].U_ret_Edr]) if bases else 0
+    basis = len(moe.layers) * _bytes([bases[0].U_ret_Edr]) if method.has_bases else 0
     return {"flops": done[1] - done[0], "basis": basis}
 
 
