@@ -4,6 +4,7 @@ import csv
 import gc
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -196,6 +197,51 @@ def test_every_trained_method(method, prepared, tmp_path):
     assert {"forget_accuracy", "retain_accuracy", "router_gradient"} <= set(history[-1])
     experts, _ = changed_experts(prepared, tmp_path)
     assert (sum(experts.values()) == 1) == (PROJECT.methods[method].experts == "top_attributed")
+
+
+OWN = """
+from gripmoe.training.objectives import GradientDifference
+
+class Mine(GradientDifference):
+    def __init__(self, alpha, beta, seed):
+        super().__init__(alpha)
+        self.beta, self.monitor = beta, {"seed": seed}
+
+    def forget_loss(self, model, batch):
+        return self.beta * super().forget_loss(model, batch)
+"""
+
+
+def test_an_objective_and_a_method_of_a_folder_train(prepared, tmp_path, monkeypatch):
+    """A file, a row of each kind and a world; the losses are those of the class."""
+    (tmp_path / "my_losses.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Path(shutil.copytree(CONFIG, tmp_path / "config"))
+    write_yaml(config / "objectives.yaml", {"mine": {"class": "my_losses:Mine", "settings": ["alpha", "beta"]}})
+    write_yaml(config / "methods.yaml", {"weaker": {"constraint": "router_l2", "weight": 3.0}})
+    steps = {"max_steps": 2, "check_every": 2, "checkpoint_every": 2, "forget_batch_size": 4, "retain_batch_size": 4}
+    of_mine = {"objective": {"alpha": 1.0, "beta": 3.0}}
+    world = {"extends": "tiny", "objectives": ["gd", "mine"], "methods": ["weaker"], "extra_methods": {}}
+    of_gd = read_yaml(CONFIG / "tiny.yaml")["objective_training"]["gd"]["objective"]
+    training = read_yaml(CONFIG / "tiny.yaml")["training"] | steps
+    write_yaml(
+        config / "own.yaml",
+        world | {"training": training, "objective_training": {"gd": {"objective": of_gd}, "mine": of_mine}},
+    )
+    project, root, files = Project(config, "own"), prepared[0], prepared[2]
+    rows = {}
+    for objective in ("gd", "mine"):
+        folder = tmp_path / objective
+        run = project.run("tiny_a", "wmdp_tiny", objective, "weaker", 7)
+        run = run.model_copy(update={"benchmark": prepared[1].task})
+        write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
+        where = dict(run=folder / "run.yaml", model=root / "model" / "model.json", output=folder / "checkpoint.json")
+        where |= dict(reference=None, references=None, reference_memory=0.0, basis_memory=1.0, basis_host_memory=0.0)
+        unlearn(Namespace(**where, **files, data=root / "data", bases=None))
+        assert read_json(folder / "checkpoint.json")["steps"] == 2
+        rows[objective] = read_json(folder / "history.json")[-1]
+    assert rows["mine"]["seed"] == 7 and "seed" not in rows["gd"]
+    assert rows["mine"]["forget_loss"] == pytest.approx(3 * rows["gd"]["forget_loss"], rel=0.05)
 
 
 @pytest.mark.parametrize("objective", ["kl", "npo", "rmu"])

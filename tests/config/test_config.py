@@ -10,7 +10,6 @@ import yaml
 
 from gripmoe.config.grid import CATALOGUES, Project
 from gripmoe.config.methods import AXES, TABLE, Method, method_table
-from gripmoe.config.training import OBJECTIVE_SETTINGS
 from gripmoe.config.world import load_run
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_yaml
@@ -114,7 +113,7 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c["methods"].append("expert_specfic"), "unknown name 'expert_specfic'; did you mean 'expert_specific'?"),
     ("tiny.yaml", lambda c: c["training"].update(learning_rate=-1), "training.learning_rate: Input should be greater than 0 (got -1)"),
     ("tiny.yaml", lambda c: c["training"].pop("betas"), "training.betas: this key is required"),
-    ("tiny.yaml", lambda c: c.update(objectives=["gdd"]), "objectives.0: Input should be 'gd', 'kl', 'npo' or 'rmu' (got 'gdd')"),
+    ("tiny.yaml", lambda c: c.update(objectives=["gdd"]), "tiny.yaml: objectives: unknown name 'gdd'; did you mean 'gd'? known: gd, kl, npo, rmu"),
     ("tiny.yaml", lambda c: c.update(seeds=[-1]), "seeds.0: Input should be greater than or equal to 0 (got -1)"),
     ("tiny.yaml", lambda c: c["methods"].remove("unconstrained"), "corrects 'unconstrained'; list that method too"),
     ("tiny.yaml", lambda c: c["training"].update(check_every=7), "`checkpoint_every` must be a multiple of `check_every`"),
@@ -284,10 +283,45 @@ def test_a_folder_adds_methods_to_those_of_the_package(folder):
         Project(folder, "tiny")
 
 
-def test_an_objective_without_settings_says_where_they_belong(monkeypatch):
-    monkeypatch.delitem(OBJECTIVE_SETTINGS, "gd")
-    with pytest.raises(ConfigError, match="tiny.yaml: objective_training.gd.objective: .* OBJECTIVE_SETTINGS in src"):
-        Project(CONFIG, "tiny")
+@pytest.fixture
+def own(folder, monkeypatch):
+    """A configuration folder with an objective of its own."""
+    (folder.parent / "my_losses.py").write_text("raise RuntimeError('configuration imports nothing')\n")
+    monkeypatch.syspath_prepend(folder.parent)
+    edit(
+        folder / "objectives.yaml", lambda c: c.update(mine={"class": "my_losses:Mine", "settings": ["alpha", "beta"]})
+    )
+    edit(folder / "tiny.yaml", lambda c: c["objectives"].append("mine"))
+    edit(folder / "tiny.yaml", lambda c: c["objective_training"].update(mine={"objective": {"alpha": 1.0, "beta": 2}}))
+    return folder
+
+
+def test_a_folder_adds_objectives_whose_files_belong_to_their_runs(own):
+    run = Project(own, "tiny").run("tiny_a", "wmdp_tiny", "mine", "frozen_router", 0)
+    assert run.own_objective.path == "my_losses:Mine" and run.training.objective == {"alpha": 1.0, "beta": 2}
+    assert Project(own, "tiny").run("tiny_a", "wmdp_tiny", "gd", "frozen_router", 0).own_objective is None
+    (own.parent / "my_losses.py").write_text("# edited\n")
+    edited = Project(own, "tiny").run("tiny_a", "wmdp_tiny", "mine", "frozen_router", 0)
+    assert edited != run and edited.own_objective.path == run.own_objective.path
+
+
+WRONG_OBJECTIVES = [
+    ("objectives.yaml", lambda c: c.update(gd=c["mine"]), "objectives.yaml: gd: gripmoe has an objective of this name"),
+    ("objectives.yaml", lambda c: c["mine"].update({"class": "my_loses:Mine"}), "mine.class: no module 'my_loses' in the"),
+    ("objectives.yaml", lambda c: c["mine"].update({"class": "a.b:Mine"}), "mine.class: no module 'a.b' in the folders of"),
+    ("objectives.yaml", lambda c: c["mine"].update({"class": "Mine"}), "mine.class: String should match pattern"),
+    ("objectives.yaml", lambda c: c["mine"].update(settings=["alpha"]), "mine.objective.beta: unknown key; valid keys: alpha"),
+    ("tiny.yaml", lambda c: c["objectives"].append("min"), "objectives: unknown name 'min'; did you mean 'mine'?"),
+    ("tiny.yaml", lambda c: c.update(benchmark_training={"wmdp_tiny": {"min": {}}}), "benchmark_training.wmdp_tiny: unknown name 'min'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file, change, message", WRONG_OBJECTIVES, ids=[m[2][:40] for m in WRONG_OBJECTIVES])
+def test_mistakes_in_objectives_are_named(own, file, change, message):
+    edit(own / file, change)
+    with pytest.raises(ConfigError) as error:
+        Project(own, "tiny")
+    assert message in str(error.value) and str(own) in str(error.value)
 
 
 WITHOUT_EFFECT = [

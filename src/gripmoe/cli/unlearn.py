@@ -43,7 +43,8 @@ def unlearn(args) -> None:
         digests = [file.with_suffix(".json") for file in fitted if file and file.with_suffix(".json").exists()]
         files = (args.run, args.model, args.reference, *digests, *sorted(args.data.glob("*.jsonl")))
         claim_state(state_file, identity_of(unlearn, *files))
-        method, objective = run.method, make_objective(run.objective, run.training.objective, run.seed)
+        method, own = run.method, run.own_objective
+        objective = make_objective(own.path if own else run.objective, run.training.objective, run.seed)
         resident = resident_layers(run.training, objective.last_layer, method)
         model, tokenizer = load_model(args.model.parent / "weights", resident=resident)
         weights = {"model": read_json(args.model)["weights"]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ SOURCE = Path(__file__).parents[1]
 PACKAGE = SOURCE.name
 WITHOUT_EFFECT = {f"{PACKAGE}.config.provenance", f"{PACKAGE}.config.fingerprint"}  # on what a step computes
 DATA = (".yaml", ".json", ".jinja")
+NAMED = re.compile(rf"{PACKAGE}(\.\w+)+:\w+")  # code that is imported by its name: an entry of a registry
 Reference = tuple[str, str | None]  # a module and a name in it; None for all of the module
 
 
@@ -125,7 +127,7 @@ def _imports(node: ast.ImportFrom) -> Iterator[tuple[str, Reference]]:
 
 
 def _parts(module: str, statement: ast.stmt, imported: dict[str, Reference], own) -> Iterator[Reference | str]:
-    """References of a statement, and the digests of data files that it names."""
+    """References of a statement, by import or as "module:name" in a string, and the digests of data files named."""
     local = dict(imported)
     attributes = set()
     for node in ast.walk(statement):
@@ -143,6 +145,8 @@ def _parts(module: str, statement: ast.stmt, imported: dict[str, Reference], own
                 yield local[node.id]
             elif node.id in own:
                 yield module, node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAMED.fullmatch(node.value):
+            yield tuple(node.value.split(":"))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(DATA):
             file = _file(module).parent / node.value
             if file.is_file():

@@ -7,6 +7,7 @@ shares its results, cell by cell.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.methods import TABLE, method_table, read_methods
 from gripmoe.config.models import ModelConfig
 from gripmoe.config.reading import _catalogue, _mapping, _require_known, parse_as
-from gripmoe.config.training import OBJECTIVE_SETTINGS, Training
+from gripmoe.config.training import OBJECTIVES, OwnObjective, Training
 from gripmoe.config.types import NAME
-from gripmoe.config.world import Artefact, Run, World
+from gripmoe.config.world import Artefact, OwnClass, Run, World
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import file_digest
 
 NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
-CATALOGUES = ("models", "benchmarks", "methods", "artefacts")
+CATALOGUES = ("models", "benchmarks", "objectives", "methods", "artefacts")
 BATCH_SIZES = ("forget_batch_size", "retain_batch_size")
 
 
@@ -35,10 +37,14 @@ class Project:
         self.benchmarks = _catalogue(folder / "benchmarks.yaml", Benchmark)
         own = folder / "methods.yaml"
         added = read_methods(own) if own.exists() else {}
-        for name in added.keys() & method_table().keys():
-            raise ConfigError(f"{own}: {name}: {TABLE} has a method of this name; give yours another")
-        self.methods = {**method_table(), **added}
+        self.methods = _joined(method_table(), added, f"{TABLE} has a method", own)
         self._methods_file = {**dict.fromkeys(method_table(), TABLE), **dict.fromkeys(added, own)}
+        self._own_objectives, self.objectives = {}, OBJECTIVES
+        if (own := folder / "objectives.yaml").exists():
+            rows = _catalogue(own, OwnObjective)
+            self._own_objectives = {name: _found(row.path, f"{own}: {name}.class") for name, row in rows.items()}
+            registered = {name: row.registered() for name, row in rows.items()}
+            self.objectives = _joined(OBJECTIVES, registered, "gripmoe has an objective", own)
         self.artefacts = _catalogue(folder / "artefacts.yaml", Artefact)
         content, self.results_name = _world_content(folder, self.name, self.world_file)
         self.world = parse_as(World, content, self.world_file)
@@ -83,6 +89,8 @@ class Project:
                 raise ConfigError(f"{file}: nodes.{name}: {nodes} do not divide its `gpus`, {self.gpus(name)}")
         for name in world.benchmark_training:
             _require_known(name, self.benchmarks, f"{file}: benchmark_training")
+            for objective in world.benchmark_training[name]:
+                _require_known(objective, ["all", *self.objectives], f"{file}: benchmark_training.{name}")
         for name in world.models:
             model = self.models[name]
             if model.oracle:
@@ -101,13 +109,9 @@ class Project:
 
     def _check_objective(self, objective: str, settings: dict) -> None:
         where = f"objective_training.{objective}.objective"
-        if objective not in OBJECTIVE_SETTINGS:
-            raise ConfigError(
-                f"{self.world_file}: {where}: nothing says what settings {objective!r} has; give it an entry of "
-                "OBJECTIVE_SETTINGS in src/gripmoe/config/training.py"
-            )
-        checked = parse_as(OBJECTIVE_SETTINGS[objective], settings, self.world_file, prefix=where)
-        for name in self.world.models if objective == "rmu" else []:
+        _require_known(objective, self.objectives, f"{self.world_file}: objective_training")
+        checked = parse_as(self.objectives[objective].settings, settings, self.world_file, prefix=where)
+        for name in self.world.models if "layer" in settings else []:
             layers = self.trained_from(name).layers
             if layers and checked.layer >= layers:
                 raise ConfigError(
@@ -124,7 +128,7 @@ class Project:
         for name, benchmark, objective, method, _ in self.cells():
             training = self.training(objective, method, benchmark) if name == model else None
             alone = self.processes(model, method) == 1
-            if training and objective == "rmu" and training.idle_layers == "host" and not alone:
+            if training and "layer" in training.objective and training.idle_layers == "host" and not alone:
                 raise ConfigError(
                     f"{self.world_file}: gpus.{model}: {self.processes(model, method)} processes train "
                     f"{objective}/{method}, whose `idle_layers: host` needs a single one; leave out one of the two"
@@ -232,8 +236,8 @@ class Project:
             settings = {**resolved["objective"], **change.get("objective", {})}
             resolved.update({**change, "objective": settings})
             training = parse_as(Training, resolved, file, prefix=key)
-            if change.get("idle_layers") == "host" and objective != "rmu":
-                raise ConfigError(f"{file}: {key}.idle_layers: {objective} runs every layer; only rmu leaves some idle")
+            if change.get("idle_layers") == "host" and "layer" not in settings:
+                raise ConfigError(f"{file}: {key}.idle_layers: {objective} runs every layer; leave it out")
         self._check_objective(objective, training.objective)
         return training
 
@@ -243,6 +247,7 @@ class Project:
             benchmark_name=benchmark,
             benchmark=self.benchmarks[benchmark].task,
             objective=objective,
+            own_objective=self._own_objectives.get(objective),
             method_name=method,
             method=self.methods[method],
             seed=seed,
@@ -264,6 +269,25 @@ class Project:
                         if not self.methods[method].reference:
                             cells += [(model, benchmark, objective, method, seed) for seed in self.world.seeds]
         return cells
+
+
+def _joined(table: dict, added: dict, taken: str, file: Path) -> dict:
+    """The package's rows and those of a configuration folder, which have other names."""
+    for name in added.keys() & table.keys():
+        raise ConfigError(f"{file}: {name}: {taken} of this name; give yours another")
+    return {**table, **added}
+
+
+def _found(path: str, where: str) -> OwnClass:
+    """A class of the user by its path, with the digest of the module's file, which is not imported here."""
+    module = path.partition(":")[0]
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # of a package above it
+        spec = None
+    if spec is None or not spec.has_location:
+        raise ConfigError(f"{where}: no module {module!r} in the folders of PYTHONPATH; add the one that it lies in")
+    return OwnClass(path=path, sha256=file_digest(Path(spec.origin)))
 
 
 def world_files(folder: Path) -> list[Path]:

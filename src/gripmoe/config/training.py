@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    create_model,
     model_validator,
 )
 
-from gripmoe.config.types import Fraction, NonNegative, Optimizer, Strict
+from gripmoe.config.types import Fraction, Name, NonNegative, Optimizer, Strict
 
 Precision = Literal["native", "fp8", "fp8_emulated"]  # fp8: on Hopper GPUs; emulated: anywhere, slowly
 LinearPrecision = Literal["native", "te_fp8"]  # te_fp8: by TransformerEngine, on Ada or Hopper GPUs
-ObjectiveName = Literal["gd", "kl", "npo", "rmu"]
 
 
 class RetainWeight(Strict):
@@ -44,12 +44,31 @@ class RepresentationSettings(RetainWeight):
         return self
 
 
-OBJECTIVE_SETTINGS = {
-    "gd": RetainWeight,
-    "kl": RetainWeight,
-    "npo": PreferenceSettings,
-    "rmu": RepresentationSettings,
+class Objective(NamedTuple):
+    """Where the class of an objective is, "module:Class", and what a world may set of it."""
+
+    path: str
+    settings: type[Strict]
+
+
+OBJECTIVES = {
+    "gd": Objective("gripmoe.training.objectives:GradientDifference", RetainWeight),
+    "kl": Objective("gripmoe.training.objectives:KullbackLeibler", RetainWeight),
+    "npo": Objective("gripmoe.training.objectives:NegativePreference", PreferenceSettings),
+    "rmu": Objective("gripmoe.training.objectives:RepresentationMisdirection", RepresentationSettings),
 }
+
+
+class OwnObjective(Strict):
+    """A row of a configuration folder's objectives.yaml: a class on PYTHONPATH, and the names of its settings, numbers
+    that a world gives and the class checks. One of them is `alpha`, the weight of the retain loss."""
+
+    path: Annotated[str, Field(alias="class", pattern=r"^[\w.]+:\w+$")]
+    settings: list[Name]
+
+    def registered(self) -> Objective:
+        fields: dict[str, Any] = dict.fromkeys(self.settings, (int | float, ...))
+        return Objective(self.path, create_model("Settings", __base__=Strict, **fields))
 
 
 class Training(Strict):

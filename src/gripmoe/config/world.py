@@ -14,7 +14,7 @@ from pydantic import (
 from gripmoe.config.benchmarks import Task
 from gripmoe.config.methods import Method
 from gripmoe.config.reading import parse_as
-from gripmoe.config.training import ObjectiveName, Relearning, Training
+from gripmoe.config.training import Relearning, Training
 from gripmoe.config.types import Name, Names, Seed, Strict, _each_once
 from gripmoe.io.files import read_yaml
 
@@ -31,13 +31,13 @@ class World(Strict):
 
     models: Names = Field(min_length=1)
     benchmarks: Names = Field(min_length=1)
-    objectives: Annotated[list[ObjectiveName], AfterValidator(_each_once)] = Field(min_length=1)
+    objectives: Names = Field(min_length=1)
     methods: Names = Field(min_length=1)  # under every objective
-    extra_methods: dict[ObjectiveName, Names] = {}  # under one objective only
+    extra_methods: dict[Name, Names] = {}  # under one objective only
     seeds: Annotated[list[Seed], AfterValidator(_each_once)] = Field(min_length=1)
     training: Training
-    objective_training: dict[ObjectiveName, dict[str, Any]]
-    benchmark_training: dict[Name, dict[Literal["all"] | ObjectiveName, dict[str, Any]]] = {}
+    objective_training: dict[Name, dict[str, Any]]
+    benchmark_training: dict[Name, dict[Name, dict[str, Any]]] = {}
     overrides: dict[str, dict[str, Any]] = {}
     relearning: Relearning | None = None  # an attack that is left out without it
     reference_memory: PositiveInt = 8  # GB of host memory for what a run asks of the original model; more goes to disk
@@ -58,6 +58,13 @@ class World(Strict):
         return list(dict.fromkeys([*self.methods, *self.extra_methods.get(objective, [])]))
 
 
+class OwnClass(Strict):
+    """A class that is not of the package, "module:Class", and the digest of its file."""
+
+    path: str
+    sha256: str
+
+
 class Run(Strict):
     """One cell, completely resolved."""
 
@@ -65,6 +72,7 @@ class Run(Strict):
     benchmark_name: Name
     benchmark: Task
     objective: str
+    own_objective: OwnClass | None = None  # one that a configuration folder adds to those of the package
     method_name: Name
     method: Method
     seed: int

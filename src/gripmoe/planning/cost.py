@@ -150,7 +150,7 @@ class Costs:
     def _unlearn(self, step: Step) -> dict[str, Any]:
         project, method = self.project, self.project.methods[step.method]
         training = project.training(step.objective, step.method, step.benchmark)
-        fewer = {"run": training.objective["layer"] + 1} if step.objective == "rmu" else {}
+        fewer = {"run": training.objective["layer"] + 1} if "layer" in training.objective else {}
         if training.trained_layers:
             fewer["trained"] = training.trained_layers
         settings = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1}
@@ -160,9 +160,9 @@ class Costs:
             rows=[training.forget_batch_size, training.retain_batch_size],
             length=project.benchmarks[step.benchmark].max_length,
             fewer=fewer,
-            idle=training.idle_layers == "host" and step.objective == "rmu" and not method.looks_at_passes,
+            idle=training.idle_layers == "host" and "layer" in training.objective and not method.looks_at_passes,
             traced=self._traced(step) if method.constraint == "null_space" else 1,
-            objective=step.objective,
+            objective=project.objectives[step.objective].path,
             method={**method.model_dump(mode="json"), "correction": None, "retain_tokens": None, "training": {}},
             training={**training.model_dump(mode="json"), **settings},
         )

@@ -127,7 +127,7 @@ def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
     if not spec.get("all_methods") or any("benchmark" in block for block in blocks):
         return blocks
     others = set(runs.objective) - {NO_OBJECTIVE} - {block.get("objective") for block in blocks}
-    of_others = names.ordered(others, names.OBJECTIVES)
+    of_others = sorted(others)
     return blocks + [{"name": names.objective_label(o), "objective": o, "rows": []} for o in of_others]
 
 

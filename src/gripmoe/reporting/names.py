@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-OBJECTIVES = {"gd": "GD", "kl": "KL", "npo": "NPO", "rmu": "RMU", "none": ""}
 MODELS = {  # of one name: instances of one kind, that differ by their seed alone
     "tiny_a": "Tiny Qwen3-MoE",
     "tiny_b": "Tiny Qwen3-MoE",
@@ -276,7 +275,7 @@ def method_label(method: str) -> str:
 
 
 def objective_label(objective: str) -> str:
-    return OBJECTIVES.get(objective, objective.replace("_", " "))
+    return "" if objective == "none" else objective.upper().replace("_", " ")
 
 
 def model_label(model: str) -> str:

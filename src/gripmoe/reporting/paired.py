@@ -83,7 +83,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     columns = [column for metric in metrics for column in (f"Δ {names.metric_label(metric)}", "p")]
     table = Table(columns + ["letter", "shuffled"] * letters, [])
     objectives = [NO_OBJECTIVE] * letters
-    objectives += names.ordered(set(answers.objective) - {NO_OBJECTIVE}, names.OBJECTIVES)
+    objectives += sorted(set(answers.objective) - {NO_OBJECTIVE})
     for (kind, group), objective in product(apart(answers), objectives):
         entries = []
         of_objective = group[group.objective == objective]

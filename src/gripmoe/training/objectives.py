@@ -17,6 +17,8 @@ Where other code differs (wmdp: rmu/unlearn.py; open-unlearning: src/trainer; mu
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -25,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gripmoe.config.training import OBJECTIVES
 from gripmoe.constraints.original import ReferenceCache, final_hidden_states, hidden_states
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.io import distributed
@@ -150,22 +153,19 @@ class RepresentationMisdirection:
         return _token_mean(moved.square().mean(dim=-1), mask)
 
 
-OBJECTIVES = {
-    "gd": GradientDifference,
-    "kl": KullbackLeibler,
-    "npo": NegativePreference,
-    "rmu": RepresentationMisdirection,
-}
-
-
 def make_objective(name: str, settings: dict, seed: int) -> Objective:
-    """The objective of a run; `settings` are its own hyperparameters. Raises ConfigError for an unknown name or
-    setting."""
-    if name not in OBJECTIVES:
-        raise ConfigError(f"unknown objective {name!r}; one of {', '.join(OBJECTIVES)}")
-    seeds = {"seed": seed} if name == "rmu" else {}
+    """The objective of a run, by its name or as "module:Class"; `settings` are its own hyperparameters, to which comes
+    `seed`, if the class takes one. Raises ConfigError for an unknown name, class or setting."""
+    if name not in OBJECTIVES and ":" not in name:
+        raise ConfigError(f"unknown objective {name!r}; one of {', '.join(OBJECTIVES)}, or module:Class")
+    module, _, attribute = (OBJECTIVES[name].path if name in OBJECTIVES else name).partition(":")
     try:
-        return OBJECTIVES[name](**settings, **seeds)
+        of_name = getattr(importlib.import_module(module), attribute)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ConfigError(f"objective {name!r}: {error}; is its file on PYTHONPATH?") from None
+    seeds = {"seed": seed} if "seed" in inspect.signature(of_name).parameters else {}
+    try:
+        return of_name(**settings, **seeds)
     except TypeError as error:
         raise ConfigError(f"objective {name!r}: {error}") from None
 
