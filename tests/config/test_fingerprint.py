@@ -48,6 +48,7 @@ EDITS = [
     ("gripmoe.data.corpora:TOKENS_PER_BATCH", [EVALUATE], [DATA]),
     ("gripmoe.moe.storage:load_model", [UNLEARN, EVALUATE], [DATA]),
     ("gripmoe.config.world:World", [], [UNLEARN, MODEL, EVALUATE]),
+    ("gripmoe.config.methods:methods.yaml", ["gripmoe.config.methods"], [UNLEARN, MODEL, EVALUATE]),
     ("gripmoe.config.models:EmbeddedModel.attempts", [MODEL], [EVALUATE]),
     ("gripmoe.config.provenance:recorded", [], [UNLEARN, MODEL, EVALUATE]),
     ("gripmoe.reporting.tables:MISSING", ["gripmoe.reporting.comparison"], [UNLEARN, EVALUATE]),
