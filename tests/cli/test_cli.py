@@ -1,22 +1,22 @@
+"""The command line itself: its list of subcommands, its mistakes, its help, and how the workflow calls it."""
+
 import json
+import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import gripmoe
 from gripmoe.cli import configure as commands
-from gripmoe.cli.main import main
+from gripmoe.cli.main import COMMANDS, load, main
 from gripmoe.config.grid import Project
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
-
-
-def exit_code(arguments):
-    """Of the command line, which may end in an exit of its own."""
-    try:
-        return main(arguments)
-    except SystemExit as ended:
-        return ended.code
+SUMMARIES = {name: summary for panel in COMMANDS.values() for name, summary in panel.items()}
+RULES = sorted(CONFIG.parent.joinpath("rules").glob("*.smk"))
 
 
 def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys):
@@ -44,12 +44,12 @@ def test_a_bug_is_a_traceback(bug, tmp_path, monkeypatch):
 READ = {  # what commands ask for; {gone} is missing
     "--retain-corpus": "trace-routing --settings=null --model={there} --retain-corpus={gone} --forget-corpus={there}"
     " --digest={new} --forget-output={new} --output={new}",
-    "--bases": "unlearn --run={there} --model={there} --data={there} --trace={there} --forget-trace={there}"
+    "--bases": "unlearn --run={there} --model={there} --data={folder} --trace={there} --forget-trace={there}"
     " --bases={gone} --references={new} --output={new}",
     "--answers": "attack --settings=null --run={there} --benchmark=null --model={there} --checkpoint={there}"
-    " --data={there} --answers={gone} --questions={new} --output={new}",
+    " --data={folder} --answers={gone} --questions={new} --output={new}",
     "--questions": "rewrite --model=a --questions={gone} --output={new}",
-    "cells": "collect {there} {gone} --histories={new} --answers={new} --attacks={new} --output={new}",
+    "cells": "collect {folder} {gone} --histories={new} --answers={new} --attacks={new} --output={new}",
     "--manifest": "verify --manifest={gone}",
 }
 
@@ -59,7 +59,7 @@ def test_a_missing_file_is_named_with_its_flag_before_anything_runs(flag, tmp_pa
     """Also where another command writes what has this name."""
     there, gone, new = tmp_path / "there", tmp_path / "gone", tmp_path / "new"
     there.touch()
-    assert exit_code(READ[flag].format(there=there, gone=gone, new=new).split()) == 2
+    assert main(READ[flag].format(there=there, gone=gone, new=new, folder=tmp_path).split()) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert flag in line and str(gone) in line
 
@@ -75,8 +75,106 @@ def test_an_unknown_world_is_one_line(command, world, monkeypatch, capsys):
 
 
 def test_the_version(capsys):
-    assert exit_code(["--version"]) == 0
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"gripmoe {gripmoe.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "gripmoe: error: Missing command."),
+        (["unlern"], "gripmoe: error: No such command 'unlern'. Did you mean 'unlearn'?"),
+        (["--verbose"], "gripmoe: error: No such option: --verbose"),
+        (["status", "--wrld", "tiny"], "gripmoe status: error: No such option: --wrld (Possible options: --world)"),
+        (["verify"], "gripmoe verify: error: Missing option '--manifest'."),
+        (
+            ["plan", "--jobs", "many"],
+            "gripmoe plan: error: Invalid value for '--jobs': Input should be",
+        ),
+    ],
+)
+def test_a_mistake_in_flags_is_one_line(arguments, said, capsys):
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(said) and told.err.count("\n") == 1 and not told.out
+
+
+def test_an_interruption_by_hand_is_no_traceback(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "parse_settings", interrupted)
+    assert main(["configure", "--settings", "{}", "--output", str(tmp_path / "run.yaml")]) == 130
+
+
+HEAVY = {"torch", "transformers", "pandas", "numpy", "scipy", "datasets"}
+
+
+@pytest.mark.parametrize(("command", "heavy"), [((), set()), (("unlearn",), {"torch", "transformers", "numpy"})])
+def test_help_imports_nothing_heavy(command, heavy):
+    """The control: the help of a command that trains does."""
+    code = (
+        "import sys; from gripmoe.cli.main import main; main(sys.argv[1:]); "
+        f"print(*sorted({HEAVY} & sys.modules.keys()), file=sys.stderr)"
+    )
+    line = [sys.executable, "-c", code, *command, "--help"]
+    shown = subprocess.run(line, capture_output=True, text=True, check=True)
+    found = HEAVY & set(shown.stderr.split())
+    assert heavy <= found and bool(heavy) == bool(found)
+    if not command:
+        for panel, commands in COMMANDS.items():
+            part = shown.stdout.partition(f"{panel}:\n")[2].partition("\n\n")[0]
+            assert re.findall(r"^  (\S+)", part, flags=re.MULTILINE) == list(commands)
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_a_command_is_a_function_that_explains_itself(name):
+    """Its summary is that of the list, every flag has a help, and its example can be pasted."""
+    command = load(name)
+    assert command.help.splitlines()[0] == SUMMARIES[name]
+    assert all(parameter.help for parameter in command.params)
+    example = command.help.partition("Example:")[2].partition("\f")[0].replace("\\\n", "")
+    assert example.count("gripmoe") == 1 and not wrong_with(example)
+    for flag, value in zip(shlex.split(example), shlex.split(example)[1:], strict=False):
+        assert flag not in ("--settings", "--benchmark") or json.loads(value)
+
+
+def test_commands_and_modules_are_the_same():
+    modules = {file.stem.replace("_", "-") for file in Path(commands.__file__).parent.glob("[a-z]*.py")}
+    assert modules - set(SUMMARIES) == {"common", "launching", "main", "options"} and set(SUMMARIES) < modules
+
+
+def wrong_with(line: str) -> list[str]:
+    """What a shell line calls that is not there, and the flags that it lacks."""
+    _, name, *rest = shlex.split(line)
+    if name not in SUMMARIES:
+        return [name]
+    known = {flag: option for option in load(name).params if option.param_type_name == "option" for flag in option.opts}
+    given = [part.partition("=")[0] for part in rest if part.startswith("--")]
+    return [f for f in given if f not in known] + [f for f in known if known[f].required and f not in given]
+
+
+def shell_lines(rules: str) -> list[str]:
+    """The commands of this package in a rule file, with what functions of its parameters add."""
+    texts = re.findall(r"shell:\n((?:\s+\".*\"\n?)+)", rules)
+    lines = ["".join(re.findall(r'"(.*)"', text)) for text in texts]
+    return [re.split(r" > | 2>&1", line)[0] for line in lines if line.startswith("gripmoe ")]
+
+
+@pytest.mark.parametrize("file", RULES, ids=lambda file: file.stem)
+def test_rules_call_commands_and_flags_that_exist(file):
+    rules = file.read_text()
+    lines = shell_lines(rules)
+    assert len(lines) == len(re.findall(r'"gripmoe [a-z]', rules))
+    assert not [wrong for line in lines for wrong in wrong_with(line)]
+
+
+def test_all_steps_of_the_workflow_are_called_by_rules():
+    """The controls: another command, another flag and a missing flag are seen."""
+    called = {line.split()[1] for file in RULES for line in shell_lines(file.read_text())}
+    assert called == {*COMMANDS["Steps of the workflow"], "plan"}
+    assert wrong_with("gripmoe unlern --run x") == ["unlern"]
+    assert wrong_with("gripmoe configure --setings x --output y") == ["--setings", "--settings"]
 
 
 @pytest.mark.parametrize("kind", ["letters", "news"])

@@ -72,13 +72,11 @@ def prepare(family, world, tokenizer, root, dtype=torch.float32):
         kept = [row for row in rows if row.get("split", "dev") == "dev"][:24]
         write_jsonl(root / "data" / f"{name}.jsonl", kept)
     settings = PROJECT.benchmarks["wmdp_smoke"].model_copy(update={"retain_documents": 20})
-    files = dict(trace=root / "routing.safetensors", forget_trace=root / "forget.safetensors")
+    files = dict(trace_file=root / "routing.safetensors", forget_trace_file=root / "forget.safetensors")
     trace_routing(
-        Namespace(
-            settings=settings.task.model_dump_json(), model=root / "model" / "model.json", digest=root / "routing.json",
-            retain_corpus=root / "data" / "retain_corpus.jsonl", forget_corpus=root / "data" / "forget_corpus.jsonl",
-            output=files["trace"], forget_output=files["forget_trace"],
-        )
+        settings=settings.task.model_dump_json(), model_file=root / "model" / "model.json",
+        digest=root / "routing.json", output=files["trace_file"], forget_output=files["forget_trace_file"],
+        retain_corpus=root / "data" / "retain_corpus.jsonl", forget_corpus=root / "data" / "forget_corpus.jsonl",
     )  # fmt: skip
     return root, settings, files
 
@@ -94,23 +92,22 @@ def run_cell(
     training = TRAINING.model_copy(update=changed) if method.trains else None
     run = run.model_copy(update={"benchmark": benchmark.task, "objective": objective, "training": training})
     write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
-    common = dict(run=folder / "run.yaml", model=root / "model" / "model.json", output=folder / "checkpoint.json")
+    common = dict(
+        run_file=folder / "run.yaml", model_file=root / "model" / "model.json", output=folder / "checkpoint.json"
+    )
     if method.corrects:
         corpus = root / "data" / "retain_corpus.jsonl"
-        realign(
-            Namespace(**common, checkpoint=checkpoint or common["model"], retain_corpus=corpus, trace=files["trace"])
-        )
+        finished = checkpoint or common["model_file"]
+        realign(**common, checkpoint_file=finished, retain_corpus=corpus, trace_file=files["trace_file"])
         return read_json(folder / "checkpoint.json")
     bases = None
     if method.has_bases:
         bases = folder / "bases.safetensors"
-        settings = Namespace(
-            settings=method.model_dump_json(), model=common["model"], digest=folder / "bases.json", output=bases
-        )
-        fit_basis(Namespace(**vars(settings), **files))
-    where = dict(reference=None, references=references, reference_memory=0.0)
+        settings, digest = method.model_dump_json(), folder / "bases.json"
+        fit_basis(settings=settings, model_file=common["model_file"], digest=digest, output=bases, **files)
+    where = dict(references=references, reference_memory=0.0)
     where |= dict(zip(("basis_memory", "basis_host_memory"), bases_in, strict=True))
-    unlearn(Namespace(**common, **files, **where, data=root / "data", bases=bases))
+    unlearn(**common, **files, **where, data=root / "data", bases_file=bases)
     return read_json(folder / "checkpoint.json")
 
 
@@ -286,7 +283,7 @@ def test_hyperparameters_are_tried_as_cells_are_trained(prepared, tmp_path, meth
     project = Project(CONFIG, "tiny")
     project.benchmarks["wmdp_tiny"] = benchmark
     routing = tmp_path / "tiny_a" / "wmdp_tiny" / "routing.safetensors"
-    there = {routing: files["trace"], routing.with_name("routing_forget.safetensors"): files["forget_trace"]}
+    there = {routing: files["trace_file"], routing.with_name("routing_forget.safetensors"): files["forget_trace_file"]}
     there |= {tmp_path / "models" / "tiny_a": root / "model", tmp_path / "data" / "wmdp_tiny": root / "data"}
     for link, target in there.items():
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -360,8 +357,8 @@ def unlearned_together(prepared, folder, run, **environment):
     root, _, files = prepared
     folder.mkdir()
     flags = {
-        **dict(run=run, model=root / "model/model.json", data=root / "data", trace=files["trace"]),
-        **{"forget-trace": files["forget_trace"]},
+        **dict(run=run, model=root / "model/model.json", data=root / "data", trace=files["trace_file"]),
+        **{"forget-trace": files["forget_trace_file"]},
         **dict(output=folder / "checkpoint.json", processes=2),
     }
     command = [
@@ -482,14 +479,15 @@ def evaluated(root, folder):
     """Evaluates a cell, and returns what `attack` is to be called with."""
     task = read_yaml(folder / "run.yaml")["benchmark"]
     common = dict(
-        run=folder / "run.yaml", model=root / "model" / "model.json", checkpoint=folder / "checkpoint.json",
-        data=root / "data", benchmark=Benchmark(**task, evaluation_batch_size=64).model_dump_json(),
+        run_file=folder / "run.yaml", model_file=root / "model" / "model.json",
+        checkpoint_file=folder / "checkpoint.json", data=root / "data",
+        benchmark_settings=Benchmark(**task, evaluation_batch_size=64).model_dump_json(),
     )  # fmt: skip
-    evaluate(Namespace(**common, reference=None, questions=folder / "answers.csv", output=folder / "metrics.json"))
-    return Namespace(
+    evaluate(**common, questions=folder / "answers.csv", output=folder / "metrics.json")
+    return dict(
         **common,
         settings='{"learning_rate": 1e-3}',
-        answers=folder / "answers.csv",
+        answers_file=folder / "answers.csv",
         questions=folder / "forced.csv",
         output=folder / "attacks.json",
     )
@@ -503,7 +501,7 @@ def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer,
     folder = tmp_path / "cell"
     outcome = run_cell(prepared, "unconstrained", "gd", folder, learning_rate=1e35, max_steps=6)
     assert outcome["status"] == "diverged"
-    attack(evaluated(tmp_path, folder))
+    attack(**evaluated(tmp_path, folder))
     assert {
         "forced_forget_accuracy",
         "probe_best_layer",
@@ -512,7 +510,7 @@ def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer,
     } <= read_json(folder / "attacks.json").keys()
     for method in ("ptc", "ptc_paper"):
         run_cell(prepared, method, "gd", tmp_path / method, checkpoint=folder / "checkpoint.json")
-        attack(evaluated(tmp_path, tmp_path / method))
+        attack(**evaluated(tmp_path, tmp_path / method))
     for method in ("ptc_matched", "anchored_tracked"):
         cell = run_cell(prepared, method, "gd", tmp_path / method, learning_rate=1e35, max_steps=6)
         assert cell["status"] == "diverged"
@@ -525,7 +523,7 @@ def test_attacks_write_scores_and_no_text(world, tokenizer, tmp_path):
     run_cell(prepared, "unconstrained", "gd", tmp_path / "cell")
     arguments = evaluated(tmp_path, tmp_path / "cell")
     before = set((tmp_path / "cell").iterdir())
-    attack(arguments)
+    attack(**arguments)
     asked = read_jsonl(tmp_path / "data" / "forget_questions.jsonl")
     said = {text for question in asked for text in (question["question"], *question["choices"])}
     written = [file for file in set((tmp_path / "cell").iterdir()) - before if file.is_file() and file.name != ".lock"]
@@ -553,10 +551,9 @@ def test_a_cell_is_measured_as_a_benchmark_of_its_own_task_has_it(tmp_path):
     write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
     assert "evaluation_batch_size" not in read_yaml(tmp_path / "run.yaml")["benchmark"]
     given = {name: PROJECT.benchmarks[name].model_dump_json() for name in ("wmdp_tiny", "wmdp_smoke")}
-    args = Namespace(run=tmp_path / "run.yaml", benchmark=given["wmdp_tiny"])
-    assert measured(args) == (run, PROJECT.benchmarks["wmdp_tiny"])
+    assert measured(tmp_path / "run.yaml", given["wmdp_tiny"]) == (run, PROJECT.benchmarks["wmdp_tiny"])
     with pytest.raises(ConfigError, match="of another task; give it as 'wmdp_tiny' has it"):
-        measured(Namespace(run=args.run, benchmark=given["wmdp_smoke"]))
+        measured(tmp_path / "run.yaml", given["wmdp_smoke"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -580,11 +577,11 @@ def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_
     arguments = evaluated(tmp_path, folder)
     monkeypatch.setattr(suite, "quantization", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        attack(arguments)
+        attack(**arguments)
     assert (folder / "attack_state.json").exists() and not (folder / "attacks.json").exists()
     monkeypatch.undo()
     monkeypatch.setattr(suite, "probes", interrupted)  # made before the interruption, so not again
-    attack(arguments)
+    attack(**arguments)
     assert not (folder / "attack_state.json").exists()
     metrics, attacks = read_json(folder / "metrics.json"), read_json(folder / "attacks.json")
     assert "forget_accuracy" in metrics and "routing_stability" not in metrics

@@ -12,7 +12,7 @@ import torch
 from test_every_method import OBJECTIVES, PROJECT, TRAINING, prepare, with_questions
 
 from conftest import held
-from gripmoe.cli.main import COMMANDS, main
+from gripmoe.cli.main import load, main
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.io.files import read_yaml, write_json, write_yaml
 
@@ -29,8 +29,10 @@ def trainer(world, tokenizer, tmp_path_factory):
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
     run = run.model_copy(update={"benchmark": benchmark.task, "training": TRAINING.model_copy(update=more)})
     write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
-    flags = dict(run=folder / "run.yaml", model=root / "model/model.json", data=root / "data", trace=files["trace"])
-    flags["forget-trace"] = files["forget_trace"]
+    flags = dict(
+        run=folder / "run.yaml", model=root / "model/model.json", data=root / "data", trace=files["trace_file"]
+    )
+    flags["forget-trace"] = files["forget_trace_file"]
     return {name: str(value) for name, value in flags.items()}
 
 
@@ -94,18 +96,19 @@ def test_of_two_processes_on_a_cell_one_is_refused(step, tmp_path, monkeypatch, 
     def loaded(*_, **__):
         raise BeyondTheLock
 
-    command = next(command for command in COMMANDS if command.function == step)
-    monkeypatch.setattr(importlib.import_module(f"gripmoe.cli.{command.function}"), "load_model", loaded)
+    monkeypatch.setattr(importlib.import_module(f"gripmoe.cli.{step}"), "load_model", loaded)
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
     write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
     write_json(tmp_path / "model.json", {"weights": "0"})
     benchmark = PROJECT.benchmarks["wmdp_tiny"].model_dump_json()
     given = {"settings": "null", "benchmark": benchmark, "run": tmp_path / "run.yaml", "model": tmp_path / "model.json"}
     cell = tmp_path / "cell"
-    paths = {flag: cell / "result.json" if flag == "output" else tmp_path / flag for flag in command.flags}
-    for flag in set(command.flags) - set(command.writes) - set(given):
+    flags = [option.opts[0].removeprefix("--") for option in load(step).params if option.required]
+    paths = {flag: cell / "result.json" if flag == "output" else tmp_path / flag for flag in flags}
+    paths["data"] = tmp_path
+    for flag in {"trace", "forget-trace", "checkpoint", "retain-corpus", "answers"} & set(flags):
         paths[flag].touch()
-    arguments = [step, *(f"--{flag}={path}" for flag, path in {**paths, **given}.items() if flag in paths)]
+    arguments = [step, *(f"--{flag}={({**paths, **given})[flag]}" for flag in flags)]
     with held(cell) as owner:
         assert main(arguments) == 2
         assert f"process {owner} on" in capsys.readouterr().err

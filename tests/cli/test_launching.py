@@ -39,7 +39,9 @@ def paths(tmp_path):
     """Flags of `gripmoe unlearn` whose files are there."""
     there = tmp_path / "there"
     there.touch()
-    return [f"--{flag}={there}" for flag in ("run", "model", "data", "trace", "forget-trace", "output")]
+    return [f"--{flag}={there}" for flag in ("run", "model", "trace", "forget-trace", "output")] + [
+        f"--data={tmp_path}"
+    ]
 
 
 def test_what_cannot_be_started_is_refused(paths, capsys, monkeypatch):
@@ -53,17 +55,29 @@ def test_what_cannot_be_started_is_refused(paths, capsys, monkeypatch):
 @pytest.mark.parametrize("leftover", ["WORLD_SIZE", None])
 def test_processes_start_unless_torchrun_has_started_this_one(leftover, paths, monkeypatch):
     """A batch script may export WORLD_SIZE. The control is a process of torchrun's, which trains."""
+
+    class Ended(Exception):
+        """As a process that another one replaces."""
+
     done = []
-    monkeypatch.setattr(os, "execvp", lambda program, command: done.append(command))
-    monkeypatch.setattr(commands, "unlearn", lambda args: done.append("trained"))
+
+    def ends(what):
+        done.append(what)
+        raise Ended
+
+    monkeypatch.setattr(os, "execvp", lambda program, command: ends(command))
+    monkeypatch.setattr(commands, "load_run", lambda file: ends("trains"))
+    monkeypatch.setattr(sys, "argv", ["gripmoe", "unlearn", *paths, "--processes", "2"])
     if leftover:
         monkeypatch.setenv(leftover, "1")
-    main(["unlearn", *paths, "--processes", "2"])
-    assert "--nproc-per-node=2" in done[0]
+    with pytest.raises(Ended):
+        main()
+    assert "--nproc-per-node=2" in done[0] and done[0][-len(sys.argv) :] == ["gripmoe.cli.main", *sys.argv[1:]]
     done.clear()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    main(["unlearn", *paths, "--processes", "2"])
-    assert done == ["trained"]
+    with pytest.raises(Ended):
+        main()
+    assert done == ["trains"]
 
 
 def test_a_process_alone_joins_no_group_whatever_the_environment_says(monkeypatch):

@@ -1,7 +1,6 @@
 """Base models: a seed that gives none fit for use is followed by the next, and its fault is kept."""
 
 import json
-from argparse import Namespace
 
 import pytest
 
@@ -25,7 +24,7 @@ SETTINGS = {
 
 def train(folder, gpus=0, **settings):
     output = folder / "model.json"
-    prepare.prepare_model(Namespace(settings=json.dumps(SETTINGS | settings), gpus=gpus, output=output))
+    prepare.prepare_model(settings=json.dumps(SETTINGS | settings), gpus=gpus, output=output)
     return read_json(folder / "model.json")
 
 

@@ -67,7 +67,7 @@ def test_tracing_evaluation_and_attacks(family, world, tokenizer, tmp_path, monk
         prepared = prepare(family, world, tokenizer, root)
         with_questions(root, world)
         run_cell(prepared, "unconstrained", "gd", root / "cell")
-        attack(evaluated(root, root / "cell"))
+        attack(**evaluated(root, root / "cell"))
         files = ("routing.json", "cell/metrics.json", "cell/answers.csv", "cell/attacks.json", "cell/forced.csv")
         return [(root / name).read_text() for name in files]
 

@@ -51,6 +51,7 @@ EDITS = [
     ("gripmoe.config.methods:methods.yaml", ["gripmoe.config.methods"], [UNLEARN, MODEL, EVALUATE]),
     ("gripmoe.config.models:EmbeddedModel.attempts", [MODEL], [EVALUATE]),
     ("gripmoe.config.provenance:recorded", [], [UNLEARN, MODEL, EVALUATE]),
+    ("gripmoe.cli.launching:torchrun", [], [UNLEARN, MODEL]),
     ("gripmoe.reporting.tables:MISSING", ["gripmoe.reporting.comparison"], [UNLEARN, EVALUATE]),
     ("gripmoe.reporting.claims:claims.yaml", ["gripmoe.reporting.claims"], ["gripmoe.reporting.tables"]),
     ("gripmoe.reporting.comparison:comparisons.yaml", ["gripmoe.reporting.comparison"], ["gripmoe.reporting.tables"]),
@@ -63,6 +64,19 @@ def test_an_edit_counts_where_it_runs(copy, place, affected, others):
     before = {entry: digest(entry) for entry in (*affected, *others)}
     edit(root, place)
     assert {entry for entry in before if digest(entry) != before[entry]} == set(affected)
+
+
+def test_the_help_of_a_flag_does_not_count_and_its_default_does(copy):
+    root, digest = copy
+    before = digest()
+    shared, own = (root / "src/gripmoe/cli" / name for name in ("options.py", "unlearn.py"))
+    for file, said in ((shared, "the resolved configuration of the run"), (own, "GB of host memory for --references")):
+        text = file.read_text()
+        assert said in text
+        file.write_text(text.replace(said, "other words"))
+        assert digest() == before
+    edit(root, "gripmoe.cli.unlearn:unlearn.basis_memory")
+    assert digest() != before
 
 
 def test_what_nothing_refers_to_does_not_count_and_what_runs_on_import_does(copy):
@@ -184,7 +198,7 @@ def digest_of(tmp_path, monkeypatch):
 
 
 def test_every_version_of_python_takes_this_fingerprint_of_every_construct(digest_of):
-    assert digest_of(SAMPLE) == "ea99a08310bca769"
+    assert digest_of(SAMPLE) == "5bc8d61e7c76ceb6"
 
 
 def test_what_is_empty_counts_where_it_says_something(digest_of):

@@ -8,6 +8,17 @@ from pathlib import Path
 from gripmoe.attacks.run import letter_attacks, news_attacks, run_attacks
 from gripmoe.attacks.scores import by_item
 from gripmoe.cli.common import beside, identity_of, measured
+from gripmoe.cli.options import (
+    AnswersFile,
+    BenchmarkSettings,
+    CheckpointFile,
+    DataFolder,
+    ItemsFile,
+    ModelFile,
+    OutputFile,
+    RunFile,
+    Settings,
+)
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.training import Relearning
@@ -18,24 +29,52 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
 
 
-def attack(args) -> None:
-    """All attacks on one cell in one process; one that was interrupted goes on with the next attack."""
-    (run, benchmark), finetuning = measured(args), parse_settings(Relearning | None, args.settings)
-    state_file = args.output.with_name("attack_state.json")
-    with exclusive(args.output.parent), recorded(beside(args.output), attack):
-        before = MoEModel(load_model(args.model.parent / "weights", device="cpu")[0])
-        model, tokenizer = load_model(args.checkpoint.parent / "weights")
+def attack(
+    *,
+    settings: Settings,
+    run_file: RunFile,
+    benchmark_settings: BenchmarkSettings,
+    model_file: ModelFile,
+    checkpoint_file: CheckpointFile,
+    data: DataFolder,
+    answers_file: AnswersFile,
+    questions: ItemsFile,
+    output: OutputFile,
+) -> None:
+    """Attack a run.
+
+    An interrupted command continues with the next attack.
+
+    \b
+    Example:
+      gripmoe attack --settings '{"learning_rate": 0.001}' \\
+          --run results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/run.yaml \\
+          --benchmark '{"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.27},
+          "retain_documents": 200, "max_length": 256, "evaluation_batch_size": 128}' \\
+          --model results/tiny/models/tiny_a/model.json \\
+          --checkpoint results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/checkpoint.json \\
+          --data results/tiny/data/wmdp_tiny \\
+          --answers results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/questions.csv \\
+          --questions results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/attack_questions.csv \\
+          --output results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/attack.json
+    """
+    run, benchmark = measured(run_file, benchmark_settings)
+    finetuning = parse_settings(Relearning | None, settings)
+    state_file = output.with_name("attack_state.json")
+    with exclusive(output.parent), recorded(beside(output), attack):
+        before = MoEModel(load_model(model_file.parent / "weights", device="cpu")[0])
+        model, tokenizer = load_model(checkpoint_file.parent / "weights")
         after = MoEModel(model)
         if benchmark.is_news:
-            attacks = news_attacks(run, before, after, tokenizer, args.data, finetuning)
+            attacks = news_attacks(run, before, after, tokenizer, data, finetuning)
         else:
-            answers = partial(load_answers, args.answers)
-            attacks = letter_attacks(run, benchmark, before, after, tokenizer, args.data, answers, finetuning)
+            answers = partial(load_answers, answers_file)
+            attacks = letter_attacks(run, benchmark, before, after, tokenizer, data, answers, finetuning)
         rewrites = map(Path, benchmark.rewrites.values())
-        files = (args.run, args.answers, *sorted(args.data.glob("*.jsonl")), *rewrites)
-        weights = [read_json(path)["weights"] for path in (args.model, args.checkpoint)]
-        identity = identity_of(attack, *files, models=weights, relearning=args.settings, benchmark=args.benchmark)
+        files = (run_file, answers_file, *sorted(data.glob("*.jsonl")), *rewrites)
+        weights = [read_json(path)["weights"] for path in (model_file, checkpoint_file)]
+        identity = identity_of(attack, *files, models=weights, relearning=settings, benchmark=benchmark_settings)
         found = run_attacks(attacks, state_file, identity, f"attacks on {run.objective}/{run.method_name}/{run.seed}")
-        write_csv(args.questions, by_item(found))
-        write_json(args.output, found.metrics)
+        write_csv(questions, by_item(found))
+        write_json(output, found.metrics)
         state_file.unlink(missing_ok=True)

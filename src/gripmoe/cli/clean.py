@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.config.grid import Project, world_files
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.locks import exclusive
@@ -13,30 +17,45 @@ TABLES = ("runs", "histories", "answers", "attacks")
 NAMED = ("collect", "manifest", "plan")  # rules whose logs have the name of the world
 
 
-def clean(args) -> None:
-    """Lists the cells, models, data, tables, notebooks and figures of a world that no other world names, with their
-    logs and benchmarks; with `--remove`, removes them. Raises ConfigError if the results hold tables of a world that
-    `--config` lacks, or if a process works on a folder that is to go."""
-    project = Project(args.config, args.world)
-    others = [Project(args.config, file.stem) for file in world_files(args.config) if file.stem != project.name]
+def clean(
+    *,
+    world: World = "tiny",
+    config: ConfigFolder = Path("workflow/config"),
+    remove: Annotated[bool, typer.Option("--remove", help="Remove what is listed.")] = False,
+) -> None:
+    """List what belongs to one world alone, or remove it.
+
+    The list holds the runs, models, data, tables, notebooks and figures that no other world names, with
+    their logs and benchmarks.
+
+    \b
+    Example:
+      gripmoe clean --world tiny
+
+    \f
+    Raises ConfigError if the results hold tables of a world that the folder `config` lacks, or if a process works
+    on a folder that is to go.
+    """
+    project = Project(config, world)
+    others = [Project(config, file.stem) for file in world_files(config) if file.stem != project.name]
     results = Path("results", project.results_name)
-    known = {f"runs_{world.name}.csv" for world in (project, *others)}
+    known = {f"runs_{each.name}.csv" for each in (project, *others)}
     if unknown := sorted(file for file in results.glob("runs_*.csv") if file.name not in known):
         raise ConfigError(
-            f"{unknown[0]}: {args.config} has no world of this name, which may share cells with {args.world}. Copy the "
+            f"{unknown[0]}: {config} has no world of this name, which may share cells with {world}. Copy the "
             "file of that world there, or remove this table"
         )
     own = written(project).difference(*map(written, others))
     paths = sorted(path for pattern in own for path in Path().glob(pattern))
-    for path in paths if args.remove else ():
+    for path in paths if remove else ():
         if (path / ".lock").exists():
             with exclusive(path):  # before anything is removed
                 pass
     for path in paths:
         print(path)
-        if args.remove:
+        if remove:
             _remove(path)
-    print(f"{len(paths)} files and folders{' removed' if args.remove else '; --remove removes them'}")
+    print(f"{len(paths)} files and folders{' removed' if remove else '; --remove removes them'}")
 
 
 def written(project: Project) -> set[str]:

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from gripmoe.cli.common import beside
+from gripmoe.cli.options import OutputFile
 from gripmoe.config.provenance import recorded
 from gripmoe.io.files import read_json, write_json
 from gripmoe.reporting.collect import collect_cells, computed_with
 
 
-def collect(args) -> None:
-    """Tidy CSVs of all cells: a row per cell and metric, per cell and check, per cell and item that it was asked, per
-    cell and item that attacks ask."""
-    record = beside(args.output)
+def collect(
+    *,
+    cells: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="The folders of the runs.")],
+    output: OutputFile,
+    histories: Annotated[Path, typer.Option("--histories", dir_okay=False, help="The table to write of all checks.")],
+    answers: Annotated[Path, typer.Option("--answers", dir_okay=False, help="The table to write of all questions.")],
+    attacks: Annotated[Path, typer.Option("--attacks", dir_okay=False, help="The table to write of what attacks ask.")],
+) -> None:
+    """Gather all runs in tidy tables.
+
+    --output has a row per run and metric, the other tables one per run and check or item.
+
+    \b
+    Example:
+      gripmoe collect results/tiny/tiny_a/wmdp_tiny/gd/*/0 --output runs.csv \\
+          --histories histories.csv --answers answers.csv --attacks attacks.csv
+    """
+    record = beside(output)
     with recorded(record, collect):
-        collect_cells(args.cells, args.output, args.histories, args.answers, args.attacks)
-    write_json(record, read_json(record) | {"cells": computed_with(args.cells)})  # what artefacts say of them
+        collect_cells(cells, output, histories, answers, attacks)
+    write_json(record, read_json(record) | {"cells": computed_with(cells)})  # what artefacts say of them

@@ -1,7 +1,4 @@
-"""One command per rule: read files, call one function of the package, write files. Modules are named as the rule files.
-
-Flags are paths; `--settings` is the part of the validated configuration, as JSON, that the step depends on.
-"""
+"""What several commands do beside reading files, calling the package and writing files."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ def beside(output: Path) -> Path:
     return output.with_name(f"{output.stem}.provenance.json")
 
 
-def measured(args) -> tuple[Run, Benchmark]:
-    """What --run says of a cell, and --benchmark of how to measure it. Raises ConfigError if they are of two tasks."""
-    run, benchmark = load_run(args.run), parse_settings(Benchmark, args.benchmark, "--benchmark")
+def measured(run_file: Path, benchmark_settings: str) -> tuple[Run, Benchmark]:
+    """What --run says of a run, and --benchmark of how to measure it. Raises ConfigError if they are of two tasks."""
+    run, benchmark = load_run(run_file), parse_settings(Benchmark, benchmark_settings, "--benchmark")
     if run.benchmark != benchmark.task:
-        raise ConfigError(f"--benchmark: {args.run} is of another task; give it as {run.benchmark_name!r} has it")
+        raise ConfigError(f"--benchmark: {run_file} is of another task; give it as {run.benchmark_name!r} has it")
     return run, benchmark
 
 

@@ -6,6 +6,16 @@ import tempfile
 from pathlib import Path
 
 from gripmoe.cli.common import beside, measured
+from gripmoe.cli.options import (
+    BenchmarkSettings,
+    CheckpointFile,
+    DataFolder,
+    ItemsFile,
+    ModelFile,
+    OutputFile,
+    ReferenceFile,
+    RunFile,
+)
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.provenance import recorded
 from gripmoe.data.corpora import in_batches, load_corpus
@@ -21,31 +31,56 @@ from gripmoe.moe.families import is_moe
 from gripmoe.moe.storage import load_model
 
 
-def evaluate(args) -> None:
-    """All metrics of one cell in one process: letter questions through the harness or MUSE's criteria, and routing on
-    held-out tokens."""
-    _, benchmark = measured(args)
-    with exclusive(args.output.parent), recorded(beside(args.output), evaluate):
-        after, tokenizer = load_model(args.checkpoint.parent / "weights")
-        measure = _news if benchmark.is_news else _letters
-        metrics, items = measure(benchmark, after, tokenizer, args)
+def evaluate(
+    *,
+    run_file: RunFile,
+    benchmark_settings: BenchmarkSettings,
+    model_file: ModelFile,
+    checkpoint_file: CheckpointFile,
+    data: DataFolder,
+    questions: ItemsFile,
+    output: OutputFile,
+    reference_file: ReferenceFile = None,
+) -> None:
+    """Measure a run.
+
+    The metrics are letter questions through the harness or MUSE's criteria, and routing on held-out tokens.
+
+    \b
+    Example:
+      gripmoe evaluate --run results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/run.yaml \\
+          --benchmark '{"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.27},
+          "retain_documents": 200, "max_length": 256, "evaluation_batch_size": 128}' \\
+          --model results/tiny/models/tiny_a/model.json \\
+          --checkpoint results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/checkpoint.json \\
+          --data results/tiny/data/wmdp_tiny \\
+          --questions results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/questions.csv \\
+          --output results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/evaluation.json
+    """
+    _, benchmark = measured(run_file, benchmark_settings)
+    with exclusive(output.parent), recorded(beside(output), evaluate):
+        after, tokenizer = load_model(checkpoint_file.parent / "weights")
+        if benchmark.is_news:
+            metrics, items = _news(benchmark, after, tokenizer, data, reference_file)
+        else:
+            metrics, items = _letters(benchmark, after, tokenizer, data)
         if is_moe(after):
-            before, _ = load_model(args.model.parent / "weights")  # not beside it while long prompts fill the memory
+            before, _ = load_model(model_file.parent / "weights")  # not beside it while long prompts fill the memory
             reading = benchmark.reading
-            held_out = load_corpus(args.data / "held_out_corpus.jsonl", tokenizer, **reading)
-            forget = load_corpus(args.data / "forget_corpus.jsonl", tokenizer, limit=len(held_out), **reading)
+            held_out = load_corpus(data / "held_out_corpus.jsonl", tokenizer, **reading)
+            forget = load_corpus(data / "forget_corpus.jsonl", tokenizer, limit=len(held_out), **reading)
             models = MoEModel(before), MoEModel(after)
             for rows, prefix in ((held_out, "routing_stability"), (forget, "forget_routing_stability")):
                 metrics |= stability_metrics(*models, in_batches(rows, tokenizer.pad_token_id), prefix)
             metrics |= reload_stability(models[1], in_batches(held_out, tokenizer.pad_token_id))
         else:
             metrics["num_experts"] = 0  # tables say why nothing of a router stands there
-        write_csv(args.questions, items)
-        write_json(args.output, metrics)
+        write_csv(questions, items)
+        write_json(output, metrics)
 
 
-def _letters(benchmark: Benchmark, model, tokenizer, args) -> tuple[dict[str, float], list[dict]]:
-    forget, retain = (load_questions(args.data / f"{name}_questions.jsonl", "test") for name in ("forget", "retain"))
+def _letters(benchmark: Benchmark, model, tokenizer, data: Path) -> tuple[dict[str, float], list[dict]]:
+    forget, retain = (load_questions(data / f"{name}_questions.jsonl", "test") for name in ("forget", "retain"))
     questions = [*forget, *retain]
     with tempfile.TemporaryDirectory() as work:
         harness = dict(work_folder=Path(work), batch_size=benchmark.evaluation_batch_size)
@@ -54,21 +89,23 @@ def _letters(benchmark: Benchmark, model, tokenizer, args) -> tuple[dict[str, fl
             model,
             tokenizer,
             retain,
-            solved_questions(args.data / "retain_questions.jsonl"),
-            read_jsonl(args.data / "truthfulqa.jsonl"),
+            solved_questions(data / "retain_questions.jsonl"),
+            read_jsonl(data / "truthfulqa.jsonl"),
             few_shot_questions=benchmark.few_shot_questions,
             **harness,
         )
     return choice_metrics(questions, answers) | utility, question_results(questions, answers)
 
 
-def _news(benchmark: Benchmark, model, tokenizer, args) -> tuple[dict[str, float], list[dict]]:
-    news = News.load(args.data)
+def _news(
+    benchmark: Benchmark, model, tokenizer, data: Path, reference_file: Path
+) -> tuple[dict[str, float], list[dict]]:
+    news = News.load(data)
     scores = news_scores(model, tokenizer, news, "test", strip_prompts=benchmark.strip_prompts)
     metrics = {name: mean_score(items) for name, items in scores.items()}
     metrics |= {f"num_{name}": len(items) for name, items in scores.items()}
     metrics |= leakage(model, tokenizer, news.privleak)
-    reference = read_json(args.reference)
+    reference = read_json(reference_file)
     metrics["reference_auc_min_40"] = reference["auc_min_40"]
     metrics["privleak"] = privacy_leakage(metrics["auc_min_40"], reference["auc_min_40"])
     return metrics, [{"criterion": name, "id": i.id, "score": i.score} for name in scores for i in scores[name]]

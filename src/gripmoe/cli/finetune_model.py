@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from gripmoe.cli.common import identity_of, training_together
+from gripmoe.cli.launching import start_together
+from gripmoe.cli.options import (
+    DataFolder,
+    ModelFile,
+    Nodes,
+    OutputFile,
+    Processes,
+    Rendezvous,
+    Settings,
+    TaskSettings,
+)
 from gripmoe.config.benchmarks import Task
 from gripmoe.config.models import FinetunedModel
 from gripmoe.config.reading import parse_settings
@@ -17,21 +28,46 @@ from gripmoe.training.checkpoint import claim_state, remove_state
 from gripmoe.training.finetune import finetune
 
 
-def finetune_model(args) -> None:
-    """Finetunes a base model on the documents of a news benchmark, all of them or those to retain; checks that it has
-    learned them. Under torchrun in several processes together."""
-    config = parse_settings(FinetunedModel, args.settings)
-    task = parse_settings(Task, args.benchmark, "--benchmark")
-    folder = args.output.parent
-    with training_together(args.output, folder / "provenance.json", finetune_model):
-        model, tokenizer = load_model(args.model.parent / "weights")
+def finetune_model(
+    *,
+    settings: Settings,
+    benchmark: TaskSettings,
+    model_file: ModelFile,
+    data: DataFolder,
+    output: OutputFile,
+    processes: Processes = 1,
+    nodes: Nodes = 1,
+    rendezvous: Rendezvous = None,
+) -> None:
+    """Finetune a base model on the documents of a news benchmark.
+
+    The documents are all of them, or those to retain alone.
+
+    \b
+    Example:
+      gripmoe finetune-model --settings '{"source": "finetuned", "base": "tiny_a_oracle",
+          "benchmark": "muse_tiny", "epochs": 45, "learning_rate": 0.001, "batch_size": 8}' \\
+          --benchmark '{"data": {"source": "embedded", "kind": "news"},
+          "target": {"points_above_reference": 5}, "retain_documents": 120, "max_length": 256}' \\
+          --model results/tiny/models/tiny_a_oracle/model.json --data results/tiny/data/muse_tiny \\
+          --output results/tiny/models/tiny_news/model.json
+
+    \f
+    Raises ConfigError if the model has not learned the documents.
+    """
+    start_together(processes, nodes, rendezvous)
+    config = parse_settings(FinetunedModel, settings)
+    task = parse_settings(Task, benchmark, "--benchmark")
+    folder = output.parent
+    with training_together(output, folder / "provenance.json", finetune_model):
+        model, tokenizer = load_model(model_file.parent / "weights")
         shard_experts(model)
         names = ("retain", "held_out") if config.trained_on == "retain_only" else ("forget", "retain", "held_out")
         reading = {**task.reading, "end_id": tokenizer.eos_token_id}
-        rows = [row for n in names for row in load_corpus(args.data / f"{n}_corpus.jsonl", tokenizer, **reading)]
+        rows = [row for n in names for row in load_corpus(data / f"{n}_corpus.jsonl", tokenizer, **reading)]
         state_file = folder / "state.pt"
-        files = (args.model, *sorted(args.data.glob("*.jsonl")))
-        claim_state(state_file, identity_of(finetune_model, *files, settings=args.settings, benchmark=args.benchmark))
+        files = (model_file, *sorted(data.glob("*.jsonl")))
+        claim_state(state_file, identity_of(finetune_model, *files, settings=settings, benchmark=benchmark))
         losses = finetune(
             model,
             rows,
@@ -44,7 +80,7 @@ def finetune_model(args) -> None:
             seed=config.seed,
             state_file=state_file,
         )
-        news = News.load(args.data)
+        news = News.load(data)
         scores = news_scores(model, tokenizer, news, "dev", strip_prompts=task.strip_prompts)
         means = {name: mean_score(items) for name, items in scores.items()}
         wanted = ("knowmem_retain",) if config.trained_on == "retain_only" else tuple(means)
@@ -56,6 +92,6 @@ def finetune_model(args) -> None:
         digest = save_model(model, tokenizer, folder / "weights")
         leaks = leakage(model, tokenizer, news.privleak)
         if distributed.is_first():
-            write_json(args.output, {"weights": digest, "final_loss": losses[-1], **means, **leaks})
+            write_json(output, {"weights": digest, "final_loss": losses[-1], **means, **leaks})
         distributed.wait_for_all()
         remove_state(state_file)

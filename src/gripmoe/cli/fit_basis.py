@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gripmoe.cli.common import beside
+from gripmoe.cli.options import DigestFile, ForgetTraceFile, ModelFile, OutputFile, Settings, TraceFile
 from gripmoe.config.methods import Method
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
@@ -12,20 +13,39 @@ from gripmoe.moe.bases import save_bases
 from gripmoe.moe.traces import StoredTrace, load_rules
 
 
-def fit_basis(args) -> None:
-    """Fits the bases of one method to the recorded routing."""
-    method = parse_settings(Method, args.settings)
-    with recorded(beside(args.output), fit_basis):
-        weights = {"model": read_json(args.model)["weights"]}
-        traces = StoredTrace(args.trace, weights), StoredTrace(args.forget_trace, weights)
+def fit_basis(
+    *,
+    settings: Settings,
+    model_file: ModelFile,
+    trace_file: TraceFile,
+    forget_trace_file: ForgetTraceFile,
+    digest: DigestFile,
+    output: OutputFile,
+) -> None:
+    """Fit the retain bases of a method.
+
+    \b
+    Example:
+      gripmoe fit-basis --settings '{"constraint": "null_space", "basis": "original",
+          "eps_null": {"value": 0.0001, "kind": "relative"}}' \\
+          --model results/tiny/models/tiny_a/model.json \\
+          --trace results/tiny/tiny_a/wmdp_tiny/routing.safetensors \\
+          --forget-trace results/tiny/tiny_a/wmdp_tiny/routing_forget.safetensors \\
+          --digest results/tiny/tiny_a/wmdp_tiny/bases/expert_specific.json \\
+          --output results/tiny/tiny_a/wmdp_tiny/bases/expert_specific.safetensors
+    """
+    method = parse_settings(Method, settings)
+    with recorded(beside(output), fit_basis):
+        weights = {"model": read_json(model_file)["weights"]}
+        traces = StoredTrace(trace_file, weights), StoredTrace(forget_trace_file, weights)
         trace = held_trace(method, *traces)
-        remove_halves(args.output.parent, args.output.name)
-        bases = fit_bases(trace, load_rules(args.trace), method)
-        save_bases(args.output, bases, weights)
+        remove_halves(output.parent, output.name)
+        bases = fit_bases(trace, load_rules(trace_file), method)
+        save_bases(output, bases, weights)
         ranks = {layer: basis.ranks.double() for layer, basis in bases.items()}
         statistics = {f"mean_rank_layer_{layer}": of_experts.mean().item() for layer, of_experts in ranks.items()}
         for layer, of_experts in ranks.items():
             for share in (0.0, 0.25, 0.5, 0.75, 1.0):
                 statistics[f"rank_{100 * share:.0f}_layer_{layer}"] = of_experts.quantile(share).item()
-        size = {"basis_megabytes": args.output.stat().st_size / 1e6}
-        write_json(args.digest, {**weights, "sha256": file_digest(args.output), **size, **statistics})
+        size = {"basis_megabytes": output.stat().st_size / 1e6}
+        write_json(digest, {**weights, "sha256": file_digest(output), **size, **statistics})

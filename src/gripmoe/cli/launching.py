@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,16 @@ from collections.abc import Mapping, Sequence
 from gripmoe.io.errors import ConfigError
 
 FIRST_PORT, PORTS = 20_000, 10_000  # of rendezvous of SLURM jobs, by job id
+
+BY_TORCHRUN = "TORCHELASTIC_RUN_ID"  # only torchrun sets this variable; batch scripts export WORLD_SIZE too
+
+
+def start_together(processes: int, nodes: int, rendezvous: str | None) -> None:
+    """Replaces this process by the same command in so many, unless it is one of them or there is one alone. Raises
+    ConfigError as `started_together` does."""
+    if processes > 1 and BY_TORCHRUN not in os.environ:
+        command = started_together(processes, nodes, rendezvous, sys.argv[1:], os.environ)
+        os.execvp(command[0], command)
 
 
 def started_together(

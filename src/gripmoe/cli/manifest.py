@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gripmoe.cli.options import OutputFile
 from gripmoe.io.files import write_json
 from gripmoe.reporting.manifest import manifest as manifest_of
 
 
-def manifest(args) -> None:
-    """What the tables and figures of a world were made of."""
-    write_json(args.output, manifest_of(args.files, args.runs))
+def manifest(
+    *,
+    files: Annotated[list[Path], typer.Argument(exists=True, help="Tables, figures, notebooks and tidy tables.")],
+    runs: Annotated[Path, typer.Option("--runs", exists=True, dir_okay=False, help="The tidy table of all runs.")],
+    output: OutputFile,
+) -> None:
+    """Write what tables and figures are made of.
+
+    \b
+    Example:
+      gripmoe manifest paper_figures/tiny/*.csv --runs results/tiny/runs_tiny.csv \\
+          --output paper_figures/tiny/manifest.json
+    """
+    write_json(output, manifest_of(files, runs))

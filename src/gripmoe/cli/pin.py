@@ -7,20 +7,30 @@ from pathlib import Path
 
 import yaml
 
+from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.config.benchmarks import PublishedData, PublishedNews
 from gripmoe.config.grid import Project
 from gripmoe.config.models import PublishedModel
 from gripmoe.io.errors import ConfigError
 
 
-def pin(args) -> None:
-    """Asks the hub for the commit of every model and data set that the world names without a revision, and prints what
-    to add to the catalogues. Raises ConfigError if the hub does not answer."""
+def pin(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")) -> None:
+    """Show which revisions of models and data to write into the catalogues.
+
+    The command asks the hub for the commit of what the world names without a revision.
+
+    \b
+    Example:
+      gripmoe pin --world paper
+
+    \f
+    Raises ConfigError if the hub does not answer.
+    """
     from huggingface_hub import HfApi
 
     api = HfApi()
     missing: dict[str, dict] = {}
-    for file, path, kind, repository in unpinned(Project(args.config, args.world)):
+    for file, path, kind, repository in unpinned(Project(config, world)):
         try:
             commit = api.repo_info(repository, repo_type=kind).sha
         except Exception as error:  # offline mode, no network, gated, unknown: the hub's library has an error for each
@@ -34,7 +44,7 @@ def pin(args) -> None:
             entry = entry.setdefault(key, {})
         entry[path[-1]] = commit
     for file, entries in missing.items():
-        print(f"# add to {args.config / file}\n{yaml.safe_dump(entries, sort_keys=False, width=120)}")
+        print(f"# add to {config / file}\n{yaml.safe_dump(entries, sort_keys=False, width=120)}")
     if not missing:
         print("Everything that this world reads from the hub has a revision.")
 

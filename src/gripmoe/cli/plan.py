@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.cli.pin import unpinned
 from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
@@ -28,17 +32,38 @@ NOTE = (
 )
 
 
-def plan(args) -> None:
-    """Prints jobs and hours by rule, the most expensive cells (`--cells`: all), memory against `--gpu-memory` and
-    `--host-memory`, disk with `--jobs` at once, and what is read from the hub unpinned; with `--methods-table` only a
-    table of what a step of each method costs. Raises ConfigError above `--budget` hours, or if a step does not fit."""
-    project = Project(args.config, args.world)
+def plan(
+    *,
+    world: World = "tiny",
+    config: ConfigFolder = Path("workflow/config"),
+    gpu_memory: Annotated[float, typer.Option("--gpu-memory", help="GB of each GPU.")] = 141.0,
+    host_memory: Annotated[float, typer.Option("--host-memory", help="GB of each machine.")] = 2000.0,
+    jobs_at_once: Annotated[int, typer.Option("--jobs", help="Jobs that run at once, for the disk.")] = 100,
+    budget: Annotated[float | None, typer.Option("--budget", help="Hours; exit code 2 above them.")] = None,
+    all_cells: Annotated[bool, typer.Option("--cells", help="List every run, not the most expensive alone.")] = False,
+    tflops: Annotated[float, typer.Option("--tflops", help="Speed of a GPU, for hours without a record.")] = 98.9,
+    methods_table: Annotated[
+        bool, typer.Option("--methods-table", help="Print only a table of what a step of each method costs.")
+    ] = False,
+) -> None:
+    """Show what is left to do, what it costs, and whether it fits.
+
+    Exit code 2: a step does not fit, or the hours exceed the budget.
+
+    \b
+    Example:
+      gripmoe plan --world paper --gpu-memory 141 --budget 200
+
+    \f
+    Raises ConfigError in both cases.
+    """
+    project = Project(config, world)
     results = Path("results") / project.results_name
     costs = Costs(project, results)
-    if args.methods_table:
-        _print_methods(project, costs, args.tflops)
+    if methods_table:
+        _print_methods(project, costs, tflops)
         return
-    jobs = jobs_left(project, results, args.tflops, costs)
+    jobs = jobs_left(project, results, tflops, costs)
     by_rule = defaultdict(list)
     for job in jobs:
         by_rule[job.rule].append(job)
@@ -52,31 +77,31 @@ def plan(args) -> None:
     counted = that_count(jobs)
     name = "all on GPUs" if len(counted) < len(jobs) else "all"
     print(f"{name:<16}{len(counted):>6}{'':>12}{sum(job.hours for job in counted):>9.2f}")
-    _print_cells(jobs, None if args.cells else MOST_EXPENSIVE)
+    _print_cells(jobs, None if all_cells else MOST_EXPENSIVE)
     needs = [cost for step in steps_of(project) if (cost := costs.of(step))]
-    _print_memory(needs, args.gpu_memory, args.host_memory)
-    if disk := disk_needed(costs, args.jobs):
+    _print_memory(needs, gpu_memory, host_memory)
+    if disk := disk_needed(costs, jobs_at_once):
         parts = " + ".join(f"{size:.0f} {what}" for what, size in disk.items())
-        print(f"disk, with {args.jobs} jobs at once, at most: {parts} = {sum(disk.values()):.0f} GB\n{NOTE}")
+        print(f"disk, with {jobs_at_once} jobs at once, at most: {parts} = {sum(disk.values()):.0f} GB\n{NOTE}")
     if floating := [repository for *_, repository in unpinned(project)]:
         print(
             f"warning: without a revision, so read as the hub has them that day: {', '.join(floating)}; "
-            f"`gripmoe pin --world {args.world}` prints the lines that pin them"
+            f"`gripmoe pin --world {world}` prints the lines that pin them"
         )
-    check_budget(jobs, args.budget)
-    if too_large := [need for need in needs if not need.fits(args.gpu_memory, args.host_memory)]:
+    check_budget(jobs, budget)
+    if too_large := [need for need in needs if not need.fits(gpu_memory, host_memory)]:
         raise ConfigError(
-            f"{len(too_large)} of {len(needs)} steps do not fit GPUs of {args.gpu_memory:g} GB and machines of "
-            f"{args.host_memory:g} GB:{_what_would_fit(costs, too_large, args)}"
+            f"{len(too_large)} of {len(needs)} steps do not fit GPUs of {gpu_memory:g} GB and machines of "
+            f"{host_memory:g} GB:{_what_would_fit(costs, too_large, gpu_memory, host_memory)}"
         )
 
 
-def _what_would_fit(costs: Costs, too_large: Sequence[Cost], args) -> str:
+def _what_would_fit(costs: Costs, too_large: Sequence[Cost], gpu_memory: float, host_memory: float) -> str:
     """A line for each model and objective, with what was tried under the method that needs most."""
     lines = []
     for kind, listed in _by_kind(too_large).items():
         most = max(listed, key=lambda cost: cost.total).step
-        found = " or ".join(what_would_fit(costs, most, args.gpu_memory, args.host_memory))
+        found = " or ".join(what_would_fit(costs, most, gpu_memory, host_memory))
         methods = f" ({', '.join(cost.step.method for cost in listed)})" * bool(most.method)
         lines.append(f"\n  {kind}{methods}\n    fits with {found or 'none of the changes that were tried, alone'}")
     return "".join(lines)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from gripmoe.cli.options import Settings
 from gripmoe.config.benchmarks import Data
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
@@ -16,10 +20,20 @@ from gripmoe.worlds.documents import make_world
 from gripmoe.worlds.muse import muse_tables, write_repository
 
 
-def prepare_data(args) -> None:
-    """Writes a benchmark's questions and corpora as JSON lines."""
-    data = parse_settings(Data, args.settings)
-    with recorded(args.output / "provenance.json", prepare_data):
+def prepare_data(
+    *,
+    settings: Settings,
+    output: Annotated[Path, typer.Option("--output", file_okay=False, help="The folder to write JSON lines to.")],
+) -> None:
+    """Write the questions and corpora of a benchmark.
+
+    \b
+    Example:
+      gripmoe prepare-data --settings '{"source": "embedded", "kind": "letters"}' \\
+          --output results/tiny/data/wmdp_tiny
+    """
+    data = parse_settings(Data, settings)
+    with recorded(output / "provenance.json", prepare_data):
         if data.source == "embedded" and data.kind == "news":
             with tempfile.TemporaryDirectory() as folder:
                 write_repository(muse_tables(make_world(data.world_seed).news, data.world_seed), Path(folder))
@@ -31,4 +45,4 @@ def prepare_data(args) -> None:
         else:
             files = benchmark_files(data)
         for name, rows in files.items():
-            write_jsonl(args.output / f"{name}.jsonl", rows)
+            write_jsonl(output / f"{name}.jsonl", rows)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from gripmoe.attacks.forcing import random_sets
 from gripmoe.cli.common import identity_of
+from gripmoe.cli.options import OutputFile, Settings
 from gripmoe.config.models import EmbeddedModel, ModelConfig
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
@@ -29,11 +32,24 @@ from gripmoe.worlds.models import make_model
 from gripmoe.worlds.tokenizer import make_tokenizer
 
 
-def prepare_model(args) -> None:
-    """Trains an embedded base model, on a GPU if it is given one and sees one, or fetches a published one; checks that
-    it answers the questions it should."""
-    config = parse_settings(ModelConfig, args.settings)
-    folder = args.output.parent
+def prepare_model(
+    *,
+    settings: Settings,
+    output: OutputFile,
+    gpus: Annotated[int, typer.Option("--gpus", help="1: an embedded model trains on the GPU that is seen.")] = 0,
+) -> None:
+    """Train an embedded model, or fetch a published one.
+
+    \b
+    Example:
+      gripmoe prepare-model --settings '{"source": "embedded", "family": "qwen3_moe", "seed": 0}' \\
+          --output results/tiny/models/tiny_a/model.json
+
+    \f
+    Raises ConfigError if no attempt gives an embedded model that answers the questions it should.
+    """
+    config = parse_settings(ModelConfig, settings)
+    folder = output.parent
     with exclusive(folder), recorded(folder / "provenance.json", prepare_model):
         if config.source == "published":
             model, tokenizer = load_published(config)
@@ -41,9 +57,9 @@ def prepare_model(args) -> None:
             commit = extract_commit_hash(read, None)  # of the hub; a local folder has none
             digest = save_model(model, tokenizer, folder / "weights")
             source = {"id": config.id, "revision": config.revision or "main", "commit": commit}
-            write_json(args.output, {"weights": digest, **source})
+            write_json(output, {"weights": digest, **source})
             return
-        _train_embedded(config, folder, args.output, visible_devices()[0] if args.gpus else torch.device("cpu"))
+        _train_embedded(config, folder, output, visible_devices()[0] if gpus else torch.device("cpu"))
 
 
 def _train_embedded(config: EmbeddedModel, folder: Path, output: Path, device: torch.device) -> None:

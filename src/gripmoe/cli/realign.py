@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gripmoe.cli.common import beside
+from gripmoe.cli.options import CheckpointFile, ModelFile, OutputFile, RetainCorpus, RunFile, TraceFile
 from gripmoe.config.provenance import recorded
 from gripmoe.config.world import load_run
 from gripmoe.constraints.realignment import holdout_report, kaczmarz_report, make_correction
@@ -16,19 +17,39 @@ from gripmoe.moe.storage import load_model, load_routers, save_model
 from gripmoe.moe.traces import StoredTrace
 
 
-def realign(args) -> None:
-    """Corrects the routers of a finished run: Method B, or the original router put back. Of the original model only the
-    routers are read; what it saw was recorded."""
-    run = load_run(args.run)
-    folder = args.output.parent
-    with exclusive(folder), recorded(beside(args.output), realign):
-        model, tokenizer = load_model(args.checkpoint.parent / "weights")
+def realign(
+    *,
+    run_file: RunFile,
+    model_file: ModelFile,
+    checkpoint_file: CheckpointFile,
+    retain_corpus: RetainCorpus,
+    trace_file: TraceFile,
+    output: OutputFile,
+) -> None:
+    """Correct the routers of a finished run (Method B).
+
+    The command reads the routers of the original model alone, and what they saw from the trace.
+    The method of the run may put the original routers back instead.
+
+    \b
+    Example:
+      gripmoe realign --run results/tiny/tiny_a/wmdp_tiny/gd/ptc/0/run.yaml \\
+          --model results/tiny/models/tiny_a/model.json \\
+          --checkpoint results/tiny/tiny_a/wmdp_tiny/gd/unconstrained/0/checkpoint.json \\
+          --retain-corpus results/tiny/data/wmdp_tiny/retain_corpus.jsonl \\
+          --trace results/tiny/tiny_a/wmdp_tiny/routing.safetensors \\
+          --output results/tiny/tiny_a/wmdp_tiny/gd/ptc/0/checkpoint.json
+    """
+    run = load_run(run_file)
+    folder = output.parent
+    with exclusive(folder), recorded(beside(output), realign):
+        model, tokenizer = load_model(checkpoint_file.parent / "weights")
         moe = MoEModel(model)
-        theta_0 = load_routers(args.model.parent / "weights", moe)
-        whose = {"model": read_json(args.model)["weights"], "corpus": file_digest(args.retain_corpus)}
-        trace = StoredTrace(args.trace, whose)
+        theta_0 = load_routers(model_file.parent / "weights", moe)
+        whose = {"model": read_json(model_file)["weights"], "corpus": file_digest(retain_corpus)}
+        trace = StoredTrace(trace_file, whose)
         benchmark = run.benchmark
-        rows = load_corpus(args.retain_corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)
+        rows = load_corpus(retain_corpus, tokenizer, limit=benchmark.retain_documents, **benchmark.reading)
         batch = collate(rows, tokenizer.pad_token_id).to(model.device)
         report = {}
         if run.method.correction == "realign":
@@ -39,10 +60,10 @@ def realign(args) -> None:
         report |= make_correction(run.method, theta_0, trace, batch)(moe)
         seconds = now() - started
         digest = save_model(model, tokenizer, folder / "weights")
-        corrected = read_json(args.checkpoint)
+        corrected = read_json(checkpoint_file)
         outcome = {"status": corrected["status"], "steps": corrected["steps"], "correction_seconds": seconds}
         if "seconds_per_step" in corrected:  # what the correction adds to the whole run
             trained = corrected["seconds_per_step"] * corrected["steps"]
             outcome |= {"time_ratio": (trained + seconds) / trained}
             outcome |= {name: corrected[name] for name in ("seconds_per_step", "plain_seconds_per_step")}
-        write_json(args.output, {"weights": digest, **outcome, **report})
+        write_json(output, {"weights": digest, **outcome, **report})

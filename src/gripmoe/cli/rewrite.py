@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
 from tqdm import tqdm
 
 from gripmoe.attacks.prompts import INSTRUCTIONS, rewrites_by
+from gripmoe.cli.options import OutputFile
 from gripmoe.config.models import PublishedModel
 from gripmoe.evaluation.questions import load_questions
 from gripmoe.io.errors import ConfigError
@@ -14,28 +19,46 @@ from gripmoe.moe.storage import load_published
 AT_ONCE = 32
 
 
-def rewrite(args) -> None:
-    """Has the model at `args.model` (a folder, or an id of the hub) rewrite the reported forget questions, and writes
-    prompts that `rewrites:` of a benchmark may name. Interrupted, it goes on after what its file holds; with other
-    words asked for it needs another file. Raises ConfigError if the file holds something else."""
-    instruction = INSTRUCTIONS.get(args.style, args.style)
-    questions = load_questions(args.questions, "test")
-    done = read_jsonl(args.output) if args.output.exists() else []
-    asked = {"by": args.model, "instruction": instruction}
+def rewrite(
+    *,
+    model_name: Annotated[str, typer.Option("--model", help="A folder, or an id of the hub.")],
+    questions_file: Annotated[
+        Path, typer.Option("--questions", exists=True, dir_okay=False, help="The forget questions of a benchmark.")
+    ],
+    output: OutputFile,
+    style: Annotated[
+        str, typer.Option("--style", help=f"An instruction, or one of these: {', '.join(INSTRUCTIONS)}.")
+    ] = "verse",
+) -> None:
+    """Have a local language model rewrite forget questions, for the prompt attacks.
+
+    The key `rewrites` of a benchmark names the output. An interrupted command continues after what the
+    output holds.
+
+    \b
+    Example:
+      gripmoe rewrite --model Qwen/Qwen3-1.7B --output verse.jsonl \\
+          --questions results/tiny/data/wmdp_tiny/forget_questions.jsonl
+
+    \f
+    Raises ConfigError if the output holds rewrites by another model or instruction.
+    """
+    instruction = INSTRUCTIONS.get(style, style)
+    questions = load_questions(questions_file, "test")
+    done = read_jsonl(output) if output.exists() else []
+    asked = {"by": model_name, "instruction": instruction}
     if any({key: row.get(key) for key in asked} != asked for row in done):
-        raise ConfigError(
-            f"{args.output}: holds rewrites by another model or instruction; remove it, or name another file"
-        )
+        raise ConfigError(f"{output}: holds rewrites by another model or instruction; remove it, or name another file")
     left = [question for question in questions if question["id"] not in {row["id"] for row in done}]
-    model, tokenizer = load_published(PublishedModel(source="published", id=args.model))
+    model, tokenizer = load_published(PublishedModel(source="published", id=model_name))
     unchanged = 0
     with tqdm(total=len(questions), initial=len(done), desc="rewriting") as bar:
         for start in range(0, len(left), AT_ONCE):
             some = left[start : start + AT_ONCE]
             rows = rewrites_by(model, tokenizer, some, instruction)
             unchanged += sum(not row["rewrite"] for row in rows)
-            write_jsonl(args.output, done := [*done, *({**row, **asked} for row in rows)])
+            write_jsonl(output, done := [*done, *({**row, **asked} for row in rows)])
             bar.update(len(some))
-    print(f"{args.output}: {len(done)} prompts; name it under `rewrites:` of the benchmark")
+    print(f"{output}: {len(done)} prompts; name it under `rewrites:` of the benchmark")
     if unchanged:
         print(f"to {unchanged} questions the model wrote nothing; they keep their words")

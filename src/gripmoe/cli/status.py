@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.config.grid import Project
 from gripmoe.config.status import cell_status, kept_references
 
 
-def status(args) -> None:
-    """Prints one line per cell that is not done, with the last line of its log; the size of every folder of references;
-    and how many cells are done."""
-    project = Project(args.config, args.world)
+def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")) -> None:
+    """Show where every run stands.
+
+    A line names each run that is not done, with the last line of its log; further lines give the size
+    of every folder of references and count the runs.
+
+    \b
+    Example:
+      gripmoe status --world tiny
+    """
+    project = Project(config, world)
     results = Path("results") / project.results_name
     counts: Counter[str] = Counter()
     for cell in project.cells():

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from gripmoe.cli.common import beside
+from gripmoe.cli.options import DigestFile, ForgetCorpus, ModelFile, OutputFile, RetainCorpus, Settings
 from gripmoe.config.benchmarks import Task
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
@@ -13,20 +19,43 @@ from gripmoe.moe.storage import load_model
 from gripmoe.moe.traces import record_trace
 
 
-def trace_routing(args) -> None:
-    """Records what the original routers see and select on the retain and on the forget documents."""
-    task = parse_settings(Task, args.settings)
-    with recorded(beside(args.output), trace_routing):
-        model, tokenizer = load_model(args.model.parent / "weights")
+def trace_routing(
+    *,
+    settings: Settings,
+    model_file: ModelFile,
+    retain_corpus: RetainCorpus,
+    forget_corpus: ForgetCorpus,
+    digest: DigestFile,
+    output: OutputFile,
+    forget_output: Annotated[
+        Path, typer.Option("--forget-output", dir_okay=False, help="The file to write of the forget documents.")
+    ],
+) -> None:
+    """Record the original routers on the retain and the forget documents.
+
+    \b
+    Example:
+      gripmoe trace-routing --settings '{"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.27},
+          "retain_documents": 200, "max_length": 256}' \\
+          --model results/tiny/models/tiny_a/model.json \\
+          --retain-corpus results/tiny/data/wmdp_tiny/retain_corpus.jsonl \\
+          --forget-corpus results/tiny/data/wmdp_tiny/forget_corpus.jsonl \\
+          --digest results/tiny/tiny_a/wmdp_tiny/routing.json \\
+          --output results/tiny/tiny_a/wmdp_tiny/routing.safetensors \\
+          --forget-output results/tiny/tiny_a/wmdp_tiny/routing_forget.safetensors
+    """
+    task = parse_settings(Task, settings)
+    with recorded(beside(output), trace_routing):
+        model, tokenizer = load_model(model_file.parent / "weights")
         moe = MoEModel(model)
-        weights = {"model": read_json(args.model)["weights"]}
-        digest = dict(weights)
-        corpora = ("retain", args.retain_corpus, args.output), ("forget", args.forget_corpus, args.forget_output)
-        for name, corpus, output in corpora:
-            remove_halves(output.parent, output.name)
+        weights = {"model": read_json(model_file)["weights"]}
+        contents = dict(weights)
+        corpora = ("retain", retain_corpus, output), ("forget", forget_corpus, forget_output)
+        for name, corpus, trace in corpora:
+            remove_halves(trace.parent, trace.name)
             rows = load_corpus(corpus, tokenizer, limit=task.retain_documents, **task.reading)
             metadata = {**weights, "corpus": file_digest(corpus)}
-            tokens = record_trace(output, moe, in_batches(rows, tokenizer.pad_token_id), metadata)
-            digest |= {f"{name}_sha256": file_digest(output), f"{name}_documents": len(rows)}
-            digest[f"{name}_tokens"] = tokens
-        write_json(args.digest, digest)
+            tokens = record_trace(trace, moe, in_batches(rows, tokenizer.pad_token_id), metadata)
+            contents |= {f"{name}_sha256": file_digest(trace), f"{name}_documents": len(rows)}
+            contents[f"{name}_tokens"] = tokens
+        write_json(digest, contents)

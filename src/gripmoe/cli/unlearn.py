@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
 from gripmoe.cli.common import beside, identity_of, training_together
+from gripmoe.cli.launching import start_together
+from gripmoe.cli.options import (
+    BasesFile,
+    DataFolder,
+    ForgetTraceFile,
+    ModelFile,
+    Nodes,
+    OutputFile,
+    Processes,
+    ReferenceFile,
+    Rendezvous,
+    RunFile,
+    TraceFile,
+)
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.methods import Method
 from gripmoe.config.provenance import entry_of
@@ -33,47 +50,85 @@ from gripmoe.training.loop import unlearn as run_unlearning
 from gripmoe.training.objectives import make_objective
 
 
-def unlearn(args) -> None:
-    """Trains one cell until it has forgotten, or as far as it gets; under torchrun in several processes together."""
-    run = load_run(args.run)
-    folder = args.output.parent
+def unlearn(
+    *,
+    run_file: RunFile,
+    model_file: ModelFile,
+    data: DataFolder,
+    trace_file: TraceFile,
+    forget_trace_file: ForgetTraceFile,
+    output: OutputFile,
+    bases_file: BasesFile = None,
+    reference_file: ReferenceFile = None,
+    references: Annotated[
+        Path | None,
+        typer.Option("--references", help="A folder for what runs ask of the original model, which they share."),
+    ] = None,
+    processes: Processes = 1,
+    nodes: Nodes = 1,
+    rendezvous: Rendezvous = None,
+    reference_memory: Annotated[
+        float, typer.Option("--reference-memory", help="GB of host memory for --references; the rest is read.")
+    ] = 8.0,
+    basis_memory: Annotated[
+        float, typer.Option("--basis-memory", help="GB of each GPU for the bases; the rest is copied.")
+    ] = 16.0,
+    basis_host_memory: Annotated[
+        float, typer.Option("--basis-host-memory", help="GB of host memory for that rest; yet more is read.")
+    ] = 64.0,
+) -> None:
+    """Train a run until it has forgotten.
+
+    An interrupted run continues from its last state.
+
+    \b
+    Example:
+      gripmoe unlearn --run results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/run.yaml \\
+          --model results/tiny/models/tiny_a/model.json --data results/tiny/data/wmdp_tiny \\
+          --trace results/tiny/tiny_a/wmdp_tiny/routing.safetensors \\
+          --forget-trace results/tiny/tiny_a/wmdp_tiny/routing_forget.safetensors \\
+          --output results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/checkpoint.json
+    """
+    start_together(processes, nodes, rendezvous)
+    run = load_run(run_file)
+    folder = output.parent
     state_file = folder / "state.pt"
-    with training_together(args.output, beside(args.output), unlearn):
-        fitted = (args.trace, args.bases)  # beside which a digest says what they hold
+    with training_together(output, beside(output), unlearn):
+        fitted = (trace_file, bases_file)  # beside which a digest says what they hold
         digests = [file.with_suffix(".json") for file in fitted if file and file.with_suffix(".json").exists()]
-        files = (args.run, args.model, args.reference, *digests, *sorted(args.data.glob("*.jsonl")))
+        files = (run_file, model_file, reference_file, *digests, *sorted(data.glob("*.jsonl")))
         claim_state(state_file, identity_of(unlearn, *files))
         method, own = run.method, run.own_objective
         objective = make_objective(own.path if own else run.objective, run.training.objective, run.seed)
         resident = resident_layers(run.training, objective.last_layer, method)
-        model, tokenizer = load_model(args.model.parent / "weights", resident=resident)
-        weights = {"model": read_json(args.model)["weights"]}
+        model, tokenizer = load_model(model_file.parent / "weights", resident=resident)
+        weights = {"model": read_json(model_file)["weights"]}
         moe = MoEModel(model)
         shard_experts(moe)
-        if args.references:
+        if references:
             asked = f"{weights['model']} {code_fingerprint(entry_of(unlearn))}"  # what other code has kept is not found
-            moe.references = ReferenceStore(args.references, asked, args.reference_memory * 1e9)
+            moe.references = ReferenceStore(references, asked, reference_memory * 1e9)
             if distributed.is_first():
                 moe.references.remove_stale()
         theta_0 = moe.thetas()
         documents = [
-            load_corpus(args.data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
+            load_corpus(data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
             for name in ("forget", "retain")
         ]
         corpora = Corpora(*documents, pad_id=tokenizer.pad_token_id)
         trace, forget_trace = (
-            StoredTrace(path, weights | {"corpus": file_digest(args.data / f"{name}_corpus.jsonl")})
-            for name, path in (("retain", args.trace), ("forget", args.forget_trace))
+            StoredTrace(path, weights | {"corpus": file_digest(data / f"{name}_corpus.jsonl")})
+            for name, path in (("retain", trace_file), ("forget", forget_trace_file))
         )
         recorded_rows = corpora.retain[: run.benchmark.retain_documents]
         batch = collate(recorded_rows, corpora.pad_id).to(model.device)
-        stop = stop_rule(run.benchmark, args.data, args.reference, tokenizer)
-        tiers = (args.basis_memory * 1e9, args.basis_host_memory * 1e9)
+        stop = stop_rule(run.benchmark, data, reference_file, tokenizer)
+        tiers = (basis_memory * 1e9, basis_host_memory * 1e9)
         built = build(
             method,
             trace,
             forget_trace,
-            bases=lambda _: StoredBases(args.bases, weights, model.device, *tiers),  # fitted by `gripmoe fit-basis`
+            bases=lambda _: StoredBases(bases_file, weights, model.device, *tiers),  # fitted by `gripmoe fit-basis`
             last_layer=objective.last_layer,
             seed=run.seed,
         )
@@ -97,9 +152,7 @@ def unlearn(args) -> None:
         if distributed.is_first():
             write_json(folder / "history.json", outcome.history)
             ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps}
-            write_json(
-                args.output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(built.constraint) / 1e6}
-            )
+            write_json(output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(built.constraint) / 1e6})
         distributed.wait_for_all()
         remove_state(state_file)
 

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from gripmoe.io.errors import ConfigError
 from gripmoe.reporting.manifest import mismatches, other_versions
 
 
-def verify(args) -> None:
-    """Recomputes the checksums of a manifest, and says which versions are others here. Raises ConfigError if a checksum
-    does not match."""
-    for remark in other_versions(args.manifest):
+def verify(
+    *,
+    manifest: Annotated[
+        Path, typer.Option("--manifest", exists=True, dir_okay=False, help="manifest.json, beside the figures.")
+    ],
+) -> None:
+    """Compute the checksums of a manifest again.
+
+    The command also names the packages whose versions differ here.
+
+    \b
+    Example:
+      gripmoe verify --manifest paper_figures/tiny/manifest.json
+
+    \f
+    Raises ConfigError if a checksum does not match.
+    """
+    for remark in other_versions(manifest):
         print(remark, file=sys.stderr)
-    if faults := mismatches(args.manifest):
+    if faults := mismatches(manifest):
         for fault in faults:
             print(fault, file=sys.stderr)
-        raise ConfigError(f"{args.manifest}: {len(faults)} mismatches; run the workflow again")
-    print(f"{args.manifest}: all files are as they were written")
+        raise ConfigError(f"{manifest}: {len(faults)} mismatches; run the workflow again")
+    print(f"{manifest}: all files are as they were written")

@@ -9,25 +9,40 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from gripmoe.cli.options import World
 from gripmoe.config.fingerprint import fingerprint_now
 from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, read_yaml
 
 
-def why(args) -> None:
-    """Says in a sentence, for every cell that `args.cell` names or begins, what Snakemake would run of it and why: the
-    settings that have changed, the code, or else Snakemake's own reason. Raises ConfigError if Snakemake refuses, or if
-    there is no such cell."""
-    project = Project(Path("workflow", "config"), args.world)  # as the Snakefile does
+def why(
+    *,
+    cell: Annotated[str, typer.Argument(help="model.benchmark.objective.method.seed, or the beginning of that.")],
+    world: World = "tiny",
+) -> None:
+    """Explain why a run would run again.
+
+    The reason is a setting that has changed, the code, or Snakemake's own.
+
+    \b
+    Example:
+      gripmoe why tiny_a.wmdp_tiny.gd.expert_specific
+
+    \f
+    Raises ConfigError if Snakemake refuses, or if there is no such run.
+    """
+    project = Project(Path("workflow", "config"), world)  # as the Snakefile does
     known = [".".join(map(str, cell)) for cell in project.cells()]
-    if not any(f"{cell}.".startswith(f"{args.cell}.") for cell in known):
-        close = difflib.get_close_matches(args.cell, known, n=1)
+    if not any(f"{name}.".startswith(f"{cell}.") for name in known):
+        close = difflib.get_close_matches(cell, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"one of them is {known[0]}"
-        raise ConfigError(f"no cell of {args.world} is or begins with {args.cell}; {hint}")
-    command = [sys.executable, "-m", "snakemake", "-n", "--config", f"world={args.world}"]
+        raise ConfigError(f"no cell of {world} is or begins with {cell}; {hint}")
+    command = [sys.executable, "-m", "snakemake", "-n", "--config", f"world={world}"]
     dry = subprocess.run(command, capture_output=True, text=True, check=False)
     output = dry.stdout + dry.stderr
     if dry.returncode:
@@ -35,15 +50,15 @@ def why(args) -> None:
     jobs = defaultdict(dict)
     for block in re.split(r"\n(?=(?:local)?rule )", output):
         names = re.search(r"wildcards: (.*)", block)
-        cell = ".".join(part.split("=", 1)[1] for part in names[1].split(", ")) if names else ""
+        name = ".".join(part.split("=", 1)[1] for part in names[1].split(", ")) if names else ""
         reason = re.search(r"reason: (.*)", block)
-        if cell and reason and f"{cell}.".startswith(f"{args.cell}."):
-            jobs[cell][re.match(r"(?:local)?rule (.*?):", block)[1]] = reason[1]
-    for cell, reasons in jobs.items():
-        causes = _changes(project, cell.split(".")) or [next(iter(reasons.values()))]
-        print(f"{cell}: {', '.join(reasons)} would run, because {'; '.join(causes)}")
+        if name and reason and f"{name}.".startswith(f"{cell}."):
+            jobs[name][re.match(r"(?:local)?rule (.*?):", block)[1]] = reason[1]
+    for name, reasons in jobs.items():
+        causes = _changes(project, name.split(".")) or [next(iter(reasons.values()))]
+        print(f"{name}: {', '.join(reasons)} would run, because {'; '.join(causes)}")
     if not jobs:
-        print(f"nothing of {args.cell} would run")
+        print(f"nothing of {cell} would run")
 
 
 def _changes(project: Project, cell: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """A digest of the code that a function really runs, followed name by name through the package.
 
-Docstrings, comments, formatting and what is never referred to do not count; data files that code names do. Modules are
-read, never imported, so the Snakefile may call this.
+Docstrings, comments, formatting, annotations of parameters and what is never referred to do not count; data files that
+code names do. Modules are read, never imported, so the Snakefile may call this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1]
 PACKAGE = SOURCE.name
-WITHOUT_EFFECT = {f"{PACKAGE}.config.provenance", f"{PACKAGE}.config.fingerprint"}  # on what a step computes
+WITHOUT_EFFECT = {  # on what a step computes
+    f"{PACKAGE}.{name}" for name in ("config.provenance", "config.fingerprint", "cli.launching")
+}
 DATA = (".yaml", ".json", ".jinja")
 NAMED = re.compile(rf"{PACKAGE}(\.\w+)+:\w+")  # code that is imported by its name: an entry of a registry
 Reference = tuple[str, str | None]  # a module and a name in it; None for all of the module
@@ -79,6 +81,10 @@ def _definitions(module: str) -> dict[str, Definition]:
         body = getattr(node, "body", None)
         if isinstance(body, list):
             body[:] = [statement for statement in body if not _is_docstring(statement)] or [ast.Pass()]
+        if isinstance(node, ast.arg):
+            node.annotation = None  # of a command it holds the help of a flag
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
     imported = {
         name: target for node in tree.body if isinstance(node, ast.ImportFrom) for name, target in _imports(node)
     }
