@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -232,9 +231,8 @@ def test_an_objective_and_a_method_of_a_folder_train(prepared, tmp_path, monkeyp
         run = project.run("tiny_a", "wmdp_tiny", objective, "weaker", 7)
         run = run.model_copy(update={"benchmark": prepared[1].task})
         write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
-        where = dict(run=folder / "run.yaml", model=root / "model" / "model.json", output=folder / "checkpoint.json")
-        where |= dict(reference=None, references=None, reference_memory=0.0, basis_memory=1.0, basis_host_memory=0.0)
-        unlearn(Namespace(**where, **files, data=root / "data", bases=None))
+        where = dict(run_file=folder / "run.yaml", model_file=root / "model" / "model.json", data=root / "data")
+        unlearn(**where, **files, output=folder / "checkpoint.json")
         assert read_json(folder / "checkpoint.json")["steps"] == 2
         rows[objective] = read_json(folder / "history.json")[-1]
     assert rows["mine"]["seed"] == 7 and "seed" not in rows["gd"]
