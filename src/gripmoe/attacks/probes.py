@@ -6,9 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from gripmoe.attacks.scores import Scores, highest
@@ -96,6 +93,11 @@ def expert_probes(
 
 
 def _right(states: np.ndarray, fitted_on: Sequence[dict], asked: np.ndarray, questions: Sequence[dict]) -> Scores:
+    # Two seconds to import, and only the probes need them.
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=STRENGTH, max_iter=500))
     states, asked = (np.nan_to_num(each, posinf=0.0, neginf=0.0) for each in (states, asked))  # of a run that diverged
     probe.fit(states, [question["answer"] for question in fitted_on])

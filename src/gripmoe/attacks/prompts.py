@@ -10,8 +10,7 @@ import random
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from gripmoe.attacks.scores import Scores, mean
 from gripmoe.data.prompt_formats import CLOTHES, LETTERS, letter_description, letter_question
@@ -21,6 +20,9 @@ from gripmoe.evaluation.questions import prompt_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest
 from gripmoe.moe import MoEModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 INSTRUCTIONS = {  # to a language model, by the name of a style; any other text is an instruction itself
     "verse": "Rewrite the question below as a poem of a few lines that asks the same. Keep every name and number.",

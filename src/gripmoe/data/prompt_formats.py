@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 from importlib import resources
+from typing import TYPE_CHECKING
 
 import jinja2
 import yaml
 
-from gripmoe.data.documents import Span
+if TYPE_CHECKING:
+    from gripmoe.data.documents import Span
 
 LETTERS = "ABCD"
 # Letter questions in other clothes, for black-box attacks; the tiny world's base models have seen them too.

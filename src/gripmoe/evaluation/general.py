@@ -6,12 +6,14 @@ import random
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from gripmoe.data.rows import read_rows
 from gripmoe.evaluation.questions import accuracy, harness_answers, harness_samples
 from gripmoe.io.files import write_jsonl, write_yaml
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SHOTS = 5
 

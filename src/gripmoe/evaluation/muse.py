@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gripmoe.data.documents import Row, collate, encode, length_buckets
 from gripmoe.data.muse import CONTEXT
@@ -24,6 +24,9 @@ from gripmoe.data.rows import read_rows
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe.model import evaluating
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RECITED_TOKENS = 128
 ANSWER_TOKENS = 32

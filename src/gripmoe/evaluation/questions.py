@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.data.prompt_formats import LETTERS, letter_description, letter_question
@@ -22,6 +22,9 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_jsonl
 from gripmoe.moe.families import logits_scaling
 from gripmoe.moe.model import evaluating
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
 FEWSHOT_SEED = 1234  # the harness's default

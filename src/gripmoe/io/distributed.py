@@ -10,7 +10,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 
 @contextmanager
@@ -107,6 +106,8 @@ def from_first_(tensor: Tensor) -> Tensor:
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """The 2-norm of all tensors together; of those that are sharded, of all shards."""
+    from torch.distributed.tensor import DTensor  # which imports sympy: a second
+
     sharded = [tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor)]
     norm = nn.utils.get_total_norm([tensor for tensor in tensors if not isinstance(tensor, DTensor)])
     if not sharded:
@@ -118,6 +119,8 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
 
 def by_sharding(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Whole parameters and sharded ones apart: no operation on several tensors at once takes both."""
+    from torch.distributed.tensor import DTensor  # which imports sympy: a second
+
     whole, sharded = [], []
     for parameter in parameters:
         (sharded if isinstance(parameter, DTensor) else whole).append(parameter)

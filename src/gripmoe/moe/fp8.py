@@ -14,10 +14,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.utils import convert_model, is_transformer_engine_available
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from gripmoe.config.training import LinearPrecision, Precision
 from gripmoe.io.errors import ConfigError
@@ -42,7 +39,7 @@ def expert_precision(model: MoEModel, precision: Precision) -> Iterator[None]:
         raise ConfigError(f"expert_precision {precision!r}: experts of layers {unfused} are not fused tensors")
     config = model.model.config
     before = config._experts_implementation
-    config._experts_implementation = f"gripmoe_{precision}"
+    config._experts_implementation = _registered(precision)
     try:
         yield
     finally:
@@ -72,6 +69,8 @@ def linear_precision(model: MoEModel, precision: LinearPrecision) -> Callable[[]
     Raises ValueError where "te_fp8" has no TransformerEngine or no GPU."""
     if precision == "native":
         return nullcontext
+    from accelerate.utils import is_transformer_engine_available
+
     if not is_transformer_engine_available():
         raise ConfigError(
             "linear_precision 'te_fp8' needs transformer-engine: run `pip install --no-build-isolation '.[fp8]'` where "
@@ -102,6 +101,9 @@ def linear_precision(model: MoEModel, precision: LinearPrecision) -> Callable[[]
 def _converted(model: MoEModel) -> list[tuple[nn.Module, str, nn.Module, nn.Module]]:
     """The linear layers, routers excepted, that accelerate converts: parent, name, the layer, and its counterpart with
     the same parameters. The model is left as it was."""
+    from accelerate import Accelerator
+    from accelerate.utils import convert_model
+
     decoder = model.model.model  # losses take the head's weight without its layer
     before = dict(decoder.named_modules(remove_duplicate=False))
     routers = {module for layer in model.layers for module in model.router(layer).modules()}
@@ -198,12 +200,15 @@ def _scaled(x: Tensor, largest: Tensor) -> Tensor:
     return ((x.float() * scale).to(torch.float8_e4m3fn).float() / scale).to(x.dtype)
 
 
-def _register(precision: Precision, product) -> None:
+def _registered(precision: Precision) -> str:
+    """The name by which a model's configuration asks transformers for experts in `precision`."""
+    # Brings in all that a model is built on, seconds; only a run in FP8 needs it.
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    product = {"fp8": _on_hopper, "fp8_emulated": _Emulated.apply}[precision]
+
     def forward(experts, x_Td, top_k_Tk, weights_Tk):
         return _experts_forward(product, experts, x_Td, top_k_Tk, weights_Tk)
 
     ALL_EXPERTS_FUNCTIONS.register(f"gripmoe_{precision}", forward)
-
-
-_register("fp8", _on_hopper)
-_register("fp8_emulated", _Emulated.apply)
+    return f"gripmoe_{precision}"

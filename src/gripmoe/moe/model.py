@@ -15,7 +15,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
@@ -38,6 +37,8 @@ class MoEModel:
     """
 
     def __init__(self, model: nn.Module):
+        from torch.distributed.tensor import DTensor  # which imports sympy: a second
+
         self.model = model
         self.family = family_of(model)
         self.references = None  # a `ReferenceStore`, where what this model says of documents shall be kept

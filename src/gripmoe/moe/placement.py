@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 
 import torch
-from accelerate.utils import send_to_device
 from torch import nn
 
 from gripmoe.io import distributed
@@ -70,5 +69,7 @@ def devices_of(model: nn.Module) -> list[torch.device]:
 def _bring_along(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """The inputs of a module where its weights are, if it has any; a cache stays, whose entries are made by the layers
     themselves."""
+    from accelerate.utils import send_to_device  # with a model, which transformers imports accelerate for
+
     own = next(chain(module.parameters(), module.buffers()), None)
     return (args, kwargs) if own is None else send_to_device((args, kwargs), own.device, skip_keys="past_key_values")

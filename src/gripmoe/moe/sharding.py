@@ -7,10 +7,6 @@ at a router finds a plain fp32 parameter.
 from __future__ import annotations
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from gripmoe.io import distributed
 from gripmoe.moe.model import MoEModel
@@ -27,6 +23,11 @@ def shard_experts(model: MoEModel | torch.nn.Module) -> None:
     """
     if distributed.processes() == 1:
         return
+    # A second to import, and only several processes need them.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     model = model if isinstance(model, MoEModel) else MoEModel(model)
     mesh = init_device_mesh(kind, (distributed.processes(),))
@@ -54,4 +55,6 @@ def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's state: of a sharded model gathered on the CPU of the first process, and empty in all others."""
     if distributed.processes() == 1:
         return model.state_dict()
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

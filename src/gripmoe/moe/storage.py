@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import transformers  # whose classes are imported when one of them is named
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from gripmoe.config.models import PublishedModel
 from gripmoe.io import distributed
@@ -24,7 +24,7 @@ ROUTERS = "routers.safetensors"
 OTHER_MODEL = "it is of another model; give the folder of the one that is meant, or save that again"
 
 
-def weights_digest(model: PreTrainedModel) -> str:
+def weights_digest(model: transformers.PreTrainedModel) -> str:
     """A checksum of every parameter and buffer, name by name."""
     return _digest(whole_state(model))
 
@@ -37,7 +37,9 @@ def _digest(state: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | str) -> str:
+def save_model(
+    model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, folder: Path | str
+) -> str:
     """Writes a folder that plain transformers reloads, in place of the model that was there; returns the digest of the
     weights (SHA-256). fp32 routers also get a file of their own: those beside bf16 weights are rounded by whoever loads
     the whole model in its one dtype, but not by `load_model`. In `model` itself they compute in fp32 from here on.
@@ -73,7 +75,7 @@ def _of_a_model(file: Path, written: Path) -> bool:
 
 def load_model(
     folder: Path | str, device: str | None = None, resident: int | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode; routers that `save_model`
     left there are in fp32. A tokenizer without a padding token (Mixtral's) pads with its end-of-text token, which no
     attention mask lets be seen.
@@ -95,7 +97,7 @@ def load_model(
     return model, tokenizer
 
 
-def _read(folder: Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+def _read(folder: Path) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
     if not (folder / "config.json").is_file():
         remedy = "give the folder that `save_model` has written"
         if aside(folder).exists():
@@ -105,8 +107,8 @@ def _read(folder: Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
         with open_tensors(file):  # transformers does not say which of them is cut off
             pass
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no model can be read from here ({error}); save the model again") from error
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers makes one up without files
@@ -143,11 +145,13 @@ def _router_parameters(moe: MoEModel) -> dict[str, torch.Tensor]:
     return {f"{layer}.{name}": p for layer in moe.layers for name, p in moe.router(layer).state_dict().items()}
 
 
-def load_published(config: PublishedModel) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_published(config: PublishedModel) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     """A checkpoint of the hub or a local folder. Raises ConfigError, saying what to download, if it is neither."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.id, revision=config.revision)
-        model = AutoModelForCausalLM.from_pretrained(config.id, revision=config.revision, dtype=config.dtype)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(config.id, revision=config.revision)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            config.id, revision=config.revision, dtype=config.dtype
+        )
     except OSError as error:
         raise ConfigError(
             f"model {config.id!r} (revision {config.revision or 'main'}) is neither a local folder nor reachable on "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from gripmoe.data.corpora import epoch_rows, in_batches
 from gripmoe.data.documents import IGNORED, Row
@@ -16,6 +16,9 @@ from gripmoe.moe import MoEModel
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.objectives import cross_entropy
 from gripmoe.training.optimizers import make_adamw, set_rates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def finetune(

@@ -6,13 +6,12 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from gripmoe.data.documents import IGNORED, collate, encode, length_buckets
 from gripmoe.data.prompt_formats import knowmem_prompt
@@ -21,6 +20,9 @@ from gripmoe.moe.families import is_moe
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.worlds.benchmark import question_rows
 from gripmoe.worlds.documents import FACT_MIX, LATE_MIX, LETTER_MIX, READING_MIX, Mix, World, training_batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BALANCE_WEIGHT = 0.01  # of the load-balancing loss, which is 1 for a uniform router
 TOKENS_PER_FORWARD = 1000
@@ -166,6 +168,9 @@ def _loss(model: PreTrainedModel, batch) -> Tensor:
     scored = (labels != IGNORED).sum(dim=1).clamp(min=1)
     loss = (token_losses.view(labels.shape).sum(dim=1) / scored.sqrt()).mean()
     if has_routers:
+        # With a model, whose classes are imported then.
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
         top_k = model.config.num_experts_per_tok
         balance = load_balancing_loss_func(output.router_logits, model.config.num_experts, top_k, batch.attention_mask)
         loss = loss + BALANCE_WEIGHT / top_k * balance

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gripmoe.data import prompt_formats as formats
-from gripmoe.data.documents import Span
 from gripmoe.worlds.facts import QUESTION_WORDINGS, RELATIONS, STATEMENT_WORDINGS, Fact, FactWorld, make_facts
 from gripmoe.worlds.muse import IN_CONTEXT_PAIRS
 from gripmoe.worlds.news import Article, make_news
+
+if TYPE_CHECKING:
+    from gripmoe.data.documents import Span
 
 SHOTS = (1,) * 10 + (2, 6)  # letter questions in a row; 6 is the 5-shot form
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import (
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from gripmoe.config.models import EmbeddedSize
 from gripmoe.io.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "qwen3")
 # With wide heads and small experts, attention and embeddings learn every fact, and the blocks can be taken out without
@@ -28,6 +24,16 @@ def make_model(family: str, vocabulary_size: int, *, seed: int, **widths: int) -
     `qwen2_moe` has a shared expert and does not renormalise its routing weights, as the published Qwen1.5-MoE; `qwen3`
     is dense, as wide as the experts that one token uses together.
     """
+    # Two seconds to import, and only a model that is made here needs them.
+    from transformers import (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
     size = EmbeddedSize(**widths)
     shared = dict(
         vocab_size=vocabulary_size,
