@@ -8,6 +8,7 @@ from conftest import small_model
 from gripmoe.cli import prepare_model as prepare
 from gripmoe.config.models import EmbeddedModel
 from gripmoe.io.files import read_json
+from gripmoe.training import base_model
 from pretended_devices import FIRST, HOST, PretendedDevices, device_of
 
 SETTINGS = {
@@ -29,14 +30,14 @@ def train(folder, gpus=0, **settings):
 
 
 def test_the_next_seed_follows_one_that_failed_and_is_not_tried_again(tmp_path, monkeypatch):
-    measured = prepare._base_scores
+    measured = base_model.base_scores
     seen = []
 
     def fails_first(*args):
         seen.append(args)
         return ({"forget_accuracy": 0.1}, "it knows nothing") if len(seen) == 1 else measured(*args)
 
-    monkeypatch.setattr(prepare, "_base_scores", fails_first)
+    monkeypatch.setattr(base_model, "base_scores", fails_first)
     assert train(tmp_path)["seed"] == 1007
     assert read_json(tmp_path / "failed_7.json")["fault"] == "it knows nothing"
     (tmp_path / "model.json").unlink()
@@ -47,13 +48,13 @@ def test_the_next_seed_follows_one_that_failed_and_is_not_tried_again(tmp_path, 
 @pytest.mark.parametrize(("gpus", "where"), [(0, HOST), (1, FIRST)])
 def test_a_base_model_trains_on_a_gpu_only_if_it_is_given_one(gpus, where, tmp_path, monkeypatch):
     """What mixed the GPU with host memory would raise; the model is the same."""
-    expected, train_base, seen = train(tmp_path / "cpu"), prepare.train_base, []
+    expected, train_base, seen = train(tmp_path / "cpu"), base_model.train_base, []
 
     def trained(model, *args, **settings):
         seen.append({device_of(parameter) for parameter in model.parameters()})
         return train_base(model, *args, **settings)
 
-    monkeypatch.setattr(prepare, "train_base", trained)
+    monkeypatch.setattr(base_model, "train_base", trained)
     monkeypatch.setattr(prepare, "visible_devices", lambda: [FIRST])
     with PretendedDevices():
         assert train(tmp_path / "gpu", gpus) == expected
@@ -72,13 +73,13 @@ def test_a_base_model_trains_on_a_gpu_only_if_it_is_given_one(gpus, where, tmp_p
 def test_what_makes_a_base_model_unfit(answered, fault, monkeypatch):
     """Scores of forget and retain questions: whole, with silenced blocks, under random experts."""
     scores = iter(answered)
-    monkeypatch.setattr(prepare, "direct_answers", lambda *arguments: None)
-    monkeypatch.setattr(prepare, "accuracy", lambda answers: next(scores))
+    monkeypatch.setattr(base_model, "direct_answers", lambda *arguments: None)
+    monkeypatch.setattr(base_model, "accuracy", lambda answers: next(scores))
     config = EmbeddedModel(source="embedded", family="qwen3_moe", seed=0)
-    assert prepare._base_scores(small_model(), None, config)[1] == fault
+    assert base_model.base_scores(small_model(), None, config)[1] == fault
     oracle = config.model_copy(update={"trained_on": "retain_only"})
     scores = iter((0.25, *answered[1:], 0.3, 0.3, 0.3, 0.3))
-    told = prepare._base_scores(small_model(), None, oracle)[1]
+    told = base_model.base_scores(small_model(), None, oracle)[1]
     assert told == (None if fault and "forget questions, below" in fault else fault), "an oracle need not know them"
 
 

@@ -18,6 +18,7 @@ from gripmoe.evaluation.questions import Answer, prompt_of
 from gripmoe.geometry.routing import jaccard
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
+from gripmoe.moe.random_routing import random_sets
 from gripmoe.moe.recording import routed_tokens
 
 AnswerAll = Callable[[MoEModel, Sequence[dict]], list[Answer]]
@@ -134,19 +135,6 @@ def generation_forcing(
         for name, items in found.items()
     }
     return Found({name: mean(list(items.values())) for name, items in by_id.items()}, by_id)
-
-
-def random_sets(model: MoEModel, seed: int) -> Callable[..., Routes]:
-    """Uniformly random distinct experts for every token: what forcing does whichever sets it forces."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def routes(input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
-        shape = (input_ids.numel(), model.num_experts)
-        return {
-            layer: torch.rand(shape, generator=generator).topk(model.top_k, dim=-1).indices for layer in model.layers
-        }
-
-    return routes
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from gripmoe.cli.common import beside, identity_of, training_together
@@ -25,9 +24,7 @@ from gripmoe.cli.options import (
     TraceFile,
 )
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.methods import Method
 from gripmoe.config.provenance import entry_of
-from gripmoe.config.training import Training
 from gripmoe.config.world import load_run
 from gripmoe.constraints.build import build
 from gripmoe.constraints.original import ReferenceStore
@@ -36,7 +33,6 @@ from gripmoe.data.corpora import Corpora, load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.stop_rule import stop_rule
 from gripmoe.io import distributed
-from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, read_json, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.bases import StoredBases
@@ -45,7 +41,7 @@ from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.moe.traces import StoredTrace
 from gripmoe.training.checkpoint import claim_state, remove_state
-from gripmoe.training.loop import Outcome
+from gripmoe.training.loop import held_bytes, resident_layers
 from gripmoe.training.loop import unlearn as run_unlearning
 from gripmoe.training.objectives import make_objective
 
@@ -152,45 +148,6 @@ def unlearn(
         if distributed.is_first():
             write_json(folder / "history.json", outcome.history)
             ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps}
-            write_json(output, {**ended, **costs(outcome), "constraint_megabytes": held_bytes(built.constraint) / 1e6})
+            write_json(output, {**ended, **outcome.costs, "constraint_megabytes": held_bytes(built.constraint) / 1e6})
         distributed.wait_for_all()
         remove_state(state_file)
-
-
-def resident_layers(training: Training, last_layer: int | None, method: Method) -> int | None:
-    """How many decoder layers stay on the GPU while the others, which only checks run, lie in host memory; None where
-    all stay. A constraint that looks at training passes runs them all."""
-    if training.idle_layers == "resident" or last_layer is None:
-        return None
-    if distributed.processes() > 1:
-        raise ConfigError("`idle_layers: host` needs one process: layers that are shared cannot leave their GPUs")
-    return None if method.looks_at_passes else last_layer + 1
-
-
-def costs(outcome: Outcome) -> dict[str, float]:
-    """Seconds of a step, of one without the constraint, and their ratio."""
-    if outcome.seconds is None:
-        return {}
-    step, plain = outcome.seconds
-    return {"seconds_per_step": step, "plain_seconds_per_step": plain, "time_ratio": step / plain}
-
-
-def held_bytes(thing: object) -> int:
-    """Bytes of the tensors that an object keeps in memory, in itself and in what it is made of; shared storage counts
-    once."""
-    storages: dict[int, int] = {}
-    waiting, known = [thing], set()
-    while waiting:
-        item = waiting.pop()
-        if id(item) in known:
-            continue
-        known.add(id(item))
-        if isinstance(item, torch.Tensor):
-            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-        elif isinstance(item, dict):
-            waiting += item.values()
-        elif isinstance(item, (list, tuple)):
-            waiting += item
-        elif type(item).__module__.startswith("gripmoe.") and not isinstance(item, MoEModel):
-            waiting += vars(item).values()
-    return sum(storages.values())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from gripmoe.config.methods import Method
 from gripmoe.config.training import Training
 from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.hooks import Diverged, RouterGuard
@@ -47,6 +48,14 @@ class Outcome:
     steps: int
     history: list[dict[str, float]]
     seconds: tuple[float, float] | None
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Seconds of a step, of one without the constraint, and their ratio."""
+        if self.seconds is None:
+            return {}
+        step, plain = self.seconds
+        return {"seconds_per_step": step, "plain_seconds_per_step": plain, "time_ratio": step / plain}
 
 
 def unlearn(
@@ -264,6 +273,37 @@ class _Steps:
         if self.objective.last_layer is None or kind in self.guard.watches:
             return nullcontext()
         return self.model.only_layers(self.objective.last_layer + 1)
+
+
+def resident_layers(training: Training, last_layer: int | None, method: Method) -> int | None:
+    """How many decoder layers stay on the GPU while the others, which only checks run, lie in host memory; None where
+    all stay. A constraint that looks at training passes runs them all."""
+    if training.idle_layers == "resident" or last_layer is None:
+        return None
+    if distributed.processes() > 1:
+        raise ConfigError("`idle_layers: host` needs one process: layers that are shared cannot leave their GPUs")
+    return None if method.looks_at_passes else last_layer + 1
+
+
+def held_bytes(thing: object) -> int:
+    """Bytes of the tensors that an object keeps in memory, in itself and in what it is made of; shared storage counts
+    once."""
+    storages: dict[int, int] = {}
+    waiting, known = [thing], set()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in known:
+            continue
+        known.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, (list, tuple)):
+            waiting += item
+        elif type(item).__module__.startswith("gripmoe.") and not isinstance(item, MoEModel):
+            waiting += vars(item).values()
+    return sum(storages.values())
 
 
 def trained_layers(model: MoEModel, last_layer: int | None, count: int | None) -> list[int]:

@@ -1,0 +1,23 @@
+"""Routing by chance, which shows what the choice of experts is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gripmoe.moe.model import MoEModel, Routes
+
+
+def random_sets(model: MoEModel, seed: int) -> Callable[..., Routes]:
+    """Uniformly random distinct experts for every token: what forcing does whichever sets it forces."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def routes(input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
+        shape = (input_ids.numel(), model.num_experts)
+        return {
+            layer: torch.rand(shape, generator=generator).topk(model.top_k, dim=-1).indices for layer in model.layers
+        }
+
+    return routes
