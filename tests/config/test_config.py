@@ -286,10 +286,11 @@ def test_a_folder_adds_methods_to_those_of_the_package(folder):
 @pytest.fixture
 def own(folder, monkeypatch):
     """A configuration folder with an objective of its own."""
-    (folder.parent / "my_losses.py").write_text("raise RuntimeError('configuration imports nothing')\n")
+    (folder.parent / "folder_losses.py").write_text("raise RuntimeError('configuration imports nothing')\n")
     monkeypatch.syspath_prepend(folder.parent)
     edit(
-        folder / "objectives.yaml", lambda c: c.update(mine={"class": "my_losses:Mine", "settings": ["alpha", "beta"]})
+        folder / "objectives.yaml",
+        lambda c: c.update(mine={"class": "folder_losses:Mine", "settings": ["alpha", "beta"]}),
     )
     edit(folder / "tiny.yaml", lambda c: c["objectives"].append("mine"))
     edit(folder / "tiny.yaml", lambda c: c["objective_training"].update(mine={"objective": {"alpha": 1.0, "beta": 2}}))
@@ -298,9 +299,9 @@ def own(folder, monkeypatch):
 
 def test_a_folder_adds_objectives_whose_files_belong_to_their_runs(own):
     run = Project(own, "tiny").run("tiny_a", "wmdp_tiny", "mine", "frozen_router", 0)
-    assert run.own_objective.path == "my_losses:Mine" and run.training.objective == {"alpha": 1.0, "beta": 2}
+    assert run.own_objective.path == "folder_losses:Mine" and run.training.objective == {"alpha": 1.0, "beta": 2}
     assert Project(own, "tiny").run("tiny_a", "wmdp_tiny", "gd", "frozen_router", 0).own_objective is None
-    (own.parent / "my_losses.py").write_text("# edited\n")
+    (own.parent / "folder_losses.py").write_text("# edited\n")
     edited = Project(own, "tiny").run("tiny_a", "wmdp_tiny", "mine", "frozen_router", 0)
     assert edited != run and edited.own_objective.path == run.own_objective.path
 

@@ -20,7 +20,6 @@ from gripmoe.io.files import (
     write_jsonl,
 )
 from gripmoe.io.locks import exclusive
-from gripmoe.reporting.collect import load_runs
 
 
 def test_failed_write_leaves_the_old_file(tmp_path):
@@ -189,6 +188,6 @@ def test_a_table_comes_back_and_a_missing_one_is_named(tmp_path):
     rows = [{"id": "1", "said": 'a "line"\nand another, caf\xe9'}]
     write_csv(tmp_path / "rows.csv", rows)
     assert read_csv(tmp_path / "rows.csv") == rows
-    for read in (read_csv, file_digest, load_runs):
+    for read in (read_csv, file_digest):
         with pytest.raises(parsing.ConfigError, match="missing.csv: cannot be read .No such file or directory.; "):
             read(tmp_path / "missing.csv")

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from accelerate.utils import convert_model
 from pydantic import ValidationError
 from test_families import make
 from test_loop import TRAINING, corpus
@@ -137,7 +138,7 @@ def test_a_router_that_is_a_linear_layer_is_left_alone(engine):
     name = next(name for name, module in model.named_modules() if module is moe.router(0))
     assert within(moe) and name not in within(moe)
     with torch.no_grad():
-        fp8.convert_model(model.model, _convert_ln=False)
+        convert_model(model.model, _convert_ln=False)
     assert name in converted(moe), "the control"
 
 

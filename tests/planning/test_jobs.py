@@ -24,7 +24,7 @@ def measured(monkeypatch):
         asked.append(question)
         layers, training = question["layers"], question.get("training", {})
         run = layers
-        if question.get("objective") == "rmu":
+        if "layer" in training.get("objective", {}):
             run = training["objective"]["layer"] + 1
         weights = 1e9 * layers / question["processes"]
         gradients = 1e9 * run / question["processes"] if training else 0

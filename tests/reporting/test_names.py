@@ -23,7 +23,7 @@ def test_models_of_one_name_differ_by_their_seed_alone():
 def test_known_methods_come_first_and_sweeps_stay_out():
     listed = ["zeta", "frozen_router", "alpha", "frozen_router", "unconstrained", "unconstrained_eps_1em3"]
     assert names.ordered(listed) == ["unconstrained", "frozen_router", "alpha", "zeta"]
-    assert [names.objective_label(name) for name in ("rmu", "my_loss", "none")] == ["RMU", "MY LOSS", ""]
+    assert [names.objective_label(name) for name in ("rmu", "my_loss", "none")] == ["RMU", "my loss", ""]
 
 
 def test_every_method_has_a_name_and_a_look_of_its_own():

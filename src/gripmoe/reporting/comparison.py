@@ -13,6 +13,7 @@ import pandas as pd
 import yaml
 
 from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.config.training import OBJECTIVES
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS, apart
 from gripmoe.reporting.tables import MISSING, Cell, Table, interval, without_zeros
@@ -127,7 +128,7 @@ def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
     if not spec.get("all_methods") or any("benchmark" in block for block in blocks):
         return blocks
     others = set(runs.objective) - {NO_OBJECTIVE} - {block.get("objective") for block in blocks}
-    of_others = sorted(others)
+    of_others = names.ordered(others, OBJECTIVES)
     return blocks + [{"name": names.objective_label(o), "objective": o, "rows": []} for o in of_others]
 
 

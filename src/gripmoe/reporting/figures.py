@@ -16,6 +16,7 @@ import pandas as pd
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.config.provenance import package_versions
+from gripmoe.config.training import OBJECTIVES
 from gripmoe.io.files import atomic_path, file_digest, read_json
 from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.collect import apart
@@ -108,7 +109,7 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
     data = stability_by_layer(runs)
     floors = {kind: random_floor(group) for kind, group in apart(runs)}
     present = data[["kind", "objective"]].drop_duplicates().itertuples(index=False)
-    order = list(floors), sorted(set(data.objective))
+    order = list(floors), names.ordered(data.objective, OBJECTIVES)
     shown = [p for p in present if p.objective != NO_OBJECTIVE]
     shown.sort(key=lambda p: (order[0].index(p.kind), order[1].index(p.objective)))
     with house_style():
@@ -191,7 +192,7 @@ Panel = tuple[plt.Axes, str, pd.DataFrame]
 def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, list[Panel]]:
     """Panels on common axes: a row per kind of base model, a column per objective, whose name stands above; each with
     its objective and the rows of its kind, `height` inches each."""
-    objectives = sorted(set(table.objective) - {NO_OBJECTIVE})
+    objectives = names.ordered(set(table.objective) - {NO_OBJECTIVE}, OBJECTIVES)
     kinds = apart(table)
     size = PAPER_WIDTH, height * len(kinds)
     figure, grid = plt.subplots(len(kinds), len(objectives), figsize=size, sharex=True, sharey=True, squeeze=False)

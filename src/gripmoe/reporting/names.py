@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from gripmoe.config.training import OBJECTIVES
+
 MODELS = {  # of one name: instances of one kind, that differ by their seed alone
     "tiny_a": "Tiny Qwen3-MoE",
     "tiny_b": "Tiny Qwen3-MoE",
@@ -275,7 +277,8 @@ def method_label(method: str) -> str:
 
 
 def objective_label(objective: str) -> str:
-    return "" if objective == "none" else objective.upper().replace("_", " ")
+    """The abbreviation of an objective of the package, the name of any other; nothing where nothing trains."""
+    return "" if objective == "none" else objective.upper() if objective in OBJECTIVES else objective.replace("_", " ")
 
 
 def model_label(model: str) -> str:

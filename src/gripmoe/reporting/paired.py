@@ -10,6 +10,7 @@ import pandas as pd
 from scipy import stats
 
 from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.config.training import OBJECTIVES
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import apart, beside, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
@@ -83,7 +84,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     columns = [column for metric in metrics for column in (f"Δ {names.metric_label(metric)}", "p")]
     table = Table(columns + ["letter", "shuffled"] * letters, [])
     objectives = [NO_OBJECTIVE] * letters
-    objectives += sorted(set(answers.objective) - {NO_OBJECTIVE})
+    objectives += names.ordered(set(answers.objective) - {NO_OBJECTIVE}, OBJECTIVES)
     for (kind, group), objective in product(apart(answers), objectives):
         entries = []
         of_objective = group[group.objective == objective]
