@@ -14,7 +14,7 @@ from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.config.training import Training
 from gripmoe.constraints.build import build
 from gripmoe.constraints.null_space import fit_bases
-from gripmoe.constraints.original import ReferenceStore
+from gripmoe.constraints.original import OriginalStore
 from gripmoe.data import corpora
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, collate
@@ -95,12 +95,12 @@ def replicated(model) -> torch.Tensor:
     return distributed.gathered(torch.cat(whole)[None])
 
 
-def train(name: str, folder: Path, steps: int = 6, references: Path | None = None, **changes) -> dict:
+def train(name: str, folder: Path, steps: int = 6, original_answers: Path | None = None, **changes) -> dict:
     """The whole model after training, its digest as written, what each process has of the parameters that are not
-    sharded and of the routers, and the last losses. What the original model says is kept in files of `references`, if
+    sharded and of the routers, and the last losses. What the original model says is kept in files of `original_answers`, if
     given."""
     moe = MoEModel(model_of(name))
-    moe.references = ReferenceStore(references, "small", memory=0) if references else None
+    moe.originals = OriginalStore(original_answers, "small", memory=0) if original_answers else None
     sharding.shard_experts(moe)
     forget, retain = documents(0), documents(1)
     method, objective = CASES[name], name if name in OBJECTIVES else "npo"
@@ -158,7 +158,7 @@ def main(folder: Path, *names: str) -> None:
         results = {name: train(name, folder) for name in CASES}
         results["first step"] = {name: first_step(name, folder) for name in FIRST_STEP}
         for time in ("made", "found"):
-            on_disk = train("anchored_tracked", folder / time, references=folder / "references")
+            on_disk = train("anchored_tracked", folder / time, original_answers=folder / "original_answers")
             results[f"references {time}"] = on_disk
         results["finetuned"] = finetuned(folder)
         results["finetuned again"] = finetuned(folder)  # from the state of its second step

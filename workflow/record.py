@@ -119,13 +119,13 @@ def _shown() -> set[str]:
 def measured_only(table: Table) -> Table | None:
     """Without the rows and columns in which nothing was measured, and without groups of a single row, which compare
     nothing; None if no unlearned model is left."""
-    references = {names.METHODS["original"], names.METHODS["retain_only"]}
+    baselines = {names.METHODS["original"], names.METHODS["retrained"]}
     rows = [(block, [row for row in rows if any(c.text != MISSING for c in row[1])]) for block, rows in table.blocks]
     table.blocks = [
-        (block, entries) for block, entries in rows if len(entries) > 1 or {label for label, *_ in entries} & references
+        (block, entries) for block, entries in rows if len(entries) > 1 or {label for label, *_ in entries} & baselines
     ]
     entries = [row for _, entries in table.blocks for row in entries]
-    if all(label in references for label, _, _ in entries):
+    if all(label in baselines for label, _, _ in entries):
         return None
     kept = [i for i in range(len(table.columns)) if any(cells[i].text != MISSING for _, cells, _ in entries)]
     dropped = {name for i, name in enumerate(table.columns) if i not in kept}

@@ -68,8 +68,8 @@ def trial(
         if run.method.has_bases:
             made["bases"], axes_of = folder / "bases.safetensors", run.method.model_dump_json()
             command("fit-basis", **files, settings=axes_of, digest=folder / "bases.json", output=made["bases"])
-        if oracle := project.models[model].oracle:
-            made["reference"] = results / "models" / oracle / "model.json"
+        if retrained := project.models[model].retrained:
+            made["retrained"] = results / "models" / retrained / "model.json"
         data, output = results / "data" / benchmark, folder / "checkpoint.json"
         command("unlearn", **files, **made, run=folder / "run.yaml", data=data, output=output)
     last, outcome = read_json(folder / "history.json")[-1], read_json(folder / "checkpoint.json")

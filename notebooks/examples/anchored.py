@@ -13,13 +13,13 @@ forget, retain = (torch.randint(3, 64, (8, 16), generator=generator) for _ in ra
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 original = MoEModel(model).trace([{"input_ids": retain}])
 
-with gripmoe.constrain(model, optimizer, retain=[{"input_ids": retain}], method="anchored") as guard:
+with gripmoe.constrain(model, optimizer, retain=[{"input_ids": retain}], method="anchored") as handle:
     for _ in range(40):
         optimizer.zero_grad()
         (-model(input_ids=forget, labels=forget).loss).backward()
-        with guard.retain():
+        with handle.retain():
             loss = model(input_ids=retain, labels=retain).loss
-        (loss + guard.penalty()).backward()
+        (loss + handle.penalty()).backward()
         optimizer.step()
 
 kept = mean_stability(routing_stability(original, MoEModel(model).trace([{"input_ids": retain}])))

@@ -13,13 +13,13 @@ forget, retain = (torch.randint(3, 64, (8, 16), generator=generator) for _ in ra
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
 original = MoEModel(model).trace([{"input_ids": retain}])
 
-guard = gripmoe.constrain(model, optimizer, retain=[{"input_ids": retain}])  # 1
+handle = gripmoe.constrain(model, optimizer, retain=[{"input_ids": retain}])  # 1
 for _ in range(5):
     optimizer.zero_grad()
     loss = model(input_ids=retain, labels=retain).loss - model(input_ids=forget, labels=forget).loss
     loss.backward()
     optimizer.step()
-guard.close()  # 2; or use the guard as a context manager
+handle.close()  # 2; or use the handle as a context manager
 
 moe = MoEModel(model)
 now = {layer: route(seen.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, seen in original.items()}

@@ -18,9 +18,9 @@ class Unlearner(Trainer):
     """Gradient difference: down on the retain documents, up on the trainer's own, which are to be forgotten."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        with callback.guard.retain():
+        with callback.handle.retain():
             retain_loss = model(input_ids=retain, labels=retain).loss
-        return retain_loss + callback.guard.penalty() - model(**inputs).loss
+        return retain_loss + callback.handle.penalty() - model(**inputs).loss
 
 
 for method in ("frozen_router", "anchored"):

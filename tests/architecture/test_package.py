@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import gripmoe
-from gripmoe.constraints.hooks import RouterGuard
+from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.realignment import Original
 from gripmoe.geometry.realignment import Realignment
 
@@ -42,8 +42,8 @@ def test_public_names_have_types(name):
     assert {*inspect.signature(function).parameters, "return"} <= hints.keys()
 
 
-PUBLIC = [*(getattr(gripmoe, name) for name in gripmoe.__all__), RouterGuard, Original, Realignment]
-MARKS = [method for name, method in vars(RouterGuard).items() if not name.startswith("_") and callable(method)]
+PUBLIC = [*(getattr(gripmoe, name) for name in gripmoe.__all__), ConstraintHandle, Original, Realignment]
+MARKS = [method for name, method in vars(ConstraintHandle).items() if not name.startswith("_") and callable(method)]
 
 
 def errors_of(thing) -> set[str]:

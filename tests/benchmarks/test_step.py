@@ -13,7 +13,7 @@ import torch
 
 from conftest import METHODS
 from gripmoe.constraints.base import Unconstrained
-from gripmoe.constraints.hooks import RouterGuard
+from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.data.documents import Row, collate
 from gripmoe.library.constrain import constrain
 from gripmoe.moe import MoEModel
@@ -34,7 +34,7 @@ def batches(count: int, rows: int, length: int, seed: int):
 
 
 class Loop:
-    """One side: a copy of the model, its optimizer, and a guard by `method`, if any."""
+    """One side: a copy of the model, its optimizer, and a handle by `method`, if any."""
 
     def __init__(self, plain, method, forget, retain, optimizer="adamw", learning_rate=5e-4, **settings):
         self.model = copy.deepcopy(plain).train()
@@ -44,19 +44,19 @@ class Loop:
         groups = [{"params": rest, "lr": learning_rate}, {"params": routers, "lr": 10 * learning_rate}]
         self.optimizer = make_adamw(optimizer, groups, weight_decay=0.0)
         if method:
-            self.guard = constrain(self.model, self.optimizer, retain, forget=forget, method=method, **settings)
+            self.handle = constrain(self.model, self.optimizer, retain, forget=forget, method=method, **settings)
         else:
-            self.guard = RouterGuard(MoEModel(self.model), self.optimizer, Unconstrained())
+            self.handle = ConstraintHandle(MoEModel(self.model), self.optimizer, Unconstrained())
 
     def step(self, forget, retain) -> float:
         started = time.perf_counter()
         self.optimizer.zero_grad()
-        with self.guard.forget():
+        with self.handle.forget():
             loss = -self.model(**forget.inputs, labels=forget.input_ids).loss
-        (loss + self.guard.penalty()).backward()
-        with self.guard.retain():
+        (loss + self.handle.penalty()).backward()
+        with self.handle.retain():
             loss = self.model(**retain.inputs, labels=retain.input_ids).loss
-        (loss + self.guard.penalty()).backward()
+        (loss + self.handle.penalty()).backward()
         self.optimizer.step()
         return time.perf_counter() - started
 
@@ -92,7 +92,7 @@ def test_what_tracking_adds_to_the_anchor(benchmark):
     compare(benchmark, "anchored_tracked, of an anchored step", tracked, frozen, forget, trained)
 
 
-@pytest.mark.parametrize("references", ["cached", "forward"])
+@pytest.mark.parametrize("original_answers", ["cached", "forward"])
 def test_where_the_anchors_references_come_from(references, benchmark):
     """Kept from before training, or made in every step by a forward pass of the original model, which then stays in
     memory; both against an unconstrained step."""

@@ -45,7 +45,7 @@ READ = {  # what commands ask for; {gone} is missing
     "--retain-corpus": "trace-routing --settings=null --model={there} --retain-corpus={gone} --forget-corpus={there}"
     " --digest={new} --forget-output={new} --output={new}",
     "--bases": "unlearn --run={there} --model={there} --data={folder} --trace={there} --forget-trace={there}"
-    " --bases={gone} --references={new} --output={new}",
+    " --bases={gone} --original-answers={new} --output={new}",
     "--answers": "attack --settings=null --run={there} --benchmark=null --model={there} --checkpoint={there}"
     " --data={folder} --answers={gone} --questions={new} --output={new}",
     "--questions": "rewrite --model=a --questions={gone} --output={new}",

@@ -81,7 +81,7 @@ def prepare(family, world, tokenizer, root, dtype=torch.float32):
 
 
 def run_cell(
-    prepared, method_name, objective, folder, checkpoint=None, references=None, bases_in=(1.0, 0.0), **changes
+    prepared, method_name, objective, folder, checkpoint=None, original_answers=None, bases_in=(1.0, 0.0), **changes
 ):
     """Trains a cell, or corrects that of `checkpoint`; without one the original model."""
     root, benchmark, files = prepared
@@ -104,7 +104,7 @@ def run_cell(
         bases = folder / "bases.safetensors"
         settings, digest = method.model_dump_json(), folder / "bases.json"
         fit_basis(settings=settings, model_file=common["model_file"], digest=digest, output=bases, **files)
-    where = dict(references=references, reference_memory=0.0)
+    where = dict(original_answers=original_answers, original_memory=0.0)
     where |= dict(zip(("basis_memory", "basis_host_memory"), bases_in, strict=True))
     unlearn(**common, **files, **where, data=root / "data", bases_file=bases)
     return read_json(folder / "checkpoint.json")
@@ -254,7 +254,7 @@ def test_references_on_disk_change_no_bit_and_serve_the_next_run(
 ):
     store = tmp_path / "references"
     weights = [
-        run_cell(prepared, method, objective, tmp_path / name, references=where)["weights"]
+        run_cell(prepared, method, objective, tmp_path / name, original_answers=where)["weights"]
         for name, where in (("memory", None), ("first", store), ("second", store))
     ]
     assert weights[0] == weights[1] == weights[2]
@@ -262,7 +262,7 @@ def test_references_on_disk_change_no_bit_and_serve_the_next_run(
     assert len(before) == files
     gc.collect()  # the runs before have ended
     monkeypatch.setattr(commands, "code_fingerprint", lambda entry: "edited since")
-    run_cell(prepared, method, objective, tmp_path / "edited", references=store)
+    run_cell(prepared, method, objective, tmp_path / "edited", original_answers=store)
     after = set(store.glob("*.safetensors"))
     assert len(after) == files and not after & before, "what other code has kept is not taken, and does not stay"
 
@@ -286,7 +286,7 @@ def test_hyperparameters_are_tried_as_cells_are_trained(prepared, tmp_path, meth
     for link, target in there.items():
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(target)
-    (tmp_path / "models" / "tiny_a_oracle").symlink_to(root / "model")
+    (tmp_path / "models" / "tiny_a_retrained").symlink_to(root / "model")
     change = {"learning_rate": 2e-3, "max_steps": 2, "check_every": 2, "checkpoint_every": 2}
     row = tuning_script().trial(project, tmp_path, "tiny_a", "wmdp_tiny", "gd", method, 1000, change, axes)
     assert (row["status"], row["steps"]) == ("not_reached", 2) and 0 <= row["forget_accuracy"] <= 1
@@ -536,12 +536,12 @@ def test_attacks_write_scores_and_no_text(world, tokenizer, tmp_path):
 
 def test_files_of_one_name_are_told_apart(tmp_path):
     """A model and its reference both lie in a model.json."""
-    files = [tmp_path / name / "model.json" for name in ("original", "oracle", "another")]
+    files = [tmp_path / name / "model.json" for name in ("original", "retrained", "another")]
     for file in files:
         write_json(file, {"weights": file.parent.name})
-    original, oracle, another = files
-    assert identity_of(attack, original, oracle) == identity_of(attack, original, oracle)
-    assert identity_of(attack, original, oracle) != identity_of(attack, another, oracle)
+    original, retrained, another = files
+    assert identity_of(attack, original, retrained) == identity_of(attack, original, retrained)
+    assert identity_of(attack, original, retrained) != identity_of(attack, another, retrained)
 
 
 def test_a_cell_is_measured_as_a_benchmark_of_its_own_task_has_it(tmp_path):

@@ -77,10 +77,12 @@ def test_what_makes_a_base_model_unfit(answered, fault, monkeypatch):
     monkeypatch.setattr(base_model, "accuracy", lambda answers: next(scores))
     config = EmbeddedModel(source="embedded", family="qwen3_moe", seed=0)
     assert base_model.base_scores(small_model(), None, config)[1] == fault
-    oracle = config.model_copy(update={"trained_on": "retain_only"})
+    retrained = config.model_copy(update={"trained_on": "retain_only"})
     scores = iter((0.25, *answered[1:], 0.3, 0.3, 0.3, 0.3))
-    told = base_model.base_scores(small_model(), None, oracle)[1]
-    assert told == (None if fault and "forget questions, below" in fault else fault), "an oracle need not know them"
+    told = base_model.base_scores(small_model(), None, retrained)[1]
+    assert told == (None if fault and "forget questions, below" in fault else fault), (
+        "a retrained model need not know them"
+    )
 
 
 def test_when_all_fail_every_fault_is_named(tmp_path):

@@ -77,14 +77,14 @@ def test_news_goes_with_the_models_finetuned_on_it(folder):
     edit(folder / "models.yaml", lambda c: c["tiny_news"].update(benchmark="wmdp_tiny"))
     with pytest.raises(ConfigError, match="tiny_news.benchmark: 'wmdp_tiny' has no articles to finetune on"):
         Project(folder, "both")
-    edit(folder / "models.yaml", lambda c: c["tiny_news"].update(benchmark="muse_tiny", oracle="tiny_a_oracle"))
-    with pytest.raises(ConfigError, match="tiny_news.oracle: 'tiny_a_oracle' is not finetuned on 'muse_tiny'"):
+    edit(folder / "models.yaml", lambda c: c["tiny_news"].update(benchmark="muse_tiny", retrained="tiny_a_retrained"))
+    with pytest.raises(ConfigError, match="tiny_news.retrained: 'tiny_a_retrained' is not finetuned on 'muse_tiny'"):
         Project(folder, "both")
 
 
 def test_a_benchmark_has_the_target_of_its_kind(folder):
     edit(folder / "benchmarks.yaml", lambda c: c["muse_tiny"].update(target={"forget_accuracy": 0.3}))
-    with pytest.raises(ConfigError, match="muse_tiny: `target` of news is given by `points_above_reference`"):
+    with pytest.raises(ConfigError, match="muse_tiny: `target` of news is given by `points_above_retrained`"):
         Project(folder, "tiny")
 
 
@@ -104,7 +104,7 @@ def test_cells_of_the_tiny_world():
     project = Project(CONFIG, "tiny")
     cells = project.cells()
     assert len(cells) == len(set(cells))
-    assert ("tiny_a", "wmdp_tiny", "none", "original", 0) in cells, "reference methods stand once, without objective"
+    assert ("tiny_a", "wmdp_tiny", "none", "original", 0) in cells, "baselines stand once, without objective"
     assert sum(cell[3] == "unconstrained" for cell in cells) == len(project.world.objectives) * len(project.world.seeds)
 
 
@@ -138,7 +138,7 @@ MISTAKES = [
     ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"max_rank": 0}), "odd.max_rank: Input should be greater than 0 (got 0)"),
     ("methods.yaml", lambda c: c.update(odd={}), "methods.yaml: odd: give exactly one of"),
     ("methods.yaml", lambda c: c.update(odd={"corrects": "unconstrained"}), "methods.yaml: odd: `corrects` needs `correction:"),
-    ("models.yaml", lambda c: c["tiny_a"].pop("oracle"), "needs `oracle:` in models.yaml for 'tiny_a'"),
+    ("models.yaml", lambda c: c["tiny_a"].pop("retrained"), "needs `retrained:` in models.yaml for 'tiny_a'"),
     ("models.yaml", lambda c: c["tiny_a"].update(family="gpt2"), "models.yaml: tiny_a.family: Input should be 'qwen3_moe'"),
     ("tiny.yaml", lambda c: c.update(overrides={"router_l2": {"lr": 1}}), "overrides.router_l2.lr: unknown key"),
     ("tiny.yaml", lambda c: c.update(overrides={"gd/ptc": {"learning_rate": 1}}), "overrides.gd/ptc: 'ptc' trains nothing; it corrects what 'unconstrained' has trained"),
@@ -150,11 +150,11 @@ MISTAKES = [
     ("methods.yaml", lambda c: c.update(odd=ROWS["ptc"] | {"training": {"learning_rate": 1}}), "methods.yaml: odd: `training` is for a method that trains"),
     ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"eps_null": {"value": 1, "kind": "energy", "band": {}}}), "odd.eps_null.band: unknown key; valid keys: value, kind, bands"),
     ("models.yaml", lambda c: c["tiny_a"].update(sed=1), "models.yaml: tiny_a.sed: unknown key; valid keys: source, family, seed"),
-    ("models.yaml", lambda c: c["olmoe"].update(parameters={}), "models.yaml: olmoe.parameters: unknown key; valid keys: source, id, revision, config, dtype, oracle"),
+    ("models.yaml", lambda c: c["olmoe"].update(parameters={}), "models.yaml: olmoe.parameters: unknown key; valid keys: source, id, revision, config, dtype, retrained"),
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(sed=1), "wmdp_tiny.data.sed: unknown key; valid keys: source, kind, retain"),
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(source="embeded"), "wmdp_tiny.data.source: one of 'embedded', 'published', 'muse' (got 'embeded')"),
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].pop("source"), "wmdp_tiny.data.source: this key is required"),
-    ("models.yaml", lambda c: c["tiny_a"].update(oracle="tiny_a_orcle"), "models.yaml: tiny_a.oracle: unknown name 'tiny_a_orcle'; did you mean 'tiny_a_oracle'"),
+    ("models.yaml", lambda c: c["tiny_a"].update(retrained="tiny_a_retraind"), "models.yaml: tiny_a.retrained: unknown name 'tiny_a_retraind'; did you mean 'tiny_a_retrained'"),
     ("models.yaml", lambda c: c["tiny_a"].update(size={"hiden_size": 512}), "models.yaml: tiny_a.size.hiden_size: unknown key; valid keys: hidden_size, num_layers"),
     ("models.yaml", lambda c: c["tiny_a"].update(size={"num_experts": 2}), "models.yaml: tiny_a.size: `top_k` 4 exceeds `num_experts` 2"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(layer=4), "objective_training.rmu.objective.layer: tiny_a has layers 0 to 3 (got 4)"),
@@ -171,7 +171,7 @@ WRONG_TARGETS = [
         {"forget_acuracy": 0.3},
         ["forget_accuracy: this key is required", "forget_acuracy: unknown key; valid keys: forget_accuracy"],
     ),
-    ("muse_tiny", {"points_above_reference": -1}, ["points_above_reference: Input should be greater than or equal to"]),
+    ("muse_tiny", {"points_above_retrained": -1}, ["points_above_retrained: Input should be greater than or equal to"]),
 ]
 
 
@@ -332,7 +332,7 @@ WITHOUT_EFFECT = [
     ({"constraint": "anchor", "safety_margin": 0.1}, "safety_margin", "`constraint: null_space`"),
     ({"constraint": "none", "correction": "restore", "form": "paper"}, "form", "null_space` or `correction: realign`"),
     ({"corrects": "unconstrained", "correction": "realign", "replay": True}, "replay", "`constraint`"),
-    ({"reference": "original", "experts": "all"}, "experts", "`constraint`"),
+    ({"baseline": "original", "experts": "all"}, "experts", "`constraint`"),
 ]
 
 
@@ -355,7 +355,7 @@ def test_forgetting_is_of_tracked_bases(folder):
 
 
 def test_every_axis_has_its_words():
-    kinds = {"reference", "constraint", "corrects"}
+    kinds = {"baseline", "constraint", "corrects"}
     assert {key for keys in AXES.values() for key in keys} == Method.model_fields.keys() - kinds
 
 
@@ -381,11 +381,13 @@ def test_overrides_go_from_general_to_particular(folder):
 def test_base_models_train_on_a_gpu_where_the_world_gives_them_one(folder):
     edit(folder / "tiny_muse.yaml", lambda c: c.update(gpus={"tiny_news": 2}))
     large = Project(folder, "tiny_large")
-    assert large.trains_on_gpu("tiny_large") and large.trains_on_gpu("tiny_large_oracle")
+    assert large.trains_on_gpu("tiny_large") and large.trains_on_gpu("tiny_large_retrained")
     assert not Project(folder, "tiny").trains_on_gpu("tiny_a") and not Project(folder, "paper").trains_on_gpu(
         "qwen3_30b_a3b"
     )
-    assert not Project(folder, "tiny_muse").trains_on_gpu("tiny_a_oracle"), "the processes are those of its finetuning"
+    assert not Project(folder, "tiny_muse").trains_on_gpu("tiny_a_retrained"), (
+        "the processes are those of its finetuning"
+    )
     assert large.training("rmu", "anchored", "wmdp_tiny").objective["layer"] < large.models["tiny_large"].layers
 
 

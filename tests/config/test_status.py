@@ -61,12 +61,12 @@ def test_slurm_writes_where_status_looks():
 def test_what_references_take_is_said_by_benchmark(lines, capsys):
     """Of the world's models and benchmarks; nothing where none are kept on disk."""
     for benchmark, size in (("wmdp_tiny", 2_500_000), ("muse_tiny", 1)):
-        file = Path("results/tiny/tiny_a", benchmark, "references", "original_states.safetensors")
+        file = Path("results/tiny/tiny_a", benchmark, "original_answers", "original_states.safetensors")
         file.parent.mkdir(parents=True)
         file.write_bytes(bytes(size))
     assert main(["status", "--world", "tiny", "--config", str(CONFIG)]) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if "references" in line]
-    assert said == ["results/tiny/tiny_a/wmdp_tiny/references: 0.0025 GB"]
+    said = [line for line in capsys.readouterr().out.splitlines() if "original_answers" in line]
+    assert said == ["results/tiny/tiny_a/wmdp_tiny/original_answers: 0.0025 GB"]
 
 
 @pytest.mark.parametrize("cluster", [False, True])

@@ -12,7 +12,7 @@ from gripmoe.constraints.anchor import Anchored, DualWeight
 from gripmoe.constraints.base import FrozenRouter
 from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores, attributed_expert
 from gripmoe.constraints.build import build
-from gripmoe.constraints.hooks import RouterGuard
+from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.geometry.routing import LayerRouting, mean_stability, routing_stability
 from gripmoe.moe import MoEModel
 
@@ -26,13 +26,13 @@ def guarded(constraint, moe, batch):
     """The constraint over an optimizer, started on one document batch."""
     optimizer = torch.optim.AdamW(moe.model.parameters(), lr=3e-3)
     constraint.start(moe, [batch], [batch])
-    return RouterGuard(moe, optimizer, constraint), optimizer
+    return ConstraintHandle(moe, optimizer, constraint), optimizer
 
 
-def penalty_of(guard, batch, kind="retain"):
-    with getattr(guard, kind)():
-        guard.model.model(**batch.inputs)
-    return guard.penalty()
+def penalty_of(handle, batch, kind="retain"):
+    with getattr(handle, kind)():
+        handle.model.model(**batch.inputs)
+    return handle.penalty()
 
 
 def disturb(moe, scale=0.05):
@@ -44,26 +44,26 @@ def disturb(moe, scale=0.05):
 
 
 def test_router_l2_by_hand(moe, batch):
-    guard, _ = guarded(RouterL2(weight=3.0), moe, batch)
-    assert penalty_of(guard, batch).item() == 0
+    handle, _ = guarded(RouterL2(weight=3.0), moe, batch)
+    assert penalty_of(handle, batch).item() == 0
     before = moe.thetas()
     with torch.no_grad():
         moe.theta(0).add_(0.1)
     by_hand = 3.0 * (0.01 * before[0].numel() / before[0].square().sum()).item() / 2
-    penalty = penalty_of(guard, batch)
+    penalty = penalty_of(handle, batch)
     assert penalty.item() == pytest.approx(by_hand, rel=1e-4)
     penalty.backward()
     assert moe.theta(0).grad is not None and moe.expert_parameters(0)[0].grad is None
 
 
 def test_gate_anchor_by_hand(moe, batch):
-    guard, _ = guarded(GateAnchor(1, 5, weight=2.0, alone=False), moe, batch)
-    penalty = penalty_of(guard, batch, "forget").item()
+    handle, _ = guarded(GateAnchor(1, 5, weight=2.0, alone=False), moe, batch)
+    penalty = penalty_of(handle, batch, "forget").item()
     seen = moe.trace([batch])[1]
     gate = seen.scores_NE.softmax(-1)
     gate[:, 5] -= 1
     assert penalty == pytest.approx(2.0 * gate.square().sum(-1).mean().item(), rel=1e-5)
-    assert penalty_of(guard, batch, "retain") == 0, "it looks at forget tokens only"
+    assert penalty_of(handle, batch, "retain") == 0, "it looks at forget tokens only"
 
 
 def test_attribution_finds_the_expert_that_serves_forget_tokens_most():
@@ -79,13 +79,13 @@ def test_attribution_finds_the_expert_that_serves_forget_tokens_most():
 
 
 def test_routing_scores_by_hand_and_their_gradient_reaches_experts(moe, batch):
-    guard, _ = guarded(RoutingScores(weight=2.0), moe, batch)
+    handle, _ = guarded(RoutingScores(weight=2.0), moe, batch)
     before = moe.trace([batch])
-    assert penalty_of(guard, batch).item() == pytest.approx(0, abs=1e-8)
+    assert penalty_of(handle, batch).item() == pytest.approx(0, abs=1e-8)
     disturb(moe)
     after = moe.trace([batch])
     ratios = [(after[l].scores_NE - before[l].scores_NE).square().mean() / before[l].scores_NE.var() for l in before]
-    penalty = penalty_of(guard, batch)
+    penalty = penalty_of(handle, batch)
     assert penalty.item() == pytest.approx(2.0 * (sum(ratios) / 2).item(), rel=1e-3)
     penalty.backward()
     assert moe.expert_parameters(0)[0].grad.norm() > 0, "they move the next router's inputs"
@@ -94,9 +94,9 @@ def test_routing_scores_by_hand_and_their_gradient_reaches_experts(moe, batch):
 @pytest.mark.parametrize("final_only", [False, True])
 def test_anchor_by_hand(moe, batch, final_only):
     constraint = Anchored(0.95, floor=1.0, final_only=final_only)
-    guard, _ = guarded(constraint, moe, batch)
+    handle, _ = guarded(constraint, moe, batch)
     before, hidden_before = moe.trace([batch]), final_hidden(moe, batch)
-    assert penalty_of(guard, batch).item() == pytest.approx(0, abs=1e-6)
+    assert penalty_of(handle, batch).item() == pytest.approx(0, abs=1e-6)
     disturb(moe)
     constraint.weight.value = 3.0
     after, hidden_after = moe.trace([batch]), final_hidden(moe, batch)
@@ -104,7 +104,7 @@ def test_anchor_by_hand(moe, batch, final_only):
     if not final_only:
         moved = {layer: after[layer].x_Nd - seen.x_Nd for layer, seen in before.items()}
         ratio = ratio + sum(moved[layer].square().sum() / seen.x_Nd.square().sum() for layer, seen in before.items())
-    assert penalty_of(guard, batch).item() == pytest.approx(3.0 * 10 / 2 * ratio.item(), rel=1e-3)
+    assert penalty_of(handle, batch).item() == pytest.approx(3.0 * 10 / 2 * ratio.item(), rel=1e-3)
     assert constraint._errors[-1] != pytest.approx(0.05), "routing was not at the wanted stability"
 
 
@@ -123,13 +123,13 @@ def test_anchor_holds_routing_that_a_frozen_router_loses():
     for constraint in (FrozenRouter(), Anchored(0.95, floor=1.0)):
         moe = MoEModel(small_model())
         before = moe.trace([retain])
-        guard, optimizer = guarded(constraint, moe, retain)
+        handle, optimizer = guarded(constraint, moe, retain)
         for _ in range(25):
             optimizer.zero_grad()
             (-moe.model(**forget.inputs, labels=forget.input_ids).loss).backward()
-            with guard.retain():
+            with handle.retain():
                 loss = moe.model(**retain.inputs, labels=retain.input_ids).loss
-            (loss + guard.penalty()).backward()
+            (loss + handle.penalty()).backward()
             optimizer.step()
         stability[type(constraint)] = mean_stability(routing_stability(before, moe.trace([retain])))
     assert stability[Anchored] > stability[FrozenRouter] + 0.1
@@ -149,23 +149,23 @@ def test_a_tracked_router_follows_where_the_anchor_is_weak():
             constraint.weight.value = 1e-6
             return constraint
 
-        guard, optimizer = guarded(anchor(), moe, retain)
+        handle, optimizer = guarded(anchor(), moe, retain)
         for step in range(12):
             if name == "resumed" and step == 6:
-                trained, state, constraint = copy.deepcopy(moe.model.state_dict()), guard.state_dict(), anchor()
-                guard.close()
+                trained, state, constraint = copy.deepcopy(moe.model.state_dict()), handle.state_dict(), anchor()
+                handle.close()
                 moe.model.load_state_dict(small_model().state_dict())
                 constraint.start(moe, [], [retain])
                 moe.model.load_state_dict(trained)
-                guard = RouterGuard(moe, optimizer, constraint)
-                guard.load_state_dict(state)
+                handle = ConstraintHandle(moe, optimizer, constraint)
+                handle.load_state_dict(state)
             optimizer.zero_grad()
             (-moe.model(**forget.inputs, labels=forget.input_ids).loss).backward()
-            with guard.retain():
+            with handle.retain():
                 loss = moe.model(**retain.inputs, labels=retain.input_ids).loss
-            (loss + guard.penalty()).backward()
+            (loss + handle.penalty()).backward()
             optimizer.step()
-        guard.refit(retain)
+        handle.refit(retain)
         ends[name] = mean_stability(routing_stability(before, moe.trace([retain]))), moe.theta(1).detach().clone()
     assert ends["tracked"][0] > ends["frozen"][0] + 0.03, ends
     torch.testing.assert_close(ends["resumed"][1], ends["tracked"][1])
@@ -197,13 +197,13 @@ def test_the_floor_of_the_anchors_weight_keeps_what_is_known():
         constraint.weight.rate = 1.0  # there within a few steps
         constraint.start(moe, [forget], [retain])
         optimizer = torch.optim.AdamW(moe.model.parameters(), lr=1e-2)
-        guard, losses, weights[floor] = RouterGuard(moe, optimizer, constraint), [], []
+        handle, losses, weights[floor] = ConstraintHandle(moe, optimizer, constraint), [], []
         for _ in range(40):
             optimizer.zero_grad()
             (-moe.model(**forget.inputs, labels=forget.input_ids).loss).backward()
-            with guard.retain():
+            with handle.retain():
                 losses.append(moe.model(**retain.inputs, labels=retain.labels).loss.item())
-            guard.penalty().backward()
+            handle.penalty().backward()
             optimizer.step()
             weights[floor].append(constraint.weight.value)
         risen[floor] = losses[-1] / losses[0]
@@ -250,15 +250,15 @@ def test_one_expert_is_of_a_layer_that_the_objective_trains():
 def test_the_weight_follows_once_in_a_step_however_many_passes_it_takes(moe, batch):
     """Two passes of one step count as their mean; one without gradients counts for nothing."""
     constraint = Anchored(0.95, floor=0.01)
-    guard, optimizer = guarded(constraint, moe, batch)
+    handle, optimizer = guarded(constraint, moe, batch)
     disturb(moe)
     before = constraint.weight.value
     for _ in range(2):
-        (moe.model(**batch.inputs).logits.sum() * 0 + penalty_of(guard, batch)).backward()
+        (moe.model(**batch.inputs).logits.sum() * 0 + penalty_of(handle, batch)).backward()
     assert constraint.weight.value == before, "it is asked for with the weight of the step before"
     errors = list(constraint._errors)
     with torch.no_grad():
-        penalty_of(guard, batch)
+        penalty_of(handle, batch)
     assert len(errors) == 2 and constraint._errors == errors and constraint.observed() == {}
     optimizer.step()
     kept = 1 - sum(errors) / 2

@@ -1,4 +1,4 @@
-"""The guard in other people's loops: accumulation, mixed batches, recomputation, accelerate, resuming."""
+"""The handle in other people's loops: accumulation, mixed batches, recomputation, accelerate, resuming."""
 
 import copy
 from contextlib import nullcontext
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gripmoe
 from conftest import METHODS, random_batch, small_model
 from gripmoe.config.methods import Method
-from gripmoe.constraints.hooks import RouterGuard
+from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.null_space import NullSpacePaper
 from gripmoe.data.documents import Row, collate, collate_inputs
 from gripmoe.geometry.nullspace import EpsNull
@@ -34,10 +34,10 @@ def loss_of(model, batch):
     return model(**batch.inputs, labels=batch.input_ids).loss
 
 
-def router_only_stability(reference, model):
+def router_only_stability(trace, model):
     moe = MoEModel(model)
-    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
-    return mean_stability(routing_stability(reference, moved))
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
+    return mean_stability(routing_stability(trace, moved))
 
 
 class Spy(NullSpacePaper):
@@ -55,7 +55,7 @@ class Spy(NullSpacePaper):
 def spied(model, optimizer):
     moe, spy = MoEModel(model), Spy()
     spy.start(moe, [], [])
-    return RouterGuard(moe, optimizer, spy), spy
+    return ConstraintHandle(moe, optimizer, spy), spy
 
 
 def counted(batch):
@@ -65,9 +65,9 @@ def counted(batch):
 def test_accumulated_retain_passes_count_together():
     model = small_model()
     optimizer = adamw(model)
-    guard, spy = spied(model, optimizer)
+    handle, spy = spied(model, optimizer)
     for batch in RETAIN:
-        with guard.retain():
+        with handle.retain():
             loss_of(model, batch).backward()
     optimizer.step()
     assert spy.tokens == [sum(map(counted, RETAIN))] * 2
@@ -76,9 +76,9 @@ def test_accumulated_retain_passes_count_together():
 def test_retain_rows_of_a_combined_batch():
     model = small_model()
     optimizer = adamw(model)
-    guard, spy = spied(model, optimizer)
+    handle, spy = spied(model, optimizer)
     both = collate_inputs([random_batch(rows=3, length=9), RETAIN[0]])
-    with guard.retain(rows=torch.arange(len(both.row_ids)) >= 3):
+    with handle.retain(rows=torch.arange(len(both.row_ids)) >= 3):
         loss_of(model, both).backward()
     optimizer.step()
     assert spy.tokens == [counted(RETAIN[0])] * 2
@@ -89,8 +89,8 @@ def test_recomputation_is_not_a_second_pass():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     optimizer = adamw(model)
-    guard, spy = spied(model, optimizer)
-    with guard.retain():
+    handle, spy = spied(model, optimizer)
+    with handle.retain():
         loss_of(model, RETAIN[0]).backward()
     optimizer.step()
     assert spy.tokens == [counted(RETAIN[0])] * 2
@@ -98,29 +98,29 @@ def test_recomputation_is_not_a_second_pass():
 
 def test_one_mark_is_one_pass():
     model = small_model()
-    guard, _ = spied(model, adamw(model))
+    handle, _ = spied(model, adamw(model))
     with pytest.raises(RuntimeError, match="marks one forward pass, not 2"):
-        with guard.retain():
+        with handle.retain():
             for batch in RETAIN:
                 model(**batch.inputs)
 
 
 def accelerated(constrained):
-    """Two micro-batches a step, by accelerate; only real steps may reach the guard."""
+    """Two micro-batches a step, by accelerate; only real steps may reach the handle."""
     model = small_model()
     optimizer = adamw(model)
-    reference = MoEModel(model).trace(RETAIN)
+    trace = MoEModel(model).trace(RETAIN)
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)
-    guard = gripmoe.constrain(model, optimizer, RETAIN) if constrained else None
+    handle = gripmoe.constrain(model, optimizer, RETAIN) if constrained else None
     for step in range(8):
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, random_batch(seed=step)))
             optimizer.step()
             optimizer.zero_grad()
-    if guard:
-        guard.close()
-    return router_only_stability(reference, accelerator.unwrap_model(model))
+    if handle:
+        handle.close()
+    return router_only_stability(trace, accelerator.unwrap_model(model))
 
 
 def test_accelerate_with_gradient_accumulation():
@@ -135,12 +135,12 @@ def accumulated(method, by_accelerate, marked=2):
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
     if by_accelerate:
         model, optimizer = accelerator.prepare(model, optimizer)
-    guard = gripmoe.constrain(model, optimizer, RETAIN, method=method)
+    handle = gripmoe.constrain(model, optimizer, RETAIN, method=method)
     for number, batch in enumerate(2 * RETAIN):
         with accelerator.accumulate(model) if by_accelerate else nullcontext():
-            with guard.retain() if number % 2 < marked else nullcontext():
+            with handle.retain() if number % 2 < marked else nullcontext():
                 loss = loss_of(model, batch)
-            loss = loss + guard.penalty()
+            loss = loss + handle.penalty()
             if by_accelerate:
                 accelerator.backward(loss)
             else:
@@ -148,7 +148,7 @@ def accumulated(method, by_accelerate, marked=2):
             if by_accelerate or number % 2:
                 optimizer.step()
                 optimizer.zero_grad()
-    guard.close()
+    handle.close()
     return [parameter.detach() for parameter in accelerator.unwrap_model(model).parameters()]
 
 
@@ -169,18 +169,18 @@ def test_a_resumed_loop_is_the_uninterrupted_one():
     for resumed in ("never", "with its state", "without"):
         model = small_model()
         optimizer = adamw(model)
-        guard, spy = spied(model, optimizer)
+        handle, spy = spied(model, optimizer)
         theta_0 = spy._theta_0
         for step in range(6):
             if step == 3 and resumed != "never":
-                state = guard.state_dict()
-                guard.close()
-                guard, spy = spied(model, optimizer)
+                state = handle.state_dict()
+                handle.close()
+                handle, spy = spied(model, optimizer)
                 spy._theta_0 = theta_0
                 if resumed == "with its state":
-                    guard.load_state_dict(state)
+                    handle.load_state_dict(state)
             optimizer.zero_grad()
-            with guard.retain():
+            with handle.retain():
                 loss_of(model, random_batch(seed=step)).backward()
             optimizer.step()
         results[resumed] = MoEModel(model).theta(1).detach().clone()
@@ -204,16 +204,16 @@ def test_every_method_does_what_it_says_in_one_loop(name):
     method = METHODS.get(name, Method(constraint="none"))
     original, thetas, by_step = MoEModel(model).trace(retain), thetas_of(model), []
     experts = model.model.layers[1].mlp.experts.down_proj.detach().clone()
-    with gripmoe.constrain(model, optimizer, retain, forget=forget, method=method) as guard:
+    with gripmoe.constrain(model, optimizer, retain, forget=forget, method=method) as handle:
         for step in range(3):
-            seen = guard.model.trace([retain[step % 2]])
+            seen = handle.model.trace([retain[step % 2]])
             optimizer.zero_grad()
-            with guard.forget():
+            with handle.forget():
                 loss = -0.1 * loss_of(model, forget[step])
-            (loss + guard.penalty()).backward()
-            with guard.retain():
+            (loss + handle.penalty()).backward()
+            with handle.retain():
                 loss = loss_of(model, retain[step % 2])
-            (loss + guard.penalty()).backward()
+            (loss + handle.penalty()).backward()
             optimizer.step()
             by_step.append(router_only_stability(seen, model))
     moved = [not torch.equal(old, now) for old, now in zip(thetas, thetas_of(model), strict=True)]
@@ -228,12 +228,12 @@ def test_every_method_does_what_it_says_in_one_loop(name):
         assert max(in_all, in_each) < 1.0
 
 
-def step_of(model, optimizer, guard, batch):
+def step_of(model, optimizer, handle, batch):
     """One marked retain pass, with whatever the method adds to the loss."""
     optimizer.zero_grad()
-    with guard.retain():
+    with handle.retain():
         loss = loss_of(model, batch)
-    (loss + guard.penalty()).backward()
+    (loss + handle.penalty()).backward()
     optimizer.step()
 
 
@@ -249,11 +249,11 @@ def equal(some, others):
 def test_a_pass_that_is_not_marked_is_an_error_before_anything_moves(by_closure):
     model = small_model()
     optimizer = adamw(model)
-    with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_paper") as guard:
+    with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_paper") as handle:
 
         def closure(marked=True):
             optimizer.zero_grad()
-            with guard.retain() if marked else nullcontext():
+            with handle.retain() if marked else nullcontext():
                 loss = loss_of(model, RETAIN[0])
             loss.backward()
             return loss
@@ -267,7 +267,7 @@ def test_a_pass_that_is_not_marked_is_an_error_before_anything_moves(by_closure)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         for _ in range(2):
             with pytest.raises(
-                RuntimeError, match=r"retain forward: run it within `with guard.retain\(\):`, in every step"
+                RuntimeError, match=r"retain forward: run it within `with handle.retain\(\):`, in every step"
             ):
                 step(marked=False)
             assert equal(model.parameters(), before)
@@ -280,12 +280,12 @@ def test_a_pass_that_is_not_marked_is_an_error_before_anything_moves(by_closure)
 def test_every_step_needs_its_marked_pass_and_accumulation_marks_several(method):
     model = small_model()
     optimizer = adamw(model, lr=1e-3)
-    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as guard:
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as handle:
         for _ in range(2):
             for batch in RETAIN:
-                with guard.retain():
+                with handle.retain():
                     loss = loss_of(model, batch)
-                (loss + guard.penalty()).backward()
+                (loss + handle.penalty()).backward()
             optimizer.step()
         before = [parameter.detach().clone() for parameter in model.parameters()]
         loss_of(model, RETAIN[0]).backward()
@@ -299,12 +299,12 @@ def gradients(method, **checkpointing):
     model = small_model().train()
     if checkpointing:
         model.gradient_checkpointing_enable(checkpointing)
-    guard = gripmoe.constrain(model, adamw(model), RETAIN, method=method)
+    handle = gripmoe.constrain(model, adamw(model), RETAIN, method=method)
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj.mul_(2)
-    with guard.retain():
+    with handle.retain():
         model(**RETAIN[0].inputs)
-    guard.penalty().backward()
+    handle.penalty().backward()
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
@@ -326,8 +326,8 @@ def test_what_takes_no_gradient_through_routers_bears_reentrant_checkpointing():
             model.gradient_checkpointing_enable(checkpointing)
             model.enable_input_require_grads()
         optimizer = adamw(model)
-        with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_minibatch") as guard:
-            step_of(model, optimizer, guard, RETAIN[0])
+        with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_minibatch") as handle:
+            step_of(model, optimizer, handle, RETAIN[0])
         routers.append(thetas_of(model))
     torch.testing.assert_close(*routers)
 
@@ -335,14 +335,14 @@ def test_what_takes_no_gradient_through_routers_bears_reentrant_checkpointing():
 def test_after_closing_marks_are_without_effect():
     model = small_model()
     optimizer = adamw(model)
-    guard = gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_minibatch")
-    with guard.retain():
+    handle = gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_minibatch")
+    with handle.retain():
         model(**RETAIN[0].inputs)
-    assert guard._seen, "the control"
-    guard.close()
-    with guard.retain(rows="nobody looks at them"):
+    assert handle._seen, "the control"
+    handle.close()
+    with handle.retain(rows="nobody looks at them"):
         model(**RETAIN[0].inputs)
-    assert not guard._seen and guard.penalty() == 0
+    assert not handle._seen and handle.penalty() == 0
     optimizer.step()
 
 
@@ -351,53 +351,53 @@ def test_after_closing_marks_are_without_effect():
 )
 def test_rows_are_a_mask_with_an_entry_for_each(rows):
     model = small_model()
-    guard = gripmoe.constrain(model, adamw(model), RETAIN, method="anchored")
+    handle = gripmoe.constrain(model, adamw(model), RETAIN, method="anchored")
     with pytest.raises(ValueError, match="`rows` must be a bool tensor with an entry for each of the 4 rows, not "):
-        with guard.retain(rows=rows):
+        with handle.retain(rows=rows):
             model(**RETAIN[0].inputs)
-    assert guard.penalty() == 0
-    with guard.retain(rows=torch.ones(4, dtype=torch.bool)):
+    assert handle.penalty() == 0
+    with handle.retain(rows=torch.ones(4, dtype=torch.bool)):
         model(**RETAIN[0].inputs)
-    assert isinstance(guard.penalty(), torch.Tensor), "the control"
+    assert isinstance(handle.penalty(), torch.Tensor), "the control"
 
 
-def test_a_second_guard_on_a_model_is_refused_until_the_first_is_closed():
+def test_a_second_handle_on_a_model_is_refused_until_the_first_is_closed():
     """It would hold another set of routers, and the first to be closed would take what both need off the model."""
     model = small_model()
     optimizer = adamw(model)
     with gripmoe.constrain(model, optimizer, RETAIN):
-        held = traces_of_a_guard(model, optimizer)
-        with pytest.raises(ValueError, match="another guard holds this model: `close\(\)` it first"):
+        held = traces_of_a_handle(model, optimizer)
+        with pytest.raises(ValueError, match="another handle holds this model: `close\(\)` it first"):
             gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router")
-        assert traces_of_a_guard(model, optimizer) == held
+        assert traces_of_a_handle(model, optimizer) == held
         other = copy.deepcopy(model)
         gripmoe.constrain(other, adamw(other), RETAIN).close()
     gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router").close()
 
 
 def resumed(method, with_state=True, from_original=True):
-    """Six steps, interrupted after three and continued by a new model, optimizer and guard; the weights at the end."""
+    """Six steps, interrupted after three and continued by a new model, optimizer and handle; the weights at the end."""
     model = small_model()
     optimizer = adamw(model, lr=0.01)
-    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as guard:
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as handle:
         for step in range(3):
-            step_of(model, optimizer, guard, RETAIN[step % 2])
-        weights, moments, state = (copy.deepcopy(part.state_dict()) for part in (model, optimizer, guard))
+            step_of(model, optimizer, handle, RETAIN[step % 2])
+        weights, moments, state = (copy.deepcopy(part.state_dict()) for part in (model, optimizer, handle))
         if with_state is None:  # not interrupted
             for step in range(3, 6):
-                step_of(model, optimizer, guard, RETAIN[step % 2])
+                step_of(model, optimizer, handle, RETAIN[step % 2])
             return list(model.parameters())
     model = small_model()
     optimizer = adamw(model, lr=0.01)
     if not from_original:
         model.load_state_dict(weights)
-    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as guard:
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as handle:
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
         if with_state:
-            guard.load_state_dict(state)
+            handle.load_state_dict(state)
         for step in range(3, 6):
-            step_of(model, optimizer, guard, RETAIN[step % 2])
+            step_of(model, optimizer, handle, RETAIN[step % 2])
     return list(model.parameters())
 
 
@@ -409,7 +409,7 @@ PAPER = METHODS["expert_specific_paper"].model_copy(update={"safety_margin": 1.0
     "method", ["expert_specific", PAPER, "expert_specific_tracked", "anchored", "anchored_tracked"]
 )
 def test_training_resumes_where_it_was(method):
-    """To the bit; the control is what a guard forgets without its state, save sound Method A, which has nothing to."""
+    """To the bit; the control is what a handle forgets without its state, save sound Method A, which has nothing to."""
     uninterrupted = resumed(method, with_state=None)
     assert equal(resumed(method), uninterrupted)
     assert equal(resumed(method, with_state=False), uninterrupted) == (method == "expert_specific")
@@ -422,26 +422,26 @@ def test_a_state_is_of_its_method_and_its_documents():
     settings = [{"retain": RETAIN}, {"retain": RETAIN[::-1]}, {"retain": RETAIN[:1]}, {"method": "frozen_router"}]
     states = []
     for setting in settings:
-        with gripmoe.constrain(model, adamw(model), **{"retain": RETAIN, **setting}) as guard:
-            states.append(guard.state_dict())
-    with gripmoe.constrain(model, adamw(model), RETAIN) as guard:
+        with gripmoe.constrain(model, adamw(model), **{"retain": RETAIN, **setting}) as handle:
+            states.append(handle.state_dict())
+    with gripmoe.constrain(model, adamw(model), RETAIN) as handle:
         for state in states[:2]:  # in whatever order documents come
-            guard.load_state_dict(state)
+            handle.load_state_dict(state)
         for state in (*states[2:], {}):
             with pytest.raises(ValueError, match="of another model, method or documents"):
-                guard.load_state_dict(state)
+                handle.load_state_dict(state)
 
 
 def test_a_state_stays_as_it_was_taken():
     model = small_model()
     optimizer = adamw(model)
-    with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_tracked") as guard:
-        step_of(model, optimizer, guard, RETAIN[0])
-        state = guard.state_dict()
+    with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_tracked") as handle:
+        step_of(model, optimizer, handle, RETAIN[0])
+        state = handle.state_dict()
         kept = copy.deepcopy(state)
-        step_of(model, optimizer, guard, RETAIN[1])
+        step_of(model, optimizer, handle, RETAIN[1])
         assert all(torch.equal(state["factors"][layer], kept["factors"][layer]) for layer in kept["factors"])
-        assert not torch.equal(guard.state_dict()["factors"][0], kept["factors"][0]), "the control"
+        assert not torch.equal(handle.state_dict()["factors"][0], kept["factors"][0]), "the control"
 
 
 def test_mistakes():
@@ -455,8 +455,8 @@ def test_mistakes():
         gripmoe.constrain(model, adamw(model), [])
     with pytest.raises(ValueError, match="`routing_stability` must lie between 0 and 1"):
         gripmoe.constrain(model, adamw(model), RETAIN, method=Method(constraint="anchor", routing_stability=1.0))
-    with gripmoe.constrain(model, adamw(model), RETAIN, method="anchored") as guard:
-        with pytest.raises(ValueError, match="knows documents by their tokens: give `input_ids`"), guard.retain():
+    with gripmoe.constrain(model, adamw(model), RETAIN, method="anchored") as handle:
+        with pytest.raises(ValueError, match="knows documents by their tokens: give `input_ids`"), handle.retain():
             model(inputs_embeds=model.model.embed_tokens(RETAIN[0].input_ids))
     with gripmoe.constrain(model, adamw(model), RETAIN, replay=True):
         with pytest.raises(ValueError, match="finds the routes of a pass by its tokens: give `input_ids`"):
@@ -467,9 +467,9 @@ def test_mistakes():
 
 def test_closing_twice_does_no_harm():
     model = small_model()
-    guard = gripmoe.constrain(model, adamw(model), RETAIN, method=Method(constraint="none"))
-    guard.close()
-    guard.close()
+    handle = gripmoe.constrain(model, adamw(model), RETAIN, method=Method(constraint="none"))
+    handle.close()
+    handle.close()
 
 
 def test_realigning_brings_routing_back():
@@ -482,9 +482,9 @@ def test_realigning_brings_routing_back():
         for layer in MoEModel(model).layers:
             MoEModel(model).theta(layer).add_(0.5 * torch.randn(8, 32, generator=generator))
     moe = MoEModel(model)
-    before = mean_stability(routing_stability(original.reference, moe.trace(retain)))
-    report = gripmoe.realign(model, reference=original)
-    assert mean_stability(routing_stability(original.reference, moe.trace(retain))) > 0.99 > before + 0.2
+    before = mean_stability(routing_stability(original.trace, moe.trace(retain)))
+    report = gripmoe.realign(model, original=original)
+    assert mean_stability(routing_stability(original.trace, moe.trace(retain))) > 0.99 > before + 0.2
     assert set(report) == {0, 1}
 
 
@@ -500,22 +500,22 @@ def left_padded(batch):
 def test_references_belong_to_their_tokens(method):
     """On an untouched model there is nothing to pay: on whichever side rows are padded, of a mixed batch too."""
     model = small_model()
-    guard = gripmoe.constrain(model, adamw(model), RETAIN, method=method)
+    handle = gripmoe.constrain(model, adamw(model), RETAIN, method=method)
     for batch, rows in ((RETAIN[0], None), (left_padded(RETAIN[0]), None), (RETAIN[0], [True, False, True, False])):
-        with guard.retain(rows=None if rows is None else torch.tensor(rows)):
+        with handle.retain(rows=None if rows is None else torch.tensor(rows)):
             model(**batch.inputs)
-        assert abs(guard.penalty().item()) < 1e-6
-    with guard.retain(rows=torch.tensor([False] * 4)):
+        assert abs(handle.penalty().item()) < 1e-6
+    with handle.retain(rows=torch.tensor([False] * 4)):
         model(**RETAIN[0].inputs)
-    assert guard.penalty() == 0, "none of its rows is to be retained"
+    assert handle.penalty() == 0, "none of its rows is to be retained"
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj.mul_(2)
-    with guard.retain():
+    with handle.retain():
         model(**RETAIN[0].inputs)
-    assert guard.penalty().item() > 0.01
+    assert handle.penalty().item() > 0.01
 
 
-def traces_of_a_guard(model, optimizer):
+def traces_of_a_handle(model, optimizer):
     """Everything on model and optimizer that was not there by itself."""
     modules = [model, *model.modules()]
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules]
@@ -525,35 +525,35 @@ def traces_of_a_guard(model, optimizer):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_closed_guard_leaves_nothing_behind(method):
+def test_a_closed_handle_leaves_nothing_behind(method):
     model = small_model()
     optimizer = adamw(model)
-    before = traces_of_a_guard(model, optimizer)
+    before = traces_of_a_handle(model, optimizer)
     with gripmoe.constrain(model, optimizer, RETAIN, method=method, forget=RETAIN, replay=True):
-        held = traces_of_a_guard(model, optimizer)
+        held = traces_of_a_handle(model, optimizer)
         hooks, steps, _, _ = held
         assert sum(hooks) > 2 * 2 and steps >= 2, "the control"
-    assert traces_of_a_guard(model, optimizer) == before != held
+    assert traces_of_a_handle(model, optimizer) == before != held
 
 
 def test_method_b_and_reparameterized_routers_leave_nothing_behind_either():
     model = small_model()
     optimizer = adamw(model)
-    before = traces_of_a_guard(model, optimizer)
+    before = traces_of_a_handle(model, optimizer)
     original = gripmoe.remember(model, RETAIN)
     gripmoe.realign(model, original)
-    assert traces_of_a_guard(model, optimizer) == before
+    assert traces_of_a_handle(model, optimizer) == before
     with gripmoe.reparameterize(model, RETAIN):
-        hooks, *_ = traces_of_a_guard(model, optimizer)
+        hooks, *_ = traces_of_a_handle(model, optimizer)
         assert sum(hooks) == 2 * 2, "the control"
-    assert traces_of_a_guard(model, optimizer)[0] == before[0]
+    assert traces_of_a_handle(model, optimizer)[0] == before[0]
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_what_method_b_and_reparameterization_refuse_leaves_nothing_behind():
     model = small_model()
     optimizer = adamw(model)
-    before = traces_of_a_guard(model, optimizer)
+    before = traces_of_a_handle(model, optimizer)
     one_token = {"input_ids": torch.tensor([[5, 6]])}
     with pytest.raises(ValueError, match="`retain` holds no batches"):
         gripmoe.remember(model, [])
@@ -561,59 +561,59 @@ def test_what_method_b_and_reparameterization_refuse_leaves_nothing_behind():
         gripmoe.remember(model, [one_token])
     with pytest.raises(ValueError, match="nothing to trace"), gripmoe.reparameterize(model, []):
         pass
-    assert traces_of_a_guard(model, optimizer) == before
+    assert traces_of_a_handle(model, optimizer) == before
     two = gripmoe.remember(model, [{"input_ids": torch.tensor([[5, 6, 7]])}])
     assert set(gripmoe.realign(model, two)) == {0, 1}, "the control"
     disturbed = replace(two, theta_0={})
     with pytest.raises(ValueError, match="of layers"):
         gripmoe.realign(model, disturbed)
-    assert traces_of_a_guard(model, optimizer) == before
+    assert traces_of_a_handle(model, optimizer) == before
 
 
-def test_a_guard_that_is_refused_leaves_nothing_behind():
+def test_a_handle_that_is_refused_leaves_nothing_behind():
     model = small_model()
     experts_only = torch.optim.AdamW(MoEModel(model).expert_parameters(0))
     MoEModel(model)
-    before = traces_of_a_guard(model, experts_only)
+    before = traces_of_a_handle(model, experts_only)
     with pytest.raises(ValueError, match="does not hold the routers"):
         gripmoe.constrain(model, experts_only, RETAIN)
-    assert traces_of_a_guard(model, experts_only) == before
+    assert traces_of_a_handle(model, experts_only) == before
 
 
-def selected_scores_moved(reference, model):
+def selected_scores_moved(trace, model):
     moe = MoEModel(model)
     moved = {
         layer: (moe.rule(layer).scores(r.x_Nd.float(), moe.theta(layer)) - r.scores_NE).abs()
-        for layer, r in reference.items()
+        for layer, r in trace.items()
     }
-    return max(moved[layer].gather(1, r.top_k_Nk).max().item() for layer, r in reference.items())
+    return max(moved[layer].gather(1, r.top_k_Nk).max().item() for layer, r in trace.items())
 
 
 def test_routers_of_low_precision_stay_in_fp32_for_rounding_undoes_the_constraint():
     """What close() does not undo, and why; `MoEModel.release` does, for who wants it."""
     model = small_model().bfloat16()
     optimizer = adamw(model, lr=1e-2)
-    guard = gripmoe.constrain(model, optimizer, RETAIN)
-    reference = guard.model.trace(RETAIN)
+    handle = gripmoe.constrain(model, optimizer, RETAIN)
+    trace = handle.model.trace(RETAIN)
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model, random_batch(seed=step)).backward()
         optimizer.step()
-    guard.close()
+    handle.close()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16, torch.float32}
     assert model(**RETAIN[0].inputs).logits.dtype == torch.bfloat16, "and the model runs"
-    assert selected_scores_moved(reference, model) < 1e-3
+    assert selected_scores_moved(trace, model) < 1e-3
     copied = copy.deepcopy(model)
-    guard.model.release(rounded=True)
+    handle.model.release(rounded=True)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert selected_scores_moved(reference, model) > 1e-2
+    assert selected_scores_moved(trace, model) > 1e-2
     assert copied(**RETAIN[0].inputs).logits.isfinite().all(), "a copy has hooks of its own"
 
 
-def test_what_a_guard_cannot_do_is_refused():
+def test_what_a_handle_cannot_do_is_refused():
     model = small_model()
     for method, reason in (
-        (Method(reference="original"), "trains nothing"),
+        (Method(baseline="original"), "trains nothing"),
         (Method(constraint="none", critical_experts=2), "in the loss"),
         (Method(constraint="none", correction="realign"), "after training"),
         (Method(corrects="unconstrained", correction="restore"), "gripmoe.realign"),
@@ -644,16 +644,16 @@ def test_data_parallel_training(method, process_group):
     for kind in ("plain", "wrapped", "unconstrained"):
         model = small_model()
         optimizer = adamw(model)
-        guard = gripmoe.constrain(
+        handle = gripmoe.constrain(
             model, optimizer, RETAIN, method=Method(constraint="none") if kind == "unconstrained" else method
         )
         # Not every expert is used in every step.
         called = DistributedDataParallel(model, find_unused_parameters=True) if kind == "wrapped" else model
         for _ in range(3):
             optimizer.zero_grad()
-            with guard.retain():
+            with handle.retain():
                 loss = loss_of(called, RETAIN[0])
-            (loss + guard.penalty()).backward()
+            (loss + handle.penalty()).backward()
             optimizer.step()
         weights[kind] = [parameter.detach() for parameter in model.parameters()]
     torch.testing.assert_close(weights["wrapped"], weights["plain"])
@@ -685,8 +685,8 @@ class Adapted(torch.nn.Module):
 
 def test_a_model_that_peft_has_wrapped():
     model = small_model()
-    with gripmoe.constrain(Adapted(model), adamw(model), RETAIN) as guard:
-        assert guard.model.model is model
+    with gripmoe.constrain(Adapted(model), adamw(model), RETAIN) as handle:
+        assert handle.model.model is model
 
 
 def test_routers_that_others_have_sharded_are_refused(process_group):
@@ -694,10 +694,10 @@ def test_routers_that_others_have_sharded_are_refused(process_group):
     gate = model.model.layers[0].mlp.gate
     gate.weight = torch.nn.Parameter(distribute_tensor(gate.weight, init_device_mesh("cpu", (1,)), [Shard(0)]))
     optimizer = adamw(model)
-    before = traces_of_a_guard(model, optimizer)
+    before = traces_of_a_handle(model, optimizer)
     with pytest.raises(ValueError, match="the routers of this .* are sharded.*gripmoe.shard_experts"):
         gripmoe.constrain(model, optimizer, RETAIN)
-    assert traces_of_a_guard(model, optimizer) == before
+    assert traces_of_a_handle(model, optimizer) == before
 
 
 def test_projected_gradients_end_where_projected_updates_do_under_sgd_and_not_under_adamw():
@@ -708,9 +708,9 @@ def test_projected_gradients_end_where_projected_updates_do_under_sgd_and_not_un
             model = small_model()
             optimizer = make(model.parameters(), lr=0.05)
             method = PAPER.model_copy(update={"projects": projects})
-            with gripmoe.constrain(model, optimizer, RETAIN, method=method) as guard:
+            with gripmoe.constrain(model, optimizer, RETAIN, method=method) as handle:
                 for batch in RETAIN:
-                    step_of(model, optimizer, guard, batch)
+                    step_of(model, optimizer, handle, batch)
             ends[make, projects] = torch.cat([layer.mlp.gate.weight.flatten() for layer in model.model.layers]).detach()
     start = torch.cat([layer.mlp.gate.weight.flatten() for layer in small_model().model.layers]).detach()
     moved = {key: end - start for key, end in ends.items()}
@@ -726,26 +726,26 @@ def test_a_soft_method_that_a_loop_leaves_out_is_an_error(method, batch):
     """And not a frozen router in silence: a retain pass that is not marked, a penalty that is not added."""
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with gripmoe.constrain(model, optimizer, [batch], method=method) as guard:
+    with gripmoe.constrain(model, optimizer, [batch], method=method) as handle:
         model(**batch.inputs, labels=batch.input_ids).loss.backward()
-        with pytest.raises(RuntimeError, match=r"retain forward: run it within `with guard.retain\(\):`"):
+        with pytest.raises(RuntimeError, match=r"retain forward: run it within `with handle.retain\(\):`"):
             optimizer.step()
-        with guard.retain():
+        with handle.retain():
             loss = model(**batch.inputs, labels=batch.input_ids).loss
         loss.backward()
-        with pytest.raises(RuntimeError, match=r"add `guard.penalty\(\)` to it"):
+        with pytest.raises(RuntimeError, match=r"add `handle.penalty\(\)` to it"):
             optimizer.step()
-        guard.penalty()
-        with guard.retain():
+        handle.penalty()
+        with handle.retain():
             loss = model(**batch.inputs, labels=batch.input_ids).loss
-        (loss + guard.penalty()).backward()
+        (loss + handle.penalty()).backward()
         optimizer.step()
 
 
-def projected_by(guard, layer, function):
+def projected_by(handle, layer, function):
     """Lets `function` stand for the projection of one layer's update."""
-    constrain = guard.constraint.constrain
-    guard.constraint.constrain = lambda at, *seen: (function if at == layer else constrain)(at, *seen)
+    constrain = handle.constraint.constrain
+    handle.constraint.constrain = lambda at, *seen: (function if at == layer else constrain)(at, *seen)
     return constrain
 
 
@@ -756,17 +756,17 @@ def test_a_projection_that_fails_leaves_the_routers_of_the_step_before(error):
 
     model = small_model()
     optimizer = adamw(model)
-    reference, before = MoEModel(model).trace(RETAIN), thetas_of(model)
-    with gripmoe.constrain(model, optimizer, RETAIN) as guard:
-        projection = projected_by(guard, 1, fail)
+    trace, before = MoEModel(model).trace(RETAIN), thetas_of(model)
+    with gripmoe.constrain(model, optimizer, RETAIN) as handle:
+        projection = projected_by(handle, 1, fail)
         experts = model.model.layers[0].mlp.experts.down_proj.detach().clone()
         with pytest.raises(error, match="deliberate"):
-            step_of(model, optimizer, guard, random_batch(seed=1))
+            step_of(model, optimizer, handle, random_batch(seed=1))
         assert equal(thetas_of(model), before)
         assert not torch.equal(model.model.layers[0].mlp.experts.down_proj, experts), "the control: there was a step"
-        guard.constraint.constrain = projection
-        step_of(model, optimizer, guard, random_batch(seed=1))
-    assert not equal(thetas_of(model), before) and router_only_stability(reference, model) == 1.0
+        handle.constraint.constrain = projection
+        step_of(model, optimizer, handle, random_batch(seed=1))
+    assert not equal(thetas_of(model), before) and router_only_stability(trace, model) == 1.0
 
 
 @pytest.mark.parametrize("method", [Method(constraint="none"), "expert_specific", "expert_specific_paper"], ids=str)
@@ -775,14 +775,14 @@ def test_an_update_that_is_not_finite_leaves_the_routers_of_the_step_before(meth
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = thetas_of(model)
-    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as guard:
-        with guard.retain():
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as handle:
+        with handle.retain():
             loss_of(model, RETAIN[0]).backward()
         model.model.layers[1].mlp.gate.weight.grad[3, 5] = number
         with pytest.raises(gripmoe.Diverged, match=r"routers of layers \[1\] would not be finite"):
             optimizer.step()
         assert equal(thetas_of(model), before)
-        step_of(model, optimizer, guard, RETAIN[0])
+        step_of(model, optimizer, handle, RETAIN[0])
     assert not equal(thetas_of(model), before), "the control"
 
 
@@ -790,10 +790,10 @@ def test_a_projection_that_is_not_finite_leaves_the_routers_of_the_step_before()
     model = small_model()
     optimizer = adamw(model)
     before = thetas_of(model)
-    with gripmoe.constrain(model, optimizer, RETAIN) as guard:
-        projected_by(guard, 0, lambda at, before_Ed, after_Ed, seen: after_Ed / 0)
+    with gripmoe.constrain(model, optimizer, RETAIN) as handle:
+        projected_by(handle, 0, lambda at, before_Ed, after_Ed, seen: after_Ed / 0)
         with pytest.raises(gripmoe.Diverged, match=r"routers of layers \[0\] would not be finite"):
-            step_of(model, optimizer, guard, RETAIN[0])
+            step_of(model, optimizer, handle, RETAIN[0])
         assert equal(thetas_of(model), before)
 
 
@@ -802,7 +802,7 @@ def test_routers_that_are_not_finite_are_refused(largest):
     """A large weight, whose square is infinite, is none of them."""
     model = small_model()
     optimizer = adamw(model)
-    before = traces_of_a_guard(model, optimizer)
+    before = traces_of_a_handle(model, optimizer)
     with torch.no_grad():
         model.model.layers[1].mlp.gate.weight[3, 5] = largest
     if largest == 3e38:
@@ -810,22 +810,22 @@ def test_routers_that_are_not_finite_are_refused(largest):
     else:
         with pytest.raises(ValueError, match=r"routers of layers \[1\] are not finite"):
             gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router")
-    assert traces_of_a_guard(model, optimizer) == before
+    assert traces_of_a_handle(model, optimizer) == before
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1.0])
 def test_a_loss_or_penalty_that_is_not_finite_ends_training(number):
     model = small_model()
-    with gripmoe.constrain(model, adamw(model), RETAIN, method="anchored") as guard:
+    with gripmoe.constrain(model, adamw(model), RETAIN, method="anchored") as handle:
         ended = nullcontext() if number == 1.0 else pytest.raises(gripmoe.Diverged, match="retain loss (nan|inf)")
         with ended:
-            guard.check(number)
+            handle.check(number)
         ended = nullcontext() if number == 1.0 else pytest.raises(gripmoe.Diverged, match="penalty (nan|inf)")
-        penalty = guard.constraint.penalty
-        guard.constraint.penalty = lambda *seen: penalty(*seen) + number
-        with ended, guard.retain():
+        penalty = handle.constraint.penalty
+        handle.constraint.penalty = lambda *seen: penalty(*seen) + number
+        with ended, handle.retain():
             model(**RETAIN[0].inputs)
-        assert isinstance(guard.penalty(), torch.Tensor) == (number == 1.0)
+        assert isinstance(handle.penalty(), torch.Tensor) == (number == 1.0)
 
 
 class Wrapper:
@@ -837,7 +837,7 @@ class Wrapper:
 
 @pytest.mark.parametrize("method", ["expert_specific", "anchored_tracked"])
 @pytest.mark.parametrize("fault", ["no hooks", "half its hooks", "start"])
-def test_a_guard_that_cannot_be_made_leaves_nothing_behind(method, fault, monkeypatch):
+def test_a_handle_that_cannot_be_made_leaves_nothing_behind(method, fault, monkeypatch):
     """Routers of low precision get theirs back, and so does what the optimizer knows of them."""
 
     def fail(*_):
@@ -850,7 +850,7 @@ def test_a_guard_that_cannot_be_made_leaves_nothing_behind(method, fault, monkey
 
     def traces():
         states = [state["exp_avg"].dtype for state in optimizer.state.values()]
-        return traces_of_a_guard(model, optimizer), states
+        return traces_of_a_handle(model, optimizer), states
 
     before = traces()
     with monkeypatch.context() as patch:
@@ -868,12 +868,12 @@ def test_a_guard_that_cannot_be_made_leaves_nothing_behind(method, fault, monkey
         assert traces() != before, "the control"
 
 
-def test_what_a_guard_is_told_to_undo_is_undone_once():
+def test_what_a_handle_is_told_to_undo_is_undone_once():
     model = small_model()
     done = []
-    with gripmoe.constrain(model, adamw(model), RETAIN) as guard:
+    with gripmoe.constrain(model, adamw(model), RETAIN) as handle:
         for number in range(2):
-            guard.on_close(lambda number=number: done.append(number))
+            handle.on_close(lambda number=number: done.append(number))
         assert done == []
-    guard.close()
+    handle.close()
     assert done == [1, 0]

@@ -35,10 +35,10 @@ def setting(count=24):
 
 
 def test_realigning_raises_held_out_stability():
-    original, batch, reference, held_out, wanted = setting()
+    original, batch, trace, held_out, wanted = setting()
     moe = unlearned()
     before = mean_stability(routing_stability(wanted, moe.trace(held_out)))
-    report = realign_routers(moe, original.thetas(), reference, batch)
+    report = realign_routers(moe, original.thetas(), trace, batch)
     after = mean_stability(routing_stability(wanted, moe.trace(held_out)))
     restored = unlearned()
     restore_routers(restored, original.thetas())
@@ -52,14 +52,14 @@ def test_realigning_raises_held_out_stability():
 def test_tokens_carry_the_numbers_of_their_documents(rows, wanted, monkeypatch):
     """Padding and first tokens aside; fewer than four documents are split by tokens."""
     original, batch = MoEModel(small_model()), random_batch(rows=rows, seed=7)
-    reference, given = original.trace([batch]), []
+    trace, given = original.trace([batch]), []
 
     def spy(*tokens, documents_N):
         given.append((documents_N, len(tokens[2])))
         return realign(*tokens, documents_N=documents_N)
 
     monkeypatch.setattr(method_b, "realign_router", spy)
-    realign_routers(unlearned(), original.thetas(), reference, batch)
+    realign_routers(unlearned(), original.thetas(), trace, batch)
     for documents_N, tokens in given:
         assert (documents_N is None) == (wanted is None)
         if wanted:
@@ -81,11 +81,11 @@ def wider(original):
 
 
 def shorter(original):
-    return replace(original, reference=method_b.first_tokens(original.reference, 5))
+    return replace(original, trace=method_b.first_tokens(original.trace, 5))
 
 
 def broken(original):
-    original.reference[1].x_Nd[3, 4] = torch.nan
+    original.trace[1].x_Nd[3, 4] = torch.nan
     return original
 
 
@@ -113,7 +113,7 @@ def test_a_model_that_is_not_the_one_remembered_is_refused_before_anything_is_wr
 
 def test_routers_are_as_they_were_where_a_later_layer_fails(monkeypatch):
     """The control: without the failure the first layer is changed."""
-    original, batch, reference, *_ = setting(count=4)
+    original, batch, trace, *_ = setting(count=4)
     moe = unlearned()
     before, fitted = moe.thetas(), []
 
@@ -125,7 +125,7 @@ def test_routers_are_as_they_were_where_a_later_layer_fails(monkeypatch):
 
     monkeypatch.setattr(method_b, "realign_router", fails_in_the_second)
     with pytest.raises(RuntimeError, match="out of memory"):
-        realign_routers(moe, original.thetas(), reference, batch)
+        realign_routers(moe, original.thetas(), trace, batch)
     assert not torch.equal(fitted[0], before[0]), "the control"
     assert all(torch.equal(theta, before[layer]) for layer, theta in moe.thetas().items())
 
@@ -133,14 +133,14 @@ def test_routers_are_as_they_were_where_a_later_layer_fails(monkeypatch):
 def test_each_layer_is_fitted_to_what_corrected_layers_below_it_send():
     """The control: all layers fitted to one pass of the uncorrected model, of which only the first is the same. It is
     no better on other tokens, mean of three models."""
-    original, batch, reference, held_out, wanted = setting()
+    original, batch, trace, held_out, wanted = setting()
     gained = []
     for seed in range(3):
         moe, at_once = unlearned(noise_seed=seed), unlearned(noise_seed=seed)
-        realign_routers(moe, original.thetas(), reference, batch)
+        realign_routers(moe, original.thetas(), trace, batch)
         thetas, seen = at_once.thetas(), at_once.trace([batch])
         for layer, theta in original.thetas().items():
-            states = reference[layer].x_Nd, seen[layer].x_Nd
+            states = trace[layer].x_Nd, seen[layer].x_Nd
             at_once.set_thetas({layer: realign(theta, thetas[layer], *states, moe.rule(layer)).theta_Ed})
         assert torch.equal(moe.theta(0), at_once.theta(0)) and not torch.equal(moe.theta(1), at_once.theta(1))
         stability = [mean_stability(routing_stability(wanted, model.trace(held_out))) for model in (moe, at_once)]
@@ -151,11 +151,11 @@ def test_each_layer_is_fitted_to_what_corrected_layers_below_it_send():
 def test_where_no_fit_serves_the_original_router_is_put_back_and_the_report_says_so():
     """Routers alone have changed, and what is fitted is paired with the inputs of other tokens; as recorded, it is
     not."""
-    original, batch, reference, *_ = setting(count=4)
-    pairs = {True: reference, False: {}}
+    original, batch, trace, *_ = setting(count=4)
+    pairs = {True: trace, False: {}}
     lengths = batch.attention_mask.sum(dim=1) - 1
     fitted = (torch.arange(len(lengths)).repeat_interleave(lengths) % 4 != 0).nonzero()[:, 0]
-    for layer, seen in reference.items():
+    for layer, seen in trace.items():
         x_Nd = seen.x_Nd.clone()
         x_Nd[fitted] = x_Nd[fitted.roll(7)]
         pairs[False][layer] = LayerRouting(x_Nd, seen.scores_NE, seen.top_k_Nk)
@@ -171,11 +171,11 @@ def test_where_no_fit_serves_the_original_router_is_put_back_and_the_report_says
 
 def test_paper_form_fits_few_tokens_and_not_others():
     """N_r = d tokens: perfect on them, poor elsewhere; the sound form on the same tokens is not."""
-    original, batch, reference, held_out, wanted = setting()
+    original, batch, trace, held_out, wanted = setting()
     stability = {}
     for form in ("paper", "sound"):
         moe = unlearned()
-        report = realign_routers(moe, original.thetas(), reference, batch, form=form, retain_tokens=32)
+        report = realign_routers(moe, original.thetas(), trace, batch, form=form, retain_tokens=32)
         stability[form] = mean_stability(routing_stability(wanted, moe.trace(held_out)))
         if form == "paper":
             assert all(result.fit_cosine > 0.95 for result in report.values())
@@ -190,7 +190,7 @@ def test_restoring_puts_the_weights_back():
 
 def test_routers_are_refitted_in_eval_mode():
     """Dropout would blur what they are fitted to; the mode is what it was afterwards."""
-    original, batch, reference, *_ = setting()
+    original, batch, trace, *_ = setting()
     ends = []
     for training in (False, True):
         moe = MoEModel(copy.deepcopy(original.model))
@@ -199,15 +199,15 @@ def test_routers_are_refitted_in_eval_mode():
         with torch.no_grad():
             moe.expert_parameters(0)[0].mul_(1.3)
         moe.model.train(training)
-        realign_routers(moe, original.thetas(), reference, batch)
+        realign_routers(moe, original.thetas(), trace, batch)
         assert moe.model.training is training
         ends.append(moe.thetas())
     assert all(torch.equal(ends[0][layer], ends[1][layer]) for layer in ends[0])
 
 
 def test_draws_of_algorithm_1_leave_what_the_exact_projection_does_not():
-    original, _, reference, _, _ = setting()
-    report = kaczmarz_report(unlearned(), original.thetas(), reference)
+    original, _, trace, _, _ = setting()
+    report = kaczmarz_report(unlearned(), original.thetas(), trace)
     assert report["violation_exact"] < 1e-6
     assert 1.0 > report["violation_after_10"] > report["violation_after_300"] > report["violation_exact"]
-    assert kaczmarz_report(MoEModel(small_model()), original.thetas(), reference) == {}, "nothing moved"
+    assert kaczmarz_report(MoEModel(small_model()), original.thetas(), trace) == {}, "nothing moved"

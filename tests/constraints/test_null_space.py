@@ -10,7 +10,7 @@ from conftest import random_batch, small_model
 from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.constraints import null_space as module
 from gripmoe.constraints.base import FrozenRouter, Unconstrained
-from gripmoe.constraints.hooks import RouterGuard
+from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.null_space import NullSpace, NullSpaceMinibatch, NullSpacePaper, fit_bases, null_space_of
 from gripmoe.geometry.halfspace import nearest_feasible, violation
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
@@ -34,18 +34,18 @@ def null_space(eps_null, **axes):
 
 def guarded_by(constraint, moe, optimizer, retain=()):
     constraint.start(moe, [], retain)
-    return RouterGuard(moe, optimizer, constraint)
+    return ConstraintHandle(moe, optimizer, constraint)
 
 
-def train(model, optimizer, guard=None, steps=8, seed=1):
+def train(model, optimizer, handle=None, steps=8, seed=1):
     """Any training loop: ordinary losses, AdamW with momentum and weight decay."""
     for step in range(steps):
         batch = random_batch(seed=seed + step)
         optimizer.zero_grad()
-        if guard is None:
+        if handle is None:
             model(**batch.inputs, labels=batch.input_ids).loss.backward()
         else:
-            with guard.retain():
+            with handle.retain():
                 model(**batch.inputs, labels=batch.input_ids).loss.backward()
         optimizer.step()
 
@@ -54,9 +54,9 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
 
 
-def router_only_stability(reference, moe):
-    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
-    return mean_stability(routing_stability(reference, moved))
+def router_only_stability(trace, moe):
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
+    return mean_stability(routing_stability(trace, moved))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
@@ -66,15 +66,15 @@ def test_sound_constraint_keeps_every_recorded_set(family):
     for constrained in (True, False):
         model = small_model(family)
         optimizer = adamw(model)
-        reference = MoEModel(model).trace(retain)
+        trace = MoEModel(model).trace(retain)
         before = MoEModel(model).thetas()
         if constrained:
-            with gripmoe.constrain(model, optimizer, retain) as guard:
-                train(model, optimizer, guard)
+            with gripmoe.constrain(model, optimizer, retain) as handle:
+                train(model, optimizer, handle)
         else:
             train(model, optimizer)
         moe = MoEModel(model)
-        stability[constrained] = router_only_stability(reference, moe)
+        stability[constrained] = router_only_stability(trace, moe)
         moved[constrained] = sum((moe.theta(layer) - before[layer]).norm().item() for layer in moe.layers)
     assert stability[True] == 1.0
     assert stability[False] < 0.9, "the control: unconstrained, the sets change"
@@ -86,10 +86,10 @@ def test_plain_batches_of_a_data_loader_will_do():
     batch = random_batch(rows=3, seed=100)
     model = small_model()
     optimizer = adamw(model)
-    reference = MoEModel(model).trace([batch])
+    trace = MoEModel(model).trace([batch])
     with gripmoe.constrain(model, optimizer, [{**batch.inputs, "labels": batch.labels}]):
         train(model, optimizer)
-    assert router_only_stability(reference, MoEModel(model)) == 1.0
+    assert router_only_stability(trace, MoEModel(model)) == 1.0
     unpadded = {"input_ids": torch.tensor([[5, 6, 7]])}
     assert all(len(routing) == 2 for routing in MoEModel(model).trace([unpadded]).values())
 
@@ -113,8 +113,8 @@ def test_projecting_the_gradient_does_not_hold_under_adamw():
             optimizer.register_step_pre_hook(project)
             train(model, optimizer)
         else:
-            with gripmoe.constrain(model, optimizer, retain) as guard:
-                train(model, optimizer, guard)
+            with gripmoe.constrain(model, optimizer, retain) as handle:
+                train(model, optimizer, handle)
         displacement = moe.theta(0).detach() - before[0]
         leaks[what] = ((displacement - bases[0].project(displacement)).norm() / displacement.norm()).item()
     assert leaks["update"] < 1e-5
@@ -125,22 +125,22 @@ def test_frozen_router_stays_though_weight_decay_pulls():
     model = small_model()
     moe, optimizer = MoEModel(model), adamw(model)
     before = moe.thetas()
-    with guarded_by(FrozenRouter(), moe, optimizer) as guard:
-        train(model, optimizer, guard)
+    with guarded_by(FrozenRouter(), moe, optimizer) as handle:
+        train(model, optimizer, handle)
     assert all(torch.equal(moe.theta(layer), before[layer]) for layer in moe.layers)
 
 
-def test_unconstrained_guard_changes_nothing():
+def test_unconstrained_handle_changes_nothing():
     plain, guarded = small_model(), small_model()
     optimizer = adamw(plain)
     train(plain, optimizer)
     optimizer = adamw(guarded)
-    with guarded_by(Unconstrained(), MoEModel(guarded), optimizer) as guard:
-        train(guarded, optimizer, guard)
+    with guarded_by(Unconstrained(), MoEModel(guarded), optimizer) as handle:
+        train(guarded, optimizer, handle)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), guarded.parameters(), strict=True))
 
 
-def test_closed_guard_lets_go():
+def test_closed_handle_lets_go():
     model = small_model()
     moe, optimizer = MoEModel(model), adamw(model)
     with guarded_by(FrozenRouter(), moe, optimizer):
@@ -180,8 +180,8 @@ def test_large_inputs_of_low_rank_keep_their_sets_and_leave_the_rest_free(safety
     theta = moe.theta(0).detach().clone()
     x = torch.randn(400, 16, generator=generator) @ torch.randn(16, 32, generator=generator)
     seen = route(30 * x / x.norm(dim=1, keepdim=True), theta, moe.rule(0))
-    reference = dict.fromkeys(range(2), seen)
-    constraint = NullSpace(reference, fit_bases(reference, moe.rules(), null_space(1e-4)), safety_margin)
+    trace = dict.fromkeys(range(2), seen)
+    constraint = NullSpace(trace, fit_bases(trace, moe.rules(), null_space(1e-4)), safety_margin)
     constraint.start(moe, [], [])
     held, free = theta, theta
     for _ in range(20):
@@ -229,19 +229,18 @@ def test_paper_form_needs_the_retain_forward():
     model = small_model()
     optimizer = adamw(model)
     with guarded_by(NullSpacePaper(ABSOLUTE), MoEModel(model), optimizer):
-        with pytest.raises(RuntimeError, match="guard.retain"):
+        with pytest.raises(RuntimeError, match="handle.retain"):
             train(model, optimizer, steps=1)
 
 
 def test_layer_granularity_is_the_stricter_one():
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
     theta = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
-    reference = {0: LayerRouting(x, x @ theta.T, (x @ theta.T).topk(2).indices)}
+    trace = {0: LayerRouting(x, x @ theta.T, (x @ theta.T).topk(2).indices)}
     update = torch.randn(8, 32, generator=torch.Generator().manual_seed(2))
     methods = {g: null_space(1e-8, granularity=g) for g in ("expert", "layer")}
     free = {
-        g: fit_bases(reference, {0: SelectionRule(2)}, method)[0].project(update).norm()
-        for g, method in methods.items()
+        g: fit_bases(trace, {0: SelectionRule(2)}, method)[0].project(update).norm() for g, method in methods.items()
     }
     assert free["layer"] < 1e-3 < free["expert"]
 
@@ -259,13 +258,13 @@ def test_fitting_in_blocks_is_fitting_at_once():
 def test_bands_count_layers_of_the_whole_trace_also_for_one_of_them():
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -3, 32)
     theta = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
-    reference = dict.fromkeys(range(3), route(x, theta, SelectionRule(2)))
+    trace = dict.fromkeys(range(3), route(x, theta, SelectionRule(2)))
     eps_null = EpsNullConfig(value=1e-1, kind="relative", bands={"late": 1e-9})
     method = Method(constraint="null_space", basis="original", eps_null=eps_null)
     rules = dict.fromkeys(range(3), SelectionRule(2))
-    ranks = {layer: basis.ranks.sum() for layer, basis in fit_bases(reference, rules, method).items()}
+    ranks = {layer: basis.ranks.sum() for layer, basis in fit_bases(trace, rules, method).items()}
     assert ranks[0] == ranks[1] < ranks[2]
-    assert fit_bases(reference, rules, method, only=[2])[2].ranks.sum() == ranks[2]
+    assert fit_bases(trace, rules, method, only=[2])[2].ranks.sum() == ranks[2]
 
 
 @pytest.mark.parametrize("basis", ["original", "minibatch", "tracked"])
@@ -277,14 +276,14 @@ def test_a_rank_cap_holds_the_strongest_directions_alone(basis):
     x = torch.randn(40, 32, generator=generator)
     x[:, 0] = 50.0
     seen, strong = route(x, theta, moe.rule(0)), torch.eye(32)[0]
-    reference = dict.fromkeys(range(2), seen)
+    trace = dict.fromkeys(range(2), seen)
     update = 1e-3 * torch.randn(theta.shape, generator=generator)
     served = selection_mask(seen.top_k_Nk, 8).any(dim=0)
     strongly, weakly = {}, {}
     for cap in (None, 1):
         config = EpsNullConfig(value=1e-9, kind="relative")
         method = Method(constraint="null_space", basis=basis, eps_null=config, max_rank=cap)
-        constraint = null_space_of(method, reference, fit_bases(reference, moe.rules(), method), seed=0)
+        constraint = null_space_of(method, trace, fit_bases(trace, moe.rules(), method), seed=0)
         constraint.start(moe, [], [])
         allowed = constraint.constrain(0, theta, theta + update, seen) - theta
         strongly[cap] = (allowed[served] @ strong).abs().max().item()
@@ -326,12 +325,12 @@ def test_the_history_says_how_often_the_null_space_is_not_enough(learning_rate, 
     moe = MoEModel(small_model())
     optimizer = torch.optim.AdamW(moe.model.parameters(), lr=learning_rate)
     method = null_space(0.3, granularity="expert")
-    with gripmoe.constrain(moe.model, optimizer, [random_batch(seed=3)], method=method) as guard:
-        assert guard.constraint.observed() == {}
-        train(moe.model, optimizer, guard, steps=1)
-        observed = guard.constraint.observed()
+    with gripmoe.constrain(moe.model, optimizer, [random_batch(seed=3)], method=method) as handle:
+        assert handle.constraint.observed() == {}
+        train(moe.model, optimizer, handle, steps=1)
+        observed = handle.constraint.observed()
     assert least <= observed["stage_2_rate"] <= most
-    assert observed["rank_layer_1"] == guard.constraint.bases[1].ranks.double().mean() > 0
+    assert observed["rank_layer_1"] == handle.constraint.bases[1].ranks.double().mean() > 0
 
 
 @pytest.mark.filterwarnings("ignore:the projection onto the margins")
@@ -345,9 +344,9 @@ def test_the_history_counts_rows_that_are_shrunk(basis, monkeypatch):
         moe = MoEModel(small_model())
         optimizer = torch.optim.AdamW(moe.model.parameters(), lr=3.0)
         method = null_space(0.3, granularity="expert").model_copy(update={"basis": basis})
-        with gripmoe.constrain(moe.model, optimizer, [random_batch(rows=64, seed=3)], method=method) as guard:
-            train(moe.model, optimizer, guard, steps=1)
-            counted[max_rounds] = guard.constraint.observed()["rows_shrunk"]
+        with gripmoe.constrain(moe.model, optimizer, [random_batch(rows=64, seed=3)], method=method) as handle:
+            train(moe.model, optimizer, handle, steps=1)
+            counted[max_rounds] = handle.constraint.observed()["rows_shrunk"]
     assert counted[1] > 0 == counted[1000]
 
 
@@ -358,11 +357,11 @@ def test_what_was_observed_outlives_an_interruption():
     def guarded(steps, learning_rate, state=None):
         moe = MoEModel(small_model())
         optimizer = torch.optim.AdamW(moe.model.parameters(), lr=learning_rate)
-        with gripmoe.constrain(moe.model, optimizer, retain, method=null_space(0.3)) as guard:
+        with gripmoe.constrain(moe.model, optimizer, retain, method=null_space(0.3)) as handle:
             if state is not None:
-                guard.load_state_dict(state)
-            train(moe.model, optimizer, guard, steps=steps)
-            return guard.constraint.observed(), guard.state_dict()
+                handle.load_state_dict(state)
+            train(moe.model, optimizer, handle, steps=steps)
+            return handle.constraint.observed(), handle.state_dict()
 
     calm, state = guarded(2, 1e-7)
     assert guarded(1, 0.3, state)[0] == calm != guarded(1, 0.3)[0]

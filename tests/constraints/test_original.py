@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from conftest import random_batch, small_model
-from gripmoe.constraints import original as reference
-from gripmoe.constraints.original import OriginalSets, ReferenceCache, ReferenceStore, final_hidden_states
+from gripmoe.constraints import original as originals
+from gripmoe.constraints.original import OriginalCache, OriginalSets, OriginalStore, final_hidden_states
 from gripmoe.io.locks import take_lock
 from gripmoe.moe import MoEModel
 
@@ -30,7 +30,7 @@ def asked():
 
 def test_what_lies_on_disk_is_what_lay_in_memory(tmp_path, asked):
     calls, function = asked
-    memory, disk = ReferenceCache(), ReferenceCache(ReferenceStore(tmp_path, "a", memory=0))
+    memory, disk = OriginalCache(), OriginalCache(OriginalStore(tmp_path, "a", memory=0))
     for cache in (memory, disk):
         cache.fill(DOCUMENTS, function, "states")
     assert len(calls) == 2 * len(DOCUMENTS) and len(files_in(tmp_path)) == 1
@@ -39,7 +39,7 @@ def test_what_lies_on_disk_is_what_lay_in_memory(tmp_path, asked):
     hidden["attention_mask"][1] = 0
     for inputs in (*(batch.inputs for batch in DOCUMENTS), hidden):
         assert torch.equal(disk.of(**inputs), memory.of(**inputs)) and memory.of(**inputs).abs().sum() > 0
-    with pytest.raises(KeyError, match="no reference for a document"):
+    with pytest.raises(KeyError, match="no original answer for a document"):
         disk.of(**random_batch(seed=9).inputs)
 
 
@@ -48,7 +48,7 @@ def test_a_file_serves_the_same_question_and_no_other(tmp_path, asked):
 
     def passes(model="a", documents=DOCUMENTS, what="states"):
         calls.clear()
-        ReferenceCache(ReferenceStore(tmp_path, model, memory=0)).fill(documents, function, what)
+        OriginalCache(OriginalStore(tmp_path, model, memory=0)).fill(documents, function, what)
         return len(calls)
 
     every = len(DOCUMENTS)
@@ -62,8 +62,8 @@ def test_a_file_serves_the_same_question_and_no_other(tmp_path, asked):
 def test_what_another_model_or_other_code_has_kept_is_removed(tmp_path, asked):
     """And what a killed run has left half-written; what another run asks of the same model stays."""
     for model, documents in (("before", DOCUMENTS), ("now", DOCUMENTS), ("now", DOCUMENTS[:1])):
-        ReferenceCache(ReferenceStore(tmp_path, model, memory=0)).fill(documents, asked[1], "states")
-    now = ReferenceStore(tmp_path, "now", memory=0)
+        OriginalCache(OriginalStore(tmp_path, model, memory=0)).fill(documents, asked[1], "states")
+    now = OriginalStore(tmp_path, "now", memory=0)
     kept = {now.file("states", documents) for documents in (DOCUMENTS, DOCUMENTS[:1])}
     half = tmp_path / f".{now.file('states', DOCUMENTS).name}.1.tmp"
     half.touch()
@@ -74,8 +74,8 @@ def test_what_another_model_or_other_code_has_kept_is_removed(tmp_path, asked):
 
 def test_what_a_run_reads_or_writes_is_not_removed(tmp_path, asked):
     """Until it ends: a run that began with other code goes on with it."""
-    before, now = (ReferenceStore(tmp_path, model, memory=0) for model in ("before", "now"))
-    cache = ReferenceCache(before)
+    before, now = (OriginalStore(tmp_path, model, memory=0) for model in ("before", "now"))
+    cache = OriginalCache(before)
     cache.fill(DOCUMENTS, asked[1], "states")
     name = before.file("states", DOCUMENTS[:1]).name
     half = tmp_path / f".{name}.1.tmp"
@@ -94,13 +94,13 @@ def test_what_another_run_makes_is_waited_for_and_made_if_it_dies(tmp_path, aske
     """The control is the run that was not disturbed: it asks about every batch."""
     calls, function = asked
     looks = []
-    monkeypatch.setattr(reference, "WAIT", 0.01)
-    monkeypatch.setattr(reference, "take_lock", lambda *of: looks.append(of) or take_lock(*of))
-    made = ReferenceStore(tmp_path / "made", "a", memory=0)
-    ReferenceCache(made).fill(DOCUMENTS, function, "states")
+    monkeypatch.setattr(originals, "WAIT", 0.01)
+    monkeypatch.setattr(originals, "take_lock", lambda *of: looks.append(of) or take_lock(*of))
+    made = OriginalStore(tmp_path / "made", "a", memory=0)
+    OriginalCache(made).fill(DOCUMENTS, function, "states")
     for dies in (False, True):
-        store = ReferenceStore(tmp_path / f"{dies}", "a", memory=0)
-        file, cache = store.file("states", DOCUMENTS), ReferenceCache(store)
+        store = OriginalStore(tmp_path / f"{dies}", "a", memory=0)
+        file, cache = store.file("states", DOCUMENTS), OriginalCache(store)
         store.folder.mkdir()
         half = store.folder / f".{file.name}.1.tmp"
         half.touch()
@@ -117,7 +117,7 @@ def test_what_another_run_makes_is_waited_for_and_made_if_it_dies(tmp_path, aske
                 os.replace(shutil.copy(made.file("states", DOCUMENTS), tmp_path / "whole"), file)
         waiting.join()
         assert len(calls) == (len(DOCUMENTS) if dies else 1) and half.exists() != dies
-        again = ReferenceCache(made)
+        again = OriginalCache(made)
         again.fill(DOCUMENTS, function, "states")
         for batch in DOCUMENTS:
             assert torch.equal(cache.of(**batch.inputs), again.of(**batch.inputs))
@@ -127,14 +127,14 @@ def test_what_fits_into_memory_stays_there(tmp_path, asked):
     tokens = sum(int(batch.attention_mask.sum()) for batch in DOCUMENTS)
     size = tokens * 32 * 4
     for memory, files in ((size, 0), (size - 1, 1)):
-        ReferenceCache(ReferenceStore(tmp_path, "a", memory)).fill(DOCUMENTS, asked[1])
+        OriginalCache(OriginalStore(tmp_path, "a", memory)).fill(DOCUMENTS, asked[1])
         assert len(files_in(tmp_path)) == files
 
 
 def test_replayed_sets_from_disk(tmp_path):
     moe = MoEModel(small_model())
     in_memory = OriginalSets(moe, DOCUMENTS)
-    moe.references = ReferenceStore(tmp_path, "a", memory=0)
+    moe.originals = OriginalStore(tmp_path, "a", memory=0)
     on_disk = OriginalSets(moe, DOCUMENTS)
     for layer, sets in in_memory.of(**DOCUMENTS[1].inputs).items():
         assert torch.equal(on_disk.of(**DOCUMENTS[1].inputs)[layer], sets)

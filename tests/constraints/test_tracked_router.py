@@ -17,15 +17,15 @@ FORGET = random_batch(seed=202)
 
 
 def drifted(checkpointing=False):
-    """A held model of which the first layer's experts have moved, and its guard."""
+    """A held model of which the first layer's experts have moved, and its handle."""
     model = small_model().train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    guard = gripmoe.constrain(model, optimizer, RETAIN, method="anchored_tracked")
+    handle = gripmoe.constrain(model, optimizer, RETAIN, method="anchored_tracked")
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj.mul_(3)
-    return model, optimizer, guard
+    return model, optimizer, handle
 
 
 def loss_of(model, batch):
@@ -39,11 +39,11 @@ def weights_of(model):
 def test_a_retain_pass_goes_on_with_the_router_that_fits_its_inputs():
     """Of the same pass, not of the one before; all tokens of it, and no other pass."""
     original = MoEModel(small_model())
-    reference = original.trace(RETAIN[:1])
-    model, optimizer, guard = drifted()
+    trace = original.trace(RETAIN[:1])
+    model, optimizer, handle = drifted()
     before = [weight.detach().clone() for weight in weights_of(model)]
-    with guard.model.record_routing() as recorder:
-        with guard.retain():
+    with handle.model.record_routing() as recorder:
+        with handle.retain():
             loss = loss_of(model, RETAIN[0])
         marked = recorder.take()
         model(**RETAIN[0].inputs)
@@ -51,14 +51,14 @@ def test_a_retain_pass_goes_on_with_the_router_that_fits_its_inputs():
     keep = ((RETAIN[0].attention_mask == 1) & (RETAIN[0].attention_mask.cumsum(1) > 1)).flatten()
     for layer, theta_0 in original.thetas().items():
         seen = marked[layer]
-        fitted = RouterTracker(theta_0).update(seen.x_Nd[keep].detach(), reference[layer].x_Nd @ theta_0.T).float()
+        fitted = RouterTracker(theta_0).update(seen.x_Nd[keep].detach(), trace[layer].x_Nd @ theta_0.T).float()
         torch.testing.assert_close(seen.scores_NE, seen.x_Nd @ fitted.T, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(unmarked[layer].scores_NE, unmarked[layer].x_Nd @ theta_0.T, rtol=1e-4, atol=1e-4)
         assert torch.equal(weights_of(model)[layer], before[layer]), "not before the step"
-        error = (seen.scores_NE[keep] - reference[layer].scores_NE).norm()
-        frozen = (seen.x_Nd[keep] @ theta_0.T - reference[layer].scores_NE).norm()
+        error = (seen.scores_NE[keep] - trace[layer].scores_NE).norm()
+        frozen = (seen.x_Nd[keep] @ theta_0.T - trace[layer].scores_NE).norm()
         assert layer == 0 or error < 0.5 * frozen, "the control: a router that stays"
-    (loss + guard.penalty()).backward()
+    (loss + handle.penalty()).backward()
     optimizer.step()
     torch.testing.assert_close(weights_of(model)[1].detach(), fitted)
 
@@ -66,18 +66,18 @@ def test_a_retain_pass_goes_on_with_the_router_that_fits_its_inputs():
 def gradients_of_halves(order, recomputed=None):
     """Of one batch in two passes, its halves marked in turn: two routers for the same inputs. The backward passes come
     in `order`, after both passes. Every layer is computed again, or the whole model at once."""
-    model, _, guard = drifted(checkpointing=recomputed == "layers")
+    model, _, handle = drifted(checkpointing=recomputed == "layers")
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.mul_(10)
     losses, routers = [], []
     for rows in (torch.arange(4) < 2, torch.arange(4) >= 2):
-        with guard.retain(rows=rows):
+        with handle.retain(rows=rows):
             if recomputed == "model":
                 losses.append(checkpoint(loss_of, model, RETAIN[0], use_reentrant=False))
             else:
                 losses.append(loss_of(model, RETAIN[0]))
-        guard.penalty()
-        routers.append(guard.state_dict()["trackers"][0][2])
+        handle.penalty()
+        routers.append(handle.state_dict()["trackers"][0][2])
     assert not torch.allclose(*routers, atol=0.1), "the control: which pass it is matters"
     for number in order:
         losses[number].backward()
@@ -92,16 +92,16 @@ def test_passes_with_equal_inputs_are_told_apart(order, recomputed):
 
 def gradients(checkpointing, *, forgets=False):
     """Of two forget and retain passes, the backward passes only after the last of them."""
-    model, _, guard = drifted(checkpointing)
+    model, _, handle = drifted(checkpointing)
     losses = []
     for batch in RETAIN:
-        with guard.forget():
+        with handle.forget():
             losses.append(-loss_of(model, FORGET))
-        with guard.retain():
+        with handle.retain():
             losses.append(loss_of(model, batch))
-        losses.append(guard.penalty())
+        losses.append(handle.penalty())
     if forgets:
-        guard._passes.clear()
+        handle._passes.clear()
     sum(losses).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -117,73 +117,73 @@ def test_backward_passes_come_whenever_they_like_also_where_activations_are_comp
 
 def test_refitted_once_more_it_has_seen_what_the_last_step_did():
     """Scores of retain tokens are then nearer to the original ones than with the router of the step."""
-    reference = MoEModel(small_model()).trace(RETAIN[:1])
-    model, optimizer, guard = drifted()
-    with guard.retain():
+    trace = MoEModel(small_model()).trace(RETAIN[:1])
+    model, optimizer, handle = drifted()
+    with handle.retain():
         loss = loss_of(model, RETAIN[0])
-    (loss + guard.penalty()).backward()
+    (loss + handle.penalty()).backward()
     with pytest.raises(RuntimeError, match="refitted between steps"):
-        guard.refit(RETAIN[0])
+        handle.refit(RETAIN[0])
     optimizer.step()
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj.mul_(2)
 
     def error():
-        return (guard.model.trace(RETAIN[:1])[1].scores_NE - reference[1].scores_NE).norm().item()
+        return (handle.model.trace(RETAIN[:1])[1].scores_NE - trace[1].scores_NE).norm().item()
 
     late = error()
-    guard.refit(RETAIN[0].inputs)
+    handle.refit(RETAIN[0].inputs)
     assert error() < 0.9 * late
-    assert model.training and not guard._passes
+    assert model.training and not handle._passes
     followed = [weight.detach().clone() for weight in weights_of(model)]
-    guard.close()
-    guard.refit(RETAIN[1])
-    assert all(map(torch.equal, weights_of(model), followed)), "a closed guard does nothing"
+    handle.close()
+    handle.refit(RETAIN[1])
+    assert all(map(torch.equal, weights_of(model), followed)), "a closed handle does nothing"
 
 
 def test_a_marked_pass_without_gradients_is_an_evaluation():
     """As the evaluations within Trainer are: how often one evaluates changes nothing. The control is a pass with."""
-    model, _, guard = drifted()
-    before = copy.deepcopy(guard.state_dict()["trackers"])
+    model, _, handle = drifted()
+    before = copy.deepcopy(handle.state_dict()["trackers"])
     for gradients, moved in ((False, False), (True, True)):
-        with torch.set_grad_enabled(gradients), guard.retain():
+        with torch.set_grad_enabled(gradients), handle.retain():
             loss_of(model, RETAIN[0])
-        guard.penalty()
-        after = guard.state_dict()["trackers"]
+        handle.penalty()
+        after = handle.state_dict()["trackers"]
         assert torch.equal(after[1][2], before[1][2]) != moved
         if not moved:
-            guard.refit(RETAIN[0])
-            before = copy.deepcopy(guard.state_dict()["trackers"])
+            handle.refit(RETAIN[0])
+            before = copy.deepcopy(handle.state_dict()["trackers"])
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_a_pass_that_is_interrupted_leaves_the_routers_their_parameters(error):
-    model, optimizer, guard = drifted()
+    model, optimizer, handle = drifted()
     parameters = weights_of(model)
 
     def fail(*_):
         raise error
 
     hook = model.model.layers[1].mlp.gate.register_forward_pre_hook(fail)
-    with pytest.raises(error), guard.retain():
+    with pytest.raises(error), handle.retain():
         loss_of(model, RETAIN[0])
     hook.remove()
-    with guard.retain():
+    with handle.retain():
         loss = loss_of(model, RETAIN[0])
-    (loss + guard.penalty()).backward()
+    (loss + handle.penalty()).backward()
     optimizer.step()
-    guard.close()
+    handle.close()
     assert all(one is other for one, other in zip(weights_of(model), parameters, strict=True))
 
 
 @pytest.mark.parametrize("method", ["anchored", "expert_specific"])
 def test_other_routers_are_not_refitted(method):
     model = small_model()
-    guard = gripmoe.constrain(model, torch.optim.SGD(model.parameters()), RETAIN, method=method)
+    handle = gripmoe.constrain(model, torch.optim.SGD(model.parameters()), RETAIN, method=method)
     with torch.no_grad():
         model.model.layers[0].mlp.experts.down_proj.mul_(3)
     before = [weight.detach().clone() for weight in weights_of(model)]
-    guard.refit(RETAIN[0])
+    handle.refit(RETAIN[0])
     assert all(map(torch.equal, weights_of(model), before))
 
 

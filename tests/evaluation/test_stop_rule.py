@@ -17,7 +17,7 @@ def test_news_need_a_model_that_never_saw_what_is_forgotten(world, tmp_path):
         write_jsonl(tmp_path / f"{name}.jsonl", [])
     (tmp_path / "model.json").write_text('{"weights": "x", "verbmem": 20.0}')
     benchmark = Project(CONFIG, "tiny").benchmarks["muse_tiny"]
-    for reference, message in ((None, "--reference: "), (tmp_path / "model.json", "model.json: knowmem_forget of")):
+    for reference, message in ((None, "--retrained: "), (tmp_path / "model.json", "model.json: knowmem_forget of")):
         with pytest.raises(ValueError, match=message):
             stopping.stop_rule(benchmark, tmp_path, reference, None)
 

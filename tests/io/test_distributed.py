@@ -143,7 +143,7 @@ def test_two_processes_resume_where_two_were_stopped(name, shared):
 def test_references_on_disk_are_one_file_for_both_processes(time, shared):
     folder, results = shared
     assert results[f"references {time}"]["digest"] == results["anchored_tracked"]["digest"]
-    [file] = (folder / "references").glob("*.safetensors")
+    [file] = (folder / "original_answers").glob("*.safetensors")
     assert file.name.startswith("original_states_")
 
 

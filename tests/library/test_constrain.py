@@ -31,24 +31,24 @@ def adamw(model, lr=0.05):
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
 
 
-def train(model, optimizer, guard, steps=3, retain=RETAIN):
+def train(model, optimizer, handle, steps=3, retain=RETAIN):
     model.train()
     for step in range(steps):
         optimizer.zero_grad()
-        with guard.forget():
+        with handle.forget():
             loss = -0.1 * model(**FORGET[0].inputs, labels=FORGET[0].input_ids).loss
-        (loss + guard.penalty()).backward()
-        with guard.retain():
+        (loss + handle.penalty()).backward()
+        with handle.retain():
             loss = model(**retain[step % len(retain)].inputs, labels=retain[step % len(retain)].input_ids).loss
-        (loss + guard.penalty()).backward()
+        (loss + handle.penalty()).backward()
         optimizer.step()
     model.eval()
 
 
-def router_only_stability(reference, model):
+def router_only_stability(trace, model):
     moe = MoEModel(model)
-    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
-    return mean_stability(routing_stability(reference, moved))
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
+    return mean_stability(routing_stability(trace, moved))
 
 
 def test_every_row_works_by_name_or_says_why_not():
@@ -62,7 +62,7 @@ def test_every_row_works_by_name_or_says_why_not():
             refused[name] = str(error)
     assert refused.keys() == method_table().keys() - methods_of_loops().keys()
     reasons = {
-        "original": "`reference`: it trains nothing; leave",
+        "original": "`baseline`: it trains nothing; leave",
         "retain_x10": "`training.alpha_multiplier`: hyperparameters of the loop; set them there",
         "expert_specific_router_x1": "`training.router_multiplier`: hyperparameters of the loop",
         "expert_specific_fp8": "`training.expert_precision`: hyperparameters of the loop",
@@ -81,8 +81,8 @@ def test_routers_that_do_not_train_have_another_name():
     states = []
     for name in ("frozen_router", "freeze_moe_router"):
         model = small_model()
-        with gripmoe.constrain(model, adamw(model), RETAIN, method=name) as guard:
-            states.append(guard.state_dict()["origin"])
+        with gripmoe.constrain(model, adamw(model), RETAIN, method=name) as handle:
+            states.append(handle.state_dict()["origin"])
     assert states[0] == states[1]
     with pytest.raises(ValueError, match="unknown method 'freeze'; one of unconstrained, frozen_router, expert_spec"):
         gripmoe.constrain(model, adamw(model), RETAIN, method="freeze")
@@ -163,10 +163,10 @@ def test_a_null_space_holds_the_surface_that_it_is_given(surface):
     optimizer = adamw(model)
     references = {"retain": MoEModel(model).trace(RETAIN), "forget": MoEModel(model).trace(FORGET)}
     method = METHODS["expert_specific"].model_copy(update={"surface": surface})
-    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method=method) as guard:
-        train(model, optimizer, guard)
-    for name, reference in references.items():
-        assert (router_only_stability(reference, model) == 1.0) == (surface in (name, "combined"))
+    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method=method) as handle:
+        train(model, optimizer, handle)
+    for name, trace in references.items():
+        assert (router_only_stability(trace, model) == 1.0) == (surface in (name, "combined"))
 
 
 def test_tracked_bases_still_hold_the_batch_of_the_step_before():
@@ -176,13 +176,13 @@ def test_tracked_bases_still_hold_the_batch_of_the_step_before():
     for method in ("expert_specific_minibatch", "expert_specific_tracked"):
         model = small_model()
         optimizer = adamw(model)
-        with gripmoe.constrain(model, optimizer, retain, method=method) as guard:
-            before = guard.model.trace(retain[:1])
-            train(model, optimizer, guard, steps=1, retain=retain)
-            theta = guard.model.thetas()
-            train(model, optimizer, guard, steps=1, retain=retain[1:])
+        with gripmoe.constrain(model, optimizer, retain, method=method) as handle:
+            before = handle.model.trace(retain[:1])
+            train(model, optimizer, handle, steps=1, retain=retain)
+            theta = handle.model.thetas()
+            train(model, optimizer, handle, steps=1, retain=retain[1:])
             moves = [
-                (r.x_Nd @ (guard.model.theta(layer) - theta[layer]).T).gather(1, r.top_k_Nk).abs().max().item()
+                (r.x_Nd @ (handle.model.theta(layer) - theta[layer]).T).gather(1, r.top_k_Nk).abs().max().item()
                 for layer, r in before.items()
             ]
         moved[method] = max(moves)
@@ -204,8 +204,8 @@ def test_seuf_trains_one_expert_and_its_router():
         ]
         return sum(not torch.equal(now, old) for now, old in pairs)
 
-    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method="seuf") as guard:
-        train(model, optimizer, guard)
+    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method="seuf") as handle:
+        train(model, optimizer, handle)
         assert changed() == 2, "its two matrices"
     optimizer.step()
     assert changed() > 16, "the control"
@@ -229,8 +229,8 @@ def test_replay_trains_under_the_original_sets_and_evaluates_freely(method):
     model = small_model()
     optimizer = adamw(model, lr=0.1)
     original = sets_used(model, FORGET[0])
-    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method=method, replay=True) as guard:
-        train(model, optimizer, guard)
+    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method=method, replay=True) as handle:
+        train(model, optimizer, handle)
         assert not agree(sets_used(model, FORGET[0]), original), "in evaluation, and the control"
         model.train()
         assert agree(sets_used(model, FORGET[0]), original)
@@ -267,15 +267,15 @@ def test_under_replay_an_anchor_still_sees_what_routers_would_choose():
     model = small_model()
     method = Method(constraint="anchor", anchor_floor=1e-3)
     optimizer = adamw(model)
-    with gripmoe.constrain(model, optimizer, RETAIN, method=method, replay=True) as guard:
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method, replay=True) as handle:
         model.train()
         with torch.no_grad():
             model.model.embed_tokens.weight.add_(torch.randn_like(model.model.embed_tokens.weight))
-        with guard.retain():
+        with handle.retain():
             logits = model(**RETAIN[0].inputs).logits
-        (0 * logits.sum() + guard.penalty()).backward()
+        (0 * logits.sum() + handle.penalty()).backward()
         optimizer.step()
-        assert guard.constraint.weight.value > 1.0
+        assert handle.constraint.weight.value > 1.0
 
 
 def test_a_retain_loss_above_its_bound_ends_training_before_the_step():
@@ -288,11 +288,11 @@ def test_a_retain_loss_above_its_bound_ends_training_before_the_step():
         def loss_of(batch, model=model):
             return model(**batch.inputs, labels=batch.input_ids).loss
 
-        with gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router", loss_bound=bound) as guard:
+        with gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router", loss_bound=bound) as handle:
             try:
                 for _ in range(40):
                     optimizer.zero_grad()
-                    guard.check(loss_of(RETAIN[0]))
+                    handle.check(loss_of(RETAIN[0]))
                     (-loss_of(FORGET[0])).backward()
                     optimizer.step()
             except gripmoe.Diverged:
@@ -300,7 +300,7 @@ def test_a_retain_loss_above_its_bound_ends_training_before_the_step():
         losses[bound] = loss_of(RETAIN[0]).item()
     assert losses[5.0] < 6.0 and losses[float("inf")] > 8.0, losses
     with pytest.raises(gripmoe.Diverged, match="retain loss nan"):
-        guard.check(float("nan"))
+        handle.check(float("nan"))
 
 
 def test_a_bound_that_the_loop_leaves_out_is_an_error():
@@ -308,7 +308,7 @@ def test_a_bound_that_the_loop_leaves_out_is_an_error():
     optimizer = adamw(model)
     with gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router", loss_bound=5.0):
         model(**RETAIN[0].inputs, labels=RETAIN[0].input_ids).loss.backward()
-        with pytest.raises(RuntimeError, match=r"call `guard.check\(loss\)` in every step"):
+        with pytest.raises(RuntimeError, match=r"call `handle.check\(loss\)` in every step"):
             optimizer.step()
 
 
@@ -321,26 +321,26 @@ def test_a_second_model_answers_what_a_cache_would_and_about_documents_that_nobo
         model = small_model()
         original = copy.deepcopy(model) if kind == "asked" else None
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with gripmoe.constrain(model, optimizer, [listed], method=method, original=original) as guard:
+        with gripmoe.constrain(model, optimizer, [listed], method=method, original=original) as handle:
             model(**random_batch(seed=1).inputs, labels=random_batch(seed=1).input_ids).loss.backward()
-            with guard.retain():
+            with handle.retain():
                 model(**listed.inputs)
-            guard.penalty()
+            handle.penalty()
             optimizer.step()
-            with guard.retain():
+            with handle.retain():
                 model(**listed.inputs)
-            penalties[kind] = guard.penalty().item()
+            penalties[kind] = handle.penalty().item()
             if kind == "kept":
-                with pytest.raises(KeyError, match="no reference for a document"), guard.retain():
+                with pytest.raises(KeyError, match="no original answer for a document"), handle.retain():
                     model(**unlisted.inputs)
             else:
-                with guard.retain():
+                with handle.retain():
                     model(**unlisted.inputs)
-                assert guard.penalty() > 0
+                assert handle.penalty() > 0
     assert penalties["kept"] == penalties["asked"] > 0
 
 
-def test_a_closed_guard_gives_the_second_model_back_as_it_was():
+def test_a_closed_handle_gives_the_second_model_back_as_it_was():
     """Its hooks, its mode, what of it trains, and its routers' precision and values."""
     model = small_model().bfloat16()
     original = copy.deepcopy(model).train()
@@ -414,11 +414,11 @@ def test_a_model_whose_optimizer_holds_what_trains():
     """The first router is frozen and not in the optimizer; the other is held."""
     model = small_model()
     MoEModel(model).theta(0).requires_grad_(False)
-    reference = MoEModel(model).trace(RETAIN)
+    trace = MoEModel(model).trace(RETAIN)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    with gripmoe.constrain(model, optimizer, RETAIN) as guard:
-        train(model, optimizer, guard)
-    assert router_only_stability(reference, model) == 1.0
+    with gripmoe.constrain(model, optimizer, RETAIN) as handle:
+        train(model, optimizer, handle)
+    assert router_only_stability(trace, model) == 1.0
     with pytest.raises(ValueError, match="of several optimizers give the one that holds them"):
         gripmoe.constrain(model, torch.optim.SGD([model.lm_head.weight], lr=0.1), RETAIN)
 
@@ -429,11 +429,11 @@ def test_a_bf16_model_that_has_begun_to_train():
     optimizer = adamw(model, lr=1e-3)
     model(**RETAIN[0].inputs, labels=RETAIN[0].input_ids).loss.backward()
     optimizer.step()
-    reference = MoEModel(model).trace(RETAIN)
-    with gripmoe.constrain(model, optimizer, RETAIN) as guard:
-        train(model, optimizer, guard)
-    train(model, optimizer, guard, steps=1)
-    assert router_only_stability(reference, model) > 0.5
+    trace = MoEModel(model).trace(RETAIN)
+    with gripmoe.constrain(model, optimizer, RETAIN) as handle:
+        train(model, optimizer, handle)
+    train(model, optimizer, handle, steps=1)
+    assert router_only_stability(trace, model) > 0.5
 
 
 def test_every_module_keeps_its_mode():

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 
 import gripmoe
 from conftest import METHODS, random_batch, small_model
-from gripmoe.constraints.hooks import RouterGuard, inner_optimizer
+from gripmoe.constraints.hooks import ConstraintHandle, inner_optimizer
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel
 
@@ -35,11 +35,11 @@ def trained(tmp_path, model, callbacks, trainer=Trainer, resume=None, late=None,
 @pytest.mark.parametrize("held", [True, False])
 def test_method_a(held, tmp_path):
     model = small_model()
-    reference = MoEModel(model).trace(RETAIN)
+    trace = MoEModel(model).trace(RETAIN)
     trained(tmp_path, model, [gripmoe.trainer_callback(RETAIN)] if held else [], max_steps=6, learning_rate=0.05)
     moe = MoEModel(model)
-    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
-    assert (mean_stability(routing_stability(reference, moved)) == 1.0) == held
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
+    assert (mean_stability(routing_stability(trace, moved)) == 1.0) == held
 
 
 def preferring(tmp_path, tokenizer, method, **settings):
@@ -56,11 +56,11 @@ def preferring(tmp_path, tokenizer, method, **settings):
     class Preferring(trl.DPOTrainer):
         def compute_loss(self, model, *args, **kwargs):
             loss = super().compute_loss(model, *args, **kwargs)
-            if not callback or not callback.guard.watches:
+            if not callback or not callback.handle.watches:
                 return loss
-            with callback.guard.retain():
+            with callback.handle.retain():
                 model(**retain[0])
-            return loss + callback.guard.penalty()
+            return loss + callback.handle.penalty()
 
     arguments = trl.DPOConfig(
         str(tmp_path), per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
@@ -93,12 +93,12 @@ class Unlearner(Trainer):
     """Gradient difference under whatever method the callback holds."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        guard = next(c.guard for c in self.callback_handler.callbacks if hasattr(c, "guard"))
+        handle = next(c.handle for c in self.callback_handler.callbacks if hasattr(c, "handle"))
         batch = RETAIN[self.state.global_step % 2]
-        with guard.retain():
+        with handle.retain():
             retain_loss = model(**batch.inputs, labels=batch.labels).loss
-        guard.check(retain_loss)
-        loss = retain_loss + guard.penalty() - model(**inputs).loss
+        handle.check(retain_loss)
+        loss = retain_loss + handle.penalty() - model(**inputs).loss
         return (loss, {}) if return_outputs else loss
 
 
@@ -156,7 +156,7 @@ def test_a_training_that_ended_in_an_error_leaves_nothing_behind_once_it_is_clos
     of_modules, of_optimizer = hooks_on(model, optimizer)
     assert of_modules and of_optimizer == 2, "the control"
     for _ in range(2):
-        callback.guard.close()
+        callback.handle.close()
         assert hooks_on(model, optimizer) == (0, 0) and not hasattr(model, "_held")
     gripmoe.constrain(model, optimizer, RETAIN, method=method).close()
 
@@ -165,12 +165,12 @@ def test_after_an_error_the_same_trainer_trains_once_more_and_holds_what_it_then
     model = small_model()
     callback = gripmoe.trainer_callback(RETAIN)
     trainer = failing(tmp_path, model, callback, step=2)
-    failed, reference = callback.guard, MoEModel(model).trace(RETAIN)
+    failed, trace = callback.handle, MoEModel(model).trace(RETAIN)
     trainer.train()
-    assert callback.guard is not failed and trainer.state.global_step == 4
+    assert callback.handle is not failed and trainer.state.global_step == 4
     moe = MoEModel(model)
-    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in reference.items()}
-    assert mean_stability(routing_stability(reference, moved)) == 1.0
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
+    assert mean_stability(routing_stability(trace, moved)) == 1.0
     moe.release()
     assert hooks_on(model, inner_optimizer(trainer.optimizer)) == (0, 0)
 
@@ -211,10 +211,10 @@ def equal(some, others):
     ids=["sound", "paper", "anchored", "tracked"],
 )
 def test_training_resumes_where_it_was(method, dtype, tmp_path, monkeypatch):
-    """To the bit, from a checkpoint of the trainer; the control is what a guard forgets without its state."""
+    """To the bit, from a checkpoint of the trainer; the control is what a handle forgets without its state."""
     uninterrupted = weights_after(tmp_path, method, dtype)
     assert equal(weights_after(tmp_path, method, dtype, resume=f"{tmp_path}/checkpoint-3"), uninterrupted)
-    monkeypatch.setattr(RouterGuard, "load_state_dict", lambda guard, state: None)
+    monkeypatch.setattr(ConstraintHandle, "load_state_dict", lambda handle, state: None)
     forgetful = weights_after(tmp_path, method, dtype, resume=f"{tmp_path}/checkpoint-3")
     assert equal(forgetful, uninterrupted) == (method == "expert_specific"), "sound Method A has nothing to forget"
 
@@ -274,6 +274,6 @@ def test_what_cannot_be_resumed_is_refused(tmp_path):
     late = gripmoe.trainer_callback(RETAIN)
     with pytest.raises(ValueError, match="resumes at step 3, and what the routers were before is not known"):
         trained(tmp_path, small_model(), [], resume=checkpoint, late=late, **SAVED)
-    (checkpoint / "router_guard.pt").unlink()
-    with pytest.raises(ValueError, match="does not hold the guard's state of that step"):
+    (checkpoint / "constraint_handle.pt").unlink()
+    with pytest.raises(ValueError, match="does not hold the handle's state of that step"):
         weights_after(tmp_path, resume=checkpoint)

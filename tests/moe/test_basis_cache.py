@@ -139,14 +139,14 @@ def test_what_was_fitted_is_used_where_its_file_is_gone_at_once(tmp_path, monkey
     assert all(tier.untyped_storage().nbytes() == BYTES for tier in limited._warm._kept.values()), "no whole layer"
 
 
-def test_a_guard_over_a_store_holds_what_one_without_does(tmp_path):
+def test_a_handle_over_a_store_holds_what_one_without_does(tmp_path):
     """Bases from disk, nothing kept in memory: the same routers to the bit."""
     routers = []
     for cache in (None, tmp_path / "bases"):
         model = small_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         limits = {"cache": cache, "hot_bytes": 0, "warm_bytes": 0} if cache else {}
-        with gripmoe.constrain(model, optimizer, [random_batch(seed=9)], **limits) as guard:
+        with gripmoe.constrain(model, optimizer, [random_batch(seed=9)], **limits) as handle:
             for step in range(3):
                 batch = random_batch(seed=step)
                 optimizer.zero_grad()
@@ -154,16 +154,16 @@ def test_a_guard_over_a_store_holds_what_one_without_does(tmp_path):
                 optimizer.step()
         routers.append(MoEModel(model).thetas())
     assert all(torch.equal(routers[0][layer], routers[1][layer]) for layer in routers[0])
-    assert guard.constraint.bases.counts["cold"] > 0
+    assert handle.constraint.bases.counts["cold"] > 0
 
 
-def test_a_guard_fits_bases_again_where_anything_that_they_come_from_has_changed(tmp_path):
+def test_a_handle_fits_bases_again_where_anything_that_they_come_from_has_changed(tmp_path):
     """And finds them on disk where nothing has, whatever else shares the folder; each file says what it is of."""
 
     def counts(model, retain, method="expert_specific"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        with gripmoe.constrain(model, optimizer, retain, method=method, cache=tmp_path) as guard:
-            return [guard.constraint.bases[layer] for layer in guard.model.layers] and guard.constraint.bases.counts
+        with gripmoe.constrain(model, optimizer, retain, method=method, cache=tmp_path) as handle:
+            return [handle.constraint.bases[layer] for layer in handle.model.layers] and handle.constraint.bases.counts
 
     retain = [random_batch(seed=9)]
     assert counts(small_model(), retain)["computed"] == 2
@@ -171,7 +171,7 @@ def test_a_guard_fits_bases_again_where_anything_that_they_come_from_has_changed
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
     assert metadata.keys() == {
-        *("model", "layers", "dtype", "retain_tokens", "reference", "method"),
+        *("model", "layers", "dtype", "retain_tokens", "trace", "method"),
         *("layer", "expert", "experts", "checksum"),
     }
     tokens = int(retain[0].attention_mask.sum()) - 4

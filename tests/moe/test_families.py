@@ -178,15 +178,15 @@ def trained(family: str, held: bool, **changes):
     retain = [collate(rows(lengths=(6, 7)), 0)]
     recorded = moe.trace(retain)
     optimizer = torch.optim.AdamW(moe.model.parameters(), lr=0.05, weight_decay=0.1)
-    guard = gripmoe.constrain(moe.model, optimizer, retain=retain) if held else None
+    handle = gripmoe.constrain(moe.model, optimizer, retain=retain) if held else None
     start = moe.thetas()
     for step in range(3):
         batch = collate(rows(seed=step + 1), 0)
         optimizer.zero_grad()
         moe.model(**batch.inputs, labels=batch.input_ids).loss.backward()
         optimizer.step()
-    if guard:
-        guard.close()
+    if handle:
+        handle.close()
     moved = max((moe.theta(layer) - start[layer]).abs().max().item() for layer in moe.layers)
     return moe, recorded, moved
 

@@ -138,12 +138,12 @@ def test_a_model_that_accelerate_has_spread(family, batch):
 def test_constraints_on_a_model_that_accelerate_has_spread(method, batch):
     def trained(model, batch):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with gripmoe.constrain(model, optimizer, [batch], method=method) as guard:
+        with gripmoe.constrain(model, optimizer, [batch], method=method) as handle:
             for _ in range(2):
                 optimizer.zero_grad()
-                with guard.retain():
+                with handle.retain():
                     loss = model(**batch.inputs, labels=batch.labels).loss
-                (loss + guard.penalty()).backward()
+                (loss + handle.penalty()).backward()
                 optimizer.step()
         return torch.cat([theta.cpu() for theta in MoEModel(model).thetas().values()])
 

@@ -177,7 +177,7 @@ def test_traces_and_bases_are_planned_once(tmp_path):
 
 @pytest.mark.parametrize("world", ["paper_muse", "single_gpu_muse"])
 def test_news_is_planned(tmp_path, world):
-    """With a finetuned model and its oracle."""
+    """With a finetuned model and its retrained."""
     jobs = jobs_left(Project(CONFIG, world), tmp_path)
     finetuned = [job for job in jobs if job.rule == "finetune_model"]
     assert finetuned and all(job.hours > 0 and job.gpus and job.memory for job in finetuned)

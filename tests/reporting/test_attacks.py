@@ -51,22 +51,22 @@ def test_what_an_attack_adds_is_paired_by_question():
 
 def test_news_has_two_measures_and_each_attack_adds_to_its_own():
     """What was attacked of one measure says nothing about the other, nor what was not attacked about what was."""
-    unlearned, oracle = ("m", "b", "gd", "unconstrained", 0), ("m", "b", "none", "retain_only", 0)
+    unlearned, retrained = ("m", "b", "gd", "unconstrained", 0), ("m", "b", "none", "retrained", 0)
     items = []
-    for cell, back in ((unlearned, 50.0), (oracle, 0.0)):
+    for cell, back in ((unlearned, 50.0), (retrained, 0.0)):
         for number in range(FACTS):
             item = dict(zip(KEYS, cell, strict=True)) | {"id": f"i{number}", "fact": f"i{number}"}
             recited = {"verbmem": 20.0, "forced_verbmem": 20.0 + back + number % 2}
             answered = {"knowmem_forget": 60.0, "forced_knowmem_forget": 60.0 + back / 2}
             sampled = {"knowmem_forget": 0.0, "restored_router_all": back}  # of which the model knows less
             items += [item | recited, item | answered] if number % 2 else [item | recited, item | sampled]
-    table = attack_matrix(runs_of([unlearned, oracle], verbmem=20.0), pd.DataFrame(items), "muse_attack_matrix")
+    table = attack_matrix(runs_of([unlearned, retrained], verbmem=20.0), pd.DataFrame(items), "muse_attack_matrix")
     found = entries(table)
     added = found["Unconstrained"]
     assert (added["C1"].text, added["C2"].text) == ("20 ± 0", "30 ± 12")
     assert added["+ forced C1"].value == 50.5 and 0 < added["+ forced C1"].half_width < 1 < added["C2"].half_width
     assert added["+ forced C2"].value == 25.0 and added["+ routers"].value == 50.0, "not 50 - 30"
-    assert found["Retain-only oracle"]["+ routers"].value == 0.0 and added["+ 4 bit"].text == "–"
+    assert found["Retrained model"]["+ routers"].value == 0.0 and added["+ 4 bit"].text == "–"
     assert added["+ forced C1"].shade == pytest.approx(50.5 / 70) and added["C1"].shade == added["C2"].shade == 0.0
 
 
@@ -97,12 +97,12 @@ def test_without_items_what_is_added_is_added_to_the_same_questions():
 
 def test_curves_show_the_oracle_in_every_panel():
     known = cells("unconstrained")
-    oracle = [("m", "b", "none", "retain_only", 0)]
+    retrained = [("m", "b", "none", "retrained", 0)]
     steps = {f"relearned_after_{step}": step / 20 for step in (0, 5, 20)} | {"relearned_from_others_after_5": 0.3}
     layers = {f"restored_{part}_layer_{layer}": 0.1 * layer for part in ("experts", "router") for layer in range(3)}
     for figure in (
-        relearning_curves(runs_of(known + oracle, **steps)),
-        component_restoration(runs_of(known + oracle, **layers)),
+        relearning_curves(runs_of(known + retrained, **steps)),
+        component_restoration(runs_of(known + retrained, **layers)),
     ):
         (axes,) = figure.axes
         drawn = [line for line in axes.lines if len(line.get_xdata())]

@@ -113,11 +113,11 @@ def test_news_is_compared_where_the_last_of_its_targets_is_met():
     assert found == {"knowmem_retain_at_target": pytest.approx(70.0)}, "C2 was met after a quarter, C1 after half"
 
 
-def test_what_counts_as_forgotten_on_news_comes_from_the_oracle(tmp_path):
+def test_what_counts_as_forgotten_on_news_comes_from_the_retrained(tmp_path):
     def cell(method, **metrics):
         folder = tmp_path / method
         run = {"model": "m", "benchmark_name": "n", "objective": "none", "method_name": method, "seed": 0}
-        settings = {"benchmark": {"target": {"points_above_reference": 5}}, "method": {"corrects": None}}
+        settings = {"benchmark": {"target": {"points_above_retrained": 5}}, "method": {"corrects": None}}
         write_yaml(folder / "run.yaml", run | settings)
         write_json(folder / "evaluation.json", metrics)
         write_json(folder / "attack.json", {})
@@ -127,13 +127,13 @@ def test_what_counts_as_forgotten_on_news_comes_from_the_oracle(tmp_path):
 
     folders = [
         cell("original", verbmem=100.0, knowmem_forget=65.0, knowmem_retain=80.0),
-        cell("retain_only", verbmem=22.0, knowmem_forget=12.0, knowmem_retain=90.0),
+        cell("retrained", verbmem=22.0, knowmem_forget=12.0, knowmem_retain=90.0),
         cell("ptc", verbmem=60.0, knowmem_forget=30.0, knowmem_retain=40.0),
     ]
     collect_cells(folders, *(tmp_path / f"{name}_n.csv" for name in ("runs", "histories", "answers", "attacks")))
     values = load_runs(tmp_path / "runs_n.csv", "news").set_index(["method", "metric"]).value
     assert values["ptc", "verbmem_target"] == 27.0 and values["ptc", "knowmem_forget_target"] == 17.0
-    assert values["ptc", "knowmem_retain_share"] == 0.5 and values["retain_only", "knowmem_retain_share"] == 1.125
+    assert values["ptc", "knowmem_retain_share"] == 0.5 and values["retrained", "knowmem_retain_share"] == 1.125
     assert load_answers(tmp_path / "runs_n.csv").empty and load_runs(tmp_path / "runs_n.csv").empty
     assert load_answers(tmp_path / "runs_n.csv", "news").score.tolist() == [1.0] * 3
     attacked = load_attacks(tmp_path / "runs_n.csv")

@@ -285,7 +285,7 @@ class NoNumber(Unconstrained):
 
 
 @pytest.mark.parametrize("what", ["penalty", "router"])
-def test_what_the_guard_calls_diverged_ends_the_run_with_routers_as_they_were(what, tmp_path):
+def test_what_the_handle_calls_diverged_ends_the_run_with_routers_as_they_were(what, tmp_path):
     moe, outcome = run(tmp_path / "s.pt", constraint=NoNumber(what))
     assert (outcome.status, outcome.steps, outcome.seconds) == ("diverged", 0, None)
     assert all(torch.equal(moe.theta(layer), MoEModel(small_model()).theta(layer)) for layer in moe.layers)

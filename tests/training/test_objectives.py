@@ -259,13 +259,13 @@ def test_npo_tells_documents_of_the_same_tokens_apart_by_what_is_scored(moe):
     for batch in batches:
         objective.forget_loss(moe, batch)
         assert objective.monitor["npo_weight"] == pytest.approx(1.0, abs=1e-5)
-    with pytest.raises(KeyError, match="no reference for a document of 20 tokens"):
+    with pytest.raises(KeyError, match="no original answer for a document of 20 tokens"):
         objective.forget_loss(moe, collate([Row("other", ids, [-100] * 10 + ids[10:])], 0))
 
 
 def test_a_cache_knows_its_documents(moe, batch):
     objective = started("npo", moe, batch)
-    with pytest.raises(KeyError, match="no reference for a document of 2 tokens"):
+    with pytest.raises(KeyError, match="no original answer for a document of 2 tokens"):
         objective.forget_loss(moe, collate([Row(batch.row_ids[0], [5, 6], [5, 6])], 0))
 
 

@@ -538,12 +538,12 @@ class TestRun:
         world = finished / "news.yaml"
         world.write_text(
             f"extends: {finished / 'smoke.yaml'}\nmodels: [smoke_news]\nbenchmarks: [muse_smoke]\nseeds: [0]\n"
-            "methods: [original, retain_only, unconstrained, expert_specific]\n"
+            "methods: [original, retrained, unconstrained, expert_specific]\n"
             "gpus: {smoke_news: 2}\n"
             "artefacts: [muse_results, muse_attacks, muse_attack_matrix, muse_paired_tests, muse_tradeoff]\n"
         )
         snakemake("--cores", 2, "--config", f"world={world}", directory=finished, root=finished)
-        log = finished / "results/smoke/logs/finetune_model/smoke_news_oracle.log"
+        log = finished / "results/smoke/logs/finetune_model/smoke_news_retrained.log"
         assert log.read_text().count("finetune:   0%") == 1, "of two processes one shows progress"
         cell = finished / "results/smoke/smoke_news/muse_smoke/gd/unconstrained/0"
         files = ("evaluation.json", "attack.json")

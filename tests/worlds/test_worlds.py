@@ -132,9 +132,9 @@ def test_articles_answer_their_questions_once(world):
 
 
 def test_oracle_world_has_no_forget_data(world):
-    oracle = world.without_forget()
-    assert not oracle.facts.forget and not oracle.news["forget"] and oracle.facts.retain == world.facts.retain
-    text = str([training_batch(oracle, LATE_MIX, 0, step) for step in range(20)])
+    retrained = world.without_forget()
+    assert not retrained.facts.forget and not retrained.news["forget"] and retrained.facts.retain == world.facts.retain
+    text = str([training_batch(retrained, LATE_MIX, 0, step) for step in range(20)])
     assert not mentioned(world.facts.forget, text) and mentioned(world.facts.retain, text)
     assert not any(article.text in text for article in world.news["forget"])
 

@@ -44,7 +44,7 @@ BENCHMARKS = f"{RESULTS}/benchmarks"
 DATA = f"{RESULTS}/data/{{benchmark}}"
 MODEL = f"{RESULTS}/models/{{model}}/model.json"
 ROUTING = f"{RESULTS}/{{model}}/{{benchmark}}/routing"
-REFERENCES = f"{RESULTS}/{{model}}/{{benchmark}}/references"
+ORIGINALS = f"{RESULTS}/{{model}}/{{benchmark}}/original_answers"
 BASES = f"{RESULTS}/{{model}}/{{benchmark}}/bases/{{method}}"
 CELL = f"{RESULTS}/{{model}}/{{benchmark}}/{{objective}}/{{method}}/{{seed}}"
 CELL_NAME = "{model}.{benchmark}.{objective}.{method}.{seed}"
@@ -52,15 +52,15 @@ CELL_NAME = "{model}.{benchmark}.{objective}.{method}.{seed}"
 TRAINED = [name for name in WORLD.all_methods if PROJECT.methods[name].trains]
 CORRECTED = [name for name in WORLD.all_methods if PROJECT.methods[name].corrects]
 WITH_BASES = [name for name in WORLD.all_methods if PROJECT.methods[name].has_bases]
-ORACLES = [PROJECT.models[name].oracle for name in WORLD.models if PROJECT.models[name].oracle]
+RETRAINED = [PROJECT.models[name].retrained for name in WORLD.models if PROJECT.models[name].retrained]
 NEWS = [name for name in WORLD.benchmarks if PROJECT.benchmarks[name].is_news]
 LETTERS = [name for name in WORLD.benchmarks if name not in NEWS]
 REWRITES = {
     name: list(PROJECT.benchmarks[name].rewrites.values()) for name in LETTERS if PROJECT.benchmarks[name].rewrites
 }
-FINETUNED = [name for name in WORLD.models + ORACLES if PROJECT.models[name].source == "finetuned"]
+FINETUNED = [name for name in WORLD.models + RETRAINED if PROJECT.models[name].source == "finetuned"]
 BASE_MODELS = [PROJECT.models[name].base for name in FINETUNED]
-PREPARED = [name for name in WORLD.models + ORACLES + BASE_MODELS if name not in FINETUNED]
+PREPARED = [name for name in WORLD.models + RETRAINED + BASE_MODELS if name not in FINETUNED]
 ON_GPU = any(PROJECT.models[name].source == "published" or PROJECT.trains_on_gpu(name) for name in PREPARED)
 
 
@@ -105,12 +105,12 @@ def cell_files(*names):
 
 
 def cell_checkpoint(wildcards):
-    """What a cell's model is: the original model, its oracle, or what the cell itself has trained."""
-    reference = PROJECT.methods[wildcards.method].reference
-    if reference == "original":
+    """What a cell's model is: the original model, its retrained, or what the cell itself has trained."""
+    baseline = PROJECT.methods[wildcards.method].baseline
+    if baseline == "original":
         return MODEL.format(model=wildcards.model)
-    if reference == "retain_only":
-        return MODEL.format(model=PROJECT.models[wildcards.model].oracle)
+    if baseline == "retrained":
+        return MODEL.format(model=PROJECT.models[wildcards.model].retrained)
     return f"{CELL}/checkpoint.json".format(**wildcards)
 
 
@@ -139,15 +139,15 @@ def rewrites_of(wildcards):
     return REWRITES.get(wildcards.benchmark, [])
 
 
-def reference_of(wildcards):
+def retrained_of(wildcards):
     """The description of the model that never saw the forget data; only news is compared with it."""
     if wildcards.benchmark not in NEWS:
         return []
-    return [MODEL.format(model=PROJECT.models[wildcards.model].oracle)]
+    return [MODEL.format(model=PROJECT.models[wildcards.model].retrained)]
 
 
-def reference_flag(wildcards, input):
-    return f"--reference {input.reference}" if input.reference else ""
+def retrained_flag(wildcards, input):
+    return f"--retrained {input.retrained}" if input.retrained else ""
 
 
 def bases_of(wildcards):

@@ -6,7 +6,7 @@ rule evaluate:
         run=f"{CELL}/run.yaml",
         model=MODEL,
         checkpoint=cell_checkpoint,
-        reference=reference_of,
+        retrained=retrained_of,
         data=data_files(
             "forget_questions",
             "retain_questions",
@@ -30,8 +30,8 @@ rule evaluate:
     params:
         data=folder_of,
         benchmark=benchmark_settings,
-        reference=reference_flag,
+        retrained=retrained_flag,
         code=code_fingerprint("gripmoe.cli.evaluate:evaluate"),
     shell:
         "gripmoe evaluate --run {input.run} --benchmark {params.benchmark:q} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
-        " {params.reference} --questions {output.questions} --output {output.metrics} > {log} 2>&1"
+        " {params.retrained} --questions {output.questions} --output {output.metrics} > {log} 2>&1"

@@ -5,7 +5,7 @@ rule unlearn:
     input:
         run=f"{CELL}/run.yaml",
         model=MODEL,
-        reference=reference_of,
+        retrained=retrained_of,
         data=data_files(
             "forget_questions", "retain_questions", news=("knowmem", "verbmem"), corpora=("forget", "retain")
         ),
@@ -30,21 +30,21 @@ rule unlearn:
     resources:
         **training_resources(),
         runtime=growing(720),
-        reference_gb=WORLD.reference_memory,
+        original_gb=WORLD.original_memory,
         basis_gb=WORLD.basis_memory,
         basis_host_gb=WORLD.basis_host_memory,
     params:
         data=folder_of,
-        references=REFERENCES,
+        original_answers=ORIGINALS,
         bases=bases_flag,
-        reference=reference_flag,
+        retrained=retrained_flag,
         code=code_fingerprint("gripmoe.cli.unlearn:unlearn"),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
         " --processes {resources.processes} --nodes {resources.nodes}"
-        " --references {params.references} --reference-memory {resources.reference_gb}"
+        " --original-answers {params.original_answers} --original-memory {resources.original_gb}"
         " --basis-memory {resources.basis_gb} --basis-host-memory {resources.basis_host_gb}"
-        " {params.bases} {params.reference} --output {output.checkpoint} > {log} 2>&1"
+        " {params.bases} {params.retrained} --output {output.checkpoint} > {log} 2>&1"
 
 
 rule realign:

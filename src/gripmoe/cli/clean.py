@@ -70,7 +70,7 @@ def written(project: Project) -> set[str]:
     for model, benchmark, objective, method, seed in project.cells():
         pair = f"{results}/{model}/{benchmark}"
         patterns |= {f"{pair}/{objective}/{method}/{seed}", f"{pair}/bases/{method}.*", f"{results}/data/{benchmark}"}
-        patterns |= {f"{pair}/routing.*", f"{pair}/routing_forget.*", f"{pair}/references"}
+        patterns |= {f"{pair}/routing.*", f"{pair}/routing_forget.*", f"{pair}/original_answers"}
         steps |= {(benchmark,), (model, benchmark), (model, benchmark, method)}
         steps.add((model, benchmark, objective, method, str(seed)))
     for step in map(".".join, steps):

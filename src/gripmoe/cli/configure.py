@@ -16,7 +16,7 @@ def configure(*, settings: Settings, output: OutputFile) -> None:
       gripmoe configure --output run.yaml --settings '{"model": "tiny_a",
           "benchmark_name": "wmdp_tiny", "benchmark": {"data": {"source": "embedded"},
           "target": {"forget_accuracy": 0.27}, "retain_documents": 200, "max_length": 256},
-          "objective": "none", "method_name": "original", "method": {"reference": "original"},
+          "objective": "none", "method_name": "original", "method": {"baseline": "original"},
           "seed": 0, "training": null}'
     """
     write_yaml(output, parse_settings(Run, settings).model_dump(mode="json"))

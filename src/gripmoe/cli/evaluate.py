@@ -13,7 +13,7 @@ from gripmoe.cli.options import (
     ItemsFile,
     ModelFile,
     OutputFile,
-    ReferenceFile,
+    RetrainedFile,
     RunFile,
 )
 from gripmoe.config.benchmarks import Benchmark
@@ -40,7 +40,7 @@ def evaluate(
     data: DataFolder,
     questions: ItemsFile,
     output: OutputFile,
-    reference_file: ReferenceFile = None,
+    retrained_file: RetrainedFile = None,
 ) -> None:
     """Measure a run.
 
@@ -61,7 +61,7 @@ def evaluate(
     with exclusive(output.parent), recorded(beside(output), evaluate):
         after, tokenizer = load_model(checkpoint_file.parent / "weights")
         if benchmark.is_news:
-            metrics, items = _news(benchmark, after, tokenizer, data, reference_file)
+            metrics, items = _news(benchmark, after, tokenizer, data, retrained_file)
         else:
             metrics, items = _letters(benchmark, after, tokenizer, data)
         if is_moe(after):
@@ -98,14 +98,14 @@ def _letters(benchmark: Benchmark, model, tokenizer, data: Path) -> tuple[dict[s
 
 
 def _news(
-    benchmark: Benchmark, model, tokenizer, data: Path, reference_file: Path
+    benchmark: Benchmark, model, tokenizer, data: Path, retrained_file: Path
 ) -> tuple[dict[str, float], list[dict]]:
     news = News.load(data)
     scores = news_scores(model, tokenizer, news, "test", strip_prompts=benchmark.strip_prompts)
     metrics = {name: mean_score(items) for name, items in scores.items()}
     metrics |= {f"num_{name}": len(items) for name, items in scores.items()}
     metrics |= leakage(model, tokenizer, news.privleak)
-    reference = read_json(reference_file)
-    metrics["reference_auc_min_40"] = reference["auc_min_40"]
-    metrics["privleak"] = privacy_leakage(metrics["auc_min_40"], reference["auc_min_40"])
+    retrained = read_json(retrained_file)
+    metrics["retrained_auc_min_40"] = retrained["auc_min_40"]
+    metrics["privleak"] = privacy_leakage(metrics["auc_min_40"], retrained["auc_min_40"])
     return metrics, [{"criterion": name, "id": i.id, "score": i.score} for name in scores for i in scores[name]]

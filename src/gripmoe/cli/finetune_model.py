@@ -45,11 +45,11 @@ def finetune_model(
 
     \b
     Example:
-      gripmoe finetune-model --settings '{"source": "finetuned", "base": "tiny_a_oracle",
+      gripmoe finetune-model --settings '{"source": "finetuned", "base": "tiny_a_retrained",
           "benchmark": "muse_tiny", "epochs": 45, "learning_rate": 0.001, "batch_size": 8}' \\
           --benchmark '{"data": {"source": "embedded", "kind": "news"},
-          "target": {"points_above_reference": 5}, "retain_documents": 120, "max_length": 256}' \\
-          --model results/tiny/models/tiny_a_oracle/model.json --data results/tiny/data/muse_tiny \\
+          "target": {"points_above_retrained": 5}, "retain_documents": 120, "max_length": 256}' \\
+          --model results/tiny/models/tiny_a_retrained/model.json --data results/tiny/data/muse_tiny \\
           --output results/tiny/models/tiny_news/model.json
 
     \f

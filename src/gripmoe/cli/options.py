@@ -45,8 +45,8 @@ ModelFile = Annotated[Path, _file("--model", "model.json of the original model; 
 CheckpointFile = Annotated[
     Path, _file("--checkpoint", "checkpoint.json of a run, or model.json of a reference; the weights lie beside it.")
 ]
-ReferenceFile = Annotated[
-    Path | None, _file("--reference", "model.json of the model that never saw the forget documents; news only.")
+RetrainedFile = Annotated[
+    Path | None, _file("--retrained", "model.json of the model that never saw the forget documents; news only.")
 ]
 DataFolder = Annotated[Path, _folder("--data", "The questions and corpora of the benchmark, as JSON lines.")]
 RetainCorpus = Annotated[Path, _file("--retain-corpus", "The documents to retain, as JSON lines.")]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.config.grid import Project
-from gripmoe.config.status import cell_status, kept_references
+from gripmoe.config.status import cell_status, kept_originals
 
 
 def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")) -> None:
     """Show where every run stands.
 
     A line names each run that is not done, with the last line of its log; further lines give the size
-    of every folder of references and count the runs.
+    of every folder of answers of original models and count the runs.
 
     \b
     Example:
@@ -28,6 +28,6 @@ def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/confi
         counts[phase] += 1
         if phase != "done":
             print(f"{'.'.join(map(str, cell)):<48} {phase:<9} {detail}")
-    for folder, size in kept_references(project, results).items():
+    for folder, size in kept_originals(project, results).items():
         print(f"{folder}: {size:.3g} GB")
     print(", ".join(f"{count} {phase}" for phase, count in counts.items()))

@@ -18,8 +18,8 @@ from gripmoe.cli.options import (
     Nodes,
     OutputFile,
     Processes,
-    ReferenceFile,
     Rendezvous,
+    RetrainedFile,
     RunFile,
     TraceFile,
 )
@@ -27,7 +27,7 @@ from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.provenance import entry_of
 from gripmoe.config.world import load_run
 from gripmoe.constraints.build import build
-from gripmoe.constraints.original import ReferenceStore
+from gripmoe.constraints.original import OriginalStore
 from gripmoe.constraints.realignment import make_correction
 from gripmoe.data.corpora import Corpora, load_corpus
 from gripmoe.data.documents import collate
@@ -55,16 +55,16 @@ def unlearn(
     forget_trace_file: ForgetTraceFile,
     output: OutputFile,
     bases_file: BasesFile = None,
-    reference_file: ReferenceFile = None,
-    references: Annotated[
+    retrained_file: RetrainedFile = None,
+    original_answers: Annotated[
         Path | None,
-        typer.Option("--references", help="A folder for what runs ask of the original model, which they share."),
+        typer.Option("--original-answers", help="A folder for what runs ask of the original model, which they share."),
     ] = None,
     processes: Processes = 1,
     nodes: Nodes = 1,
     rendezvous: Rendezvous = None,
-    reference_memory: Annotated[
-        float, typer.Option("--reference-memory", help="GB of host memory for --references; the rest is read.")
+    original_memory: Annotated[
+        float, typer.Option("--original-memory", help="GB of host memory for --original-answers; the rest is read.")
     ] = 8.0,
     basis_memory: Annotated[
         float, typer.Option("--basis-memory", help="GB of each GPU for the bases; the rest is copied.")
@@ -92,7 +92,7 @@ def unlearn(
     with training_together(output, beside(output), unlearn):
         fitted = (trace_file, bases_file)  # beside which a digest says what they hold
         digests = [file.with_suffix(".json") for file in fitted if file and file.with_suffix(".json").exists()]
-        files = (run_file, model_file, reference_file, *digests, *sorted(data.glob("*.jsonl")))
+        files = (run_file, model_file, retrained_file, *digests, *sorted(data.glob("*.jsonl")))
         claim_state(state_file, identity_of(unlearn, *files))
         method, own = run.method, run.own_objective
         objective = make_objective(own.path if own else run.objective, run.training.objective, run.seed)
@@ -101,11 +101,11 @@ def unlearn(
         weights = {"model": read_json(model_file)["weights"]}
         moe = MoEModel(model)
         shard_experts(moe)
-        if references:
+        if original_answers:
             asked = f"{weights['model']} {code_fingerprint(entry_of(unlearn))}"  # what other code has kept is not found
-            moe.references = ReferenceStore(references, asked, reference_memory * 1e9)
+            moe.originals = OriginalStore(original_answers, asked, original_memory * 1e9)
             if distributed.is_first():
-                moe.references.remove_stale()
+                moe.originals.remove_stale()
         theta_0 = moe.thetas()
         documents = [
             load_corpus(data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
@@ -118,7 +118,7 @@ def unlearn(
         )
         recorded_rows = corpora.retain[: run.benchmark.retain_documents]
         batch = collate(recorded_rows, corpora.pad_id).to(model.device)
-        stop = stop_rule(run.benchmark, data, reference_file, tokenizer)
+        stop = stop_rule(run.benchmark, data, retrained_file, tokenizer)
         tiers = (basis_memory * 1e9, basis_host_memory * 1e9)
         built = build(
             method,

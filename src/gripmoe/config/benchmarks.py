@@ -21,20 +21,20 @@ class ForgetTarget(Strict):
     forget_accuracy: Fraction
 
 
-class ReferenceTarget(Strict):
+class RetrainedTarget(Strict):
     """Training stops at the first check at which VerbMem and KnowMem of what is to be forgotten, on the dev split, are
     at most so many points above those of the retain-only model."""
 
-    points_above_reference: NonNegative
+    points_above_retrained: NonNegative
 
 
 def _kind_of_target(value: Any) -> str:
     keys = value if isinstance(value, dict) else type(value).model_fields
-    return "ReferenceTarget" if any("reference" in key for key in keys) else "ForgetTarget"
+    return "RetrainedTarget" if any("retrained" in key for key in keys) else "ForgetTarget"
 
 
 Target = Annotated[
-    Annotated[ForgetTarget, Tag("ForgetTarget")] | Annotated[ReferenceTarget, Tag("ReferenceTarget")],
+    Annotated[ForgetTarget, Tag("ForgetTarget")] | Annotated[RetrainedTarget, Tag("RetrainedTarget")],
     Discriminator(_kind_of_target),
 ]
 
@@ -99,7 +99,7 @@ class Task(Strict):
 
     @model_validator(mode="after")
     def _target_of_its_kind(self) -> Task:
-        wanted = ReferenceTarget if self.is_news else ForgetTarget
+        wanted = RetrainedTarget if self.is_news else ForgetTarget
         if not isinstance(self.target, wanted):
             raise ValueError(f"`target` of {self.data.kind} is given by `{next(iter(wanted.model_fields))}`")
         return self

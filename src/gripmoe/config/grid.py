@@ -22,7 +22,7 @@ from gripmoe.config.world import Artefact, OwnClass, Run, World
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest
 
-NO_OBJECTIVE = "none"  # the {objective} of reference methods, which train nothing
+NO_OBJECTIVE = "none"  # the {objective} of baselines, which train nothing
 CATALOGUES = ("models", "benchmarks", "objectives", "methods", "artefacts")
 BATCH_SIZES = ("forget_batch_size", "retain_batch_size")
 
@@ -93,10 +93,10 @@ class Project:
                 _require_known(objective, ["all", *self.objectives], f"{file}: benchmark_training.{name}")
         for name in world.models:
             model = self.models[name]
-            if model.oracle:
-                _require_known(model.oracle, self.models, f"{self.folder / 'models.yaml'}: {name}.oracle")
-            elif "retain_only" in self.reference_kinds:
-                raise ConfigError(f"{file}: method 'retain_only' needs `oracle:` in models.yaml for {name!r}")
+            if model.retrained:
+                _require_known(model.retrained, self.models, f"{self.folder / 'models.yaml'}: {name}.retrained")
+            elif "retrained" in self.baseline_kinds:
+                raise ConfigError(f"{file}: method 'retrained' needs `retrained:` in models.yaml for {name!r}")
             if model.source == "finetuned":
                 self._check_finetuned(name)
             if not any(self.fits(name, benchmark) for benchmark in world.benchmarks):
@@ -146,11 +146,11 @@ class Project:
         _require_known(model.benchmark, self.benchmarks, f"{file}: {name}.benchmark")
         if not self.benchmarks[model.benchmark].is_news:
             raise ConfigError(f"{file}: {name}.benchmark: {model.benchmark!r} has no articles to finetune on")
-        if not model.oracle:
-            raise ConfigError(f"{file}: {name}: `oracle` is required; the model to compare leakage with")
-        oracle = self.models[model.oracle]
-        if oracle.source != "finetuned" or oracle.benchmark != model.benchmark:
-            raise ConfigError(f"{file}: {name}.oracle: {model.oracle!r} is not finetuned on {model.benchmark!r}")
+        if not model.retrained:
+            raise ConfigError(f"{file}: {name}: `retrained` is required; the model to compare leakage with")
+        retrained = self.models[model.retrained]
+        if retrained.source != "finetuned" or retrained.benchmark != model.benchmark:
+            raise ConfigError(f"{file}: {name}.retrained: {model.retrained!r} is not finetuned on {model.benchmark!r}")
 
     def fits(self, model: str, benchmark: str) -> bool:
         """News is for the models that were finetuned on it, and nothing else is for them."""
@@ -160,13 +160,13 @@ class Project:
         return not self.benchmarks[benchmark].is_news
 
     @property
-    def reference_kinds(self) -> set[str]:
-        return {self.methods[name].reference for name in self.world.all_methods if self.methods[name].reference}
+    def baseline_kinds(self) -> set[str]:
+        return {self.methods[name].baseline for name in self.world.all_methods if self.methods[name].baseline}
 
     @property
     def models_needed(self) -> list[str]:
-        """Those of the world, their oracles, and what these are finetuned from."""
-        named = [*self.world.models, *(m.oracle for m in map(self.models.get, self.world.models) if m.oracle)]
+        """Those of the world, their retrained models, and what these are finetuned from."""
+        named = [*self.world.models, *(m.retrained for m in map(self.models.get, self.world.models) if m.retrained)]
         return list(dict.fromkeys([*named, *(m.base for m in map(self.models.get, named) if m.source == "finetuned")]))
 
     def trained_from(self, model: str) -> Any:
@@ -175,7 +175,7 @@ class Project:
         return self.models[config.base] if config.source == "finetuned" else config
 
     def gpus(self, model: str) -> int:
-        """How many a model takes, and its oracle as many: one, if the world does not say. Processes that train the
+        """How many a model takes, and its retrained model as many: one, if the world does not say. Processes that train the
         model share its experts; in a single process its layers are split over those of one node."""
         return self.world.gpus.get(self._named(model), 1)
 
@@ -192,8 +192,8 @@ class Project:
         return self.processes(model, method) // min(self.processes(model, method), self.gpus_per_node(model))
 
     def _named(self, model: str) -> str:
-        """The model of the world whose oracle this is, or the model itself."""
-        return next((name for name in self.world.models if self.models[name].oracle == model), model)
+        """The model of the world whose retrained model this is, or the model itself."""
+        return next((name for name in self.world.models if self.models[name].retrained == model), model)
 
     def processes(self, model: str, method: str | None = None) -> int:
         """How many train a cell together, or finetune a model: one on each of its GPUs, or a single one if one expert
@@ -255,18 +255,18 @@ class Project:
         )
 
     def cells(self) -> list[tuple[str, str, str, str, int]]:
-        """All (model, benchmark, objective, method, seed); reference methods once per model and benchmark."""
+        """All (model, benchmark, objective, method, seed); baselines once per model and benchmark."""
         cells = []
         for model in self.world.models:
             for benchmark in self.world.benchmarks:
                 if not self.fits(model, benchmark):
                     continue
                 for method in self.world.methods:
-                    if self.methods[method].reference:
+                    if self.methods[method].baseline:
                         cells.append((model, benchmark, NO_OBJECTIVE, method, 0))
                 for objective in self.world.objectives:
                     for method in self.world.methods_of(objective):
-                        if not self.methods[method].reference:
+                        if not self.methods[method].baseline:
                             cells += [(model, benchmark, objective, method, seed) for seed in self.world.seeds]
         return cells
 

@@ -26,7 +26,7 @@ class EpsNullConfig(Strict):
 class Method(Strict):
     """Independent axes; a named row of methods.yaml is one point in their space."""
 
-    reference: Literal["original", "retain_only"] | None = None  # nothing is trained
+    baseline: Literal["original", "retrained"] | None = None  # nothing is trained
     constraint: (
         Literal["none", "frozen", "null_space", "router_l2", "gate_anchor", "routing_scores", "anchor"] | None
     ) = None
@@ -56,9 +56,9 @@ class Method(Strict):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Method:
-        kinds = [self.reference is not None, self.constraint is not None, self.corrects is not None]
+        kinds = [self.baseline is not None, self.constraint is not None, self.corrects is not None]
         if sum(kinds) != 1:
-            raise ValueError("give exactly one of `reference`, `constraint`, `corrects`")
+            raise ValueError("give exactly one of `baseline`, `constraint`, `corrects`")
         if self.corrects and not self.correction:
             raise ValueError("`corrects` needs `correction: restore` or `correction: realign`")
         if self.training and not self.constraint:
@@ -120,7 +120,7 @@ AXES = {  # the keys of methods.yaml that have an effect in a row only beside th
 def _check_axes(name: str, method: Method, file: Path) -> None:
     """What a row says must have an effect, or somebody believes to have measured it."""
     words = {word for key in method.model_fields_set for word in (key, f"{key}: {getattr(method, key)}")}
-    known = {"reference", "constraint", "corrects", *(key for word in words for key in AXES.get(word, ()))}
+    known = {"baseline", "constraint", "corrects", *(key for word in words for key in AXES.get(word, ()))}
     for key in sorted(method.model_fields_set - known):
         having = " or ".join(f"`{word}`" for word, keys in AXES.items() if key in keys)
         raise ConfigError(f"{file}: {name}.{key}: without effect here; it is a choice of {having}")

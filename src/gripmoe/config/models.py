@@ -40,7 +40,7 @@ class EmbeddedModel(Strict):
     seed: int
     world_seed: int = 0
     trained_on: Literal["everything", "retain_only"] = "everything"
-    oracle: Name | None = None  # never saw the forget data; of the same seed, if none was refused
+    retrained: Name | None = None  # never saw the forget data; of the same seed, if none was refused
     size: EmbeddedSize = EmbeddedSize()
     max_early_steps: PositiveInt = 2000  # at most, until the model knows its facts and can name the letter of an option
     late_steps: PositiveInt = 350  # after that
@@ -62,7 +62,7 @@ class PublishedModel(Strict):
     revision: str | None = None
     config: dict[str, Any] | None = None  # its dimensions, as its config.json has them: for plans without a network
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    oracle: None = None
+    retrained: None = None
 
     @property
     def layers(self) -> int | None:
@@ -77,7 +77,7 @@ class FinetunedModel(Strict):
     base: Name
     benchmark: Name
     trained_on: Literal["everything", "retain_only"] = "everything"
-    oracle: Name | None = None
+    retrained: Name | None = None
     epochs: PositiveInt
     learning_rate: PositiveFloat
     optimizer: Optimizer = "adamw"

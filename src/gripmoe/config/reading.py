@@ -36,7 +36,7 @@ def _describe(target: Any, item: dict, path: Path, prefix: str) -> str:
     keys = [
         str(part)
         for part in item["loc"]
-        if part not in ("embedded", "published", "muse", "finetuned", "ForgetTarget", "ReferenceTarget")
+        if part not in ("embedded", "published", "muse", "finetuned", "ForgetTarget", "RetrainedTarget")
     ]
     key = ".".join(part for part in (prefix, *keys) if part)
     message = item["msg"].removeprefix("Value error, ")

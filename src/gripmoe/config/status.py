@@ -37,10 +37,10 @@ def cell_status(project: Project, results: Path, cell: tuple) -> tuple[str, str]
     return "done", f"{ended.get('status', '')} {ended.get('steps', '')} {known}".strip()
 
 
-def kept_references(project: Project, results: Path) -> dict[Path, float]:
+def kept_originals(project: Project, results: Path) -> dict[Path, float]:
     """GB of the folders in which training keeps what the original models say of documents."""
     pairs = dict.fromkeys(cell[:2] for cell in project.cells())
-    folders = [results.joinpath(*pair, "references") for pair in pairs]
+    folders = [results.joinpath(*pair, "original_answers") for pair in pairs]
     return {f: sum(file.stat().st_size for file in f.iterdir()) / 1e9 for f in folders if f.exists()}
 
 

@@ -40,7 +40,7 @@ class World(Strict):
     benchmark_training: dict[Name, dict[Name, dict[str, Any]]] = {}
     overrides: dict[str, dict[str, Any]] = {}
     relearning: Relearning | None = None  # an attack that is left out without it
-    reference_memory: PositiveInt = 8  # GB of host memory for what a run asks of the original model; more goes to disk
+    original_memory: PositiveInt = 8  # GB of host memory for what a run asks of the original model; more goes to disk
     basis_memory: PositiveInt = 16  # GB of each GPU for Method A's bases
     # GB of host memory, of each process, for what goes beyond it and is copied in every step; yet more is read
     basis_host_memory: Annotated[int, Field(ge=0)] = 64

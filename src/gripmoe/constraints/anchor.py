@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gripmoe.constraints.base import FrozenRouter, Tokens
-from gripmoe.constraints.original import _of, reference_of
+from gripmoe.constraints.original import _of, original_values
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import jaccard, route
 from gripmoe.geometry.tracking import RouterTracker
@@ -50,7 +50,7 @@ class Anchored(FrozenRouter):
         self._theta_0 = model.thetas()
         if self.refits:
             self._trackers = {layer: RouterTracker(theta) for layer, theta in self._theta_0.items()}
-        self._states = reference_of(model, self.original, retain, _inputs_and_final, "original states")
+        self._states = original_values(model, self.original, retain, _inputs_and_final, "original states")
 
     def refit(self, layer, x_Nd, tokens) -> Tensor:
         if layer == self._layers[0]:

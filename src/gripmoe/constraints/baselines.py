@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gripmoe.constraints.base import Unconstrained
-from gripmoe.constraints.original import _of, _per_layer, reference_of
+from gripmoe.constraints.original import _of, _per_layer, original_values
 from gripmoe.geometry.routing import RoutingTrace, selection_mask
 from gripmoe.io import distributed
 
@@ -87,7 +87,7 @@ class RoutingScores(Unconstrained):
     def start(self, model, forget, retain) -> None:
         self._layers = model.layers
         scores = partial(_per_layer, field="scores_NE")
-        self._scores = reference_of(model, self.original, retain, scores, "original scores")
+        self._scores = original_values(model, self.original, retain, scores, "original scores")
 
     def penalty(self, kind, seen) -> Tensor:
         wanted_NLE = _of(self._scores, seen.tokens)

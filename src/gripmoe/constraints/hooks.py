@@ -1,6 +1,6 @@
 """What holds a constraint over a training loop: hooks around the optimizer's step, marks around forward passes.
 
-The guard snapshots the routers before each step, lets the optimizer step, and writes back what the constraint lets
+The handle snapshots the routers before each step, lets the optimizer step, and writes back what the constraint lets
 stand. A constraint that refits has a say in the retain forward too; nothing else in the loop changes.
 """
 
@@ -27,16 +27,16 @@ class Diverged(RuntimeError):
     is no longer finite (ours). A RuntimeError."""
 
 
-class RouterGuard:
+class ConstraintHandle:
     """Holds `constraint` over `optimizer` until closed: what `gripmoe.constrain` returns, also as a context manager
     (Sec. 4.2: between the update that the optimizer proposes and the one that stands).
 
-    Forward passes of retain data run within `with guard.retain():` where a method looks at them (`constraint.watches`),
-    those of forget data within `with guard.forget():`, in every step; `guard.penalty()` is then added to the loss. For
+    Forward passes of retain data run within `with handle.retain():` where a method looks at them (`constraint.watches`),
+    those of forget data within `with handle.forget():`, in every step; `handle.penalty()` is then added to the loss. For
     all other methods both are free of effect, so a loop may always be written with them.
 
-    `origin` names what the constraint was made from, so that no other guard takes its state for its own. Raises
-    ValueError if another guard of the same model is open, or for an optimizer without step hooks; nothing of the guard
+    `origin` names what the constraint was made from, so that no other handle takes its state for its own. Raises
+    ValueError if another handle of the same model is open, or for an optimizer without step hooks; nothing of the handle
     then stays on the model or the optimizer. The optimizer's `step` raises RuntimeError where the loop has left out a
     mark, the penalty, or the check of `loss_bound`, and for a closure where gradients are projected; and Diverged where
     a router would not be finite. Where the constraint fails, the routers are those before the step; other weights may
@@ -54,7 +54,7 @@ class RouterGuard:
         optimizer = inner_optimizer(optimizer)
         if getattr(model.model, "_held", None) == id(model.model):  # not what a copy of a held model has
             raise ValueError(
-                "another guard holds this model: `close()` it first, of a Trainer `callback.guard.close()`"
+                "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`"
             )
         self.model = model
         self.origin = origin
@@ -78,7 +78,7 @@ class RouterGuard:
                 undo.enter_context(model.before_routers(self._fitted))
             undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
-            self._undo = undo.pop_all()  # when the guard closes
+            self._undo = undo.pop_all()  # when the handle closes
 
     def retain(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
         """Marks a forward pass of retain data; of a batch that holds other data too, `rows`, (rows,) and bool, names
@@ -127,7 +127,7 @@ class RouterGuard:
             with self.model.record_routing() as recorder:
                 yield
                 if len(passes) != 1:
-                    raise RuntimeError(f"`with guard.{kind}():` marks one forward pass, not {len(passes)}")
+                    raise RuntimeError(f"`with handle.{kind}():` marks one forward pass, not {len(passes)}")
                 if self.constraint.needs_graph and len(grad_modes) > 1:
                     raise RuntimeError(
                         "reentrant gradient checkpointing hides what routers see from the penalty's gradient: "
@@ -168,7 +168,7 @@ class RouterGuard:
     def refit(self, batch: Batch | Mapping[str, Tensor]) -> None:
         """Fits routers that follow their inputs ("anchored_tracked", ours) once more, to the experts as the last step
         has left them, by a forward pass of retain data as in `constrain`: before an evaluation or a save, in every
-        process. Without effect for other methods and once the guard is closed. Raises RuntimeError between the passes
+        process. Without effect for other methods and once the handle is closed. Raises RuntimeError between the passes
         of a step and the step itself, KeyError for a document whose original states nobody kept, and ValueError for a
         batch without `input_ids`."""
         if self._closed or self.is_lifted or not self.constraint.refits:
@@ -197,7 +197,7 @@ class RouterGuard:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Steps within are taken as if there were no guard: what the constraint costs is the difference."""
+        """Steps within are taken as if there were no handle: what the constraint costs is the difference."""
         self.is_lifted = True
         try:
             yield
@@ -259,14 +259,14 @@ class RouterGuard:
             return
         for kind in self.constraint.watches - self._marked:
             raise RuntimeError(
-                f"this method looks at the {kind} forward: run it within `with guard.{kind}():`, in every step"
+                f"this method looks at the {kind} forward: run it within `with handle.{kind}():`, in every step"
             )
         if self.constraint.needs_retain and not self._seen:
             raise RuntimeError("this method looks at retain tokens in every step, and no row of this one holds any")
         if any(isinstance(penalty, Tensor) for penalty in self._penalties):
-            raise RuntimeError("this method adds to the loss: add `guard.penalty()` to it before the backward pass")
+            raise RuntimeError("this method adds to the loss: add `handle.penalty()` to it before the backward pass")
         if self.loss_bound < math.inf and not self._checked:
-            raise RuntimeError("a bound on the retain loss was given: call `guard.check(loss)` in every step")
+            raise RuntimeError("a bound on the retain loss was given: call `handle.check(loss)` in every step")
 
     @torch.no_grad()
     def _after_step(self, *_) -> None:
@@ -303,7 +303,7 @@ class RouterGuard:
         return {**self.constraint.state(), "origin": self.origin}
 
     def load_state_dict(self, state: dict) -> None:
-        """Goes on from there. Raises ValueError for the state of a guard made from another model, other documents or
+        """Goes on from there. Raises ValueError for the state of a handle made from another model, other documents or
         another method."""
         if state.get("origin", "") != self.origin:
             raise ValueError(
@@ -313,7 +313,7 @@ class RouterGuard:
         self.constraint.load_state({name: value for name, value in state.items() if name != "origin"})
 
     def on_close(self, function: Callable[[], object]) -> None:
-        """Calls `function` when the guard closes; of several functions the last one first."""
+        """Calls `function` when the handle closes; of several functions the last one first."""
         self._undo.callback(function)
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ class RouterGuard:
         self._seen, self._penalties = [], []
         self._undo.close()
 
-    def __enter__(self) -> RouterGuard:
+    def __enter__(self) -> ConstraintHandle:
         return self
 
     def __exit__(self, *_) -> None:
@@ -356,7 +356,7 @@ def layers_not_finite(model: MoEModel) -> list[int]:
 
 def _tokens(kind: str, inputs: Mapping[str, Tensor], rows: Tensor | None) -> Tokens:
     if inputs.get("input_ids") is None:
-        raise ValueError(f"`with guard.{kind}():` knows documents by their tokens: give `input_ids`")
+        raise ValueError(f"`with handle.{kind}():` knows documents by their tokens: give `input_ids`")
     mask = attention_mask_of(inputs)
     if rows is not None:
         mask = mask * _checked_rows(rows, len(mask))[:, None].to(mask)

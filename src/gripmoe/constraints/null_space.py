@@ -69,9 +69,9 @@ class NullSpace(_TwoStages):
     hold on the basis: in directions that eps_null counts as none, selected scores may still move.
     """
 
-    def __init__(self, reference: RoutingTrace, bases: Mapping[int, RetainBasis], safety_margin: float = 1e-3):
+    def __init__(self, trace: RoutingTrace, bases: Mapping[int, RetainBasis], safety_margin: float = 1e-3):
         super().__init__()
-        self.reference = reference
+        self.trace = trace
         self.bases = bases
         self.safety_margin = safety_margin
 
@@ -81,7 +81,7 @@ class NullSpace(_TwoStages):
         if model.model.device.type == "cpu" and isinstance(self.bases, dict):  # else converted in every step
             self.bases = {layer: RetainBasis(basis.U_ret_Edr.double()) for layer, basis in self.bases.items()}
         self._x_Nd, self._bounds_NE = {}, {}
-        for layer, recorded in self.reference.items():
+        for layer, recorded in self.trace.items():
             seen = recorded.to(model.model.device)
             self._x_Nd[layer] = seen.x_Nd
             self._bounds_NE[layer] = _bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0)
@@ -217,10 +217,10 @@ class NullSpacePaper(_TwoStages):
 
 
 def null_space_of(
-    method: Method, reference: RoutingTrace, bases: Mapping[int, RetainBasis] | None, seed: int
+    method: Method, trace: RoutingTrace, bases: Mapping[int, RetainBasis] | None, seed: int
 ) -> NullSpace | NullSpaceMinibatch | NullSpacePaper:
     """The form that a row of methods.yaml asks for; `bases` where it has fixed ones."""
-    eps_null = eps_by_layer(method.eps_null, list(reference))
+    eps_null = eps_by_layer(method.eps_null, list(trace))
     if method.form == "paper":
         return NullSpacePaper(
             eps_null,
@@ -235,7 +235,7 @@ def null_space_of(
         return NullSpaceMinibatch(
             eps_null, method.granularity, method.safety_margin, forgetting=forgetting, max_rank=method.max_rank
         )
-    return NullSpace(reference, bases, method.safety_margin)
+    return NullSpace(trace, bases, method.safety_margin)
 
 
 def eps_by_layer(config: EpsNullConfig, layers: Sequence[int]) -> dict[int, EpsNull]:
@@ -248,17 +248,17 @@ def eps_by_layer(config: EpsNullConfig, layers: Sequence[int]) -> dict[int, EpsN
 
 
 def fit_bases(
-    reference: RoutingTrace,
+    trace: RoutingTrace,
     rules: Mapping[int, SelectionRule],
     method: Method,
     only: Sequence[int] | None = None,
 ) -> dict[int, RetainBasis]:
     """The retain basis of each layer of a trace (or `only` of some), per expert or, with granularity "layer", of all
     tokens for all experts (the full null space, Sec. 4.1)."""
-    eps_null = eps_by_layer(method.eps_null, list(reference))
+    eps_null = eps_by_layer(method.eps_null, list(trace))
     return {
-        layer: _basis(reference[layer], rules[layer], eps_null[layer], method.granularity, method.max_rank)[0]
-        for layer in (reference if only is None else only)
+        layer: _basis(trace[layer], rules[layer], eps_null[layer], method.granularity, method.max_rank)[0]
+        for layer in (trace if only is None else only)
     }
 
 

@@ -31,9 +31,9 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
 
 
-def _of(reference: ReferenceCache | ReferenceForward, tokens: Tokens) -> Tensor:
+def _of(cached: OriginalCache | OriginalForward, tokens: Tokens) -> Tensor:
     """What the original model said of the tokens that count, (N, ...)."""
-    return reference.of(tokens.input_ids, tokens.attention_mask).flatten(0, 1)[tokens.keep]
+    return cached.of(tokens.input_ids, tokens.attention_mask).flatten(0, 1)[tokens.keep]
 
 
 def _per_layer(model: MoEModel, batch: Batch, field: str) -> Tensor:
@@ -49,7 +49,7 @@ WAIT = 5.0  # seconds between two looks at what another run makes
 
 
 @dataclass(frozen=True)
-class ReferenceStore:
+class OriginalStore:
     """Where caches keep what takes more than `memory` bytes: in files of `folder`, made once and found again by every
     run that asks the same (`model`, a digest of its weights and of the code that asks) about the same documents."""
 
@@ -93,12 +93,12 @@ class _OnDisk:
         return self.file.get_slice("values")[self.start : self.end]
 
 
-class ReferenceCache:
+class OriginalCache:
     """One tensor per document, or one per token of it, by a function of the original model; found by the document's
     tokens, and `by_labels` by its labels too. Held on the CPU, or where `store` says, in the dtype in which it was
     computed. Files of a store know no labels: give one or the other."""
 
-    def __init__(self, store: ReferenceStore | None = None, *, by_labels: bool = False) -> None:
+    def __init__(self, store: OriginalStore | None = None, *, by_labels: bool = False) -> None:
         self._store, self._by_labels = store, by_labels
         self._kept: dict[tuple, Tensor | _OnDisk] = {}
         self._example: Tensor | None = None  # of a document without tokens
@@ -107,7 +107,7 @@ class ReferenceCache:
         return len(self._kept)
 
     @torch.no_grad()
-    def fill(self, batches: Iterable[Batch], function: Callable[[Batch], Tensor], what: str = "reference") -> None:
+    def fill(self, batches: Iterable[Batch], function: Callable[[Batch], Tensor], what: str = "original model") -> None:
         """Keeps `function(batch)` of every row: (rows,) or, with entries per token, (rows, positions, ...)."""
         batches = list(batches)
         if not batches:
@@ -166,7 +166,7 @@ class ReferenceCache:
                 continue
             if key not in self._kept:
                 raise KeyError(
-                    f"no reference for a document of {len(tokens)} tokens, {list(tokens[:8])}...: give every document "
+                    f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: give every document "
                     "that training uses beforehand"
                 )
             found = self._kept[key]
@@ -220,7 +220,7 @@ def _forget(name: str, values: Tensor) -> None:
     """What the processes that write nothing do with their part."""
 
 
-class ReferenceForward:
+class OriginalForward:
     """The same from a forward pass of the original model itself, a second one in memory: for documents that nobody can
     list beforehand."""
 
@@ -233,18 +233,18 @@ class ReferenceForward:
         return self._function(self._original, batch).to(input_ids.device)
 
 
-def reference_of(
+def original_values(
     model: MoEModel,
     original: MoEModel | None,
     documents: Iterable[Batch],
     function: Callable[[MoEModel, Batch], Tensor],
     what: str,
-) -> ReferenceCache | ReferenceForward:
+) -> OriginalCache | OriginalForward:
     """Where `function` of the original model comes from: `original`, if there is a second model, else `model` as it is
     now, asked about `documents` once."""
     if original is not None:
-        return ReferenceForward(original, function)
-    cache = ReferenceCache(model.references)
+        return OriginalForward(original, function)
+    cache = OriginalCache(model.originals)
     cache.fill(documents, lambda batch: function(model, batch), what)
     return cache
 
@@ -257,7 +257,7 @@ class OriginalSets:
             routes = model.routes(**batch.inputs)
             return torch.stack([routes[layer].unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)
 
-        self._layers, self._sets = model.layers, ReferenceCache(model.references)
+        self._layers, self._sets = model.layers, OriginalCache(model.originals)
         self._sets.fill(batches, stacked, "original sets")
 
     def of(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:

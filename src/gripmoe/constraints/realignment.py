@@ -24,7 +24,7 @@ KACZMARZ_TOKENS = 400
 
 
 def make_correction(
-    method: Method, theta_0: dict[int, Tensor], reference: RoutingTrace, batch: Batch
+    method: Method, theta_0: dict[int, Tensor], trace: RoutingTrace, batch: Batch
 ) -> Callable[[MoEModel], dict]:
     """The correction of a row of methods.yaml: it changes a model in place and returns a flat report."""
 
@@ -32,9 +32,7 @@ def make_correction(
         if method.correction == "restore":
             restore_routers(model, theta_0)
             return {}
-        realigned = realign_routers(
-            model, theta_0, reference, batch, form=method.form, retain_tokens=method.retain_tokens
-        )
+        realigned = realign_routers(model, theta_0, trace, batch, form=method.form, retain_tokens=method.retain_tokens)
         return {
             f"{name}_layer_{layer}": getattr(result, name)
             for layer, result in realigned.items()
@@ -45,9 +43,7 @@ def make_correction(
 
 
 @torch.no_grad()
-def holdout_report(
-    model: MoEModel, theta_0: dict[int, Tensor], reference: RoutingTrace, batch: Batch
-) -> dict[str, float]:
+def holdout_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTrace, batch: Batch) -> dict[str, float]:
     """How Method B generalises on an uncorrected model, by the number of tokens it is fitted to, from an eighth of the
     hidden size to half of all: mean over layers, both forms, on the tokens fitted and on others."""
     after, thetas = model.trace([batch]), model.thetas()
@@ -56,7 +52,7 @@ def holdout_report(
     report: dict[str, float] = {}
     for form in ("paper", "sound"):
         for layer, seen in after.items():
-            old = theta_0[layer], thetas[layer], reference[layer].x_Nd.to(seen.x_Nd.device), seen.x_Nd
+            old = theta_0[layer], thetas[layer], trace[layer].x_Nd.to(seen.x_Nd.device), seen.x_Nd
             curve = holdout_stability(*old, model.rule(layer), sizes, form)
             for size, values in curve.items():
                 for where, value in zip(("fit", "other"), values, strict=True):
@@ -67,14 +63,14 @@ def holdout_report(
 
 @torch.no_grad()
 def kaczmarz_report(
-    model: MoEModel, theta_0: dict[int, Tensor], reference: RoutingTrace, seed: int = 0
+    model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTrace, seed: int = 0
 ) -> dict[str, float]:
     """How Algorithm 1 fares where margins are exceeded, as those of the first retain tokens are by finished routers:
     `violation_after_<draws>` and, of the exact projection, `violation_exact`. A row's worst violation as a share of
     what it was, mean over all router rows that have any; empty where none has."""
     left: dict[str, list[Tensor]] = {}
     thetas = model.thetas()
-    for layer, recorded in first_tokens(reference, KACZMARZ_TOKENS).items():
+    for layer, recorded in first_tokens(trace, KACZMARZ_TOKENS).items():
         seen, rule = recorded.to(model.model.device), model.rule(layer)
         margins_NE = rule.margins(seen.scores_NE, seen.top_k_Nk).clamp_min(0)
         bounds_NE = margins_NE.masked_fill(rule.held(seen.scores_NE, seen.top_k_Nk), torch.inf).double()
@@ -114,7 +110,7 @@ def restore_routers(model: MoEModel, theta_0: dict[int, Tensor]) -> None:
 def realign_routers(
     model: MoEModel,
     theta_0: dict[int, Tensor],
-    reference: RoutingTrace,
+    trace: RoutingTrace,
     batch: Batch,
     *,
     form: str = "sound",
@@ -122,7 +118,7 @@ def realign_routers(
 ) -> dict[int, Realignment]:
     """Method B on every layer of an unlearned model; returns what was done to each.
 
-    `reference` is the original model's trace of `batch`, on any device, and theta_0 its routers. The paper's form fits
+    `trace` is the original model's trace of `batch`, on any device, and theta_0 its routers. The paper's form fits
     all layers to the uncorrected model. The sound form corrects each router within the one forward pass, before the
     router is used, so that every layer is fitted to what the corrected layers below it send. After an error all routers
     are as they were.
@@ -137,7 +133,7 @@ def realign_routers(
         documents_N = None
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
-        x_pre_Nd = reference[layer].x_Nd[:retain_tokens].to(x_post_Nd.device)
+        x_pre_Nd = trace[layer].x_Nd[:retain_tokens].to(x_post_Nd.device)
         old = theta_0[layer], theta_post[layer], x_pre_Nd
         if form == "paper":
             realigned[layer] = realign_paper(*old, x_post_Nd[:retain_tokens])
@@ -161,12 +157,12 @@ class Original:
     """What Method B needs of the model before unlearning (Theta and X_r of Eq. 5), on its device, about 4 N (d + E)
     bytes a layer.
 
-    By decoder layer `theta_0`, the router, (E, d), fp32, and `reference`, what it saw of the N retain tokens that count
+    By decoder layer `theta_0`, the router, (E, d), fp32, and `trace`, what it saw of the N retain tokens that count
     (`x_Nd`, `scores_NE`, `top_k_Nk`); `batch`, the documents, (rows, positions), for another pass.
     """
 
     theta_0: dict[int, Tensor]
-    reference: RoutingTrace
+    trace: RoutingTrace
     batch: Batch
 
 
@@ -200,15 +196,15 @@ def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -
     return original
 
 
-def realign(model: nn.Module, reference: Original, *, form: str = "sound") -> dict[int, Realignment]:
+def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dict[int, Realignment]:
     """Method B (PTC, Sec. 4.3, Eq. 5): refits every router of the unlearned `model` in place, so that retain tokens are
-    routed as `reference`, of `remember`, has them. Returns by decoder layer what was done.
+    routed as `original`, of `remember`, has them. Returns by decoder layer what was done.
 
     `form` "paper" is Eq. 5 with the acceptance of App. D.4; "sound" (ours) starts from the original router, goes layer
     by layer and chooses the ridge on every fourth document, or of fewer than four on every fourth token. It corrects
     routing, not knowledge: on the models measured here it undoes much of the forgetting.
 
-    Raises ValueError for an unknown form or family, a dense model, or a `reference` of other layers, shapes or numbers
+    Raises ValueError for an unknown form or family, a dense model, or an `original` of other layers, shapes or numbers
     of tokens, or not finite. After an error all routers are as they were.
     """
     if form not in ("sound", "paper"):
@@ -217,14 +213,14 @@ def realign(model: nn.Module, reference: Original, *, form: str = "sound") -> di
     try:
         if not moe.layers:
             raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to realign")
-        _check_remembered(moe, reference)
-        return realign_routers(moe, reference.theta_0, reference.reference, reference.batch, form=form)
+        _check_remembered(moe, original)
+        return realign_routers(moe, original.theta_0, original.trace, original.batch, form=form)
     finally:
         moe.release()
 
 
 def _check_remembered(moe: MoEModel, original: Original) -> None:
-    for what, layers in (("routers", list(original.theta_0)), ("retain inputs", list(original.reference))):
+    for what, layers in (("routers", list(original.theta_0)), ("retain inputs", list(original.trace))):
         if sorted(layers) != sorted(moe.layers):
             raise ValueError(
                 f"this model has routers in layers {moe.layers}, and {what} are remembered of layers {layers}: realign "
@@ -234,7 +230,7 @@ def _check_remembered(moe: MoEModel, original: Original) -> None:
     for layer in moe.layers:
         for what, tensor, shape in (
             ("router", original.theta_0[layer], tuple(moe.theta(layer).shape)),
-            ("retain input", original.reference[layer].x_Nd, (tokens, moe.hidden_size)),
+            ("retain input", original.trace[layer].x_Nd, (tokens, moe.hidden_size)),
         ):
             if tuple(tensor.shape) != shape:
                 raise ValueError(

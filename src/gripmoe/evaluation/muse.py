@@ -234,11 +234,11 @@ def leakage(
     return {f"auc_{name}": auc(holdout[name], forget[name]) for name in holdout}
 
 
-def privacy_leakage(measured_auc: float, reference_auc: float) -> float:
+def privacy_leakage(measured_auc: float, retrained_auc: float) -> float:
     """C3 in per cent: Min-40 % AUC beside that of a model that never saw the forget data. NaN if either is none."""
-    if not math.isfinite(measured_auc) or not reference_auc > 0:
+    if not math.isfinite(measured_auc) or not retrained_auc > 0:
         return float("nan")
-    return 100 * (measured_auc - reference_auc) / reference_auc
+    return 100 * (measured_auc - retrained_auc) / retrained_auc
 
 
 def news_scores(

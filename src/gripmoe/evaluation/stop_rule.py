@@ -25,21 +25,21 @@ class StopRule:
     scores: Callable[[MoEModel], dict[str, float]]
 
 
-def stop_rule(benchmark: Task, data: Path, reference: Path | None, tokenizer) -> StopRule:
+def stop_rule(benchmark: Task, data: Path, retrained: Path | None, tokenizer) -> StopRule:
     """The stop rule of a benchmark, on its dev items.
 
-    Letters: forget accuracy, at a fixed value. News: VerbMem and KnowMem, a few points above what `reference` (the
+    Letters: forget accuracy, at a fixed value. News: VerbMem and KnowMem, a few points above what `retrained` (the
     description of the retain-only model) says that this model has. Raises ConfigError if it does not say so, or if no
     letter question is of the dev split.
     """
     if benchmark.is_news:
-        news, known = News.load(data), read_json(reference) if reference else {}
+        news, known = News.load(data), read_json(retrained) if retrained else {}
         if absent := {"verbmem", "knowmem_forget"} - known.keys():
             raise ConfigError(
-                f"{reference or '--reference'}: {min(absent)} of the retain-only model is needed, a few points above "
+                f"{retrained or '--retrained'}: {min(absent)} of the retain-only model is needed, a few points above "
                 "which a run has forgotten; name one that was finetuned on the benchmark's documents to retain"
             )
-        margin = benchmark.target.points_above_reference
+        margin = benchmark.target.points_above_retrained
         sample = replace(news, knowmem=_fewer_retain_pairs(news.knowmem))
 
         def news_means(moe: MoEModel) -> dict[str, float]:

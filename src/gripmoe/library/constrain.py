@@ -1,8 +1,8 @@
 """GRIP as an adapter over anybody's training loop: Method A and its relatives on any model and any optimizer.
 
-guard = gripmoe.constrain(model, optimizer, retain=batches, method="expert_specific")
+handle = gripmoe.constrain(model, optimizer, retain=batches, method="expert_specific")
 ...train as usual...
-guard.close()
+handle.close()
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gripmoe.config.methods import Method, method_table
 from gripmoe.constraints.build import build
-from gripmoe.constraints.hooks import RouterGuard, inner_optimizer, layers_not_finite
+from gripmoe.constraints.hooks import ConstraintHandle, inner_optimizer, layers_not_finite
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.constraints.original import OriginalSets, documents_of
 from gripmoe.data.documents import Batch, as_batch
@@ -36,7 +36,7 @@ from gripmoe.moe.model import unwrapped
 ALIASES = {"freeze_moe_router": "frozen_router"}
 SAMPLED = 256  # entries of a weight that name the model
 UNABLE = {  # keys of a row, and why a loop of one's own cannot have them
-    "reference": "it trains nothing; leave `constrain` out",
+    "baseline": "it trains nothing; leave `constrain` out",
     "corrects": "it is about a finished model; call gripmoe.realign after training",
     "correction": "it comes after training; call gripmoe.realign",
     "critical_experts": "it weighs tokens in the loss, which is the loop's own",
@@ -57,16 +57,16 @@ def constrain(
     cache: Path | None = None,
     hot_bytes: float = math.inf,
     warm_bytes: float = math.inf,
-) -> RouterGuard:
+) -> ConstraintHandle:
     """Holds the routers of `model` while `optimizer` trains it (Method A: Sec. 4.2, Eq. 3, Algorithm 1), until the
-    guard that it returns is closed.
+    handle that it returns is closed.
 
     `model` is a transformers MoE model of a known family, or one that accelerate has prepared or spread over devices
-    (`device_map`); `optimizer` is the one that steps while the guard holds, has its routers among others, and may be
+    (`device_map`); `optimizer` is the one that steps while the handle holds, has its routers among others, and may be
     wrapped by accelerate. `retain` are batches of input_ids and, if rows are padded, attention_mask, both (rows,
     positions); the original routing of these tokens, padding and the first of each row aside, is recorded once, here,
     so call this before training. To resume, call this on the original model once more, then load the weights, the
-    optimizer and `guard.state_dict()`. `method` is a name in gripmoe/config/methods.yaml
+    optimizer and `handle.state_dict()`. `method` is a name in gripmoe/config/methods.yaml
     or a `Method`, among them:
 
     - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
@@ -75,15 +75,15 @@ def constrain(
       nothing holds them; the workflow trains without it, so a warning says where it is not 0.
     - "full_null_space": no router row may change its score of any retain token (Sec. 4.1).
     - "expert_specific_paper", "expert_specific_minibatch": each step against the current retain batch (Eq. 4), whose
-      forward pass runs within `with guard.retain():`; the first is Algorithm 1 to the letter, with draws by `seed`, the
+      forward pass runs within `with handle.retain():`; the first is Algorithm 1 to the letter, with draws by `seed`, the
       second the exact projection (ours). "expert_specific_tracked": earlier ones stay in the bases with a weight that
       falls.
     - "anchored" (ours): a frozen router and a penalty on what its inputs become; retain passes within
-      `with guard.retain():`, on documents of `retain`, and `guard.penalty()` added to the loss. "anchored_tracked": a
-      router that follows its inputs by recursive least squares instead; `guard.refit(batch)`, with a batch of
+      `with handle.retain():`, on documents of `retain`, and `handle.penalty()` added to the loss. "anchored_tracked": a
+      router that follows its inputs by recursive least squares instead; `handle.refit(batch)`, with a batch of
       `retain`, lets it follow the last step too, before an evaluation or a save.
     - "seuf" (App. F, as its authors have it): of all experts only the one that serves the forget tokens most trains,
-      and they are held at it; forget passes within `with guard.forget():`, and `guard.penalty()` added to the loss.
+      and they are held at it; forget passes within `with handle.forget():`, and `handle.penalty()` added to the loss.
     - "frozen_router", or "freeze_moe_router": the control (App. G.1).
 
     `forget` is for what has to know the documents to forget: SEUF, a null space with `surface: forget` or `combined`,
@@ -92,9 +92,9 @@ def constrain(
 
     `original` is a second, untrained copy of the model: what an anchor or `routing_scores` compare with then comes from
     a forward pass of it, so that retain passes may be of any documents, at the price of that pass; else it is kept from
-    here on, and they must be of `retain`. Until the guard is closed that copy evaluates and takes no gradients.
+    here on, and they must be of `retain`. Until the handle is closed that copy evaluates and takes no gradients.
 
-    With `loss_bound`, in the unit of the loop's own loss, give every retain loss to `guard.check`, which raises
+    With `loss_bound`, in the unit of the loop's own loss, give every retain loss to `handle.check`, which raises
     `Diverged` when it is above: where a model routes as it did, an anchor's weight falls to its floor, whatever else
     happens to what it knows.
 
@@ -108,7 +108,7 @@ def constrain(
     Raises ValueError for an unknown family or method, a method that is more than a constraint on routers, a dense
     model, no retain batches or none with a token that counts, what is no batch, rows that pack several documents,
     documents to forget that are missing, an original that is the model itself, what is no torch optimizer, an optimizer
-    without the routers that a null space holds, routers that are not finite, a model that another guard holds, an
+    without the routers that a null space holds, routers that are not finite, a model that another handle holds, an
     anchor whose `routing_stability` is 0 or 1, one expert to train in several processes, or routers that this would
     freeze or bring to fp32 below a DistributedDataParallel that does not know; KeyError for a batch without
     `input_ids`. After an error model and optimizer are as before. With `replay` a forward pass in training mode raises
@@ -137,8 +137,8 @@ def constrain(
                 _warn_of_decay(moe, stepping)
         device = moe.model.device
         to_retain, to_forget = ([as_batch(batch, device) for batch in batches] for batches in (retain, forget))
-        reference = moe.trace(to_retain)
-        if not len(reference[moe.layers[0]].x_Nd):
+        trace = moe.trace(to_retain)
+        if not len(trace[moe.layers[0]].x_Nd):
             raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
         if method.experts == "top_attributed" and distributed.processes() > 1:
             raise ValueError("a method that trains one expert needs one process: there is nothing to share")
@@ -146,7 +146,7 @@ def constrain(
             raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
         built = build(
             method,
-            reference,
+            trace,
             moe.trace(to_forget) if method.looks_at_forget else None,
             bases=lambda held: _bases(moe, held, method, cache, hot_bytes=hot_bytes, warm_bytes=warm_bytes),
             seed=seed,
@@ -172,10 +172,10 @@ def constrain(
         if built.scope:
             undo.enter_context(moe.restrict_experts(built.scope, stepping))
         origin = _origin(moe, method, [*to_retain, *to_forget])
-        guard = RouterGuard(moe, stepping, constraint, loss_bound, origin)
-        guard.on_close(undo.pop_all().close)
+        handle = ConstraintHandle(moe, stepping, constraint, loss_bound, origin)
+        handle.on_close(undo.pop_all().close)
     _states_in_fp32(moe, stepping)
-    return guard
+    return handle
 
 
 def _method(method: str | Method, replay: bool) -> Method:
@@ -242,21 +242,21 @@ def _states_in_fp32(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _bases(
-    moe: MoEModel, reference: RoutingTrace, method: Method, cache: Path | None, **limits: float
+    moe: MoEModel, trace: RoutingTrace, method: Method, cache: Path | None, **limits: float
 ) -> Mapping[int, RetainBasis]:
     """The fixed bases of a method, in memory or in the tiers of `cache`."""
     if cache is None:
-        return fit_bases(reference, moe.rules(), method)
+        return fit_bases(trace, moe.rules(), method)
 
     def fit(layer: int) -> RetainBasis:
-        return fit_bases(reference, moe.rules(), method, only=[layer])[layer]
+        return fit_bases(trace, moe.rules(), method, only=[layer])[layer]
 
     metadata = {
         "model": moe.model.config._name_or_path or type(moe.model).__name__,
         "layers": json.dumps(moe.layers),
         "dtype": str(moe.model.dtype),
-        "retain_tokens": str(len(next(iter(reference.values())))),
-        "reference": _digest(reference),
+        "retain_tokens": str(len(next(iter(trace.values())))),
+        "trace": _digest(trace),
         "method": method.model_dump_json(),
     }
     return BasisStore(Path(cache), moe.layers, fit, metadata, device=moe.model.device, **limits)
@@ -277,7 +277,7 @@ def _untrained(model: nn.Module) -> Iterator[MoEModel]:
 
 
 def _origin(moe: MoEModel, method: Method, batches: Sequence[Batch]) -> str:
-    """A checksum of what a guard is made from: the method, the documents, and of every weight up to SAMPLED entries,
+    """A checksum of what a handle is made from: the method, the documents, and of every weight up to SAMPLED entries,
     evenly spaced. It is the same on every device; shards, which differ between processes, do not count."""
     documents = sorted(tokens for batch in batches for tokens in documents_of(batch.input_ids, batch.attention_mask))
     digest = hashlib.sha256(json.dumps([method.model_dump_json(), documents]).encode())
@@ -293,10 +293,10 @@ def _train_again(parameters: list[tuple[nn.Parameter, bool]]) -> None:
         parameter.requires_grad_(trained)
 
 
-def _digest(reference: RoutingTrace) -> str:
+def _digest(trace: RoutingTrace) -> str:
     """A checksum of what the original routers saw and selected: of model and retain documents together."""
     digest = hashlib.sha256()
-    for layer, seen in reference.items():
+    for layer, seen in trace.items():
         for tensor in (seen.x_Nd, seen.top_k_Nk):
             digest.update(f"{layer} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(_bytes(tensor))

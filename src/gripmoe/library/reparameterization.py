@@ -64,8 +64,8 @@ def reparameterize(
         undo.callback(moe.release)
         if not moe.layers:
             raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to reparameterize")
-        reference = moe.trace([as_batch(batch, moe.model.device) for batch in retain])
-        bases = fit_bases(reference, moe.rules(), fixed[method])
+        trace = moe.trace([as_batch(batch, moe.model.device) for batch in retain])
+        bases = fit_bases(trace, moe.rules(), fixed[method])
         for parameter in moe.freeze_router_biases():
             undo.callback(parameter.requires_grad_, True)
         for layer in moe.layers:

@@ -11,27 +11,27 @@ from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from gripmoe.constraints.hooks import RouterGuard
+from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.data.documents import Batch
 from gripmoe.io.files import atomic_path
 from gripmoe.library.constrain import constrain
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 
-STATE = "router_guard.pt"  # in every checkpoint folder
+STATE = "constraint_handle.pt"  # in every checkpoint folder
 NAMED = "a checkpoint that does not lie in `output_dir` is named by `resume_from_checkpoint` of its arguments"
 
 
-class GuardCallback(TrainerCallback):
+class ConstraintCallback(TrainerCallback):
     """Constrains at the beginning of training, when the trainer has made its optimizer, and lets go at the end; in
-    between its `guard` is there for methods that look at the retain forward.
+    between its `handle` is there for methods that look at the retain forward.
 
     Where training may resume, the weights that the trainer is given are kept on the CPU until training begins: by then
     those of the checkpoint have taken their place. They are put back for `constrain` to see, and the checkpoint is read
     anew: `Trainer` looks for weights by the names in the file, under which it does not find fused experts.
     """
 
-    guard: RouterGuard
+    handle: ConstraintHandle
 
     def __init__(self, retain: Iterable[Batch | Mapping[str, Tensor]], settings: dict[str, Any]):
         self._retain, self._settings = list(retain), settings
@@ -44,13 +44,13 @@ class GuardCallback(TrainerCallback):
             self._original = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        if hasattr(self, "guard"):
-            self.guard.close()  # an earlier training may have ended in an error
+        if hasattr(self, "handle"):
+            self.handle.close()  # an earlier training may have ended in an error
         if self._moe:
-            self._moe.release()  # from here on the guard has its own
+            self._moe.release()  # from here on the handle has its own
         original, self._original = self._original, None
         if not state.global_step:
-            self.guard = constrain(model, optimizer, self._retain, **self._settings)
+            self.handle = constrain(model, optimizer, self._retain, **self._settings)
             return
         if original is None:
             raise ValueError(
@@ -64,36 +64,36 @@ class GuardCallback(TrainerCallback):
         if any(not _is_one_of(now, trained[name], original[name]) for name, now in model.state_dict().items()):
             raise ValueError(f"the trainer resumes from another checkpoint than {folder}: {NAMED}")
         model.load_state_dict(original)
-        self.guard = constrain(model, optimizer, self._retain, **self._settings)
+        self.handle = constrain(model, optimizer, self._retain, **self._settings)
         try:
-            self.guard.load_state_dict(saved)
+            self.handle.load_state_dict(saved)
             model.load_state_dict(trained)
         except BaseException:
-            self.guard.close()
+            self.handle.close()
             raise
 
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             with atomic_path(_checkpoint(args, state.global_step) / STATE) as file:
-                torch.save({"step": state.global_step, "guard": self.guard.state_dict()}, file)
+                torch.save({"step": state.global_step, "handle": self.handle.state_dict()}, file)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.guard.close()
+        self.handle.close()
 
 
-def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], **settings: Any) -> GuardCallback:
+def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], **settings: Any) -> ConstraintCallback:
     """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it holds
     `gripmoe.constrain(model, optimizer, retain, **settings)` (Sec. 4.2) from the beginning of training to its end. Its
-    `guard` is there once training has begun. Where training ends in an error, close the guard, or call `train` again,
-    which closes the guard and holds the routing that the model then has.
+    `handle` is there once training has begun. Where training ends in an error, close the handle, or call `train` again,
+    which closes the handle and holds the routing that the model then has.
 
     To resume, make the trainer as before, on the original model, and call `train(resume_from_checkpoint=...)`; a folder
     elsewhere than in `output_dir` has to stand in the trainer's arguments too.
 
     Raises nothing itself. The trainer raises ValueError when it is made on a model of an unknown family; `train` what
-    `constrain` and the guard do, and ValueError where the checkpoint to resume from was saved without this callback, or
+    `constrain` and the handle do, and ValueError where the checkpoint to resume from was saved without this callback, or
     of another model, method or documents."""
-    return GuardCallback(retain, settings)
+    return ConstraintCallback(retain, settings)
 
 
 def _checkpoint(args, step: int) -> Path:
@@ -107,11 +107,11 @@ def _is_one_of(now: Tensor, trained: Tensor, original: Tensor) -> bool:
 
 
 def _state_in(checkpoint: Path, step: int) -> dict:
-    """The guard's state as `on_save` left it. Raises ValueError if it is not there, or of another step."""
+    """The handle's state as `on_save` left it. Raises ValueError if it is not there, or of another step."""
     file = checkpoint / STATE
     saved = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
     if saved.get("step") != step:
         raise ValueError(
-            f"training resumes at step {step}, and {file} does not hold the guard's state of that step; {NAMED}"
+            f"training resumes at step {step}, and {file} does not hold the handle's state of that step; {NAMED}"
         )
-    return saved["guard"]
+    return saved["handle"]

@@ -41,7 +41,7 @@ class MoEModel:
 
         self.model = model
         self.family = family_of(model)
-        self.references = None  # a `ReferenceStore`, where what this model says of documents shall be kept
+        self.originals = None  # a `OriginalStore`, where what this model says of documents shall be kept
         self._blocks: dict[int, nn.Module] = {}
         self._routers: dict[int, nn.Module] = {}
         self._converted: list[nn.Module] = []

@@ -130,7 +130,7 @@ class Costs:
         host = question["models"] * 2 * whole["parameters"] / GB
         if step.what == "unlearn":
             beyond = max(0, whole["basis"] - known["bases"]) / GB
-            host += world.reference_memory + min(beyond, world.basis_host_memory)
+            host += world.original_memory + min(beyond, world.basis_host_memory)
         link = LINK if self.project.nodes(step.model, step.method or None) == 1 else NETWORK
         seconds = whole["received"] / link + max(0, whole["basis"] - world.basis_memory * GB) / HOST
         return Cost(step, gpus, question["processes"], parts, readers * host, whole["flops"] / 1e12, seconds)

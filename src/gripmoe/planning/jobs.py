@@ -63,7 +63,7 @@ def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Co
     for cell in project.cells():
         folder = results.joinpath(*map(str, cell))
         method = project.methods[cell[3]]
-        if not method.reference:
+        if not method.baseline:
             recorded = results.joinpath(*cell[:2])
             add("trace_routing", cell[:2], recorded / "routing.json")
             if method.has_bases:
@@ -153,7 +153,7 @@ def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
     for name in project.models_needed:
         if costs.of(Step(name, "evaluate")):
             sizes[name] = 2 * costs.parameters(Step(name, "evaluate")) / GB
-    cells = [cell for cell in project.cells() if cell[0] in sizes and not project.methods[cell[3]].reference]
+    cells = [cell for cell in project.cells() if cell[0] in sizes and not project.methods[cell[3]].baseline]
     for cell in cells:
         if project.methods[cell[3]].trains:
             cost = costs.of(Step(cell[0], "unlearn", *cell[1:4]))

@@ -80,7 +80,7 @@ def _over_runs(cells: pd.DataFrame, metric: str, own: str) -> tuple[float | None
 def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
     """Forget accuracy as the model is (dot), under the original expert sets (ring) beside random ones (bar), and
     with one layer's original experts put back (cross), for every method (the paper's Figure 1b). What random sets
-    return is not the router's doing. The band is the oracle's range of the four: no method can be asked to stay below.
+    return is not the router's doing. The band is the retrained model's range of the four: no method can be asked to stay below.
     """
     marks = {  # marker, size, whether filled; what is drawn later lies above
         "forced_forget_accuracy": ("o", 6, False, "original sets forced"),
@@ -89,7 +89,7 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
         "restored_experts_worst_layer": ("x", 4, True, "one layer's experts put back"),
     }
     found = runs[runs.metric.isin(marks)]
-    methods = names.ordered(set(found.method) - {"original", "retain_only"})
+    methods = names.ordered(set(found.method) - {"original", "retrained"})
     signs = ""
     with house_style():
         figure, panels = panels_of(found, 0.9 + 0.17 * len(methods))
@@ -107,8 +107,8 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
                 of_method = marks_of(cells[(cells.objective == objective) & (cells.method == method)]).replace(" ", "")
                 axes.annotate(of_method, (1.03, y), fontsize=6, va="center", annotation_clip=False)
                 signs += of_method
-            if (NO_OBJECTIVE, "retain_only") in means.index:
-                floor = means.loc[(NO_OBJECTIVE, "retain_only")]
+            if (NO_OBJECTIVE, "retrained") in means.index:
+                floor = means.loc[(NO_OBJECTIVE, "retrained")]
                 axes.axvspan(floor.min(), floor.max(), color="0.9", zorder=0, linewidth=0)
             axes.set(xlabel="forget accuracy", xlim=(0, 1.02), ylim=(-0.7, len(methods) - 0.3))
             axes.set_yticks(range(len(methods)), [names.method_label(m) for m in reversed(methods)])
@@ -116,7 +116,7 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
         for marker, size, filled, text in marks.values():
             look = dict(color="0.3", markerfacecolor="0.3" if filled else "white", markersize=size)
             first.plot([], [], marker, label=text, **look)
-        first.plot([], [], color="0.85", linewidth=5, label="retain-only oracle")
+        first.plot([], [], color="0.85", linewidth=5, label="retrained model")
         note = "; ".join(text.partition(":")[0] for sign, text in names.MARKS.items() if sign in signs)
         legend_below(figure, first, columns=3, note=note)
     return figure
@@ -132,7 +132,7 @@ RELEARNED_FROM = {
 def relearning_curves(runs: pd.DataFrame) -> plt.Figure:
     """Forget accuracy over steps of finetuning: on documents about other forget facts (solid), or where facts are not
     known on the whole forget corpus (dotted), and on retain documents (dashed); of the methods that have a colour, and
-    of the oracle, which never knew the answers."""
+    of the retrained, which never knew the answers."""
     found = runs[runs.metric.str.fullmatch(r"relearned(_from_\w+)?_after_\d+") & runs.value.notna()].copy()
     found["source"] = found.metric.str.partition("_after_")[0]
     found["step"] = found.metric.str.extract(r"(\d+)$").astype(int)
@@ -151,7 +151,7 @@ def component_restoration(runs: pd.DataFrame) -> plt.Figure:
 
 def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> plt.Figure:
     """A panel per objective, a colour and marker per method, a line style per source; means over runs of the `value` by
-    method, `source` and `step`, with bands that span them. The oracle's lines, grey, stand in every panel."""
+    method, `source` and `step`, with bands that span them. The retrained model's lines, grey, stand in every panel."""
     if set(found.objective) <= {NO_OBJECTIVE}:
         return nothing("no cell was attacked in this way")
     with house_style():
@@ -162,7 +162,7 @@ def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> p
             spans = group.groupby(keys).value.agg(mean="mean", least="min", greatest="max")
             present = set(group.method[group.objective == objective]) & set(names.COLOURS)
             drawn = [(objective, method) for method in names.ordered(present)]
-            drawn += [(NO_OBJECTIVE, "retain_only")] if "retain_only" in set(group.method) else []
+            drawn += [(NO_OBJECTIVE, "retrained")] if "retrained" in set(group.method) else []
             ends = {}
             for key in drawn:
                 for source, style in styles.items():

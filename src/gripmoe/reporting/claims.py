@@ -15,7 +15,7 @@ from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.tables import Cell, Table
 
 RUN = ["model", "benchmark", "objective", "seed"]
-REFERENCES = ("original", "retain_only")
+ORIGINALS = ("original", "retrained")
 COLOURS = {"holds": "#0072b2", "does not hold": "#d55e00", "undecided": "#000000", "not measured": "#7f7f7f"}
 VERDICTS = tuple(COLOURS)
 
@@ -27,7 +27,7 @@ def load_claims() -> dict[str, dict]:
 
 def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
     """Left minus right of every run that has both: paired by base model, benchmark, objective and seed (with itself, if
-    two metrics of one method are compared), or with the reference model of the same base model and benchmark. Runs
+    two metrics of one method are compared), or with the original or retrained model of the same base model and benchmark. Runs
     that have not forgotten, or not after their correction, are left out, unless the statement is about those too
     (`unreached`), and so are runs that have lost everything, whose answers look as if nothing could be recovered;
     unless it is about what is retained, where the loss speaks for itself. What an attack takes away counts as nothing
@@ -46,10 +46,10 @@ def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
     if not isinstance(claim["right"], str):
         return left - claim["right"]
     right = runs[(runs.metric == claim.get("right_metric", claim["metric"])) & (runs.method == claim["right"])]
-    if claim["right"] in REFERENCES:  # one for all objectives and seeds
+    if claim["right"] in ORIGINALS:  # one for all objectives and seeds
         of_model = right.set_index(["model", "benchmark"]).value
-        reference = left.index.droplevel(["objective", "seed"]).map(of_model)
-        return (left - pd.Series(reference, index=left.index, dtype=float)).dropna()
+        baseline = left.index.droplevel(["objective", "seed"]).map(of_model)
+        return (left - pd.Series(baseline, index=left.index, dtype=float)).dropna()
     return (left - right.set_index(RUN).value).dropna()
 
 

@@ -32,9 +32,9 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answer
     `reached` and `diverged`, truths are 0 or 1, and training settings are metrics named setting_..."""
     rows, history_rows, answer_rows, attack_rows = [], [], [], []
     cells = [(folder, run, _metrics(folder, run)) for folder in folders for run in [read_yaml(folder / "run.yaml")]]
-    originals, oracles = (
+    originals, retrained = (
         {(r["model"], r["benchmark_name"]): m for _, r, m in cells if r["method_name"] == name}
-        for name in ("original", "retain_only")
+        for name in ("original", "retrained")
     )
     unconstrained = {
         (r["model"], r["benchmark_name"], r["objective"], r["seed"]): m
@@ -45,7 +45,7 @@ def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answer
         key = [run["model"], run["benchmark_name"], run["objective"], run["method_name"], run["seed"]]
         pair = run["model"], run["benchmark_name"]
         metrics |= _shares(metrics, originals.get(pair, {})) | _targets(
-            run["benchmark"]["target"], oracles.get(pair, {})
+            run["benchmark"]["target"], retrained.get(pair, {})
         )
         metrics |= _whole_time(metrics, unconstrained.get((*pair, run["objective"], run["seed"]), {}))
         metrics |= {name: float("nan") for name in NEED_DATA if name not in metrics}
@@ -86,12 +86,12 @@ def _write(path: Path, columns: list[str], rows: list[list]) -> None:
         writer.writerows(rows)
 
 
-def _targets(target: dict[str, float], oracle: dict[str, float]) -> dict[str, float]:
-    """What counts as forgotten: `<measure>_target`, fixed or in points above the oracle's where there is one."""
+def _targets(target: dict[str, float], retrained: dict[str, float]) -> dict[str, float]:
+    """What counts as forgotten: `<measure>_target`, fixed or in points above the retrained model's where there is one."""
     if "forget_accuracy" in target:
         return {"forget_accuracy_target": target["forget_accuracy"]}
-    margin, measures = target["points_above_reference"], ("verbmem", "knowmem_forget")
-    return {f"{measure}_target": oracle[measure] + margin for measure in measures if measure in oracle}
+    margin, measures = target["points_above_retrained"], ("verbmem", "knowmem_forget")
+    return {f"{measure}_target": retrained[measure] + margin for measure in measures if measure in retrained}
 
 
 def at_equal_forgetting(history: Sequence[dict[str, float]], targets: dict[str, float]) -> dict[str, float]:

@@ -23,7 +23,7 @@ MODELS = {  # of one name: instances of one kind, that differ by their seed alon
 }
 METHODS = {
     "original": "Before unlearning",
-    "retain_only": "Retain-only oracle",
+    "retrained": "Retrained model",
     "unconstrained": "Unconstrained",
     "unconstrained_router_x1": "Unconstrained, router rate ×1",
     "unconstrained_router_x10": "Unconstrained, router rate ×10",
@@ -71,7 +71,7 @@ PAPER_NOTES = {  # where the paper's values stand beside a method
 # After Okabe and Ito's palette: also who sees no red or no green can tell any two apart. Black and grey for references.
 COLOURS = {
     "original": "#000000",
-    "retain_only": "#7f7f7f",
+    "retrained": "#7f7f7f",
     "unconstrained": "#d55e00",
     "frozen_router": "#0072b2",
     "restore_router": "#56b4e9",

@@ -16,8 +16,8 @@ from tqdm import tqdm
 from gripmoe.config.methods import Method
 from gripmoe.config.training import Training
 from gripmoe.constraints.base import RouterConstraint
-from gripmoe.constraints.hooks import Diverged, RouterGuard
-from gripmoe.constraints.original import OriginalSets, ReferenceCache
+from gripmoe.constraints.hooks import ConstraintHandle, Diverged
+from gripmoe.constraints.original import OriginalCache, OriginalSets
 from gripmoe.data.corpora import Corpora, epoch_rows
 from gripmoe.data.documents import Batch, Row, collate, length_buckets
 from gripmoe.evaluation.stop_rule import StopRule
@@ -112,12 +112,12 @@ def unlearn(
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     restricted = model.restrict_experts(scope, optimizer) if scope else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {"step": 0, "history": [], "constraint": {}}
-    with restricted, RouterGuard(model, optimizer, constraint) as guard:
+    with restricted, ConstraintHandle(model, optimizer, constraint) as handle:
         steps = _Steps(
             model, objective, batches, training, seed, routers, experts, optimizer, in_linear_precision, original_sets,
-            weights, guard,
+            weights, handle,
         )  # fmt: skip
-        guard.load_state_dict(progress["constraint"])
+        handle.load_state_dict(progress["constraint"])
         step, history, measured = progress["step"], progress["history"], _Means()
         if step and distributed.is_first():
             print(f"{description} resumes at step {step}", file=sys.stderr, flush=True)
@@ -129,7 +129,7 @@ def unlearn(
                     break
                 if not history or history[-1]["step"] < step:
                     if step:
-                        guard.refit(batches.of("retain", step - 1))
+                        handle.refit(batches.of("retain", step - 1))
                     with _temporarily(model, corrected):
                         history.append({"step": step, **distributed.agreed(stop.scores(model)), **measured.take()})
                 bar.set_postfix({name: f"{history[-1][name]:.3f}" for name in stop.targets})
@@ -141,7 +141,7 @@ def unlearn(
                 break
             if step % training.checkpoint_every == 0 and step > progress["step"]:
                 save_state(
-                    state_file, model.model, optimizer, step=step, history=history, constraint=guard.state_dict()
+                    state_file, model.model, optimizer, step=step, history=history, constraint=handle.state_dict()
                 )
             started = now()
             losses = steps.take(step)
@@ -199,8 +199,8 @@ class _Steps:
     optimizer: torch.optim.Optimizer
     in_linear_precision: Callable[[], AbstractContextManager[None]]
     original_sets: OriginalSets | None
-    weights: ReferenceCache | None
-    guard: RouterGuard
+    weights: OriginalCache | None
+    handle: ConstraintHandle
 
     def backward(self, step: int) -> dict[str, float] | None:
         """Computes the gradients of a step; returns its losses and how large the gradients are, or None if they are not
@@ -210,17 +210,17 @@ class _Steps:
         self.optimizer.zero_grad()
         forget = self.batches.of("forget", step)
         with self._as_trained(forget):  # in the backward pass too, which may compute activations again
-            with self._needed_layers("forget"), self.guard.forget():
+            with self._needed_layers("forget"), self.handle.forget():
                 forget_loss = self.objective.forget_loss(self.model, forget)
-            (forget_loss + self.guard.penalty()).backward()
+            (forget_loss + self.handle.penalty()).backward()
         retain = self.batches.of("retain", step)
         if self.weights:
             retain.weights = self.weights.of(**retain.inputs)
         with self._as_trained(retain):
-            with self._needed_layers("retain"), self.guard.retain():
+            with self._needed_layers("retain"), self.handle.retain():
                 retain_loss = self.objective.retain_loss(self.model, retain)
             alpha = self.training.alpha_multiplier * self.objective.alpha
-            (alpha * retain_loss + self.guard.penalty()).backward()
+            (alpha * retain_loss + self.handle.penalty()).backward()
         losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **self.objective.monitor}
         losses = {name: distributed.average(loss) for name, loss in losses.items()}
         gradients = {"router_gradient": _rms_gradient(self.routers), "expert_gradient": _rms_gradient(self.experts)}
@@ -229,7 +229,7 @@ class _Steps:
         return {**losses, **gradients} if losses["retain_loss"] <= self.training.loss_bound else None
 
     def take(self, step: int) -> dict[str, float] | None:
-        """Trains a step; returns what `backward` does, or None too where the guard raises Diverged."""
+        """Trains a step; returns what `backward` does, or None too where the handle raises Diverged."""
         try:
             losses = self.backward(step)
             if losses is not None:
@@ -250,7 +250,7 @@ class _Steps:
         with rate_zero(others):
             for _ in range(TIMED_PAIRS):
                 constrained = self._seconds()
-                with self.guard.lifted(), rate_zero([of_routers]):
+                with self.handle.lifted(), rate_zero([of_routers]):
                     pairs.append((constrained, self._seconds()))
         self.model.set_thetas(thetas)
         return None if any(None in pair for pair in pairs) else tuple(map(min, zip(*pairs, strict=True)))
@@ -265,12 +265,12 @@ class _Steps:
         with ExitStack() as entered:
             entered.enter_context(expert_precision(self.model, self.training.expert_precision))
             entered.enter_context(self.in_linear_precision())
-            if self.original_sets and not self.guard.is_lifted:
+            if self.original_sets and not self.handle.is_lifted:
                 entered.enter_context(self.model.force_routing(self.original_sets.of(**batch.inputs)))
             yield
 
     def _needed_layers(self, kind: str) -> AbstractContextManager:
-        if self.objective.last_layer is None or kind in self.guard.watches:
+        if self.objective.last_layer is None or kind in self.handle.watches:
             return nullcontext()
         return self.model.only_layers(self.objective.last_layer + 1)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gripmoe.config.training import OBJECTIVES
-from gripmoe.constraints.original import ReferenceCache, final_hidden_states, hidden_states
+from gripmoe.constraints.original import OriginalCache, final_hidden_states, hidden_states
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
@@ -76,8 +76,8 @@ class KullbackLeibler(GradientDifference):
     """KL: ascend on forget tokens, hold the original model's predictions of retain tokens, KL(original || current)."""
 
     def start(self, model, forget, retain) -> None:
-        self._hidden = ReferenceCache(model.references)
-        self._hidden.fill(retain, lambda batch: final_hidden_states(model, batch), "KL reference")
+        self._hidden = OriginalCache(model.originals)
+        self._hidden.fill(retain, lambda batch: final_hidden_states(model, batch), "KL original")
         head = model.model.lm_head.weight  # tied to the embedding or not, it does not train
         self._head = head.detach().clone() if head.requires_grad else head
 
@@ -104,8 +104,8 @@ class NegativePreference(GradientDifference):
         self.beta = beta
 
     def start(self, model, forget, retain) -> None:
-        self._logprob = ReferenceCache(by_labels=True)  # a number of each document: never too many for memory
-        self._logprob.fill(forget, lambda batch: sequence_logprobs(model, batch), "NPO reference")
+        self._logprob = OriginalCache(by_labels=True)  # a number of each document: never too many for memory
+        self._logprob.fill(forget, lambda batch: sequence_logprobs(model, batch), "NPO original")
 
     def forget_loss(self, model, batch) -> Tensor:
         ratio = self.beta * (sequence_logprobs(model, batch) - self._logprob.of(**batch.inputs, labels=batch.labels))
@@ -132,8 +132,8 @@ class RepresentationMisdirection:
         self.monitor: dict[str, float] = {}
 
     def start(self, model, forget, retain) -> None:
-        self._hidden = ReferenceCache(model.references)
-        what = f"RMU reference {self.layer}"
+        self._hidden = OriginalCache(model.originals)
+        what = f"RMU original {self.layer}"
         with model.only_layers(self.layer + 1):
             self._hidden.fill(retain, lambda batch: hidden_states(model, self.layer, batch), what)
         if self.steering is None:

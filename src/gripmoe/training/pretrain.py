@@ -1,4 +1,4 @@
-"""Training of the embedded world's base models: the one to unlearn from, its retain-only oracle, the dense twin."""
+"""Training of the embedded world's base models: the one to unlearn from, its retrained model, the dense twin."""
 
 from __future__ import annotations
 

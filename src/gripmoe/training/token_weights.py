@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gripmoe.constraints.original import ReferenceCache
+from gripmoe.constraints.original import OriginalCache
 from gripmoe.data.documents import Batch, attention_mask_of
 from gripmoe.moe import MoEModel
 
@@ -48,7 +48,7 @@ def matching_weights(active_NS: Tensor, wanted_S: Tensor, *, ridge: float = 1e-2
 
 def routing_aware_weights(
     model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch], per_layer: int
-) -> ReferenceCache:
+) -> OriginalCache:
     """A weight for every token of the `retain` documents; forget-critical are the `per_layer` experts of each layer
     whose share of forget tokens exceeds their share of retain tokens by most. Padding weighs nothing."""
     activity = {"forget": [], "retain": []}
@@ -64,7 +64,7 @@ def routing_aware_weights(
     critical = (share_LE - retain_NLE.float().mean(0)).topk(per_layer, dim=1).indices
     layers = torch.arange(len(model.layers), device=critical.device)[:, None].expand_as(critical)
     weights_N = matching_weights(retain_NLE[:, layers, critical].flatten(1), share_LE[layers, critical].flatten())
-    kept, start = ReferenceCache(), 0
+    kept, start = OriginalCache(), 0
     for batch in retain:
         mask = attention_mask_of(batch.inputs).bool()
         end = start + int(mask.sum())

@@ -24,7 +24,7 @@ class World:
     news: dict[str, list[Article]]
 
     def without_forget(self) -> World:
-        """What a retain-only oracle trains on: no forget fact and no forget article."""
+        """What a retrained model trains on: no forget fact and no forget article."""
         facts = FactWorld(self.facts.retain, self.facts.values, self.facts.unseen_entities)
         return World(facts, {**self.news, "forget": []})
 
