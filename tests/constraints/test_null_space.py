@@ -255,7 +255,7 @@ def test_fitting_in_blocks_is_fitting_at_once():
     torch.testing.assert_close(blocked.project(update.float()).double(), once.project(update), atol=1e-5, rtol=0)
 
 
-def test_bands_count_layers_of_the_whole_trace_also_for_one_of_them():
+def test_bands_count_layers_of_the_whole_trace():
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0)) * torch.logspace(0, -3, 32)
     theta = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
     trace = dict.fromkeys(range(3), route(x, theta, SelectionRule(2)))
@@ -264,7 +264,6 @@ def test_bands_count_layers_of_the_whole_trace_also_for_one_of_them():
     rules = dict.fromkeys(range(3), SelectionRule(2))
     ranks = {layer: basis.ranks.sum() for layer, basis in fit_bases(trace, rules, method).items()}
     assert ranks[0] == ranks[1] < ranks[2]
-    assert fit_bases(trace, rules, method, only=[2])[2].ranks.sum() == ranks[2]
 
 
 @pytest.mark.parametrize("basis", ["original", "minibatch", "tracked"])

@@ -32,12 +32,12 @@ class _TwoStages(Unconstrained):
         self._shrunk[layer] = 0
         return nearest_feasible(*args, **options, on_shrunk=lambda rows: self._shrunk.update({layer: rows}))
 
-    def _note(self, layer: int, basis: RetainBasis, update_Ed: Tensor, allowed_Ed: Tensor) -> None:
+    def _note(self, layer: int, basis: RetainBasis, update_Ed: Tensor, feasible_Ed: Tensor) -> None:
         self._calls[layer] += 1
         if self._calls[layer] % 10 != 1:
             return
         stage_1_Ed = basis.project(update_Ed.to(basis.U_ret_Edr))
-        moved_E = (allowed_Ed - stage_1_Ed).norm(dim=1) > 1e-4 * stage_1_Ed.norm(dim=1)  # not by rounding
+        moved_E = (feasible_Ed - stage_1_Ed).norm(dim=1) > 1e-4 * stage_1_Ed.norm(dim=1)  # not by rounding
         self._beyond[layer], self._ranks[layer] = (v.double().mean().item() for v in (moved_E, basis.ranks))
 
     def observed(self) -> dict[str, float]:
@@ -194,8 +194,8 @@ class NullSpacePaper(_TwoStages):
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         rule = self._rules[layer]
         original = route(seen.x_Nd, self._theta_0[layer], rule)
-        held_NE = rule.held(original.scores_NE, original.top_k_Nk)
-        basis = covariance_basis(seen.x_Nd, held_NE, self.eps_null[layer])
+        fixed_NE = rule.fixed(original.scores_NE, original.top_k_Nk)
+        basis = covariance_basis(seen.x_Nd, fixed_NE, self.eps_null[layer])
         update_Ed = randomized_kaczmarz(
             basis.project(after_Ed - before_Ed),
             seen.x_Nd,
@@ -251,21 +251,20 @@ def fit_bases(
     trace: RoutingTrace,
     rules: Mapping[int, SelectionRule],
     method: Method,
-    only: Sequence[int] | None = None,
 ) -> dict[int, RetainBasis]:
-    """The retain basis of each layer of a trace (or `only` of some), per expert or, with granularity "layer", of all
+    """The retain basis of each layer of a trace, per expert or, with granularity "layer", of all
     tokens for all experts (the full null space, Sec. 4.1)."""
     eps_null = eps_by_layer(method.eps_null, list(trace))
     return {
         layer: _basis(trace[layer], rules[layer], eps_null[layer], method.granularity, method.max_rank)[0]
-        for layer in (trace if only is None else only)
+        for layer in trace
     }
 
 
 def _bounds(seen: LayerRouting, rule: SelectionRule, safety_margin: float) -> Tensor:
     """How much each score may rise; infinity for those that stage 1 holds."""
-    held_NE = rule.held(seen.scores_NE, seen.top_k_Nk)
-    return (rule.margins(seen.scores_NE, seen.top_k_Nk) - safety_margin).masked_fill(held_NE, torch.inf)
+    fixed_NE = rule.fixed(seen.scores_NE, seen.top_k_Nk)
+    return (rule.margins(seen.scores_NE, seen.top_k_Nk) - safety_margin).masked_fill(fixed_NE, torch.inf)
 
 
 def _basis(
@@ -277,20 +276,20 @@ def _basis(
     earlier_Erd: Tensor | None = None,
 ) -> tuple[RetainBasis, Tensor]:
     """The basis of the tokens seen and of those in `earlier_Erd`, the factor of an earlier call; and the factor."""
-    held_NE = rule.held(seen.scores_NE, seen.top_k_Nk)
+    fixed_NE = rule.fixed(seen.scores_NE, seen.top_k_Nk)
     if granularity == "layer":
-        held_NE = torch.ones_like(held_NE[:, :1])
-    statistics = RetainStatistics(held_NE.shape[1], seen.x_Nd.shape[1], max_rank)
+        fixed_NE = torch.ones_like(fixed_NE[:, :1])
+    statistics = RetainStatistics(fixed_NE.shape[1], seen.x_Nd.shape[1], max_rank)
     if earlier_Erd is not None:
         statistics.factor_Erd = earlier_Erd
-    hidden_size, experts = seen.x_Nd.shape[1], held_NE.shape[1]
+    hidden_size, experts = seen.x_Nd.shape[1], fixed_NE.shape[1]
     at_once = max(1024, hidden_size * experts // (4 * seen.top_k_Nk.shape[1]))  # tokens that fill factors of d rows
     for start in range(0, len(seen), at_once):
-        statistics.update(seen.x_Nd[start : start + at_once], held_NE[start : start + at_once])
+        statistics.update(seen.x_Nd[start : start + at_once], fixed_NE[start : start + at_once])
     return RetainBasis(statistics.basis(eps_null).U_ret_Edr.float()), statistics.factor_Erd
 
 
-def held_trace(method: Method, retain: RoutingTrace, forget: RoutingTrace) -> RoutingTrace:
+def constrained_trace(method: Method, retain: RoutingTrace, forget: RoutingTrace) -> RoutingTrace:
     """The tokens whose routing a null space holds: retain tokens, or as the method's `surface` says (App. G.3)."""
     if method.surface == "combined":
         return {layer: LayerRouting.joined([retain[layer], forget[layer]]) for layer in retain}

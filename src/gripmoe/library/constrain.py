@@ -13,7 +13,6 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +25,8 @@ from gripmoe.constraints.hooks import ConstraintHandle, inner_optimizer, layers_
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.constraints.original import OriginalSets, documents_of
 from gripmoe.data.documents import Batch, as_batch
-from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.routing import RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
-from gripmoe.moe.basis_cache import BasisStore
 from gripmoe.moe.model import unwrapped
 
 ALIASES = {"freeze_moe_router": "frozen_router"}
@@ -54,9 +50,6 @@ def constrain(
     replay: bool = False,
     loss_bound: float = math.inf,
     seed: int = 0,
-    cache: Path | None = None,
-    hot_bytes: float = math.inf,
-    warm_bytes: float = math.inf,
 ) -> ConstraintHandle:
     """Holds the routers of `model` while `optimizer` trains it (Method A: Sec. 4.2, Eq. 3, Algorithm 1), until the
     handle that it returns is closed.
@@ -97,10 +90,6 @@ def constrain(
     With `loss_bound`, in the unit of the loop's own loss, give every retain loss to `handle.check`, which raises
     `Diverged` when it is above: where a model routes as it did, an anchor's weight falls to its floor, whatever else
     happens to what it knows.
-
-    `cache` is a folder for the bases of methods that have fixed ones: they are found there by the next run on the same
-    model and documents, and need not fit memory: at most `hot_bytes` of them stay on the device, `warm_bytes` on the
-    host (App. D.2).
 
     In several processes (data parallel, or `shard_experts`) every one calls this with the same documents; what each
     sees of the retain pass is gathered, and routers stay equal to the bit.
@@ -148,7 +137,7 @@ def constrain(
             method,
             trace,
             moe.trace(to_forget) if method.looks_at_forget else None,
-            bases=lambda held: _bases(moe, held, method, cache, hot_bytes=hot_bytes, warm_bytes=warm_bytes),
+            bases=lambda held: fit_bases(held, moe.rules(), method),
             seed=seed,
         )
         constraint = built.constraint
@@ -241,27 +230,6 @@ def _states_in_fp32(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
                 state[name] = value.float()
 
 
-def _bases(
-    moe: MoEModel, trace: RoutingTrace, method: Method, cache: Path | None, **limits: float
-) -> Mapping[int, RetainBasis]:
-    """The fixed bases of a method, in memory or in the tiers of `cache`."""
-    if cache is None:
-        return fit_bases(trace, moe.rules(), method)
-
-    def fit(layer: int) -> RetainBasis:
-        return fit_bases(trace, moe.rules(), method, only=[layer])[layer]
-
-    metadata = {
-        "model": moe.model.config._name_or_path or type(moe.model).__name__,
-        "layers": json.dumps(moe.layers),
-        "dtype": str(moe.model.dtype),
-        "retain_tokens": str(len(next(iter(trace.values())))),
-        "trace": _digest(trace),
-        "method": method.model_dump_json(),
-    }
-    return BasisStore(Path(cache), moe.layers, fit, metadata, device=moe.model.device, **limits)
-
-
 @contextmanager
 def _untrained(model: nn.Module) -> Iterator[MoEModel]:
     """Within the block a model that is only asked; then as it was, to the bit: nothing has trained it."""
@@ -291,16 +259,6 @@ def _origin(moe: MoEModel, method: Method, batches: Sequence[Batch]) -> str:
 def _train_again(parameters: list[tuple[nn.Parameter, bool]]) -> None:
     for parameter, trained in parameters:
         parameter.requires_grad_(trained)
-
-
-def _digest(trace: RoutingTrace) -> str:
-    """A checksum of what the original routers saw and selected: of model and retain documents together."""
-    digest = hashlib.sha256()
-    for layer, seen in trace.items():
-        for tensor in (seen.x_Nd, seen.top_k_Nk):
-            digest.update(f"{layer} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(_bytes(tensor))
-    return digest.hexdigest()
 
 
 def _bytes(tensor: Tensor) -> bytes:

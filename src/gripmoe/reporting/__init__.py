@@ -1,4 +1,4 @@
-"""From the files of finished cells to tables and figures. Needs pandas and matplotlib, never torch."""
+"""From the files of finished runs to tables and figures. Needs pandas and matplotlib, never torch."""
 
 # What tables and figures are made by, for their fingerprint; light, since the workflow reads it.
 RENDERING = tuple(
@@ -12,7 +12,6 @@ RENDERING = tuple(
         "reporting.plots",
         "reporting.mechanism",
         "geometry.example",
-        "moe.basis_cache",
         "reporting.collect",
     )
 )

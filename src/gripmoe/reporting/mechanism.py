@@ -1,20 +1,14 @@
-"""The method itself, from the geometry as it computes: a schematic, what happens inside a run, the cache of bases."""
+"""The method itself, from the geometry as it computes: a schematic, and what happens inside a run."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import apart, load_runs
+from gripmoe.reporting.collect import apart
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style, look_of
-from gripmoe.reporting.tables import MISSING, Cell, Table
-
-TIERS = {"hot": "hot: device", "warm": "warm: host", "cold": "cold: disk"}
 
 
 def method_schematic(example: dict) -> tuple[plt.Figure, pd.DataFrame]:
@@ -48,9 +42,9 @@ def method_schematic(example: dict) -> tuple[plt.Figure, pd.DataFrame]:
         left.text(-0.5, 0.05, "selections\nunchanged", fontsize=6, color="0.35", va="center")
         left.legend(frameon=False, fontsize=5.8, loc="upper left", bbox_to_anchor=(-0.02, -0.02))
         heights = np.arange(len(moved))
-        right.set_xlim(0, 1.15 * moved[["held score moved", "worst violation"]].to_numpy().max())
+        right.set_xlim(0, 1.15 * moved[["fixed score moved", "worst violation"]].to_numpy().max())
         for column, method, above in (
-            ("held score moved", "unconstrained", 0.2),
+            ("fixed score moved", "unconstrained", 0.2),
             ("worst violation", "frozen_router", -0.2),
         ):
             colour = names.colour(method)
@@ -181,43 +175,3 @@ def _draw_left(axes: plt.Axes, left: pd.Series) -> None:
     axes.text(130, 0.95, "$k_{max}$", fontsize=5.5, color="0.4")
     axes.text(1, 0.04, "exact projection", fontsize=5.5, color=names.colour("expert_specific"))
     axes.set_xscale("log")
-
-
-def basis_cache(runs: Path, measure: Callable[[Path], dict], method: str = "expert_specific") -> Table:
-    """What the tiers of App. D hold and serve under several limits: `measure` is `moe.basis_cache.measure_tiers`, asked
-    about the bases that lie beside the table of `runs`, those of the first of its models that has them."""
-    table = Table(["limit, MB", "held, MB", "of the model", "served", "µs each"], [], heading="Tier")
-    pairs = load_runs(runs, kind=None)[["model", "benchmark"]].drop_duplicates().itertuples(index=False)
-    files = {pair: runs.parent / pair.model / pair.benchmark / "bases" / f"{method}.safetensors" for pair in pairs}
-    found = next(((pair.model, file) for pair, file in files.items() if file.exists()), None)
-    if found is None:
-        table.notes = ["Not measured: no bases lie beside the table of runs."]
-        return table
-    model, file = found
-    measured = measure(file)
-    of_model = sum(weights.stat().st_size for weights in (runs.parent / "models" / model).rglob("*.safetensors"))
-    for name, tiers in measured["limits"].items():
-        entries = []
-        for tier, label in TIERS.items():
-            limit, held, share, seconds = (tiers[tier][key] for key in ("limit", "held", "share", "seconds"))
-            cells = [
-                Cell(MISSING) if limit is None else _megabytes(limit),
-                _megabytes(held),
-                Cell(f"{held / of_model:.1%}", held / of_model) if of_model else Cell(MISSING),
-                Cell(f"{share:.0%}", share),
-                Cell(MISSING) if seconds is None else Cell(f"{1e6 * seconds:.1f}", 1e6 * seconds),
-            ]
-            entries.append((label, cells, []))
-        table.blocks.append((name, entries))
-    table.notes = [
-        f"{names.method_label(method)} on {model}: {measured['bases']} bases of {measured['mean_rank']:.0f} of"
-        f" {measured['hidden_size']} dimensions in the mean, {measured['bytes'] / 1e6:.2f} MB; as dense projectors"
-        f" {measured['dense_bytes'] / 1e6:.2f} MB.",
-        f"served: share of the accesses of {measured['steps']} steps, each of which asks for every expert of every"
-        " layer, in the same order; on a CPU, where hot and warm are the same memory. – no limit, or nothing served.",
-    ]
-    return table
-
-
-def _megabytes(size: float) -> Cell:
-    return Cell(f"{size / 1e6:.2f}", size / 1e6)
