@@ -22,7 +22,7 @@ def layer(N, d, E, k, seed=0):
     rule = SelectionRule(k)
     theta = torch.randn(E, d, generator=generator) / d**0.5
     routing = route(x, theta, rule)
-    held = rule.held(routing.scores_NE, routing.top_k_Nk)
+    held = rule.fixed(routing.scores_NE, routing.top_k_Nk)
     # Time does not ask what it spans, but how it lies in memory.
     span = torch.linalg.qr(torch.randn(E, d, RANK, generator=generator)).Q.contiguous()
     bounds = rule.margins(routing.scores_NE, routing.top_k_Nk).clamp_min(0).masked_fill(held, torch.inf)

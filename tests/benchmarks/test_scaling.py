@@ -24,10 +24,10 @@ class Layer:
         self.theta_Ed = torch.randn(E, d, generator=generator) / d**0.5
         self.update_Ed = 0.1 * torch.randn(E, d, generator=generator) / d**0.5
         self.seen = route(self.x_Nd, self.theta_Ed, self.rule)
-        self.held_NE = self.rule.held(self.seen.scores_NE, self.seen.top_k_Nk)
+        self.fixed_NE = self.rule.fixed(self.seen.scores_NE, self.seen.top_k_Nk)
         margins_NE = self.rule.margins(self.seen.scores_NE, self.seen.top_k_Nk)
-        self.bounds_NE = margins_NE.clamp_min(0).masked_fill(self.held_NE, torch.inf)
-        self.basis = RetainStatistics(E, d).update(self.x_Nd, self.held_NE).basis(EPS_NULL)
+        self.bounds_NE = margins_NE.clamp_min(0).masked_fill(self.fixed_NE, torch.inf)
+        self.basis = RetainStatistics(E, d).update(self.x_Nd, self.fixed_NE).basis(EPS_NULL)
 
         assert (self.x_Nd @ self.basis.project(self.update_Ed.double()).float().T > self.bounds_NE).any()
 
@@ -56,7 +56,7 @@ def literal_stage_1(layer: Layer) -> torch.Tensor:
     """Algorithm 1, phase 1, expert by expert with its projector written out."""
     rows = []
     for j, update_d in enumerate(layer.update_Ed):
-        X_Nd = layer.x_Nd[layer.held_NE[:, j]]
+        X_Nd = layer.x_Nd[layer.fixed_NE[:, j]]
         eigenvalues, vectors = torch.linalg.eigh(X_Nd.T @ X_Nd)
         U_dr = vectors[:, eigenvalues >= 1e-2]
         rows.append((torch.eye(len(U_dr)) - U_dr @ U_dr.T) @ update_d)
@@ -67,7 +67,7 @@ def literal_stage_2(layer: Layer, update_Ed: torch.Tensor, max_steps: int = 100)
     """Phase 2, expert by expert and draw by draw."""
     rows = []
     for j, u_d in enumerate(update_Ed.clone()):
-        free_N = (~layer.held_NE[:, j]).nonzero()[:, 0]
+        free_N = (~layer.fixed_NE[:, j]).nonzero()[:, 0]
         x_Nd, bounds_N = layer.x_Nd[free_N], layer.bounds_NE[free_N, j]
         if (x_Nd @ u_d - bounds_N).max() > 1e-4:
             norms_N = x_Nd.square().sum(dim=1)
@@ -85,11 +85,11 @@ def test_literal_loop_against_batched(compare):
     absolute = EpsNull(1e-2, "absolute")
 
     def batched():
-        update_Ed = covariance_basis(layer.x_Nd, layer.held_NE, absolute).project(layer.update_Ed)
+        update_Ed = covariance_basis(layer.x_Nd, layer.fixed_NE, absolute).project(layer.update_Ed)
         return randomized_kaczmarz(update_Ed, layer.x_Nd, layer.bounds_NE)
 
     torch.testing.assert_close(
-        literal_stage_1(layer), covariance_basis(layer.x_Nd, layer.held_NE, absolute).project(layer.update_Ed),
+        literal_stage_1(layer), covariance_basis(layer.x_Nd, layer.fixed_NE, absolute).project(layer.update_Ed),
         atol=1e-4, rtol=0,
     )  # fmt: skip
     compare("literal loop against batched", lambda: literal_stage_2(layer, literal_stage_1(layer)), batched)

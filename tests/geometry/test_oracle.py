@@ -25,7 +25,7 @@ def instance(seed, N=120, d=24, E=8, k=2, held=40, scale=0.5, change=lambda x, t
     rule = SelectionRule(k, num_groups=groups, chosen_groups=max(1, groups // 2))
     scores = rule.scores(x, theta)
     top_k = rule.select(scores)
-    fixed = rule.held(scores, top_k)
+    fixed = rule.fixed(scores, top_k)
     basis = RetainStatistics(E, d).update(x[:held], fixed[:held]).basis(EpsNull(1e-12, "relative"))
     bounds = (rule.margins(scores, top_k) - margin).masked_fill(fixed, torch.inf)
     return x, basis, bounds, scale * torch.randn(E, d, generator=generator, dtype=torch.float64)

@@ -157,7 +157,7 @@ def test_a_training_that_ended_in_an_error_leaves_nothing_behind_once_it_is_clos
     assert of_modules and of_optimizer == 2, "the control"
     for _ in range(2):
         callback.handle.close()
-        assert hooks_on(model, optimizer) == (0, 0) and not hasattr(model, "_held")
+        assert hooks_on(model, optimizer) == (0, 0) and not hasattr(model, "_constrained")
     gripmoe.constrain(model, optimizer, RETAIN, method=method).close()
 
 

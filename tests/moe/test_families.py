@@ -226,12 +226,12 @@ def test_group_limits_need_more_than_the_papers_margins():
     top_k_Nk = grouped.select(scores_NE)
     assert top_k_Nk.tolist() == [[0]]
     plain = SelectionRule(1)
-    raised = scores_NE + plain.margins(scores_NE, top_k_Nk).masked_fill(plain.held(scores_NE, top_k_Nk), 0) * 0.999
+    raised = scores_NE + plain.margins(scores_NE, top_k_Nk).masked_fill(plain.fixed(scores_NE, top_k_Nk), 0) * 0.999
     assert plain.select(raised).tolist() == [[0]]
     lowered = raised - torch.tensor([[0.0, 3.0, 0.0, 0.0]])
     assert plain.select(lowered).tolist() == [[0]], "the plain rule lets what is not selected fall"
     assert grouped.select(lowered).tolist() != [[0]]
-    assert grouped.held(scores_NE, top_k_Nk).tolist() == [[True, True, False, False]]
+    assert grouped.fixed(scores_NE, top_k_Nk).tolist() == [[True, True, False, False]]
     assert grouped.margins(scores_NE, top_k_Nk)[0, 2:].tolist() == [0, 0]
 
 
@@ -241,11 +241,11 @@ def test_margins_of_a_biased_sigmoid_are_where_a_tie_is():
     scores_NE = torch.randn(50, 8, generator=generator).double()
     top_k_Nk = rule.select(scores_NE)
     margins_NE = rule.margins(scores_NE, top_k_Nk)
-    held_NE = rule.held(scores_NE, top_k_Nk)
+    fixed_NE = rule.fixed(scores_NE, top_k_Nk)
     lowest_N1 = rule.choice(scores_NE).gather(1, top_k_Nk).amin(dim=1, keepdim=True)
     tied_NE = rule.choice(scores_NE + margins_NE)
-    reachable_NE = ~held_NE & margins_NE.isfinite()
-    assert (margins_NE[~held_NE] >= 0).all()
+    reachable_NE = ~fixed_NE & margins_NE.isfinite()
+    assert (margins_NE[~fixed_NE] >= 0).all()
     torch.testing.assert_close(tied_NE[reachable_NE], lowest_N1.expand_as(tied_NE)[reachable_NE])
 
 

@@ -7,7 +7,7 @@ from gripmoe.cli.options import DigestFile, ForgetTraceFile, ModelFile, OutputFi
 from gripmoe.config.methods import Method
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
-from gripmoe.constraints.null_space import fit_bases, held_trace
+from gripmoe.constraints.null_space import constrained_trace, fit_bases
 from gripmoe.io.files import file_digest, read_json, remove_halves, write_json
 from gripmoe.moe.bases import save_bases
 from gripmoe.moe.traces import StoredTrace, load_rules
@@ -38,7 +38,7 @@ def fit_basis(
     with recorded(beside(output), fit_basis):
         weights = {"model": read_json(model_file)["weights"]}
         traces = StoredTrace(trace_file, weights), StoredTrace(forget_trace_file, weights)
-        trace = held_trace(method, *traces)
+        trace = constrained_trace(method, *traces)
         remove_halves(output.parent, output.name)
         bases = fit_bases(trace, load_rules(trace_file), method)
         save_bases(output, bases, weights)

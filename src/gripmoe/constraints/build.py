@@ -9,7 +9,7 @@ from gripmoe.config.methods import Method
 from gripmoe.constraints.anchor import Anchored
 from gripmoe.constraints.base import FrozenRouter, RouterConstraint, Unconstrained
 from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores, attributed_expert
-from gripmoe.constraints.null_space import held_trace, null_space_of
+from gripmoe.constraints.null_space import constrained_trace, null_space_of
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import RoutingTrace
 
@@ -49,6 +49,6 @@ def build(
         anchor = Anchored(method.routing_stability, method.anchor_floor, method.final_only, method.tracked)
         return Built(anchor, scope)
     if method.constraint == "null_space":
-        held = held_trace(method, retain, forget)
+        held = constrained_trace(method, retain, forget)
         return Built(null_space_of(method, held, bases(held) if method.has_bases else None, seed), scope)
     return Built(FrozenRouter() if method.constraint == "frozen" else Unconstrained(), scope)

@@ -52,7 +52,7 @@ class ConstraintHandle:
         origin: str = "",
     ):
         optimizer = inner_optimizer(optimizer)
-        if getattr(model.model, "_held", None) == id(model.model):  # not what a copy of a held model has
+        if getattr(model.model, "_constrained", None) == id(model.model):  # not what a copy of a held model has
             raise ValueError(
                 "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`"
             )
@@ -71,8 +71,8 @@ class ConstraintHandle:
         self._passes: list[tuple[int, dict[int, Tensor]]] = []
         self.is_lifted = False
         with ExitStack() as undo:
-            model.model._held = id(model.model)
-            undo.callback(delattr, model.model, "_held")
+            model.model._constrained = id(model.model)
+            undo.callback(delattr, model.model, "_constrained")
             if constraint.refits:
                 undo.callback(model.model.model.register_forward_pre_hook(self._begin_pass).remove)
                 undo.enter_context(model.before_routers(self._fitted))
@@ -246,8 +246,8 @@ class ConstraintHandle:
             theta = self.model.theta(layer)
             if theta.grad is not None and (rate := rates[id(theta)]):
                 gradient_Ed = theta.grad.to(before_Ed)
-                allowed_Ed = self._constrained(layer, before_Ed, before_Ed - rate * gradient_Ed)
-                theta.grad.copy_((before_Ed - allowed_Ed) / rate)
+                feasible_Ed = self._constrained(layer, before_Ed, before_Ed - rate * gradient_Ed)
+                theta.grad.copy_((before_Ed - feasible_Ed) / rate)
 
     def _constrained(self, layer: int, before_Ed: Tensor, after_Ed: Tensor) -> Tensor:
         seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None
@@ -273,7 +273,7 @@ class ConstraintHandle:
         try:
             if self._before:  # not while lifted
                 self._require_finite()
-                self._write_allowed()
+                self._write_feasible()
                 self._require_finite()
         except BaseException:
             self.model.set_thetas(self._before)
@@ -283,7 +283,7 @@ class ConstraintHandle:
             self._marked.clear()
             self._passes.clear()
 
-    def _write_allowed(self) -> None:
+    def _write_feasible(self) -> None:
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
             if not self.constraint.of_gradient:

@@ -73,7 +73,7 @@ def kaczmarz_report(
     for layer, recorded in first_tokens(trace, KACZMARZ_TOKENS).items():
         seen, rule = recorded.to(model.model.device), model.rule(layer)
         margins_NE = rule.margins(seen.scores_NE, seen.top_k_Nk).clamp_min(0)
-        bounds_NE = margins_NE.masked_fill(rule.held(seen.scores_NE, seen.top_k_Nk), torch.inf).double()
+        bounds_NE = margins_NE.masked_fill(rule.fixed(seen.scores_NE, seen.top_k_Nk), torch.inf).double()
         moved_Ed = (thetas[layer] - theta_0[layer]).double()
         x_Nd = seen.x_Nd.double()
         points = {
@@ -87,8 +87,8 @@ def kaczmarz_report(
             )
             for draws in KACZMARZ_DRAWS
         }
-        nothing_held = RetainBasis(x_Nd.new_zeros(1, x_Nd.shape[1], 0))
-        points["violation_exact"] = nearest_feasible(moved_Ed, nothing_held, x_Nd, bounds_NE)
+        nothing_fixed = RetainBasis(x_Nd.new_zeros(1, x_Nd.shape[1], 0))
+        points["violation_exact"] = nearest_feasible(moved_Ed, nothing_fixed, x_Nd, bounds_NE)
         before_E = violation(moved_Ed, x_Nd, bounds_NE)
         for name, u_Ed in points.items():
             left.setdefault(name, []).append((violation(u_Ed, x_Nd, bounds_NE) / before_E)[before_E > 0])

@@ -47,7 +47,7 @@ def _in_space() -> list[dict]:
     return [
         {
             "point": name,
-            "held score moved": abs((u @ held.T).item()),
+            "fixed score moved": abs((u @ held.T).item()),
             "worst violation": violation(u, others, limits).item(),
             "distance from Stage 1": (u - stage_1).norm().item(),
         }

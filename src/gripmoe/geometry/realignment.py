@@ -113,17 +113,17 @@ def realign(
     theta64_Ed, x_Nd, x_post_Nd = theta_Ed.double(), x_Nd.double(), x_post_Nd.double()
     if documents_N is None:
         documents_N = torch.arange(len(x_Nd), device=x_Nd.device)
-    is_held_N = documents_N % round(1 / held_out) == 0
-    if is_held_N.all() or not is_held_N.any():
+    is_held_out_N = documents_N % round(1 / held_out) == 0
+    if is_held_out_N.all() or not is_held_out_N.any():
         raise ValueError(
             f"Method B fits to some documents and checks on one in {round(1 / held_out)}, and all {len(x_Nd)} tokens "
             "are on one side: give tokens of more documents, or two tokens or more without `documents_N`"
         )
-    fit_x_Nd, fit_post_Nd = x_Nd[~is_held_N], x_post_Nd[~is_held_N]
+    fit_x_Nd, fit_post_Nd = x_Nd[~is_held_out_N], x_post_Nd[~is_held_out_N]
     residual_NE = (fit_x_Nd - fit_post_Nd) @ theta64_Ed.T
     gram_dd = fit_post_Nd.T @ fit_post_Nd
     eye_dd = torch.eye(len(gram_dd), dtype=gram_dd.dtype, device=gram_dd.device)
-    wanted_Nk = route(x_Nd[is_held_N], theta64_Ed, rule).top_k_Nk
+    wanted_Nk = route(x_Nd[is_held_out_N], theta64_Ed, rule).top_k_Nk
 
     candidates: dict[float | None, Tensor] = {None: theta_post_Ed}
     for ridge in ridges:
@@ -137,7 +137,7 @@ def realign(
                 candidates[ridge] = (theta64_Ed + shift_dE.T).to(dtype)
 
     def stability(candidate_Ed: Tensor) -> float:
-        got = route(x_post_Nd[is_held_N], candidate_Ed.double(), rule)
+        got = route(x_post_Nd[is_held_out_N], candidate_Ed.double(), rule)
         return jaccard(wanted_Nk, got.top_k_Nk).mean().item()
 
     held_out_stability = {ridge: stability(candidate) for ridge, candidate in candidates.items()}

@@ -74,18 +74,18 @@ class SelectionRule:
             choice_NE = choice_NE.masked_fill(~self._in_chosen_groups(choice_NE), -torch.inf)
         return choice_NE.topk(self.k, dim=-1).indices
 
-    def held(self, scores_NE: Tensor, top_k_Nk: Tensor) -> Tensor:
-        """held_NE: whose score of a token must not change, or its set might: the chosen experts (the paper's I_j),
+    def fixed(self, scores_NE: Tensor, top_k_Nk: Tensor) -> Tensor:
+        """fixed_NE: whose score of a token must not change, or its set might: the chosen experts (the paper's I_j),
         those that carry a chosen group, and with a bias on softmax probabilities all, for each moves all others."""
-        held_NE = selection_mask(top_k_Nk, scores_NE.shape[1])
+        fixed_NE = selection_mask(top_k_Nk, scores_NE.shape[1])
         if self.squash == "softmax" and self.choice_bias_E is not None and self.choice_bias_E.any():
-            return torch.ones_like(held_NE)
+            return torch.ones_like(fixed_NE)
         if self.num_groups > 1:
             choice_NE = self.choice(scores_NE)
             best = choice_NE.unflatten(1, (self.num_groups, -1)).topk(self.counted, dim=-1).indices
-            carries = torch.zeros_like(held_NE).unflatten(1, (self.num_groups, -1)).scatter(2, best, True).flatten(1)
-            held_NE = held_NE | (carries & self._in_chosen_groups(choice_NE))
-        return held_NE
+            carries = torch.zeros_like(fixed_NE).unflatten(1, (self.num_groups, -1)).scatter(2, best, True).flatten(1)
+            fixed_NE = fixed_NE | (carries & self._in_chosen_groups(choice_NE))
+        return fixed_NE
 
     def margins(self, scores_NE: Tensor, top_k_Nk: Tensor) -> Tensor:
         """margins_NE, the paper's tau (Eq. 3): by how much a score may rise before its expert is selected; zero for
