@@ -67,6 +67,6 @@ lint: setup
 format: setup
 	ruff check --fix . ; ruff format . ; snakefmt Snakefile workflow
 
-# Cells that another world names too stay. Without --remove the command lists what it would remove.
+# Runs that another world names too stay. Without --remove the command lists what it would remove.
 clean: setup
 	gripmoe clean --world "$(WORLD)" --remove

@@ -84,7 +84,7 @@ class Record:
 
     def of_world(self, world: str) -> pd.DataFrame:
         """The runs that a world lists. What it has of one method alone, for another world, compares nothing."""
-        cells = pd.MultiIndex.from_tuples(Project(ROOT / "workflow" / "config", world).cells(), names=KEYS)
+        cells = pd.MultiIndex.from_tuples(Project(ROOT / "workflow" / "config", world).run_keys(), names=KEYS)
         runs = self.runs[self.runs.set_index(KEYS).index.isin(cells)]
         methods = runs.groupby(["model", "benchmark", "objective", "seed"]).method.transform("nunique")
         return runs[(methods > 1) | (world != "record") | (runs.objective == NO_OBJECTIVE)]

@@ -1,7 +1,7 @@
-"""Breaks the steps of a cell again and again and counts what is lost: `python faults.py FOLDER FAULTS SEED`.
+"""Breaks the steps of a run again and again and counts what is lost: `python faults.py FOLDER FAULTS SEED`.
 
 A fault hits `gripmoe unlearn`, `realign`, `evaluate` or `attack` at a random instant of its work: kill -9; SIGTERM, as
-preemption and time limits send it; a disk that is full in the middle of a file; a second process on the same cell.
+preemption and time limits send it; a disk that is full in the middle of a file; a second process on the same run.
 After a few faults the step is left to end, and must end with the files of an uninterrupted run, to the byte, and with
 no others. Instants are of processor time, and who worked when is what the processes note: a busy machine changes
 neither.
@@ -122,7 +122,7 @@ def figures(step: str, flags: dict[str, str], root: Path, faults: int, seed: int
 
     def arguments(folder: Path) -> list[str]:
         folder.mkdir(parents=True)
-        paths = {name: value.replace("{cell}", str(folder)) for name, value in flags.items()}
+        paths = {name: value.replace("{run}", str(folder)) for name, value in flags.items()}
         return [step, *(f"--{name}={value}" for name, value in paths.items())]
 
     command = arguments(root / "whole")
@@ -132,10 +132,10 @@ def figures(step: str, flags: dict[str, str], root: Path, faults: int, seed: int
     seconds = used.ru_utime + used.ru_stime
     expected = outcome(root / "whole")
     size = max(file.stat().st_size for file in (root / "whole").rglob("*"))
-    luck, counts, injected, cells, resumed = random.Random(f"{step} {seed}"), Counter(), 0, 0, 0
+    luck, counts, injected, runs, resumed = random.Random(f"{step} {seed}"), Counter(), 0, 0, 0
     while injected < faults:
-        cells += 1
-        folder = root / f"cell{cells}"
+        runs += 1
+        folder = root / f"run{runs}"
         command, done = arguments(folder), False
         for _ in range(luck.randrange(1, 7)):
             if done:
@@ -154,7 +154,7 @@ def figures(step: str, flags: dict[str, str], root: Path, faults: int, seed: int
     duplicates = sum(count for name, count in counts.items() if "DUPLICATE" in name)
     return {
         "faults": injected,
-        "cells": cells,
+        "runs": runs,
         "resumed": resumed,
         "duplicates": duplicates,
         "seconds": round(time.monotonic() - began),

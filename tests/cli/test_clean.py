@@ -68,7 +68,7 @@ def test_what_others_name_too_stays(config, capsys):
 
 
 def test_the_last_world_takes_models_and_data_too(config, capsys):
-    """Once what the other has left says nothing of cells that might be shared."""
+    """Once what the other has left says nothing of runs that might be shared."""
     (config / "one_more.yaml").unlink()
     by_hand = Path("results/one/by_hand.csv")
     by_hand.touch()

@@ -80,10 +80,10 @@ def prepare(family, world, tokenizer, root, dtype=torch.float32):
     return root, settings, files
 
 
-def run_cell(
+def run_steps(
     prepared, method_name, objective, folder, checkpoint=None, original_answers=None, bases_in=(1.0, 0.0), **changes
 ):
-    """Trains a cell, or corrects that of `checkpoint`; without one the original model."""
+    """Trains a run, or corrects that of `checkpoint`; without one the original model."""
     root, benchmark, files = prepared
     method = PROJECT.methods[method_name]
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", method_name, 0)
@@ -128,7 +128,7 @@ def test_bases_are_fitted_on_all_threads_that_there_are(prepared, tmp_path, monk
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
     try:
-        run_cell(prepared, "expert_specific", "gd", tmp_path)
+        run_steps(prepared, "expert_specific", "gd", tmp_path)
     finally:
         torch.set_num_threads(before)
     assert threads == [2]
@@ -168,7 +168,7 @@ def test_a_loop_of_ones_own_has_the_constraint_that_the_workflow_has(method, pre
         commands, "run_unlearning", lambda moe, *_, **__: unlearning.Outcome("not_reached", 0, [], None)
     )
     of_workflow, of_library = noted(monkeypatch, commands), noted(monkeypatch, constraining)
-    run_cell(prepared, method, "gd", tmp_path)
+    run_steps(prepared, method, "gd", tmp_path)
     model, tokenizer = load_model(root / "model" / "weights")
     reading = {"limit": benchmark.retain_documents, **benchmark.task.reading}
     retain, forget = (
@@ -186,7 +186,7 @@ def test_a_loop_of_ones_own_has_the_constraint_that_the_workflow_has(method, pre
 
 @pytest.mark.parametrize("method", TRAINED)
 def test_every_trained_method(method, prepared, tmp_path):
-    outcome = run_cell(prepared, method, "gd", tmp_path)
+    outcome = run_steps(prepared, method, "gd", tmp_path)
     assert (outcome["status"], outcome["steps"]) == ("not_reached", 2)
     assert outcome["time_ratio"] == outcome["seconds_per_step"] / outcome["plain_seconds_per_step"]
     history = read_json(tmp_path / "history.json")
@@ -242,7 +242,7 @@ def test_an_objective_and_a_method_of_a_folder_train(prepared, tmp_path, monkeyp
 @pytest.mark.parametrize("objective", ["kl", "npo", "rmu"])
 @pytest.mark.parametrize("method", ["expert_specific", "expert_specific_paper", "anchored_replay", "seuf"])
 def test_methods_do_not_care_which_objective(method, objective, prepared, tmp_path):
-    assert run_cell(prepared, method, objective, tmp_path)["status"] == "not_reached"
+    assert run_steps(prepared, method, objective, tmp_path)["status"] == "not_reached"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_references_on_disk_change_no_bit_and_serve_the_next_run(
 ):
     store = tmp_path / "references"
     weights = [
-        run_cell(prepared, method, objective, tmp_path / name, original_answers=where)["weights"]
+        run_steps(prepared, method, objective, tmp_path / name, original_answers=where)["weights"]
         for name, where in (("memory", None), ("first", store), ("second", store))
     ]
     assert weights[0] == weights[1] == weights[2]
@@ -262,7 +262,7 @@ def test_references_on_disk_change_no_bit_and_serve_the_next_run(
     assert len(before) == files
     gc.collect()  # the runs before have ended
     monkeypatch.setattr(commands, "code_fingerprint", lambda entry: "edited since")
-    run_cell(prepared, method, objective, tmp_path / "edited", original_answers=store)
+    run_steps(prepared, method, objective, tmp_path / "edited", original_answers=store)
     after = set(store.glob("*.safetensors"))
     assert len(after) == files and not after & before, "what other code has kept is not taken, and does not stay"
 
@@ -275,7 +275,7 @@ def tuning_script():
 
 
 @pytest.mark.parametrize(("method", "axes"), [("expert_specific", {"safety_margin": 0.01}), ("unconstrained", {})])
-def test_hyperparameters_are_tried_as_cells_are_trained(prepared, tmp_path, method, axes):
+def test_hyperparameters_are_tried_as_runs_are_trained(prepared, tmp_path, method, axes):
     """One trial of workflow/tune.py, beside the results of a world."""
     root, benchmark, files = prepared
     project = Project(CONFIG, "tiny")
@@ -325,7 +325,7 @@ def test_tuning_chooses_what_forgets_on_every_model():
 def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):
     tiers = {"device": (1.0, 0.0), "host": (0.0, 1.0), "disk": (0.0, 0.0)}
     kept, copied, read = (
-        run_cell(prepared, "expert_specific", "gd", tmp_path / name, bases_in=tier) for name, tier in tiers.items()
+        run_steps(prepared, "expert_specific", "gd", tmp_path / name, bases_in=tier) for name, tier in tiers.items()
     )
     assert kept["weights"] == copied["weights"] == read["weights"]
     held = [outcome["constraint_megabytes"] for outcome in (kept, copied, read)]
@@ -333,7 +333,7 @@ def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):
 
 
 def test_seuf_trains_one_expert_and_its_router(prepared, tmp_path):
-    run_cell(prepared, "seuf", "gd", tmp_path)
+    run_steps(prepared, "seuf", "gd", tmp_path)
     experts, routers = changed_experts(prepared, tmp_path)
     assert sorted(experts.values()) == [0, 1] and {layer for layer, moved in routers.items() if moved} == {
         layer for layer, count in experts.items() if count
@@ -376,7 +376,7 @@ def unlearned_together(prepared, folder, run, **environment):
 def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_path):
     """Documents differ in length, so a mean over each process's tokens weighs them a little differently. On two nodes
     of a SLURM job, each with one of the processes, the weights are the same to the bit."""
-    alone = run_cell(prepared, "expert_specific_paper", "gd", tmp_path)
+    alone = run_steps(prepared, "expert_specific_paper", "gd", tmp_path)
     root = prepared[0]
     together = unlearned_together(prepared, tmp_path / "two", tmp_path / "run.yaml")
     srun = tmp_path / "bin" / "srun"
@@ -398,9 +398,9 @@ def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_
 
 def test_frozen_routers_are_frozen(prepared, tmp_path):
     for method in ("frozen_router", "anchored"):
-        run_cell(prepared, method, "gd", tmp_path / method)
+        run_steps(prepared, method, "gd", tmp_path / method)
         assert not any(changed_experts(prepared, tmp_path / method)[1].values())
-    run_cell(prepared, "unconstrained", "gd", tmp_path / "control")
+    run_steps(prepared, "unconstrained", "gd", tmp_path / "control")
     assert all(changed_experts(prepared, tmp_path / "control")[1].values())
 
 
@@ -409,25 +409,25 @@ def test_every_correction(method, prepared, tmp_path):
     root = prepared[0]
     status = read_json(root / "model" / "model.json")
     write_json(root / "model" / "model.json", {**status, "status": "reached", "steps": 3})
-    assert run_cell(prepared, method, "gd", tmp_path)["steps"] == 3
+    assert run_steps(prepared, method, "gd", tmp_path)["steps"] == 3
 
 
 @pytest.mark.parametrize("method", CORRECTED)
 def test_a_correction_reads_the_originals_routers_and_no_other_weight_of_it(method, world, tokenizer, tmp_path):
     """With its recorded routing, a finished run is corrected to the same bytes when the original model is gone."""
     prepared, trained = prepare("qwen3_moe", world, tokenizer, tmp_path), tmp_path / "trained"
-    run_cell(prepared, "unconstrained", "gd", trained)
-    whole = run_cell(prepared, method, "gd", tmp_path / "whole", checkpoint=trained / "checkpoint.json")
+    run_steps(prepared, "unconstrained", "gd", trained)
+    whole = run_steps(prepared, method, "gd", tmp_path / "whole", checkpoint=trained / "checkpoint.json")
     original = tmp_path / "model" / "weights"
     for file in original.glob("model*.safetensors"):
         file.unlink()
     with pytest.raises(ConfigError, match="model.safetensors"):
         load_model(original)
-    without = run_cell(prepared, method, "gd", tmp_path / "without", checkpoint=trained / "checkpoint.json")
+    without = run_steps(prepared, method, "gd", tmp_path / "without", checkpoint=trained / "checkpoint.json")
     assert without["weights"] == whole["weights"] != read_json(trained / "checkpoint.json")["weights"]
     (original / "routers.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no routers of layers \[0, 1\]"):
-        run_cell(prepared, method, "gd", tmp_path / "neither", checkpoint=trained / "checkpoint.json")
+        run_steps(prepared, method, "gd", tmp_path / "neither", checkpoint=trained / "checkpoint.json")
 
 
 def interrupted(*_):
@@ -443,7 +443,7 @@ def test_what_another_configuration_has_left_is_not_resumed(prepared, tmp_path, 
         save = unlearning.save_state
         monkeypatch.setattr(unlearning, "save_state", lambda *a, **k: (save(*a, **k), interrupted()))
         with pytest.raises(KeyboardInterrupt):
-            run_cell(prepared, "unconstrained", "gd", tmp_path / name, **changes, **others)
+            run_steps(prepared, "unconstrained", "gd", tmp_path / name, **changes, **others)
         monkeypatch.undo()
         assert (tmp_path / name / "state.pt").exists()
 
@@ -452,9 +452,9 @@ def test_what_another_configuration_has_left_is_not_resumed(prepared, tmp_path, 
     for name, rate in (("same", 1e-3), ("other", 1e-4)):
         stop(name, learning_rate=1e-3)
         monkeypatch.setattr(unlearning, "load_state", lambda *a: loaded.append(load(*a)) or loaded[-1])
-        again = run_cell(prepared, "unconstrained", "gd", tmp_path / name, **changes, learning_rate=rate)
+        again = run_steps(prepared, "unconstrained", "gd", tmp_path / name, **changes, learning_rate=rate)
         monkeypatch.undo()
-        whole = run_cell(prepared, "unconstrained", "gd", tmp_path / f"{name} whole", **changes, learning_rate=rate)
+        whole = run_steps(prepared, "unconstrained", "gd", tmp_path / f"{name} whole", **changes, learning_rate=rate)
         assert again["weights"] == whole["weights"]
         assert {file.name for file in (tmp_path / name).iterdir()} == {
             file.name for file in (tmp_path / f"{name} whole").iterdir()
@@ -474,7 +474,7 @@ def with_questions(folder, world):
 
 
 def evaluated(root, folder):
-    """Evaluates a cell, and returns what `attack` is to be called with."""
+    """Evaluates a run, and returns what `attack` is to be called with."""
     task = read_yaml(folder / "run.yaml")["benchmark"]
     common = dict(
         run_file=folder / "run.yaml", model_file=root / "model" / "model.json",
@@ -497,7 +497,7 @@ def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer,
     prepared = prepare("qwen3_moe", world, tokenizer, tmp_path)
     with_questions(tmp_path, world)
     folder = tmp_path / "cell"
-    outcome = run_cell(prepared, "unconstrained", "gd", folder, learning_rate=1e35, max_steps=6)
+    outcome = run_steps(prepared, "unconstrained", "gd", folder, learning_rate=1e35, max_steps=6)
     assert outcome["status"] == "diverged"
     attack(**evaluated(tmp_path, folder))
     assert {
@@ -507,10 +507,10 @@ def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer,
         "relearned_from_corpus_after_20",
     } <= read_json(folder / "attacks.json").keys()
     for method in ("ptc", "ptc_paper"):
-        run_cell(prepared, method, "gd", tmp_path / method, checkpoint=folder / "checkpoint.json")
+        run_steps(prepared, method, "gd", tmp_path / method, checkpoint=folder / "checkpoint.json")
         attack(**evaluated(tmp_path, tmp_path / method))
     for method in ("ptc_matched", "anchored_tracked"):
-        cell = run_cell(prepared, method, "gd", tmp_path / method, learning_rate=1e35, max_steps=6)
+        cell = run_steps(prepared, method, "gd", tmp_path / method, learning_rate=1e35, max_steps=6)
         assert cell["status"] == "diverged"
 
 
@@ -518,7 +518,7 @@ def test_attacks_write_scores_and_no_text(world, tokenizer, tmp_path):
     """Not what was asked, nor what was recovered. The control: the questions' own file has it."""
     prepared = prepare("qwen3_moe", world, tokenizer, tmp_path)
     with_questions(tmp_path, world)
-    run_cell(prepared, "unconstrained", "gd", tmp_path / "cell")
+    run_steps(prepared, "unconstrained", "gd", tmp_path / "cell")
     arguments = evaluated(tmp_path, tmp_path / "cell")
     before = set((tmp_path / "cell").iterdir())
     attack(**arguments)
@@ -544,7 +544,7 @@ def test_files_of_one_name_are_told_apart(tmp_path):
     assert identity_of(attack, original, retrained) != identity_of(attack, another, retrained)
 
 
-def test_a_cell_is_measured_as_a_benchmark_of_its_own_task_has_it(tmp_path):
+def test_a_run_is_measured_as_a_benchmark_of_its_own_task_has_it(tmp_path):
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
     write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
     assert "evaluation_batch_size" not in read_yaml(tmp_path / "run.yaml")["benchmark"]
@@ -555,10 +555,10 @@ def test_a_cell_is_measured_as_a_benchmark_of_its_own_task_has_it(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_cell_of_low_precision_says_what_plain_transformers_would_move(dtype, world, tokenizer, tmp_path):
+def test_a_run_of_low_precision_says_what_plain_transformers_would_move(dtype, world, tokenizer, tmp_path):
     prepared = prepare("qwen3_moe", world, tokenizer, tmp_path, dtype)
     with_questions(tmp_path, world)
-    run_cell(prepared, "unconstrained", "gd", tmp_path / "cell")
+    run_steps(prepared, "unconstrained", "gd", tmp_path / "cell")
     evaluated(tmp_path, tmp_path / "cell")
     metrics = read_json(tmp_path / "cell" / "metrics.json")
     kept = metrics.get("routing_stability_plain_reload")
@@ -571,7 +571,7 @@ def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_
     prepared = prepare("qwen3", world, tokenizer, tmp_path)
     with_questions(tmp_path, world)
     folder = tmp_path / "cell"
-    assert run_cell(prepared, "unconstrained", "gd", folder)["steps"] == 2
+    assert run_steps(prepared, "unconstrained", "gd", folder)["steps"] == 2
     arguments = evaluated(tmp_path, folder)
     monkeypatch.setattr(suite, "quantization", interrupted)
     with pytest.raises(KeyboardInterrupt):

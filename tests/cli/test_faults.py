@@ -21,7 +21,7 @@ FAULTS = int(os.environ.get("GRIPMOE_FAULTS", 24))
 
 @pytest.fixture(scope="module")
 def trainer(world, tokenizer, tmp_path_factory):
-    """Flags of a cell to train, with a checkpoint every three steps."""
+    """Flags of a run to train, with a checkpoint every three steps."""
     folder = tmp_path_factory.mktemp("trainer")
     root, benchmark, files = prepare("qwen3_moe", world, tokenizer, folder / "prepared")
     with_questions(root, world)
@@ -37,7 +37,7 @@ def trainer(world, tokenizer, tmp_path_factory):
 
 
 def every_step(trainer, folder):
-    """Flags of each step of a cell, of which it writes into {cell}; what follows training is of a cell in `folder`."""
+    """Flags of each step of a run, of which it writes into {run}; what follows training is of a run in `folder`."""
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "ptc", 0)
     shared = read_yaml(Path(trainer["run"]))["benchmark"]
     write_yaml(folder / "ptc.yaml", {**run.model_dump(mode="json"), "benchmark": shared})
@@ -48,23 +48,23 @@ def every_step(trainer, folder):
         "benchmark": benchmark,
         **trained,
         "data": trainer["data"],
-        "questions": "{cell}/questions.csv",
+        "questions": "{run}/questions.csv",
     }
     return {
-        "unlearn": {**trainer, "output": "{cell}/checkpoint.json"},
+        "unlearn": {**trainer, "output": "{run}/checkpoint.json"},
         "realign": {
             "run": f"{folder}/ptc.yaml",
             **trained,
             "retain-corpus": f"{trainer['data']}/retain_corpus.jsonl",
             "trace": trainer["trace"],
-            "output": "{cell}/checkpoint.json",
+            "output": "{run}/checkpoint.json",
         },
-        "evaluate": {**measured, "output": "{cell}/evaluation.json"},
+        "evaluate": {**measured, "output": "{run}/evaluation.json"},
         "attack": {
             **measured,
             "settings": "null",
             "answers": f"{folder}/evaluate/whole/questions.csv",
-            "output": "{cell}/attack.json",
+            "output": "{run}/attack.json",
         },
     }
 
@@ -87,7 +87,7 @@ def test_faults_at_random_instants_lose_and_double_nothing(trainer, tmp_path):
 
 
 @pytest.mark.parametrize("step", ["unlearn", "realign", "evaluate", "attack"])
-def test_of_two_processes_on_a_cell_one_is_refused(step, tmp_path, monkeypatch, capsys):
+def test_of_two_processes_on_a_run_one_is_refused(step, tmp_path, monkeypatch, capsys):
     """Whatever steps they take; and the control: alone, the same command gets beyond the lock."""
 
     class BeyondTheLock(Exception):

@@ -1,9 +1,9 @@
-"""Every step of a cell with the layers of its models on two devices: nothing mixes these, and no number changes."""
+"""Every step of a run with the layers of its models on two devices: nothing mixes these, and no number changes."""
 
 from contextlib import contextmanager
 
 import pytest
-from test_every_method import OBJECTIVES, evaluated, prepare, run_cell, with_questions
+from test_every_method import OBJECTIVES, evaluated, prepare, run_steps, with_questions
 
 from gripmoe.cli import unlearn as commands
 from gripmoe.cli.attack import attack
@@ -49,7 +49,7 @@ def two_devices(monkeypatch):
 @pytest.mark.parametrize(("method", "objective"), TRAINED_TOGETHER.items())
 def test_training_and_correction(method, objective, prepared, tmp_path, monkeypatch):
     def found(folder):
-        outcome = run_cell(prepared, method, objective, folder, gradient_checkpointing=True)
+        outcome = run_steps(prepared, method, objective, folder, gradient_checkpointing=True)
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
         rows = [outcome, *history]
         return repr([{name: row[name] for name in row if not any(part in name for part in OTHERWISE)} for row in rows])
@@ -66,7 +66,7 @@ def test_tracing_evaluation_and_attacks(family, world, tokenizer, tmp_path, monk
     def found(root):
         prepared = prepare(family, world, tokenizer, root)
         with_questions(root, world)
-        run_cell(prepared, "unconstrained", "gd", root / "cell")
+        run_steps(prepared, "unconstrained", "gd", root / "cell")
         attack(**evaluated(root, root / "cell"))
         files = ("routing.json", "cell/metrics.json", "cell/answers.csv", "cell/attacks.json", "cell/forced.csv")
         return [(root / name).read_text() for name in files]
@@ -81,7 +81,7 @@ def test_layers_that_only_checks_run_lie_in_host_memory(prepared, tmp_path, monk
     monkeypatch.setitem(OBJECTIVES["rmu"], "layer", 0)
 
     def found(folder, method, **changes):
-        outcome = run_cell(prepared, method, "rmu", folder, **changes)
+        outcome = run_steps(prepared, method, "rmu", folder, **changes)
         rows = [outcome, *read_json(folder / "history.json")]
         return repr([{name: row[name] for name in row if not any(part in name for part in OTHERWISE)} for row in rows])
 

@@ -38,7 +38,7 @@ WORLDS = sorted(p.stem for p in CONFIG.glob("*.yaml") if p.stem not in CATALOGUE
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_world_is_valid_and_leaves_the_seed_of_tuning_alone(world):
     project = Project(CONFIG, world)
-    assert project.name == world and project.cells()
+    assert project.name == world and project.run_keys()
     assert TUNING["seed"] not in project.world.seeds
 
 
@@ -69,7 +69,7 @@ def test_the_factorial_is_every_constraint_on_one_expert_and_on_all():
 def test_news_goes_with_the_models_finetuned_on_it(folder):
     world = "extends: tiny\nmodels: [tiny_a, tiny_news]\nbenchmarks: [wmdp_tiny, muse_tiny]\n"
     (folder / "both.yaml").write_text(world)
-    pairs = {cell[:2] for cell in Project(folder, "both").cells()}
+    pairs = {cell[:2] for cell in Project(folder, "both").run_keys()}
     assert pairs == {("tiny_a", "wmdp_tiny"), ("tiny_news", "muse_tiny")}
     (folder / "none.yaml").write_text("extends: tiny\nbenchmarks: [wmdp_tiny, muse_tiny]\n")
     with pytest.raises(ConfigError, match="none of the models is for 'muse_tiny'; news needs one with `source: finetu"):
@@ -100,9 +100,9 @@ def test_a_benchmark_changes_training(folder):
         Project(folder, "tiny")
 
 
-def test_cells_of_the_tiny_world():
+def test_runs_of_the_tiny_world():
     project = Project(CONFIG, "tiny")
-    cells = project.cells()
+    cells = project.run_keys()
     assert len(cells) == len(set(cells))
     assert ("tiny_a", "wmdp_tiny", "none", "original", 0) in cells, "baselines stand once, without objective"
     assert sum(cell[3] == "unconstrained" for cell in cells) == len(project.world.objectives) * len(project.world.seeds)
@@ -402,12 +402,12 @@ def test_a_world_that_extends_another_shares_its_results(folder):
     base, more = Project(folder, "tiny"), Project(folder, "more")
     assert more.results_name == base.name == "tiny" and more.name == "more"
     assert more.world.training == base.world.training and more.world.objectives == ["gd", "rmu"]
-    assert set(base.cells()) < set(more.cells())
-    extra = {cell[2] for cell in more.cells() if cell[3] == "anchored_replay"}
+    assert set(base.run_keys()) < set(more.run_keys())
+    extra = {cell[2] for cell in more.run_keys() if cell[3] == "anchored_replay"}
     assert extra == {"rmu"}, "under one objective only"
     (folder / "most.yaml").write_text("extends: more\nseeds: [0, 1, 2]\n")
     most = Project(folder, "most")
-    assert most.results_name == "tiny" and set(more.cells()) < set(most.cells())
+    assert most.results_name == "tiny" and set(more.run_keys()) < set(most.run_keys())
 
 
 def test_a_correction_needs_what_it_corrects(folder):

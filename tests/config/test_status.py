@@ -1,4 +1,4 @@
-"""Where cells stand, as `gripmoe status` says it."""
+"""Where runs stand, as `gripmoe status` says it."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from gripmoe.cli.main import main
 from gripmoe.config.grid import Project
-from gripmoe.config.status import CLUSTER_LOGS, cell_status
+from gripmoe.config.status import CLUSTER_LOGS, run_status
 from gripmoe.io.files import write_json
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
@@ -70,7 +70,7 @@ def test_what_references_take_is_said_by_benchmark(lines, capsys):
 
 
 @pytest.mark.parametrize("cluster", [False, True])
-def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_cell(cluster, lines):
+def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_run(cluster, lines):
     """The same from the logs of a laptop and from those of a cluster, where SLURM keeps more of them."""
     half_way(log_of("unlearn", "anchored"))
     log_of("realign", "ptc").write_text("Loading weights\nTraceback (most recent call last):\nRuntimeError: singular\n")
@@ -98,12 +98,12 @@ def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_cell(cluster, lines)
         ({"knowmem_forget": 12.34}, "reached 120 KnowMem of what is forgotten 12.3"),
     ],
 )
-def test_what_is_known_of_a_done_cell_of_letters_and_of_news(metrics, said, tmp_path):
+def test_what_is_known_of_a_done_run_of_letters_and_of_news(metrics, said, tmp_path):
     project, cell = Project(CONFIG, "tiny"), (*CELL, "unconstrained", 0)
     folder = tmp_path.joinpath(*map(str, cell))
     for name, content in (("checkpoint", {"status": "reached", "steps": 120}), ("evaluation", metrics), ("attack", {})):
         write_json(folder / f"{name}.json", content)
-    assert cell_status(project, tmp_path, cell) == ("done", said)
+    assert run_status(project, tmp_path, cell) == ("done", said)
 
 
 def test_what_slurm_ended_is_not_said_to_run(lines):

@@ -1,4 +1,4 @@
-"""Routing stability of a cell: batch by batch, and what moved it."""
+"""Routing stability of a run: batch by batch, and what moved it."""
 
 import pytest
 import torch

@@ -50,13 +50,13 @@ def changed(world, **changes):
 def test_what_is_there_is_not_planned(tmp_path):
     project = Project(CONFIG, "tiny")
     everything = jobs_left(project, tmp_path)
-    cell = next(cell for cell in project.cells() if cell[3] == "unconstrained")
+    cell = next(cell for cell in project.run_keys() if cell[3] == "unconstrained")
     write_json(tmp_path.joinpath(*map(str, cell), "checkpoint.json"), {})
     left = jobs_left(project, tmp_path)
     assert [job.rule for job in set(everything) - set(left)] == ["unlearn"]
     recorded = {"trace_routing", "fit_basis"}
     assert {job.rule for job in everything} == {"prepare_model", "unlearn", "realign", "evaluate", "attack", *recorded}
-    assert sum(job.rule == "attack" for job in everything) == len(project.cells())
+    assert sum(job.rule == "attack" for job in everything) == len(project.run_keys())
 
 
 def record(results, rule, cell, seconds, memory="-"):
@@ -69,7 +69,7 @@ def record(results, rule, cell, seconds, memory="-"):
 def test_recorded_seconds_come_before_estimates(tmp_path):
     record(tmp_path, "unlearn", "tiny_a.wmdp_tiny.gd.anchored.7", 7200.0)
     record(tmp_path, "evaluate", "tiny_a.wmdp_tiny.gd.anchored.7", 60.0, 2500.0)
-    jobs = {(job.rule, job.cell): job for job in jobs_left(Project(CONFIG, "tiny"), tmp_path)}
+    jobs = {(job.rule, job.run): job for job in jobs_left(Project(CONFIG, "tiny"), tmp_path)}
     cell = "tiny_a.wmdp_tiny.gd"
     assert (jobs["unlearn", f"{cell}.anchored.0"].hours, jobs["unlearn", f"{cell}.anchored.0"].recorded) == (2.0, True)
     assert jobs["unlearn", f"{cell}.frozen_router.0"].hours == 2.0, "the same model and rule, for want of better"
@@ -108,7 +108,7 @@ def test_gpus_that_share_layers_work_one_after_the_other(tmp_path):
     """Hours are those of all GPUs: an evaluation on two takes twice as many."""
 
     def hours(project):
-        return {(job.rule, job.cell): job.hours for job in jobs_left(project, tmp_path)}
+        return {(job.rule, job.run): job.hours for job in jobs_left(project, tmp_path)}
 
     cell = "qwen3_30b_a3b.wmdp_cyber.gd"
     one, two = hours(changed("paper", gpus={})), hours(Project(CONFIG, "paper"))
@@ -125,7 +125,7 @@ def test_gpus_that_share_layers_work_one_after_the_other(tmp_path):
 def test_a_faster_card_takes_less_time(tmp_path):
     def trained(tflops):
         jobs = jobs_left(Project(CONFIG, "paper"), tmp_path, tflops)
-        return sum(job.hours for job in jobs if job.rule == "unlearn" and ".unconstrained." in job.cell)
+        return sum(job.hours for job in jobs if job.rule == "unlearn" and ".unconstrained." in job.run)
 
     assert trained(50.0) == pytest.approx(2 * trained(100.0))
 
@@ -134,7 +134,7 @@ def test_what_one_method_took_says_nothing_of_another(tmp_path):
     """Of a model of known dimensions; of the tiny ones it is the best guess."""
 
     def hours(world):
-        return {job.cell: job.hours for job in jobs_left(Project(CONFIG, world), tmp_path) if job.rule == "unlearn"}
+        return {job.run: job.hours for job in jobs_left(Project(CONFIG, world), tmp_path) if job.rule == "unlearn"}
 
     before = hours("paper")
     for cell in ("qwen3_30b_a3b.wmdp_cyber.gd", "tiny_a.wmdp_tiny.gd"):
@@ -149,7 +149,7 @@ def test_what_one_method_took_says_nothing_of_another(tmp_path):
 def test_every_method_may_take_as_many_steps_as_any_other(world):
     project = Project(CONFIG, world)
     limits = {}
-    for cell in project.cells():
+    for cell in project.run_keys():
         _, benchmark, objective, method, _ = cell
         if objective != NO_OBJECTIVE and (training := project.training(objective, method, benchmark)):
             limits.setdefault((objective, benchmark), set()).add(training.max_steps)
@@ -157,11 +157,11 @@ def test_every_method_may_take_as_many_steps_as_any_other(world):
 
 
 def test_traces_and_bases_are_planned_once(tmp_path):
-    """For all cells of a model on a benchmark, until they are there; and what the machine does without a GPU neither
+    """For all runs of a model on a benchmark, until they are there; and what the machine does without a GPU neither
     counts as GPU-hours nor exhausts a budget of them."""
     project = Project(CONFIG, "paper")
     jobs = jobs_left(project, tmp_path)
-    shared = [(job.rule, job.cell) for job in jobs if job.rule in ("trace_routing", "fit_basis")]
+    shared = [(job.rule, job.run) for job in jobs if job.rule in ("trace_routing", "fit_basis")]
     traced, fitted = "{}.wmdp_cyber", "{}.wmdp_cyber.expert_specific"
     assert sorted(shared) == sorted(
         (rule, cell.format(model))
@@ -210,8 +210,8 @@ def test_changes_are_tried(tmp_path):
     assert step in steps_of(costs.project)
 
 
-def test_the_command_lists_the_most_expensive_cells_or_all(tmp_path, monkeypatch, capsys):
-    """Each cell once, with the hours of its steps together."""
+def test_the_command_lists_the_most_expensive_runs_or_all(tmp_path, monkeypatch, capsys):
+    """Each run once, with the hours of its steps together."""
     monkeypatch.chdir(tmp_path)
 
     def rows(*arguments):
@@ -222,9 +222,9 @@ def test_the_command_lists_the_most_expensive_cells_or_all(tmp_path, monkeypatch
 
     few, said = rows()
     assert len(few) == 5 and "GPU-hours" in said and "disk, with 100 jobs at once" in said
-    every, said = rows("--cells")
+    every, said = rows("--runs")
     jobs = jobs_left(Project(CONFIG, "paper"), tmp_path / "results" / "paper")
-    assert {row[0] for row in every} == {job.cell for job in jobs} and len(every) == len({job.cell for job in jobs})
+    assert {row[0] for row in every} == {job.run for job in jobs} and len(every) == len({job.run for job in jobs})
     assert sum(float(row[1]) for row in every) == pytest.approx(sum(job.hours for job in jobs), abs=1e-3 * len(every))
     assert float(few[0][1]) == max(float(row[1]) for row in every) and "others" not in said
 

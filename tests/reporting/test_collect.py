@@ -1,15 +1,15 @@
-"""Files of finished cells become tidy tables: by hand."""
+"""Files of finished runs become tidy tables: by hand."""
 
 import numpy as np
 import pytest
 
 from gripmoe.io.files import write_csv, write_json, write_yaml
 from gripmoe.reporting.attacks import load_attacks
-from gripmoe.reporting.collect import at_equal_forgetting, collect_cells, load_histories, load_runs
+from gripmoe.reporting.collect import at_equal_forgetting, collect_runs, load_histories, load_runs
 from gripmoe.reporting.paired import load_answers
 
 
-def test_collecting_cells(tmp_path):
+def test_collecting_runs(tmp_path):
     cell = tmp_path / "cell"
     key = {"model": "m", "benchmark_name": "b", "objective": "none", "method_name": "ptc", "seed": 3}
     settings = {"benchmark": {"target": {"forget_accuracy": 0.27}}, "method": {"corrects": "unconstrained"}}
@@ -27,7 +27,7 @@ def test_collecting_cells(tmp_path):
     write_csv(cell / "questions.csv", [asked, *others])
     write_csv(cell / "attack_questions.csv", [{"id": "q/0", "forget_accuracy": 0.0, "noisy_routing": 1.0}])
     tables = (tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks"))
-    collect_cells([cell], *tables)
+    collect_runs([cell], *tables)
     (attacked,) = load_attacks(tmp_path / "runs_w.csv").to_dict("records")
     assert (attacked["method"], attacked["fact"], attacked["noisy_routing"]) == ("ptc", "q", 1.0)
     answer, *_ = load_answers(tmp_path / "runs_w.csv").to_dict("records")
@@ -76,7 +76,7 @@ def test_a_whole_run_costs_what_it_needs_before_its_first_step_too(tmp_path):
         cell("anchored", "anchor", steps=30, seconds_per_step=2.0, plain_seconds_per_step=2.0),
         cell("ptc", None, steps=10, correction_seconds=1.0, seconds_per_step=2.0, plain_seconds_per_step=2.0),
     ]
-    collect_cells(folders, *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
+    collect_runs(folders, *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
     runs = load_runs(tmp_path / "runs_w.csv")
     found = runs[runs.metric == "whole_time_ratio"].set_index("method").value.to_dict()
     assert found == dict(
@@ -84,7 +84,7 @@ def test_a_whole_run_costs_what_it_needs_before_its_first_step_too(tmp_path):
     )
     assert runs[runs.metric == "auc_zlib"].value.isna().sum() == len(folders), "asked of all, known of none"
     cell("unconstrained", "none", steps=0, seconds_per_step=2.0, plain_seconds_per_step=2.0)  # had forgotten before
-    collect_cells(folders, *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
+    collect_runs(folders, *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
     assert "whole_time_ratio" not in set(load_runs(tmp_path / "runs_w.csv").metric)
 
 
@@ -130,7 +130,7 @@ def test_what_counts_as_forgotten_on_news_comes_from_the_retrained(tmp_path):
         cell("retrained", verbmem=22.0, knowmem_forget=12.0, knowmem_retain=90.0),
         cell("ptc", verbmem=60.0, knowmem_forget=30.0, knowmem_retain=40.0),
     ]
-    collect_cells(folders, *(tmp_path / f"{name}_n.csv" for name in ("runs", "histories", "answers", "attacks")))
+    collect_runs(folders, *(tmp_path / f"{name}_n.csv" for name in ("runs", "histories", "answers", "attacks")))
     values = load_runs(tmp_path / "runs_n.csv", "news").set_index(["method", "metric"]).value
     assert values["ptc", "verbmem_target"] == 27.0 and values["ptc", "knowmem_forget_target"] == 17.0
     assert values["ptc", "knowmem_retain_share"] == 0.5 and values["retrained", "knowmem_retain_share"] == 1.125

@@ -25,7 +25,7 @@ def written(tmp_path):
     return tmp_path
 
 
-def test_it_names_the_code_and_weights_behind_each_cell(written):
+def test_it_names_the_code_and_weights_behind_each_run(written):
     record = manifest([], written / "runs_w.csv")
     cell = record["cells"]["m/b/gd/ptc/3"]
     assert cell["weights"] == "123" and cell["steps"]["evaluation"]["code"] == "abc" and record["seeds"] == [3]
@@ -85,7 +85,7 @@ def test_a_change_is_found(written, change, fault):
 
 
 def test_a_step_is_looked_at_once_and_one_that_is_no_more_is_reported(written, monkeypatch):
-    """Four cells: one is as it was, of two the code has changed, one ran a step that has another name now."""
+    """Four runs: one is as it was, of two the code has changed, one ran a step that has another name now."""
     step, gone = "gripmoe.cli.evaluate:evaluate", "gripmoe.cli.evaluate:measure"
     path, take, taken = written / "manifest.json", fingerprint.code_fingerprint, []
     ran = [(step, take(step)), (step, "abc"), (step, "abc"), (gone, "abc")]

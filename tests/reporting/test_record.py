@@ -51,15 +51,15 @@ WITHOUT = "f8b0ffce3d0996f4cd3e16dd705a4f3543cf159fbd45edc4a603b4d3db02d840"
 
 
 @pytest.mark.parametrize("folder", RECORDS, ids=lambda folder: folder.name)
-def test_every_record_says_what_its_cells_were_computed_with(folder):
+def test_every_record_says_what_its_runs_were_computed_with(folder):
     cells = read_json(folder / "provenance.json")["cells"]
     assert file_digest(folder / "runs.csv") == WITHOUT or cells["device"] and cells["packages"] and cells["code"]
 
 
-def test_a_record_is_not_written_without_what_its_cells_were_computed_with(tmp_path):
+def test_a_record_is_not_written_without_what_its_runs_were_computed_with(tmp_path):
     runs = tmp_path / "runs_w.csv"
     runs.write_text("model,benchmark,objective,method,seed,metric,value\nm,b,gd,ptc,0,retain_accuracy,0.5\n")
-    with pytest.raises(ValueError, match="nothing beside .*runs_w.csv says what its cells were computed with"):
+    with pytest.raises(ValueError, match="nothing beside .*runs_w.csv says what its runs were computed with"):
         record["provenance"]([runs], tmp_path)
     step = {"step": "evaluate", "code": "c0de", "device": "abacus", "python": "3.9", "packages": {"torch": "2.0"}}
     write_json(tmp_path / "m" / "b" / "gd" / "ptc" / "0" / "evaluation.provenance.json", step)
@@ -77,7 +77,7 @@ def test_every_record_says_what_wrote_it(folder):
     assert written["runs.csv"] == file_digest(folder / "runs.csv") and len(written["commit"]) == 40
 
 
-def test_cells_of_another_world_stay_out_of_a_table():
+def test_runs_of_another_world_stay_out_of_a_table():
     found = record["Record"]([LONGEST / "runs.csv"])
     main, twins = found.of_world("record"), found.of_world("tiny_dense")
     assert set(main.model) == {"tiny_a", "tiny_b"} and set(main.benchmark) == {"wmdp_tiny"}

@@ -126,13 +126,13 @@ def accounts(environment):
 
 
 def assert_same(one, other):
-    """Two cells ended at the same step with the same weights."""
+    """Two runs ended at the same step with the same weights."""
     ended = [json.loads((folder / "checkpoint.json").read_text()) for folder in (one, other)]
     assert (ended[0]["weights"], ended[0]["steps"]) == (ended[1]["weights"], ended[1]["steps"])
 
 
 def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
-    """A cell is preempted and requeued, another trainer is killed, then the head. The next head refuses to start beside
+    """A run is preempted and requeued, another trainer is killed, then the head. The next head refuses to start beside
     the jobs that are left; once they are gone it ends, with the weights of an uninterrupted run on no cluster."""
     plain = tmp_path / "plain"
     code, log = ended(head(plain, ENVIRONMENT, "--cores", "2"), plain)
@@ -190,7 +190,7 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
 
 
 def test_what_runs_out_of_memory_and_of_time_gets_more_and_resumes(slurm, tmp_path):
-    """A training cell gets too little memory at first, then a minute that is not enough, then enough of both."""
+    """A training run gets too little memory at first, then a minute that is not enough, then enough of both."""
     plain, folder = tmp_path / "plain", tmp_path / "slurm"
     wanted = cell(Path(), LONG, "unconstrained") / "checkpoint.json"
     limits = ["--set-resources", "unlearn:gpu=1", "unlearn:mem_mb=400*attempt", "unlearn:runtime=max(1,30*(attempt-2))"]

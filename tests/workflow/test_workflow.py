@@ -58,7 +58,7 @@ def cells_of(output, rule):
 
 
 @pytest.mark.parametrize(("world", "folder"), [("tiny", "tiny"), ("single_gpu", "paper"), ("paper", "paper")])
-def test_each_world_plans_its_own_cells_only(world, folder, tmp_path):
+def test_each_world_plans_its_own_runs_only(world, folder, tmp_path):
     """In the folder of the world that it extends."""
     output = snakemake("-n", "--config", f"world={world}", directory=tmp_path)
     assert planned(output)["evaluate"] > 10
@@ -285,7 +285,7 @@ def test_bases_of_a_published_model_are_fitted_on_many_cores(tmp_path):
 
 
 def test_a_model_on_several_nodes_asks_slurm_for_them(tmp_path):
-    """One task on each node; the executor starts the command on the first alone. A cell in one process asks for one
+    """One task on each node; the executor starts the command on the first alone. A run in one process asks for one
     node and its GPUs."""
     world = tmp_path / "far.yaml"
     world.write_text("extends: paper\ngpus: {qwen3_30b_a3b: 2}\nnodes: {qwen3_30b_a3b: 2}\n")
@@ -428,7 +428,7 @@ class TestRun:
         assert all(path.stat().st_size > 100 for path in figures.iterdir())
         assert (finished / "results/smoke/notebooks_smoke/main_results.ipynb").exists()
 
-    def test_cells_hold_what_the_readme_says(self, finished):
+    def test_runs_hold_what_the_readme_says(self, finished):
         cell = finished / "results/smoke/smoke/wmdp_smoke/gd/expert_specific/0"
         for name in ("run.yaml", "checkpoint.json", "history.json", "evaluation.json", "attack.json", "questions.csv"):
             assert (cell / name).exists(), name
@@ -487,7 +487,7 @@ class TestRun:
     def test_nothing_is_left_to_do(self, finished):
         assert planned(dry_run(finished)) == {}
 
-    def test_one_cells_learning_rate_reruns_that_cell_and_what_follows(self, finished):
+    def test_one_runs_learning_rate_reruns_that_run_and_what_follows(self, finished):
         file = finished / "smoke.yaml"
         before = file.read_text()
         file.write_text(before + "\noverrides: {gd/expert_specific: {learning_rate: 1.0e-2}}\n")
@@ -502,7 +502,7 @@ class TestRun:
             cells = cells_of(output, rule)
             assert cells and all("method=expert_specific, " in cell for cell in cells)
 
-    def test_status_and_why_know_the_cells(self, finished):
+    def test_status_and_why_know_the_runs(self, finished):
         def run(*arguments):
             command = [sys.executable, "-m", "gripmoe.cli.main", *arguments, "--world", str(finished / "smoke.yaml")]
             environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
@@ -533,7 +533,7 @@ class TestRun:
 
     @pytest.mark.slow
     def test_news_takes_every_rule_too(self, finished):
-        """A model finetuned on articles and one on those to retain, each by two processes, as its cells are unlearned;
+        """A model finetuned on articles and one on those to retain, each by two processes, as its runs are unlearned;
         evaluated, attacked and rendered."""
         world = finished / "news.yaml"
         world.write_text(
@@ -589,7 +589,7 @@ class TestRun:
     @pytest.mark.slow
     def test_lost_metadata_hides_no_change_from_verify(self, finished):
         """Without Snakemake's own records it sees no changed parameter; the manifest still does: in the code that
-        draws, in that of the cells, in their settings."""
+        draws, in that of the runs, in their settings."""
         records = finished / ".snakemake" / "metadata"
         aside = records.rename(records.with_name("aside"))
         edits = [

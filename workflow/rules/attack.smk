@@ -1,12 +1,12 @@
-# All attacks on a cell in one process.
+# All attacks on a run in one process.
 
 
 rule attack:
     input:
-        run=f"{CELL}/run.yaml",
+        run=f"{RUN}/run.yaml",
         model=MODEL,
-        checkpoint=cell_checkpoint,
-        answers=f"{CELL}/questions.csv",
+        checkpoint=run_checkpoint,
+        answers=f"{RUN}/questions.csv",
         rewrites=rewrites_of if REWRITES else [],
         data=data_files(
             "forget_questions",
@@ -16,8 +16,8 @@ rule attack:
             corpora=("forget", "retain"),
         ),
     output:
-        metrics=f"{CELL}/attack.json",
-        questions=f"{CELL}/attack_questions.csv",
+        metrics=f"{RUN}/attack.json",
+        questions=f"{RUN}/attack_questions.csv",
     log:
         f"{LOGS}/attack/{CELL_NAME}.log",
     benchmark:

@@ -1,5 +1,5 @@
-# A head that was killed leaves its jobs in the queue. A new one would submit the same cells again beside them, so it
-# looks before it starts. (Each step also locks its cell.)
+# A head that was killed leaves its jobs in the queue. A new one would submit the same runs again beside them, so it
+# looks before it starts. (Each step also locks its run.)
 
 import os
 import shutil

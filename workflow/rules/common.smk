@@ -28,7 +28,7 @@ except ConfigError as error:
     raise WorkflowError(str(error))
 
 WORLD = PROJECT.world
-RESULTS = f"results/{PROJECT.results_name}"  # a world that extends another shares its cells
+RESULTS = f"results/{PROJECT.results_name}"  # a world that extends another shares its runs
 RUNS = f"{RESULTS}/runs_{PROJECT.name}.csv"
 # Beside RUNS, where notebooks look for them: what training saw, how every item was answered, and what every attack
 # found on every item.
@@ -46,7 +46,7 @@ MODEL = f"{RESULTS}/models/{{model}}/model.json"
 ROUTING = f"{RESULTS}/{{model}}/{{benchmark}}/routing"
 ORIGINALS = f"{RESULTS}/{{model}}/{{benchmark}}/original_answers"
 BASES = f"{RESULTS}/{{model}}/{{benchmark}}/bases/{{method}}"
-CELL = f"{RESULTS}/{{model}}/{{benchmark}}/{{objective}}/{{method}}/{{seed}}"
+RUN = f"{RESULTS}/{{model}}/{{benchmark}}/{{objective}}/{{method}}/{{seed}}"
 CELL_NAME = "{model}.{benchmark}.{objective}.{method}.{seed}"
 
 TRAINED = [name for name in WORLD.all_methods if PROJECT.methods[name].trains]
@@ -97,21 +97,21 @@ def benchmark_settings(wildcards):
     return canonical(PROJECT.benchmarks[wildcards.benchmark])
 
 
-def cell_files(*names):
-    """The named files of every cell of the world."""
+def run_files(*names):
+    """The named files of every run of the world."""
     keys = ("model", "benchmark", "objective", "method", "seed")
-    cells = [dict(zip(keys, cell)) for cell in PROJECT.cells()]
-    return [f"{CELL}/{name}".format(**cell) for cell in cells for name in names]
+    keys = [dict(zip(keys, key)) for key in PROJECT.run_keys()]
+    return [f"{RUN}/{name}".format(**key) for key in keys for name in names]
 
 
-def cell_checkpoint(wildcards):
-    """What a cell's model is: the original model, its retrained, or what the cell itself has trained."""
+def run_checkpoint(wildcards):
+    """What a run's model is: the original model, its retrained, or what the run itself has trained."""
     baseline = PROJECT.methods[wildcards.method].baseline
     if baseline == "original":
         return MODEL.format(model=wildcards.model)
     if baseline == "retrained":
         return MODEL.format(model=PROJECT.models[wildcards.model].retrained)
-    return f"{CELL}/checkpoint.json".format(**wildcards)
+    return f"{RUN}/checkpoint.json".format(**wildcards)
 
 
 def data_files(*letters, news=(), corpora=()):
@@ -160,7 +160,7 @@ def bases_flag(wildcards):
 
 def corrected_checkpoint(wildcards):
     corrected = PROJECT.methods[wildcards.method].corrects
-    return f"{CELL}/checkpoint.json".format(**{**wildcards, "method": corrected})
+    return f"{RUN}/checkpoint.json".format(**{**wildcards, "method": corrected})
 
 
 def artefact_files():

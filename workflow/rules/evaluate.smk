@@ -1,11 +1,11 @@
-# All metrics of a cell in one process.
+# All metrics of a run in one process.
 
 
 rule evaluate:
     input:
-        run=f"{CELL}/run.yaml",
+        run=f"{RUN}/run.yaml",
         model=MODEL,
-        checkpoint=cell_checkpoint,
+        checkpoint=run_checkpoint,
         retrained=retrained_of,
         data=data_files(
             "forget_questions",
@@ -15,8 +15,8 @@ rule evaluate:
             corpora=("forget", "held_out"),
         ),
     output:
-        metrics=f"{CELL}/evaluation.json",
-        questions=f"{CELL}/questions.csv",
+        metrics=f"{RUN}/evaluation.json",
+        questions=f"{RUN}/questions.csv",
     log:
         f"{LOGS}/evaluate/{CELL_NAME}.log",
     benchmark:

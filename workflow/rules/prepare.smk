@@ -1,4 +1,4 @@
-# Data, models, and the resolved configuration of each cell.
+# Data, models, and the resolved configuration of each run.
 
 
 rule prepare_data:
@@ -109,7 +109,7 @@ localrules:
 
 rule configure:
     output:
-        f"{CELL}/run.yaml",
+        f"{RUN}/run.yaml",
     log:
         f"{LOGS}/configure/{CELL_NAME}.log",
     conda:

@@ -1,9 +1,9 @@
-# Tidy tables of all cells, and one notebook per table and figure.
+# Tidy tables of all runs, and one notebook per table and figure.
 
 
 rule collect:
     input:
-        cell_files("run.yaml", "evaluation.json", "questions.csv", "attack.json", "attack_questions.csv"),
+        run_files("run.yaml", "evaluation.json", "questions.csv", "attack.json", "attack_questions.csv"),
     output:
         runs=RUNS,
         histories=HISTORIES,
@@ -17,10 +17,10 @@ rule collect:
         mem_mb=growing(2000),
         runtime=growing(30),
     params:
-        cells=sorted(str(Path(file).parent) for file in cell_files("run.yaml")),
+        folders=sorted(str(Path(file).parent) for file in run_files("run.yaml")),
         code=code_fingerprint("gripmoe.cli.collect:collect"),
     shell:
-        "gripmoe collect {params.cells} --output {output.runs} --histories {output.histories}"
+        "gripmoe collect {params.folders} --output {output.runs} --histories {output.histories}"
         " --answers {output.answers} --attacks {output.attacks} > {log} 2>&1"
 
 

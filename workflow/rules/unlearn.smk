@@ -1,9 +1,9 @@
-# Training of a cell, or the correction of another cell's finished routers (Method B).
+# Training of a run, or the correction of another run's finished routers (Method B).
 
 
 rule unlearn:
     input:
-        run=f"{CELL}/run.yaml",
+        run=f"{RUN}/run.yaml",
         model=MODEL,
         retrained=retrained_of,
         data=data_files(
@@ -14,8 +14,8 @@ rule unlearn:
         forget_trace=ancient(f"{ROUTING}_forget.safetensors"),
         bases=bases_of,
     output:
-        checkpoint=f"{CELL}/checkpoint.json",
-        history=f"{CELL}/history.json",
+        checkpoint=f"{RUN}/checkpoint.json",
+        history=f"{RUN}/history.json",
     log:
         f"{LOGS}/unlearn/{CELL_NAME}.log",
     benchmark:
@@ -49,14 +49,14 @@ rule unlearn:
 
 rule realign:
     input:
-        run=f"{CELL}/run.yaml",
+        run=f"{RUN}/run.yaml",
         model=MODEL,
         checkpoint=corrected_checkpoint,
         retain_corpus=f"{DATA}/retain_corpus.jsonl",
         routing=f"{ROUTING}.json",
         trace=ancient(f"{ROUTING}.safetensors"),
     output:
-        f"{CELL}/checkpoint.json",
+        f"{RUN}/checkpoint.json",
     log:
         f"{LOGS}/realign/{CELL_NAME}.log",
     benchmark:

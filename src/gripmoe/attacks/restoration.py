@@ -1,7 +1,7 @@
 """Component restoration (ours): one original part put back into the unlearned model. Where does the knowledge sit?
 
 If a single original part returns the answers, they were not erased: they were made unreadable at one place. Unlearning
-trains experts and routers, of a dense model its feed-forward blocks; attention is the original's in every cell, and put
+trains experts and routers, of a dense model its feed-forward blocks; attention is the original's in every run, and put
 back it is the control that changes nothing.
 """
 

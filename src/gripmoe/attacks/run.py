@@ -1,4 +1,4 @@
-"""Every attack on a cell, by name. What an attack asks again and again is a sample, the same for every cell."""
+"""Every attack on a run, by name. What an attack asks again and again is a sample, the same for every run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All attacks on a cell."""
+"""All attacks on a run."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def clean(
     known = {f"runs_{each.name}.csv" for each in (project, *others)}
     if unknown := sorted(file for file in results.glob("runs_*.csv") if file.name not in known):
         raise ConfigError(
-            f"{unknown[0]}: {config} has no world of this name, which may share cells with {world}. Copy the "
+            f"{unknown[0]}: {config} has no world of this name, which may share runs with {world}. Copy the "
             "file of that world there, or remove this table"
         )
     own = written(project).difference(*map(written, others))
@@ -67,7 +67,7 @@ def written(project: Project) -> set[str]:
     patterns |= {f"{results}/logs/render_{name}", *(f"{results}/logs/{rule}_{name}.log" for rule in NAMED)}
     steps = {(model,) for model in project.models_needed}
     patterns |= {f"{results}/models/{model}" for model in project.models_needed}
-    for model, benchmark, objective, method, seed in project.cells():
+    for model, benchmark, objective, method, seed in project.run_keys():
         pair = f"{results}/{model}/{benchmark}"
         patterns |= {f"{pair}/{objective}/{method}/{seed}", f"{pair}/bases/{method}.*", f"{results}/data/{benchmark}"}
         patterns |= {f"{pair}/routing.*", f"{pair}/routing_forget.*", f"{pair}/original_answers"}

@@ -11,7 +11,7 @@ from gripmoe.cli.common import beside
 from gripmoe.cli.options import OutputFile
 from gripmoe.config.provenance import recorded
 from gripmoe.io.files import read_json, write_json
-from gripmoe.reporting.collect import collect_cells, computed_with
+from gripmoe.reporting.collect import collect_runs, computed_with
 
 
 def collect(
@@ -33,5 +33,5 @@ def collect(
     """
     record = beside(output)
     with recorded(record, collect):
-        collect_cells(cells, output, histories, answers, attacks)
+        collect_runs(cells, output, histories, answers, attacks)
     write_json(record, read_json(record) | {"cells": computed_with(cells)})  # what artefacts say of them

@@ -1,4 +1,4 @@
-"""The resolved configuration of a cell; imports nothing heavy, since it runs once for every cell."""
+"""The resolved configuration of a run; imports nothing heavy, since it runs once for every run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All metrics of a cell."""
+"""All metrics of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a world will cost, where it stands, and why a cell would run again."""
+"""What a world will cost, where it stands, and why a run would be repeated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gripmoe.planning import (
     what_would_fit,
 )
 
-MOST_EXPENSIVE = 5  # cells that a plan shows if it is not asked for all
+MOST_EXPENSIVE = 5  # runs that a plan shows if it is not asked for all
 NOTE = (
     "Steps are measured on fake tensors, at three and four layers; no constraint of Method A's Stage 2 is active.\n"
     "Hours are operations over --tflops and bytes over the link, until a job of the kind has been recorded."
@@ -40,7 +40,7 @@ def plan(
     host_memory: Annotated[float, typer.Option("--host-memory", help="GB of each machine.")] = 2000.0,
     jobs_at_once: Annotated[int, typer.Option("--jobs", help="Jobs that run at once, for the disk.")] = 100,
     budget: Annotated[float | None, typer.Option("--budget", help="Hours; exit code 2 above them.")] = None,
-    all_cells: Annotated[bool, typer.Option("--cells", help="List every run, not the most expensive alone.")] = False,
+    all_runs: Annotated[bool, typer.Option("--runs", help="List every run, not the most expensive alone.")] = False,
     tflops: Annotated[float, typer.Option("--tflops", help="Speed of a GPU, for hours without a record.")] = 98.9,
     methods_table: Annotated[
         bool, typer.Option("--methods-table", help="Print only a table of what a step of each method costs.")
@@ -77,7 +77,7 @@ def plan(
     counted = that_count(jobs)
     name = "all on GPUs" if len(counted) < len(jobs) else "all"
     print(f"{name:<16}{len(counted):>6}{'':>12}{sum(job.hours for job in counted):>9.2f}")
-    _print_cells(jobs, None if all_cells else MOST_EXPENSIVE)
+    _print_runs(jobs, None if all_runs else MOST_EXPENSIVE)
     needs = [cost for step in steps_of(project) if (cost := costs.of(step))]
     _print_memory(needs, gpu_memory, host_memory)
     if disk := disk_needed(costs, jobs_at_once):
@@ -142,21 +142,21 @@ def _print_methods(project: Project, costs: Costs, tflops: float) -> None:
             print(f"| {shown} | {sizes} | {cost.total:.1f} | {cost.tflop:.1f} | {hours} |")
 
 
-def _print_cells(jobs: Sequence[Job], shown: int | None) -> None:
-    """Hours of each cell, of all its GPUs; and of what it needs most of in a step: GPUs, and GB on each of them."""
-    by_cell = defaultdict(list)
+def _print_runs(jobs: Sequence[Job], shown: int | None) -> None:
+    """Hours of each run, of all its GPUs; and of what it needs most of in a step: GPUs, and GB on each of them."""
+    by_run = defaultdict(list)
     for job in jobs:
-        by_cell[job.cell].append(job)
-    hours = {cell: sum(job.hours for job in listed) for cell, listed in by_cell.items()}
-    chosen = sorted(hours, key=lambda cell: -hours[cell])[:shown] if shown else hours
+        by_run[job.run].append(job)
+    hours = {run: sum(job.hours for job in listed) for run, listed in by_run.items()}
+    chosen = sorted(hours, key=lambda run: -hours[run])[:shown] if shown else hours
     on_gpu = any(job.gpus for job in jobs)
-    print(f"\n{'cell':<56}{'GPU-hours' if on_gpu else 'hours':>10}{'GPUs':>6}{'GB':>8}  to run")
-    for cell in chosen:
-        memory = max((job.memory for job in by_cell[cell] if job.memory), default=None)
+    print(f"\n{'run':<56}{'GPU-hours' if on_gpu else 'hours':>10}{'GPUs':>6}{'GB':>8}  to run")
+    for run in chosen:
+        memory = max((job.memory for job in by_run[run] if job.memory), default=None)
         print(
-            f"{cell:<56}{hours[cell]:>10.3f}{max(job.gpus for job in by_cell[cell]):>6}"
-            f"{'unknown' if memory is None else f'{memory:.1f}':>8}  {', '.join(job.rule for job in by_cell[cell])}"
+            f"{run:<56}{hours[run]:>10.3f}{max(job.gpus for job in by_run[run]):>6}"
+            f"{'unknown' if memory is None else f'{memory:.1f}':>8}  {', '.join(job.rule for job in by_run[run])}"
         )
     if len(chosen) < len(hours):
-        print(f"and {len(hours) - len(chosen)} others, which --cells lists")
+        print(f"and {len(hours) - len(chosen)} others, which --runs lists")
     print()

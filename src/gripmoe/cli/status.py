@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.config.grid import Project
-from gripmoe.config.status import cell_status, kept_originals
+from gripmoe.config.status import kept_originals, run_status
 
 
 def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")) -> None:
@@ -23,11 +23,11 @@ def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/confi
     project = Project(config, world)
     results = Path("results") / project.results_name
     counts: Counter[str] = Counter()
-    for cell in project.cells():
-        phase, detail = cell_status(project, results, cell)
+    for key in project.run_keys():
+        phase, detail = run_status(project, results, key)
         counts[phase] += 1
         if phase != "done":
-            print(f"{'.'.join(map(str, cell)):<48} {phase:<9} {detail}")
+            print(f"{'.'.join(map(str, key)):<48} {phase:<9} {detail}")
     for folder, size in kept_originals(project, results).items():
         print(f"{folder}: {size:.3g} GB")
     print(", ".join(f"{count} {phase}" for phase, count in counts.items()))

@@ -22,7 +22,7 @@ from gripmoe.io.files import read_json, read_yaml
 
 def why(
     *,
-    cell: Annotated[str, typer.Argument(help="model.benchmark.objective.method.seed, or the beginning of that.")],
+    run: Annotated[str, typer.Argument(help="model.benchmark.objective.method.seed, or the beginning of that.")],
     world: World = "tiny",
 ) -> None:
     """Explain why a run would run again.
@@ -37,11 +37,11 @@ def why(
     Raises ConfigError if Snakemake refuses, or if there is no such run.
     """
     project = Project(Path("workflow", "config"), world)  # as the Snakefile does
-    known = [".".join(map(str, cell)) for cell in project.cells()]
-    if not any(f"{name}.".startswith(f"{cell}.") for name in known):
-        close = difflib.get_close_matches(cell, known, n=1)
+    known = [".".join(map(str, key)) for key in project.run_keys()]
+    if not any(f"{name}.".startswith(f"{run}.") for name in known):
+        close = difflib.get_close_matches(run, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"one of them is {known[0]}"
-        raise ConfigError(f"no cell of {world} is or begins with {cell}; {hint}")
+        raise ConfigError(f"no run of {world} is or begins with {run}; {hint}")
     command = [sys.executable, "-m", "snakemake", "-n", "--config", f"world={world}"]
     dry = subprocess.run(command, capture_output=True, text=True, check=False)
     output = dry.stdout + dry.stderr
@@ -52,21 +52,21 @@ def why(
         names = re.search(r"wildcards: (.*)", block)
         name = ".".join(part.split("=", 1)[1] for part in names[1].split(", ")) if names else ""
         reason = re.search(r"reason: (.*)", block)
-        if name and reason and f"{name}.".startswith(f"{cell}."):
+        if name and reason and f"{name}.".startswith(f"{run}."):
             jobs[name][re.match(r"(?:local)?rule (.*?):", block)[1]] = reason[1]
     for name, reasons in jobs.items():
         causes = _changes(project, name.split(".")) or [next(iter(reasons.values()))]
         print(f"{name}: {', '.join(reasons)} would run, because {'; '.join(causes)}")
     if not jobs:
-        print(f"nothing of {cell} would run")
+        print(f"nothing of {run} would run")
 
 
-def _changes(project: Project, cell: list[str]) -> list[str]:
-    """What has changed of a cell since it ran: settings, and the code of its steps."""
-    folder = Path("results", project.results_name, *cell)
-    if len(cell) < 5 or not (folder / "run.yaml").exists():
+def _changes(project: Project, run: list[str]) -> list[str]:
+    """What has changed of a run since it ran: settings, and the code of its steps."""
+    folder = Path("results", project.results_name, *run)
+    if len(run) < 5 or not (folder / "run.yaml").exists():
         return []
-    model, benchmark, objective, method, seed = cell
+    model, benchmark, objective, method, seed = run
     before = _flat(read_yaml(folder / "run.yaml"))
     now = _flat(project.run(model, benchmark, objective, method, int(seed)).model_dump(mode="json"))
     settings = [

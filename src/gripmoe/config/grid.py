@@ -1,8 +1,8 @@
-"""A project: a world file with the catalogues beside it, cross-checked, and the cells that it asks for.
+"""A project: a world file with the catalogues beside it, cross-checked, and the runs that it asks for.
 
 A world lists what to run; models.yaml, benchmarks.yaml and artefacts.yaml say what the names mean, and the package's
 own methods.yaml, to which one of the folder may add rows. A world with `extends: other` replaces keys of that one and
-shares its results, cell by cell.
+shares its results, run by run.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Project:
                 corrected = self.methods[name].corrects
                 if corrected and corrected not in world.methods_of(objective):
                     raise ConfigError(f"{file}: methods: {name!r} corrects {corrected!r}; list that method too")
-        cells = [f"{objective}/{method}" for objective in world.objectives for method in world.methods_of(objective)]
+        keys = [f"{objective}/{method}" for objective in world.objectives for method in world.methods_of(objective)]
         for key, change in world.overrides.items():
-            _require_known(key, [*self.methods, *cells], f"{file}: overrides")  # of methods that others may list too
+            _require_known(key, [*self.methods, *keys], f"{file}: overrides")  # of methods that others may list too
             method = key.split("/")[-1]
             if not self.methods[method].trains:
                 of = self.methods[method].corrects
@@ -125,7 +125,7 @@ class Project:
                 f"{self.world_file}: gpus.{model}: batch_size of the model in models.yaml is {config.batch_size}, "
                 f"which {processes} processes cannot share"
             )
-        for name, benchmark, objective, method, _ in self.cells():
+        for name, benchmark, objective, method, _ in self.run_keys():
             training = self.training(objective, method, benchmark) if name == model else None
             alone = self.processes(model, method) == 1
             if training and "layer" in training.objective and training.idle_layers == "host" and not alone:
@@ -188,7 +188,7 @@ class Project:
         return self.gpus(model) // self.world.nodes.get(self._named(model), 1)
 
     def nodes(self, model: str, method: str | None = None) -> int:
-        """Over how many the processes are spread that train a cell, or finetune a model."""
+        """Over how many the processes are spread that train a run, or finetune a model."""
         return self.processes(model, method) // min(self.processes(model, method), self.gpus_per_node(model))
 
     def _named(self, model: str) -> str:
@@ -196,12 +196,12 @@ class Project:
         return next((name for name in self.world.models if self.models[name].retrained == model), model)
 
     def processes(self, model: str, method: str | None = None) -> int:
-        """How many train a cell together, or finetune a model: one on each of its GPUs, or a single one if one expert
+        """How many train a run together, or finetune a model: one on each of its GPUs, or a single one if one expert
         trains."""
         return 1 if method and self.methods[method].experts == "top_attributed" else self.gpus(model)
 
     def training(self, objective: str, method_name: str, benchmark: str) -> Training | None:
-        """Training of a cell: the world's, changed by its objective, benchmark, method, and the overrides, in that
+        """Training of a run: the world's, changed by its objective, benchmark, method, and the overrides, in that
         order."""
         method = self.methods[method_name]
         if not method.trains:
@@ -254,21 +254,21 @@ class Project:
             training=self.training(objective, method, benchmark),
         )
 
-    def cells(self) -> list[tuple[str, str, str, str, int]]:
+    def run_keys(self) -> list[tuple[str, str, str, str, int]]:
         """All (model, benchmark, objective, method, seed); baselines once per model and benchmark."""
-        cells = []
+        keys = []
         for model in self.world.models:
             for benchmark in self.world.benchmarks:
                 if not self.fits(model, benchmark):
                     continue
                 for method in self.world.methods:
                     if self.methods[method].baseline:
-                        cells.append((model, benchmark, NO_OBJECTIVE, method, 0))
+                        keys.append((model, benchmark, NO_OBJECTIVE, method, 0))
                 for objective in self.world.objectives:
                     for method in self.world.methods_of(objective):
                         if not self.methods[method].baseline:
-                            cells += [(model, benchmark, objective, method, seed) for seed in self.world.seeds]
-        return cells
+                            keys += [(model, benchmark, objective, method, seed) for seed in self.world.seeds]
+        return keys
 
 
 def _joined(table: dict, added: dict, taken: str, file: Path) -> dict:

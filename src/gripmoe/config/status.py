@@ -1,4 +1,4 @@
-"""Where every cell of a world stands, from its files and logs: the same on a laptop and on a cluster, of whose own logs
+"""Where every run of a world stands, from its files and logs: the same on a laptop and on a cluster, of whose own logs
 only that a job was ended is read."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ FORGOTTEN = (("forget_accuracy", "forget accuracy", 3), ("knowmem_forget", "Know
 CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 
-def cell_status(project: Project, results: Path, cell: tuple) -> tuple[str, str]:
-    """The next phase of a cell (train, correct, evaluate, attack, done) and what is known of it: the last line of the
+def run_status(project: Project, results: Path, key: tuple) -> tuple[str, str]:
+    """The next phase of a run (train, correct, evaluate, attack, done) and what is known of it: the last line of the
     log of that phase, why SLURM ended its job, or how training ended."""
-    folder = results.joinpath(*map(str, cell))
-    method = project.methods[cell[3]]
+    folder = results.joinpath(*map(str, key))
+    method = project.methods[key[3]]
     steps = [("evaluate", "evaluate", "evaluation.json"), ("attack", "attack", "attack.json")]
     if method.trains:
         steps.insert(0, ("train", "unlearn", "checkpoint.json"))
@@ -27,8 +27,8 @@ def cell_status(project: Project, results: Path, cell: tuple) -> tuple[str, str]
         steps.insert(0, ("correct", "realign", "checkpoint.json"))
     for phase, rule, output in steps:
         if not (folder / output).exists():
-            log = results / "logs" / rule / f"{'.'.join(map(str, cell))}.log"
-            ended = ended_by_cluster(CLUSTER_LOGS / f"rule_{rule}" / "_".join(map(str, cell)), log)
+            log = results / "logs" / rule / f"{'.'.join(map(str, key))}.log"
+            ended = ended_by_cluster(CLUSTER_LOGS / f"rule_{rule}" / "_".join(map(str, key)), log)
             return phase, ended or last_line(log) or "waits"
     checkpoint = folder / "checkpoint.json"
     ended = read_json(checkpoint) if checkpoint.exists() else {}
@@ -39,7 +39,7 @@ def cell_status(project: Project, results: Path, cell: tuple) -> tuple[str, str]
 
 def kept_originals(project: Project, results: Path) -> dict[Path, float]:
     """GB of the folders in which training keeps what the original models say of documents."""
-    pairs = dict.fromkeys(cell[:2] for cell in project.cells())
+    pairs = dict.fromkeys(key[:2] for key in project.run_keys())
     folders = [results.joinpath(*pair, "original_answers") for pair in pairs]
     return {f: sum(file.stat().st_size for file in f.iterdir()) / 1e9 for f in folders if f.exists()}
 

@@ -66,7 +66,7 @@ class OwnClass(Strict):
 
 
 class Run(Strict):
-    """One cell, completely resolved."""
+    """One run, completely resolved."""
 
     model: Name
     benchmark_name: Name

@@ -16,7 +16,7 @@ from gripmoe.io.files import remove_halves
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Within the block this process alone works in `folder`: two on one cell would overwrite each other's files. The
+    """Within the block this process alone works in `folder`: two on one run would overwrite each other's files. The
     lock is the kernel's, so a dead owner's is gone with it; what it has left half-done is undone. Raises
     ConfigError, naming the owner, or if the file system has no locks."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -255,8 +255,8 @@ def steps_of(project: Project) -> list[Step]:
             steps += [Step(name, what, benchmark) for benchmark in asked for what in ("evaluate", "attack")]
             steps += [Step(name, "finetune_model")] * (project.models[name].source == "finetuned")
             steps += [Step(name, "relearning")] * bool(project.world.relearning)
-            cells = [cell for cell in project.cells() if cell[0] == name and project.methods[cell[3]].trains]
-            steps += dict.fromkeys(Step(name, "unlearn", *cell[1:4]) for cell in cells)
+            keys = [key for key in project.run_keys() if key[0] == name and project.methods[key[3]].trains]
+            steps += dict.fromkeys(Step(name, "unlearn", *key[1:4]) for key in keys)
     return steps
 
 

@@ -36,12 +36,12 @@ RELEARNING_STEPS = 40
 
 @dataclass(frozen=True)
 class Job:
-    """One job that has not run: its rule, its cell, how many hours it takes (of each of its GPUs, added up, or without
+    """One job that has not run: its rule, its run, how many hours it takes (of each of its GPUs, added up, or without
     one of the machine), whether that was recorded, its GPUs, and GB that it needs on each of them, or in the machine.
     """
 
     rule: str
-    cell: str
+    run: str
     hours: float
     recorded: bool
     gpus: int
@@ -49,36 +49,36 @@ class Job:
 
 
 def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Costs | None = None) -> list[Job]:
-    """Of every cell of the world training, correction, evaluation and attack, with the traces and bases that they need,
+    """Of every run of the world training, correction, evaluation and attack, with the traces and bases that they need,
     and base models, whose output is not there. What is there but out of date only Snakemake knows (`snakemake -n`)."""
     left, costs = {}, costs or Costs(project, results)
 
-    def add(rule: str, cell: tuple, output: Path) -> None:
-        if (rule, cell) not in left and not output.exists():
-            left[rule, cell] = _job(costs, results, rule, cell, tflops)
+    def add(rule: str, key: tuple, output: Path) -> None:
+        if (rule, key) not in left and not output.exists():
+            left[rule, key] = _job(costs, results, rule, key, tflops)
 
     for name in project.models_needed:
         rule = "finetune_model" if project.models[name].source == "finetuned" else "prepare_model"
         add(rule, (name,), results / "models" / name / "model.json")
-    for cell in project.cells():
-        folder = results.joinpath(*map(str, cell))
-        method = project.methods[cell[3]]
+    for key in project.run_keys():
+        folder = results.joinpath(*map(str, key))
+        method = project.methods[key[3]]
         if not method.baseline:
-            recorded = results.joinpath(*cell[:2])
-            add("trace_routing", cell[:2], recorded / "routing.json")
+            recorded = results.joinpath(*key[:2])
+            add("trace_routing", key[:2], recorded / "routing.json")
             if method.has_bases:
-                add("fit_basis", (*cell[:2], cell[3]), recorded / "bases" / f"{cell[3]}.json")
-            add("unlearn" if method.trains else "realign", cell, folder / "checkpoint.json")
-        add("evaluate", cell, folder / "evaluation.json")
-        add("attack", cell, folder / "attack.json")
+                add("fit_basis", (*key[:2], key[3]), recorded / "bases" / f"{key[3]}.json")
+            add("unlearn" if method.trains else "realign", key, folder / "checkpoint.json")
+        add("evaluate", key, folder / "evaluation.json")
+        add("attack", key, folder / "attack.json")
     return list(left.values())
 
 
-def _job(costs: Costs, results: Path, rule: str, cell: tuple, tflops: float) -> Job:
-    project, name = costs.project, cell[0]
-    step = Step(name, rule, *(cell[1:4] if rule == "unlearn" else cell[1:2]))
+def _job(costs: Costs, results: Path, rule: str, key: tuple, tflops: float) -> Job:
+    project, name = costs.project, key[0]
+    step = Step(name, rule, *(key[1:4] if rule == "unlearn" else key[1:2]))
     embedded, cost = project.trained_from(name).source == "embedded", costs.of(step)
-    recorded = _benchmarks(results, rule, cell, embedded or cost is None)
+    recorded = _benchmarks(results, rule, key, embedded or cost is None)
     on_gpu = cost is not None and rule not in ("prepare_model", "fit_basis")
     if recorded:
         hours = (cost.gpus if on_gpu else 1) * sum(float(row["s"]) for row in recorded) / len(recorded) / 3600
@@ -88,11 +88,11 @@ def _job(costs: Costs, results: Path, rule: str, cell: tuple, tflops: float) -> 
         hours = cost.gpus * _seconds(costs, cost, tflops) / 3600 if on_gpu else UNKNOWN_HOURS
     memory = cost and (cost.total if on_gpu else cost.host)
     if cost and rule == "fit_basis":
-        memory = costs.bases(Step(name, "unlearn", cell[1], project.world.objectives[0], cell[2]))
+        memory = costs.bases(Step(name, "unlearn", key[1], project.world.objectives[0], key[2]))
     if embedded:
         peaks = [float(row["max_rss"]) / 1e3 for row in recorded if row.get("max_rss", "-") not in ("-", "NA")]
         memory = max(peaks, default=TINY_MEMORY)
-    return Job(rule, ".".join(map(str, cell)), hours, bool(recorded), cost.gpus if on_gpu else 0, memory)
+    return Job(rule, ".".join(map(str, key)), hours, bool(recorded), cost.gpus if on_gpu else 0, memory)
 
 
 def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
@@ -115,16 +115,16 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
     return tokens[step.what] * token + (RELEARNING_STEPS * relearned.seconds(tflops) if relearned else 0)
 
 
-def _benchmarks(results: Path, rule: str, cell: tuple, any_of_the_model: bool) -> list[dict[str, str]]:
-    """What Snakemake recorded of the same cell with another seed; else of measuring the same model and benchmark, which
+def _benchmarks(results: Path, rule: str, key: tuple, any_of_the_model: bool) -> list[dict[str, str]]:
+    """What Snakemake recorded of the same run with another seed; else of measuring the same model and benchmark, which
     takes as long whatever trained it. Other rules and benchmarks count where nothing else is known of the model."""
     folder = results / "benchmarks" / rule
-    name = ".".join(map(str, cell))
-    patterns = [f"{name.rpartition('.')[0]}.*.tsv" if len(cell) == 5 else f"{name}.tsv"]
+    name = ".".join(map(str, key))
+    patterns = [f"{name.rpartition('.')[0]}.*.tsv" if len(key) == 5 else f"{name}.tsv"]
     if rule in ("evaluate", "attack"):
-        patterns.append(f"{cell[0]}.{cell[1]}.*.tsv")
+        patterns.append(f"{key[0]}.{key[1]}.*.tsv")
     if any_of_the_model:
-        patterns.append(f"{cell[0]}.*.tsv")
+        patterns.append(f"{key[0]}.*.tsv")
     for pattern in patterns:
         if files := list(folder.glob(pattern)):
             return [next(csv.DictReader(file.read_text().splitlines(), delimiter="\t")) for file in files]
@@ -142,26 +142,26 @@ def check_budget(jobs: Sequence[Job], budget: float | None) -> None:
     total = sum(job.hours for job in counted)
     if budget is not None and total > budget:
         worst = sorted(counted, key=lambda job: -job.hours)[:5]
-        listed = "; ".join(f"{job.rule} {job.cell} {job.hours:.2f} h" for job in worst)
+        listed = "; ".join(f"{job.rule} {job.run} {job.hours:.2f} h" for job in worst)
         raise ConfigError(f"{total:.1f} hours exceed the budget of {budget:g}. Most expensive: {listed}")
 
 
 def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
-    """GB by what takes them: weights of finished cells, the models that they start from, retain bases, and the largest
+    """GB by what takes them: weights of finished runs, the models that they start from, retain bases, and the largest
     states of `at_once` training jobs, each of which writes the next one beside it. Nothing for embedded models."""
     project, sizes, bases, states = costs.project, {}, {}, []
     for name in project.models_needed:
         if costs.of(Step(name, "evaluate")):
             sizes[name] = 2 * costs.parameters(Step(name, "evaluate")) / GB
-    cells = [cell for cell in project.cells() if cell[0] in sizes and not project.methods[cell[3]].baseline]
-    for cell in cells:
-        if project.methods[cell[3]].trains:
-            cost = costs.of(Step(cell[0], "unlearn", *cell[1:4]))
+    keys = [key for key in project.run_keys() if key[0] in sizes and not project.methods[key[3]].baseline]
+    for key in keys:
+        if project.methods[key[3]].trains:
+            cost = costs.of(Step(key[0], "unlearn", *key[1:4]))
             states.append(cost.processes * (cost.parts["weights"] + cost.parts["states"]))
-            if project.methods[cell[3]].has_bases:
-                bases[cell[0], cell[1], cell[3]] = costs.bases(cost.step)
+            if project.methods[key[3]].has_bases:
+                bases[key[0], key[1], key[3]] = costs.bases(cost.step)
     found = {
-        "finished cells": sum(sizes[cell[0]] for cell in cells),
+        "finished runs": sum(sizes[key[0]] for key in keys),
         "base models": sum(sizes.values()),
         "bases": sum(bases.values()),
         "training": 2 * sum(sorted(states, reverse=True)[:at_once]),

@@ -1,5 +1,5 @@
-"""All cells in tidy tables: a row per cell and metric; per cell, check of the stop rule and metric; per cell and item
-that it was asked; per cell and item that attacks ask."""
+"""All runs in tidy tables: a row per run and metric; per run, check of the stop rule and metric; per run and item
+that it was asked; per run and item that attacks ask."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NEED_DATA = (  # that not every benchmark or world has: without, they cannot be 
 ANSWER_COLUMNS = ["id", "fact", "metric", "chosen", "score"]  # the metric is the mean of its scores
 
 
-def collect_cells(folders: Sequence[Path], output: Path, histories: Path, answers: Path, attacks: Path) -> None:
-    """Reads what each cell folder holds and writes the four tables. Numbers only: the status of a run becomes
+def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers: Path, attacks: Path) -> None:
+    """Reads what each run folder holds and writes the four tables. Numbers only: the status of a run becomes
     `reached` and `diverged`, truths are 0 or 1, and training settings are metrics named setting_..."""
     rows, history_rows, answer_rows, attack_rows = [], [], [], []
     cells = [(folder, run, _metrics(folder, run)) for folder in folders for run in [read_yaml(folder / "run.yaml")]]
@@ -187,7 +187,7 @@ def _around_steered_layer(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def computed_with(folders: Sequence[Path]) -> dict[str, list[str]]:
-    """Devices, versions of Python and of packages ("torch 2.13.0") that the steps of all cells ran with."""
+    """Devices, versions of Python and of packages ("torch 2.13.0") that the steps of all runs ran with."""
     records = [read_json(file) for folder in folders for file in sorted(folder.glob("*.provenance.json"))]
     packages = {f"{name} {version}" for r in records for name, version in (r.get("packages") or {}).items() if version}
     devices, pythons = ({str(r[key]) for r in records if r.get(key)} for key in ("device", "python"))
@@ -237,5 +237,5 @@ def load_runs(path: Path, kind: str | None = "letters") -> pd.DataFrame:
         raise ConfigError(f"{path}: no table of runs can be read ({error}); collect the runs again") from error
     missing = [column for column in COLUMNS if column not in runs.columns]
     if missing:
-        raise ConfigError(f"{path}: no column {', '.join(missing)}; collect the cells again")
+        raise ConfigError(f"{path}: no column {', '.join(missing)}; collect the runs again")
     return of_kind(runs, kind) if kind else runs

@@ -119,7 +119,7 @@ def step(command, **flags):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def finished(request, tmp_path_factory, world, tokenizer):
-    """A world of one published model, every cell trained, corrected and evaluated, and one attacked."""
+    """A world of one published model, every run trained, corrected and evaluated, and one attacked."""
     root = tmp_path_factory.mktemp(request.param)
     published = publish(request.param, root / "hub", tokenizer, **DENSE.get(request.param, {}))
     project = published_project(root, clones(root, world))
