@@ -1,24 +1,25 @@
-"""What a forward pass shows of routers: the hooks that read it, and which of its tokens count."""
+"""What a forward pass shows of routers: hooks that read it, and which of its tokens count."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 
 
 def in_recomputation() -> bool:
-    """True while gradient checkpointing runs a forward again inside backward: hooks must not count it."""
+    """Whether gradient checkpointing runs a forward pass again inside the backward pass: hooks must not count it."""
     return torch._C._current_graph_task_id() != -1
 
 
 def place_in_graph() -> int:
-    """The number that autograd gives the next operation of a forward pass. In a recomputation, the number of the
-    operation whose gradient needs it: that operation lies in the forward pass that is computed again."""
+    """The number that autograd gives the next operation. In a recomputation, the number of the operation whose gradient
+    needs it, which lies in the forward pass that is computed again."""
     operation = torch._C._current_autograd_node()
     return torch.autograd._get_sequence_nr() if operation is None else operation._sequence_nr()
 
@@ -33,33 +34,25 @@ class RoutingRecorder:
         self._seen.setdefault(layer, []).append(routing)
 
     def take(self, keep: Tensor | None = None) -> RoutingTrace:
-        """The trace since the last call, in order of the forward passes, and forgets it.
-
-        `keep` (bool, as many entries as there were tokens) selects tokens, for example those that are not padding.
-        """
-        trace = {}
-        for layer, seen in self._seen.items():
-            parts = [(r.x_Nd, r.scores_NE, r.top_k_Nk) for r in seen]
-            x, scores, top_k = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-            if keep is not None:
-                x, scores, top_k = (tensor[keep.reshape(-1)] for tensor in (x, scores, top_k))
-            trace[layer] = LayerRouting(x, scores, top_k)
+        """The trace of the forward passes since the last call, which is then forgotten. `keep` (bool, one entry per
+        token) selects tokens, for example those that are not padding."""
+        trace = {layer: LayerRouting.joined(seen) for layer, seen in self._seen.items()}
         self._seen.clear()
-        return trace
+        if keep is None:
+            return trace
+        keep = keep.reshape(-1)
+        return {layer: LayerRouting(r.x_Nd[keep], r.scores_NE[keep], r.top_k_Nk[keep]) for layer, r in trace.items()}
 
 
-def routed_tokens(attention_mask: Tensor, skip_positions: int = 1) -> Tensor:
-    """Which tokens count in a routing measure: no padding on either side, not the first `skip_positions` of a row."""
-    return (attention_mask.bool() & (attention_mask.cumsum(dim=-1) > skip_positions)).reshape(-1)
+def routed_tokens(attention_mask: Tensor) -> Tensor:
+    """Which tokens count in a routing measure, (rows * positions,): neither padding nor the first token of a row."""
+    return (attention_mask.bool() & (attention_mask.cumsum(dim=-1) > 1)).reshape(-1)
 
 
 @contextmanager
-def hooked(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
-    handles = []
-    try:
-        for module, hook in hooks:
-            handles.append(module.register_forward_hook(hook))
-        yield
-    finally:
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Within the block the hooks of `handles` are registered, as the iterable registers them one by one."""
+    with ExitStack() as stack:
         for handle in handles:
-            handle.remove()
+            stack.enter_context(handle)
+        yield
