@@ -1,7 +1,9 @@
-"""Stage 2: keep unselected experts below their margins (Sec. 4.2, App. C).
+"""Stage 2 of Method A: keep unselected experts below their margins (Sec. 4.2, App. C).
 
-N tokens, d hidden size, E experts, m active constraints, M rows with a violation. Both solvers take bounds_NE with
-infinity wherever no inequality applies, and treat every router row (expert) as its own problem, all rows at once.
+`nearest_feasible` is the exact projection, `randomized_kaczmarz` the paper's Algorithm 1. Both solve all router rows
+(experts) at once, each as a problem of its own. bounds_NE is infinite where no inequality applies.
+
+N tokens, d hidden size, E experts, m active constraints, M some of the router rows.
 """
 
 from __future__ import annotations
@@ -14,57 +16,8 @@ from torch import Tensor
 
 from gripmoe.geometry.nullspace import RetainBasis, padded_indices
 
-
-def violation(update_Ed: Tensor, x_Nd: Tensor, bounds_NE: Tensor) -> Tensor:
-    """By how much <u_j, x_i> exceeds its bound at worst, per expert, shape (E,); zero where nothing is violated."""
-    x_Nd = x_Nd.to(torch.promote_types(x_Nd.dtype, update_Ed.dtype))
-    return (_scores(update_Ed, x_Nd) - bounds_NE.T).amax(dim=1).clamp_min(0)
-
-
-def _scores(update_Ed: Tensor, x_Nd: Tensor) -> Tensor:
-    """<u_j, x_i>, (E, N); a quarter faster on CPUs than x @ u^T."""
-    return update_Ed.to(x_Nd.dtype) @ x_Nd.T
-
-
-def _exact(x_Nd: Tensor) -> Tensor:
-    """Tokens in fp32 at least, as routers see them; in fp64 where products of fp32 are rounded to less."""
-    backend = torch.backends.cuda if x_Nd.is_cuda else torch.backends.mkldnn
-    precisions = {backend.matmul.fp32_precision, torch.backends.fp32_precision}
-    if precisions & {"tf32", "bf16"} or torch.is_autocast_enabled(x_Nd.device.type):
-        return x_Nd.double()
-    return x_Nd.to(torch.promote_types(x_Nd.dtype, torch.float32))
-
-
-def randomized_kaczmarz(
-    update_Ed: Tensor,
-    x_Nd: Tensor,
-    bounds_NE: Tensor,
-    *,
-    max_steps: int = 100,
-    tolerance: float = 1e-4,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Algorithm 1, phase 2, to the letter: rows drawn with probability ||x_i||^2, a violated one projected onto its
-    hyperplane along the raw x_i. Rows whose violation is below `tolerance` are left alone (App. D, stochastic
-    fallback).
-
-    It returns *some* nearly feasible point, re-breaks the equalities of Stage 1 (x_i is not orthogonal to the retain
-    span), and after 100 draws usually leaves violations behind; `nearest_feasible` has none of the three faults.
-    """
-    triggered_E = violation(update_Ed, x_Nd, bounds_NE) > tolerance
-    if not triggered_E.any():
-        return update_Ed
-    rows = triggered_E.nonzero()[:, 0]
-    u_Md, bounds_NM = update_Ed[rows].clone(), bounds_NE[:, rows]
-    squared_norms_N = x_Nd.square().sum(dim=-1)
-    weights_MN = torch.where(bounds_NM.isfinite(), squared_norms_N[:, None], 0).T
-    draws_MK = torch.multinomial(weights_MN, max_steps, replacement=True, generator=generator)
-    each = torch.arange(len(rows), device=rows.device)
-    for i_M in draws_MK.T:
-        x_Md = x_Nd[i_M]
-        excess_M = ((u_Md * x_Md).sum(dim=-1) - bounds_NM[i_M, each]).clamp_min(0)
-        u_Md -= (excess_M / squared_norms_N[i_M])[:, None] * x_Md
-    return update_Ed.index_copy(0, rows, u_Md)
+ADDED_PER_ROUND = 32  # violated constraints that become active at once, per row
+IN_CACHE = 2**18  # numbers: active tokens that a CPU works on at once
 
 
 def nearest_feasible(
@@ -78,43 +31,49 @@ def nearest_feasible(
     max_rounds: int = 1000,
     on_shrunk: Callable[[int], object] | None = None,
 ) -> Tensor:
-    """The Euclidean projection of each row onto {u : U^T u = 0, <u, x_i> <= b_i}: both stages at once.
+    """The Euclidean projection of each row onto {u : U^T u = 0, <u, x_i> <= b_i}: both stages at once, (E, d) in the
+    dtype of `update_Ed`.
 
-    Constraints enter as they are violated; on those the dual is solved exactly, in the Gram matrix of the *projected*
-    rows P x_i, so that moving along them keeps the equalities. `near_Ed`, a feasible point close to the answer (the one
-    of the step before), names the constraints to begin with; it changes the time taken and nothing else. Violations are
-    looked for in the precision of the tokens, fp32 at least; the rest is in fp64, the answer in the dtype of
-    `update_Ed`. What exceeds its bound by less than `tolerance`, or by less than the rounding of x_i changes <u_j, x_i>
-    (1e-6 of the product of their norms, 1e-12 for fp64 tokens), is no violation: a token within the span up to rounding
-    leaves nothing to correct. Bounds must not be negative: then u = 0 is feasible. A row that `max_rounds` leaves
-    violated is shrunk towards 0, with a warning; `on_shrunk` is called with the number of such rows. Raises ValueError
-    for a negative bound.
+    An active-set method: violated constraints become active, and the dual of the active ones is solved exactly in the
+    Gram matrix of the *projected* tokens P x_i, so that the equalities of Stage 1 stay. `near_Ed`, a feasible point
+    near the answer (that of the step before), names the first active constraints; it changes the time taken and nothing
+    else. An excess below `tolerance`, or below what rounding of x_i changes in <u_j, x_i> (1e-6 of the product of their
+    norms, 1e-12 for fp64 tokens), is no violation. A row that `max_rounds` leaves violated is shrunk towards 0, with a
+    warning; `on_shrunk` is called with the number of such rows. Raises ValueError for a negative bound: u = 0 must be
+    feasible.
     """
     if bounds_NE.numel() and bounds_NE.amin() < 0:
         raise ValueError("bounds must be >= 0, or u = 0 is not feasible; clamp the margins")
     rounding = 1e-12 if x_Nd.dtype == torch.float64 else 1e-6
-    x_Nd = _exact(x_Nd)
+    x_Nd = _in_full_precision(x_Nd)
+    x_norms_N = x_Nd.norm(dim=1)
     bounds_EN = bounds_NE.T.contiguous()
+    basis = RetainBasis(basis.U_ret_Edr.double())
+
     active_EN = torch.zeros_like(bounds_EN, dtype=torch.bool)
     if near_Ed is not None:
         slack_E1 = (1e-3 * near_Ed.norm(dim=1, keepdim=True)).clamp_max(1e-6)
         active_EN = _scores(near_Ed, x_Nd) + slack_E1 > bounds_EN  # none of a router that has not moved
-    entered_EN = active_EN.clone()  # those that the solve before a row's latest one did not have
+    entered_EN = active_EN.clone()  # the constraints that a row's latest solve was the first to have
     solved_E = active_EN.any(dim=1)
-    basis = RetainBasis(basis.U_ret_Edr.double())
-    start_Ed = update_Ed.to(torch.float64, copy=True)  # projected here, or with the active constraints
+    start_Ed = update_Ed.to(torch.float64, copy=True)
     u_Ed = start_Ed.clone()
-    if not solved_E.any():
+    if not solved_E.any():  # Stage 1; otherwise the first solve projects
         start_Ed = basis.remainder(start_Ed[:, None])[:, 0]
         u_Ed = basis.remainder(start_Ed[:, None])[:, 0]
-    x_norms_N = x_Nd.norm(dim=1)
-    rows_M: slice | Tensor = slice(None)  # of which the scores are not yet known
+
+    rows_M: slice | Tensor = slice(None)  # those that this round solves
     reached_EN = torch.empty_like(bounds_EN, dtype=x_Nd.dtype)
     for _ in range(max_rounds + 1):
         if solved_E.any():
-            own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows_M])
-            u_Ed[rows_M], start_Ed[rows_M], active_EN[rows_M] = _on_active(
-                start_Ed[rows_M], own, x_Nd, bounds_EN[rows_M], active_EN[rows_M], entered_EN[rows_M], rounding
+            u_Ed[rows_M], start_Ed[rows_M], active_EN[rows_M] = _project_onto_active(
+                start_Ed[rows_M],
+                basis.of(rows_M),
+                x_Nd,
+                bounds_EN[rows_M],
+                active_EN[rows_M],
+                entered_EN[rows_M],
+                rounding,
             )
         reached_EN[rows_M] = _scores(u_Ed[rows_M], x_Nd)
         norms_EN = torch.outer(start_Ed.norm(dim=1).to(x_Nd.dtype), x_norms_N)
@@ -122,21 +81,25 @@ def nearest_feasible(
         excess_EN = reached_EN - limits_EN
         if excess_EN.amax() <= 0:
             return u_Ed.to(update_Ed.dtype)
-        # A constraint that the latest solve had cannot be solved better: what it exceeds its bound by is rounding.
+        # A constraint that the latest solve had cannot be solved better: its excess is rounding.
         excess_EN = excess_EN.masked_fill(active_EN | entered_EN, -torch.inf)
-        pending_E = excess_EN.amax(dim=1) > 0
-        if not pending_E.any():
+        violated_E = excess_EN.amax(dim=1) > 0
+        if not violated_E.any():
             break
-        solved_E = solved_E | pending_E
+        solved_E = solved_E | violated_E
         worst = excess_EN.topk(min(ADDED_PER_ROUND, len(x_Nd)), dim=1)
         entering_EN = torch.zeros_like(active_EN).scatter(1, worst.indices, worst.values > 0)
-        entered_EN = torch.where(pending_E[:, None], entering_EN, entered_EN)
+        entered_EN = torch.where(violated_E[:, None], entering_EN, entered_EN)
         active_EN = active_EN | entering_EN
         # To gather most of the bases takes longer than to solve all rows again.
-        rows_M = slice(None) if 2 * pending_E.sum() > len(pending_E) else pending_E.nonzero()[:, 0]
+        rows_M = slice(None) if 2 * violated_E.sum() > len(violated_E) else violated_E.nonzero()[:, 0]
+
+    # Shrink rows that still exceed a bound. What the rounds do not look at is no violation: at a bound of 0 it would
+    # cost the whole row.
     limits_EN = limits_EN.maximum(bounds_EN + 1e-9 * norms_EN)
-    allowed_E1 = _allowed(bounds_EN, limits_EN, reached_EN, solved_E)
-    if num_shrunk := int((allowed_E1 < 1).sum()):
+    beyond_EN = (reached_EN > limits_EN) & solved_E[:, None]
+    factors_E1 = torch.where(beyond_EN, bounds_EN / reached_EN.clamp_min(1e-30), 1).amin(dim=1, keepdim=True)
+    if num_shrunk := int((factors_E1 < 1).sum()):
         warnings.warn(
             "the projection onto the margins has not converged: router rows left beyond a margin are shrunk towards 0 "
             "and move less than they may; a lower learning rate exceeds fewer margins at once",
@@ -144,22 +107,10 @@ def nearest_feasible(
         )
         if on_shrunk:
             on_shrunk(num_shrunk)
-    return (allowed_E1 * u_Ed).to(update_Ed.dtype)
+    return (factors_E1 * u_Ed).to(update_Ed.dtype)
 
 
-def _allowed(bounds_EN: Tensor, limits_EN: Tensor, reached_EN: Tensor, violated_E: Tensor) -> Tensor:
-    """The factor, (E, 1), that brings each row within its bounds: towards 0, which is feasible. What no round looks at,
-    and what regularising the solve leaves, is no violation: at a bound of 0 it would cost the whole row. Rows never
-    violated stay as they are."""
-    beyond_EN = (reached_EN > limits_EN) & violated_E[:, None]
-    return torch.where(beyond_EN, bounds_EN / reached_EN.clamp_min(1e-30), 1).amin(dim=1, keepdim=True)
-
-
-ADDED_PER_ROUND = 32  # violated constraints that enter at once, per row
-IN_CACHE = 2**18  # numbers: active tokens that a CPU works on at once
-
-
-def _on_active(
+def _project_onto_active(
     start_Md: Tensor,
     basis: RetainBasis,
     x_Nd: Tensor,
@@ -168,38 +119,33 @@ def _on_active(
     entered_MN: Tensor,
     rounding: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The nearest points to `start_Md` that respect the active constraints, `start_Md` projected, and which constraints
-    the points touch, (M, N); all rows at once on a GPU, as many as its cache holds on a CPU. Active constraints that
-    have not just entered are those that the points of the solve before touch."""
-    on_cpu = x_Nd.device.type == "cpu"  # else to ask how many are active would wait for the GPU
+    """The points nearest to `start_Md` under the active constraints, `start_Md` projected by Stage 1, and which
+    constraints the points touch, (M, N)."""
+    on_cpu = x_Nd.device.type == "cpu"  # a GPU takes all rows: to ask how many are active would wait for it
     at_once = max(1, IN_CACHE // (max(1, int(active_MN.sum(dim=1).max())) * x_Nd.shape[1])) if on_cpu else len(start_Md)
     if at_once < len(start_Md):
         parts = []
         for rows in (slice(first, first + at_once) for first in range(0, len(start_Md), at_once)):
-            own = basis if len(basis.U_ret_Edr) == 1 else RetainBasis(basis.U_ret_Edr[rows])
             own_MN = bounds_MN[rows], active_MN[rows], entered_MN[rows]
-            parts.append(_on_active(start_Md[rows], own, x_Nd, *own_MN, rounding))
+            parts.append(_project_onto_active(start_Md[rows], basis.of(rows), x_Nd, *own_MN, rounding))
         u_Md, start_Md, touched_MN = (torch.cat(part) for part in zip(*parts, strict=True))
         return u_Md, start_Md, touched_MN
     index_Mm, valid_Mm = padded_indices(active_MN.T)
     x_Mmd = x_Nd[index_Mm].double()
-    free_Mmd, start_Md = basis.remainder(torch.cat([x_Mmd, start_Md[:, None]], dim=1)).split_with_sizes(
-        [x_Mmd.shape[1], 1], dim=1
-    )
-    start_Md = start_Md[:, 0]
+    projected_Mmd = basis.remainder(torch.cat([x_Mmd, start_Md[:, None]], dim=1))
+    free_Mmd, start_Md = projected_Mmd[:, :-1], projected_Mmd[:, -1]
     norms_Mm1 = free_Mmd.norm(dim=2, keepdim=True)
     # A token within the span up to rounding has no direction left to move along, and cannot be violated.
     usable_Mm = valid_Mm & (norms_Mm1 > rounding * x_Mmd.norm(dim=2, keepdim=True))[..., 0]
     norms_Mm1 = torch.where(usable_Mm[..., None], norms_Mm1, 1)
     free_Mmd = free_Mmd / norms_Mm1
     start_Mm = (x_Mmd @ start_Md[..., None])[..., 0]
-    gap_Mm = (start_Mm - bounds_MN.gather(1, index_Mm)) / norms_Mm1[..., 0]
     multipliers_Mm = _nonnegative_quadratic(
-        free_Mmd @ free_Mmd.transpose(1, 2),
-        gap_Mm,
-        usable_Mm,
-        (active_MN & ~entered_MN).gather(1, index_Mm),
-        start_Md.norm(dim=1, keepdim=True),
+        gram_Mmm=free_Mmd @ free_Mmd.transpose(1, 2),
+        gap_Mm=(start_Mm - bounds_MN.gather(1, index_Mm)) / norms_Mm1[..., 0],
+        usable_Mm=usable_Mm,
+        touched_Mm=(active_MN & ~entered_MN).gather(1, index_Mm),
+        size_M1=start_Md.norm(dim=1, keepdim=True),
     )
     u_Md = basis.remainder(start_Md[:, None] - multipliers_Mm[:, None, :] @ free_Mmd)[:, 0]
     return u_Md, start_Md, torch.zeros_like(active_MN).scatter(1, index_Mm, multipliers_Mm > 0)
@@ -259,3 +205,55 @@ def _nonnegative_quadratic(
         solution_Mm = torch.where(wrong_Mm.any(dim=1, keepdim=True), feasible_Mm, solution_Mm)
     multipliers_Mm = solution_Mm.clamp_min(0)
     return size_M1 * multipliers_Mm / (1 - (multipliers_Mm * gap_Mm).sum(dim=1, keepdim=True))
+
+
+def randomized_kaczmarz(
+    update_Ed: Tensor,
+    x_Nd: Tensor,
+    bounds_NE: Tensor,
+    *,
+    max_steps: int = 100,
+    tolerance: float = 1e-4,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Algorithm 1, phase 2, to the letter: rows drawn with probability ||x_i||^2, a violated one projected onto its
+    hyperplane along the raw x_i. Router rows whose violation is below `tolerance` are left alone (App. D, stochastic
+    fallback).
+
+    The result is *some* nearly feasible point, breaks the equalities of Stage 1 again (x_i is not orthogonal to the
+    retain span), and usually still violates bounds after 100 draws; `nearest_feasible` has none of these faults.
+    """
+    triggered_E = violation(update_Ed, x_Nd, bounds_NE) > tolerance
+    if not triggered_E.any():
+        return update_Ed
+    rows = triggered_E.nonzero()[:, 0]
+    u_Md, bounds_NM = update_Ed[rows].clone(), bounds_NE[:, rows]
+    squared_norms_N = x_Nd.square().sum(dim=-1)
+    weights_MN = torch.where(bounds_NM.isfinite(), squared_norms_N[:, None], 0).T
+    draws_MK = torch.multinomial(weights_MN, max_steps, replacement=True, generator=generator)
+    each = torch.arange(len(rows), device=rows.device)
+    for i_M in draws_MK.T:
+        x_Md = x_Nd[i_M]
+        excess_M = ((u_Md * x_Md).sum(dim=-1) - bounds_NM[i_M, each]).clamp_min(0)
+        u_Md -= (excess_M / squared_norms_N[i_M])[:, None] * x_Md
+    return update_Ed.index_copy(0, rows, u_Md)
+
+
+def violation(update_Ed: Tensor, x_Nd: Tensor, bounds_NE: Tensor) -> Tensor:
+    """By how much <u_j, x_i> exceeds its bound at worst, per expert, shape (E,); zero where nothing is violated."""
+    x_Nd = x_Nd.to(torch.promote_types(x_Nd.dtype, update_Ed.dtype))
+    return (_scores(update_Ed, x_Nd) - bounds_NE.T).amax(dim=1).clamp_min(0)
+
+
+def _scores(update_Ed: Tensor, x_Nd: Tensor) -> Tensor:
+    """<u_j, x_i>, (E, N); a quarter faster on CPUs than x @ u^T."""
+    return update_Ed.to(x_Nd.dtype) @ x_Nd.T
+
+
+def _in_full_precision(x_Nd: Tensor) -> Tensor:
+    """Tokens in fp32 at least, as routers see them; in fp64 where TF32 or autocast rounds fp32 products to less."""
+    backend = torch.backends.cuda if x_Nd.is_cuda else torch.backends.mkldnn
+    precisions = {backend.matmul.fp32_precision, torch.backends.fp32_precision}
+    if precisions & {"tf32", "bf16"} or torch.is_autocast_enabled(x_Nd.device.type):
+        return x_Nd.double()
+    return x_Nd.to(torch.promote_types(x_Nd.dtype, torch.float32))

@@ -1,7 +1,7 @@
 """Stage 1: the span of the retain inputs that each expert serves, and the projection out of it (Sec. 4.2, App. B, D).
 
 N tokens, d hidden size, E experts, r retained rank. Bases of fewer directions than the widest are padded with zero
-columns, which the projection ignores; the d x d projector is never formed.
+columns; the d x d projector is never formed.
 """
 
 from __future__ import annotations
@@ -43,19 +43,21 @@ class RetainBasis:
 
     U_ret_Edr: Tensor
 
+    def of(self, rows: slice | Tensor) -> RetainBasis:
+        """The bases of some experts; a basis that all experts share is that of any of them."""
+        return self if len(self.U_ret_Edr) == 1 else RetainBasis(self.U_ret_Edr[rows])
+
     @property
     def ranks(self) -> Tensor:
-        """Directions held per expert, shape (E,)."""
+        """Directions fixed per expert, shape (E,)."""
         return (self.U_ret_Edr != 0).any(dim=1).sum(dim=-1)
 
     def project(self, update_Ed: Tensor) -> Tensor:
-        """P u = u - U (U^T u) for each router row (Eq. 19); twice: neither rounding nor columns that are orthonormal in
-        fp32 alone leave a trace in the span."""
+        """P u = u - U (U^T u) for each router row (Eq. 19); twice, since U is orthonormal up to rounding only."""
         return self.remainder(self.remainder(update_Ed[:, None, :]))[:, 0]
 
     def remainder(self, x_Emd: Tensor) -> Tensor:
-        """What one projection leaves of m vectors per expert. U from the left: (x U) U^T takes CPUs three times as
-        long."""
+        """One projection of m vectors per expert. U from the left: (x U) U^T takes CPUs three times as long."""
         coefficients_Erm = (x_Emd @ self.U_ret_Edr).transpose(1, 2)
         return x_Emd - (self.U_ret_Edr @ coefficients_Erm).transpose(1, 2).contiguous()
 
@@ -64,13 +66,13 @@ class RetainStatistics:
     """Streams retain tokens into one triangular factor R per expert with R^T R = X^T X, by QR, so that the condition
     number is never squared. `max_rank` keeps only the strongest directions and bounds memory at E x max_rank x d."""
 
-    def __init__(self, num_experts: int, hidden_size: int, max_rank: int | None = None, dtype=torch.float64):
-        self.factor_Erd = torch.zeros(num_experts, 0, hidden_size, dtype=dtype)
+    def __init__(self, num_experts: int, hidden_size: int, max_rank: int | None = None):
+        self.factor_Erd = torch.zeros(num_experts, 0, hidden_size, dtype=torch.float64)
         self.max_rank = max_rank or hidden_size
 
     def update(self, x_Nd: Tensor, selected_NE: Tensor) -> RetainStatistics:
         """Adds tokens; token i counts for expert j where selected_NE[i, j]. Returns itself."""
-        served_Emd = _served(x_Nd.to(self.factor_Erd.dtype), selected_NE)
+        served_Emd = _served(x_Nd.double(), selected_NE)
         stacked = torch.cat([self.factor_Erd.to(x_Nd.device), served_Emd], dim=1)
         self.factor_Erd = torch.linalg.qr(stacked, mode="r").R
         if self.factor_Erd.shape[1] > self.max_rank:
@@ -91,9 +93,8 @@ def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> Re
     """The paper's construction to the letter (App. B.1): eigenvectors of C_j = X_j X_j^T in the dtype of the input.
 
     In fp32 the noise of this eigendecomposition lies near eps_null = 1e-2 (absolute), so the rank inflates where
-    activations are large; `RetainStatistics` does not have that fault. Where no expert serves more tokens than a
-    quarter of d, the same vectors come from an SVD of X_j: no d x d matrix, in a time that a published model has, and
-    without that noise.
+    activations are large. Where no expert serves more tokens than a quarter of d, the same vectors come from an SVD of
+    X_j, without that noise and without a d x d matrix.
     """
     served_Emd = _served(x_Nd, selected_NE)
     if 4 * served_Emd.shape[1] <= x_Nd.shape[1]:

@@ -16,16 +16,17 @@ from torch import Tensor
 from gripmoe.geometry.routing import SelectionRule, jaccard, route
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, math.inf)
+HELD_OUT = 4  # one document of so many checks the fit
 
 
 @dataclass(frozen=True)
 class Realignment:
-    """What Method B has made of one layer (Eq. 5): the router that may be used, and how well it fits.
+    """The router that Method B chose for one layer (Eq. 5), and how well it fits.
 
     `theta_Ed`: (E, d). `fit_cosine`: -1 to 1, between original and new scores, mean over the tokens fitted to.
     `held_out_stability`: 0 to 1, routing stability (Eq. 2) on the quarter that no fit sees; None in the paper's form.
-    `ridge`: what was chosen, in the sound form relative to the mean eigenvalue of Xt Xt^T; infinity puts the original
-    router back, None leaves the unlearned one in place. `accepted`: False where the unlearned one stays.
+    `ridge`: in the sound form relative to the mean eigenvalue of Xt Xt^T; infinity is the original router, None the
+    unlearned one. `accepted`: False where the unlearned router stays.
     """
 
     theta_Ed: Tensor
@@ -44,8 +45,8 @@ def holdout_stability(
     sizes: Sequence[int],
     form: str,
 ) -> dict[int, tuple[float, float]]:
-    """Routing stability of a `form` ("paper" or "sound") fitted to the first so many tokens: on those, and on the
-    second half of all, which no fit sees. The paper's acceptance is lifted: it is what this looks at."""
+    """Routing stability of a `form` ("paper" or "sound") by the number of tokens it is fitted to: on those, and on the
+    second half of all, which no fit sees. The paper's form is accepted whatever its cosine."""
     half = len(x_Nd) // 2
     wanted_Nk = route(x_Nd, theta_Ed, rule).top_k_Nk
     stability = {}
@@ -74,8 +75,8 @@ def realign_paper(
     """Eq. 5 to the letter: Delta = Theta X Xt^T (Xt Xt^T + ridge I)^-1 - Theta_t, accepted on the tokens it was fitted
     to. A rejected layer keeps its unlearned router.
 
-    The arithmetic is fp64, not the FP32 of App. D: where Xt Xt^T is near singular, as it is for fewer tokens than
-    dimensions, fp32 rounding exceeds the ridge, and the weights become up to hundreds of times too large.
+    In fp64, not the FP32 of App. D: for fewer tokens than dimensions Xt Xt^T is near singular, fp32 rounding exceeds
+    the ridge, and the weights become up to hundreds of times too large.
     """
     dtype = theta_post_Ed.dtype
     x_Nd, x_post_Nd = x_Nd.double(), x_post_Nd.double()
@@ -99,25 +100,23 @@ def realign(
     rule: SelectionRule,
     *,
     documents_N: Tensor | None = None,
-    ridges: tuple[float, ...] = RIDGES,
-    held_out: float = 0.25,
 ) -> Realignment:
     """The anchored form: W = Theta + (Theta X - Theta Xt) Xt^T (Xt Xt^T + rho tr/d I)^-1 in fp64, rho by held-out RS.
 
-    Every fourth document (`held_out` = 1/4) is kept from the fit, by the numbers `documents_N` of the tokens' documents
-    (if absent, every fourth token). Candidates are the ridges, the original router (rho =
-    infinity) and the unlearned router as it is; the one that keeps most of the original sets on held-out tokens wins,
-    judged after the cast back to the router's dtype. Raises ValueError if that leaves no token to fit or none to check.
+    Every fourth document is held out from the fit, by the numbers `documents_N` of the tokens' documents (if absent,
+    every fourth token). Candidates are the ridges, the original router (rho = infinity) and the unlearned router; the
+    one that keeps most of the original sets on held-out tokens wins, judged after the cast back to the router's dtype.
+    Raises ValueError if no token is left to fit, or none to check.
     """
     dtype = theta_post_Ed.dtype
     theta64_Ed, x_Nd, x_post_Nd = theta_Ed.double(), x_Nd.double(), x_post_Nd.double()
     if documents_N is None:
         documents_N = torch.arange(len(x_Nd), device=x_Nd.device)
-    is_held_out_N = documents_N % round(1 / held_out) == 0
+    is_held_out_N = documents_N % HELD_OUT == 0
     if is_held_out_N.all() or not is_held_out_N.any():
         raise ValueError(
-            f"Method B fits to some documents and checks on one in {round(1 / held_out)}, and all {len(x_Nd)} tokens "
-            "are on one side: give tokens of more documents, or two tokens or more without `documents_N`"
+            f"Method B fits to some documents and checks on one in {HELD_OUT}, and all {len(x_Nd)} tokens are on one "
+            "side: give tokens of more documents, or two tokens or more without `documents_N`"
         )
     fit_x_Nd, fit_post_Nd = x_Nd[~is_held_out_N], x_post_Nd[~is_held_out_N]
     residual_NE = (fit_x_Nd - fit_post_Nd) @ theta64_Ed.T
@@ -126,13 +125,13 @@ def realign(
     wanted_Nk = route(x_Nd[is_held_out_N], theta64_Ed, rule).top_k_Nk
 
     candidates: dict[float | None, Tensor] = {None: theta_post_Ed}
-    for ridge in ridges:
+    for ridge in RIDGES:
         if math.isinf(ridge):
             candidates[ridge] = theta_Ed.to(dtype)
         else:
             regularized_dd = gram_dd + ridge * gram_dd.trace() / len(gram_dd) * eye_dd
             factor_dd, failed = torch.linalg.cholesky_ex(regularized_dd)
-            if not failed:  # as it is for the states of a model that has diverged
+            if not failed:
                 shift_dE = torch.cholesky_solve(fit_post_Nd.T @ residual_NE, factor_dd)
                 candidates[ridge] = (theta64_Ed + shift_dE.T).to(dtype)
 

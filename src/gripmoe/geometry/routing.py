@@ -40,10 +40,9 @@ RoutingTrace = Mapping[int, LayerRouting]  # by decoder layer
 class SelectionRule:
     """How a linear router turns logits into sets: the `k` largest choice scores, and what some families add.
 
-    Choice scores are the logits (softmax keeps their order), or with `choice_bias_E` the sigmoid or softmax of the
-    logits (`squash`) plus that bias, which balances load. `logit_bias_E` is part of the logits themselves. With
-    `num_groups` > 1 only the experts of the `chosen_groups` best groups may be selected; a group is as good as the sum
-    of its `counted` largest choice scores.
+    Choice scores are the logits, or with `choice_bias_E` the sigmoid or softmax of the logits (`squash`) plus that
+    bias, which balances load. `logit_bias_E` is part of the logits. With `num_groups` > 1 only experts of the
+    `chosen_groups` best groups may be selected; a group's score is the sum of its `counted` largest choice scores.
     """
 
     k: int
@@ -55,12 +54,11 @@ class SelectionRule:
     counted: int = 1
 
     def scores(self, x_Nd: Tensor, theta_Ed: Tensor) -> Tensor:
-        """The logits."""
         scores_NE = x_Nd @ theta_Ed.T
         return scores_NE if self.logit_bias_E is None else scores_NE + self.logit_bias_E.to(scores_NE)
 
     def choice(self, scores_NE: Tensor) -> Tensor:
-        """What is compared between experts, groups aside."""
+        """The choice scores, groups aside."""
         if self.squash == "sigmoid":
             scores_NE = scores_NE.sigmoid()
         elif self.squash == "softmax":
@@ -68,15 +66,14 @@ class SelectionRule:
         return scores_NE if self.choice_bias_E is None else scores_NE + self.choice_bias_E.to(scores_NE)
 
     def select(self, scores_NE: Tensor) -> Tensor:
-        """top_k_Nk: the chosen experts."""
         choice_NE = self.choice(scores_NE)
         if self.num_groups > 1:
             choice_NE = choice_NE.masked_fill(~self._in_chosen_groups(choice_NE), -torch.inf)
         return choice_NE.topk(self.k, dim=-1).indices
 
     def fixed(self, scores_NE: Tensor, top_k_Nk: Tensor) -> Tensor:
-        """fixed_NE: whose score of a token must not change, or its set might: the chosen experts (the paper's I_j),
-        those that carry a chosen group, and with a bias on softmax probabilities all, for each moves all others."""
+        """fixed_NE: the scores that must not change, or a token's set might: those of its chosen experts (the paper's
+        I_j), of experts that carry a chosen group, and with a bias on softmax probabilities all, for each moves all."""
         fixed_NE = selection_mask(top_k_Nk, scores_NE.shape[1])
         if self.squash == "softmax" and self.choice_bias_E is not None and self.choice_bias_E.any():
             return torch.ones_like(fixed_NE)
@@ -88,8 +85,8 @@ class SelectionRule:
         return fixed_NE
 
     def margins(self, scores_NE: Tensor, top_k_Nk: Tensor) -> Tensor:
-        """margins_NE, the paper's tau (Eq. 3): by how much a score may rise before its expert is selected; zero for
-        experts outside the chosen groups, which could otherwise carry their group. Meaningless where held."""
+        """margins_NE, the paper's tau (Eq. 3): by how much a score may rise before its expert is selected; zero outside
+        the chosen groups, where an expert could otherwise carry its group. Meaningless where scores are `fixed`."""
         choice_NE = self.choice(scores_NE)
         margins_NE = selection_margins(choice_NE, selection_mask(top_k_Nk, scores_NE.shape[1]))
         if self.squash == "sigmoid":
@@ -120,10 +117,7 @@ def selection_mask(top_k_Nk: Tensor, num_experts: int) -> Tensor:
 
 
 def selection_margins(scores_NE: Tensor, selected_NE: Tensor) -> Tensor:
-    """How far expert j's score lies below the lowest selected score of token i (Eq. 3).
-
-    Zero or positive for experts outside the set; zero or negative within it, where the paper does not use it.
-    """
+    """How far expert j's score lies below the lowest selected score of token i (Eq. 3); not positive within the set."""
     lowest_N1 = scores_NE.masked_fill(~selected_NE, torch.inf).amin(dim=-1, keepdim=True)
     return lowest_N1 - scores_NE
 
@@ -135,10 +129,7 @@ def jaccard(before_Nk: Tensor, after_Nk: Tensor) -> Tensor:
 
 
 def routing_stability(before: RoutingTrace, after: RoutingTrace) -> dict[int, float]:
-    """RS of Eq. 2 per layer: mean Jaccard similarity of the expert sets of the same tokens before and after.
-
-    Raises ValueError if the traces cover other layers or numbers of tokens.
-    """
+    """RS of Eq. 2 per layer. Raises ValueError if the traces cover different layers or numbers of tokens."""
     if before.keys() != after.keys():
         raise ValueError(f"traces cover different layers: {sorted(before)} and {sorted(after)}")
     stability = {}

@@ -1,4 +1,4 @@
-"""Ours: the weight of a penalty that follows the error allowed, and a router that follows its inputs."""
+"""Ours: a router that follows its inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RouterTracker:
         self.cross_Ed = torch.zeros_like(self.theta_0_Ed)
 
     def update(self, x_Nd: Tensor, wanted_NE: Tensor) -> Tensor:
-        """The router after these tokens, (E, d) in fp64; without any, or where they are no numbers, as it was."""
+        """The router after these tokens, (E, d) in fp64; unchanged if there are none or they are not finite."""
         if not len(x_Nd):
             return self.theta_Ed
         x_Nd = x_Nd.double()
@@ -38,7 +38,6 @@ class RouterTracker:
         return self.theta_Ed
 
     def state(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What another tracker of the same router goes on from."""
         return self.gram_dd, self.cross_Ed, self.theta_Ed
 
     def load_state(self, state: tuple[Tensor, Tensor, Tensor]) -> None:
