@@ -118,7 +118,7 @@ ROUTER = "1.weight"
 SPOILED = {
     "one row": (
         lambda routers: routers | {ROUTER: routers[ROUTER][:1]},
-        rf"{ROUTER}: has shape \(1, 32\), not \(8, 32\)",
+        rf"{ROUTER}: the file has \(1, 32\), the model \(8, 32\)",
     ),
     "not a number": (
         lambda routers: routers | {ROUTER: routers[ROUTER] * torch.nan},
@@ -126,9 +126,12 @@ SPOILED = {
     ),
     "another layer": (
         lambda routers: routers | {"7.weight": routers[ROUTER].clone()},
-        "7.weight: the model has no such router",
+        r"7.weight: the file has \(8, 32\), the model no such router",
     ),
-    "a layer less": (lambda routers: {"0.weight": routers["0.weight"]}, r"no routers of layers \[1\]"),
+    "a layer less": (
+        lambda routers: {"0.weight": routers["0.weight"]},
+        f"{ROUTER}: the file has no such router",
+    ),
 }
 
 

@@ -19,13 +19,11 @@ def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, st
 
 
 class StoredBases(Mapping[int, RetainBasis]):
-    """Saved bases on `device`; on a CPU in fp64, as the projection takes them, which takes less time than to
-    convert them (App. D's hierarchical cache, of whole layers). Those of the first layers that take no more than
-    `memory` bytes together stay there, those of the next that take no more than `host_memory` in host memory; the
-    others are read whenever they are asked for. A training step asks for every layer once, in the same order, so that
-    to keep the last ones used would serve none.
+    """Saved bases by layer on `device`; on a CPU in fp64, in which the projection computes.
 
-    Raises ConfigError if they were not fitted as `metadata` says."""
+    The first layers stay on `device`, up to `memory` bytes; the next ones in host memory, up to `host_memory` bytes;
+    the others are read from the file at each access. A training step asks for every layer once and in order, so a cache
+    of the layers used last (App. D) would serve none. Raises ConfigError if the file's metadata is not `metadata`."""
 
     def __init__(
         self,
@@ -47,7 +45,7 @@ class StoredBases(Mapping[int, RetainBasis]):
                     self._kept[layer] = basis
                 elif stored.nbytes <= host_memory:
                     host_memory -= stored.nbytes
-                    self._on_host[layer] = stored.clone()  # as read it is a page of the file, which may be dropped
+                    self._on_host[layer] = stored.clone()  # a read tensor is a page of the file, which may be dropped
                 else:
                     break
 

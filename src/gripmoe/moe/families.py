@@ -1,8 +1,8 @@
 """What differs between architectures: one row each.
 
-A family fits if its routers are linear modules that return (logits, weights, indices), which is how transformers writes
-them; the model's `_can_record_outputs` table names their class. A row says how such a router chooses
-(`SelectionRule`) and how it weighs what it, or somebody else, chose.
+A family fits if its routers are linear modules that return (logits, weights, indices), as transformers writes them; the
+model's `_can_record_outputs` table names their class. A row says how such a router selects experts (`SelectionRule`)
+and how it weighs selected experts, its own or forced ones.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def _scaled_sigmoids(router, scores_TE, top_k_Tk):
 
 
 def _sparse_mixer(router, scores_TE, top_k_Tk):
-    """Each chosen expert against those near it or above: its softmax among the experts that are not, relatively, more
-    than twice the jitter below it, one after the other."""
+    """Phi-MoE: one slot after the other, the chosen expert's softmax among the experts that are left and whose relative
+    distance below it is at most twice the jitter."""
     weights = []
     for slot in range(top_k_Tk.shape[1]):
         chosen_T1 = top_k_Tk[:, slot : slot + 1]
@@ -102,51 +102,42 @@ def _sparse_mixer(router, scores_TE, top_k_Tk):
 
 @dataclass(frozen=True)
 class Family:
-    """How the routers of a family choose and weigh, and the name of the block's shared experts, if it has any."""
-
     weigh: Weigh | None
     rule: Callable[[nn.Module], SelectionRule] = _plain
-    shared_expert: str | None = None
 
 
 DENSE = Family(weigh=None)  # no routers at all: a baseline to unlearn from, nothing to constrain
 
 FAMILIES = {
     "qwen3": DENSE,
-    "qwen3_moe": Family(_renormalized_if_so_configured),
-    # Qwen1.5-MoE; its checkpoints set norm_topk_prob: false.
-    "qwen2_moe": Family(_renormalized_if_so_configured, shared_expert="shared_expert"),
-    "qwen3_next": Family(_renormalized_if_so_configured, shared_expert="shared_expert"),
-    "qwen3_5_moe_text": Family(_renormalized, shared_expert="shared_expert"),
-    "olmoe": Family(_renormalized_if_so_configured),
-    "flex_olmo": Family(_renormalized_if_so_configured),
-    "mellum": Family(_renormalized_if_so_configured),
-    "mixtral": Family(_renormalized),
-    "minimax": Family(_renormalized),
+    **dict.fromkeys(  # of these, Qwen1.5-MoE's checkpoints set norm_topk_prob: false
+        ("qwen3_moe", "qwen2_moe", "qwen3_next", "olmoe", "flex_olmo", "mellum"),
+        Family(_renormalized_if_so_configured),
+    ),
+    **dict.fromkeys(("qwen3_5_moe_text", "mixtral", "minimax"), Family(_renormalized)),
     "jamba": Family(_probabilities),
-    "granitemoe": Family(_softmax_of_chosen),
-    "granitemoe_swa": Family(_softmax_of_chosen),
-    "granitemoeshared": Family(_softmax_of_chosen),
-    "granitemoehybrid": Family(_softmax_of_chosen),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoe_swa", "granitemoeshared", "granitemoehybrid"), Family(_softmax_of_chosen)
+    ),
     "gpt_oss": Family(_softmax_of_chosen, _with_logit_bias),
     "phimoe": Family(_sparse_mixer),
-    "ernie4_5_moe": Family(_renormalized_above_minimum, _with_statistics, shared_expert="shared_experts"),
-    "deepseek_v2": Family(_scaled_probabilities, _greedy_groups, shared_expert="shared_experts"),
+    "ernie4_5_moe": Family(_renormalized_above_minimum, _with_statistics),
+    "deepseek_v2": Family(_scaled_probabilities, _greedy_groups),
     **dict.fromkeys(
         ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "dots1", "exaone_moe", "solar_open")
         + ("nemotron_h", "axk1"),
-        Family(_scaled_sigmoids, _biased_groups, shared_expert="shared_experts"),
+        Family(_scaled_sigmoids, _biased_groups),
     ),
 }
 
 
 def logits_scaling(model: nn.Module) -> float:
-    """What a family divides by to get logits from its language head: Granite's do."""
+    """What a family divides the output of its language head by (Granite does)."""
     return getattr(model.config, "logits_scaling", 1.0)
 
 
 def family_of(model: nn.Module) -> Family:
-    """The row of a transformers model. Raises ValueError for a family without one, and says what stands in the way."""
+    """The row of a transformers model. Raises ValueError for a family without one, with what stands in the way."""
     model_type = model.config.model_type if hasattr(model, "config") else None
     if not model_type or (model_type in FAMILIES and not hasattr(model, "model")):
         raise ValueError(f"{type(model).__name__} is no model of transformers: give the one that has a language head")
@@ -159,7 +150,6 @@ def family_of(model: nn.Module) -> Family:
 
 
 def _obstacle(model: nn.Module) -> str:
-    """Why the model does not fit, from what transformers records of it and from its routers themselves."""
     record = _router_record(model)
     if record is None:
         return "transformers records no router logits of it, it is dense or hides its routers: nothing to constrain"
@@ -184,12 +174,11 @@ def _obstacle(model: nn.Module) -> str:
 
 
 def is_moe(model: nn.Module) -> bool:
-    """Whether the model has experts; what family they are of is another question."""
+    """Whether the model has experts, of whatever family."""
     return any(getattr(model.config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
 def router_class(model: nn.Module) -> type[nn.Module]:
-    """The router's class, from transformers' own table of what can be recorded."""
     record = _router_record(model)
     if record is None:
         raise ConfigError(f"{type(model).__name__} records no router logits: it is not a mixture of experts")

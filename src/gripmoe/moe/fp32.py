@@ -7,9 +7,8 @@ from torch import nn
 
 
 def compute_in_fp32(router: nn.Module) -> bool:
-    """fp32 weight and logits, under autocast too; the weights of the chosen experts go back to the dtype that came in:
-    where experts combine, transformers multiplies by them and casts to the hidden dtype. Returns whether there was
-    anything to do."""
+    """fp32 weight and logits, under autocast too. The weights of chosen experts need no cast back: transformers casts
+    what it multiplies by them to the hidden dtype. Returns whether this call has converted the router."""
     dtype = router.weight.dtype
     router.float()
     if hasattr(router, "_in_fp32"):
@@ -22,8 +21,8 @@ def compute_in_fp32(router: nn.Module) -> bool:
 
 
 def release(router: nn.Module, *, rounded: bool = False) -> None:
-    """Ends that: a router that was in fp32 before is as if nothing had been. One of lower precision is left as it is,
-    or `rounded` to the dtype it had, which moves some of its selections. Without effect on other routers."""
+    """Undoes `compute_in_fp32` for a router that was in fp32 before. One of lower precision stays as it is, or with
+    `rounded` returns to its dtype, which changes some of its selections."""
     dtype, handles = getattr(router, "_in_fp32", (None, ()))
     if dtype == torch.float32 or (dtype and rounded):
         for handle in handles:

@@ -1,4 +1,4 @@
-"""Routing by chance, which shows what the choice of experts is worth."""
+"""Random routing, which shows what the choice of experts is worth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gripmoe.moe.model import MoEModel, Routes
 
 
 def random_sets(model: MoEModel, seed: int) -> Callable[..., Routes]:
-    """Uniformly random distinct experts for every token: what forcing does whichever sets it forces."""
+    """Routes of uniformly random distinct experts for every token: the control of forcing."""
     generator = torch.Generator().manual_seed(seed)
 
     def routes(input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:

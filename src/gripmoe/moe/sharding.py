@@ -1,7 +1,7 @@
-"""One model over several GPUs: experts sharded (FSDP2), everything else, routers included, on each of them.
+"""One model over several GPUs: experts sharded (FSDP2), everything else, routers included, whole on each GPU.
 
-Experts are 95 % of the weights of a large mixture; what remains is small enough to be everywhere, and code that looks
-at a router finds a plain fp32 parameter.
+Experts are 95 % of the weights of a large mixture, so the rest fits everywhere, and every router is a plain fp32
+parameter.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from gripmoe.moe.model import MoEModel
 
 
 def shard_experts(model: MoEModel | torch.nn.Module) -> None:
-    """Splits the experts of every layer over all processes (ours), so that each holds its share of their bytes; moves
-    the rest to this process's device, and averages its gradients in every backward pass, as those of the experts are.
-    Without other processes, does nothing.
+    """Shards the experts of every layer over all processes, moves the rest to this process's device, and averages its
+    gradients in every backward pass, as FSDP does those of the experts (ours). Without effect in one process.
 
-    Each process then gives its own rows to the model, as many forward passes as the others. Call this before the
-    optimizer is made and before the first forward pass, on a model that is on the CPU if one GPU does not hold it.
-    Raises ValueError for an unknown family.
+    Call this before the optimizer is made and before the first forward pass, on a model that is on the CPU if one GPU
+    does not hold it. Each process then gives its own rows to the model, in as many forward passes as the others. Raises
+    ValueError for an unknown family.
     """
     if distributed.processes() == 1:
         return
@@ -52,7 +51,7 @@ def _average_gradient(parameter: torch.nn.Parameter) -> None:
 
 
 def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state: of a sharded model gathered on the CPU of the first process, and empty in all others."""
+    """The model's state. A sharded model's is gathered on the CPU of the first process and empty in all others."""
     if distributed.processes() == 1:
         return model.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

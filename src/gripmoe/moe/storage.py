@@ -1,4 +1,4 @@
-"""Models and bases on disk: weights in the hub's layout, bases as safetensors that say whose they are."""
+"""Models on disk: weights in the hub's layout, and routers in fp32 beside them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from gripmoe.moe.placement import place, visible_devices
 from gripmoe.moe.sharding import whole_state
 
 ROUTERS = "routers.safetensors"
-OTHER_MODEL = "it is of another model; give the folder of the one that is meant, or save that again"
 
 
 def weights_digest(model: transformers.PreTrainedModel) -> str:
@@ -40,20 +39,21 @@ def _digest(state: Mapping[str, torch.Tensor]) -> str:
 def save_model(
     model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, folder: Path | str
 ) -> str:
-    """Writes a folder that plain transformers reloads, in place of the model that was there; returns the digest of the
-    weights (SHA-256). fp32 routers also get a file of their own: those beside bf16 weights are rounded by whoever loads
-    the whole model in its one dtype, but not by `load_model`. In `model` itself they compute in fp32 from here on.
+    """Writes a folder that plain transformers reloads, in place of a model that was there (ours). Returns the digest of
+    the weights (SHA-256).
 
-    `model` is the transformers model, below what accelerate wraps around it. Of several processes that share it every
-    one calls this, and the first writes. Raises ValueError for experts of an unknown family; ConfigError, a ValueError,
-    for a file, for a folder that holds other things than a model, or where the disk is full, and leaves what was there.
-    (ours: the paper says nothing of storage.)"""
+    Routers are also written in fp32 to a file of their own, which `load_model` reads: whoever loads a bf16 model in its
+    one dtype rounds them. In `model` itself they compute in fp32 from here on. `model` is the transformers model, below
+    what accelerate wraps around it. Of several processes that share it every one calls this, and the first writes.
+
+    Raises ValueError for experts of an unknown family; ConfigError, a ValueError, for a file, for a folder that holds
+    other things than a model, or for a full disk, and leaves what was there."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: this is a file; save to a folder of its own")
-    moe = MoEModel(model) if is_moe(model) else None  # its routers are in fp32 from here on
+    moe = MoEModel(model) if is_moe(model) else None
     state = whole_state(model)
-    digest = _digest(state)  # before save_pretrained, which takes the state apart
+    digest = _digest(state)  # now, since save_pretrained takes the state apart
     if distributed.is_first():
         with atomic_path(folder) as temporary:
             model.save_pretrained(temporary, state_dict=state)
@@ -61,31 +61,29 @@ def save_model(
             if moe:
                 routers = {name: p.detach().cpu().contiguous() for name, p in _router_parameters(moe).items()}
                 save_file(routers, temporary / ROUTERS)
-            if others := sorted(file.name for file in folder.glob("*") if not _of_a_model(file, temporary)):
-                raise ConfigError(
-                    f"{folder} holds {', '.join(others)}, which would be lost: save to a folder of its own"
-                )
+            others = [file.name for file in folder.glob("*") if not _of_a_model(file, temporary)]
+            if others:
+                names = ", ".join(sorted(others))
+                raise ConfigError(f"{folder} holds {names}, which would be lost: save to a folder of its own")
     return digest
 
 
 def _of_a_model(file: Path, written: Path) -> bool:
-    """Whether the model that is `written` now, or another, has a file of this name."""
     return (written / file.name).exists() or (file.is_file() and file.suffix in (".safetensors", ".json", ".jinja"))
 
 
 def load_model(
-    folder: Path | str, device: str | None = None, resident: int | None = None
+    folder: Path | str, device: str | None = None
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
-    """A model and its tokenizer from a folder, in the dtype of the checkpoint, in eval mode; routers that `save_model`
-    left there are in fp32. A tokenizer without a padding token (Mixtral's) pads with its end-of-text token, which no
-    attention mask lets be seen.
+    """A model in eval mode, in the dtype of its checkpoint, and its tokenizer from a folder (ours). Routers that
+    `save_model` left there are in fp32. A tokenizer without a padding token (Mixtral's) pads with its end-of-text
+    token, which the attention mask hides.
 
-    Its layers lie evenly on all GPUs that the process sees (`visible_devices`), unless `device` names another place;
-    with `resident` the first so many, and the others in host memory. Raises ConfigError where a file is missing or cut
-    off, and where the routers are of another model or not finite. (ours)"""
+    The layers lie evenly on all GPUs that the process sees (`visible_devices`), or on `device`. Raises ConfigError for
+    a file that is missing or cut off, and for routers of another model or not finite."""
     folder = Path(folder)
     tokenizer, model = _read(folder)
-    place(model, [device] if device else visible_devices(), resident)
+    place(model, [device] if device else visible_devices())
     if (folder / ROUTERS).exists():
         moe = MoEModel(model)
         stored = _stored_routers(folder, moe)
@@ -117,8 +115,8 @@ def _read(folder: Path) -> tuple[transformers.PreTrainedTokenizerBase, transform
 
 
 def load_routers(folder: Path, like: MoEModel) -> dict[int, torch.Tensor]:
-    """Router weights, (E, d) in fp32 by layer, of the model that `save_model` left in `folder`, which has the
-    architecture of `like`: nothing else of it is read. Raises ConfigError if they are of another model."""
+    """Router weights by layer, (E, d) in fp32, that `save_model` left in `folder`, without the rest of that model.
+    Raises ConfigError if the architecture is not that of `like`."""
     stored = _stored_routers(folder, like)
     return {layer: stored[f"{layer}.weight"].to(like.model.device) for layer in like.layers}
 
@@ -128,15 +126,14 @@ def _stored_routers(folder: Path, moe: MoEModel) -> dict[str, torch.Tensor]:
     if file.exists():
         with open_tensors(file) as opened:
             stored = {name: opened.get_tensor(name) for name in opened.keys()}
-    if missing := sorted({int(name.split(".")[0]) for name in expected.keys() - stored.keys()}):
-        raise ConfigError(f"{file}: no routers of layers {missing}: {OTHER_MODEL}")
-    for name, router in stored.items():
-        if name not in expected:
-            raise ConfigError(f"{file}: {name}: the model has no such router: {OTHER_MODEL}")
-        if router.shape != expected[name].shape:
-            shapes = f"{tuple(router.shape)}, not {tuple(expected[name].shape)}"
-            raise ConfigError(f"{file}: {name}: has shape {shapes}: {OTHER_MODEL}")
-        if not router.isfinite().all():
+    for name in sorted(expected.keys() | stored.keys()):
+        shape, found = (tuple(each[name].shape) if name in each else None for each in (expected, stored))
+        if shape != found:
+            raise ConfigError(
+                f"{file}: {name}: the file has {found or 'no such router'}, the model {shape or 'no such router'}: "
+                "it is of another model; give the folder of the one that is meant, or save that again"
+            )
+        if not stored[name].isfinite().all():
             raise ConfigError(f"{file}: {name}: holds NaN or infinity; save the model again")
     return stored
 
@@ -146,7 +143,7 @@ def _router_parameters(moe: MoEModel) -> dict[str, torch.Tensor]:
 
 
 def load_published(config: PublishedModel) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
-    """A checkpoint of the hub or a local folder. Raises ConfigError, saying what to download, if it is neither."""
+    """A checkpoint of the hub or a local folder. Raises ConfigError, with the download that is needed, for neither."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.id, revision=config.revision)
         model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -1,4 +1,4 @@
-"""Routing on disk: recorded pass by pass and read layer by layer, so that neither needs memory for all of it."""
+"""Routing on disk, recorded pass by pass and read layer by layer: neither needs memory for the whole trace."""
 
 from __future__ import annotations
 
@@ -18,26 +18,20 @@ from gripmoe.moe.recording import routed_tokens
 
 
 def record_trace(path: Path, moe: MoEModel, batches: Sequence[Batch], metadata: Mapping[str, str]) -> int:
-    """Records what `MoEModel.trace` would return of `batches`, and the rules by which its sets were chosen; returns the
-    number of tokens. Router inputs are kept in the dtype of the model, that of the hidden states they were."""
+    """Writes what `MoEModel.trace` returns of `batches`, router inputs in the model's dtype, and the selection rules of
+    the routers. Returns the number of tokens."""
     tokens = sum(int(routed_tokens(batch.attention_mask).sum()) for batch in batches)
-    rules, scalars = {}, {}
-    for layer, rule in moe.rules().items():
-        for name, value in vars(rule).items():
-            if isinstance(value, Tensor):
-                rules[f"{layer}.rule.{name}"] = value
-            elif value is not None:
-                scalars.setdefault(str(layer), {})[name] = value
     of_field = {
         "x_Nd": (moe.model.dtype, (tokens, moe.hidden_size)),
         "scores_NE": (torch.float32, (tokens, moe.num_experts)),
         "top_k_Nk": (torch.int16, (tokens, moe.top_k)),
     }
     shapes = {f"{layer}.{field}": shape for layer in moe.layers for field, shape in of_field.items()}
-    shapes |= {name: (value.dtype, tuple(value.shape)) for name, value in rules.items()}
-    with tensor_file(path, shapes, {**metadata, "rules": json.dumps(scalars)}) as put:
-        for name, value in rules.items():
-            put(name, value)
+    rules = {
+        layer: {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(rule).items()}
+        for layer, rule in moe.rules().items()
+    }
+    with tensor_file(path, shapes, {**metadata, "rules": json.dumps(rules)}) as put:
         for trace in moe.traced(batches):
             for layer, seen in trace.items():
                 for field, value in vars(seen).items():
@@ -46,8 +40,8 @@ def record_trace(path: Path, moe: MoEModel, batches: Sequence[Batch], metadata: 
 
 
 class StoredTrace(Mapping[int, LayerRouting]):
-    """A recorded trace; a layer, router inputs in fp32, is read from the file whenever it is asked for, to the CPU: all
-    of them may be larger than the model. Raises ConfigError if it was not recorded as `metadata` says."""
+    """A recorded trace by layer, on the CPU, router inputs in fp32. A layer is read from the file whenever it is asked
+    for, as the whole trace may be larger than the model. Raises ConfigError if its metadata differs from `metadata`."""
 
     def __init__(self, path: Path, metadata: Mapping[str, str]):
         self.path = path
@@ -69,11 +63,10 @@ class StoredTrace(Mapping[int, LayerRouting]):
 
 
 def load_rules(path: Path) -> dict[int, SelectionRule]:
-    """The rules that a recorded trace's routers followed. Raises ConfigError if the file cannot be read."""
+    """The selection rules of a recorded trace. Raises ConfigError if the file cannot be read."""
     with open_tensors(path) as file:
-        scalars = json.loads(metadata_of(file)["rules"])
-        names = [name for name in file.keys() if ".rule." in name]
-        for name in names:
-            layer, _, field = name.split(".")
-            scalars[layer][field] = file.get_tensor(name)
-    return {int(layer): SelectionRule(**fields) for layer, fields in scalars.items()}
+        rules = json.loads(metadata_of(file)["rules"])
+    return {
+        int(layer): SelectionRule(**{k: torch.tensor(v) if isinstance(v, list) else v for k, v in fields.items()})
+        for layer, fields in rules.items()
+    }
