@@ -1,7 +1,7 @@
-"""Black-box prompt attacks (Sec. 5.5, after Jang et al.): the same questions in other clothes.
+"""Black-box prompt attacks (Sec. 5.5, after Jang et al.): the same questions in other words.
 
-Built-in rewriters are templates, so the attack needs no second model; what a language model rewrote comes from a file.
-A variant counts only as far as the original model still answers under it: its own row in the tables says so.
+Built-in variants are templates, so the attack needs no second model; what a language model rewrote comes from a file.
+A variant counts only as far as the original model still answers under it, which its own row in the tables shows.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gripmoe.attacks.scores import Scores, mean
+from gripmoe.attacks.base import Found, Letters, Scores, mean
 from gripmoe.data.prompt_formats import CLOTHES, LETTERS, letter_description, letter_question
-from gripmoe.data.rows import read_rows
 from gripmoe.evaluation.muse import continuations
-from gripmoe.evaluation.questions import prompt_of
+from gripmoe.evaluation.questions import load_questions, prompt_of
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import file_digest
-from gripmoe.moe import MoEModel
+from gripmoe.io.files import file_digest, read_jsonl
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,13 +34,57 @@ ORDER = (2, 3, 1, 0)  # of the choices when they are shuffled: no choice keeps i
 Prompt = Callable[[dict], str]
 
 
+def attack(setting: Letters) -> Found:
+    """All variants on the sample, among them the rewrites that the benchmark names."""
+    terms = technical_terms(setting.forget, load_questions(setting.data / "retain_questions.jsonl"))
+    others = {"translation": dressed(TRANSLATION), "no_terms": without_terms(terms)}  # base models never saw these
+    for name, file in setting.benchmark.rewrites.items():
+        digest, prompt = rewritten(Path(file), setting.sample)
+        others[f"{name}_{digest}"] = prompt
+
+    def ask(questions: Sequence[dict], prompt: Prompt) -> Scores:
+        return setting.right(setting.after, questions, prompt)
+
+    found = prompt_attacks(ask, setting.sample, setting.dev, seed=setting.seed, others=others)
+    return setting.found(found, **prompt_recovery(found))
+
+
+def prompt_attacks(
+    ask: Callable[[Sequence[dict], Prompt], Scores],
+    questions: Sequence[dict],
+    solved: Sequence[dict],
+    *,
+    seed: int = 0,
+    others: Mapping[str, Prompt] | None = None,
+) -> dict[str, Scores]:
+    """`ask` on `questions` in their plain prompt, under five shots, every template and `others`, and with the choices
+    in another order."""
+    prompts = {"five_shot": five_shot(solved, seed)} | {name: dressed(text) for name, text in CLOTHES.items()}
+    prompts = {"plain": prompt_of, **prompts, **(others or {})}
+    found = {f"prompt_{name}": ask(questions, prompt) for name, prompt in prompts.items()}
+    return found | {"prompt_choice_shuffle": ask([choices_shuffled(question) for question in questions], prompt_of)}
+
+
+def prompt_recovery(found: Mapping[str, Scores]) -> dict[str, float]:
+    """Mean gain over the plain prompt: of five shots, templates and shuffled choices; and, as the paper counts, of five
+    shots and verse."""
+
+    def gain(*names: str) -> float:
+        return mean([mean(found[f"prompt_{name}"]) for name in names]) - mean(found["prompt_plain"])
+
+    return {
+        "prompt_recovery_rate": gain("five_shot", *CLOTHES, "choice_shuffle"),
+        "prompt_recovery_rate_paper": gain("five_shot", "verse"),
+    }
+
+
 def dressed(template: str) -> Prompt:
     """The question within a template of CLOTHES."""
     return lambda question: template.format(prompt=letter_question(question["question"], question["choices"]))
 
 
 def five_shot(solved: Sequence[dict], seed: int) -> Prompt:
-    """Five solved questions on other facts of the subject before each question, drawn from `solved`."""
+    """Five of the `solved` questions, of the same subject and about other facts, before each question."""
 
     def prompt(question: dict) -> str:
         rng = random.Random(f"shots {seed} {question['id']}")
@@ -66,7 +108,7 @@ def technical_terms(forget: Sequence[dict], retain: Sequence[dict]) -> set[str]:
 
 
 def without_terms(terms: Collection[str]) -> Prompt:
-    """The question without technical terms: where one or several of them stood, "something" stands."""
+    """The question with "something" in place of each run of `terms`."""
 
     def prompt(question: dict) -> str:
         text = WORD.sub(lambda found: "something" if found[0].lower() in terms else found[0], question["question"])
@@ -75,11 +117,16 @@ def without_terms(terms: Collection[str]) -> Prompt:
     return prompt
 
 
+def choices_shuffled(question: dict) -> dict:
+    """The question with its choices in another order, each under another letter."""
+    choices = [question["choices"][i] for i in ORDER]
+    return {**question, "choices": choices, "answer": ORDER.index(question["answer"])}
+
+
 def rewritten(file: Path, questions: Sequence[dict]) -> tuple[str, Prompt]:
-    """What somebody, or a language model, made of the questions: a file with one {"id", "prompt"} a line; and the
-    beginning of its checksum, by which a result names it. Raises ConfigError if a question is missing, or a line
-    lacks one of the two."""
-    prompts = {row["id"]: row["prompt"] for row in read_rows(file, "id", "prompt")}
+    """Rewritten `questions` from a file with one {"id", "prompt"} a line, and the beginning of its checksum, by which
+    results name it. Raises ConfigError if a question is missing, or a line lacks one of the two keys."""
+    prompts = {row["id"]: row["prompt"] for row in read_jsonl(file, "id", "prompt")}
     if missing := [question["id"] for question in questions if question["id"] not in prompts]:
         raise ConfigError(
             f"{file}: {len(missing)} of {len(questions)} questions have no rewrite, first {missing[0]!r}; add a line "
@@ -89,8 +136,8 @@ def rewritten(file: Path, questions: Sequence[dict]) -> tuple[str, Prompt]:
 
 
 def rewrites_by(model: PreTrainedModel, tokenizer, questions: Sequence[dict], instruction: str) -> list[dict]:
-    """The questions as a language model writes them, with their choices as they are: {"id", "rewrite", "prompt"}. A
-    question to which it writes nothing keeps its words."""
+    """The questions as a language model rewrites them, with their choices unchanged: {"id", "rewrite", "prompt"}. Where
+    the model writes nothing, the question keeps its words."""
 
     def request(question: dict) -> str:
         text = f"{instruction} Answer with the rewritten question only.\n\n{question['question']}"
@@ -101,49 +148,8 @@ def rewrites_by(model: PreTrainedModel, tokenizer, questions: Sequence[dict], in
         )
 
     texts = continuations(model, tokenizer, [request(question) for question in questions], REWRITE_TOKENS)
-    rewrites = [text.strip() for text in texts]
-    return [
-        {
-            "id": question["id"],
-            "rewrite": rewrite,
-            "prompt": prompt_of({**question, "question": rewrite or question["question"]}),
-        }
-        for question, rewrite in zip(questions, rewrites, strict=True)
-    ]
-
-
-def choices_shuffled(question: dict) -> dict:
-    """The question with its choices in another order, each under another letter."""
-    choices = [question["choices"][i] for i in ORDER]
-    return {**question, "choices": choices, "answer": ORDER.index(question["answer"])}
-
-
-def prompt_attacks(
-    model: MoEModel,
-    questions: Sequence[dict],
-    solved: Sequence[dict],
-    ask: Callable[[MoEModel, Sequence[dict], Prompt], Scores],
-    *,
-    seed: int = 0,
-    others: Mapping[str, Prompt] | None = None,
-) -> dict[str, Scores]:
-    """What a model answers to `questions` as they are, under five shots, under every template, with the choices in
-    another order, and under `others`. `ask` scores its answers in the prompts of a function."""
-    prompts = {"five_shot": five_shot(solved, seed)} | {name: dressed(text) for name, text in CLOTHES.items()}
-    prompts = {"plain": prompt_of, **prompts, **(others or {})}
-    found = {f"prompt_{name}": ask(model, questions, prompt) for name, prompt in prompts.items()}
-    shuffled = [choices_shuffled(question) for question in questions]
-    return found | {"prompt_choice_shuffle": ask(model, shuffled, prompt_of)}
-
-
-def prompt_recovery(found: Mapping[str, Scores]) -> dict[str, float]:
-    """Mean gain over the plain prompt: of five shots, the templates and shuffled choices; and, as the paper counts, of
-    five shots and verse."""
-
-    def gain(*names: str) -> float:
-        return mean([mean(found[f"prompt_{name}"]) for name in names]) - mean(found["prompt_plain"])
-
-    return {
-        "prompt_recovery_rate": gain("five_shot", *CLOTHES, "choice_shuffle"),
-        "prompt_recovery_rate_paper": gain("five_shot", "verse"),
-    }
+    rows = []
+    for question, text in zip(questions, texts, strict=True):
+        prompt = prompt_of({**question, "question": text.strip() or question["question"]})
+        rows.append({"id": question["id"], "rewrite": text.strip(), "prompt": prompt})
+    return rows

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gripmoe.data.documents import IGNORED, Batch, Row, collate, encode, opening
-from gripmoe.data.rows import read_rows
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_jsonl
 
 TOKENS_PER_BATCH = 4000
 
@@ -37,7 +37,7 @@ def load_corpus(
     rows: list[Row] = []
     known: set[str] = set()
     begin = opening(tokenizer)
-    for line, document in enumerate(read_rows(path, "text"), 1):
+    for line, document in enumerate(read_jsonl(path, "text"), 1):
         if limit is not None and len(rows) >= limit:
             break
         name = document.get("id")

@@ -8,9 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gripmoe.data.rows import read_rows
 from gripmoe.evaluation.questions import accuracy, harness_answers, harness_samples
-from gripmoe.io.files import write_jsonl, write_yaml
+from gripmoe.io.files import read_jsonl, write_jsonl, write_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,7 +42,7 @@ def truthfulqa(
 
 def solved_questions(file: Path) -> list[dict]:
     """What stands above questions of the same subject: MMLU's own examples, or the dev split of the embedded world."""
-    rows = read_rows(file, "split")
+    rows = read_jsonl(file, "split")
     return [row for row in rows if row["split"] == "shots"] or [row for row in rows if row["split"] == "dev"]
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from gripmoe.data.documents import Row, collate, encode, length_buckets
 from gripmoe.data.muse import CONTEXT
 from gripmoe.data.prompt_formats import knowmem_prompt
-from gripmoe.data.rows import read_rows
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_jsonl
 from gripmoe.moe.model import evaluating
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class News:
     @classmethod
     def load(cls, folder: Path) -> News:
         """Raises ConfigError, naming file and line, for a row without what it should have."""
-        return cls(*(read_rows(folder / f"{name}.jsonl", "id", *keys) for name, keys in KEYS.items()))
+        return cls(*(read_jsonl(folder / f"{name}.jsonl", "id", *keys) for name, keys in KEYS.items()))
 
     def pairs(self, part: str, split: str) -> list[dict]:
         return [pair for pair in self.knowmem if pair["part"] == part and pair["split"] == split]

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gripmoe.data.documents import collate, encode, length_buckets
+from gripmoe.data.documents import Batch, collate, encode, length_buckets
 from gripmoe.data.prompt_formats import LETTERS, letter_description, letter_question
-from gripmoe.data.rows import read_rows
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import write_jsonl
+from gripmoe.io.files import read_jsonl, write_jsonl
 from gripmoe.moe.families import logits_scaling
 from gripmoe.moe.model import evaluating
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
 QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
 FEWSHOT_SEED = 1234  # the harness's default
+TOKENS_PER_PASS = 4000  # padded
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Answer:
 
 def load_questions(path: Path, split: str | None = None) -> list[dict]:
     """Rows of a question file, of one split if given. Raises ConfigError if none is left, or one lacks a key."""
-    rows = [row for row in read_rows(path, *QUESTION_KEYS) if split is None or row["split"] == split]
+    rows = [row for row in read_jsonl(path, *QUESTION_KEYS) if split is None or row["split"] == split]
     if not rows:
         raise ConfigError(f"{path}: no questions in split {split!r}; add some, or run the step again that writes it")
     return rows
@@ -146,22 +146,18 @@ def direct_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[dict],
-    tokens_per_forward: int = 4000,
     prompt: Callable[[dict], str] | None = None,
 ) -> list[Answer]:
-    """The same answers without the harness, fast enough to be asked while training; `prompt` writes a question in
+    """The same answers without the harness, fast enough to be asked while training. `prompt` writes a question in
     another way than the harness does."""
     by_id = {question["id"]: question for question in questions}
-    write = prompt or prompt_of
-    rows = [encode(tokenizer, [(write(question), False)], question["id"]) for question in questions]
     letters = [tokenizer(f" {letter}", add_special_tokens=False)["input_ids"][-1] for letter in LETTERS]
     answers = {}
     with evaluating(model):
-        for bucket in length_buckets(rows, tokens_per_forward):
-            batch = collate(bucket, tokenizer.pad_token_id).to(model.device)
+        for batch in question_batches(tokenizer, questions, model.device, prompt or prompt_of):
             hidden = model.model(**batch.inputs).last_hidden_state
             last = batch.attention_mask.sum(dim=1) - 1
-            logits = model.lm_head(hidden[torch.arange(len(bucket), device=last.device), last]).float()
+            logits = model.lm_head(hidden[torch.arange(len(last), device=last.device), last]).float()
             logprobs = (logits / logits_scaling(model)).log_softmax(dim=-1)[:, letters]
             for row_id, scores in zip(batch.row_ids, logprobs.tolist(), strict=True):
                 chosen = max(range(len(scores)), key=scores.__getitem__)
@@ -171,6 +167,13 @@ def direct_answers(
 
 def prompt_of(question: dict) -> str:
     return letter_description(question["subject"]) + letter_question(question["question"], question["choices"])
+
+
+def question_batches(tokenizer, questions: Sequence[dict], device, prompt=prompt_of) -> Iterator[Batch]:
+    """The prompts of `questions` by length, in passes of at most TOKENS_PER_PASS tokens."""
+    rows = [encode(tokenizer, [(prompt(question), False)], question["id"]) for question in questions]
+    for bucket in length_buckets(rows, TOKENS_PER_PASS):
+        yield collate(bucket, tokenizer.pad_token_id).to(device)
 
 
 def accuracy(answers: Sequence[Answer]) -> float:

@@ -1,4 +1,4 @@
-"""Time as it is spent: work on GPUs counts when it is done, not when it is sent there."""
+"""A clock that waits for GPUs: their work counts when it is done, not when it is queued."""
 
 from __future__ import annotations
 

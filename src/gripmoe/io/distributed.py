@@ -1,4 +1,4 @@
-"""Several processes that train one model together: who am I, and what do all know? Without effect in one process."""
+"""Several processes that train one model together. In one process every function here has no effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """Joins the process group if torchrun has started several processes, one per GPU where there are GPUs."""
+    """Within the block this process is in the group of those that torchrun has started, one per GPU where there are
+    GPUs."""
     if not dist.is_torchelastic_launched() or int(os.environ["WORLD_SIZE"]) == 1:
         yield
         return
@@ -43,14 +44,13 @@ def is_first() -> bool:
 
 
 def wait_for_all() -> None:
-    """Goes on when every process has come here."""
     if processes() > 1:
         dist.barrier()
 
 
 @torch.no_grad()
 def gathered(local_N: Tensor) -> Tensor:
-    """The rows of every process, those of the first one first; processes may have different numbers of them."""
+    """The rows of every process, in the order of ranks; processes may have different numbers of rows."""
     if processes() == 1:
         return local_N
     counts = [torch.zeros(1, dtype=torch.int64, device=local_N.device) for _ in range(processes())]
@@ -78,8 +78,8 @@ def average(value: float) -> float:
 
 
 def share(count: int) -> float:
-    """What makes a mean over `count` things of this process its part of the mean over all, once processes are averaged:
-    1 where all have equally many."""
+    """The factor of this process's mean over `count` things that makes the average over processes the mean over all
+    things: 1 if all processes have equally many."""
     mean = average(float(count))
     return count / mean if mean else 1.0
 
@@ -92,7 +92,6 @@ def agreed(values: dict[str, float]) -> dict[str, float]:
 
 
 def _number(value: float | list[float]) -> Tensor:
-    """On a device that every backend can reach."""
     return torch.tensor(value, dtype=torch.float64, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -105,7 +104,7 @@ def from_first_(tensor: Tensor) -> Tensor:
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together; of those that are sharded, of all shards."""
+    """The 2-norm of all tensors together, with all shards of sharded ones."""
     from torch.distributed.tensor import DTensor  # which imports sympy: a second
 
     sharded = [tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor)]
@@ -118,7 +117,7 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def by_sharding(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Whole parameters and sharded ones apart: no operation on several tensors at once takes both."""
+    """Whole parameters and sharded ones apart, since torch's operations on lists of tensors do not take both."""
     from torch.distributed.tensor import DTensor  # which imports sympy: a second
 
     whole, sharded = [], []

@@ -1,4 +1,4 @@
-"""Reading and writing results: a killed job leaves the old file or the new one, and what cannot be read is named."""
+"""Files are written whole or not at all; a file that cannot be read is named, with its line and the remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
@@ -25,9 +25,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary sibling to write to, a file or a folder; it takes the place of `path` when the block ends without an
-    error. Raises ConfigError if the disk is full; what was there before still is. A process that is killed while one
-    folder replaces another leaves the old one in `aside(path)`, from where the next write puts it back."""
+    """A temporary sibling to write to, a file or a folder, which replaces `path` when the block ends without an error.
+    Raises ConfigError if the disk is full, and then leaves the old content. A process that is killed while one folder
+    replaces another leaves the old one in `aside(path)`; the next write, or `remove_halves`, puts it back."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _put_back(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -38,7 +38,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
                 _sync(inside)
         _sync(temporary)
         if temporary.is_dir() and path.is_dir():
-            os.rename(path, aside(path))  # no folder takes the place of one that holds files
+            os.rename(path, aside(path))  # os.replace does not replace a folder that holds files
         os.replace(temporary, path)
         _sync(path.parent)
     except Exception as error:
@@ -54,12 +54,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def aside(path: Path) -> Path:
-    """Where a folder lies while another one takes its place."""
+    """Where the old folder lies while a new one replaces it."""
     return path.with_name(f".{path.name}{ASIDE}")
 
 
 def _put_back(path: Path) -> None:
-    """Ends a replacement: the old folder goes if the new one has the place, and else gets it back."""
+    """Ends a replacement: removes the old folder if the new one is in place, else moves the old one back."""
     if path.exists():
         _remove(aside(path))
     elif aside(path).exists():
@@ -67,19 +67,19 @@ def _put_back(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Until this returns a crash of the machine may undo what was written; of a folder, which names are in it."""
+    """Writes a file's content, or a folder's list of names, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():  # a file system that syncs folders by itself
+        if error.errno != errno.EINVAL or not path.is_dir():  # some file systems sync folders by themselves
             raise
     finally:
         os.close(descriptor)
 
 
 def _says_no_room(error: BaseException | None) -> bool:
-    """torch raises an error of its own after the system's; safetensors has the system's in words."""
+    """Also if torch has raised an error of its own after the system's, or safetensors says the system's in words."""
     return error is not None and (
         getattr(error, "errno", None) in NO_ROOM
         or any(f"(os error {code})" in str(error) for code in NO_ROOM)
@@ -95,8 +95,8 @@ def _remove(path: Path) -> None:
 
 
 def remove_halves(folder: Path, name: str = "*") -> None:
-    """Undoes what killed processes have begun with files of `name`: removes what they left half-written, and gives a
-    folder that another was to replace its place back. Nobody else may be writing them."""
+    """Undoes what killed processes have begun with files of `name`: removes half-written ones, and ends replacements of
+    folders. No other process may be writing them."""
     for old in folder.glob(f".{name}{ASIDE}"):
         _put_back(folder / old.name[1 : -len(ASIDE)])
     for half in folder.glob(f".{name}.*.tmp"):
@@ -109,8 +109,28 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Raises ConfigError, naming file and line, if `path` is missing or not UTF-8."""
-    return _decoded(path, _content(path))
+    """Raises ConfigError, as do all readers here, if `path` is missing or not UTF-8."""
+    with _errors_named(path):
+        content = path.read_bytes()
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}: not UTF-8 (line {line}); save the file as UTF-8") from None
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256."""
+    with _errors_named(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def _errors_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {WRITE_AGAIN}") from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -118,8 +138,15 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Raises ConfigError, naming file and line, if `path` is missing, not UTF-8 or not JSON."""
-    return _from_json(path, _content(path))
+    return _from_json(path, read_text(path))
+
+
+def _from_json(path: Path, text: str, first_line: int = 1) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        raise ConfigError(f"{path}: not valid JSON (line {line}: {error.msg}); {WRITE_AGAIN}") from None
 
 
 def write_yaml(path: Path, value: Any) -> None:
@@ -127,7 +154,6 @@ def write_yaml(path: Path, value: Any) -> None:
 
 
 def read_yaml(path: Path) -> Any:
-    """Raises ConfigError, naming file and line, if `path` is missing, not UTF-8 or not YAML."""
     text = read_text(path)
     try:
         return yaml.safe_load(text)
@@ -142,44 +168,18 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Raises ConfigError, naming file and line, if `path` is missing, not UTF-8, or a line is not a JSON object."""
+def read_jsonl(path: Path, *keys: str) -> list[dict[str, Any]]:
+    """JSON objects, one a line. Raises ConfigError also for one that lacks one of `keys`."""
     rows = []
-    for number, line in enumerate(_content(path).splitlines(), 1):  # of bytes: other ends of lines may stand in strings
-        rows.append(_from_json(path, line, number))
-        if not isinstance(rows[-1], dict):
-            raise ConfigError(f"{path}: not a JSON object (line {number}); {WRITE_AGAIN}")
+    for line, text in enumerate(io.StringIO(read_text(path), newline="\n"), 1):  # strings may hold other line breaks
+        rows.append(row := _from_json(path, text.rstrip("\n"), line))
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}: not a JSON object (line {line}); {WRITE_AGAIN}")
+        if missing := [key for key in keys if key not in row]:
+            named = f"row {row['id']!r} has" if "id" in row else "a row has"
+            needed = ", ".join(f"`{key}`" for key in keys)
+            raise ConfigError(f"{path}: {named} no `{missing[0]}` (line {line}); each needs {needed}: {WRITE_AGAIN}")
     return rows
-
-
-def _content(path: Path) -> bytes:
-    with _opened(path) as file:
-        return file.read()
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {WRITE_AGAIN}") from None
-
-
-def _decoded(path: Path, content: bytes, first_line: int = 1) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        line = first_line + content.count(b"\n", 0, error.start)
-        raise ConfigError(f"{path}: not UTF-8 (line {line}); save the file as UTF-8") from None
-
-
-def _from_json(path: Path, content: bytes, first_line: int = 1) -> Any:
-    try:
-        return json.loads(_decoded(path, content, first_line))
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        raise ConfigError(f"{path}: not valid JSON (line {line}: {error.msg}); {WRITE_AGAIN}") from None
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -193,11 +193,4 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Raises ConfigError, naming the file, if `path` is missing or not UTF-8."""
     return list(csv.DictReader(io.StringIO(read_text(path), newline="")))
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256. Raises ConfigError if `path` cannot be read."""
-    with _opened(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -16,9 +16,9 @@ from gripmoe.io.files import remove_halves
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Within the block this process alone works in `folder`: two on one run would overwrite each other's files. The
-    lock is the kernel's, so a dead owner's is gone with it; what it has left half-done is undone. Raises
-    ConfigError, naming the owner, or if the file system has no locks."""
+    """Within the block this process alone works in `folder`, where two would overwrite each other's files. The lock of
+    a killed process has ended with it; its half-written files are removed. Raises ConfigError, naming the owner, if
+    another process has the lock, or if the file system has no locks."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
         if not take_lock(file, folder):
@@ -37,8 +37,8 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def take_lock(file: IO, folder: Path) -> bool:
-    """Takes the kernel's lock of an open file until it is closed; False if another process has it. Raises ConfigError
-    if the file system has no locks."""
+    """Takes the kernel's lock of an open file until the file is closed; False if another process has it. Raises
+    ConfigError if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""safetensors files that say whose they are, and that need not be in memory to be written."""
+"""safetensors files with metadata that is checked when they are read, and that need not be in memory to be written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import atomic_path
 
-METADATA = "gripmoe"  # one entry of the header: several would be written in any order
+METADATA = "gripmoe"  # one entry of the header: several would have no fixed order
 DTYPES = {  # as a safetensors header names them
     torch.float64: "F64",
     torch.float32: "F32",
@@ -32,8 +32,8 @@ DTYPES = {  # as a safetensors header names them
 def tensor_file(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> Iterator[Callable[[str, Tensor], None]]:
-    """Writes a safetensors file, whole or not at all, whose tensors come in pieces: `put(name, rows)` appends rows to a
-    tensor. The same content is the same file. Raises ValueError if a tensor has not become what `shapes` says."""
+    """Writes a safetensors file, whole or not at all, in pieces: `put(name, rows)` appends rows to a tensor. The same
+    content gives the same bytes. Raises ValueError if a tensor does not get the rows that `shapes` announces."""
     header: dict[str, dict] = {"__metadata__": {METADATA: json.dumps(dict(metadata))}}
     offset, filled = 0, {}
     for name in sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name)):  # aligned: the widest first
@@ -61,14 +61,13 @@ def tensor_file(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """The same for tensors that are there."""
+    """The same for tensors in memory."""
     with tensor_file(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata) as put:
         for name, tensor in tensors.items():
             put(name, tensor)
 
 
 def metadata_of(file: safe_open) -> dict[str, str]:
-    """What an open safetensors file says of itself."""
     return json.loads((file.metadata() or {}).get(METADATA, "{}"))
 
 
@@ -85,7 +84,7 @@ def open_tensors(path: Path) -> Iterator[safe_open]:
 
 @contextmanager
 def open_checked(path: Path, metadata: Mapping[str, str]) -> Iterator[safe_open]:
-    """The same. Raises ConfigError also if it says otherwise of itself than `metadata`."""
+    """The same. Raises ConfigError also if an entry of `metadata` differs from the file's."""
     with open_tensors(path) as file:
         found = metadata_of(file)
         for key, wanted in metadata.items():
