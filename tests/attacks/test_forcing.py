@@ -1,12 +1,14 @@
 """Expert forcing: what it recovers from a model whose experts were untouched, and its controls."""
 
 import copy
+import math
 
 import pytest
 import torch
 
 from conftest import small_model
 from gripmoe.attacks import forcing
+from gripmoe.attacks.base import Letters
 from gripmoe.attacks.forcing import expert_forcing, prompt_agreement, random_sets
 from gripmoe.evaluation.questions import Answer, direct_answers, harness_answers
 from gripmoe.moe import MoEModel
@@ -20,17 +22,26 @@ def setting(world, tokenizer):
     hidden.set_thetas({layer: -theta for layer, theta in before.thetas().items()})  # only the routers moved
     forget = question_rows(world, world.facts.forget[:8], orders=1, seed=0)
     retain = question_rows(world, world.facts.retain[:8], orders=1, seed=0)
+    return (
+        before,
+        hidden,
+        tokenizer,
+        forget,
+        retain,
+        lambda moe, rows, prompt=None: direct_answers(moe.model, tokenizer, rows),
+    )
 
-    def answer_all(moe, questions):
-        return direct_answers(moe.model, tokenizer, questions)
 
-    return before, hidden, tokenizer, forget, retain, answer_all
+def given(before, after, tokenizer, forget, retain, ask, own=None):
+    """What the attack is given, with answers of one's own if `own` makes some."""
+    setting = Letters(before, after, tokenizer, None, None, own_answers=own or (lambda rows: ask(after, rows)))
+    setting.forget, setting.retain, setting.ask = forget, retain, ask
+    return setting
 
 
 def test_controls(setting):
-    before, hidden, tokenizer, forget, retain, answer_all = setting
-    normal = answer_all(hidden, forget)
-    metrics = expert_forcing(before, hidden, tokenizer, forget, retain, normal, answer_all, answer_all).metrics
+    metrics = expert_forcing(given(*setting), setting[-1]).metrics
+    forget = setting[3]
     assert metrics["own_sets_change_answers"] == 0
     assert metrics["original_forced_with_own_sets"] == metrics["original_forget_accuracy"]
     assert metrics["num_shifted"] == metrics["num_questions"] == len(forget)
@@ -49,16 +60,9 @@ def test_recovery_is_of_shifted_questions_as_the_paper_has_it_and_of_equal_ones(
     def answers(pattern):
         return [Answer(q["id"], 0, bool(right), (0.0,) * 4) for q, right in zip(forget, pattern, strict=True)]
 
-    metrics = expert_forcing(
-        before,
-        hidden,
-        tokenizer,
-        forget,
-        retain,
-        answers(right_before),
-        lambda moe, questions: answers(right_forced),
-        lambda moe, questions: [Answer(q["id"], 0, True, (0.0,) * 4) for q in questions],
-    ).metrics
+    every = lambda moe, rows, prompt=None: [Answer(q["id"], 0, True, (0.0,) * 4) for q in rows]  # noqa: E731
+    asked = given(before, hidden, tokenizer, forget, retain, every, lambda rows: answers(right_before))
+    metrics = expert_forcing(asked, lambda moe, rows: answers(right_forced)).metrics
     assert (metrics["num_questions"], metrics["num_shifted"]) == (8, 2)
     assert metrics["recovery_rate"] == pytest.approx(4 / 8 - 3 / 8)
     assert metrics["recovery_rate_paper"] == pytest.approx(1 / 2 - 3 / 8), "shifted under force, all before"
@@ -101,14 +105,11 @@ def test_forcing_brings_first_layer_choices_back(setting):
 
 
 def test_nothing_shifts_without_a_change(setting):
-    before, _, tokenizer, forget, retain, answer_all = setting
-    normal = answer_all(before, forget)
-    result = expert_forcing(before, before, tokenizer, forget, retain, normal, answer_all, answer_all)
-    assert result.metrics["num_shifted"] == 0 and result.metrics["recovery_rate"] == 0
-    assert result.metrics["adversarial_recovery_rate"] != result.metrics["adversarial_recovery_rate"], (
-        "no subset, no rate"
-    )
-    assert set(result.scores["set_agreement"].values()) == {1.0}
+    before, _, *others, ask = setting
+    found = expert_forcing(given(before, before, *others, ask), ask)
+    assert found.metrics["num_shifted"] == 0 and found.metrics["recovery_rate"] == 0
+    assert math.isnan(found.metrics["adversarial_recovery_rate"]), "no subset, no rate"
+    assert set(found.scores["set_agreement"].values()) == {1.0}
 
 
 def test_agreement_sees_shifted_prompts(setting):

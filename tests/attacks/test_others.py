@@ -7,6 +7,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import small_model
+from gripmoe.attacks import routers
+from gripmoe.attacks.base import Setting, mean, right
 from gripmoe.attacks.probes import expert_probes, last_router_inputs, last_states, probes
 from gripmoe.attacks.prompts import (
     choices_shuffled,
@@ -21,8 +23,7 @@ from gripmoe.attacks.prompts import (
 from gripmoe.attacks.quantization import quantized, rounded
 from gripmoe.attacks.relearning import relearning
 from gripmoe.attacks.restoration import PARTS, most_used_experts, restoration, restored, restored_experts
-from gripmoe.attacks.routers import noisy_sets, router_attacks, widened
-from gripmoe.attacks.scores import mean
+from gripmoe.attacks.routers import noisy_sets, widened
 from gripmoe.config.training import Relearning
 from gripmoe.data.documents import encode
 from gripmoe.data.prompt_formats import CLOTHES
@@ -49,10 +50,6 @@ def setting(world, tokenizer):
         return direct_answers(moe.model, tokenizer, rows, prompt=prompt)
 
     return before, after, questions, ask
-
-
-def right(answers):
-    return [float(answer.correct) for answer in answers]
 
 
 def test_restoring_everything_is_the_original_model_and_leaves_no_trace(setting):
@@ -97,8 +94,9 @@ def test_wider_and_noisy_routing_leave_no_trace(setting):
         ids = torch.tensor([[5, 6, 7]])
         assert before.routes(ids)[0].shape == (3, 2 * before.top_k)
     assert before.routes(ids)[0].shape == (3, before.top_k)
-    found = router_attacks(before, lambda moe: right(ask(moe, questions)))
-    assert set(found) == {"wider_routing", "noisy_routing"} and all(len(f) == len(questions) for f in found.values())
+    given = Setting(None, before, None, None, None)
+    given.ids, given.recall = [q["id"] for q in questions], lambda moe: right(ask(moe, questions))
+    assert set(routers.attack(given).metrics) == {"wider_routing", "noisy_routing"}
     assert [a.letter_logprobs for a in ask(before, questions)] == plain
 
 
@@ -233,7 +231,7 @@ def test_shots_never_tell_the_fact(setting, world):
 def test_prompt_attack_compares_the_same_questions(setting, world):
     _, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
-    found = prompt_attacks(after, questions, solved, lambda *asked: right(ask(*asked)))
+    found = prompt_attacks(lambda *asked: right(ask(after, *asked)), questions, solved)
     accuracy = {name: mean(scores) for name, scores in found.items()}
     names = ["five_shot", *CLOTHES, "choice_shuffle"]
     gain = sum(accuracy[f"prompt_{name}"] for name in names) / len(names) - mean(right(ask(after, questions)))
@@ -245,7 +243,7 @@ def test_other_prompts_are_asked_and_do_not_count_in_the_mean(setting, world):
     _, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
     plain, more = (
-        prompt_attacks(after, questions, solved, lambda *asked: right(ask(*asked)), others=others)
+        prompt_attacks(lambda *asked: right(ask(after, *asked)), questions, solved, others=others)
         for others in (None, {"same": prompt_of})
     )
     assert more == {**plain, "prompt_same": plain["prompt_plain"]} and prompt_recovery(more) == prompt_recovery(plain)

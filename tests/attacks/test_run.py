@@ -1,42 +1,36 @@
-"""Attacks made one after the other, and what is not made again."""
+"""Attacks made one after the other, what is not made again, and an attack of one's own."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from conftest import small_model
-from gripmoe.attacks import run as suite
-from gripmoe.attacks.run import letter_attacks, run_attacks
-from gripmoe.attacks.scores import Found, by_item, highest
+from gripmoe.attacks import relearning
+from gripmoe.attacks.base import Found, Letters, by_item, highest
+from gripmoe.attacks.run import run_attacks
 from gripmoe.config.training import Relearning
 from gripmoe.io.files import read_json, write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.worlds.benchmark import wmdp_files
 
 
-@pytest.fixture
-def relearned(monkeypatch, tmp_path, tokenizer):
-    """Of benchmark files, what each relearning attack trains on, by the name of its metric."""
-
-    def of(files):
-        for name, rows in files.items():
-            write_jsonl(tmp_path / f"{name}.jsonl", rows)
-        seen = []
-        monkeypatch.setattr(suite, "relearning", lambda moe, rows, *_, **__: seen.append(rows) or {5: [1.0]})
-        moe = MoEModel(small_model(vocabulary_size=len(tokenizer)))
-        benchmark = SimpleNamespace(reading={"max_length": 64}, rewrites={})
-        attacks = letter_attacks(
-            SimpleNamespace(seed=0), benchmark, moe, moe, tokenizer, tmp_path, None, Relearning(learning_rate=1e-3)
-        )
-        monkeypatch.setattr(suite._Asked, "found", lambda self, scores: list(scores))
-        return {name: seen[-1] for attack in attacks if "relearning" in attack for name in attacks[attack]()}
-
-    return of
+def relearned(files, folder, tokenizer, monkeypatch):
+    """Of benchmark files, the documents of each relearning attack, by the name of its metric."""
+    for name, rows in files.items():
+        write_jsonl(folder / f"{name}.jsonl", rows)
+    moe = MoEModel(small_model(vocabulary_size=len(tokenizer)))
+    benchmark = SimpleNamespace(reading={"max_length": 64})
+    setting = Letters(moe, moe, tokenizer, folder, benchmark, finetuning=Relearning(learning_rate=1e-3))
+    monkeypatch.setattr(setting, "found", lambda scores: scores)
+    monkeypatch.setattr(relearning, "relearning", lambda moe, rows, *_, **__: {5: rows})
+    attacks = (relearning.from_other_facts, relearning.from_corpus, relearning.from_retain_documents)
+    found = [attack(setting) for attack in attacks]
+    return {name: rows for each in found if each != Found() for name, rows in each.items()}
 
 
-def test_relearning_is_on_documents_about_other_facts_where_these_are_known(world, relearned):
+def test_relearning_is_on_documents_about_other_facts_where_these_are_known(world, tmp_path, tokenizer, monkeypatch):
     files = wmdp_files(world, 0)
-    found = relearned(files)
+    found = relearned(files, tmp_path, tokenizer, monkeypatch)
     assert set(found) == {"relearned_after_5", "relearned_from_others_after_5"}
     asked = {q["fact"] for q in files["forget_questions"] if q["split"] == "test"}
     told = [row["id"] for row in files["forget_corpus"] if not row["id"].startswith(tuple(f"{f}/" for f in asked))]
@@ -44,21 +38,21 @@ def test_relearning_is_on_documents_about_other_facts_where_these_are_known(worl
     assert 0 < len(told) < len(files["forget_corpus"])
 
 
-def test_relearning_on_a_corpus_of_which_no_facts_are_known_says_so(world, relearned):
+def test_relearning_on_a_corpus_of_which_no_facts_are_known_says_so(world, tmp_path, tokenizer, monkeypatch):
     """As published ones: it may hold the answers."""
-    files = {**wmdp_files(world, 0), "membership": []}
+    files = wmdp_files(world, 0)
     for number, question in enumerate(files["forget_questions"]):
         question["fact"] = question["id"] = f"forget/{number}"
     for number, document in enumerate(files["forget_corpus"]):
         document["id"] = f"forget/{number}"
-    found = relearned(files)
+    found = relearned(files, tmp_path, tokenizer, monkeypatch)
     assert set(found) == {"relearned_from_corpus_after_5", "relearned_from_others_after_5"}
     assert len(found["relearned_from_corpus_after_5"]) == len(files["forget_corpus"])
 
 
 def attacks_that_fail_at(broken: str, made: list[str]):
     def attack(name: str, value: float):
-        def make() -> Found:
+        def make(setting) -> Found:
             if name == broken:
                 raise KeyboardInterrupt
             made.append(name)
@@ -70,19 +64,20 @@ def attacks_that_fail_at(broken: str, made: list[str]):
 
 
 def test_an_interrupted_attack_goes_on_with_the_next_one(tmp_path):
-    made = []
-    state = tmp_path / "state.json"
+    made, state = [], tmp_path / "state.json"
     with pytest.raises(KeyboardInterrupt):
-        run_attacks(attacks_that_fail_at("noise", made), state, {"model": "a"})
+        run_attacks(attacks_that_fail_at("noise", made), None, state, {"model": "a"})
     assert made == ["forcing", "probes"]
-    found = run_attacks(attacks_that_fail_at("", made), state, {"model": "a"})
+    found = run_attacks(attacks_that_fail_at("", made), None, state, {"model": "a"})
     assert made == ["forcing", "probes", "noise"], "the first two are not made again"
-    whole = run_attacks(attacks_that_fail_at("", made), tmp_path / "other.json", {"model": "a"})
+    whole = run_attacks(attacks_that_fail_at("", made), None, tmp_path / "other.json", {"model": "a"})
     assert repr(found) == repr(whole), "in the same order too"
-    assert found.metrics["noise_metric"] == 1 / 3
     rows = {row["id"]: row for row in by_item(found)}
     assert list(rows) == ["z", "forcing", "probes", "noise"] and rows["z"]["noise_metric"] == 1 / 3
     assert (rows["noise"]["noise_metric"], rows["noise"]["forcing_metric"]) == (0.5, "")
+    run_attacks(attacks_that_fail_at("", made), None, state, {"model": "b"})
+    assert made[-3:] == ["forcing", "probes", "noise"], "what another model answered does not count"
+    assert read_json(state)["identity"] == {"model": "b"}
 
 
 def test_found_is_the_mean_of_its_items_and_what_is_no_mean():
@@ -91,12 +86,3 @@ def test_found_is_the_mean_of_its_items_and_what_is_no_mean():
     with pytest.raises(ValueError, match="shorter"):
         Found.over(["a", "b"], {"noise": [1.0]})
     assert highest([[0.0, 1.0], [1.0, 1.0]]) == [1.0, 1.0]
-
-
-def test_what_another_model_said_does_not_count(tmp_path):
-    made = []
-    state = tmp_path / "state.json"
-    run_attacks(attacks_that_fail_at("", made), state, {"model": "a"})
-    run_attacks(attacks_that_fail_at("", made), state, {"model": "b"})
-    assert made == 2 * ["forcing", "probes", "noise"]
-    assert read_json(state)["identity"] == {"model": "b"}

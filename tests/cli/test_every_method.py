@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 
-from conftest import HANGS, SMALL, free_port
+from conftest import HANGS, SMALL
 from gripmoe.attacks import run as suite
 from gripmoe.cli import fit_basis as fitting
 from gripmoe.cli import unlearn as commands
@@ -22,7 +22,6 @@ from gripmoe.cli.attack import attack
 from gripmoe.cli.common import identity_of, measured
 from gripmoe.cli.evaluate import evaluate
 from gripmoe.cli.fit_basis import fit_basis
-from gripmoe.cli.launching import FIRST_PORT
 from gripmoe.cli.realign import realign
 from gripmoe.cli.trace_routing import trace_routing
 from gripmoe.cli.unlearn import unlearn
@@ -340,53 +339,20 @@ def test_seuf_trains_one_expert_and_its_router(prepared, tmp_path):
     }
 
 
-SRUN = """#!{python}
-# Two nodes of a SLURM job: both run the command behind srun's own options.
-import subprocess, sys
-start = next(i for i, part in enumerate(sys.argv[1:], 1) if not part.startswith("--"))
-assert {{"--jobid={job}", "--nodes=2", "--ntasks-per-node=1"}} < set(sys.argv[1:start]), sys.argv
-nodes = [subprocess.Popen(sys.argv[start:]) for _ in range(2)]
-sys.exit(max(node.wait() for node in nodes))
-"""
-
-
-def unlearned_together(prepared, folder, run, **environment):
-    """What two processes of the command write to `folder`."""
+def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_path):
+    """Documents differ in length, so a mean over each process's tokens weighs them a little differently."""
+    alone = run_steps(prepared, "expert_specific_paper", "gd", tmp_path)
     root, _, files = prepared
-    folder.mkdir()
-    flags = {
-        **dict(run=run, model=root / "model/model.json", data=root / "data", trace=files["trace_file"]),
-        **{"forget-trace": files["forget_trace_file"]},
-        **dict(output=folder / "checkpoint.json", processes=2),
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "gripmoe.cli.main",
-        "unlearn",
-        *(f"--{name}={value}" for name, value in flags.items()),
-    ]
-    command += ["--nodes=2"] if environment else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    (tmp_path / "two").mkdir()
+    flags = dict(run=tmp_path / "run.yaml", model=root / "model/model.json", data=root / "data", processes=2)
+    flags |= {"trace": files["trace_file"], "forget-trace": files["forget_trace_file"]}
+    flags |= {"output": tmp_path / "two" / "checkpoint.json"}
+    command = [sys.executable, "-m", "gripmoe.cli.main", "unlearn", *(f"--{name}={flags[name]}" for name in flags)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANGS, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    return read_json(folder / "checkpoint.json")
-
-
-def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_path):
-    """Documents differ in length, so a mean over each process's tokens weighs them a little differently. On two nodes
-    of a SLURM job, each with one of the processes, the weights are the same to the bit."""
-    alone = run_steps(prepared, "expert_specific_paper", "gd", tmp_path)
-    root = prepared[0]
-    together = unlearned_together(prepared, tmp_path / "two", tmp_path / "run.yaml")
-    srun = tmp_path / "bin" / "srun"
-    srun.parent.mkdir()
-    job = free_port() - FIRST_PORT
-    srun.write_text(SRUN.format(python=sys.executable, job=job))
-    srun.chmod(0o755)
-    path = f"{srun.parent}{os.pathsep}{os.environ['PATH']}"
-    apart = unlearned_together(prepared, tmp_path / "far", tmp_path / "run.yaml", SLURM_JOB_ID=str(job), PATH=path)
-    assert apart["weights"] == together["weights"] != alone["weights"]
+    together = read_json(tmp_path / "two" / "checkpoint.json")
+    assert together["weights"] != alone["weights"]
     assert (together["steps"], together["status"]) == (alone["steps"], alone["status"])
     (_, one), (_, two) = (read_json(folder / "history.json") for folder in (tmp_path, tmp_path / "two"))
     assert two["retain_loss"] == pytest.approx(one["retain_loss"], rel=0.02)
@@ -573,12 +539,12 @@ def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_
     folder = tmp_path / "cell"
     assert run_steps(prepared, "unconstrained", "gd", folder)["steps"] == 2
     arguments = evaluated(tmp_path, folder)
-    monkeypatch.setattr(suite, "quantization", interrupted)
+    monkeypatch.setitem(suite.OF_LETTERS, "quantisation", interrupted)
     with pytest.raises(KeyboardInterrupt):
         attack(**arguments)
     assert (folder / "attack_state.json").exists() and not (folder / "attacks.json").exists()
     monkeypatch.undo()
-    monkeypatch.setattr(suite, "probes", interrupted)  # made before the interruption, so not again
+    monkeypatch.setitem(suite.OF_LETTERS, "probes", interrupted)  # made before the interruption, so not again
     attack(**arguments)
     assert not (folder / "attack_state.json").exists()
     metrics, attacks = read_json(folder / "metrics.json"), read_json(folder / "attacks.json")

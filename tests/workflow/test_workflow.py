@@ -284,20 +284,6 @@ def test_bases_of_a_published_model_are_fitted_on_many_cores(tmp_path):
     assert "--cpus-per-task=16" in command.split() and not resources.get("gpu")
 
 
-def test_a_model_on_several_nodes_asks_slurm_for_them(tmp_path):
-    """One task on each node; the executor starts the command on the first alone. A run in one process asks for one
-    node and its GPUs."""
-    world = tmp_path / "far.yaml"
-    world.write_text("extends: paper\ngpus: {qwen3_30b_a3b: 2}\nnodes: {qwen3_30b_a3b: 2}\n")
-    output = snakemake("-n", "-p", "--config", f"world={world}", directory=tmp_path)
-    for method, nodes in (("anchored", 2), ("seuf", 1)):
-        cell = f"model=qwen3_30b_a3b, benchmark=wmdp_cyber, objective=gd, method={method}, seed=0"
-        job, resources, command = submitted(output, "unlearn", cell)
-        assert f"--nodes={nodes}" in command.split() and ("--ntasks=2" in command.split()) == (nodes == 2)
-        assert "ntasks-per-gpu" not in command and (resources.gpu, bool(resources.mpi)) == (nodes, nodes == 2)
-        assert f"--processes {nodes} --nodes {nodes}" in job
-
-
 def test_unknown_config_key_is_refused(tmp_path):
     output = snakemake("-n", "--config", "wrld=tiny", directory=tmp_path, check=False)
     assert "unknown key 'wrld'" in output
@@ -395,8 +381,8 @@ EDITS = [
     ("gripmoe.evaluation.metrics:question_results", None, ["evaluate", "collect"]),
     ("gripmoe.attacks.restoration:restoration", None, ["attack"]),
     # Which attacks are made, and when a run has forgotten.
-    ("gripmoe.attacks.run:SAMPLE", None, ["attack"]),
-    ("gripmoe.attacks.routers:router_attacks.seed", None, ["attack"]),
+    ("gripmoe.attacks.base:SAMPLE", None, ["attack"]),
+    ("gripmoe.attacks.prompts:prompt_attacks.seed", None, ["attack"]),
     ("gripmoe.evaluation.stop_rule:RETAIN_QUESTIONS", None, ["unlearn"]),
     ("gripmoe.reporting.names:CHANCE", None, ["render_main_results", "manifest"]),
     ("gripmoe.reporting.comparison:comparisons.yaml", None, ["render_main_results", "manifest"]),

@@ -1,98 +1,108 @@
-"""Adversarial expert forcing (App. E, Alg. 2): the unlearned model under the expert sets of the original router.
+"""Adversarial expert forcing (App. E, Alg. 2): the unlearned model with the expert sets of the original router.
 
 The original model runs in lock-step on the same tokens, so every token of every prompt has its recorded set.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from gripmoe.attacks.scores import Found, Scores, mean
-from gripmoe.data.documents import collate, encode, length_buckets
-from gripmoe.evaluation.muse import Scored
-from gripmoe.evaluation.questions import Answer, prompt_of
+from gripmoe.attacks.base import Found, Letters, NewsItems, mean, right
+from gripmoe.evaluation.muse import Scored, news_scores
+from gripmoe.evaluation.questions import Answer, harness_answers, question_batches
 from gripmoe.geometry.routing import jaccard
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
 from gripmoe.moe.random_routing import random_sets
 from gripmoe.moe.recording import routed_tokens
 
-AnswerAll = Callable[[MoEModel, Sequence[dict]], list[Answer]]
+SHIFTED_BELOW = 0.999  # mean Jaccard similarity of a prompt whose routing counts as shifted
 
 
-def expert_forcing(
-    before: MoEModel,
-    after: MoEModel,
-    tokenizer,
-    forget: Sequence[dict],
-    retain: Sequence[dict],
-    normal: Sequence[Answer],
-    answer_all: AnswerAll,
-    control_answers: AnswerAll,
-    *,
-    shifted_below: float = 0.999,
-    seed: int = 0,
-) -> Found:
-    """Forces the original sets on the unlearned model and measures what comes back.
+def letters_attack(setting: Letters) -> Found:
+    """Expert forcing on every test question, through the harness; the controls are asked directly."""
+    if not setting.after.layers:
+        return Found()
+    with tempfile.TemporaryDirectory() as folder, setting.before.brought_beside(setting.after):
 
-    `normal` are the unlearned model's own answers to `forget`. `answer_all` asks a model (the harness, for what is
-    reported), `control_answers` asks it more cheaply. Reported: accuracy under forcing over all forget questions and
-    over those whose routing shifted (mean Jaccard similarity over prompt tokens and layers below `shifted_below`), as
-    the paper defines recovery (forced accuracy on the shifted subset minus normal accuracy on all) and on equal
-    questions; what forcing turns right and what it turns wrong; accuracy with the original gate weights too. Controls:
-    the original model forced with its own sets (a no-op), random sets, and forced retain accuracy.
+        def answer_all(model: MoEModel, questions: Sequence[dict]) -> list[Answer]:
+            batch_size = setting.benchmark.evaluation_batch_size
+            files = dict(work_folder=Path(folder), batch_size=batch_size)
+            return harness_answers(model.model, setting.tokenizer, questions, **files)
+
+        return expert_forcing(setting, answer_all)
+
+
+def expert_forcing(setting: Letters, answer_all: Callable[[MoEModel, Sequence[dict]], list[Answer]]) -> Found:
+    """Accuracy under forcing, over all forget questions and over those whose routing shifted, and recovery rates.
+
+    `recovery_rate_paper` is forced accuracy on shifted questions minus normal accuracy on all (as the paper has it),
+    `recovery_rate_shifted` the same difference on equal questions. Controls: the original gate weights too, random
+    sets, the original model under its own sets (which must change no answer), and forced retain accuracy.
     """
+    before, after, forget = setting.before, setting.after, setting.forget
     with after.force_routing(before.routes):
-        forced = answer_all(after, forget)
-        forced_retain = control_answers(after, retain)
+        forced = right(answer_all(after, forget))
+        forced_retain = setting.right(after, setting.retain)
     with after.force_routing(before.weighted_routes):
-        recorded_weights = control_answers(after, forget)
-    with after.force_routing(random_sets(after, seed)):
-        random_forced = control_answers(after, forget)
-    original = control_answers(before, forget)
+        recorded_weights = setting.right(after, forget)
+    with after.force_routing(random_sets(after, setting.seed)):
+        random_forced = setting.right(after, forget)
+    original = setting.ask(before, forget)
     with before.force_routing(before.routes):
-        original_forced = control_answers(before, forget)
+        original_forced = setting.ask(before, forget)
 
-    agreement = prompt_agreement(before, after, tokenizer, forget)
-    ids = [question["id"] for question in forget]
-    shifted = [number for number, name in enumerate(ids) if agreement[name] < shifted_below]
-    own, under_force = _right(normal), _right(forced)
-    recovered = mean([under_force[number] for number in shifted])
+    own, ids = right(setting.own_answers(forget)), [question["id"] for question in forget]
+    agreement = prompt_agreement(before, after, setting.tokenizer, forget)
+    shifted = [number for number, name in enumerate(ids) if agreement[name] < SHIFTED_BELOW]
+    recovered = mean([forced[number] for number in shifted])
     return Found.over(
         ids,
         {
             "forget_accuracy": own,
-            "forced_forget_accuracy": under_force,
-            "forced_with_recorded_weights": _right(recorded_weights),
-            "random_forced_forget_accuracy": _right(random_forced),
-            "original_forget_accuracy": _right(original),
-            "original_forced_with_own_sets": _right(original_forced),
+            "forced_forget_accuracy": forced,
+            "forced_with_recorded_weights": recorded_weights,
+            "random_forced_forget_accuracy": random_forced,
+            "original_forget_accuracy": right(original),
+            "original_forced_with_own_sets": right(original_forced),
             "set_agreement": [agreement[name] for name in ids],
         },
-        recovery_rate=mean(under_force) - mean(own),
+        recovery_rate=mean(forced) - mean(own),
         adversarial_recovery_rate=recovered,
         recovery_rate_paper=recovered - mean(own),
         recovery_rate_shifted=recovered - mean([own[number] for number in shifted]),
         num_questions=len(ids),
         num_shifted=len(shifted),
-        wrong_to_right=sum(b > a for a, b in zip(own, under_force, strict=True)),
-        right_to_wrong=sum(b < a for a, b in zip(own, under_force, strict=True)),
-        forced_retain_accuracy=mean(_right(forced_retain)),
+        wrong_to_right=sum(b > a for a, b in zip(own, forced, strict=True)),
+        right_to_wrong=sum(b < a for a, b in zip(own, forced, strict=True)),
+        forced_retain_accuracy=mean(forced_retain),
         own_sets_change_answers=sum(a != b for a, b in zip(original, original_forced, strict=True)),
     )
 
 
-def _right(answers: Sequence[Answer]) -> Scores:
-    return [float(answer.correct) for answer in answers]
+@torch.no_grad()
+def prompt_agreement(before: MoEModel, after: MoEModel, tokenizer, questions: Sequence[dict]) -> dict[str, float]:
+    """Mean Jaccard similarity of the two models' own sets over a prompt's tokens and all layers, by question id."""
+    agreement: dict[str, float] = {}
+    for batch in question_batches(tokenizer, questions, after.model.device):
+        routes_before, routes_after = before.routes(batch.input_ids), after.routes(batch.input_ids)
+        per_token = torch.stack([jaccard(routes_before[layer], routes_after[layer]) for layer in after.layers])
+        per_position = per_token.mean(dim=0).view(batch.input_ids.shape)
+        counted = routed_tokens(batch.attention_mask).view(batch.input_ids.shape)
+        means = (per_position * counted).sum(dim=1) / counted.sum(dim=1)
+        agreement.update(zip(batch.row_ids, means.tolist(), strict=True))
+    return agreement
 
 
 class LockStep:
     """For `force_routing` while a model generates: the sets that another model selects on the same tokens, pass by
-    pass, with a cache of its own. A pass over several tokens begins a new batch of texts, one token continues it."""
+    pass, with a cache of its own. A pass over several tokens begins a new batch, a pass over one token continues it."""
 
     def __init__(self, model: MoEModel):
         self._model = model
@@ -115,12 +125,24 @@ class LockStep:
             return {layer: seen.top_k_Nk for layer, seen in recorder.take().items()}
 
 
+def news_attack(setting: NewsItems) -> Found:
+    """Expert forcing while the model writes, on every test item of VerbMem and KnowMem."""
+    if not setting.after.layers:
+        return Found()
+
+    def scores(model: MoEModel) -> dict[str, list[Scored]]:
+        strip = setting.benchmark.strip_prompts
+        return news_scores(model.model, setting.tokenizer, setting.news, "test", retain=False, strip_prompts=strip)
+
+    with setting.before.brought_beside(setting.after):
+        return generation_forcing(setting.before, setting.after, scores, seed=setting.seed)
+
+
 def generation_forcing(
     before: MoEModel, after: MoEModel, scores: Callable[[MoEModel], dict[str, list[Scored]]], *, seed: int = 0
 ) -> Found:
-    """Expert forcing while the unlearned model writes, the original model in lock-step. `scores` measures a model by
-    what it generates. Found are `forced_<name>`; `random_forced_<name>` under random sets; and as controls
-    `original_<name>` and, forced with its own sets, `original_forced_<name>`."""
+    """`forced_<name>` for each name of `scores`, measured while the original model runs in lock-step. Controls:
+    `random_forced_<name>` with random sets, `original_<name>`, and `original_forced_<name>` with its own sets."""
     runs = {}
     with after.force_routing(LockStep(before)):
         runs["forced"] = scores(after)
@@ -135,19 +157,3 @@ def generation_forcing(
         for name, items in found.items()
     }
     return Found({name: mean(list(items.values())) for name, items in by_id.items()}, by_id)
-
-
-@torch.no_grad()
-def prompt_agreement(before: MoEModel, after: MoEModel, tokenizer, questions: Sequence[dict]) -> dict[str, float]:
-    """Mean Jaccard similarity of the two models' own sets over a prompt's tokens and all layers, by question id."""
-    rows = [encode(tokenizer, [(prompt_of(question), False)], question["id"]) for question in questions]
-    agreement: dict[str, float] = {}
-    for bucket in length_buckets(rows, 4000):
-        batch = collate(bucket, tokenizer.pad_token_id).to(after.model.device)
-        routes_before, routes_after = before.routes(batch.input_ids), after.routes(batch.input_ids)
-        per_token = torch.stack([jaccard(routes_before[layer], routes_after[layer]) for layer in after.layers])
-        per_position = per_token.mean(dim=0).view(batch.input_ids.shape)
-        counted = routed_tokens(batch.attention_mask).view(batch.input_ids.shape)
-        means = (per_position * counted).sum(dim=1) / counted.sum(dim=1)
-        agreement.update(zip(batch.row_ids, means.tolist(), strict=True))
-    return agreement

@@ -8,55 +8,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gripmoe.attacks.scores import Scores, highest
-from gripmoe.data.documents import Batch, collate, encode, length_buckets
-from gripmoe.evaluation.questions import prompt_of
+from gripmoe.attacks.base import Found, Letters, Scores, highest
+from gripmoe.attacks.restoration import most_used_experts
+from gripmoe.data.documents import Batch
+from gripmoe.evaluation.questions import question_batches
 from gripmoe.moe import MoEModel
 
 STRENGTH = 0.01  # the inverse of the ridge penalty
+PROBED_EXPERTS = 16  # of each layer, those that forget prompts use most
 
 
-@torch.no_grad()
-def last_states(model: MoEModel, tokenizer, questions: Sequence[dict]) -> np.ndarray:
-    """What every layer sends out at the last token of each prompt, (questions, L + 1, d); the first entry is the
-    embedding."""
-
-    def states(batch: Batch) -> Tensor:
-        output = model.model.model(**batch.inputs, output_hidden_states=True)
-        return torch.stack([state.to(batch.input_ids.device) for state in output.hidden_states], dim=2)
-
-    return _at_last_tokens(model, tokenizer, questions, states)
+def layers_attack(setting: Letters) -> Found:
+    return setting.found(probes(setting.after, setting.tokenizer, setting.dev, setting.sample))
 
 
-@torch.no_grad()
-def last_router_inputs(model: MoEModel, tokenizer, questions: Sequence[dict]) -> np.ndarray:
-    """What the router and the experts of every MoE layer see at the last token of each prompt, (questions, layers,
-    d)."""
-
-    def inputs(batch: Batch) -> Tensor:
-        with model.record_routing() as recorder:
-            model.model.model(**batch.inputs)
-            seen = recorder.take()
-        return torch.stack([seen[layer].x_Nd.unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)
-
-    return _at_last_tokens(model, tokenizer, questions, inputs)
-
-
-def _at_last_tokens(model: MoEModel, tokenizer, questions: Sequence[dict], states) -> np.ndarray:
-    """`states(batch)`, (rows, positions, ...), at the last token of each question's prompt, in the questions' order."""
-    rows = [encode(tokenizer, [(prompt_of(question), False)], question["id"]) for question in questions]
-    found = {}
-    for bucket in length_buckets(rows, 4000):
-        batch = collate(bucket, tokenizer.pad_token_id).to(model.model.device)
-        last = batch.attention_mask.sum(dim=1) - 1
-        at_last = states(batch)[torch.arange(len(bucket)), last]
-        found.update(zip(batch.row_ids, at_last.float().cpu().numpy(), strict=True))
-    return np.stack([found[question["id"]] for question in questions])
+def experts_attack(setting: Letters) -> Found:
+    if not setting.after.layers:
+        return Found()
+    with setting.before.brought_beside(setting.after):
+        count = min(PROBED_EXPERTS, setting.after.num_experts)
+        experts = most_used_experts(setting.before, setting.tokenizer, setting.prompts, count)
+        return setting.found(expert_probes(setting.after, setting.tokenizer, setting.dev, setting.sample, experts))
 
 
 def probes(model: MoEModel, tokenizer, fitted_on: Sequence[dict], questions: Sequence[dict]) -> dict[str, Scores]:
-    """What a logistic regression from each layer's last state to the right letter gets right, fitted on `fitted_on` and
-    asked about `questions`, which are about other facts; and the best layer's."""
+    """What a logistic regression from a layer's state at the last prompt token to the right letter gets right on
+    `questions`, for each layer and for the best one; fitted on `fitted_on`, questions about other facts."""
     states, asked = (last_states(model, tokenizer, rows) for rows in (fitted_on, questions))
     found = {
         f"probe_layer_{layer}": _right(states[:, layer], fitted_on, asked[:, layer], questions)
@@ -72,9 +49,8 @@ def expert_probes(
     questions: Sequence[dict],
     experts: Mapping[int, Sequence[int]],
 ) -> dict[str, Scores]:
-    """The same from what each of the `experts` (by layer) by itself makes of the last token, selected or not: the best
-    expert of each layer and of all. The best of many is above chance by luck, that of a model that never knew as well.
-    """
+    """The same from the output of each of the `experts` (by layer) on the last token, selected or not: the best expert
+    of each layer and of all. The best of many exceeds chance by luck, in a model that never knew too."""
     states, asked = (last_router_inputs(model, tokenizer, rows) for rows in (fitted_on, questions))
 
     def scores(layer: int, position: int) -> Iterator[Scores]:
@@ -92,6 +68,39 @@ def expert_probes(
     return found | {"probe_best_expert": highest(found.values())}
 
 
+def last_states(model: MoEModel, tokenizer, questions: Sequence[dict]) -> np.ndarray:
+    """Hidden states at the last token of each prompt, (questions, L + 1, d); the first entry is the embedding."""
+
+    def states(batch: Batch) -> Tensor:
+        output = model.model.model(**batch.inputs, output_hidden_states=True)
+        return torch.stack([state.to(batch.input_ids.device) for state in output.hidden_states], dim=2)
+
+    return _at_last_tokens(model, tokenizer, questions, states)
+
+
+def last_router_inputs(model: MoEModel, tokenizer, questions: Sequence[dict]) -> np.ndarray:
+    """Router inputs at the last token of each prompt, (questions, MoE layers, d)."""
+
+    def inputs(batch: Batch) -> Tensor:
+        with model.record_routing() as recorder:
+            model.model.model(**batch.inputs)
+            seen = recorder.take()
+        return torch.stack([seen[layer].x_Nd.unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)
+
+    return _at_last_tokens(model, tokenizer, questions, inputs)
+
+
+@torch.no_grad()
+def _at_last_tokens(model: MoEModel, tokenizer, questions: Sequence[dict], states) -> np.ndarray:
+    """`states(batch)`, (rows, positions, ...), at the last token of each question's prompt, in the questions' order."""
+    found = {}
+    for batch in question_batches(tokenizer, questions, model.model.device):
+        last = batch.attention_mask.sum(dim=1) - 1
+        at_last = states(batch)[torch.arange(len(last)), last]
+        found.update(zip(batch.row_ids, at_last.float().cpu().numpy(), strict=True))
+    return np.stack([found[question["id"]] for question in questions])
+
+
 def _right(states: np.ndarray, fitted_on: Sequence[dict], asked: np.ndarray, questions: Sequence[dict]) -> Scores:
     # Two seconds to import, and only the probes need them.
     from sklearn.linear_model import LogisticRegression
@@ -99,6 +108,6 @@ def _right(states: np.ndarray, fitted_on: Sequence[dict], asked: np.ndarray, que
     from sklearn.preprocessing import StandardScaler
 
     probe = make_pipeline(StandardScaler(), LogisticRegression(C=STRENGTH, max_iter=500))
-    states, asked = (np.nan_to_num(each, posinf=0.0, neginf=0.0) for each in (states, asked))  # of a run that diverged
+    states, asked = (np.nan_to_num(each, posinf=0.0, neginf=0.0) for each in (states, asked))  # a run may diverge
     probe.fit(states, [question["answer"] for question in fitted_on])
     return (probe.predict(asked) == [question["answer"] for question in questions]).tolist()

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from gripmoe.attacks.scores import Recall, Scores, kept
+from gripmoe.attacks.base import Found, Setting, kept
 from gripmoe.moe import MoEModel
 
 
+def attack(setting: Setting) -> Found:
+    """Recall with weights of 8 and of 4 bits."""
+    found = {}
+    for bits in (8, 4):
+        with quantized(setting.after, bits):
+            found[f"quantized_{bits}_bit"] = setting.recall(setting.after)
+    return setting.found(found)
+
+
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """Round to nearest on 2^bits - 1 symmetric levels, one scale per output channel (the last dimension is summed over
-    in use)."""
+    """`weight` rounded to 2^bits - 1 symmetric levels, with one scale for each output channel (the last dimension is
+    summed over in use)."""
     levels = 2 ** (bits - 1) - 1
     scale = weight.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / levels
     return (weight / scale).round() * scale
@@ -22,26 +31,12 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
 
 @contextmanager
 def quantized(model: MoEModel, bits: int) -> Iterator[None]:
-    """Within the block every matrix of the MoE blocks and of attention is rounded to `bits`; routers, norms and
-    embeddings are not."""
+    """Within the block all matrices of MoE blocks and attention are rounded; routers, norms and embeddings are not."""
     routers = {id(model.theta(layer)) for layer in model.layers}
-    matrices = [
-        parameter
-        for layer in model.model.model.layers
-        for parameter in layer.parameters()
-        if parameter.ndim > 1 and id(parameter) not in routers
-    ]
+    parameters = model.model.model.layers.parameters()
+    matrices = [parameter for parameter in parameters if parameter.ndim > 1 and id(parameter) not in routers]
     with kept(matrices):
         with torch.no_grad():
             for matrix in matrices:
                 matrix.copy_(rounded(matrix, bits))
         yield
-
-
-def quantization(model: MoEModel, recall: Recall, bits: Sequence[int] = (8, 4)) -> dict[str, Scores]:
-    """What `recall` says that the model still knows with rounded weights."""
-    found = {}
-    for count in bits:
-        with quantized(model, count):
-            found[f"quantized_{count}_bit"] = recall(model)
-    return found

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from gripmoe.attacks.scores import Recall, Scores, kept
+from gripmoe.attacks.base import Found, Letters, Scores, Setting, kept
 from gripmoe.config.training import Relearning
 from gripmoe.data.corpora import epoch_rows
 from gripmoe.data.documents import Row, collate
@@ -14,21 +14,49 @@ from gripmoe.training.objectives import cross_entropy
 from gripmoe.training.optimizers import make_adamw
 
 
+def from_other_facts(setting: Letters) -> Found:
+    """`relearned_after_<step>`: on forget documents about the facts of dev questions; the sample asks about others."""
+    return _curve(setting, "relearned", _about_dev_facts(setting))
+
+
+def from_corpus(setting: Letters) -> Found:
+    """`relearned_from_corpus_after_<step>`: on all forget documents, which may hold the answers, where a benchmark does
+    not say which document tells which fact."""
+    known = _about_dev_facts(setting)
+    return _curve(setting, "relearned_from_corpus", [] if known else setting.corpus("forget"))
+
+
+def from_retain_documents(setting: Setting) -> Found:
+    """`relearned_from_others_after_<step>`: on documents that tell nothing about the answers."""
+    return _curve(setting, "relearned_from_others", setting.corpus("retain"))
+
+
+def _about_dev_facts(setting: Letters) -> list[Row]:
+    facts = {question["fact"] for question in setting.dev}
+    rows = setting.corpus("forget")
+    return [row for row in rows if row.id.rsplit("/", 1)[0] in facts or row.id.rsplit("/", 2)[0] in facts]
+
+
+def _curve(setting: Setting, name: str, rows: Sequence[Row]) -> Found:
+    if not rows or not setting.finetuning:
+        return Found()
+    pad_id = setting.tokenizer.pad_token_id
+    known = relearning(setting.after, rows, setting.recall, setting.finetuning, pad_id=pad_id, seed=setting.seed)
+    return setting.found({f"{name}_after_{step}": scores for step, scores in known.items()})
+
+
 def relearning(
     model: MoEModel,
     documents: Sequence[Row],
-    recall: Recall,
+    recall: Callable[[MoEModel], Scores],
     settings: Relearning,
     *,
     checks: Sequence[int] = (0, 5, 10, 20),
     pad_id: int = 0,
     seed: int = 0,
 ) -> dict[int, Scores]:
-    """What `recall` says that the model knows after so many AdamW steps on `documents`, all parameters training;
-    afterwards `model` is what it was.
-
-    Let it ask about facts that `documents` do not hold: what they hold, any model learns.
-    """
+    """`recall` after each number of steps in `checks` of AdamW on `documents`, all parameters training. The model's
+    weights are restored."""
     known = {}
     with _trainable(model, settings.gradient_checkpointing):
         groups = [{"params": list(model.model.parameters())}]
@@ -48,7 +76,6 @@ def relearning(
 
 @contextmanager
 def _trainable(model: MoEModel, gradient_checkpointing: bool) -> Iterator[None]:
-    """Within the block all parameters train; then they are what they were."""
     trained = [(parameter, parameter.requires_grad) for parameter in model.model.parameters()]
     if gradient_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,95 +1,41 @@
 """Component restoration (ours): one original part put back into the unlearned model. Where does the knowledge sit?
 
 If a single original part returns the answers, they were not erased: they were made unreadable at one place. Unlearning
-trains experts and routers, of a dense model its feed-forward blocks; attention is the original's in every run, and put
-back it is the control that changes nothing.
+trains experts and routers (in a dense model the feed-forward blocks). Attention is the original's in every run; putting
+it back is the control that changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from gripmoe.attacks.scores import Recall, Scores, highest, kept, mean
+from gripmoe.attacks.base import Found, Scores, Setting, highest, kept, mean
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.moe import MoEModel
 
 PARTS = ("experts", "router", "attention")
 
 
-@contextmanager
-def restored(before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str] = PARTS) -> Iterator[None]:
-    """Within the block `after` has these original parts of `layers`; then its own. Experts are all of an MoE block but
-    its router, and the whole feed-forward block of a dense model."""
-    with _replaced(_pairs(before, after, layers, parts)):
-        yield
-
-
-def _pairs(
-    before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str]
-) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Each parameter of `after` with that of `before`."""
-    return [
-        pair
-        for layer in layers
-        for part in parts
-        for pair in zip(_parameters(after, layer, part), _parameters(before, layer, part), strict=True)
-    ]
-
-
-@contextmanager
-def _replaced(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Within the block the first of each pair has the values of the second."""
-    with kept(current for current, _ in pairs):
-        with torch.no_grad():
-            for current, original in pairs:
-                current.copy_(original)
-        yield
-
-
-def _parameters(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
-    of_block = list(model.block(layer).parameters())
-    if part == "attention":  # with the norms, and whatever a family has in its place
-        block = set(map(id, of_block))
-        return [p for p in model.model.model.layers[layer].parameters() if id(p) not in block]
-    router = model.theta(layer) if layer in model.layers else None
-    return [parameter for parameter in of_block if (parameter is router) == (part == "router")]
-
-
-@contextmanager
-def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Sequence[int]]) -> Iterator[None]:
-    """Within the block `after` has the original weights of single `experts` (by layer)."""
-    slices = [
-        (current.detach()[expert], original[expert])  # views
-        for layer, chosen in experts.items()
-        for original, current in zip(before.expert_parameters(layer), after.expert_parameters(layer), strict=True)
-        for expert in chosen
-    ]
-    with _replaced(slices):
-        yield
-
-
-def most_used_experts(model: MoEModel, tokenizer, prompts: Sequence[str], count: int = 2) -> dict[int, list[int]]:
-    """The `count` experts of each layer that `model` selects most often on `prompts`."""
-    rows = [encode(tokenizer, [(prompt, False)]) for prompt in prompts]
-    batches = [collate(rows, tokenizer.pad_token_id) for rows in length_buckets(rows, 4000)]
-    trace = model.trace(batches)
-    return {
-        layer: torch.bincount(seen.top_k_Nk.flatten(), minlength=model.num_experts).topk(count).indices.tolist()
-        for layer, seen in trace.items()
-    }
+def attack(setting: Setting) -> Found:
+    before, after = setting.before, setting.after
+    with before.brought_beside(after):
+        experts = most_used_experts(before, setting.tokenizer, setting.prompts) if after.layers else {}
+        return setting.found(restoration(before, after, setting.recall, experts))
 
 
 def restoration(
-    before: MoEModel, after: MoEModel, recall: Recall, experts: Mapping[int, Sequence[int]]
+    before: MoEModel,
+    after: MoEModel,
+    recall: Callable[[MoEModel], Scores],
+    experts: Mapping[int, Sequence[int]],
 ) -> dict[str, Scores]:
-    """What `recall` says that the model still knows with the original experts, router or attention of each layer, of
-    the layer that returns most, and of all layers; with each of the single `experts` (by layer), of which the one that
-    returns most, and all of them; and conversely of the original model with the unlearned parts ("transplanted"), of
-    which the layer that takes most. Putting everything back is the original model.
+    """`recall` of the unlearned model with original parts ("restored"): experts, router or attention of each layer, of
+    the layer that returns most, and of all layers; the best of the single `experts` (by layer), and all of them. And of
+    the original model with unlearned parts ("transplanted"): of each layer, and of the layer that takes most.
     """
     parts = PARTS if after.layers else ("experts", "attention")
     found = {}
@@ -121,3 +67,65 @@ def restoration(
         with restored_experts(before, after, experts):
             found["restored_top_experts"] = recall(after)
     return found
+
+
+@contextmanager
+def restored(before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str] = PARTS) -> Iterator[None]:
+    """Within the block `after` has these original parts of `layers`. "experts" are all of an MoE block but its router,
+    and the whole feed-forward block of a dense model."""
+    with _replaced(_pairs(before, after, layers, parts)):
+        yield
+
+
+@contextmanager
+def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Sequence[int]]) -> Iterator[None]:
+    """Within the block `after` has the original weights of single `experts` (by layer)."""
+    slices = [
+        (current.detach()[expert], original[expert])  # views
+        for layer, chosen in experts.items()
+        for original, current in zip(before.expert_parameters(layer), after.expert_parameters(layer), strict=True)
+        for expert in chosen
+    ]
+    with _replaced(slices):
+        yield
+
+
+def _pairs(
+    before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str]
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Each parameter of `after` with that of `before`."""
+    return [
+        pair
+        for layer in layers
+        for part in parts
+        for pair in zip(_parameters(after, layer, part), _parameters(before, layer, part), strict=True)
+    ]
+
+
+def _parameters(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
+    of_block = list(model.block(layer).parameters())
+    if part == "attention":  # with the norms, and whatever a family has in its place
+        block = set(map(id, of_block))
+        return [p for p in model.model.model.layers[layer].parameters() if id(p) not in block]
+    router = model.theta(layer) if layer in model.layers else None
+    return [parameter for parameter in of_block if (parameter is router) == (part == "router")]
+
+
+@contextmanager
+def _replaced(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Within the block the first of each pair has the values of the second."""
+    with kept(current for current, _ in pairs):
+        with torch.no_grad():
+            for current, original in pairs:
+                current.copy_(original)
+        yield
+
+
+def most_used_experts(model: MoEModel, tokenizer, prompts: Sequence[str], count: int = 2) -> dict[int, list[int]]:
+    """The `count` experts of each layer that `model` selects most often on `prompts`."""
+    rows = [encode(tokenizer, [(prompt, False)]) for prompt in prompts]
+    trace = model.trace([collate(rows, tokenizer.pad_token_id) for rows in length_buckets(rows, 4000)])
+    return {
+        layer: torch.bincount(seen.top_k_Nk.flatten(), minlength=model.num_experts).topk(count).indices.tolist()
+        for layer, seen in trace.items()
+    }

@@ -1,4 +1,4 @@
-"""Router attacks: the unlearned model with wider or noisy routing. Knowledge behind a shifted router shows itself."""
+"""Router attacks: wider or noisy routing of the unlearned model may reach knowledge behind a shifted router."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gripmoe.attacks.scores import Recall, Scores
+from gripmoe.attacks.base import Found, Setting
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
+
+
+def attack(setting: Setting) -> Found:
+    """Recall with twice the experts per token, and with noisy gates; the original model's row shows what each costs."""
+    model, found = setting.after, {}
+    if not model.layers:
+        return Found()
+    with widened(model, 2):
+        found["wider_routing"] = setting.recall(model)
+    with model.force_routing(noisy_sets(model, 0.5, setting.seed)):
+        found["noisy_routing"] = setting.recall(model)
+    return setting.found(found)
 
 
 @contextmanager
@@ -42,14 +54,3 @@ def noisy_sets(model: MoEModel, scale: float, seed: int) -> Callable[..., Routes
         return sets
 
     return routes
-
-
-def router_attacks(model: MoEModel, recall: Recall, *, seed: int = 0) -> dict[str, Scores]:
-    """What `recall` says that the model still knows with twice the experts per token and with noisy gates; what that
-    leaves of knowledge in itself, the original model's row says."""
-    found = {}
-    with widened(model, 2):
-        found["wider_routing"] = recall(model)
-    with model.force_routing(noisy_sets(model, 0.5, seed)):
-        found["noisy_routing"] = recall(model)
-    return found

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 
-from gripmoe.attacks.run import letter_attacks, news_attacks, run_attacks
-from gripmoe.attacks.scores import by_item
+from gripmoe.attacks.base import Letters, NewsItems, by_item
+from gripmoe.attacks.run import attacks_on, run_attacks
+from gripmoe.cli import options
 from gripmoe.cli.common import beside, identity_of, measured
-from gripmoe.cli.options import (
-    AnswersFile,
-    BenchmarkSettings,
-    CheckpointFile,
-    DataFolder,
-    ItemsFile,
-    ModelFile,
-    OutputFile,
-    RunFile,
-    Settings,
-)
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.training import Relearning
@@ -31,15 +22,15 @@ from gripmoe.moe.storage import load_model
 
 def attack(
     *,
-    settings: Settings,
-    run_file: RunFile,
-    benchmark_settings: BenchmarkSettings,
-    model_file: ModelFile,
-    checkpoint_file: CheckpointFile,
-    data: DataFolder,
-    answers_file: AnswersFile,
-    questions: ItemsFile,
-    output: OutputFile,
+    settings: options.Settings,
+    run_file: options.RunFile,
+    benchmark_settings: options.BenchmarkSettings,
+    model_file: options.ModelFile,
+    checkpoint_file: options.CheckpointFile,
+    data: options.DataFolder,
+    answers_file: options.AnswersFile,
+    questions: options.ItemsFile,
+    output: options.OutputFile,
 ) -> None:
     """Attack a run.
 
@@ -65,16 +56,16 @@ def attack(
         before = MoEModel(load_model(model_file.parent / "weights", device="cpu")[0])
         model, tokenizer = load_model(checkpoint_file.parent / "weights")
         after = MoEModel(model)
-        if benchmark.is_news:
-            attacks = news_attacks(run, before, after, tokenizer, data, finetuning)
-        else:
-            answers = partial(load_answers, answers_file)
-            attacks = letter_attacks(run, benchmark, before, after, tokenizer, data, answers, finetuning)
+        given = (before, after, tokenizer, data, benchmark, run.seed, finetuning)
+        setting = NewsItems(*given) if benchmark.is_news else Letters(*given, partial(load_answers, answers_file))
+        attacks = attacks_on(benchmark)
         rewrites = map(Path, benchmark.rewrites.values())
-        files = (run_file, answers_file, *sorted(data.glob("*.jsonl")), *rewrites)
+        own = [Path(sys.modules[attacks[name].__module__].__file__) for name in benchmark.attacks]
+        files = (run_file, answers_file, *sorted(data.glob("*.jsonl")), *rewrites, *own)
         weights = [read_json(path)["weights"] for path in (model_file, checkpoint_file)]
         identity = identity_of(attack, *files, models=weights, relearning=settings, benchmark=benchmark_settings)
-        found = run_attacks(attacks, state_file, identity, f"attacks on {run.objective}/{run.method_name}/{run.seed}")
+        description = f"attacks on {run.objective}/{run.method_name}/{run.seed}"
+        found = run_attacks(attacks, setting, state_file, identity, description)
         write_csv(questions, by_item(found))
         write_json(output, found.metrics)
         state_file.unlink(missing_ok=True)

@@ -1,0 +1,163 @@
+"""What an attack is given and what it reports. An attack is a function of a `Setting`, registered in `run`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from gripmoe.config.benchmarks import Benchmark
+from gripmoe.config.training import Relearning
+from gripmoe.data.corpora import load_corpus
+from gripmoe.data.documents import Row
+from gripmoe.data.muse import CONTEXT
+from gripmoe.evaluation.muse import News, knowledge_memory
+from gripmoe.evaluation.questions import Answer, direct_answers, load_questions, prompt_of
+from gripmoe.moe import MoEModel
+
+Scores = Sequence[float]  # of the items asked, in their order: right or wrong, or a measure of a text
+SAMPLE = 240  # forget questions for attacks that ask many times: a standard error of 0.03 near chance
+RETAIN_SAMPLE = 1000  # retain questions under forced experts
+PAIRS = 32  # news: forget pairs for attacks that ask many times
+
+
+@dataclass(frozen=True)
+class Found:
+    """Metrics by name; and for a metric that is a mean over items, the score of each item by id."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def over(cls, ids: Sequence[str], scores: Mapping[str, Scores], **others: float) -> Found:
+        """`scores` of the items `ids` with their means, and `others`, metrics that are no means."""
+        by_id = {name: dict(zip(ids, map(float, values), strict=True)) for name, values in scores.items()}
+        return cls({**{name: mean(values) for name, values in scores.items()}, **others}, by_id)
+
+
+@dataclass
+class Setting:
+    """A run under attack. `finetuning` is None where nothing is relearned. Subclasses give `ids` and `prompts`, the
+    items and the prompts of a sample that is the same for every run, and `recall`, the scores of a model on `ids`."""
+
+    before: MoEModel  # the original model
+    after: MoEModel  # the unlearned model
+    tokenizer: object
+    data: Path
+    benchmark: Benchmark
+    seed: int = 0
+    finetuning: Relearning | None = None
+
+    def found(self, scores: Mapping[str, Scores], **others: float) -> Found:
+        """`Found.over` the items that `recall` scores."""
+        return Found.over(self.ids, scores, **others)
+
+    def corpus(self, name: str) -> list[Row]:
+        return load_corpus(self.data / f"{name}_corpus.jsonl", self.tokenizer, **self.benchmark.reading)
+
+
+@dataclass
+class Letters(Setting):
+    """Letter questions. `own_answers` are those of the unlearned model to test questions, as the evaluation stored
+    them."""
+
+    own_answers: Callable[[Sequence[dict]], list[Answer]] | None = None
+
+    @cached_property
+    def forget(self) -> list[dict]:
+        return load_questions(self.data / "forget_questions.jsonl", "test")
+
+    @cached_property
+    def dev(self) -> list[dict]:
+        """Forget questions about other facts than those of the test split."""
+        return load_questions(self.data / "forget_questions.jsonl", "dev")
+
+    @cached_property
+    def retain(self) -> list[dict]:
+        questions = load_questions(self.data / "retain_questions.jsonl", "test")
+        return random.Random(0).sample(questions, min(RETAIN_SAMPLE, len(questions)))
+
+    @cached_property
+    def sample(self) -> list[dict]:
+        return random.Random(0).sample(self.forget, min(SAMPLE, len(self.forget)))
+
+    @property
+    def ids(self) -> list[str]:
+        return [question["id"] for question in self.sample]
+
+    @property
+    def prompts(self) -> list[str]:
+        return [prompt_of(question) for question in self.dev]
+
+    def ask(self, model: MoEModel, questions: Sequence[dict], prompt=None) -> list[Answer]:
+        return direct_answers(model.model, self.tokenizer, questions, prompt=prompt)
+
+    def right(self, model: MoEModel, questions: Sequence[dict], prompt=None) -> Scores:
+        return right(self.ask(model, questions, prompt))
+
+    def recall(self, model: MoEModel) -> Scores:
+        return self.right(model, self.sample)
+
+
+@dataclass
+class NewsItems(Setting):
+    """MUSE's news; the sample is of KnowMem's forget pairs."""
+
+    @cached_property
+    def news(self) -> News:
+        return News.load(self.data)
+
+    @property
+    def pairs(self) -> list[dict]:
+        return self.news.pairs("forget", "test")[:PAIRS]
+
+    @property
+    def ids(self) -> list[str]:
+        return [pair["id"] for pair in self.pairs]
+
+    @property
+    def prompts(self) -> list[str]:
+        return [row["prompt"] for row in self.news.prompts("dev")]
+
+    def recall(self, model: MoEModel) -> Scores:
+        context, strip = self.news.pairs("forget", CONTEXT), self.benchmark.strip_prompts
+        return [item.score for item in knowledge_memory(model.model, self.tokenizer, self.pairs, context, strip)]
+
+
+def right(answers: Sequence[Answer]) -> Scores:
+    return [float(answer.correct) for answer in answers]
+
+
+def mean(scores: Scores) -> float:
+    """NaN without scores."""
+    return fmean(scores) if scores else float("nan")
+
+
+def highest(found: Iterable[Scores]) -> Scores:
+    """The scores with the highest mean."""
+    return max(found, key=mean)
+
+
+@contextmanager
+def kept(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Restores `parameters` on exit. The copies lie in host memory, so that a GPU holds the models alone."""
+    own = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, before in own:
+                parameter.copy_(before)
+
+
+def by_item(found: Found) -> list[dict]:
+    """A row per item, with its score under each attack; empty where the attack did not ask it."""
+    ids = dict.fromkeys(item for scores in found.scores.values() for item in scores)
+    return [{"id": item, **{name: scores.get(item, "") for name, scores in found.scores.items()}} for item in ids]

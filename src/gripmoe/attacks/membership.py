@@ -1,0 +1,15 @@
+"""Membership inference: does a forget document still look like training data beside one that was never seen?"""
+
+from __future__ import annotations
+
+from gripmoe.attacks.base import Found, Letters
+from gripmoe.evaluation.muse import leakage
+from gripmoe.io.files import read_jsonl
+
+
+def attack(setting: Letters) -> Found:
+    """`auc_<score>` of every membership score; nothing for a published benchmark, which has no such texts."""
+    statements = read_jsonl(setting.data / "membership.jsonl", "id", "part", "text")
+    if not statements:
+        return Found()
+    return Found(leakage(setting.after.model, setting.tokenizer, statements, "membership.jsonl"))
