@@ -14,7 +14,6 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from gripmoe.cli.launching import FIRST_PORT, PORTS
 from gripmoe.config.methods import method_table
 from gripmoe.data.documents import Row, collate
 from gripmoe.io.files import write_jsonl
@@ -46,9 +45,11 @@ def pytest_collection_modifyitems(items):
 HANGS = 1800  # seconds after which a process that trains a tiny model hangs, whatever else the machine does
 
 
+FIRST_PORT, PORTS = 20_000, 10_000  # which the system gives nobody by itself
+
+
 def free_port() -> int:
-    """A free port among those of SLURM jobs, which the system gives nobody by itself. Each process begins to look at
-    another, so that tests that run side by side take no port from each other."""
+    """Each process begins to look at another, so that tests that run side by side take no port from each other."""
     for number in range(PORTS):
         port = FIRST_PORT + (os.getpid() + number) % PORTS
         with socket.socket() as tried:

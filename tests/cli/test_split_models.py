@@ -3,13 +3,11 @@
 from contextlib import contextmanager
 
 import pytest
-from test_every_method import OBJECTIVES, evaluated, prepare, run_steps, with_questions
+from test_every_method import evaluated, prepare, run_steps, with_questions
 
-from gripmoe.cli import unlearn as commands
 from gripmoe.cli.attack import attack
 from gripmoe.io.files import read_json, write_json
 from gripmoe.moe import storage
-from gripmoe.moe.placement import visiting
 from pretended_devices import FIRST, SECOND, PretendedDevices
 
 OTHERWISE = ("seconds", "time_ratio", "megabytes")  # what is held on a GPU and what in host memory count both
@@ -74,22 +72,3 @@ def test_tracing_evaluation_and_attacks(family, world, tokenizer, tmp_path, monk
     one = found(tmp_path / "one")
     with two_devices(monkeypatch):
         assert found(tmp_path / "two") == one
-
-
-def test_layers_that_only_checks_run_lie_in_host_memory(prepared, tmp_path, monkeypatch):
-    """RMU up to layer 0: the layers after it come one by one, and every number is that of a model that stays."""
-    monkeypatch.setitem(OBJECTIVES["rmu"], "layer", 0)
-
-    def found(folder, method, **changes):
-        outcome = run_steps(prepared, method, "rmu", folder, **changes)
-        rows = [outcome, *read_json(folder / "history.json")]
-        return repr([{name: row[name] for name in row if not any(part in name for part in OTHERWISE)} for row in rows])
-
-    entered = []
-    for method in ("frozen_router", "expert_specific", "ptc_matched", "routing_replay"):
-        one = found(tmp_path / method, method)
-        with monkeypatch.context() as patched, PretendedDevices():
-            patched.setattr(storage, "visible_devices", lambda: [FIRST])
-            patched.setattr(commands, "visiting", lambda *args: entered.append(args[1]) or visiting(*args))
-            assert found(tmp_path / f"{method}_host", method, idle_layers="host") == one
-    assert entered == [1, 1, 1, 1]

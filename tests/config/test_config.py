@@ -1,6 +1,7 @@
 """Configuration: what is valid, and what a mistake is told."""
 
 import csv
+import re
 import shutil
 from itertools import product
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_the_factorial_is_every_constraint_on_one_expert_and_on_all():
 def test_news_goes_with_the_models_finetuned_on_it(folder):
     world = "extends: tiny\nmodels: [tiny_a, tiny_news]\nbenchmarks: [wmdp_tiny, muse_tiny]\n"
     (folder / "both.yaml").write_text(world)
-    pairs = {cell[:2] for cell in Project(folder, "both").run_keys()}
+    pairs = {key[:2] for key in Project(folder, "both").run_keys()}
     assert pairs == {("tiny_a", "wmdp_tiny"), ("tiny_news", "muse_tiny")}
     (folder / "none.yaml").write_text("extends: tiny\nbenchmarks: [wmdp_tiny, muse_tiny]\n")
     with pytest.raises(ConfigError, match="none of the models is for 'muse_tiny'; news needs one with `source: finetu"):
@@ -80,12 +81,6 @@ def test_news_goes_with_the_models_finetuned_on_it(folder):
     edit(folder / "models.yaml", lambda c: c["tiny_news"].update(benchmark="muse_tiny", retrained="tiny_a_retrained"))
     with pytest.raises(ConfigError, match="tiny_news.retrained: 'tiny_a_retrained' is not finetuned on 'muse_tiny'"):
         Project(folder, "both")
-
-
-def test_a_benchmark_has_the_target_of_its_kind(folder):
-    edit(folder / "benchmarks.yaml", lambda c: c["muse_tiny"].update(target={"forget_accuracy": 0.3}))
-    with pytest.raises(ConfigError, match="muse_tiny: `target` of news is given by `points_above_retrained`"):
-        Project(folder, "tiny")
 
 
 def test_a_benchmark_changes_training(folder):
@@ -102,10 +97,10 @@ def test_a_benchmark_changes_training(folder):
 
 def test_runs_of_the_tiny_world():
     project = Project(CONFIG, "tiny")
-    cells = project.run_keys()
-    assert len(cells) == len(set(cells))
-    assert ("tiny_a", "wmdp_tiny", "none", "original", 0) in cells, "baselines stand once, without objective"
-    assert sum(cell[3] == "unconstrained" for cell in cells) == len(project.world.objectives) * len(project.world.seeds)
+    keys = project.run_keys()
+    assert len(keys) == len(set(keys))
+    assert ("tiny_a", "wmdp_tiny", "none", "original", 0) in keys, "baselines stand once, without objective"
+    assert sum(key[3] == "unconstrained" for key in keys) == len(project.world.objectives) * len(project.world.seeds)
 
 
 MISTAKES = [
@@ -117,73 +112,49 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c.update(seeds=[-1]), "seeds.0: Input should be greater than or equal to 0 (got -1)"),
     ("tiny.yaml", lambda c: c["methods"].remove("unconstrained"), "corrects 'unconstrained'; list that method too"),
     ("tiny.yaml", lambda c: c["training"].update(check_every=7), "`checkpoint_every` must be a multiple of `check_every`"),
-    ("tiny.yaml", lambda c: c["training"].update(max_steps=605), "training: `max_steps` must be a multiple of `check_every`: the last"),
     ("tiny.yaml", lambda c: c.update(overrides={"gd/ptcc": {}}), "overrides: unknown name 'gd/ptcc'; did you mean 'gd/ptc'"),
     ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"lr": 1}}), "overrides.frozen_router.lr: unknown key"),
-    ("tiny.yaml", lambda c: c.update(artefacts=["main_result"]), "artefacts: unknown name 'main_result'; did you mean 'main_results'"),
     ("tiny.yaml", lambda c: c.update(gpus={"tiny_a": 3}), "gpus.tiny_a: forget_batch_size of gd/unconstrained is 16, which 3 processes cannot share"),
-    ("tiny.yaml", lambda c: c.update(gpus={"tiny_a": 4}, nodes={"tiny_a": 3}), "nodes.tiny_a: 3 do not divide its `gpus`, 4"),
-    ("tiny.yaml", lambda c: c.update(nodes={"tinya": 2}), "nodes: unknown name 'tinya'; did you mean 'tiny_a'"),
-    ("tiny.yaml", lambda c: c["training"].update(lr=1), "training.lr: unknown key; valid keys: learning_rate, router_multiplier"),
-    ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpah": 1}), "objective_training.gd.objective.alpah: unknown key; valid keys: alpha"),
-    ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(objective={"alpha": -1}), "objective_training.gd.objective.alpha: Input should be greater than or equal to 0 (got -1"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].pop("layer"), "objective_training.rmu.objective.layer: this key is required"),
-    ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(idle_layers="host"), "objective_training.gd.idle_layers: gd runs every layer"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(steering=3), "objective_training.rmu.objective: give one of `kappa`"),
     ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
-    ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific_paper"] | {"max_rank": 64}), "odd: `max_rank` is a choice of"),
-    ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific_paper"] | {"granularity": "layer"}), "odd: `form: paper` of the null space has a basis for each expert"),
-    ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"kaczmarz_steps": 10}), "odd: `kaczmarz_steps` is a choice of"),
-    ("methods.yaml", lambda c: c.update(odd=ROWS["frozen_router"] | {"kaczmarz_tolerance": 0}), "odd: `kaczmarz_tolerance` is a choice of"),
-    ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"max_rank": 0}), "odd.max_rank: Input should be greater than 0 (got 0)"),
+    ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific_paper"] | {"max_rank": 64}), "odd.max_rank: without effect here; it is a choice of `constraint: null_space` with `form: sound`"),
+    ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"kaczmarz_steps": 10}), "odd.kaczmarz_steps: without effect here; it is a choice of `constraint: null_space` with `form: paper`"),
     ("methods.yaml", lambda c: c.update(odd={}), "methods.yaml: odd: give exactly one of"),
     ("methods.yaml", lambda c: c.update(odd={"corrects": "unconstrained"}), "methods.yaml: odd: `corrects` needs `correction:"),
     ("models.yaml", lambda c: c["tiny_a"].pop("retrained"), "needs `retrained:` in models.yaml for 'tiny_a'"),
     ("models.yaml", lambda c: c["tiny_a"].update(family="gpt2"), "models.yaml: tiny_a.family: Input should be 'qwen3_moe'"),
-    ("tiny.yaml", lambda c: c.update(overrides={"router_l2": {"lr": 1}}), "overrides.router_l2.lr: unknown key"),
     ("tiny.yaml", lambda c: c.update(overrides={"gd/ptc": {"learning_rate": 1}}), "overrides.gd/ptc: 'ptc' trains nothing; it corrects what 'unconstrained' has trained"),
     ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"retain_batch_size": 8}}), "overrides.frozen_router.retain_batch_size: methods are compared on the same documents"),
-    ("tiny.yaml", lambda c: c.update(overrides={"gd/frozen_router": {"retain_batch_size": 8}}), "overrides.gd/frozen_router.retain_batch_size: methods are compared"),
     ("methods.yaml", lambda c: c.update(anchored={"constraint": "anchor"}), f"methods.yaml: anchored: {TABLE} has a method of this name; give yours another"),
-    ("tiny.yaml", lambda c: c["relearning"].update(lr=1), "relearning.lr: unknown key; valid keys: learning_rate, optimizer"),
     ("tiny.yaml", lambda c: c.update(extends="tiny"), "tiny.yaml: extends: 'tiny' extends itself"),
-    ("methods.yaml", lambda c: c.update(odd=ROWS["ptc"] | {"training": {"learning_rate": 1}}), "methods.yaml: odd: `training` is for a method that trains"),
+    ("methods.yaml", lambda c: c.update(odd=ROWS["ptc"] | {"training": {"learning_rate": 1}}), "methods.yaml: odd.training: without effect here; it is a choice of `constraint`"),
     ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"eps_null": {"value": 1, "kind": "energy", "band": {}}}), "odd.eps_null.band: unknown key; valid keys: value, kind, bands"),
-    ("models.yaml", lambda c: c["tiny_a"].update(sed=1), "models.yaml: tiny_a.sed: unknown key; valid keys: source, family, seed"),
     ("models.yaml", lambda c: c["olmoe"].update(parameters={}), "models.yaml: olmoe.parameters: unknown key; valid keys: source, id, revision, config, dtype, retrained"),
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(sed=1), "wmdp_tiny.data.sed: unknown key; valid keys: source, kind, retain"),
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(source="embeded"), "wmdp_tiny.data.source: one of 'embedded', 'published', 'muse' (got 'embeded')"),
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].pop("source"), "wmdp_tiny.data.source: this key is required"),
     ("models.yaml", lambda c: c["tiny_a"].update(retrained="tiny_a_retraind"), "models.yaml: tiny_a.retrained: unknown name 'tiny_a_retraind'; did you mean 'tiny_a_retrained'"),
-    ("models.yaml", lambda c: c["tiny_a"].update(size={"hiden_size": 512}), "models.yaml: tiny_a.size.hiden_size: unknown key; valid keys: hidden_size, num_layers"),
     ("models.yaml", lambda c: c["tiny_a"].update(size={"num_experts": 2}), "models.yaml: tiny_a.size: `top_k` 4 exceeds `num_experts` 2"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(layer=4), "objective_training.rmu.objective.layer: tiny_a has layers 0 to 3 (got 4)"),
     ("tiny.yaml", lambda c: c.update(seeds=[0, 0]), "tiny.yaml: seeds: 0 stands twice; leave one out"),
     ("tiny.yaml", lambda c: c.update(seeds=[True]), "seeds.0: Input should be a valid integer (got True)"),
-    ("tiny.yaml", lambda c: c.update(seeds=[2**31]), "seeds.0: Input should be less than 2147483648"),
-    ("tiny.yaml", lambda c: c["models"].append("tiny_a"), "tiny.yaml: models: 'tiny_a' stands twice"),
 ]  # fmt: skip
 
-WRONG_TARGETS = [
-    ("wmdp_tiny", {"forget_accuracy": 27}, ["forget_accuracy: Input should be less than or equal to 1 (got 27)"]),
-    (
-        "wmdp_tiny",
-        {"forget_acuracy": 0.3},
-        ["forget_accuracy: this key is required", "forget_acuracy: unknown key; valid keys: forget_accuracy"],
-    ),
-    ("muse_tiny", {"points_above_retrained": -1}, ["points_above_retrained: Input should be greater than or equal to"]),
-]
 
-
-@pytest.mark.parametrize("task, target, messages", WRONG_TARGETS)
-def test_a_wrong_target_is_held_against_its_own_kind_alone(folder, task, target, messages):
+@pytest.mark.parametrize(
+    ("task", "target", "message"),
+    [
+        ("wmdp_tiny", {"forget_accuracy": 27}, "wmdp_tiny.target.forget_accuracy: Input should be less than or equal to 1"),
+        ("wmdp_tiny", {"forget_acuracy": 0.3}, "Input should be 'forget_accuracy' or 'points_above_retrained'"),
+        ("muse_tiny", {"points_above_retrained": -1}, "muse_tiny.target.points_above_retrained: Input should be greater"),
+        ("muse_tiny", {"forget_accuracy": 0.3}, "muse_tiny: `target` of news is given by `points_above_retrained`"),
+    ],
+)  # fmt: skip
+def test_a_benchmark_has_the_target_of_its_kind(folder, task, target, message):
     edit(folder / "benchmarks.yaml", lambda c: c[task].update(target=target))
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         Project(folder, "tiny")
-    lines = str(error.value).splitlines()
-    assert len(lines) == len(messages)
-    for line, message in zip(lines, messages, strict=True):
-        assert f"{task}.target.{message}" in line
 
 
 def test_the_file_of_a_world_names_its_results(folder, tmp_path):
@@ -224,20 +195,6 @@ def test_a_finetuned_models_batches_are_shared_too(folder):
         Project(folder, "tiny_muse")
 
 
-@pytest.mark.parametrize("place", ["training", "objective_training"])
-def test_idle_layers_need_one_process(folder, place):
-    """Wherever the setting stands; in one process, and under objectives that run every layer, it says nothing wrong."""
-
-    def idle(content):
-        (content[place] if place == "training" else content[place]["rmu"])["idle_layers"] = "host"
-
-    edit(folder / "paper.yaml", idle)
-    with pytest.raises(ConfigError, match="paper.yaml: gpus.qwen3_30b_a3b: 2 processes train rmu/unconstrained, whose"):
-        Project(folder, "paper")
-    edit(folder / "paper.yaml", lambda c: c["gpus"].update(qwen3_30b_a3b=1))
-    assert Project(folder, "paper").training("rmu", "unconstrained", "wmdp_cyber").idle_layers == "host"
-
-
 def test_unknown_world_names_the_known_ones():
     with pytest.raises(
         ConfigError,
@@ -254,7 +211,7 @@ def test_broken_yaml(folder):
 
 TWICE = [
     ("tiny.yaml", "overrides: {gd/ptc: {}}\noverrides: {}\n", "line 2: 'overrides' stands in line 1"),
-    ("tiny_all.yaml", "nodes: {\n  tiny_a: 1,\n  tiny_a: 1}\n", "line 3: 'tiny_a' stands in line 2"),
+    ("tiny_all.yaml", "gpus: {\n  tiny_a: 1,\n  tiny_a: 1}\n", "line 3: 'tiny_a' stands in line 2"),
     ("methods.yaml", "odd: {constraint: none, replay: true, replay: false}\n", "line 1: 'replay' stands in line 1"),
 ]
 
@@ -326,19 +283,16 @@ def test_mistakes_in_objectives_are_named(own, file, change, message):
 
 
 WITHOUT_EFFECT = [
-    ({"constraint": "frozen", "routing_stability": 0.95}, "routing_stability", "`constraint: anchor`"),
     ({"constraint": "frozen", "weight": 5}, "weight", "`constraint: router_l2` or `constraint: gate_anchor` or"),
-    ({"constraint": "frozen", "tracked": True}, "tracked", "`constraint: anchor`"),
-    ({"constraint": "anchor", "safety_margin": 0.1}, "safety_margin", "`constraint: null_space`"),
     ({"constraint": "none", "correction": "restore", "form": "paper"}, "form", "null_space` or `correction: realign`"),
     ({"corrects": "unconstrained", "correction": "realign", "replay": True}, "replay", "`constraint`"),
-    ({"baseline": "original", "experts": "all"}, "experts", "`constraint`"),
+    (ROWS["expert_specific_tracked"] | {"basis": "minibatch", "forgetting": 0.5}, "forgetting", "`basis: tracked`"),
 ]
 
 
 @pytest.mark.parametrize("row, key, having", WITHOUT_EFFECT, ids=[key for _, key, _ in WITHOUT_EFFECT])
 def test_an_axis_without_effect_is_refused(folder, row, key, having):
-    """Whatever its value, its default included; where it has an effect, it stays."""
+    """The control: without it the row is valid."""
     edit(folder / "methods.yaml", lambda c: c.update(odd=row))
     with pytest.raises(ConfigError) as error:
         Project(folder, "tiny")
@@ -348,15 +302,8 @@ def test_an_axis_without_effect_is_refused(folder, row, key, having):
     assert "odd" in Project(folder, "tiny").methods
 
 
-def test_forgetting_is_of_tracked_bases(folder):
-    edit(folder / "methods.yaml", lambda c: c.update(odd=ROWS["expert_specific_tracked"] | {"basis": "minibatch"}))
-    with pytest.raises(ConfigError, match="odd.forgetting: .* choice of `basis: tracked`"):
-        Project(folder, "tiny")
-
-
-def test_every_axis_has_its_words():
-    kinds = {"baseline", "constraint", "corrects"}
-    assert {key for keys in AXES.values() for key in keys} == Method.model_fields.keys() - kinds
+def test_every_axis_says_where_it_has_an_effect():
+    assert AXES.keys() == Method.model_fields.keys() - {"baseline", "constraint", "corrects"}
 
 
 def test_overrides_go_from_general_to_particular(folder):
@@ -403,7 +350,7 @@ def test_a_world_that_extends_another_shares_its_results(folder):
     assert more.results_name == base.name == "tiny" and more.name == "more"
     assert more.world.training == base.world.training and more.world.objectives == ["gd", "rmu"]
     assert set(base.run_keys()) < set(more.run_keys())
-    extra = {cell[2] for cell in more.run_keys() if cell[3] == "anchored_replay"}
+    extra = {key[2] for key in more.run_keys() if key[3] == "anchored_replay"}
     assert extra == {"rmu"}, "under one objective only"
     (folder / "most.yaml").write_text("extends: more\nseeds: [0, 1, 2]\n")
     most = Project(folder, "most")

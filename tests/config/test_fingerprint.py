@@ -51,7 +51,6 @@ EDITS = [
     ("gripmoe.config.methods:methods.yaml", ["gripmoe.config.methods"], [UNLEARN, MODEL, EVALUATE]),
     ("gripmoe.config.models:EmbeddedModel.attempts", [MODEL], [EVALUATE]),
     ("gripmoe.config.provenance:recorded", [], [UNLEARN, MODEL, EVALUATE]),
-    ("gripmoe.cli.launching:torchrun", [], [UNLEARN, MODEL]),
     ("gripmoe.reporting.tables:MISSING", ["gripmoe.reporting.comparison"], [UNLEARN, EVALUATE]),
     ("gripmoe.reporting.claims:claims.yaml", ["gripmoe.reporting.claims"], ["gripmoe.reporting.tables"]),
     ("gripmoe.reporting.comparison:comparisons.yaml", ["gripmoe.reporting.comparison"], ["gripmoe.reporting.tables"]),

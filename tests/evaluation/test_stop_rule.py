@@ -30,7 +30,7 @@ def test_questions_of_the_stop_rule(world, tmp_path, monkeypatch):
     monkeypatch.setattr(stopping, "accuracy", lambda answers: 0.5)
     benchmark = Project(CONFIG, "tiny").benchmarks["wmdp_tiny"]
     stop = stopping.stop_rule(benchmark, tmp_path, None, None)
-    assert stop.targets == {"forget_accuracy": benchmark.target.forget_accuracy}
+    assert stop.targets == {"forget_accuracy": benchmark.target["forget_accuracy"]}
     assert stop.scores(MoEModel(small_model())) == {"forget_accuracy": 0.5, "retain_accuracy": 0.5}
     files = [tmp_path / f"{domain}_questions.jsonl" for domain in ("forget", "retain")]
     dev, test = ({row["id"] for file in files for row in load_questions(file, split)} for split in ("dev", "test"))

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conftest import HANGS, free_port, small_model
-from gripmoe.cli.launching import torchrun
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.training.checkpoint import claim_state, save_state
@@ -111,7 +110,8 @@ def test_control_a_shared_expert_whose_gradient_is_not_averaged_is_another_in_ea
 def test_two_nodes_train_what_two_processes_of_one_do(shared, alone, tmp_path):
     """To the bit, which one process does not. Each node has an agent of its own; they meet at a port of the first."""
     names = ["unconstrained", "expert_specific", "anchored_tracked"]
-    command = [*torchrun(2, 2, f"localhost:{free_port()}", [str(tmp_path)]), PROGRAM, tmp_path, *names]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", PROGRAM, tmp_path, *names]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     try:

@@ -11,7 +11,7 @@ from gripmoe.attacks.probes import last_states
 from gripmoe.evaluation.muse import continuations
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
-from gripmoe.moe.placement import devices_of, place, visible_devices, visiting
+from gripmoe.moe.placement import devices_of, place, visible_devices
 from gripmoe.worlds.models import make_model
 from pretended_devices import FIRST, HOST, SECOND, MixedDevices, PretendedDevices, device_of
 
@@ -151,30 +151,3 @@ def test_constraints_on_a_model_that_accelerate_has_spread(method, batch):
     with PretendedDevices():
         two = trained(spread_by_accelerate("qwen3_moe", FIRST, SECOND), batch.to(FIRST))
     torch.testing.assert_close(one, two)
-
-
-def test_layers_in_host_memory_come_one_by_one(batch):
-    model = small_model()
-    layers = list(model.model.layers)
-    with torch.no_grad():
-        alone = model(**batch.inputs).logits
-    devices = lambda: [device_of(next(layer.parameters())) for layer in layers]  # noqa: E731
-    home, seen = [FIRST] + [HOST] * (len(layers) - 1), []
-    for layer in layers:
-        layer.mlp.register_forward_hook(lambda *_: seen.append(devices()))
-    with PretendedDevices():
-        place(model, [FIRST], resident=1)
-        assert devices() == home and device_of(model.lm_head.weight) == FIRST
-        inputs = {name: tensor.to(FIRST) for name, tensor in batch.inputs.items()}
-        with visiting(model, 1):
-            with torch.no_grad():
-                logits = model(**inputs).logits
-            assert seen == [[FIRST if i in (0, guest) else HOST for i in range(len(layers))] for guest in range(2)]
-            assert devices() == home
-            with pytest.raises(RuntimeError, match="cannot be trained through"):
-                model(**inputs)
-        seen.clear()
-        with torch.no_grad():
-            model(**inputs)
-        assert seen == [home, home], "the control: without it a layer in host memory computes there"
-        assert torch.equal(logits.to(HOST), alone)

@@ -185,16 +185,12 @@ def growing(amount):
     return lambda wildcards, attempt: amount * attempt
 
 
-def gpus_per_node(wildcards):
-    return PROJECT.gpus_per_node(wildcards.model)
+def gpus_of(wildcards):
+    return PROJECT.gpus(wildcards.model)
 
 
 def processes_of(wildcards):
     return PROJECT.processes(wildcards.model, getattr(wildcards, "method", None))
-
-
-def nodes_of(wildcards):
-    return PROJECT.nodes(wildcards.model, getattr(wildcards, "method", None))
 
 
 # MB, for each GPU; fitting and fetching take as much as one. `--set-resources RULE:mem_mb=...` asks for other amounts.
@@ -203,35 +199,15 @@ FIT_THREADS = 16 if ON_GPU else 1  # of a job that fits bases: the decomposition
 
 
 def memory_for(gpus):
-    """Host memory of a job on so many GPUs of each node, which grows with every attempt."""
+    """Host memory of a job on so many GPUs, which grows with every attempt."""
     return lambda wildcards, attempt: attempt * MEMORY * (gpus(wildcards) if callable(gpus) else gpus)
 
 
-def cpu_resources():
-    """Of what holds a model or its traces and computes nothing on a GPU."""
-    return {"mem_mb": memory_for(1)}
-
-
 def gpu_resources():
-    """Of one process, which sees only the GPUs of its node: SLURM would take them from several."""
-    gpus = gpus_per_node if WORLD.gpus else 1
+    """All GPUs of a job are on one node: a process sees those of its node only."""
+    gpus = gpus_of if WORLD.gpus else 1
     return {"mem_mb": memory_for(gpus), "gpu": gpus if ON_GPU else 0, "nodes": 1}
 
 
-def training_resources():
-    """Of several processes, on nodes that the SLURM executor is to treat as those of an MPI job: it then starts the
-    command once, on the first of them, and the command itself starts a task on each."""
-    resources = {**gpu_resources(), "processes": processes_of if WORLD.gpus else 1}
-    if WORLD.nodes:
-        resources |= {
-            "gpu": lambda wildcards: gpus_per_node(wildcards) * nodes_of(wildcards) if ON_GPU else 0,
-            "nodes": nodes_of,
-            "tasks": nodes_of,
-            "tasks_per_gpu": 0,
-            "mpi": lambda wildcards: "srun" if nodes_of(wildcards) > 1 else "",
-        }
-    return resources
-
-
-THREADS = (lambda wildcards: processes_of(wildcards) // nodes_of(wildcards)) if WORLD.gpus else 1
+PROCESSES = processes_of if WORLD.gpus else 1  # that train a model together
 ENVIRONMENT = f"{workflow.basedir}/envs/environment.yaml"

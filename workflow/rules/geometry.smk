@@ -47,7 +47,7 @@ rule fit_basis:
         ENVIRONMENT
     threads: FIT_THREADS
     resources:
-        **cpu_resources(),
+        mem_mb=memory_for(1),
         runtime=growing(360 if ON_GPU else 60),
     params:
         settings=lambda w: canonical(PROJECT.methods[w.method]),

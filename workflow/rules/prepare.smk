@@ -63,7 +63,7 @@ rule prepare_model:
         ENVIRONMENT
     threads: 1
     resources:
-        **cpu_resources(),
+        mem_mb=memory_for(1),
         gpu=lambda w: int(PROJECT.trains_on_gpu(w.model)),
         runtime=growing(240),
     params:
@@ -88,9 +88,10 @@ rule finetune_model:
     priority: 100
     conda:
         ENVIRONMENT
-    threads: THREADS
+    threads: PROCESSES
     resources:
-        **training_resources(),
+        **gpu_resources(),
+        processes=PROCESSES,
         runtime=growing(720),
     params:
         data=folder_of,
@@ -99,7 +100,7 @@ rule finetune_model:
         code=code_fingerprint("gripmoe.cli.finetune_model:finetune_model"),
     shell:
         "gripmoe finetune-model --settings {params.settings:q} --benchmark {params.task:q} --model {input.base}"
-        " --processes {resources.processes} --nodes {resources.nodes}"
+        " --processes {resources.processes}"
         " --data {params.data} --output {output} > {log} 2>&1"
 
 

@@ -26,9 +26,10 @@ rule unlearn:
     priority: 10
     conda:
         ENVIRONMENT
-    threads: THREADS
+    threads: PROCESSES
     resources:
-        **training_resources(),
+        **gpu_resources(),
+        processes=PROCESSES,
         runtime=growing(720),
         original_gb=WORLD.original_memory,
         basis_gb=WORLD.basis_memory,
@@ -41,7 +42,7 @@ rule unlearn:
         code=code_fingerprint("gripmoe.cli.unlearn:unlearn"),
     shell:
         "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
-        " --processes {resources.processes} --nodes {resources.nodes}"
+        " --processes {resources.processes}"
         " --original-answers {params.original_answers} --original-memory {resources.original_gb}"
         " --basis-memory {resources.basis_gb} --basis-host-memory {resources.basis_host_gb}"
         " {params.bases} {params.retrained} --output {output.checkpoint} > {log} 2>&1"

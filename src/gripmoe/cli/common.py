@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +15,9 @@ from gripmoe.config.provenance import entry_of, recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.world import Run, load_run
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import file_digest
+
+BY_TORCHRUN = "TORCHELASTIC_RUN_ID"  # torchrun alone sets this variable; batch scripts export WORLD_SIZE too
 
 
 def beside(output: Path) -> Path:
@@ -21,7 +26,7 @@ def beside(output: Path) -> Path:
 
 
 def measured(run_file: Path, benchmark_settings: str) -> tuple[Run, Benchmark]:
-    """What --run says of a run, and --benchmark of how to measure it. Raises ConfigError if they are of two tasks."""
+    """The run of --run and the benchmark of --benchmark. Raises ConfigError if their tasks differ."""
     run, benchmark = load_run(run_file), parse_settings(Benchmark, benchmark_settings, "--benchmark")
     if run.benchmark != benchmark.task:
         raise ConfigError(f"--benchmark: {run_file} is of another task; give it as {run.benchmark_name!r} has it")
@@ -29,16 +34,21 @@ def measured(run_file: Path, benchmark_settings: str) -> tuple[Run, Benchmark]:
 
 
 def identity_of(step: Callable, *files: Path | None, **settings: Any) -> dict[str, Any]:
-    """What must be the same for a run of `step` to go on from what an interrupted one has left."""
-    from gripmoe.io.files import file_digest
-
+    """What a repetition of `step` must share with an interrupted one to continue from its state."""
     digests = [[file.name, file_digest(file)] for file in files if file]
     return {"code": code_fingerprint(entry_of(step)), "files": digests, **settings}
 
 
+def start_together(processes: int) -> None:
+    """Replaces this process by torchrun with the same command in several processes, unless torchrun has started it."""
+    if processes > 1 and BY_TORCHRUN not in os.environ:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        os.execvp(torchrun[0], [*torchrun, "-m", "--", "gripmoe.cli.main", *sys.argv[1:]])
+
+
 @contextmanager
 def training_together(output: Path, provenance: Path, step: Callable) -> Iterator[None]:
-    """Around the training of one model by one process, or by those that torchrun has started. The first one holds the
+    """Around the training of one model by one process, or by all that torchrun has started. The first process holds the
     lock of the folder and writes the provenance record of `step`."""
     from gripmoe.io import distributed
     from gripmoe.io.locks import exclusive

@@ -5,17 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from gripmoe.cli import options
 from gripmoe.cli.common import beside, measured
-from gripmoe.cli.options import (
-    BenchmarkSettings,
-    CheckpointFile,
-    DataFolder,
-    ItemsFile,
-    ModelFile,
-    OutputFile,
-    RetrainedFile,
-    RunFile,
-)
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.provenance import recorded
 from gripmoe.data.corpora import in_batches, load_corpus
@@ -33,14 +24,14 @@ from gripmoe.moe.storage import load_model
 
 def evaluate(
     *,
-    run_file: RunFile,
-    benchmark_settings: BenchmarkSettings,
-    model_file: ModelFile,
-    checkpoint_file: CheckpointFile,
-    data: DataFolder,
-    questions: ItemsFile,
-    output: OutputFile,
-    retrained_file: RetrainedFile = None,
+    run_file: options.RunFile,
+    benchmark_settings: options.BenchmarkSettings,
+    model_file: options.ModelFile,
+    checkpoint_file: options.CheckpointFile,
+    data: options.DataFolder,
+    questions: options.ItemsFile,
+    output: options.OutputFile,
+    retrained_file: options.RetrainedFile = None,
 ) -> None:
     """Measure a run.
 

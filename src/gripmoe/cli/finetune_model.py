@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from gripmoe.cli.common import identity_of, training_together
-from gripmoe.cli.launching import start_together
-from gripmoe.cli.options import (
-    DataFolder,
-    ModelFile,
-    Nodes,
-    OutputFile,
-    Processes,
-    Rendezvous,
-    Settings,
-    TaskSettings,
-)
+from gripmoe.cli import options
+from gripmoe.cli.common import identity_of, start_together, training_together
 from gripmoe.config.benchmarks import Task
 from gripmoe.config.models import FinetunedModel
 from gripmoe.config.reading import parse_settings
@@ -30,14 +20,12 @@ from gripmoe.training.finetune import finetune
 
 def finetune_model(
     *,
-    settings: Settings,
-    benchmark: TaskSettings,
-    model_file: ModelFile,
-    data: DataFolder,
-    output: OutputFile,
-    processes: Processes = 1,
-    nodes: Nodes = 1,
-    rendezvous: Rendezvous = None,
+    settings: options.Settings,
+    benchmark: options.TaskSettings,
+    model_file: options.ModelFile,
+    data: options.DataFolder,
+    output: options.OutputFile,
+    processes: options.Processes = 1,
 ) -> None:
     """Finetune a base model on the documents of a news benchmark.
 
@@ -55,7 +43,7 @@ def finetune_model(
     \f
     Raises ConfigError if the model has not learned the documents.
     """
-    start_together(processes, nodes, rendezvous)
+    start_together(processes)
     config = parse_settings(FinetunedModel, settings)
     task = parse_settings(Task, benchmark, "--benchmark")
     folder = output.parent

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gripmoe.cli import options
 from gripmoe.cli.common import beside
-from gripmoe.cli.options import DigestFile, ForgetTraceFile, ModelFile, OutputFile, Settings, TraceFile
 from gripmoe.config.methods import Method
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
@@ -15,12 +15,12 @@ from gripmoe.moe.traces import StoredTrace, load_rules
 
 def fit_basis(
     *,
-    settings: Settings,
-    model_file: ModelFile,
-    trace_file: TraceFile,
-    forget_trace_file: ForgetTraceFile,
-    digest: DigestFile,
-    output: OutputFile,
+    settings: options.Settings,
+    model_file: options.ModelFile,
+    trace_file: options.TraceFile,
+    forget_trace_file: options.ForgetTraceFile,
+    digest: options.DigestFile,
+    output: options.OutputFile,
 ) -> None:
     """Fit the retain bases of a method.
 

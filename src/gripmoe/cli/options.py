@@ -65,8 +65,3 @@ ItemsFile = Annotated[Path, _written("--questions", "The file to write the score
 Processes = Annotated[
     int, typer.Option("--processes", min=1, help="Processes that train the model together, one on each GPU.")
 ]
-Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes over which the processes are spread evenly.")]
-Rendezvous = Annotated[
-    str | None,
-    typer.Option("--rendezvous", metavar="HOST:PORT", help="Where nodes meet that no SLURM job has allocated."),
-]

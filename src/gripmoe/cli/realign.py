@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gripmoe.cli import options
 from gripmoe.cli.common import beside
-from gripmoe.cli.options import CheckpointFile, ModelFile, OutputFile, RetainCorpus, RunFile, TraceFile
 from gripmoe.config.provenance import recorded
 from gripmoe.config.world import load_run
 from gripmoe.constraints.realignment import holdout_report, kaczmarz_report, make_correction
@@ -19,12 +19,12 @@ from gripmoe.moe.traces import StoredTrace
 
 def realign(
     *,
-    run_file: RunFile,
-    model_file: ModelFile,
-    checkpoint_file: CheckpointFile,
-    retain_corpus: RetainCorpus,
-    trace_file: TraceFile,
-    output: OutputFile,
+    run_file: options.RunFile,
+    model_file: options.ModelFile,
+    checkpoint_file: options.CheckpointFile,
+    retain_corpus: options.RetainCorpus,
+    trace_file: options.TraceFile,
+    output: options.OutputFile,
 ) -> None:
     """Correct the routers of a finished run (Method B).
 

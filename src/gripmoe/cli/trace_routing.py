@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from gripmoe.cli import options
 from gripmoe.cli.common import beside
-from gripmoe.cli.options import DigestFile, ForgetCorpus, ModelFile, OutputFile, RetainCorpus, Settings
 from gripmoe.config.benchmarks import Task
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
@@ -21,12 +21,12 @@ from gripmoe.moe.traces import record_trace
 
 def trace_routing(
     *,
-    settings: Settings,
-    model_file: ModelFile,
-    retain_corpus: RetainCorpus,
-    forget_corpus: ForgetCorpus,
-    digest: DigestFile,
-    output: OutputFile,
+    settings: options.Settings,
+    model_file: options.ModelFile,
+    retain_corpus: options.RetainCorpus,
+    forget_corpus: options.ForgetCorpus,
+    digest: options.DigestFile,
+    output: options.OutputFile,
     forget_output: Annotated[
         Path, typer.Option("--forget-output", dir_okay=False, help="The file to write of the forget documents.")
     ],

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gripmoe.cli.common import beside, identity_of, training_together
-from gripmoe.cli.launching import start_together
-from gripmoe.cli.options import (
-    BasesFile,
-    DataFolder,
-    ForgetTraceFile,
-    ModelFile,
-    Nodes,
-    OutputFile,
-    Processes,
-    Rendezvous,
-    RetrainedFile,
-    RunFile,
-    TraceFile,
-)
+from gripmoe.cli import options
+from gripmoe.cli.common import beside, identity_of, start_together, training_together
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.provenance import entry_of
 from gripmoe.config.world import load_run
@@ -36,33 +22,30 @@ from gripmoe.io import distributed
 from gripmoe.io.files import file_digest, read_json, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.bases import StoredBases
-from gripmoe.moe.placement import visiting
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.moe.traces import StoredTrace
 from gripmoe.training.checkpoint import claim_state, remove_state
-from gripmoe.training.loop import held_bytes, resident_layers
+from gripmoe.training.loop import held_bytes
 from gripmoe.training.loop import unlearn as run_unlearning
 from gripmoe.training.objectives import make_objective
 
 
 def unlearn(
     *,
-    run_file: RunFile,
-    model_file: ModelFile,
-    data: DataFolder,
-    trace_file: TraceFile,
-    forget_trace_file: ForgetTraceFile,
-    output: OutputFile,
-    bases_file: BasesFile = None,
-    retrained_file: RetrainedFile = None,
+    run_file: options.RunFile,
+    model_file: options.ModelFile,
+    data: options.DataFolder,
+    trace_file: options.TraceFile,
+    forget_trace_file: options.ForgetTraceFile,
+    output: options.OutputFile,
+    bases_file: options.BasesFile = None,
+    retrained_file: options.RetrainedFile = None,
     original_answers: Annotated[
         Path | None,
         typer.Option("--original-answers", help="A folder for what runs ask of the original model, which they share."),
     ] = None,
-    processes: Processes = 1,
-    nodes: Nodes = 1,
-    rendezvous: Rendezvous = None,
+    processes: options.Processes = 1,
     original_memory: Annotated[
         float, typer.Option("--original-memory", help="GB of host memory for --original-answers; the rest is read.")
     ] = 8.0,
@@ -85,7 +68,7 @@ def unlearn(
           --forget-trace results/tiny/tiny_a/wmdp_tiny/routing_forget.safetensors \\
           --output results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/checkpoint.json
     """
-    start_together(processes, nodes, rendezvous)
+    start_together(processes)
     run = load_run(run_file)
     folder = output.parent
     state_file = folder / "state.pt"
@@ -96,8 +79,7 @@ def unlearn(
         claim_state(state_file, identity_of(unlearn, *files))
         method, own = run.method, run.own_objective
         objective = make_objective(own.path if own else run.objective, run.training.objective, run.seed)
-        resident = resident_layers(run.training, objective.last_layer, method)
-        model, tokenizer = load_model(model_file.parent / "weights", resident=resident)
+        model, tokenizer = load_model(model_file.parent / "weights")
         weights = {"model": read_json(model_file)["weights"]}
         moe = MoEModel(model)
         shard_experts(moe)
@@ -128,22 +110,21 @@ def unlearn(
             last_layer=objective.last_layer,
             seed=run.seed,
         )
-        with nullcontext() if resident is None else visiting(model, resident):
-            outcome = run_unlearning(
-                moe,
-                objective,
-                built.constraint,
-                corpora,
-                run.training,
-                stop,
-                seed=run.seed,
-                scope=built.scope,
-                replay=method.replay,
-                critical_experts=method.critical_experts,
-                corrected=make_correction(method, theta_0, trace, batch) if method.correction else None,
-                state_file=state_file,
-                description=f"{run.objective}/{run.method_name}/{run.seed}",
-            )
+        outcome = run_unlearning(
+            moe,
+            objective,
+            built.constraint,
+            corpora,
+            run.training,
+            stop,
+            seed=run.seed,
+            scope=built.scope,
+            replay=method.replay,
+            critical_experts=method.critical_experts,
+            corrected=make_correction(method, theta_0, trace, batch) if method.correction else None,
+            state_file=state_file,
+            description=f"{run.objective}/{run.method_name}/{run.seed}",
+        )
         digest = save_model(model, tokenizer, folder / "weights")
         if distributed.is_first():
             write_json(folder / "history.json", outcome.history)

@@ -4,39 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Discriminator,
-    Field,
-    PositiveInt,
-    Tag,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, model_validator
 
-from gripmoe.config.types import Fraction, Name, NonNegative, Strict
-
-
-class ForgetTarget(Strict):
-    """Training stops at the first check at which forget accuracy on the dev split is at most this."""
-
-    forget_accuracy: Fraction
-
-
-class RetrainedTarget(Strict):
-    """Training stops at the first check at which VerbMem and KnowMem of what is to be forgotten, on the dev split, are
-    at most so many points above those of the retain-only model."""
-
-    points_above_retrained: NonNegative
-
-
-def _kind_of_target(value: Any) -> str:
-    keys = value if isinstance(value, dict) else type(value).model_fields
-    return "RetrainedTarget" if any("retrained" in key for key in keys) else "ForgetTarget"
-
-
-Target = Annotated[
-    Annotated[ForgetTarget, Tag("ForgetTarget")] | Annotated[RetrainedTarget, Tag("RetrainedTarget")],
-    Discriminator(_kind_of_target),
-]
+from gripmoe.config.reading import mistake
+from gripmoe.config.types import Name, NonNegative, Strict
 
 
 class EmbeddedData(Strict):
@@ -59,14 +30,9 @@ class PublishedNews(Strict):
 
 
 PublishedRows = Literal[
-    "forget_questions",
-    "retain_questions",
-    "mmlu_validation",
-    "mmlu_dev",
-    "forget_corpus",
-    "retain_corpus",
-    "truthfulqa",
-]
+    "forget_questions", "retain_questions", "mmlu_validation", "mmlu_dev",
+    "forget_corpus", "retain_corpus", "truthfulqa",
+]  # fmt: skip
 
 
 class PublishedData(Strict):
@@ -91,7 +57,9 @@ class Task(Strict):
     """What is forgotten and retained, and when it counts as forgotten: all that training reads of a benchmark."""
 
     data: Data
-    target: Target
+    # Training stops at the first check whose dev questions reach it. Letters: forget accuracy is at most this. News:
+    # VerbMem and KnowMem of the forget documents are at most so many points above those of the retrained model.
+    target: dict[Literal["forget_accuracy", "points_above_retrained"], NonNegative]
     retain_documents: PositiveInt  # of the retain corpus, for bases and for Method B
     # Of a document in tokens. Letters: the rest is left out; news: it becomes further documents.
     max_length: PositiveInt
@@ -99,9 +67,11 @@ class Task(Strict):
 
     @model_validator(mode="after")
     def _target_of_its_kind(self) -> Task:
-        wanted = RetrainedTarget if self.is_news else ForgetTarget
-        if not isinstance(self.target, wanted):
-            raise ValueError(f"`target` of {self.data.kind} is given by `{next(iter(wanted.model_fields))}`")
+        wanted = "points_above_retrained" if self.is_news else "forget_accuracy"
+        if list(self.target) != [wanted]:
+            raise ValueError(f"`target` of {self.data.kind} is given by `{wanted}`")
+        if not self.is_news and self.target[wanted] > 1:
+            raise mistake(f"target.{wanted}", f"Input should be less than or equal to 1 (got {self.target[wanted]:g})")
         return self
 
     @property
@@ -120,6 +90,10 @@ class Benchmark(Task):
     evaluation_batch_size: PositiveInt
     few_shot_questions: PositiveInt = 100  # letters: of the retain questions, asked below five solved ones
     rewrites: dict[Name, str] = {}  # letters: files of prompts, {"id", "prompt"} a line, for the prompt attacks
+    # Your own, "module:function" by name: of a `gripmoe.attacks.base.Setting` to its `Found`; and of a model, its
+    # tokenizer and the folder of the benchmark's data to a number.
+    attacks: dict[Name, str] = {}
+    metrics: dict[Name, str] = {}
 
     @property
     def task(self) -> Task:

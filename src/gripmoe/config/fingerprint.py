@@ -16,9 +16,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1]
 PACKAGE = SOURCE.name
-WITHOUT_EFFECT = {  # on what a step computes
-    f"{PACKAGE}.{name}" for name in ("config.provenance", "config.fingerprint", "cli.launching")
-}
+WITHOUT_EFFECT = {f"{PACKAGE}.config.provenance", f"{PACKAGE}.config.fingerprint"}  # on what a step computes
 DATA = (".yaml", ".json", ".jinja")
 NAMED = re.compile(rf"{PACKAGE}(\.\w+)+:\w+")  # code that is imported by its name: an entry of a registry
 Reference = tuple[str, str | None]  # a module and a name in it; None for all of the module

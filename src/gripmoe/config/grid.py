@@ -1,21 +1,22 @@
 """A project: a world file with the catalogues beside it, cross-checked, and the runs that it asks for.
 
-A world lists what to run; models.yaml, benchmarks.yaml and artefacts.yaml say what the names mean, and the package's
-own methods.yaml, to which one of the folder may add rows. A world with `extends: other` replaces keys of that one and
-shares its results, run by run.
+A world lists what to run; models.yaml, benchmarks.yaml and artefacts.yaml say what the names mean. The package has its
+own methods.yaml and objectives; files of these names in the folder add rows to them. A world with `extends: other`
+replaces keys of that one and shares its results, run by run.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from gripmoe.config.benchmarks import Benchmark
-from gripmoe.config.methods import TABLE, method_table, read_methods
+from gripmoe.config.methods import TABLE, Method, method_table
 from gripmoe.config.models import ModelConfig
-from gripmoe.config.reading import _catalogue, _mapping, _require_known, parse_as
+from gripmoe.config.reading import parse_as, read_catalogue, read_mapping, require_known
 from gripmoe.config.training import OBJECTIVES, OwnObjective, Training
 from gripmoe.config.types import NAME
 from gripmoe.config.world import Artefact, OwnClass, Run, World
@@ -31,141 +32,130 @@ class Project:
     """A world with its catalogues, cross-checked. Raises ConfigError at the first mistake."""
 
     def __init__(self, folder: Path, world_name: str):
-        self.folder = folder
+        self.folder, self._models_file = folder, folder / "models.yaml"
         self.name, self.world_file = _find_world(folder, world_name)
-        self.models = _catalogue(folder / "models.yaml", ModelConfig)
-        self.benchmarks = _catalogue(folder / "benchmarks.yaml", Benchmark)
-        own = folder / "methods.yaml"
-        added = read_methods(own) if own.exists() else {}
-        self.methods = _joined(method_table(), added, f"{TABLE} has a method", own)
-        self._methods_file = {**dict.fromkeys(method_table(), TABLE), **dict.fromkeys(added, own)}
-        self._own_objectives, self.objectives = {}, OBJECTIVES
-        if (own := folder / "objectives.yaml").exists():
-            rows = _catalogue(own, OwnObjective)
-            self._own_objectives = {name: _found(row.path, f"{own}: {name}.class") for name, row in rows.items()}
-            registered = {name: row.registered() for name, row in rows.items()}
-            self.objectives = _joined(OBJECTIVES, registered, "gripmoe has an objective", own)
-        self.artefacts = _catalogue(folder / "artefacts.yaml", Artefact)
+        self.models = read_catalogue(self._models_file, ModelConfig)
+        self.benchmarks = read_catalogue(folder / "benchmarks.yaml", Benchmark)
+        self.artefacts = read_catalogue(folder / "artefacts.yaml", Artefact)
+        self._methods_file, own = folder / "methods.yaml", folder / "objectives.yaml"
+        added = read_catalogue(self._methods_file, Method) if self._methods_file.exists() else {}
+        self.methods = _joined(method_table(), added, f"{TABLE} has a method", self._methods_file)
+        rows = read_catalogue(own, OwnObjective) if own.exists() else {}
+        self._own_objectives = {name: _found(row.path, f"{own}: {name}.class") for name, row in rows.items()}
+        registered = {name: row.registered() for name, row in rows.items()}
+        self.objectives = _joined(OBJECTIVES, registered, "gripmoe has an objective", own)
         content, self.results_name = _world_content(folder, self.name, self.world_file)
         self.world = parse_as(World, content, self.world_file)
-        self._check_names()
-        for objective in self.world.objectives:
-            for method in self.world.methods_of(objective):
-                for benchmark in self.world.benchmarks:
-                    self.training(objective, method, benchmark)
-
-    def _check_names(self) -> None:
-        world, file = self.world, self.world_file
-        for key in CATALOGUES:
-            for name in getattr(world, key):
-                _require_known(name, getattr(self, key), f"{file}: {key}")
-        for objective, training in world.objective_training.items():
-            self._check_objective(objective, training.get("objective", {}))
-        for objective, names in world.extra_methods.items():
-            _require_known(objective, world.objectives, f"{file}: extra_methods")
+        for names, known, where in self._references():
             for name in names:
-                _require_known(name, self.methods, f"{file}: extra_methods.{objective}")
-        for objective in world.objectives:
-            _require_known(objective, world.objective_training, f"{file}: objective_training")
-            for name in world.methods_of(objective):
+                require_known(name, known, where)
+        self._check_methods()
+        self._check_models()
+        self._check_training()
+
+    def _references(self) -> Iterator[tuple[Collection[str], Collection[str], str]]:
+        """Names, those that are known, and where the names stand."""
+        world, file, models = self.world, self.world_file, self._models_file
+        for key in CATALOGUES:
+            yield getattr(world, key), getattr(self, key), f"{file}: {key}"
+        yield world.objective_training, self.objectives, f"{file}: objective_training"
+        yield world.objectives, world.objective_training, f"{file}: objective_training"
+        yield world.extra_methods, world.objectives, f"{file}: extra_methods"
+        for objective, methods in world.extra_methods.items():
+            yield methods, self.methods, f"{file}: extra_methods.{objective}"
+        runs = [f"{objective}/{name}" for objective in world.objectives for name in world.methods_of(objective)]
+        yield world.overrides, [*self.methods, *runs], f"{file}: overrides"  # methods that another world may list too
+        yield world.gpus, world.models, f"{file}: gpus"
+        yield world.benchmark_training, self.benchmarks, f"{file}: benchmark_training"
+        for benchmark, changes in world.benchmark_training.items():
+            yield changes, ["all", *self.objectives], f"{file}: benchmark_training.{benchmark}"
+        for name in world.models:
+            config = self.models[name]
+            yield [config.retrained] if config.retrained else [], self.models, f"{models}: {name}.retrained"
+            if config.source == "finetuned":
+                yield [config.base], self.models, f"{models}: {name}.base"
+                yield [config.benchmark], self.benchmarks, f"{models}: {name}.benchmark"
+
+    def _check_methods(self) -> None:
+        for objective in self.world.objectives:
+            listed = self.world.methods_of(objective)
+            for name in listed:
+                if (corrected := self.methods[name].corrects) and corrected not in listed:
+                    raise ConfigError(
+                        f"{self.world_file}: methods: {name!r} corrects {corrected!r}; list that method too"
+                    )
+        for key in self.world.overrides:
+            name = key.split("/")[-1]
+            if not self.methods[name].trains:
                 corrected = self.methods[name].corrects
-                if corrected and corrected not in world.methods_of(objective):
-                    raise ConfigError(f"{file}: methods: {name!r} corrects {corrected!r}; list that method too")
-        keys = [f"{objective}/{method}" for objective in world.objectives for method in world.methods_of(objective)]
-        for key, change in world.overrides.items():
-            _require_known(key, [*self.methods, *keys], f"{file}: overrides")  # of methods that others may list too
-            method = key.split("/")[-1]
-            if not self.methods[method].trains:
-                of = self.methods[method].corrects
-                remedy = f"it corrects what {of!r} has trained" if of else "leave it out"
-                raise ConfigError(f"{file}: overrides.{key}: {method!r} trains nothing; {remedy}")
-            parse_as(Training, {**world.training.model_dump(), **change}, file, prefix=f"overrides.{key}")
-        for name in world.gpus:
-            _require_known(name, world.models, f"{file}: gpus")
-            self._check_processes(name)
-        for name, nodes in world.nodes.items():
-            _require_known(name, world.models, f"{file}: nodes")
-            if self.gpus(name) % nodes:
-                raise ConfigError(f"{file}: nodes.{name}: {nodes} do not divide its `gpus`, {self.gpus(name)}")
-        for name in world.benchmark_training:
-            _require_known(name, self.benchmarks, f"{file}: benchmark_training")
-            for objective in world.benchmark_training[name]:
-                _require_known(objective, ["all", *self.objectives], f"{file}: benchmark_training.{name}")
+                remedy = f"it corrects what {corrected!r} has trained" if corrected else "leave it out"
+                raise ConfigError(f"{self.world_file}: overrides.{key}: {name!r} trains nothing; {remedy}")
+
+    def _check_models(self) -> None:
+        world = self.world
         for name in world.models:
             model = self.models[name]
-            if model.retrained:
-                _require_known(model.retrained, self.models, f"{self.folder / 'models.yaml'}: {name}.retrained")
-            elif "retrained" in self.baseline_kinds:
-                raise ConfigError(f"{file}: method 'retrained' needs `retrained:` in models.yaml for {name!r}")
+            if "retrained" in self.baseline_kinds and not model.retrained:
+                needed = f"needs `retrained:` in models.yaml for {name!r}"
+                raise ConfigError(f"{self.world_file}: method 'retrained' {needed}")
             if model.source == "finetuned":
                 self._check_finetuned(name)
             if not any(self.fits(name, benchmark) for benchmark in world.benchmarks):
-                raise ConfigError(f"{file}: models: none of the benchmarks is for {name!r}")
+                raise ConfigError(f"{self.world_file}: models: none of the benchmarks is for {name!r}")
         for name in world.benchmarks:
             if not any(self.fits(model, name) for model in world.models):
-                raise ConfigError(
-                    f"{file}: benchmarks: none of the models is for {name!r}; news needs one with `source: finetuned`"
-                )
+                remedy = "news needs one with `source: finetuned`"
+                raise ConfigError(f"{self.world_file}: benchmarks: none of the models is for {name!r}; {remedy}")
+
+    def _check_finetuned(self, name: str) -> None:
+        model, where = self.models[name], f"{self._models_file}: {name}"
+        if not self.benchmarks[model.benchmark].is_news:
+            raise ConfigError(f"{where}.benchmark: {model.benchmark!r} has no articles to finetune on")
+        if not model.retrained:
+            raise ConfigError(f"{where}: `retrained` is required; the model to compare leakage with")
+        retrained = self.models[model.retrained]
+        if retrained.source != "finetuned" or retrained.benchmark != model.benchmark:
+            raise ConfigError(f"{where}.retrained: {model.retrained!r} is not finetuned on {model.benchmark!r}")
+        self._check_shared(name, "batch_size of the model in models.yaml", model.batch_size, self.processes(name))
+
+    def _check_training(self) -> None:
+        for objective, training in self.world.objective_training.items():
+            self._check_objective(objective, training.get("objective", {}))
+        for model, benchmark, objective, method in dict.fromkeys(key[:4] for key in self.run_keys()):
+            training = objective != NO_OBJECTIVE and self.training(objective, method, benchmark)
+            for size in BATCH_SIZES if training else ():
+                what, processes = f"{size} of {objective}/{method}", self.processes(model, method)
+                self._check_shared(model, what, getattr(training, size), processes)
+
+    def _check_shared(self, model: str, what: str, size: int, processes: int) -> None:
+        if size % processes:
+            raise ConfigError(
+                f"{self.world_file}: gpus.{model}: {what} is {size}, which {processes} processes cannot share"
+            )
 
     def _check_objective(self, objective: str, settings: dict) -> None:
         where = f"objective_training.{objective}.objective"
-        _require_known(objective, self.objectives, f"{self.world_file}: objective_training")
         checked = parse_as(self.objectives[objective].settings, settings, self.world_file, prefix=where)
         for name in self.world.models if "layer" in settings else []:
             layers = self.trained_from(name).layers
             if layers and checked.layer >= layers:
-                raise ConfigError(
-                    f"{self.world_file}: {where}.layer: {name} has layers 0 to {layers - 1} (got {checked.layer})"
-                )
-
-    def _check_processes(self, model: str) -> None:
-        config, processes = self.models[model], self.processes(model)
-        if config.source == "finetuned" and config.batch_size % processes:
-            raise ConfigError(
-                f"{self.world_file}: gpus.{model}: batch_size of the model in models.yaml is {config.batch_size}, "
-                f"which {processes} processes cannot share"
-            )
-        for name, benchmark, objective, method, _ in self.run_keys():
-            training = self.training(objective, method, benchmark) if name == model else None
-            alone = self.processes(model, method) == 1
-            if training and "layer" in training.objective and training.idle_layers == "host" and not alone:
-                raise ConfigError(
-                    f"{self.world_file}: gpus.{model}: {self.processes(model, method)} processes train "
-                    f"{objective}/{method}, whose `idle_layers: host` needs a single one; leave out one of the two"
-                )
-            for key in BATCH_SIZES if training else ():
-                if getattr(training, key) % self.processes(model, method):
-                    raise ConfigError(
-                        f"{self.world_file}: gpus.{model}: {key} of {objective}/{method} is "
-                        f"{getattr(training, key)}, which {self.processes(model, method)} processes cannot share"
-                    )
-
-    def _check_finetuned(self, name: str) -> None:
-        model, file = self.models[name], self.folder / "models.yaml"
-        _require_known(model.base, self.models, f"{file}: {name}.base")
-        _require_known(model.benchmark, self.benchmarks, f"{file}: {name}.benchmark")
-        if not self.benchmarks[model.benchmark].is_news:
-            raise ConfigError(f"{file}: {name}.benchmark: {model.benchmark!r} has no articles to finetune on")
-        if not model.retrained:
-            raise ConfigError(f"{file}: {name}: `retrained` is required; the model to compare leakage with")
-        retrained = self.models[model.retrained]
-        if retrained.source != "finetuned" or retrained.benchmark != model.benchmark:
-            raise ConfigError(f"{file}: {name}.retrained: {model.retrained!r} is not finetuned on {model.benchmark!r}")
+                valid = f"{name} has layers 0 to {layers - 1} (got {checked.layer})"
+                raise ConfigError(f"{self.world_file}: {where}.layer: {valid}")
 
     def fits(self, model: str, benchmark: str) -> bool:
-        """News is for the models that were finetuned on it, and nothing else is for them."""
+        """News is for the models that were finetuned on it; every other benchmark is for all other models."""
         config = self.models[model]
         if config.source == "finetuned":
             return config.benchmark == benchmark
         return not self.benchmarks[benchmark].is_news
 
     @property
-    def baseline_kinds(self) -> set[str]:
-        return {self.methods[name].baseline for name in self.world.all_methods if self.methods[name].baseline}
+    def baseline_kinds(self) -> set[str | None]:
+        return {self.methods[name].baseline for name in self.world.all_methods}
 
     @property
     def models_needed(self) -> list[str]:
-        """Those of the world, their retrained models, and what these are finetuned from."""
+        """The models of the world, their retrained models, and the bases of those that are finetuned."""
         named = [*self.world.models, *(m.retrained for m in map(self.models.get, self.world.models) if m.retrained)]
         return list(dict.fromkeys([*named, *(m.base for m in map(self.models.get, named) if m.source == "finetuned")]))
 
@@ -175,69 +165,48 @@ class Project:
         return self.models[config.base] if config.source == "finetuned" else config
 
     def gpus(self, model: str) -> int:
-        """How many a model takes, and its retrained model as many: one, if the world does not say. Processes that train the
-        model share its experts; in a single process its layers are split over those of one node."""
+        """How many GPUs a model takes, and its retrained model too: one, if the world does not say. Processes that
+        train the model share its experts; a single process splits its layers over all of them."""
         return self.world.gpus.get(self._named(model), 1)
 
     def trains_on_gpu(self, model: str) -> bool:
-        """Whether an embedded base model trains on a GPU, if there is one: if the world gives it any. Else it trains on
-        a CPU, where every machine of a kind makes the same one."""
+        """Whether an embedded base model trains on a GPU, if there is one: if the world gives the model any. On a CPU,
+        every machine of a kind trains the same base model."""
         return self.models[model].source == "embedded" and self._named(model) in self.world.gpus
-
-    def gpus_per_node(self, model: str) -> int:
-        return self.gpus(model) // self.world.nodes.get(self._named(model), 1)
-
-    def nodes(self, model: str, method: str | None = None) -> int:
-        """Over how many the processes are spread that train a run, or finetune a model."""
-        return self.processes(model, method) // min(self.processes(model, method), self.gpus_per_node(model))
 
     def _named(self, model: str) -> str:
         """The model of the world whose retrained model this is, or the model itself."""
         return next((name for name in self.world.models if self.models[name].retrained == model), model)
 
     def processes(self, model: str, method: str | None = None) -> int:
-        """How many train a run together, or finetune a model: one on each of its GPUs, or a single one if one expert
-        trains."""
+        """How many processes train a run together, or finetune a model: one on each GPU, or a single one if the method
+        trains one expert."""
         return 1 if method and self.methods[method].experts == "top_attributed" else self.gpus(model)
 
     def training(self, objective: str, method_name: str, benchmark: str) -> Training | None:
         """Training of a run: the world's, changed by its objective, benchmark, method, and the overrides, in that
-        order."""
-        method = self.methods[method_name]
+        order. None for a method that trains nothing."""
+        method, world, file = self.methods[method_name], self.world, self.world_file
         if not method.trains:
             return None
-        changes = (
-            (self.world_file, f"objective_training.{objective}", self.world.objective_training[objective]),
-            *(
-                (
-                    self.world_file,
-                    f"benchmark_training.{benchmark}.{key}",
-                    self.world.benchmark_training.get(benchmark, {}).get(key, {}),
-                )
-                for key in ("all", objective)
-            ),
-            (self._methods_file[method_name], f"{method_name}.training", method.training),
-            (self.world_file, f"overrides.{method_name}", self.world.overrides.get(method_name, {})),
-            (
-                self.world_file,
-                f"overrides.{objective}/{method_name}",
-                self.world.overrides.get(f"{objective}/{method_name}", {}),
-            ),
-        )
-        for file, key, change in changes[-3:]:  # the method's own
+        of_benchmark = world.benchmark_training.get(benchmark, {})
+        keys, names = ("all", objective), (method_name, f"{objective}/{method_name}")
+        shared = [(file, f"objective_training.{objective}", world.objective_training[objective])]
+        shared += [(file, f"benchmark_training.{benchmark}.{key}", of_benchmark.get(key, {})) for key in keys]
+        table = TABLE if method_name in method_table() else self._methods_file
+        own = [(table, f"{method_name}.training", method.training)]
+        own += [(file, f"overrides.{name}", world.overrides.get(name, {})) for name in names]
+        for where, key, change in own:
             for size in change.keys() & BATCH_SIZES:
                 raise ConfigError(
-                    f"{file}: {key}.{size}: methods are compared on the same documents in the same order; change it "
+                    f"{where}: {key}.{size}: methods are compared on the same documents in the same order; change it "
                     "for all, in `training`, `objective_training` or `benchmark_training`"
                 )
-        resolved = self.world.training.model_dump()
-        training = self.world.training
-        for file, key, change in changes:
-            settings = {**resolved["objective"], **change.get("objective", {})}
-            resolved.update({**change, "objective": settings})
-            training = parse_as(Training, resolved, file, prefix=key)
-            if change.get("idle_layers") == "host" and "layer" not in settings:
-                raise ConfigError(f"{file}: {key}.idle_layers: {objective} runs every layer; leave it out")
+        training = world.training
+        for where, key, change in [*shared, *own]:
+            settings = {**training.objective, **change.get("objective", {})}
+            changed = {**training.model_dump(), **change, "objective": settings}
+            training = parse_as(Training, changed, where, prefix=key)
         self._check_objective(objective, training.objective)
         return training
 
@@ -256,23 +225,19 @@ class Project:
 
     def run_keys(self) -> list[tuple[str, str, str, str, int]]:
         """All (model, benchmark, objective, method, seed); baselines once per model and benchmark."""
-        keys = []
-        for model in self.world.models:
-            for benchmark in self.world.benchmarks:
-                if not self.fits(model, benchmark):
-                    continue
-                for method in self.world.methods:
-                    if self.methods[method].baseline:
-                        keys.append((model, benchmark, NO_OBJECTIVE, method, 0))
-                for objective in self.world.objectives:
-                    for method in self.world.methods_of(objective):
-                        if not self.methods[method].baseline:
-                            keys += [(model, benchmark, objective, method, seed) for seed in self.world.seeds]
+        world, keys = self.world, []
+        for model in world.models:
+            for benchmark in (name for name in world.benchmarks if self.fits(model, name)):
+                baselines = [name for name in world.methods if self.methods[name].baseline]
+                keys += [(model, benchmark, NO_OBJECTIVE, name, 0) for name in baselines]
+                for objective in world.objectives:
+                    others = [name for name in world.methods_of(objective) if not self.methods[name].baseline]
+                    keys += [(model, benchmark, objective, name, seed) for name in others for seed in world.seeds]
         return keys
 
 
 def _joined(table: dict, added: dict, taken: str, file: Path) -> dict:
-    """The package's rows and those of a configuration folder, which have other names."""
+    """The package's rows and those of a configuration folder, which need other names."""
     for name in added.keys() & table.keys():
         raise ConfigError(f"{file}: {name}: {taken} of this name; give yours another")
     return {**table, **added}
@@ -291,23 +256,24 @@ def _found(path: str, where: str) -> OwnClass:
 
 
 def world_files(folder: Path) -> list[Path]:
-    """Of all worlds of a configuration folder."""
+    """The files of all worlds of a configuration folder."""
     return sorted(path for path in folder.glob("*.yaml") if path.stem not in CATALOGUES)
 
 
 def _find_world(folder: Path, world: str) -> tuple[str, Path]:
-    """A name of a file in the configuration folder, or the path of a YAML file."""
+    """Name and file of a world, given by its name in the configuration folder or by the path of a YAML file."""
     path = Path(world) if world.endswith((".yaml", ".yml")) else folder / f"{world}.yaml"
     known = [file.stem for file in world_files(folder)]
+    inside = path.resolve() == (folder / path.name).resolve()
     if not known:
         raise ConfigError(f"{folder}: no worlds here; start where the Snakefile is, or name the folder of the worlds")
-    if not path.is_file() or path.parent.resolve() == folder.resolve() and path.stem in CATALOGUES:
+    if not path.is_file() or (inside and path.stem in CATALOGUES):
         raise ConfigError(
             f"world {world!r}: no world {path}; give one of {', '.join(known)} or the path of a YAML file"
         )
     if not re.fullmatch(NAME, path.stem):
         raise ConfigError(f"{path}: its name is that of folders: small letters, digits and _, and a letter first")
-    if path.stem in known and path.resolve() != (folder / path.name).resolve():
+    if path.stem in known and not inside:
         raise ConfigError(
             f"{path}: {path.stem!r} is a world of {folder} too, whose results it would overwrite; rename it"
         )
@@ -315,12 +281,12 @@ def _find_world(folder: Path, world: str) -> tuple[str, Path]:
 
 
 def _world_content(folder: Path, name: str, file: Path) -> tuple[dict, str]:
-    """What a world file says, over what those that it extends say; and the name of the last of these."""
-    content, files = _mapping(file), [file.resolve()]
+    """The content of a world file over that of the worlds that it extends, and the name of the last of these."""
+    content, files = read_mapping(file), [file.resolve()]
     while "extends" in content:
         name, base_file = _find_world(folder, str(content.pop("extends")))
         if base_file.resolve() in files:
             raise ConfigError(f"{file}: extends: {name!r} extends itself")
-        content = {**_mapping(base_file), **content}
+        content = {**read_mapping(base_file), **content}
         files.append(base_file.resolve())
     return content, name

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
 
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_yaml
+
+SOURCES = ("embedded", "published", "muse", "finetuned")  # pydantic's names of the alternatives in its unions
 
 
 def parse_settings(target: Any, text: str, flag: str = "--settings") -> Any:
@@ -29,65 +33,42 @@ def parse_as(target: Any, value: Any, path: Path, prefix: str = "") -> Any:
     try:
         return TypeAdapter(target).validate_python(value)
     except ValidationError as error:
-        raise ConfigError("\n".join(_describe(target, item, path, prefix) for item in error.errors())) from None
+        raise ConfigError("\n".join(_describe(item, path, prefix) for item in error.errors())) from None
 
 
-def _describe(target: Any, item: dict, path: Path, prefix: str) -> str:
-    keys = [
-        str(part)
-        for part in item["loc"]
-        if part not in ("embedded", "published", "muse", "finetuned", "ForgetTarget", "RetrainedTarget")
-    ]
-    key = ".".join(part for part in (prefix, *keys) if part)
-    message = item["msg"].removeprefix("Value error, ")
-    if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        key = ".".join(part for part in (key, item["ctx"]["discriminator"].strip("'")) if part)
-        message = "this key is required"
-        if item["type"] == "union_tag_invalid":
-            message = f"one of {item['ctx']['expected_tags']} (got {item['ctx']['tag']!r})"
-    elif item["type"] == "extra_forbidden":
-        message = "unknown key"
-        if fields := _valid_keys(target, item["loc"][:-1]):
-            message += f"; valid keys: {', '.join(fields)}"
-    elif item["type"] == "missing":
-        message = "this key is required"
-    elif "input" in item and not isinstance(item["input"], dict):
+def mistake(key: str, message: str) -> PydanticCustomError:
+    """An error of a validator about one key of its object."""
+    return PydanticCustomError("mistake", "{message}", {"key": key, "message": message})
+
+
+def _describe(item: Any, path: Path, prefix: str) -> str:
+    keys = [str(part) for part in item["loc"] if part not in SOURCES]
+    kind, context, message = item["type"], item.get("ctx", {}), item["msg"].removeprefix("Value error, ")
+    if kind == "mistake":
+        keys.append(context["key"])
+    elif kind.startswith("union_tag"):
+        keys.append(context["discriminator"].strip("'"))
+        message = f"one of {context['expected_tags']} (got {context['tag']!r})" if "tag" in context else ""
+    elif kind != "missing" and not isinstance(item["input"], dict):
         message += f" (got {item['input']!r})"
-    return f"{path}: {key or 'file'}: {message}"
+    if kind in ("missing", "union_tag_not_found"):
+        message = "this key is required"
+    return f"{path}: {'.'.join(filter(None, (prefix, *keys))) or 'file'}: {message}"
 
 
-def _valid_keys(target: Any, path: tuple) -> list[str]:
-    """The keys of the object at `path` within a model. Where that may be of several types, the path names the one that
-    its content asks for: by the class, or by the value of `source`."""
-    for key in path:
-        models = _models_in(target)
-        named = [model for model in models if key in (model.__name__, *_sources(model))]
-        fields = [model.model_fields[key] for model in models if key in model.model_fields]
-        target = named[0] if named else fields[0].annotation if fields else None
-    models = _models_in(target)
-    return list(models[0].model_fields) if len(models) == 1 else []
-
-
-def _models_in(target: Any) -> list[type[BaseModel]]:
-    if isinstance(target, type) and issubclass(target, BaseModel):
-        return [target]
-    return [model for part in get_args(target) for model in _models_in(part)]
-
-
-def _sources(model: type[BaseModel]) -> tuple:
-    field = model.model_fields.get("source")
-    return get_args(field.annotation) if field else ()
-
-
-def _mapping(path: Path) -> dict:
-    content = _load(path)
+def read_mapping(path: Path) -> dict:
+    """The mapping of a YAML file. Raises ConfigError for anything else, and for a key that stands twice."""
+    content = read_yaml(path)
+    with path.open(encoding="utf-8") as stream:
+        yaml.compose(stream, _EachKeyOnce)  # of two equal keys, YAML keeps the last
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping, `key: value`, at its top level")
     return content
 
 
-def _catalogue(path: Path, row_type: Any) -> dict[str, Any]:
-    return {name: parse_as(row_type, row, path, prefix=name) for name, row in _mapping(path).items()}
+def read_catalogue(path: Path, row_type: Any) -> dict[str, Any]:
+    """The rows of a YAML file, by name. Raises ConfigError for the first row that is not valid."""
+    return {name: parse_as(row_type, row, path, prefix=name) for name, row in read_mapping(path).items()}
 
 
 class _EachKeyOnce(yaml.SafeLoader):
@@ -102,17 +83,9 @@ class _EachKeyOnce(yaml.SafeLoader):
         return node
 
 
-def _load(path: Path) -> Any:
-    """The content of a YAML file. Raises ConfigError where a key stands twice: of two, YAML keeps the last alone."""
-    content = read_yaml(path)
-    with path.open(encoding="utf-8") as stream:
-        yaml.compose(stream, _EachKeyOnce)
-    return content
-
-
-def _require_known(name: str, known, where: str) -> None:
-    if name in known:
-        return
-    close = difflib.get_close_matches(name, list(known), n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    raise ConfigError(f"{where}: unknown name {name!r}; {hint}known: {', '.join(known)}")
+def require_known(name: str, known: Collection[str], where: str) -> None:
+    """Raises ConfigError that names what is known, if `name` is not."""
+    if name not in known:
+        close = difflib.get_close_matches(name, list(known), n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f"{where}: unknown name {name!r}; {hint}known: {', '.join(known)}")

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import (
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    create_model,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, PositiveInt, create_model, model_validator
 
 from gripmoe.config.types import Fraction, Name, NonNegative, Optimizer, Strict
 
@@ -92,8 +86,6 @@ class Training(Strict):
     linear_precision: LinearPrecision = "native"  # of nn.Linear layers in training steps; the paper: te_fp8
     loss_bound: PositiveFloat  # a retain loss above it, or no number, ends the run as diverged
     trained_layers: PositiveInt | None = None  # MoE blocks: the last so many that the losses look at; all if absent
-    # RMU: the layers after its own, which only checks run. In host memory they come to the GPU one by one.
-    idle_layers: Literal["resident", "host"] = "resident"
     objective: dict[str, int | float] = {}
     alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from gripmoe.config.reading import mistake
 
 NAME = r"^[a-z][a-z0-9_]*$"
 Name = Annotated[str, Field(pattern=NAME)]
@@ -22,13 +18,23 @@ NonNegative = Annotated[float, Field(ge=0)]
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, content: Any) -> Any:
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        for key in content if isinstance(content, dict) else ():
+            if key not in known:
+                raise mistake(str(key), f"unknown key; valid keys: {', '.join(known)}")
+        return content
+
 
 def _each_once(values: list) -> list:
-    twice = [value for value, count in Counter(values).items() if count > 1]
-    if twice:
-        raise ValueError(f"{twice[0]!r} stands twice; leave one out")
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{value!r} stands twice; leave one out")
     return values
 
 
-Names = Annotated[list[Name], AfterValidator(_each_once)]
+EachOnce = AfterValidator(_each_once)
+Names = Annotated[list[Name], EachOnce]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**31)]

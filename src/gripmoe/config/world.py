@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    PositiveInt,
-)
+from pydantic import Field, PositiveInt
 
 from gripmoe.config.benchmarks import Task
 from gripmoe.config.methods import Method
 from gripmoe.config.reading import parse_as
 from gripmoe.config.training import Relearning, Training
-from gripmoe.config.types import Name, Names, Seed, Strict, _each_once
+from gripmoe.config.types import EachOnce, Name, Names, Seed, Strict
 from gripmoe.io.files import read_yaml
 
 
@@ -34,7 +30,7 @@ class World(Strict):
     objectives: Names = Field(min_length=1)
     methods: Names = Field(min_length=1)  # under every objective
     extra_methods: dict[Name, Names] = {}  # under one objective only
-    seeds: Annotated[list[Seed], AfterValidator(_each_once)] = Field(min_length=1)
+    seeds: Annotated[list[Seed], EachOnce] = Field(min_length=1)
     training: Training
     objective_training: dict[Name, dict[str, Any]]
     benchmark_training: dict[Name, dict[Name, dict[str, Any]]] = {}
@@ -45,7 +41,6 @@ class World(Strict):
     # GB of host memory, of each process, for what goes beyond it and is copied in every step; yet more is read
     basis_host_memory: Annotated[int, Field(ge=0)] = 64
     gpus: dict[Name, PositiveInt] = {}  # that a model takes: a process each trains it; one if it is not named
-    nodes: dict[Name, PositiveInt] = {}  # over which these GPUs are spread evenly; one if it is not named
     artefacts: Names
 
     @property

@@ -39,7 +39,7 @@ def stop_rule(benchmark: Task, data: Path, retrained: Path | None, tokenizer) ->
                 f"{retrained or '--retrained'}: {min(absent)} of the retain-only model is needed, a few points above "
                 "which a run has forgotten; name one that was finetuned on the benchmark's documents to retain"
             )
-        margin = benchmark.target.points_above_retrained
+        margin = benchmark.target["points_above_retrained"]
         sample = replace(news, knowmem=_fewer_retain_pairs(news.knowmem))
 
         def news_means(moe: MoEModel) -> dict[str, float]:
@@ -56,7 +56,7 @@ def stop_rule(benchmark: Task, data: Path, retrained: Path | None, tokenizer) ->
     def accuracies(moe: MoEModel) -> dict[str, float]:
         return {f"{name}_accuracy": accuracy(direct_answers(moe.model, tokenizer, dev[name])) for name in dev}
 
-    return StopRule({"forget_accuracy": benchmark.target.forget_accuracy}, accuracies)
+    return StopRule({"forget_accuracy": benchmark.target["forget_accuracy"]}, accuracies)
 
 
 def _fewer_retain_pairs(pairs: list[dict]) -> list[dict]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -20,17 +19,15 @@ def visible_devices() -> list[torch.device]:
     return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
 
-def place(model: nn.Module, devices: Sequence[torch.device | str], resident: int | None = None) -> None:
+def place(model: nn.Module, devices: Sequence[torch.device | str]) -> None:
     """Brings the decoder layers of a causal language model, in order and evenly, to `devices`, and all else to the
-    first, where inputs go in and outputs come out; with `resident` only so many layers, while the others stay where
-    they are (see `visiting`). On the way through the layers hidden states, masks and positions are brought along."""
+    first, where inputs go in and outputs come out. Hidden states, masks and positions follow from layer to layer."""
     decoder, layers = model.model, model.model.layers
-    if len(set(devices)) == 1 and resident is None:
+    if len(set(devices)) == 1:
         model.to(devices[0])
         return
-    count = len(layers) if resident is None else resident
-    for number, layer in enumerate(layers[:count]):
-        layer.to(devices[number * len(devices) // count])
+    for number, layer in enumerate(layers):
+        layer.to(devices[number * len(devices) // len(layers)])
     decoder.layers = nn.ModuleList()
     try:
         model.to(devices[0])
@@ -39,26 +36,6 @@ def place(model: nn.Module, devices: Sequence[torch.device | str], resident: int
     for module in (*layers, *(child for child in decoder.children() if child is not layers)):
         if _bring_along not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_bring_along, with_kwargs=True)
-
-
-@contextmanager
-def visiting(model: nn.Module, first: int) -> Iterator[None]:
-    """Within the block the decoder layers from `first` on lie in host memory, and each comes to the model's device for
-    its own forward pass only. Such a pass must not need a graph: raises RuntimeError if it does. Then they stay in host
-    memory."""
-    device = model.device
-
-    def come(layer: nn.Module, args: tuple) -> None:
-        if torch.is_grad_enabled():
-            raise RuntimeError("a layer that lies in host memory cannot be trained through")
-        layer.to(device)
-
-    with ExitStack() as hooks:
-        for layer in model.model.layers[first:]:
-            layer.to("cpu")
-            hooks.callback(layer.register_forward_pre_hook(come, prepend=True).remove)
-            hooks.callback(layer.register_forward_hook(lambda layer, *_: layer.to("cpu") and None).remove)
-        yield
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:

@@ -21,8 +21,8 @@ from gripmoe.io.files import read_json, write_json
 GB = 1e9
 # A tenth (ours: batches are small) of the dense bf16 rate of an H100 or H200 in its data sheet, 989; an A100's is 312.
 TFLOPS = 98.9
-# Bytes a second from other GPUs of the node by NVLink, from those of other nodes, and from host memory.
-LINK, NETWORK, HOST = 2.0e11, 2.5e10, 1.0e10
+# Bytes a second from other GPUs by NVLink, and from host memory.
+LINK, HOST = 2.0e11, 1.0e10
 FEWEST = 3  # layers that are measured: with two, FSDP does not yet hold what it holds of neighbours
 PROMPT = 3000  # tokens of the longest prompt of letters: below five questions of MMLU
 TEXTS = (2, 2000)  # of news, in one pass, whose membership is asked
@@ -109,9 +109,7 @@ class Costs:
             return None
         layers, gpus, world = int(base["of_layers"]), self.project.gpus(step.model), self.project.world
         together = question["processes"] > 1 or gpus == 1
-        own = layers if together else ceil(layers / self.project.gpus_per_node(step.model))
-        if question["idle"] and together:
-            own = question["fewer"]["run"] + 1  # of the others, one comes at a time
+        own = layers if together else ceil(layers / gpus)
         whole = self._whole(question)
         fewer = {name: min(count, own) for name, count in question["fewer"].items()}
         card = self._extrapolated(question, {"layers": own, **fewer})
@@ -126,14 +124,13 @@ class Costs:
             known["activations"] -= known["weights"]
         known["weights"] *= question["models"]
         parts = {name: size / GB for name, size in known.items() if size > 0}
-        readers = ceil(question["processes"] / self.project.nodes(step.model, step.method or None))
         host = question["models"] * 2 * whole["parameters"] / GB
         if step.what == "unlearn":
             beyond = max(0, whole["basis"] - known["bases"]) / GB
             host += world.original_memory + min(beyond, world.basis_host_memory)
-        link = LINK if self.project.nodes(step.model, step.method or None) == 1 else NETWORK
-        seconds = whole["received"] / link + max(0, whole["basis"] - world.basis_memory * GB) / HOST
-        return Cost(step, gpus, question["processes"], parts, readers * host, whole["flops"] / 1e12, seconds)
+        seconds = whole["received"] / LINK + max(0, whole["basis"] - world.basis_memory * GB) / HOST
+        processes = question["processes"]
+        return Cost(step, gpus, processes, parts, processes * host, whole["flops"] / 1e12, seconds)
 
     def flops_per_token(self, step: Step) -> float:
         """Of a forward pass through all layers, in evaluation."""
@@ -154,16 +151,16 @@ class Costs:
         if training.trained_layers:
             fewer["trained"] = training.trained_layers
         settings = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1}
+        after = {"correction": None, "retain_tokens": None, "form": method.form if method.eps_null else "sound"}
         return self._question(
             step,
             processes=project.processes(step.model, step.method),
             rows=[training.forget_batch_size, training.retain_batch_size],
             length=project.benchmarks[step.benchmark].max_length,
             fewer=fewer,
-            idle=training.idle_layers == "host" and "layer" in training.objective and not method.looks_at_passes,
             traced=self._traced(step) if method.constraint == "null_space" else 1,
             objective=project.objectives[step.objective].path,
-            method={**method.model_dump(mode="json"), "correction": None, "retain_tokens": None, "training": {}},
+            method={**method.model_dump(mode="json"), **after, "training": {}},
             training={**training.model_dump(mode="json"), **settings},
         )
 
@@ -187,7 +184,7 @@ class Costs:
 
     def _question(self, step: Step, **asked: Any) -> dict[str, Any]:
         model = self.project.trained_from(step.model).model_dump(mode="json")
-        return {"model": model, "what": step.what, "processes": 1, "models": 1, "fewer": {}, "idle": False, **asked}
+        return {"model": model, "what": step.what, "processes": 1, "models": 1, "fewer": {}, **asked}
 
     def _longest(self, step: Step) -> int:
         fitting = [name for name in self.project.world.benchmarks if self.project.fits(step.model, name)]
@@ -224,7 +221,7 @@ class Costs:
 
     def _at(self, question: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
         """What `measure` says of a model with so few layers, or has said."""
-        asked = {key: value for key, value in question.items() if key not in ("models", "fewer", "idle")}
+        asked = {key: value for key, value in question.items() if key not in ("models", "fewer")}
         asked |= {"layers": point["layers"]}
         if "training" in asked and "objective" in asked:
             objective = {**asked["training"]["objective"], **({"layer": point["run"] - 1} if "run" in point else {})}

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from gripmoe.config.methods import Method
 from gripmoe.config.training import Training
 from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.hooks import ConstraintHandle, Diverged
@@ -273,16 +272,6 @@ class _Steps:
         if self.objective.last_layer is None or kind in self.handle.watches:
             return nullcontext()
         return self.model.only_layers(self.objective.last_layer + 1)
-
-
-def resident_layers(training: Training, last_layer: int | None, method: Method) -> int | None:
-    """How many decoder layers stay on the GPU while the others, which only checks run, lie in host memory; None where
-    all stay. A constraint that looks at training passes runs them all."""
-    if training.idle_layers == "resident" or last_layer is None:
-        return None
-    if distributed.processes() > 1:
-        raise ConfigError("`idle_layers: host` needs one process: layers that are shared cannot leave their GPUs")
-    return None if method.looks_at_passes else last_layer + 1
 
 
 def held_bytes(thing: object) -> int:
