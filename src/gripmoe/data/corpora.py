@@ -1,5 +1,4 @@
-"""Documents from their files (JSON lines, as the embedded world and the loaders of real data write them), shuffled into
-the batches of training, or in their order into those of a pass over all."""
+"""Documents from JSON lines, shuffled into batches of training, or in order into batches of a pass over all."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ TOKENS_PER_BATCH = 4000
 
 @dataclass(frozen=True)
 class Corpora:
-    """Tokenized documents, those to forget and those to retain, and the token that pads them."""
+    """Tokenized documents to forget and to retain, and the token that pads them."""
 
     forget: Sequence[Row]
     retain: Sequence[Row]
@@ -29,10 +28,10 @@ def load_corpus(
 ) -> list[Row]:
     """The first `limit` rows of a corpus, tokenized; the loss counts `text` and not `prompt`.
 
-    A longer document gives its first `max_length` tokens, or with `whole` several rows of at most so many, each with
-    the tokenizer's `opening`. With `end_id` that token closes every document, scored. Raises ConfigError, naming file
-    and line, if it has no document, for two of one id, for one without an id or a text, with fewer than two tokens, or
-    with a prompt that leaves a row without text.
+    Of a longer document the first `max_length` tokens, or with `whole` several rows of at most so many, each behind the
+    tokenizer's `opening`. With `end_id` that token closes every document, scored. Raises ConfigError, naming file and
+    line, without documents, for an id that is missing or not unique, for a document without text or with fewer than two
+    tokens, and for a prompt that leaves a row without text.
     """
     rows: list[Row] = []
     known: set[str] = set()
@@ -40,16 +39,15 @@ def load_corpus(
     for line, document in enumerate(read_jsonl(path, "text"), 1):
         if limit is not None and len(rows) >= limit:
             break
-        name = document.get("id")
-        if not document["text"]:
+        name, prompt, text = document.get("id"), document.get("prompt", ""), document["text"]
+        if not text:
             raise ConfigError(f"{path}: document {name!r} has no text (line {line}); remove the line, or give it one")
         if name is None or name in known:
             raise ConfigError(
                 f"{path}: each document needs an `id` of its own (got {name!r}) (line {line}); give it another"
             )
         known.add(name)
-        spans = [(document.get("prompt", ""), False), (document["text"], True)]
-        row = encode(tokenizer, [span for span in spans if span[0]], name)
+        row = encode(tokenizer, [*([(prompt, False)] if prompt else []), (text, True)], name)
         if end_id is not None:
             row = Row(row.id, [*row.ids, end_id], [*row.labels, end_id])
         if len(row.ids) < 2:
@@ -69,7 +67,7 @@ def _pieces(row: Row, max_length: int, begin: list[int]) -> list[Row]:
         return [row]
     ids, labels = row.ids[len(begin) :], row.labels[len(begin) :]
     count = -(-len(ids) // (max_length - len(begin)))
-    cuts = [round(len(ids) * i / count) for i in range(count + 1)]  # even: no piece of a token or two
+    cuts = [round(len(ids) * i / count) for i in range(count + 1)]  # even, so that no piece has a token or two
     return [
         Row(f"{row.id}#{i}", begin + ids[a:b], [IGNORED] * len(begin) + labels[a:b])
         for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
@@ -77,8 +75,8 @@ def _pieces(row: Row, max_length: int, begin: list[int]) -> list[Row]:
 
 
 def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> list[Row]:
-    """The rows of one step: a new shuffle every epoch, a function of seed and step alone, so that a resumed run sees
-    the same data. Raises ConfigError if the corpus is smaller than a batch."""
+    """The rows of one step: a new shuffle every epoch, by seed and step alone, so that a resumed run sees the same
+    data. Raises ConfigError if the corpus is smaller than a batch."""
     if batch_size > len(rows):
         raise ConfigError(f"batch size {batch_size} exceeds the {len(rows)} documents of the corpus")
     per_epoch = len(rows) // batch_size
@@ -89,8 +87,8 @@ def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> li
 
 
 def in_batches(rows: Sequence[Row], pad_id: int, rank: int = 0, processes: int = 1) -> list[Batch]:
-    """Batches of about TOKENS_PER_BATCH padded tokens, the rows in their order. Of several processes each takes its
-    share of the rows, in as many batches as the others. Raises ConfigError if the rows cannot be shared out evenly."""
+    """Batches of about TOKENS_PER_BATCH padded tokens, the rows in order. Each of several processes takes its share of
+    the rows, in as many batches as the others. Raises ConfigError if they do not share out evenly."""
     if len(rows) % processes:
         raise ConfigError(f"{len(rows)} rows cannot be split over {processes} processes")
     batches: list[list[Row]] = [[]]

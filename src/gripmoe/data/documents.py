@@ -1,4 +1,4 @@
-"""Documents as token rows: spans to ids and labels, rows to padded batches."""
+"""Documents as rows of tokens, and rows as padded batches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import takewhile
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 IGNORED = -100  # the label that torch's cross-entropy skips
 Span = tuple[str, bool]  # (text, scored): the loss counts the tokens of scored spans only
@@ -25,7 +26,7 @@ class Row:
 
 def encode(tokenizer, spans: Iterable[Span], row_id: str = "", max_length: int | None = None) -> Row:
     """Tokenizes each span by itself and joins them behind the tokenizer's `opening`, which is not scored; cuts at
-    `max_length` tokens. A text that spells the BOS out, as chat templates do, gets no other."""
+    `max_length` tokens. A text that begins with the BOS, as chat templates write it, gets no second one."""
     spans = list(spans)
     spelled_out = tokenizer.bos_token and spans[0][0].startswith(tokenizer.bos_token)
     ids = [] if spelled_out else opening(tokenizer)
@@ -38,7 +39,7 @@ def encode(tokenizer, spans: Iterable[Span], row_id: str = "", max_length: int |
 
 
 def opening(tokenizer) -> list[int]:
-    """What the tokenizer puts before every text: its BOS, or nothing. lm-evaluation-harness and MUSE read texts so."""
+    """The tokens that the tokenizer puts before every text: its BOS, or none; as in lm-evaluation-harness and MUSE."""
     text = tokenizer("a", return_special_tokens_mask=True)
     marked = zip(text["input_ids"], text["special_tokens_mask"], strict=True)
     return [token for token, _ in takewhile(lambda pair: pair[1], marked)]
@@ -46,8 +47,8 @@ def opening(tokenizer) -> list[int]:
 
 @dataclass
 class Batch:
-    """Right-padded rows: input_ids, attention_mask and labels, each (rows, longest); `weights` of the same shape, if
-    tokens do not count alike in a mean over them."""
+    """Right-padded rows: input_ids, attention_mask, labels and the `weights` of tokens in a mean, if they differ; each
+    (rows, positions)."""
 
     row_ids: list[str]
     input_ids: Tensor
@@ -83,8 +84,8 @@ def attention_mask_of(inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
-    """A batch of any data loader, with row ids and labels of its own if it has none. Raises ValueError if it is none,
-    and KeyError without `input_ids`."""
+    """A batch of any data loader; row ids and labels are made up if there are none. Raises ValueError if it is no
+    batch, KeyError without `input_ids`."""
     if isinstance(batch, Batch):
         return batch.to(device)
     if not isinstance(batch, Mapping):
@@ -98,16 +99,13 @@ def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
 
 def collate(rows: Sequence[Row], pad_id: int) -> Batch:
     """Rows as one batch, padded on the right with `pad_id`."""
-    longest = max(len(row.ids) for row in rows)
-    input_ids = torch.full((len(rows), longest), pad_id)
-    labels = torch.full((len(rows), longest), IGNORED)
-    mask = torch.zeros((len(rows), longest), dtype=torch.long)
-    for i, row in enumerate(rows):
-        n = len(row.ids)
-        input_ids[i, :n] = torch.tensor(row.ids)
-        labels[i, :n] = torch.tensor(row.labels)
-        mask[i, :n] = 1
-    return Batch([row.id for row in rows], input_ids, mask, labels)
+
+    def padded(values: Iterable[list[int]], fill: int) -> Tensor:
+        tensors = [torch.tensor(value, dtype=torch.long) for value in values]
+        return pad_sequence(tensors, batch_first=True, padding_value=fill)
+
+    ids, mask = padded((row.ids for row in rows), pad_id), padded(([1] * len(row.ids) for row in rows), 0)
+    return Batch([row.id for row in rows], ids, mask, padded((row.labels for row in rows), IGNORED))
 
 
 def collate_inputs(batches: Sequence[Batch]) -> Batch:
@@ -126,8 +124,8 @@ PASS_OVERHEAD = 100  # padded tokens that one more forward pass costs
 
 
 def length_buckets(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-    """Rows sorted by length and cut into groups of at most `tokens` padded tokens (a longer row stands alone), where
-    the cuts cost least: padded tokens, and PASS_OVERHEAD for every group."""
+    """Rows sorted by length, in groups of at most `tokens` padded tokens (a longer row is a group alone), at the least
+    total cost: the padded tokens, and PASS_OVERHEAD for every group."""
     rows = sorted(rows, key=lambda row: len(row.ids))
     cost, start = [0.0], [0]  # of the first n rows, and where their last group begins
     for end in range(1, len(rows) + 1):

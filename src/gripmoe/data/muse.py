@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
-from gripmoe.data.published import load_rows
+from gripmoe.data.published import dev_or_test, load_rows
 from gripmoe.io.errors import ConfigError
 
-CONTEXT = "context"  # the `split` of the pairs that a question is asked below
+CONTEXT = "context"  # the `split` of the in-context pairs
 
 
 def news_files(
     repository: str, revision: str | None = None, expected: Mapping[str, int] | None = None
 ) -> dict[str, list[dict]]:
-    """The files of a news benchmark. Raises ConfigError, saying what to download, if the data set cannot be read, lacks
-    a column, has not the `expected` number of rows ("config/split": number), or so few that none is for the stop rule
-    or for the tables.
+    """The files of a news benchmark. Raises ConfigError, with the download that is needed, if the data set cannot be
+    read, lacks a column, has another number of rows than `expected` ("config/split": number), or so few questions that
+    a split is empty.
 
     Corpora: raw/forget to forget, raw/retain1 to retain, raw/retain2 for routing on tokens that unlearning did not see.
-    Questions and prompts have a `split`: "dev" (stop rule) for a third, by a hash, and "test" (reported).
+    Questions and prompts have a `split`: "dev" for the stop rule, "test" for the tables.
     """
 
     def rows(config: str, split: str, *columns: str) -> list[dict]:
@@ -36,10 +35,10 @@ def news_files(
         for name, fixed in ((f"{part}_qa", None), (f"{part}_qa_icl", CONTEXT)):
             for number, row in enumerate(rows("knowmem", name, "question", "answer")):
                 pair = {"question": row["question"], "answer": row["answer"]}
-                split = fixed or _dev_or_test(row["question"])
+                split = fixed or dev_or_test(row["question"])
                 knowmem.append({"id": f"{name}/{number}", "part": part, "split": split, **pair})
     verbmem = [
-        {"id": f"verbmem/{number}", "split": _dev_or_test(row["prompt"]), "prompt": row["prompt"], "gt": row["gt"]}
+        {"id": f"verbmem/{number}", "split": dev_or_test(row["prompt"]), "prompt": row["prompt"], "gt": row["gt"]}
         for number, row in enumerate(rows("verbmem", "forget", "prompt", "gt"))
     ]
     for name in ("verbmem", "forget_qa", "retain_qa"):
@@ -62,7 +61,3 @@ def news_files(
         "verbmem": verbmem,
         "privleak": privleak,
     }
-
-
-def _dev_or_test(text: str) -> str:
-    return "dev" if hashlib.sha256(text.encode()).digest()[0] % 3 == 0 else "test"

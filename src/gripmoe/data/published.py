@@ -1,7 +1,4 @@
-"""Real benchmarks, by hub id and revision or from a local clone of the hub's repository.
-
-They become the same files as the embedded world's, so that every later step is the same.
-"""
+"""Real benchmarks, by hub id and revision or from a local clone, as the files that the embedded world has."""
 
 from __future__ import annotations
 
@@ -21,9 +18,9 @@ CHOICES = 4  # A to D, as prompts list them
 
 
 def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
-    """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ConfigError, saying what to
-    download, where a data set cannot be read, lacks a column, holds a question that is not of four choices and the
-    number of one of them, or no documents."""
+    """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ConfigError, with the download
+    that is needed, for a data set that cannot be read, lacks a column or has no documents, and for a question without
+    four choices or without the number of one of them."""
     forget = _rows(data, "forget_questions", "wmdp-cyber", "test", ("question", "choices", "answer"))
     columns = ("question", "choices", "answer", "subject")
     retain = {
@@ -35,9 +32,7 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     return {
         "forget_questions": _questions(forget, "forget", data.forget_subject),
         "retain_questions": [
-            question
-            for split, rows in retain.items()
-            for question in _questions(rows, "retain", None, RETAIN_SPLITS[split])
+            row for split, rows in retain.items() for row in _questions(rows, "retain", None, RETAIN_SPLITS[split])
         ],
         "truthfulqa": [{key: row[key] for key in ("question", "mc1_targets", "mc2_targets")} for row in truths],
         "forget_corpus": _documents(_rows(data, "forget_corpus", "cyber-forget-corpus", "train", ("text",)), "forget"),
@@ -58,11 +53,11 @@ def load_rows(
     expected: int | None = None,
 ) -> Iterable[dict]:
     """Rows of one split of a data set, by hub id or from a local clone. Raises ConfigError, naming the configuration
-    key and what to do, if it cannot be read, lacks a column, or has not the `expected` number of rows."""
+    key and the remedy, if it cannot be read, lacks a column, or has another number of rows than `expected`."""
     from datasets import load_dataset
 
     try:
-        with tempfile.TemporaryDirectory() as folder:  # the usual cache knows a local clone by its name alone
+        with tempfile.TemporaryDirectory() as folder:  # the usual cache tells local clones apart by name alone
             own = {"cache_dir": folder, "keep_in_memory": True} if Path(path).is_dir() else {}
             table = load_dataset(path, name, split=split, revision=revision, **own)
     except (OSError, ValueError) as error:
@@ -70,8 +65,7 @@ def load_rows(
             f"benchmarks.yaml: {key}: cannot read {path!r} ({name}, {split}): {error}. Without internet, "
             f"clone the data set's repository elsewhere and set {key} to the folder."
         ) from error
-    missing = [column for column in columns if column not in table.column_names]
-    if missing:
+    if missing := [column for column in columns if column not in table.column_names]:
         raise ConfigError(
             f"{path} ({name}, {split}) lacks {', '.join(missing)}; it has {', '.join(table.column_names)}"
         )
@@ -86,42 +80,42 @@ def load_rows(
 def _rows(
     data: PublishedData, key: str, name: str, split: str, columns: tuple[str, ...], counted: str | None = None
 ) -> Iterable[dict]:
-    """`counted` is the key of `data.rows` that says how many there are, if not `key`."""
+    """`counted` is the key of `data.rows` with their number, if not `key`."""
     path = getattr(data, key)
     revision, expected = data.revisions.get(path), data.rows.get(counted or key)
     return load_rows(path, name, split, columns, revision=revision, key=f"data.{key}", expected=expected)
 
 
 def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: str | None = None) -> list[dict]:
-    """All of one split, or a third of them, by a hash, "dev" and the others "test"."""
+    """Without `split` each question is "dev" or "test"."""
     questions = []
     for number, row in enumerate(rows):
-        digest = hashlib.sha256(row["question"].encode()).digest()
         name = f"{domain}/{number}" if split in (None, "test") else f"{domain}/{split}/{number}"
+        choices, answer = list(row["choices"]), row["answer"]
+        if len(choices) != CHOICES or answer not in range(CHOICES):
+            raise ConfigError(
+                f"question {name} ({row['question'][:40]!r}): {len(choices)} choices and answer {answer!r}; a question "
+                f"has {CHOICES} choices, and its answer is the number of one of them, 0 to {CHOICES - 1}"
+            )
         questions.append(
             {
                 "id": name,
                 "question": row["question"],
-                "choices": list(row["choices"]),
-                "answer": _checked_answer(row, name),
+                "choices": choices,
+                "answer": int(answer),
                 "subject": subject or row["subject"].replace("_", " "),
                 "fact": name,
                 "wording": "seen",
                 "exposure": "forget" if domain == "forget" else "unseen_subject",
-                "split": split or ("dev" if digest[0] % 3 == 0 else "test"),
+                "split": split or dev_or_test(row["question"]),
             }
         )
     return questions
 
 
-def _checked_answer(row: dict, name: str) -> int:
-    choices, answer = row["choices"], row["answer"]
-    if len(choices) != CHOICES or answer not in range(CHOICES):
-        raise ConfigError(
-            f"question {name} ({row['question'][:40]!r}): {len(choices)} choices and answer {answer!r}; a question has "
-            f"{CHOICES} choices, and its answer is the number of one of them, 0 to {CHOICES - 1}"
-        )
-    return int(answer)
+def dev_or_test(text: str) -> str:
+    """By a hash: "dev" (the stop rule's) for a third of all texts, "test" (reported) for the others."""
+    return "dev" if hashlib.sha256(text.encode()).digest()[0] % 3 == 0 else "test"
 
 
 def _documents(rows: Iterable[dict], domain: str) -> list[dict]:
