@@ -95,7 +95,7 @@ def test_what_another_run_makes_is_waited_for_and_made_if_it_dies(tmp_path, aske
     calls, function = asked
     looks = []
     monkeypatch.setattr(originals, "WAIT", 0.01)
-    monkeypatch.setattr(originals, "take_lock", lambda *of: looks.append(of) or take_lock(*of))
+    monkeypatch.setattr(originals, "take_lock", lambda *of, **how: looks.append(of) or take_lock(*of, **how))
     made = OriginalStore(tmp_path / "made", "a", memory=0)
     OriginalCache(made).fill(DOCUMENTS, function, "states")
     for dies in (False, True):

@@ -101,7 +101,7 @@ def gradients(checkpointing, *, forgets=False):
             losses.append(loss_of(model, batch))
         losses.append(handle.penalty())
     if forgets:
-        handle._passes.clear()
+        handle._refit.clear()
     sum(losses).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -134,7 +134,7 @@ def test_refitted_once_more_it_has_seen_what_the_last_step_did():
     late = error()
     handle.refit(RETAIN[0].inputs)
     assert error() < 0.9 * late
-    assert model.training and not handle._passes
+    assert model.training and not handle._refit._passes
     followed = [weight.detach().clone() for weight in weights_of(model)]
     handle.close()
     handle.refit(RETAIN[1])

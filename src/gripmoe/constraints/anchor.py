@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gripmoe.constraints.base import FrozenRouter, Tokens
-from gripmoe.constraints.original import _of, original_values
+from gripmoe.constraints.original import of_tokens, original_values
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import jaccard, route
 from gripmoe.geometry.tracking import RouterTracker
@@ -54,7 +54,7 @@ class Anchored(FrozenRouter):
 
     def refit(self, layer, x_Nd, tokens) -> Tensor:
         if layer == self._layers[0]:
-            self._asked = tokens, _of(self._states, tokens)
+            self._asked = tokens, of_tokens(self._states, tokens)
         wanted_NE = self._asked[1][:, self._layers.index(layer)].float() @ self._theta_0[layer].T
         return self._trackers[layer].update(distributed.gathered(x_Nd), distributed.gathered(wanted_NE))
 
@@ -62,7 +62,7 @@ class Anchored(FrozenRouter):
         tokens, states_NLd = self._asked
         self._asked = None, None
         if tokens is not seen.tokens:
-            states_NLd = _of(self._states, seen.tokens)
+            states_NLd = of_tokens(self._states, seen.tokens)
         inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1]
         terms = [(seen.hidden_Nd - final_Nd).square().sum() / distributed.averaged_(final_Nd.square().sum())]
         agreement = []

@@ -1,13 +1,13 @@
-"""What holds a constraint over a training loop: hooks around the optimizer's step, marks around forward passes.
+"""The hooks that keep a constraint in a training loop, and the handle that holds them.
 
-The handle snapshots the routers before each step, lets the optimizer step, and writes back what the constraint lets
-stand. A constraint that refits has a say in the retain forward too; nothing else in the loop changes.
+Before an optimizer's step a hook copies the routers; after the step another hook replaces each new router by the
+feasible one that the constraint returns. `handle.retain()` and `handle.forget()` mark the forward passes that the
+constraint looks at.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -15,32 +15,30 @@ import torch
 from torch import Tensor, nn
 
 from gripmoe.constraints.base import RouterConstraint, Seen, Tokens
+from gripmoe.constraints.refit import RouterRefit
 from gripmoe.data.documents import Batch, attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
-from gripmoe.moe.recording import in_recomputation, place_in_graph, routed_tokens
+from gripmoe.moe.recording import hooked, routed_tokens
 
 
 class Diverged(RuntimeError):
-    """Training destroys what is to be retained: the retain loss is above its bound; or a loss, a penalty or a router
-    is no longer finite (ours). A RuntimeError."""
+    """The retain loss is above its bound, or a loss, a penalty or a router is not finite (ours). A RuntimeError."""
 
 
 class ConstraintHandle:
-    """Holds `constraint` over `optimizer` until closed: what `gripmoe.constrain` returns, also as a context manager
-    (Sec. 4.2: between the update that the optimizer proposes and the one that stands).
+    """Keeps `constraint` in force over `optimizer` until closed (Sec. 4.2); also a context manager.
 
-    Forward passes of retain data run within `with handle.retain():` where a method looks at them (`constraint.watches`),
-    those of forget data within `with handle.forget():`, in every step; `handle.penalty()` is then added to the loss. For
-    all other methods both are free of effect, so a loop may always be written with them.
+    Where the method looks at them (`constraint.watches`), retain passes run within `with handle.retain():` and forget
+    passes within `with handle.forget():`, in every step, and the loop adds `handle.penalty()` to the loss. For all
+    other methods the marks have no effect, so a loop may always be written with them.
 
-    `origin` names what the constraint was made from, so that no other handle takes its state for its own. Raises
-    ValueError if another handle of the same model is open, or for an optimizer without step hooks; nothing of the handle
-    then stays on the model or the optimizer. The optimizer's `step` raises RuntimeError where the loop has left out a
-    mark, the penalty, or the check of `loss_bound`, and for a closure where gradients are projected; and Diverged where
-    a router would not be finite. Where the constraint fails, the routers are those before the step; other weights may
-    have moved.
+    `origin` names what the constraint was made from: `load_state_dict` takes the state of no other. Raises ValueError
+    if another handle of the model is open, or for an optimizer without step hooks. The optimizer's `step` raises
+    RuntimeError if the loop has left out a mark, the penalty or the check of `loss_bound`, or gives a closure where
+    gradients are projected, and Diverged if a router would not be finite. The routers are then those before the step;
+    other weights may have moved.
     """
 
     def __init__(
@@ -52,157 +50,44 @@ class ConstraintHandle:
         origin: str = "",
     ):
         optimizer = inner_optimizer(optimizer)
-        if getattr(model.model, "_constrained", None) == id(model.model):  # not what a copy of a held model has
+        if getattr(model.model, "_constrained", None) == id(model.model):  # a copy of the model has another id
             raise ValueError(
                 "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`"
             )
-        self.model = model
-        self.origin = origin
-        self.constraint = constraint
-        self.loss_bound = loss_bound
-        self._seen: list[RoutingTrace] = []
-        self._penalties: list[Tensor | float] = []
-        self._marked: set[str] = set()  # kinds of forward passes, since the last step
-        self._before: dict[int, Tensor] = {}
-        self._checked = False  # the retain loss, since the last step
-        self._closed = False
-        self._followed: Tokens | None = None  # of the pass under way
-        # Of the forward passes since the last step, in order: where each begins, and its refitted routers by layer.
-        self._passes: list[tuple[int, dict[int, Tensor]]] = []
+        self.model, self.constraint, self.loss_bound, self.origin = model, constraint, loss_bound, origin
         self.is_lifted = False
+        self._closed = False
+        self._before: dict[int, Tensor] = {}  # routers, during a step
+        # Since the last step:
+        self._marked: set[str] = set()  # kinds of forward passes
+        self._seen: list[RoutingTrace] = []  # of retain passes
+        self._penalties: list[Tensor | float] = []  # not yet asked for
+        self._checked = False  # the retain loss
+        self._refit = RouterRefit(model, constraint) if constraint.refits else None
         with ExitStack() as undo:
             model.model._constrained = id(model.model)
             undo.callback(delattr, model.model, "_constrained")
-            if constraint.refits:
-                undo.callback(model.model.model.register_forward_pre_hook(self._begin_pass).remove)
-                undo.enter_context(model.before_routers(self._fitted))
+            if self._refit:
+                undo.enter_context(self._refit.hooks())
             undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
             self._undo = undo.pop_all()  # when the handle closes
 
+    # What a loop calls
+
     def retain(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
-        """Marks a forward pass of retain data; of a batch that holds other data too, `rows`, (rows,) and bool, names
-        the retain rows. Several passes before one step count together, as in gradient accumulation.
+        """Marks a forward pass of retain data; `rows`, (rows,) and bool, names the retain rows of a mixed batch.
+        Several passes before one step count together, as in gradient accumulation.
 
         Where the method looks at them, raises RuntimeError unless the block holds one forward pass, or under reentrant
         gradient checkpointing; ValueError for `rows` of another kind or a pass without `input_ids`; KeyError for a
-        document whose original states nobody kept: one that `constrain` was not given; Diverged for a penalty that is
-        not finite in some process."""
-        return self._watched("retain", rows)
+        document that `constrain` was not given and whose original states are needed; Diverged for a penalty that is not
+        finite in some process."""
+        return self._mark("retain", rows)
 
     def forget(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
-        """Marks a forward pass of forget data, likewise. Raises RuntimeError, ValueError and Diverged where `retain`
-        does."""
-        return self._watched("forget", rows)
-
-    @contextmanager
-    def _watched(self, kind: str, rows: Tensor | None) -> Iterator[None]:
-        if self._closed or kind not in self.watches:
-            yield
-            return
-        self._marked.add(kind)
-        passes: list[Tokens] = []
-        hidden: list[Tensor] = []
-        grad_modes: set[bool] = set()  # of the decoder and of the routers within it
-        decoder = self.model.model.model
-        routers = [self.model.router(layer) for layer in self.model.layers]
-
-        def begin(module, args, kwargs) -> None:
-            passes.append(_tokens(kind, kwargs, rows))
-            self._followed = passes[-1] if kind == "retain" and torch.is_grad_enabled() else None
-
-        def end(module, args, output) -> None:
-            self._followed = None
-
-        handles = [
-            decoder.register_forward_pre_hook(begin, with_kwargs=True),
-            decoder.register_forward_hook(end, always_call=True),
-            decoder.register_forward_hook(lambda module, args, output: hidden.append(output.last_hidden_state)),
-        ]
-        handles += [
-            module.register_forward_pre_hook(lambda *_: grad_modes.add(torch.is_grad_enabled()))
-            for module in (decoder, *routers)
-        ]
-        try:
-            with self.model.record_routing() as recorder:
-                yield
-                if len(passes) != 1:
-                    raise RuntimeError(f"`with handle.{kind}():` marks one forward pass, not {len(passes)}")
-                if self.constraint.needs_graph and len(grad_modes) > 1:
-                    raise RuntimeError(
-                        "reentrant gradient checkpointing hides what routers see from the penalty's gradient: "
-                        'model.gradient_checkpointing_enable({"use_reentrant": False})'
-                    )
-                keep = passes[0].keep
-                final_Nd = hidden[0].to(keep.device).flatten(0, 1)[keep]  # accelerate puts the last norm elsewhere
-                if distributed.processes() == 1 and not len(final_Nd):  # a mixed batch without a row that counts
-                    return
-                seen = Seen(recorder.take(keep), final_Nd, passes[0])
-                penalty = self.constraint.penalty(kind, seen)
-                if not math.isfinite(value := _mean(penalty)):
-                    raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
-                self._penalties.append(penalty)
-                if kind == "retain" and self.constraint.needs_retain:
-                    self._seen.append({layer: _detached(routing) for layer, routing in seen.routing.items()})
-        finally:
-            self._followed = None
-            for handle in handles:
-                handle.remove()
-
-    def _begin_pass(self, *_) -> None:
-        if not in_recomputation() and (torch.is_grad_enabled() or self._followed is not None):
-            self._passes.append((place_in_graph(), {}))
-
-    def _fitted(self, layer: int, x_Td: Tensor) -> Tensor | None:
-        """The router with which a pass goes on that has come to this layer; None for that of the model."""
-        if in_recomputation():  # of any pass since the last step
-            begun = bisect_right(self._passes, place_in_graph(), key=lambda begun: begun[0])
-            return self._passes[begun - 1][1].get(layer) if begun else None
-        if self._followed is None:
-            return None
-        with torch.no_grad():
-            theta_Ed = self.constraint.refit(layer, x_Td[self._followed.keep.to(x_Td.device)], self._followed)
-        return self._passes[-1][1].setdefault(layer, theta_Ed.to(x_Td.dtype))
-
-    @torch.no_grad()
-    def refit(self, batch: Batch | Mapping[str, Tensor]) -> None:
-        """Fits routers that follow their inputs ("anchored_tracked", ours) once more, to the experts as the last step
-        has left them, by a forward pass of retain data as in `constrain`: before an evaluation or a save, in every
-        process. Without effect for other methods and once the handle is closed. Raises RuntimeError between the passes
-        of a step and the step itself, KeyError for a document whose original states nobody kept, and ValueError for a
-        batch without `input_ids`."""
-        if self._closed or self.is_lifted or not self.constraint.refits:
-            return
-        if self._passes:
-            raise RuntimeError(
-                "routers are refitted between steps: passes since the last one may need them as they are"
-            )
-        given, device = batch.inputs if isinstance(batch, Batch) else batch, self.model.model.device
-        inputs = {name: given[name].to(device) for name in ("input_ids", "attention_mask") if name in given}
-        self._followed = _tokens("retain", inputs, None)
-        try:
-            with self.model.evaluating():
-                self.model.model.model(**inputs)
-            self.model.set_thetas(self._passes[-1][1])
-            for layer in self.model.layers:
-                distributed.from_first_(self.model.theta(layer).data)
-        finally:
-            self._followed = None
-            self._passes.clear()
-
-    @property
-    def watches(self) -> frozenset[str]:
-        """The kinds of forward passes that count now."""
-        return frozenset() if self.is_lifted else self.constraint.watches
-
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Steps within are taken as if there were no handle: what the constraint costs is the difference."""
-        self.is_lifted = True
-        try:
-            yield
-        finally:
-            self.is_lifted = False
+        """Marks a forward pass of forget data. Raises RuntimeError, ValueError and Diverged where `retain` does."""
+        return self._mark("forget", rows)
 
     def penalty(self) -> Tensor | float:
         """What the constraint adds to the loss for the passes marked since the last call, a scalar with its graph; 0.0
@@ -213,90 +98,37 @@ class ConstraintHandle:
 
     def check(self, retain_loss: Tensor | float) -> None:
         """Raises Diverged if the loss on retain data, a scalar, mean over all processes, is above `loss_bound` or not
-        finite. Ask before the backward pass: the weights are then those of the step before."""
+        finite. Call it before the backward pass: the weights are then those of the step before."""
         loss = _mean(retain_loss)
         self._checked = True
         if not (math.isfinite(loss) and loss <= self.loss_bound):
             reason = f"above {self.loss_bound:.3g}" if math.isfinite(loss) else "not finite"
             raise Diverged(f"retain loss {loss:.3g}, {reason}: take an earlier checkpoint")
 
-    def _before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        self._before = {} if self.is_lifted else self.model.thetas()
-        closure = kwargs.get("closure") or next(iter(args[1:]), None)
-        if closure is None:
-            self._require_marks()
-            if self.constraint.of_gradient:
-                self._constrain_gradients(optimizer)
-            return None
-        if self.constraint.of_gradient:
-            raise RuntimeError("this method constrains gradients before the step: call `step()` without a closure")
-
-        def checked():  # the passes run within the step
-            loss = closure()
-            self._require_marks()
-            return loss
-
-        return (args[0], checked), {name: value for name, value in kwargs.items() if name != "closure"}
-
     @torch.no_grad()
-    def _constrain_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients whose plain step ends where the constraint lets one end."""
-        rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-        for layer, before_Ed in self._before.items():
-            theta = self.model.theta(layer)
-            if theta.grad is not None and (rate := rates[id(theta)]):
-                gradient_Ed = theta.grad.to(before_Ed)
-                feasible_Ed = self._constrained(layer, before_Ed, before_Ed - rate * gradient_Ed)
-                theta.grad.copy_((before_Ed - feasible_Ed) / rate)
+    def refit(self, batch: Batch | Mapping[str, Tensor]) -> None:
+        """Fits the routers of "anchored_tracked" (ours) to the experts as the last step has left them, by a pass over
+        `batch`, a batch as in `constrain`: before an evaluation or a save, in every process. Without effect for other
+        methods and once the handle is closed. Raises RuntimeError between the passes of a step and the step itself,
+        KeyError for a document whose original states nobody kept, ValueError for a batch without `input_ids`."""
+        if self._refit and not self._closed and not self.is_lifted:
+            given, device = batch.inputs if isinstance(batch, Batch) else batch, self.model.model.device
+            inputs = {name: given[name].to(device) for name in ("input_ids", "attention_mask") if name in given}
+            self._refit.refit(inputs, _tokens("retain", inputs, None))
 
-    def _constrained(self, layer: int, before_Ed: Tensor, after_Ed: Tensor) -> Tensor:
-        seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None
-        return self.constraint.constrain(layer, before_Ed, after_Ed, seen)
+    @property
+    def watches(self) -> frozenset[str]:
+        """The kinds of forward passes that count now."""
+        return frozenset() if self.is_lifted else self.constraint.watches
 
-    def _require_marks(self) -> None:
-        """Raises RuntimeError if the loop has left out what the constraint needs of this step."""
-        if self.is_lifted:
-            return
-        for kind in self.constraint.watches - self._marked:
-            raise RuntimeError(
-                f"this method looks at the {kind} forward: run it within `with handle.{kind}():`, in every step"
-            )
-        if self.constraint.needs_retain and not self._seen:
-            raise RuntimeError("this method looks at retain tokens in every step, and no row of this one holds any")
-        if any(isinstance(penalty, Tensor) for penalty in self._penalties):
-            raise RuntimeError("this method adds to the loss: add `handle.penalty()` to it before the backward pass")
-        if self.loss_bound < math.inf and not self._checked:
-            raise RuntimeError("a bound on the retain loss was given: call `handle.check(loss)` in every step")
-
-    @torch.no_grad()
-    def _after_step(self, *_) -> None:
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Steps within the block are unconstrained: the difference is what the constraint costs."""
+        self.is_lifted = True
         try:
-            if self._before:  # not while lifted
-                self._require_finite()
-                self._write_feasible()
-                self._require_finite()
-        except BaseException:
-            self.model.set_thetas(self._before)
-            raise
+            yield
         finally:
-            self._before, self._seen, self._checked = {}, [], False
-            self._marked.clear()
-            self._passes.clear()
-
-    def _write_feasible(self) -> None:
-        for layer, before_Ed in self._before.items():
-            theta = self.model.theta(layer)
-            if not self.constraint.of_gradient:
-                after_Ed = theta.detach().to(before_Ed.device, copy=True)
-                theta.copy_(self._constrained(layer, before_Ed, after_Ed))
-            distributed.from_first_(theta.data)
-
-    def _require_finite(self) -> None:
-        if layers := layers_not_finite(self.model):
-            raise Diverged(
-                f"the routers of layers {layers} would not be finite after this step, and are left as they were before "
-                "it; other weights may have moved: take an earlier checkpoint"
-            )
+            self.is_lifted = False
 
     def state_dict(self) -> dict:
         """What a resumed run needs beyond model and optimizer; `torch.save` takes it."""
@@ -318,8 +150,7 @@ class ConstraintHandle:
 
     def close(self) -> None:
         """Lifts the constraint: nothing of it stays on model or optimizer, and what it froze is free again. Routers of
-        a precision below fp32 alone go on computing in fp32, in which they were trained: rounding them back would undo
-        part of what the constraint has held. Closing twice does no harm."""
+        lower precision stay in fp32: rounding would undo part of what was constrained. May be called twice."""
         self._closed = True
         self._seen, self._penalties = [], []
         self._undo.close()
@@ -329,6 +160,143 @@ class ConstraintHandle:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    # Hooks around a marked forward pass
+
+    @contextmanager
+    def _mark(self, kind: str, rows: Tensor | None) -> Iterator[None]:
+        if self._closed or kind not in self.watches:
+            yield
+            return
+        self._marked.add(kind)
+        passes: list[Tokens] = []
+        hidden: list[Tensor] = []
+        grad_modes: set[bool] = set()  # of the decoder and of the routers within it
+        decoder = self.model.model.model
+        routers = [self.model.router(layer) for layer in self.model.layers]
+
+        def begin(module, args, kwargs) -> None:
+            passes.append(_tokens(kind, kwargs, rows))
+            if self._refit:
+                self._refit.follow(passes[-1] if kind == "retain" and torch.is_grad_enabled() else None)
+
+        def end(module, args, output) -> None:
+            hidden.append(output.last_hidden_state)
+            if self._refit:
+                self._refit.follow(None)
+
+        def note_grad_mode(*_) -> None:
+            grad_modes.add(torch.is_grad_enabled())
+
+        hooks = [
+            decoder.register_forward_pre_hook(begin, with_kwargs=True),
+            decoder.register_forward_hook(end),
+            *(module.register_forward_pre_hook(note_grad_mode) for module in (decoder, *routers)),
+        ]
+        with ExitStack() as undo:
+            if self._refit:
+                undo.callback(self._refit.follow, None)  # of a pass that was interrupted
+            undo.enter_context(hooked(hooks))
+            recorder = undo.enter_context(self.model.record_routing())
+            yield
+            if len(passes) != 1:
+                raise RuntimeError(f"`with handle.{kind}():` marks one forward pass, not {len(passes)}")
+            if self.constraint.needs_graph and len(grad_modes) > 1:
+                raise RuntimeError(
+                    "reentrant gradient checkpointing hides what routers see from the penalty's gradient: "
+                    'model.gradient_checkpointing_enable({"use_reentrant": False})'
+                )
+            keep = passes[0].keep
+            final_Nd = hidden[0].to(keep.device).flatten(0, 1)[keep]  # accelerate puts the last norm elsewhere
+            if distributed.processes() == 1 and not len(final_Nd):  # a mixed batch without a row that counts
+                return
+            seen = Seen(recorder.take(keep), final_Nd, passes[0])
+            penalty = self.constraint.penalty(kind, seen)
+            if not math.isfinite(value := _mean(penalty)):
+                raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
+            self._penalties.append(penalty)
+            if kind == "retain" and self.constraint.needs_retain:
+                self._seen.append({layer: _detached(routing) for layer, routing in seen.routing.items()})
+
+    # Hooks around the optimizer's step
+
+    def _before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        self._before = {} if self.is_lifted else self.model.thetas()
+        closure = kwargs.get("closure") or next(iter(args[1:]), None)
+        if closure is None:
+            self._require_marks()
+            if self.constraint.of_gradient:
+                self._constrain_gradients(optimizer)
+            return None
+        if self.constraint.of_gradient:
+            raise RuntimeError("this method constrains gradients before the step: call `step()` without a closure")
+
+        def checked():  # the passes run within the step
+            loss = closure()
+            self._require_marks()
+            return loss
+
+        return (args[0], checked), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    @torch.no_grad()
+    def _after_step(self, *_) -> None:
+        try:
+            if self._before:  # not while lifted
+                self._require_finite()
+                self._write_feasible()
+                self._require_finite()
+        except BaseException:
+            self.model.set_thetas(self._before)
+            raise
+        finally:
+            self._before, self._seen, self._checked = {}, [], False
+            self._marked.clear()
+            if self._refit:
+                self._refit.clear()
+
+    def _write_feasible(self) -> None:
+        for layer, before_Ed in self._before.items():
+            theta = self.model.theta(layer)
+            if not self.constraint.of_gradient:
+                after_Ed = theta.detach().to(before_Ed.device, copy=True)
+                theta.copy_(self._feasible(layer, before_Ed, after_Ed))
+            distributed.from_first_(theta.data)
+
+    @torch.no_grad()
+    def _constrain_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gradients whose plain step ends where the constraint lets one end."""
+        rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+        for layer, before_Ed in self._before.items():
+            theta = self.model.theta(layer)
+            if theta.grad is not None and (rate := rates[id(theta)]):
+                after_Ed = before_Ed - rate * theta.grad.to(before_Ed)
+                theta.grad.copy_((before_Ed - self._feasible(layer, before_Ed, after_Ed)) / rate)
+
+    def _feasible(self, layer: int, before_Ed: Tensor, after_Ed: Tensor) -> Tensor:
+        seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None
+        return self.constraint.constrain(layer, before_Ed, after_Ed, seen)
+
+    def _require_marks(self) -> None:
+        """Raises RuntimeError if the loop has left out what the constraint needs of this step."""
+        if self.is_lifted:
+            return
+        for kind in self.constraint.watches - self._marked:
+            raise RuntimeError(
+                f"this method looks at the {kind} forward: run it within `with handle.{kind}():`, in every step"
+            )
+        if self.constraint.needs_retain and not self._seen:
+            raise RuntimeError("this method looks at retain tokens in every step, and no row of this one holds any")
+        if any(isinstance(penalty, Tensor) for penalty in self._penalties):
+            raise RuntimeError("this method adds to the loss: add `handle.penalty()` to it before the backward pass")
+        if self.loss_bound < math.inf and not self._checked:
+            raise RuntimeError("a bound on the retain loss was given: call `handle.check(loss)` in every step")
+
+    def _require_finite(self) -> None:
+        if layers := layers_not_finite(self.model):
+            raise Diverged(
+                f"the routers of layers {layers} would not be finite after this step, and are left as they were before "
+                "it; other weights may have moved: take an earlier checkpoint"
+            )
 
 
 def inner_optimizer(optimizer) -> torch.optim.Optimizer:
@@ -341,11 +309,6 @@ def inner_optimizer(optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _mean(number: Tensor | float) -> float:
-    """Over all processes, of what each of them has."""
-    return distributed.average(float(torch.as_tensor(number).detach()))
-
-
 def layers_not_finite(model: MoEModel) -> list[int]:
     """The layers whose router weight holds NaN or an infinity. Where there are none, one number tells."""
     thetas = {layer: model.theta(layer).detach() for layer in model.layers}
@@ -354,20 +317,23 @@ def layers_not_finite(model: MoEModel) -> list[int]:
     return [layer for layer, theta_Ed in thetas.items() if (~theta_Ed.isfinite()).any()]
 
 
+def _mean(number: Tensor | float) -> float:
+    """Over all processes, of what each of them has."""
+    return distributed.average(float(torch.as_tensor(number).detach()))
+
+
 def _tokens(kind: str, inputs: Mapping[str, Tensor], rows: Tensor | None) -> Tokens:
     if inputs.get("input_ids") is None:
         raise ValueError(f"`with handle.{kind}():` knows documents by their tokens: give `input_ids`")
     mask = attention_mask_of(inputs)
     if rows is not None:
-        mask = mask * _checked_rows(rows, len(mask))[:, None].to(mask)
+        if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.shape != (len(mask),):
+            given = f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+            raise ValueError(
+                f"`rows` must be a bool tensor with an entry for each of the {len(mask)} rows, not {given}"
+            )
+        mask = mask * rows[:, None].to(mask)
     return Tokens(inputs["input_ids"], mask, routed_tokens(mask))
-
-
-def _checked_rows(rows: Tensor, count: int) -> Tensor:
-    if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.shape != (count,):
-        given = f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise ValueError(f"`rows` must be a bool tensor with an entry for each of the {count} rows, not {given}")
-    return rows
 
 
 def _detached(routing: LayerRouting) -> LayerRouting:

@@ -1,6 +1,6 @@
-"""Soft constraints: what is added to the loss so that routing stays, or what it depends on (Sec. 5.1, App. F, ours).
+"""What the original model says of documents: kept in memory or in files from before training, or asked of a copy.
 
-N tokens that count, d hidden size, E experts, L MoE layers.
+N tokens that count, L MoE layers, k experts per token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -30,77 +30,17 @@ from gripmoe.io.tensorfile import tensor_file
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
 
-
-def _of(cached: OriginalCache | OriginalForward, tokens: Tokens) -> Tensor:
-    """What the original model said of the tokens that count, (N, ...)."""
-    return cached.of(tokens.input_ids, tokens.attention_mask).flatten(0, 1)[tokens.keep]
-
-
-def _per_layer(model: MoEModel, batch: Batch, field: str) -> Tensor:
-    """What every router saw or computed, (rows, positions, L, d or E)."""
-    with model.record_routing() as recorder:
-        model.model.model(**batch.inputs)
-        trace = recorder.take()
-    per_layer = [getattr(trace[layer], field) for layer in model.layers]
-    return torch.stack([tensor.unflatten(0, batch.input_ids.shape) for tensor in per_layer], dim=2)
-
-
-WAIT = 5.0  # seconds between two looks at what another run makes
-
-
-@dataclass(frozen=True)
-class OriginalStore:
-    """Where caches keep what takes more than `memory` bytes: in files of `folder`, made once and found again by every
-    run that asks the same (`model`, a digest of its weights and of the code that asks) about the same documents."""
-
-    folder: Path
-    model: str
-    memory: float
-
-    def file(self, what: str, batches: Sequence[Batch]) -> Path:
-        digest = hashlib.sha256()
-        for batch in batches:
-            for tokens in documents_of(batch.input_ids, batch.attention_mask):
-                digest.update(repr(tokens).encode())
-        return self.folder / f"{what.replace(' ', '_')}{self._mark}{digest.hexdigest()[:16]}.safetensors"
-
-    @property
-    def _mark(self) -> str:
-        return f"_{hashlib.sha256(self.model.encode()).hexdigest()[:16]}_"
-
-    def remove_stale(self) -> None:
-        """Removes files of other models and other code, and what killed runs have left half-written; nothing that a run
-        reads or writes now."""
-        for locked in self.folder.glob(".*.lock"):
-            name = locked.name.removeprefix(".").removesuffix(".lock")
-            if self._mark not in name or any(self.folder.glob(f".{name}.*.tmp")):
-                with locked.open("a+") as lock:
-                    if take_lock(lock, self.folder):
-                        remove_halves(self.folder, name)
-                        if self._mark not in name:
-                            (self.folder / name).unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class _OnDisk:
-    """The entries of one document in a file of those of many."""
-
-    file: safe_open
-    start: int
-    end: int
-
-    def read(self) -> Tensor:
-        return self.file.get_slice("values")[self.start : self.end]
+WAIT = 5.0  # seconds between two looks at a file that another run makes
 
 
 class OriginalCache:
     """One tensor per document, or one per token of it, by a function of the original model; found by the document's
-    tokens, and `by_labels` by its labels too. Held on the CPU, or where `store` says, in the dtype in which it was
-    computed. Files of a store know no labels: give one or the other."""
+    tokens, and `by_labels` by its labels too. Kept on the CPU, or where `store` says, in the dtype in which it was
+    computed. Files of a store know no labels."""
 
     def __init__(self, store: OriginalStore | None = None, *, by_labels: bool = False) -> None:
         self._store, self._by_labels = store, by_labels
-        self._kept: dict[tuple, Tensor | _OnDisk] = {}
+        self._kept: dict[tuple, Tensor | slice] = {}  # slices of the file
         self._example: Tensor | None = None  # of a document without tokens
 
     def __len__(self) -> int:
@@ -112,38 +52,47 @@ class OriginalCache:
         batches = list(batches)
         if not batches:
             return
-        found = self._values(batches, function, what)
-        first = next(found)
-        some, found = first[1][0], chain([first], found)
+        answers = self._answers(batches, function, what)
+        first = next(answers)
+        answers, some = chain([first], answers), first[1][0]
         self._example = some[:0].clone() if some.ndim else torch.zeros_like(some)
         tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
         size = tokens * some.element_size() * math.prod(some.shape[1:])
         if self._store is None or not some.ndim or size <= self._store.memory:
-            for keys, values in found:
+            for keys, values in answers:
                 self._kept.update(zip(keys, values, strict=True))
             return
-        file = self._store.file(what, batches)
-        self._lock = _lock_of(file)  # shared until this cache is gone: nobody removes what somebody reads
-        with _to_make(file, self._lock) as missing:
-            if missing:
-                shape = {"values": (some.dtype, (tokens, *some.shape[1:]))}
-                whose = {"model": self._store.model, "what": what}
-                with tensor_file(file, shape, whose) if distributed.is_first() else nullcontext(_forget) as put:
-                    for _, values in found:
-                        put("values", torch.cat(values))
-                distributed.wait_for_all()
-        opened, end = safe_open(file, framework="pt"), 0
+        rows = (torch.cat(values) for _, values in answers)
+        self._file, self._lock = self._store.opened(what, batches, rows, (some.dtype, (tokens, *some.shape[1:])))
+        end = 0
         for batch in batches:
             for document in documents_of(batch.input_ids, batch.attention_mask):
-                start, end = end, end + len(document)
-                self._kept[document] = _OnDisk(opened, start, end)
+                self._kept[document] = slice(end, end := end + len(document))
 
-    def _keys(self, documents: list[tuple[int, ...]], attention_mask: Tensor, labels: Tensor | None) -> list[tuple]:
-        if not self._by_labels:
-            return documents
-        return list(zip(documents, documents_of(labels, attention_mask), strict=True))
+    def of(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
+        """What was kept of each row, with zeros where it is padded, and of rows that the mask hides altogether.
+        `labels` are those of a cache `by_labels`. Raises KeyError for a document that was not among those filled in."""
+        kept = []
+        documents = documents_of(input_ids, attention_mask)
+        for tokens, key in zip(documents, self._keys(documents, attention_mask, labels), strict=True):
+            if not tokens:
+                kept.append(torch.zeros_like(self._example))
+            elif key not in self._kept:
+                raise KeyError(
+                    f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: give every "
+                    "document that training uses beforehand"
+                )
+            else:
+                found = self._kept[key]
+                kept.append(self._file.get_slice("values")[found] if isinstance(found, slice) else found)
+        if not self._example.ndim:
+            return torch.stack(kept).to(input_ids.device)
+        padded = self._example.new_zeros(len(kept), input_ids.shape[1], *self._example.shape[1:])
+        for row, mask, value in zip(padded, attention_mask.cpu().bool(), kept, strict=True):
+            row[mask] = value
+        return padded.to(input_ids.device)
 
-    def _values(
+    def _answers(
         self, batches: Sequence[Batch], function: Callable[[Batch], Tensor], what: str
     ) -> Iterator[tuple[list[tuple], list[Tensor]]]:
         """Of each batch the keys of its documents and what is kept of each."""
@@ -155,74 +104,14 @@ class OriginalCache:
             documents = documents_of(batch.input_ids, batch.attention_mask)
             yield self._keys(documents, batch.attention_mask, batch.labels), kept
 
-    def of(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
-        """What was kept of each row, with zeros where it is padded, and of rows that the mask hides altogether.
-        `labels` are those of a cache `by_labels`. Raises KeyError for a document that was not among those filled in."""
-        kept = []
-        documents = documents_of(input_ids, attention_mask)
-        for tokens, key in zip(documents, self._keys(documents, attention_mask, labels), strict=True):
-            if not tokens:
-                kept.append(torch.zeros_like(self._example))
-                continue
-            if key not in self._kept:
-                raise KeyError(
-                    f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: give every document "
-                    "that training uses beforehand"
-                )
-            found = self._kept[key]
-            kept.append(found.read() if isinstance(found, _OnDisk) else found)
-        if not self._example.ndim:
-            return torch.stack(kept).to(input_ids.device)
-        padded = self._example.new_zeros(len(kept), input_ids.shape[1], *self._example.shape[1:])
-        for row, mask, value in zip(padded, attention_mask.cpu().bool(), kept, strict=True):
-            row[mask] = value
-        return padded.to(input_ids.device)
-
-
-def _lock_of(file: Path) -> IO:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    return file.with_name(f".{file.name}.lock").open("a+")
-
-
-@contextmanager
-def _to_make(file: Path, lock: IO) -> Iterator[bool]:
-    """Whether the block is to make `file`. Of runs that ask for it at the same time one makes it; the others wait until
-    it is there, or make it themselves if that one has died, whose half-written file is removed. Afterwards all share
-    `lock`."""
-    while True:
-        there = ours = False
-        if distributed.is_first():
-            exists = file.exists()
-            held = _shares(lock) if exists else take_lock(lock, file.parent)
-            there = held and file.exists()
-            ours = held and not exists and not there
-        known = distributed.agreed({"there": float(there), "ours": float(ours)})
-        if known["there"] or known["ours"]:
-            break
-        time.sleep(WAIT)  # awake now and then, or processes that train together would give each other up
-    if ours:
-        remove_halves(file.parent, file.name)
-    yield not known["there"]
-    if distributed.is_first():
-        fcntl.flock(lock, fcntl.LOCK_SH)
-
-
-def _shares(lock: IO) -> bool:
-    """Takes a lock that others may share; False if a process has it alone."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _forget(name: str, values: Tensor) -> None:
-    """What the processes that write nothing do with their part."""
+    def _keys(self, documents: list[tuple[int, ...]], attention_mask: Tensor, labels: Tensor | None) -> list[tuple]:
+        if not self._by_labels:
+            return documents
+        return list(zip(documents, documents_of(labels, attention_mask), strict=True))
 
 
 class OriginalForward:
-    """The same from a forward pass of the original model itself, a second one in memory: for documents that nobody can
-    list beforehand."""
+    """The same from a forward pass of a copy of the original model: for documents that nobody can list beforehand."""
 
     def __init__(self, original: MoEModel, function: Callable[[MoEModel, Batch], Tensor]):
         self._original, self._function = original, function
@@ -240,13 +129,18 @@ def original_values(
     function: Callable[[MoEModel, Batch], Tensor],
     what: str,
 ) -> OriginalCache | OriginalForward:
-    """Where `function` of the original model comes from: `original`, if there is a second model, else `model` as it is
-    now, asked about `documents` once."""
+    """`function` of the original model: of the copy `original` if there is one, else of `model` as it is now, for
+    `documents`."""
     if original is not None:
         return OriginalForward(original, function)
     cache = OriginalCache(model.originals)
     cache.fill(documents, lambda batch: function(model, batch), what)
     return cache
+
+
+def of_tokens(values: OriginalCache | OriginalForward, tokens: Tokens) -> Tensor:
+    """What the original model said of the tokens that count, (N, ...)."""
+    return values.of(tokens.input_ids, tokens.attention_mask).flatten(0, 1)[tokens.keep]
 
 
 class OriginalSets:
@@ -282,3 +176,74 @@ def hidden_states(model: MoEModel, layer: int, batch: Batch) -> Tensor:
 def final_hidden_states(model: MoEModel, batch: Batch) -> Tensor:
     """What the language-model head reads: normed hidden states, (rows, positions, d)."""
     return model.model.model(**batch.inputs).last_hidden_state
+
+
+@dataclass(frozen=True)
+class OriginalStore:
+    """Where caches keep what takes more than `memory` bytes: in files of `folder`, made once and found again by every
+    run that asks the same (`model`, a digest of its weights and of the code that asks) about the same documents.
+
+    A file's lock is exclusive while a run makes the file, and shared while runs read it."""
+
+    folder: Path
+    model: str
+    memory: float
+
+    def file(self, what: str, batches: Sequence[Batch]) -> Path:
+        digest = hashlib.sha256()
+        for batch in batches:
+            for tokens in documents_of(batch.input_ids, batch.attention_mask):
+                digest.update(repr(tokens).encode())
+        return self.folder / f"{what.replace(' ', '_')}{self._mark}{digest.hexdigest()[:16]}.safetensors"
+
+    def opened(
+        self, what: str, batches: Sequence[Batch], rows: Iterable[Tensor], shape: tuple[torch.dtype, tuple[int, ...]]
+    ) -> tuple[safe_open, IO]:
+        """The file of these answers, and its lock, shared until that is closed. Of runs that ask for a missing file at
+        the same time one writes `rows` to it; the others wait, or write if that one has died."""
+        file = self.file(what, batches)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        lock = file.with_name(f".{file.name}.lock").open("a+")
+        while (known := distributed.agreed(_look(file, lock)))["waits"]:
+            time.sleep(WAIT)  # awake now and then, or processes that train together would give each other up
+        if known["missing"]:
+            whose = {"model": self.model, "what": what}
+            if distributed.is_first():
+                remove_halves(self.folder, file.name)
+            writes = tensor_file(file, {"values": shape}, whose) if distributed.is_first() else nullcontext()
+            with writes as put:
+                for some in rows:  # computed in every process
+                    if put:
+                        put("values", some)
+            distributed.wait_for_all()
+        if distributed.is_first():
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        return safe_open(file, framework="pt"), lock
+
+    def remove_stale(self) -> None:
+        """Removes files of other models and other code, and what killed runs have left half-written; nothing that a run
+        reads or writes now."""
+        for locked in self.folder.glob(".*.lock"):
+            name = locked.name.removeprefix(".").removesuffix(".lock")
+            if self._mark not in name or any(self.folder.glob(f".{name}.*.tmp")):
+                with locked.open("a+") as lock:
+                    if take_lock(lock, self.folder):
+                        remove_halves(self.folder, name)
+                        if self._mark not in name:
+                            (self.folder / name).unlink(missing_ok=True)
+
+    @property
+    def _mark(self) -> str:
+        return f"_{hashlib.sha256(self.model.encode()).hexdigest()[:16]}_"
+
+
+def _look(file: Path, lock: IO) -> dict[str, float]:
+    """Whether this run is to wait for `file` or to make it; takes the lock unless it is to wait."""
+    waits = missing = False
+    if distributed.is_first():
+        exists = file.exists()
+        waits = not take_lock(lock, file.parent, shared=exists)
+        missing = not waits and not file.exists()
+        if missing and exists:  # removed in between, and the lock is shared
+            waits = True
+    return {"waits": waits, "missing": missing}

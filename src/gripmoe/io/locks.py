@@ -36,11 +36,11 @@ def exclusive(folder: Path) -> Iterator[None]:
         yield
 
 
-def take_lock(file: IO, folder: Path) -> bool:
-    """Takes the kernel's lock of an open file until the file is closed; False if another process has it. Raises
-    ConfigError if the file system has no locks."""
+def take_lock(file: IO, folder: Path, *, shared: bool = False) -> bool:
+    """Takes the kernel's lock of an open file, exclusive or `shared`, until the file is closed; False if another
+    process has it. Raises ConfigError if the file system has no locks."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

@@ -1,9 +1,4 @@
-"""GRIP as an adapter over anybody's training loop: Method A and its relatives on any model and any optimizer.
-
-handle = gripmoe.constrain(model, optimizer, retain=batches, method="expert_specific")
-...train as usual...
-handle.close()
-"""
+"""`constrain`: Method A and its relatives in any training loop, on any model and any optimizer."""
 
 from __future__ import annotations
 
@@ -51,58 +46,22 @@ def constrain(
     loss_bound: float = math.inf,
     seed: int = 0,
 ) -> ConstraintHandle:
-    """Holds the routers of `model` while `optimizer` trains it (Method A: Sec. 4.2, Eq. 3, Algorithm 1), until the
-    handle that it returns is closed.
+    """Constrains the routers of `model` while `optimizer` trains it (Method A: Sec. 4.2, Eq. 3, Algorithm 1), until the
+    returned handle is closed. docs/library.md says what each method does and needs in the loop.
 
-    `model` is a transformers MoE model of a known family, or one that accelerate has prepared or spread over devices
-    (`device_map`); `optimizer` is the one that steps while the handle holds, has its routers among others, and may be
-    wrapped by accelerate. `retain` are batches of input_ids and, if rows are padded, attention_mask, both (rows,
-    positions); the original routing of these tokens, padding and the first of each row aside, is recorded once, here,
-    so call this before training. To resume, call this on the original model once more, then load the weights, the
-    optimizer and `handle.state_dict()`. `method` is a name in gripmoe/config/methods.yaml
-    or a `Method`, among them:
-
-    - "expert_specific", sound Method A: the optimizer cannot change which experts the original router selects for the
-      retain tokens, whatever momentum or weight decay add, up to directions that `eps_null` counts as none. Needs
-      nothing in the loop. Here and in the other sound forms the optimizer's weight decay still moves routers where
-      nothing holds them; the workflow trains without it, so a warning says where it is not 0.
-    - "full_null_space": no router row may change its score of any retain token (Sec. 4.1).
-    - "expert_specific_paper", "expert_specific_minibatch": each step against the current retain batch (Eq. 4), whose
-      forward pass runs within `with handle.retain():`; the first is Algorithm 1 to the letter, with draws by `seed`, the
-      second the exact projection (ours). "expert_specific_tracked": earlier ones stay in the bases with a weight that
-      falls.
-    - "anchored" (ours): a frozen router and a penalty on what its inputs become; retain passes within
-      `with handle.retain():`, on documents of `retain`, and `handle.penalty()` added to the loss. "anchored_tracked": a
-      router that follows its inputs by recursive least squares instead; `handle.refit(batch)`, with a batch of
-      `retain`, lets it follow the last step too, before an evaluation or a save.
-    - "seuf" (App. F, as its authors have it): of all experts only the one that serves the forget tokens most trains,
-      and they are held at it; forget passes within `with handle.forget():`, and `handle.penalty()` added to the loss.
-    - "frozen_router", or "freeze_moe_router": the control (App. G.1).
-
-    `forget` is for what has to know the documents to forget: SEUF, a null space with `surface: forget` or `combined`,
-    and `replay`, an option of every method: while the model is in training mode, its forward passes use the original
-    model's expert sets, with live weights, and may be of documents of `retain` and `forget` only.
-
-    `original` is a second, untrained copy of the model: what an anchor or `routing_scores` compare with then comes from
-    a forward pass of it, so that retain passes may be of any documents, at the price of that pass; else it is kept from
-    here on, and they must be of `retain`. Until the handle is closed that copy evaluates and takes no gradients.
-
-    With `loss_bound`, in the unit of the loop's own loss, give every retain loss to `handle.check`, which raises
-    `Diverged` when it is above: where a model routes as it did, an anchor's weight falls to its floor, whatever else
-    happens to what it knows.
-
-    In several processes (data parallel, or `shard_experts`) every one calls this with the same documents; what each
-    sees of the retain pass is gathered, and routers stay equal to the bit.
+    `model`: a transformers MoE model of a known family, also spread over devices or prepared by accelerate.
+    `optimizer`: the one that steps the routers. `retain`: batches of input_ids and, if rows are padded, attention_mask,
+    both (rows, positions), a document a row. Their original routing is recorded here: call this before training.
+    `method`: a name in gripmoe/config/methods.yaml or a `Method`. `forget`: batches to forget, for SEUF, a null space
+    with `surface: forget` or `combined`, and `replay`, which trains under the original expert sets. `original`: an
+    untrained copy of the model, which is asked where otherwise answers about `retain` are kept. `loss_bound`: above it
+    `handle.check(retain_loss)` raises `Diverged`. `seed`: of the draws of Algorithm 1.
 
     Raises ValueError for an unknown family or method, a method that is more than a constraint on routers, a dense
-    model, no retain batches or none with a token that counts, what is no batch, rows that pack several documents,
-    documents to forget that are missing, an original that is the model itself, what is no torch optimizer, an optimizer
-    without the routers that a null space holds, routers that are not finite, a model that another handle holds, an
-    anchor whose `routing_stability` is 0 or 1, one expert to train in several processes, or routers that this would
-    freeze or bring to fp32 below a DistributedDataParallel that does not know; KeyError for a batch without
-    `input_ids`. After an error model and optimizer are as before. With `replay` a forward pass in training mode raises
-    KeyError for a document that was not given and ValueError without `input_ids`, and with gradient checkpointing a
-    backward pass over several of them RuntimeError.
+    model, batches without a token that counts or with packed documents, missing forget batches, an `original` that is
+    the model itself, an optimizer that is none of torch's or lacks the routers, routers that are not finite, a model
+    with another open handle, or a DistributedDataParallel that would not know of a change to its parameters; KeyError
+    for a batch without `input_ids`. After an error model and optimizer are as before.
     """
     method = _method(method, replay)
     wrapped = isinstance(model, DistributedDataParallel)
@@ -137,7 +96,7 @@ def constrain(
             method,
             trace,
             moe.trace(to_forget) if method.looks_at_forget else None,
-            bases=lambda held: fit_bases(held, moe.rules(), method),
+            bases=lambda constrained: fit_bases(constrained, moe.rules(), method),
             seed=seed,
         )
         constraint = built.constraint
@@ -145,19 +104,18 @@ def constrain(
             if unwrapped(original) is moe.model:
                 raise ValueError("`original` is the model that trains: give a copy of it from before")
             constraint.original = undo.enter_context(_untrained(unwrapped(original)))
-        trained = [(p, p.requires_grad) for layer in moe.layers for p in moe.router(layer).parameters()]
-        undo.callback(_train_again, trained)
+        trained = undo.enter_context(_trained_again(p for n in moe.layers for p in moe.router(n).parameters()))
         with moe.evaluating():
             constraint.start(moe, to_forget, to_retain)
-            original = OriginalSets(moe, [*to_retain, *to_forget]) if method.replay else None
-        frozen = any(before and not parameter.requires_grad for parameter, before in trained)
+            sets = OriginalSets(moe, [*to_retain, *to_forget]) if method.replay else None
+        frozen = any(not parameter.requires_grad for parameter in trained)
         if frozen and wrapped and not model.find_unused_parameters:
             raise ValueError(
                 "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it "
                 "wraps the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
             )
-        if original:
-            undo.enter_context(moe.force_routing(lambda *inputs: original.of(*inputs) if moe.model.training else None))
+        if sets:
+            undo.enter_context(moe.force_routing(lambda *inputs: sets.of(*inputs) if moe.model.training else None))
         if built.scope:
             undo.enter_context(moe.restrict_experts(built.scope, stepping))
         origin = _origin(moe, method, [*to_retain, *to_forget])
@@ -200,8 +158,8 @@ def _unable(method: Method) -> str | None:
 
 def _check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError unless the optimizer holds the routers that train."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in held]
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in stepped]
     if any(moe.theta(layer).requires_grad for layer in missing) or len(missing) == len(moe.layers):
         raise ValueError(
             f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain (of several "
@@ -222,7 +180,7 @@ def _warn_of_decay(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _states_in_fp32(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
-    """What an optimizer that has stepped knows of routers becomes fp32 as they have."""
+    """An optimizer that has stepped a router has moments in its old precision."""
     for layer in moe.layers:
         state = optimizer.state.get(moe.theta(layer), {})
         for name, value in state.items():
@@ -232,16 +190,25 @@ def _states_in_fp32(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _untrained(model: nn.Module) -> Iterator[MoEModel]:
-    """Within the block a model that is only asked; then as it was, to the bit: nothing has trained it."""
-    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    """Within the block a model that is only asked; then as it was, to the bit."""
     moe = MoEModel(model)
     try:
-        with moe.evaluating():
+        with moe.evaluating(), _trained_again(model.parameters()):
             model.requires_grad_(False)
             yield moe
     finally:
-        _train_again(trained)
         moe.release(rounded=True)
+
+
+@contextmanager
+def _trained_again(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Those that train; what the block freezes or lets train is undone."""
+    before = [(parameter, parameter.requires_grad) for parameter in parameters]
+    try:
+        yield [parameter for parameter, trains in before if trains]
+    finally:
+        for parameter, trains in before:
+            parameter.requires_grad_(trains)
 
 
 def _origin(moe: MoEModel, method: Method, batches: Sequence[Batch]) -> str:
@@ -252,14 +219,6 @@ def _origin(moe: MoEModel, method: Method, batches: Sequence[Batch]) -> str:
     for parameter in moe.model.parameters():
         if not isinstance(parameter, DTensor) and not parameter.is_meta:
             entries = parameter.detach().flatten()
-            digest.update(_bytes(entries[:: max(1, len(entries) // SAMPLED)][:SAMPLED].float()))
+            sampled = entries[:: max(1, len(entries) // SAMPLED)][:SAMPLED].float()
+            digest.update(sampled.cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _train_again(parameters: list[tuple[nn.Parameter, bool]]) -> None:
-    for parameter, trained in parameters:
-        parameter.requires_grad_(trained)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
