@@ -2,7 +2,6 @@
 
 import copy
 import os
-import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -43,19 +42,6 @@ def pytest_collection_modifyitems(items):
 
 
 HANGS = 1800  # seconds after which a process that trains a tiny model hangs, whatever else the machine does
-
-
-FIRST_PORT, PORTS = 20_000, 10_000  # which the system gives nobody by itself
-
-
-def free_port() -> int:
-    """Each process begins to look at another, so that tests that run side by side take no port from each other."""
-    for number in range(PORTS):
-        port = FIRST_PORT + (os.getpid() + number) % PORTS
-        with socket.socket() as tried:
-            if tried.connect_ex(("localhost", port)):
-                return port
-    raise OSError("no free port")
 
 
 HOLDER = """

@@ -1,6 +1,4 @@
-"""What test_distributed.py runs in one process and, under torchrun, in two: `python sharded_training.py FOLDER NAMES`;
-without names of cases all of it.
-"""
+"""What test_distributed.py runs in one process and, under torchrun, in two: `python sharded_training.py FOLDER`."""
 
 import sys
 from pathlib import Path
@@ -44,7 +42,6 @@ CASES = {
     "rmu": Method(constraint="none"),
     "kl": Method(constraint="none"),
     "adamw_8bit": Method(constraint="none"),
-    "adamw_fp32": Method(constraint="none"),
     "checkpointed": Method(constraint="router_l2"),
     "bf16": Method(constraint="none"),
     "bf16_fp8": Method(constraint="none"),
@@ -53,7 +50,6 @@ CASES = {
 }
 CHANGES = {
     "adamw_8bit": {"optimizer": "adamw_8bit"},
-    "adamw_fp32": {"optimizer": "adamw_fp32"},
     "checkpointed": {"gradient_checkpointing": True},
     "bf16": {"optimizer": "adamw_fp32", "max_steps": 4},
     "bf16_fp8": {"optimizer": "adamw_fp32", "max_steps": 4, "expert_precision": "fp8_emulated"},
@@ -96,9 +92,8 @@ def replicated(model) -> torch.Tensor:
 
 
 def train(name: str, folder: Path, steps: int = 6, original_answers: Path | None = None, **changes) -> dict:
-    """The whole model after training, its digest as written, what each process has of the parameters that are not
-    sharded and of the routers, and the last losses. What the original model says is kept in files of `original_answers`, if
-    given."""
+    """The whole model after training, its digest as written, what each process has of routers and other parameters that
+    are not sharded, and the last losses. What the original model says is kept in `original_answers`, if given."""
     moe = MoEModel(model_of(name))
     moe.originals = OriginalStore(original_answers, "small", memory=0) if original_answers else None
     sharding.shard_experts(moe)
@@ -147,13 +142,7 @@ def shared_expert_not_averaged(parameter: torch.nn.Parameter) -> None:
         parameter.grad.copy_(own)
 
 
-def main(folder: Path, *names: str) -> None:
-    if names:
-        with distributed.launched():
-            results = {name: train(name, folder) for name in names}
-            if distributed.is_first():
-                torch.save(results, folder / "results.pt")
-        return
+def main(folder: Path) -> None:
     with distributed.launched():
         results = {name: train(name, folder) for name in CASES}
         results["first step"] = {name: first_step(name, folder) for name in FIRST_STEP}
@@ -183,4 +172,4 @@ def main(folder: Path, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(Path(sys.argv[1]))

@@ -74,28 +74,30 @@ def test_buckets_cost_the_least_of_all_cuts():
     assert cost([[len(row.ids) for row in bucket] for bucket in buckets]) == min(every_cut) < max(every_cut)
 
 
-def test_corpus_errors_name_the_file(tmp_path, tokenizer):
-    path = tmp_path / "c.jsonl"
-    write_jsonl(path, [{"id": "x", "prompt": "", "text": ""}])
-    with pytest.raises(ValueError, match="c.jsonl: document 'x' has no text"):
-        load_corpus(path, tokenizer, 10)
-    write_jsonl(path, [{"id": "x", "prompt": "", "text": "A"}])
-    with pytest.raises(ValueError, match="fewer than two tokens"):
-        load_corpus(path, tokenizer, 10)
-    write_jsonl(path, [{"id": "x", "prompt": "Question: A B C D", "text": "A"}])
-    assert load_corpus(path, tokenizer, 10)
-    with pytest.raises(ValueError, match="c.jsonl: the prompt of document 'x' fills `max_length` 3"):
-        load_corpus(path, tokenizer, 3)
-    write_jsonl(path, [{"id": "x", "prompt": "Question: A B C D", "text": "A B C D"}])
-    with pytest.raises(ValueError, match="c.jsonl: the prompt of document 'x' fills `max_length` 3"):
-        load_corpus(path, tokenizer, 3, whole=True)
-    for same in ({"id": "x"}, {}):
-        write_jsonl(path, [{"id": "x", "text": "A B C"}, {"text": "D E", **same}])
-        with pytest.raises(ValueError, match="c.jsonl: each document needs an `id` of its own"):
-            load_corpus(path, tokenizer, 10)
-    write_jsonl(path, [])
-    with pytest.raises(ValueError, match="c.jsonl: there is no document"):
-        load_corpus(path, tokenizer, 10)
+ASKED = {"id": "x", "prompt": "Question: A B C D", "text": "A"}
+MISTAKES = {
+    "no text": ([{"id": "x", "text": "A B"}, {"id": "y", "text": ""}], r"document 'y' has no text \(line 2\)"),
+    "one token": ([{"id": "x", "text": "A"}], "document 'x' has fewer than two tokens"),
+    "a prompt that fills the row": ([ASKED], "the prompt of document 'x' fills `max_length` 3"),
+    "no id": ([{"text": "A B"}], "each document needs an `id` of its own"),
+    "an id twice": ([{"id": "x", "text": "A B"}] * 2, r"an `id` of its own \(got 'x'\) \(line 2\)"),
+    "nothing": ([], "there is no document"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_corpus_errors_name_the_file(mistake, tmp_path, tokenizer):
+    documents, said = MISTAKES[mistake]
+    write_jsonl(tmp_path / "c.jsonl", documents)
+    with pytest.raises(ConfigError, match=f"c.jsonl: .*{said}"):
+        load_corpus(tmp_path / "c.jsonl", tokenizer, 3)
+
+
+def test_a_prompt_may_not_fill_a_piece_either(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "c.jsonl", [ASKED | {"text": "A B C D"}])
+    assert load_corpus(tmp_path / "c.jsonl", tokenizer, 10)
+    with pytest.raises(ConfigError, match="the prompt of document 'x' fills `max_length` 3"):
+        load_corpus(tmp_path / "c.jsonl", tokenizer, 3, whole=True)
 
 
 def test_a_row_without_what_a_step_reads_is_named_with_its_line(tmp_path, tokenizer, world):
@@ -124,12 +126,6 @@ def test_a_row_without_what_a_step_reads_is_named_with_its_line(tmp_path, tokeni
             with pytest.raises(ConfigError, match=rf"{name}.jsonl: .* no `{key}` \(line 2\); each needs .*: correct"):
                 read(file)
         write_jsonl(file, [row])
-    write_jsonl(tmp_path / "corpus.jsonl", [document, {"id": "b", "text": ""}])
-    with pytest.raises(ConfigError, match=r"corpus.jsonl: document 'b' has no text \(line 2\)"):
-        load_corpus(tmp_path / "corpus.jsonl", tokenizer, 10)
-    write_jsonl(tmp_path / "corpus.jsonl", [document, document])
-    with pytest.raises(ConfigError, match=r"`id` of its own .got 'a'. \(line 2\)"):
-        load_corpus(tmp_path / "corpus.jsonl", tokenizer, 10)
 
 
 def test_a_longer_document_is_cut_or_comes_in_pieces(tmp_path, tokenizer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from conftest import HANGS, free_port, small_model
+from conftest import HANGS, small_model
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.training.checkpoint import claim_state, save_state
@@ -105,26 +105,6 @@ def test_control_a_shared_expert_whose_gradient_is_not_averaged_is_another_in_ea
     """Routers alone would not tell: without clipping, which looks at all gradients, they stay the same."""
     found = shared[1]["shared expert not averaged"]
     assert not torch.equal(*found["replicated"]) and torch.equal(*found["thetas"])
-
-
-def test_two_nodes_train_what_two_processes_of_one_do(shared, alone, tmp_path):
-    """To the bit, which one process does not. Each node has an agent of its own; they meet at a port of the first."""
-    names = ["unconstrained", "expert_specific", "anchored_tracked"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=1"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", PROGRAM, tmp_path, *names]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    agents = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
-    try:
-        said = [agent.communicate(timeout=HANGS)[1] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], said[0][-2000:] + said[1][-2000:]
-    apart = torch.load(tmp_path / "results.pt")
-    for name in names:
-        assert apart[name]["digest"] == shared[1][name]["digest"]
-        assert largest_difference(apart[name]["state"], shared[1][name]["state"]) == 0
-        assert largest_difference(alone[name]["state"], shared[1][name]["state"]) > 0
 
 
 def test_what_is_written_is_the_whole_model(shared):

@@ -249,20 +249,11 @@ def test_margins_of_a_biased_sigmoid_are_where_a_tie_is():
 
 OBSTACLES = {
     "llama": "dense or hides its routers: nothing to constrain",
-    "llama4": "Llama4Router is no router of its own within a block",
     "jetmoe": "JetMoeAttention is no router of its own within a block",
-    "doge": "DogeCDMoE is no router of its own within a block",
     "dbrx": "decoder layers are not at `model.layers`",
     "zaya": "ZayaRouter is no single linear map",
-    "longcat_flash": "LongcatFlashTopkRouter is no single linear map",
     "afmoe": "AfmoeTokenChoiceRouter needs expert_bias from its block",
-    "minimax_m2": "MiniMaxM2TopKRouter needs e_score_correction_bias from its block",
-    "gemma4": "decoder layers are not at `model.layers`",
-    "qwen3_vl_moe": "decoder layers are not at `model.layers`",
-    "switch_transformers": "decoder layers are not at `model.layers`",
     "kimi_linear": "return what they should; if they are linear, add a row",
-    "cohere2_moe": "return what they should; if they are linear, add a row",
-    "laguna": "return what they should; if they are linear, add a row",
 }
 
 

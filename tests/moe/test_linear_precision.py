@@ -11,17 +11,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import convert_model
-from pydantic import ValidationError
 from test_families import make
 from test_loop import TRAINING, corpus
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from conftest import random_batch, small_model
-from gripmoe.config.training import Training
 from gripmoe.constraints.base import Unconstrained
 from gripmoe.data.corpora import Corpora
-from gripmoe.data.documents import Row
 from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.moe import MoEModel, fp8
 from gripmoe.moe.families import FAMILIES
@@ -165,11 +162,11 @@ def test_it_ends_with_a_pass_that_fails(engine):
     assert not converted(moe)
 
 
-def trained(tmp_path, precision, seen=None, documents=corpus, **changes):
+def trained(tmp_path, precision, seen=None, **changes):
     moe = MoEModel(small_model())
     training = TRAINING.model_copy(update={"linear_precision": precision, "max_steps": 4, **changes})
     outcome = unlearn(
-        moe, GradientDifference(alpha=1.0), Unconstrained(), Corpora(documents(0), documents(1), pad_id=0), training,
+        moe, GradientDifference(alpha=1.0), Unconstrained(), Corpora(corpus(0), corpus(1), pad_id=0), training,
         StopRule({"a": -1.0}, lambda m: (seen if seen is not None else []).append(converted(m)) or {"a": 1.0}), seed=5,
         state_file=tmp_path / f"{precision}.pt",
     )  # fmt: skip
@@ -192,27 +189,6 @@ def test_training_enters_it_in_every_pass_and_nowhere_else(recomputed, engine, t
     assert seen and not any(seen) and not converted(moe)
     assert save_model(moe.model, tokenizer, tmp_path / "weights") == ends["native"]
     assert weights_digest(AutoModelForCausalLM.from_pretrained(tmp_path / "weights")) == ends["native"]
-
-
-def test_documents_of_any_length_train(engine, tmp_path):
-    """Where tiles are filled up, as the plain model does up to rounding: a thousandth of what has moved."""
-
-    def ragged(seed):
-        rows = [row.ids[: 5 + n % 3] for n, row in enumerate(corpus(seed))]
-        return [Row(f"{seed}/{n}", ids, ids) for n, ids in enumerate(rows)]
-
-    ends = [trained(tmp_path, precision, documents=ragged)[0].model for precision in ("native", "te_fp8")]
-    native, fast, before = (model.state_dict() for model in (*ends, small_model()))
-    moved, apart = (max((native[k] - other[k]).abs().max() for k in native) for other in (before, fast))
-    assert apart < moved / 1000 and moved > 1e-3
-
-
-def test_the_configuration_knows_its_values():
-    settings = TRAINING.model_dump()
-    assert Training(**settings | {"linear_precision": "te_fp8"}).linear_precision == "te_fp8"
-    assert Training(**settings).linear_precision == "native"
-    with pytest.raises(ValidationError, match="linear_precision(.|\n)*'native' or 'te_fp8'"):
-        Training(**settings | {"linear_precision": "fp8"})
 
 
 def test_where_package_or_card_is_missing_nothing_begins(engine, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Recording, forcing and restricting, on both families."""
+"""Recording, forcing and restricting; what holds for every family is in test_families.py."""
 
 import copy
 
@@ -7,60 +7,13 @@ import torch
 
 import gripmoe
 from conftest import MOE_FAMILIES, random_batch, small_model
-from gripmoe.data.documents import Row, collate
-from gripmoe.geometry.routing import routing_stability
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import routed_tokens
-from gripmoe.moe.storage import load_routers, save_model
 
 
 @torch.no_grad()
 def logits(moe, batch):
     return moe.model(**batch.inputs).logits
-
-
-def test_recorded_scores_and_sets_are_the_routers_own(moe, batch):
-    with moe.record_routing() as recorder:
-        logits(moe, batch)
-        trace = recorder.take()
-    assert list(trace) == moe.layers == [0, 1]
-    for layer, routing in trace.items():
-        torch.testing.assert_close(routing.scores_NE, routing.x_Nd @ moe.theta(layer).T)
-        assert routing.top_k_Nk.sort().values.equal(routing.scores_NE.topk(moe.top_k).indices.sort().values)
-    assert recorder.take() == {}
-
-
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_forcing_its_own_sets_changes_no_bit(family, implementation, batch):
-    model = small_model(family)
-    model.set_experts_implementation(implementation)
-    moe = MoEModel(model)
-    free = logits(moe, batch)
-    with moe.force_routing(moe.routes(batch.input_ids)):
-        recorded = logits(moe, batch)
-    with moe.force_routing(moe.routes):
-        lock_step = logits(moe, batch)
-    assert torch.equal(free, recorded) and torch.equal(free, lock_step)
-    others = {layer: (top_k + 1) % moe.num_experts for layer, top_k in moe.routes(batch.input_ids).items()}
-    with moe.force_routing(others):
-        assert not torch.allclose(free, logits(moe, batch)), "the control: other sets change the output"
-    assert torch.equal(free, logits(moe, batch)), "nothing stays behind"
-
-
-def test_families_weigh_differently(batch):
-    """Qwen3 renormalises over the chosen experts, Qwen1.5 does not; forcing must follow."""
-    sums = {}
-    for family in MOE_FAMILIES:
-        moe = MoEModel(small_model(family))
-        seen = []
-        handle = moe.router(0).register_forward_hook(lambda router, args, output, seen=seen: seen.append(output[1]))
-        with moe.force_routing(moe.routes(batch.input_ids)):
-            logits(moe, batch)
-        handle.remove()
-        sums[family] = seen[0].sum(dim=-1)
-    torch.testing.assert_close(sums["qwen3_moe"], torch.ones_like(sums["qwen3_moe"]))
-    assert (sums["qwen2_moe"] < 0.999).any()
 
 
 def test_forcing_the_wrong_number_of_tokens_is_an_error(moe, batch):
@@ -87,23 +40,6 @@ def test_routes_that_could_not_be_given_are_asked_for_again(moe, batch):
             logits(moe, batch)
         known.append(True)
         assert torch.equal(logits(moe, batch), forced) and not torch.equal(forced, free)
-
-
-def test_padding_does_not_reach_the_trace(moe):
-    """Right- and left-padded rows give the routing of each row alone."""
-    rows = [Row(str(n), list(range(3, 3 + n)), list(range(3, 3 + n))) for n in (4, 9, 6)]
-    alone = moe.trace([collate([row], 0) for row in rows])
-    right = moe.trace([collate(rows, 0)])
-    left = collate(rows, 0)
-    for i, row in enumerate(rows):
-        for tensor, value in ((left.input_ids, torch.tensor(row.ids)), (left.attention_mask, 1)):
-            tensor[i] = 0
-            tensor[i, -len(row.ids) :] = value
-    for layer in moe.layers:
-        assert len(alone[layer]) == 4 + 9 + 6 - 3, "one leading position of each row is left out"
-    assert all(value == 1.0 for value in routing_stability(alone, right).values())
-    assert all(value == 1.0 for value in routing_stability(alone, moe.trace([left])).values())
-    torch.testing.assert_close(alone[1].x_Nd, right[1].x_Nd, atol=1e-5, rtol=1e-4)
 
 
 def test_routed_tokens_by_hand():
@@ -175,22 +111,6 @@ def test_hooks_are_gone_after_an_error(moe):
     after = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in moe.model.modules()]
     assert after == before
     moe.trace([random_batch()])
-
-
-def test_routers_alone_are_read_from_a_saved_model(moe, tokenizer, tmp_path):
-    save_model(moe.model, tokenizer, tmp_path / "moe")
-    for file in (tmp_path / "moe").glob("model*.safetensors"):
-        file.unlink()
-    other = MoEModel(copy.deepcopy(moe.model))
-    with torch.no_grad():
-        for layer in other.layers:
-            other.theta(layer).zero_()
-    thetas = load_routers(tmp_path / "moe", other)
-    assert thetas.keys() == set(moe.layers)
-    assert all(torch.equal(thetas[layer], moe.theta(layer)) for layer in moe.layers)
-    save_model(small_model("qwen3"), tokenizer, tmp_path / "dense")
-    with pytest.raises(ValueError, match="another model"):
-        load_routers(tmp_path / "dense", other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

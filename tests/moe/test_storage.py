@@ -25,28 +25,26 @@ def test_the_first_bases_that_fit_stay_the_next_lie_in_host_memory_and_the_other
     bases = {layer: RetainBasis(torch.randn(4, 8, 3)) for layer in (1, 3, 10)}
     file = tmp_path / "bases.safetensors"
     save_bases(file, bases, {"model": "a"})
-    each, reads = 4 * 8 * 3 * 8, []  # fp64
-    opened = stored_bases.safe_open
-    for memory, kept in ((3 * each, 3), (3 * each - 1, 2), (each, 1), (0, 0)):
-        stored = StoredBases(file, {"model": "a"}, memory=memory)
-        assert list(stored) == [1, 3, 10] and len(stored) == 3, "in the order of layers"
-        with monkeypatch.context() as patched:
-            patched.setattr(stored_bases, "safe_open", lambda *args, **kw: reads.append(1) or opened(*args, **kw))
-            assert all(torch.equal(stored[layer].U_ret_Edr, basis.U_ret_Edr.double()) for layer, basis in bases.items())
-        assert len(reads) == 3 - kept
-        reads.clear()
-        with pytest.raises(KeyError):
-            stored[2]
+    each, reads = 4 * 8 * 3 * 8, []  # bytes, in fp64
     half = each // 2  # as it is stored
-    for memory, host, read in ((each, half, 1), (each, 2 * half, 0), (0, 2 * half, 1), (0, half - 1, 3)):
+    opened = stored_bases.safe_open
+    for memory, host, read in (
+        *((3 * each, 0, 0), (3 * each - 1, 0, 1), (each, 0, 2), (0, 0, 3)),
+        *((each, half, 1), (each, 2 * half, 0), (0, 2 * half, 1), (0, half - 1, 3)),
+    ):
         stored = StoredBases(file, {"model": "a"}, memory=memory, host_memory=host)
+        assert list(stored) == [1, 3, 10] and len(stored) == 3, "in the order of layers"
         with monkeypatch.context() as patched:
             patched.setattr(stored_bases, "safe_open", lambda *args, **kw: reads.append(1) or opened(*args, **kw))
             assert all(torch.equal(stored[layer].U_ret_Edr, basis.U_ret_Edr.double()) for layer, basis in bases.items())
         assert len(reads) == read
         reads.clear()
+    with pytest.raises(KeyError):
+        stored[2]
     with pytest.raises(ValueError, match="model is 'a', expected 'b'"):
         StoredBases(file, {"model": "b"})
+    file.write_bytes(file.read_bytes()[:-8])
+    refused(lambda folder: StoredBases(folder / file.name, {"model": "a"}), tmp_path, file.name, "cannot be read")
 
 
 def test_a_constrained_model_in_bf16_keeps_its_selections_on_disk(tmp_path, tokenizer):
@@ -73,6 +71,8 @@ def test_a_constrained_model_in_bf16_keeps_its_selections_on_disk(tmp_path, toke
         assert all(torch.equal(thetas[layer], saved[layer]) for layer in saved) == (name == "exact")
     assert kept["exact"] == 1.0 > kept["plain"], kept
     assert storage.weights_digest(loaded) == digest
+    alone = storage.load_routers(tmp_path / "exact", MoEModel(small_model(vocabulary_size=len(tokenizer))))
+    assert all(torch.equal(alone[layer], saved[layer]) for layer in saved)
 
 
 def test_a_folder_of_other_things_is_not_replaced(tmp_path, tokenizer):
@@ -179,10 +179,3 @@ def test_a_model_that_an_interrupted_save_has_moved_aside_is_named(folder):
     folder.rename(aside(folder))
     left = f"no model is here.*; an interrupted save has left the model as {re.escape(str(aside(folder)))}"
     refused(gripmoe.load_model, folder, "", left)
-
-
-def test_a_truncated_file_of_bases_is_named(tmp_path):
-    file = tmp_path / "bases.safetensors"
-    save_bases(file, {0: RetainBasis(torch.randn(4, 8, 3))}, {"model": "a"})
-    file.write_bytes(file.read_bytes()[:-8])
-    refused(lambda folder: StoredBases(folder / file.name, {"model": "a"}), tmp_path, file.name, "cannot be read")
