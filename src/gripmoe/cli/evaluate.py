@@ -1,4 +1,4 @@
-"""All metrics of a run."""
+"""`gripmoe evaluate`: all metrics of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.provenance import recorded
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.evaluation.general import general_utility, solved_questions
-from gripmoe.evaluation.metrics import choice_metrics, question_results
+from gripmoe.evaluation.metrics import choice_metrics, own_metrics, question_results
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores, privacy_leakage
 from gripmoe.evaluation.questions import harness_answers, load_questions
 from gripmoe.evaluation.routing_stability import reload_stability, stability_metrics
@@ -39,14 +39,10 @@ def evaluate(
 
     \b
     Example:
-      gripmoe evaluate --run results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/run.yaml \\
-          --benchmark '{"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.27},
+      gripmoe evaluate --benchmark '{"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.27},
           "retain_documents": 200, "max_length": 256, "evaluation_batch_size": 128}' \\
-          --model results/tiny/models/tiny_a/model.json \\
-          --checkpoint results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/checkpoint.json \\
-          --data results/tiny/data/wmdp_tiny \\
-          --questions results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/questions.csv \\
-          --output results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/evaluation.json
+          --run run/run.yaml --model model/model.json --checkpoint run/checkpoint.json --data data \\
+          --questions run/questions.csv --output run/evaluation.json
     """
     _, benchmark = measured(run_file, benchmark_settings)
     with exclusive(output.parent), recorded(beside(output), evaluate):
@@ -55,6 +51,7 @@ def evaluate(
             metrics, items = _news(benchmark, after, tokenizer, data, retrained_file)
         else:
             metrics, items = _letters(benchmark, after, tokenizer, data)
+        metrics |= own_metrics(benchmark, after, tokenizer, data)
         if is_moe(after):
             before, _ = load_model(model_file.parent / "weights")  # not beside it while long prompts fill the memory
             reading = benchmark.reading

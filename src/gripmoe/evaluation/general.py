@@ -6,26 +6,15 @@ import random
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gripmoe.evaluation.questions import accuracy, harness_answers, harness_samples
 from gripmoe.io.files import read_jsonl, write_jsonl, write_yaml
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 SHOTS = 5
 
 
-def truthfulqa(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[dict],
-    *,
-    work_folder: Path,
-    batch_size: int,
-) -> dict[str, float]:
-    """`truthfulqa_mc1` (how often the true answer is the likeliest) and `truthfulqa_mc2` (probability of all true
+def truthfulqa(model, tokenizer, rows: Sequence[dict], *, work_folder: Path, batch_size: int) -> dict[str, float]:
+    """`truthfulqa_mc1` (share of questions whose likeliest answer is true) and `truthfulqa_mc2` (probability of true
     answers), by the harness's own tasks on `rows` of the data set's schema."""
     file = work_folder / "truthfulqa.jsonl"
     write_jsonl(file, rows)
@@ -41,14 +30,14 @@ def truthfulqa(
 
 
 def solved_questions(file: Path) -> list[dict]:
-    """What stands above questions of the same subject: MMLU's own examples, or the dev split of the embedded world."""
+    """Solved questions for few-shot prompts: MMLU's own examples, or the dev split of the embedded world."""
     rows = read_jsonl(file, "split")
     return [row for row in rows if row["split"] == "shots"] or [row for row in rows if row["split"] == "dev"]
 
 
 def general_utility(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model,
+    tokenizer,
     retain: Sequence[dict],
     solved: Sequence[dict],
     truths: Sequence[dict],

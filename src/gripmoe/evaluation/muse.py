@@ -1,4 +1,4 @@
-"""MUSE's criteria (Shi et al. 2024): what a model recites (C1), answers (C2 on forget, C4 on retain) and leaks (C3).
+"""MUSE's criteria (Shi et al. 2024): recitation (C1), answers (C2 on forget, C4 on retain data) and leakage (C3).
 
 C1, C2 and C4 are mean ROUGE-L F1, without a stemmer, times 100. C3 is PrivLeak in the benchmark's own orientation:
 negative is under-unlearning, positive over-unlearning (the paper states the reverse).
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,9 +23,6 @@ from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
 from gripmoe.moe.model import evaluating
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RECITED_TOKENS = 128
 ANSWER_TOKENS = 32
@@ -43,8 +39,8 @@ MAX_SCORED_TOKENS = 2048  # of a text whose membership is asked
 
 @dataclass(frozen=True)
 class News:
-    """What a news benchmark asks, each with an `id`. A pair has a `part` (forget, retain) and a `split` (dev, test,
-    context), a prompt its true continuation `gt` and a `split`, a text of `privleak` a `part` (forget, retain,
+    """Items of a news benchmark, each with an `id`. A pair has a `part` (forget, retain) and a `split` (dev, test,
+    context); a prompt has its true continuation `gt` and a `split`; a text of `privleak` has a `part` (forget, retain,
     holdout)."""
 
     knowmem: list[dict]
@@ -53,7 +49,7 @@ class News:
 
     @classmethod
     def load(cls, folder: Path) -> News:
-        """Raises ConfigError, naming file and line, for a row without what it should have."""
+        """Raises ConfigError, naming file and line, for a row that lacks a key."""
         return cls(*(read_jsonl(folder / f"{name}.jsonl", "id", *keys) for name, keys in KEYS.items()))
 
     def pairs(self, part: str, split: str) -> list[dict]:
@@ -84,10 +80,8 @@ def _scorer():
 
 
 @torch.no_grad()
-def continuations(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: int
-) -> list[str]:
-    """What the model writes after each prompt, greedily, in batches padded on the left: the same as one by one."""
+def continuations(model, tokenizer, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
+    """Greedy continuations of the prompts, in batches padded on the left: the same as one by one."""
     rows = [encode(tokenizer, [(prompt, False)], str(number)) for number, prompt in enumerate(prompts)]
     texts = {}
     with evaluating(model):
@@ -118,9 +112,9 @@ def continuations(
     return [texts[row.id] for row in rows]
 
 
-def verbatim_memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict]) -> list[Scored]:
-    """C1: how well the model continues an article, against the first tokens of the true continuation: as in the
-    benchmark a BOS is one of them, and no special token is in the text of either."""
+def verbatim_memory(model, tokenizer, rows: Sequence[dict]) -> list[Scored]:
+    """C1: continuations against the first tokens of the true ones. As in the benchmark, a BOS is one of these tokens,
+    and special tokens are left out of both texts."""
     written = continuations(model, tokenizer, [row["prompt"] for row in rows], RECITED_TOKENS)
     references = [
         tokenizer.decode(tokenizer(row["gt"])["input_ids"][:RECITED_TOKENS], skip_special_tokens=True) for row in rows
@@ -129,14 +123,14 @@ def verbatim_memory(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
 
 
 def knowledge_memory(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model,
+    tokenizer,
     pairs: Sequence[dict],
     context: Sequence[dict],
     strip_prompts: bool = False,
 ) -> list[Scored]:
-    """C2 and C4: answers below ten solved questions. The benchmark's prompt ends in "Answer: " with its space, which
-    byte-pair tokenizers read otherwise than none; `strip_prompts` takes it away."""
+    """C2 and C4: answers below ten solved questions. The benchmark's prompt ends in "Answer: "; `strip_prompts` removes
+    the last space, which byte-pair tokenizers do not merge with a word."""
     solved = [(pair["question"], pair["answer"]) for pair in context]
     prompts = [knowmem_prompt(solved, pair["question"]) for pair in pairs]
     if strip_prompts:
@@ -146,7 +140,7 @@ def knowledge_memory(
 
 
 def answer_of(text: str) -> str:
-    """What was written up to the first blank line or next question."""
+    """The text up to the first blank line or the next question."""
     return text[: min((at for end in ENDS_OF_ANSWER if (at := text.find(end)) >= 0), default=len(text))]
 
 
@@ -162,15 +156,13 @@ def mean_score(scored: Sequence[Scored]) -> float:
 
 
 @torch.no_grad()
-def membership_scores(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], names: Sequence[str] = ()
-) -> dict[str, list[float]]:
+def membership_scores(model, tokenizer, texts: Sequence[str], names: Sequence[str] = ()) -> dict[str, list[float]]:
     """Scores that are higher for a text that looks more like training data: Min-K (mean of the lowest K % of token
     log-probabilities), Min-K++ at 20 % (standardised over the vocabulary at each token), mean log-probability ("loss"),
-    and that by the text's size under zlib.
+    and this mean divided by the text's size under zlib.
 
-    Of a longer text the first MAX_SCORED_TOKENS are read, for zlib too (open-unlearning; MUSE itself cuts none). Raises
-    ConfigError, with the text's name, for one of which no token can be scored.
+    A text is cut after MAX_SCORED_TOKENS, for zlib too (as in open-unlearning; MUSE itself cuts none). Raises
+    ConfigError, with the text's name, for a text of which no token can be scored.
     """
     rows = [encode(tokenizer, [(text, True)], str(i), MAX_SCORED_TOKENS) for i, text in enumerate(texts)]
     for row, name in zip(rows, names or [f"text {row.id}" for row in rows], strict=True):
@@ -205,13 +197,13 @@ def _row_scores(row: Row, logits_TV: Tensor, text: str) -> dict[str, float]:
 
 
 def lowest_mean(values_T: Tensor, percent: int) -> float:
-    """Mean of the lowest `percent` of the values, of one at least."""
+    """Mean of the lowest `percent` of the values, at least of one."""
     return values_T.sort().values[: max(1, len(values_T) * percent // 100)].mean().item()
 
 
 def auc(holdout: Sequence[float], forget: Sequence[float]) -> float:
-    """The chance that a text which the model never saw looks more like training data than a text to forget: about 0
-    for a model that remembers, .5 for one that never saw either. NaN if a score is no number."""
+    """Probability that a text which the model never saw looks more like training data than a forget text: about 0 for
+    a model that remembers, 0.5 for one that saw neither. NaN if a score is not finite."""
     from sklearn.metrics import roc_auc_score
 
     if not all(map(math.isfinite, (*holdout, *forget))):
@@ -219,9 +211,7 @@ def auc(holdout: Sequence[float], forget: Sequence[float]) -> float:
     return float(roc_auc_score([1] * len(holdout) + [0] * len(forget), [*holdout, *forget]))
 
 
-def leakage(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[dict], source: str = "privleak.jsonl"
-) -> dict[str, float]:
+def leakage(model, tokenizer, rows: Sequence[dict], source: str = "privleak.jsonl") -> dict[str, float]:
     """`auc_<score>` of every membership score, on forget against holdout texts. Raises ConfigError, naming the row of
     `source`, for a text of which no token can be scored."""
 
@@ -235,15 +225,15 @@ def leakage(
 
 
 def privacy_leakage(measured_auc: float, retrained_auc: float) -> float:
-    """C3 in per cent: Min-40 % AUC beside that of a model that never saw the forget data. NaN if either is none."""
+    """C3 in per cent: the Min-40 % AUC relative to that of the retrained model. NaN if either is not a number."""
     if not math.isfinite(measured_auc) or not retrained_auc > 0:
         return float("nan")
     return 100 * (measured_auc - retrained_auc) / retrained_auc
 
 
 def news_scores(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model,
+    tokenizer,
     news: News,
     split: str,
     *,

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,9 +20,6 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl, write_jsonl
 from gripmoe.moe.families import logits_scaling
 from gripmoe.moe.model import evaluating
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
 FEWSHOT_SEED = 1234  # the harness's default
@@ -69,14 +65,14 @@ def harness_task(name: str, questions_file: Path, subject: str, shots: int = 0) 
 
 
 def harness_samples(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model,
+    tokenizer,
     tasks: Sequence[dict | str],
     batch_size: int,
     task_folder: Path | None = None,
 ) -> dict[str, list[dict]]:
-    """What lm-evaluation-harness logged of each document, by task, for the model in memory. A task is its whole
-    configuration, or the name of one that a file of `task_folder` configures."""
+    """The samples that lm-evaluation-harness logs, by task, for the model in memory. A task is its whole configuration,
+    or the name of one that a file of `task_folder` configures."""
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -107,8 +103,8 @@ def _templates_compiled_once() -> Iterator[None]:
 
 
 def harness_answers(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model,
+    tokenizer,
     questions: Sequence[dict],
     *,
     work_folder: Path,
@@ -116,10 +112,8 @@ def harness_answers(
     solved: Sequence[dict] = (),
     shots: int = 0,
 ) -> list[Answer]:
-    """Answers to `questions`, in their order, by lm-evaluation-harness on the model in memory.
-
-    Questions of one subject form one task, as in MMLU, and `shots` of `solved` of that subject stand before each.
-    `work_folder` holds the task data for the harness to read.
+    """Answers to `questions`, in their order, by lm-evaluation-harness on the model in memory. Questions of a subject
+    form one task, as in MMLU, with `shots` of that subject's `solved` before each. `work_folder` holds the task data.
     """
     by_subject: dict[str, list[dict]] = {}
     for question in questions:
@@ -135,16 +129,15 @@ def harness_answers(
     for samples in harness_samples(model, tokenizer, tasks, batch_size).values():
         for sample in samples:
             logprobs = tuple(float(response[0]) for response in sample["filtered_resps"])
-            chosen = max(range(len(logprobs)), key=logprobs.__getitem__)
-            doc = sample["doc"]
-            answers[doc["id"]] = Answer(doc["id"], chosen, bool(sample["acc"]), logprobs)
+            name = sample["doc"]["id"]
+            answers[name] = Answer(name, logprobs.index(max(logprobs)), bool(sample["acc"]), logprobs)
     return [answers[question["id"]] for question in questions]
 
 
 @torch.no_grad()
 def direct_answers(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    model,
+    tokenizer,
     questions: Sequence[dict],
     prompt: Callable[[dict], str] | None = None,
 ) -> list[Answer]:
@@ -160,7 +153,7 @@ def direct_answers(
             logits = model.lm_head(hidden[torch.arange(len(last), device=last.device), last]).float()
             logprobs = (logits / logits_scaling(model)).log_softmax(dim=-1)[:, letters]
             for row_id, scores in zip(batch.row_ids, logprobs.tolist(), strict=True):
-                chosen = max(range(len(scores)), key=scores.__getitem__)
+                chosen = scores.index(max(scores))
                 answers[row_id] = Answer(row_id, chosen, chosen == by_id[row_id]["answer"], tuple(scores))
     return [answers[question["id"]] for question in questions]
 

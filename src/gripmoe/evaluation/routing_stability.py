@@ -14,12 +14,10 @@ Pairs = dict[str, tuple[RoutingTrace, RoutingTrace]]  # by the name of a metric:
 
 
 def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch], prefix: str) -> dict[str, float]:
-    """Flat metrics named `prefix`: the mean over layers, `_layer_<n>` for each, and two counterfactuals: `_router_only`
-    (new routers on the old representations) and `_representation_only` (old routers on the new representations).
-
-    `num_experts` and `top_k` stand beside them: they fix what random sets would give. Raises ValueError for models that
-    differ in these, in their MoE layers or in the hidden size: their sets say nothing of each other.
-    """
+    """Routing stability under the name `prefix`: the mean over layers, `_layer_<n>` for each, and two counterfactuals:
+    `_router_only` (new routers on old representations) and `_representation_only` (old routers on new representations).
+    Also `num_experts`, `top_k` and `hidden_size`, from which the stability of random sets follows. Raises ValueError if
+    the models differ in these or in their MoE layers."""
     shapes = {
         "experts": (before.num_experts, after.num_experts),
         "experts per token": (before.top_k, after.top_k),
@@ -45,8 +43,8 @@ def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch
 
 
 def reload_stability(model: MoEModel, batches: Sequence[Batch]) -> dict[str, float]:
-    """`routing_stability_plain_reload`: what a model of low precision keeps of its sets when plain transformers reloads
-    it and so rounds its fp32 routers and their scores. Nothing for a model in fp32, which loses nothing."""
+    """`routing_stability_plain_reload`: stability of a low-precision model when plain transformers reloads it, which
+    rounds its fp32 routers and their scores. Nothing for a model in fp32."""
     if model.model.dtype == torch.float32:
         return {}
 
@@ -59,8 +57,7 @@ def reload_stability(model: MoEModel, batches: Sequence[Batch]) -> dict[str, flo
 
 
 def _stabilities(batches: Sequence[Batch], pairs: Callable[[Batch], Pairs]) -> dict[str, dict[int, float]]:
-    """By name and layer, the mean over all tokens: batch by batch, as what all of them route would not fit beside large
-    models."""
+    """By name and layer, the mean over all tokens, batch by batch: the traces of all would not fit beside a model."""
     sums: dict[str, dict[int, float]] = {}
     tokens = 0
     for batch in batches:

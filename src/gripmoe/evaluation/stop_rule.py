@@ -19,19 +19,16 @@ RETAIN_PAIRS = 20  # likewise of news
 
 @dataclass(frozen=True)
 class StopRule:
-    """A model has forgotten when each of its `scores` that has a target is at most that."""
+    """A model has forgotten when each of its `scores` that has a target is at most this target."""
 
     targets: dict[str, float]
     scores: Callable[[MoEModel], dict[str, float]]
 
 
 def stop_rule(benchmark: Task, data: Path, retrained: Path | None, tokenizer) -> StopRule:
-    """The stop rule of a benchmark, on its dev items.
-
-    Letters: forget accuracy, at a fixed value. News: VerbMem and KnowMem, a few points above what `retrained` (the
-    description of the retain-only model) says that this model has. Raises ConfigError if it does not say so, or if no
-    letter question is of the dev split.
-    """
+    """The stop rule of a benchmark, on its dev items. Letters: forget accuracy at a fixed value. News: VerbMem and
+    KnowMem a few points above those in `retrained`, the description of the retrained model. Raises ConfigError if it
+    lacks them, or if no letter question is of the dev split."""
     if benchmark.is_news:
         news, known = News.load(data), read_json(retrained) if retrained else {}
         if absent := {"verbmem", "knowmem_forget"} - known.keys():
@@ -40,7 +37,9 @@ def stop_rule(benchmark: Task, data: Path, retrained: Path | None, tokenizer) ->
                 "which a run has forgotten; name one that was finetuned on the benchmark's documents to retain"
             )
         margin = benchmark.target["points_above_retrained"]
-        sample = replace(news, knowmem=_fewer_retain_pairs(news.knowmem))
+        retain = [pair["id"] for pair in news.pairs("retain", "dev")]
+        left_out = set(retain[RETAIN_PAIRS:])
+        sample = replace(news, knowmem=[pair for pair in news.knowmem if pair["id"] not in left_out])
 
         def news_means(moe: MoEModel) -> dict[str, float]:
             scores = news_scores(moe.model, tokenizer, sample, "dev", strip_prompts=benchmark.strip_prompts)
@@ -57,10 +56,3 @@ def stop_rule(benchmark: Task, data: Path, retrained: Path | None, tokenizer) ->
         return {f"{name}_accuracy": accuracy(direct_answers(moe.model, tokenizer, dev[name])) for name in dev}
 
     return StopRule({"forget_accuracy": benchmark.target["forget_accuracy"]}, accuracies)
-
-
-def _fewer_retain_pairs(pairs: list[dict]) -> list[dict]:
-    """All pairs but the retain pairs of the dev split after the first few, which the stop rule does not look at."""
-    retain = [pair["id"] for pair in pairs if pair["part"] == "retain" and pair["split"] == "dev"]
-    left_out = set(retain[RETAIN_PAIRS:])
-    return [pair for pair in pairs if pair["id"] not in left_out]
