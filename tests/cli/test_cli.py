@@ -49,7 +49,7 @@ READ = {  # what commands ask for; {gone} is missing
     "--answers": "attack --settings=null --run={there} --benchmark=null --model={there} --checkpoint={there}"
     " --data={folder} --answers={gone} --questions={new} --output={new}",
     "--questions": "rewrite --model=a --questions={gone} --output={new}",
-    "FOLDERS": "collect {folder} {gone} --histories={new} --answers={new} --attacks={new} --output={new}",
+    "folders": "collect {folder} {gone} --histories={new} --answers={new} --attacks={new} --output={new}",
     "--manifest": "verify --manifest={gone}",
 }
 

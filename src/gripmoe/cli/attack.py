@@ -1,4 +1,4 @@
-"""All attacks on a run."""
+"""`gripmoe attack`: all attacks on a run."""
 
 from __future__ import annotations
 
@@ -39,15 +39,10 @@ def attack(
     \b
     Example:
       gripmoe attack --settings '{"learning_rate": 0.001}' \\
-          --run results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/run.yaml \\
           --benchmark '{"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.27},
           "retain_documents": 200, "max_length": 256, "evaluation_batch_size": 128}' \\
-          --model results/tiny/models/tiny_a/model.json \\
-          --checkpoint results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/checkpoint.json \\
-          --data results/tiny/data/wmdp_tiny \\
-          --answers results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/questions.csv \\
-          --questions results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/attack_questions.csv \\
-          --output results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/attack.json
+          --run run/run.yaml --model model/model.json --checkpoint run/checkpoint.json --data data \\
+          --answers run/questions.csv --questions run/attack_questions.csv --output run/attack.json
     """
     run, benchmark = measured(run_file, benchmark_settings)
     finetuning = parse_settings(Relearning | None, settings)

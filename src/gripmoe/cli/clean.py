@@ -1,4 +1,4 @@
-"""What belongs to one world alone, and its removal."""
+"""`gripmoe clean`: what belongs to one world alone."""
 
 from __future__ import annotations
 
@@ -25,16 +25,11 @@ def clean(
 ) -> None:
     """List what belongs to one world alone, or remove it.
 
-    The list holds the runs, models, data, tables, notebooks and figures that no other world names, with
-    their logs and benchmarks.
+    The list holds runs, models, data, tables, notebooks, figures, logs and benchmarks that no other world names.
 
     \b
     Example:
       gripmoe clean --world tiny
-
-    \f
-    Raises ConfigError if the results hold tables of a world that the folder `config` lacks, or if a process works
-    on a folder that is to go.
     """
     project = Project(config, world)
     others = [Project(config, file.stem) for file in world_files(config) if file.stem != project.name]
@@ -49,7 +44,7 @@ def clean(
     paths = sorted(path for pattern in own for path in Path().glob(pattern))
     for path in paths if remove else ():
         if (path / ".lock").exists():
-            with exclusive(path):  # before anything is removed
+            with exclusive(path):  # nothing is removed while another process works on a folder
                 pass
     for path in paths:
         print(path)
@@ -61,21 +56,20 @@ def clean(
 def written(project: Project) -> set[str]:
     """What the workflow writes for a world, as patterns of files and folders. Two worlds that share something have the
     same pattern of it."""
-    name, results = project.name, f"results/{project.results_name}"
-    patterns = {f"paper_figures/{name}", f"{results}/notebooks_{name}", f"{results}/runs_{name}.provenance.json"}
-    patterns |= {f"{results}/{table}_{name}.csv" for table in TABLES}
-    patterns |= {f"{results}/logs/render_{name}", *(f"{results}/logs/{rule}_{name}.log" for rule in NAMED)}
-    steps = {(model,) for model in project.models_needed}
-    patterns |= {f"{results}/models/{model}" for model in project.models_needed}
+    name, models = project.name, project.models_needed
+    patterns = {f"notebooks_{name}", f"runs_{name}.provenance.json", f"logs/render_{name}"}
+    patterns |= {f"{table}_{name}.csv" for table in TABLES} | {f"logs/{rule}_{name}.log" for rule in NAMED}
+    patterns |= {f"models/{model}" for model in models}
+    steps = set(models)
     for model, benchmark, objective, method, seed in project.run_keys():
-        pair = f"{results}/{model}/{benchmark}"
-        patterns |= {f"{pair}/{objective}/{method}/{seed}", f"{pair}/bases/{method}.*", f"{results}/data/{benchmark}"}
+        pair = f"{model}/{benchmark}"
+        patterns |= {f"{pair}/{objective}/{method}/{seed}", f"{pair}/bases/{method}.*", f"data/{benchmark}"}
         patterns |= {f"{pair}/routing.*", f"{pair}/routing_forget.*", f"{pair}/original_answers"}
-        steps |= {(benchmark,), (model, benchmark), (model, benchmark, method)}
-        steps.add((model, benchmark, objective, method, str(seed)))
-    for step in map(".".join, steps):
-        patterns |= {f"{results}/logs/*/{step}.log", f"{results}/benchmarks/*/{step}.tsv"}
-    return patterns
+        steps |= {benchmark, f"{model}.{benchmark}", f"{model}.{benchmark}.{method}"}
+        steps.add(f"{model}.{benchmark}.{objective}.{method}.{seed}")
+    for step in steps:
+        patterns |= {f"logs/*/{step}.log", f"benchmarks/*/{step}.tsv"}
+    return {f"paper_figures/{name}", *(f"results/{project.results_name}/{pattern}" for pattern in patterns)}
 
 
 def _remove(path: Path) -> None:

@@ -16,7 +16,7 @@ from gripmoe.reporting.collect import collect_runs, computed_with
 
 def collect(
     *,
-    cells: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="The folders of the runs.")],
+    folders: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="The folders of the runs.")],
     output: OutputFile,
     histories: Annotated[Path, typer.Option("--histories", dir_okay=False, help="The table to write of all checks.")],
     answers: Annotated[Path, typer.Option("--answers", dir_okay=False, help="The table to write of all questions.")],
@@ -33,5 +33,5 @@ def collect(
     """
     record = beside(output)
     with recorded(record, collect):
-        collect_runs(cells, output, histories, answers, attacks)
-    write_json(record, read_json(record) | {"cells": computed_with(cells)})  # what artefacts say of them
+        collect_runs(folders, output, histories, answers, attacks)
+    write_json(record, read_json(record) | {"cells": computed_with(folders)})  # what artefacts say of them

@@ -1,4 +1,4 @@
-"""The resolved configuration of a run; imports nothing heavy, since it runs once for every run."""
+"""`gripmoe configure`: the resolved configuration of a run. Nothing heavy is imported: every run needs it once."""
 
 from __future__ import annotations
 

@@ -37,11 +37,7 @@ def finetune_model(
           "benchmark": "muse_tiny", "epochs": 45, "learning_rate": 0.001, "batch_size": 8}' \\
           --benchmark '{"data": {"source": "embedded", "kind": "news"},
           "target": {"points_above_retrained": 5}, "retain_documents": 120, "max_length": 256}' \\
-          --model results/tiny/models/tiny_a_retrained/model.json --data results/tiny/data/muse_tiny \\
-          --output results/tiny/models/tiny_news/model.json
-
-    \f
-    Raises ConfigError if the model has not learned the documents.
+          --model base/model.json --data data --output model/model.json
     """
     start_together(processes)
     config = parse_settings(FinetunedModel, settings)

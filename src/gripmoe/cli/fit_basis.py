@@ -27,12 +27,9 @@ def fit_basis(
     \b
     Example:
       gripmoe fit-basis --settings '{"constraint": "null_space", "basis": "original",
-          "eps_null": {"value": 0.0001, "kind": "relative"}}' \\
-          --model results/tiny/models/tiny_a/model.json \\
-          --trace results/tiny/tiny_a/wmdp_tiny/routing.safetensors \\
-          --forget-trace results/tiny/tiny_a/wmdp_tiny/routing_forget.safetensors \\
-          --digest results/tiny/tiny_a/wmdp_tiny/bases/expert_specific.json \\
-          --output results/tiny/tiny_a/wmdp_tiny/bases/expert_specific.safetensors
+          "eps_null": {"value": 0.0001, "kind": "relative"}}' --model model/model.json \\
+          --trace routing.safetensors --forget-trace routing_forget.safetensors \\
+          --digest bases.json --output bases.safetensors
     """
     method = parse_settings(Method, settings)
     with recorded(beside(output), fit_basis):

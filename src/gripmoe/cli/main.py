@@ -35,7 +35,7 @@ COMMANDS = {
     "Worlds": {
         "plan": "Show what is left to do, what it costs, and whether it fits.",
         "status": "Show where every run stands.",
-        "why": "Explain why a run would run again.",
+        "why": "Explain why a run would be repeated.",
         "pin": "Show which revisions of models and data to write into the catalogues.",
         "verify": "Compute the checksums of a manifest again.",
         "clean": "List what belongs to one world alone, or remove it.",
@@ -88,7 +88,7 @@ def gripmoe(
 ) -> None:
     """Unlearning in mixture-of-experts models under geometric router constraints.
 
-    `gripmoe COMMAND --help` explains a command and shows an example.
+    `gripmoe COMMAND --help` explains a command and shows an example. Snakemake prints every command that it runs.
     """
 
 

@@ -1,4 +1,4 @@
-"""Revisions of what a world reads from the hub."""
+"""`gripmoe pin`: revisions of what a world reads from the hub."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ from gripmoe.io.errors import ConfigError
 def pin(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")) -> None:
     """Show which revisions of models and data to write into the catalogues.
 
-    The command asks the hub for the commit of what the world names without a revision.
+    The hub says at which commit each model and data set is that the world names without a revision.
 
     \b
     Example:
       gripmoe pin --world paper
-
-    \f
-    Raises ConfigError if the hub does not answer.
     """
     from huggingface_hub import HfApi
 
@@ -50,8 +47,7 @@ def pin(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")
 
 
 def unpinned(project: Project) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """What a world names by hub id and without a revision: file, keys to the revision, kind and id. A local folder
-    needs none."""
+    """What a world names by hub id and without a revision: file, keys to the revision, kind and id."""
     world = project.world
     names = {name: project.models[name] for name in world.models}
     bases = {model.base: project.models[model.base] for model in names.values() if model.source == "finetuned"}

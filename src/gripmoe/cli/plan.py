@@ -1,11 +1,11 @@
-"""What a world will cost, where it stands, and why a run would be repeated."""
+"""`gripmoe plan`: what a world has left to do, what it costs, and whether it fits."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,12 +36,12 @@ def plan(
     *,
     world: World = "tiny",
     config: ConfigFolder = Path("workflow/config"),
-    gpu_memory: Annotated[float, typer.Option("--gpu-memory", help="GB of each GPU.")] = 141.0,
-    host_memory: Annotated[float, typer.Option("--host-memory", help="GB of each machine.")] = 2000.0,
+    gpu_memory: Annotated[float, typer.Option(help="GB of each GPU.")] = 141.0,
+    host_memory: Annotated[float, typer.Option(help="GB of each machine.")] = 2000.0,
     jobs_at_once: Annotated[int, typer.Option("--jobs", help="Jobs that run at once, for the disk.")] = 100,
-    budget: Annotated[float | None, typer.Option("--budget", help="Hours; exit code 2 above them.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Hours; exit code 2 above them.")] = None,
     all_runs: Annotated[bool, typer.Option("--runs", help="List every run, not the most expensive alone.")] = False,
-    tflops: Annotated[float, typer.Option("--tflops", help="Speed of a GPU, for hours without a record.")] = 98.9,
+    tflops: Annotated[float, typer.Option(help="Speed of a GPU, for hours without a record.")] = 98.9,
     methods_table: Annotated[
         bool, typer.Option("--methods-table", help="Print only a table of what a step of each method costs.")
     ] = False,
@@ -53,9 +53,6 @@ def plan(
     \b
     Example:
       gripmoe plan --world paper --gpu-memory 141 --budget 200
-
-    \f
-    Raises ConfigError in both cases.
     """
     project = Project(config, world)
     results = Path("results") / project.results_name
@@ -64,19 +61,7 @@ def plan(
         _print_methods(project, costs, tflops)
         return
     jobs = jobs_left(project, results, tflops, costs)
-    by_rule = defaultdict(list)
-    for job in jobs:
-        by_rule[job.rule].append(job)
-    print(f"{'rule':<16}{'jobs':>6}{'hours each':>12}{'hours':>9}  from")
-    for rule, listed in by_rule.items():
-        hours = sum(job.hours for job in listed)
-        source = "recorded benchmarks" if all(job.recorded for job in listed) else "estimate"
-        if 0 < sum(job.recorded for job in listed) < len(listed):
-            source = "recorded benchmarks and estimate"
-        print(f"{rule:<16}{len(listed):>6}{hours / len(listed):>12.3f}{hours:>9.2f}  {source}")
-    counted = that_count(jobs)
-    name = "all on GPUs" if len(counted) < len(jobs) else "all"
-    print(f"{name:<16}{len(counted):>6}{'':>12}{sum(job.hours for job in counted):>9.2f}")
+    _print_rules(jobs)
     _print_runs(jobs, None if all_runs else MOST_EXPENSIVE)
     needs = [cost for step in steps_of(project) if (cost := costs.of(step))]
     _print_memory(needs, gpu_memory, host_memory)
@@ -96,61 +81,31 @@ def plan(
         )
 
 
-def _what_would_fit(costs: Costs, too_large: Sequence[Cost], gpu_memory: float, host_memory: float) -> str:
-    """A line for each model and objective, with what was tried under the method that needs most."""
-    lines = []
-    for kind, listed in _by_kind(too_large).items():
-        most = max(listed, key=lambda cost: cost.total).step
-        found = " or ".join(what_would_fit(costs, most, gpu_memory, host_memory))
-        methods = f" ({', '.join(cost.step.method for cost in listed)})" * bool(most.method)
-        lines.append(f"\n  {kind}{methods}\n    fits with {found or 'none of the changes that were tried, alone'}")
-    return "".join(lines)
+def _grouped(things: Iterable[Any], key: Callable[[Any], str]) -> dict[str, list]:
+    groups = defaultdict(list)
+    for thing in things:
+        groups[key(thing)].append(thing)
+    return groups
 
 
-def _by_kind(costs: Sequence[Cost]) -> dict[str, list[Cost]]:
-    kinds = defaultdict(list)
-    for cost in costs:
-        kinds[cost.step.kind].append(cost)
-    return kinds
-
-
-def _print_memory(needs: Sequence[Cost], gpu_memory: float, host_memory: float) -> None:
-    """A line for each objective and each other step of a model, under the method that needs most."""
-    for kind, listed in _by_kind(needs).items():
-        need, most = max(listed, key=lambda need: need.total), max(listed, key=lambda need: need.host)
-        parts = " + ".join(f"{size:.1f} {what}" for what, size in need.parts.items())
-        under = f" under {need.step.method}" * bool(need.step.method)
-        print(
-            f"{kind}{under}, {need.gpus} GPU{'s' * (need.gpus > 1)}: {parts} = {need.total:.0f} GB of {gpu_memory:g} "
-            f"on each{' (does not fit)' * (need.total > gpu_memory)}; host: {most.host:.0f} GB of {host_memory:g}"
-            f"{' (does not fit)' * (most.host > host_memory)}"
-        )
-
-
-def _print_methods(project: Project, costs: Costs, tflops: float) -> None:
-    """A Markdown table of what a step costs, by model, objective and method."""
-    names = ("weights", "gradients", "states", "bases", "activations")
-    print(
-        "| model | step | method | " + " | ".join(names) + " | GB of each GPU | TFLOP a step | hours of 10,000 steps |"
-    )
-    print("|---" * (len(names) + 6) + "|")
-    for step in steps_of(project):
-        if cost := costs.of(step):
-            sizes = " | ".join(f"{cost.parts.get(name, 0):.1f}" for name in names)
-            hours = f"{cost.seconds(tflops) * 1e4 / 3600:.2f}" if step.what == "unlearn" else ""
-            shown = f"{step.model} | {step.objective or step.what} | {step.method}"
-            print(f"| {shown} | {sizes} | {cost.total:.1f} | {cost.tflop:.1f} | {hours} |")
+def _print_rules(jobs: Sequence[Job]) -> None:
+    print(f"{'rule':<16}{'jobs':>6}{'hours each':>12}{'hours':>9}  from")
+    for rule, listed in _grouped(jobs, lambda job: job.rule).items():
+        hours, recorded = sum(job.hours for job in listed), sum(job.recorded for job in listed)
+        sources = ["recorded benchmarks"] * (recorded > 0) + ["estimate"] * (recorded < len(listed))
+        print(f"{rule:<16}{len(listed):>6}{hours / len(listed):>12.3f}{hours:>9.2f}  {' and '.join(sources)}")
+    counted = that_count(jobs)
+    name = "all on GPUs" if len(counted) < len(jobs) else "all"
+    print(f"{name:<16}{len(counted):>6}{'':>12}{sum(job.hours for job in counted):>9.2f}")
 
 
 def _print_runs(jobs: Sequence[Job], shown: int | None) -> None:
-    """Hours of each run, of all its GPUs; and of what it needs most of in a step: GPUs, and GB on each of them."""
-    by_run = defaultdict(list)
-    for job in jobs:
-        by_run[job.run].append(job)
+    """Hours of each run, of all its GPUs; and the most that one of its steps needs: GPUs, and GB on each of them."""
+    by_run = _grouped(jobs, lambda job: job.run)
     hours = {run: sum(job.hours for job in listed) for run, listed in by_run.items()}
     chosen = sorted(hours, key=lambda run: -hours[run])[:shown] if shown else hours
-    on_gpu = any(job.gpus for job in jobs)
-    print(f"\n{'run':<56}{'GPU-hours' if on_gpu else 'hours':>10}{'GPUs':>6}{'GB':>8}  to run")
+    unit = "GPU-hours" if any(job.gpus for job in jobs) else "hours"
+    print(f"\n{'run':<56}{unit:>10}{'GPUs':>6}{'GB':>8}  to run")
     for run in chosen:
         memory = max((job.memory for job in by_run[run] if job.memory), default=None)
         print(
@@ -160,3 +115,39 @@ def _print_runs(jobs: Sequence[Job], shown: int | None) -> None:
     if len(chosen) < len(hours):
         print(f"and {len(hours) - len(chosen)} others, which --runs lists")
     print()
+
+
+def _print_memory(needs: Sequence[Cost], gpu_memory: float, host_memory: float) -> None:
+    """A line for each objective and each other step of a model, under the method that needs most."""
+    for kind, listed in _grouped(needs, lambda cost: cost.step.kind).items():
+        need, host = max(listed, key=lambda need: need.total), max(need.host for need in listed)
+        parts = " + ".join(f"{size:.1f} {what}" for what, size in need.parts.items())
+        under = f" under {need.step.method}" * bool(need.step.method)
+        print(
+            f"{kind}{under}, {need.gpus} GPU{'s' * (need.gpus > 1)}: {parts} = {need.total:.0f} GB of {gpu_memory:g} "
+            f"on each{' (does not fit)' * (need.total > gpu_memory)}; host: {host:.0f} GB of {host_memory:g}"
+            f"{' (does not fit)' * (host > host_memory)}"
+        )
+
+
+def _what_would_fit(costs: Costs, too_large: Sequence[Cost], gpu_memory: float, host_memory: float) -> str:
+    """A line for each model and objective, with what was tried under the method that needs most."""
+    lines = []
+    for kind, listed in _grouped(too_large, lambda cost: cost.step.kind).items():
+        most = max(listed, key=lambda cost: cost.total).step
+        found = " or ".join(what_would_fit(costs, most, gpu_memory, host_memory))
+        methods = f" ({', '.join(cost.step.method for cost in listed)})" * bool(most.method)
+        lines.append(f"\n  {kind}{methods}\n    fits with {found or 'none of the changes that were tried, alone'}")
+    return "".join(lines)
+
+
+def _print_methods(project: Project, costs: Costs, tflops: float) -> None:
+    """A Markdown table of what a step costs, by model, objective and method."""
+    names = ("weights", "gradients", "states", "bases", "activations")
+    columns = ["model", "step", "method", *names, "GB of each GPU", "TFLOP a step", "hours of 10,000 steps"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for cost in filter(None, map(costs.of, steps_of(project))):
+        step, sizes = cost.step, [f"{cost.parts.get(name, 0):.1f}" for name in names]
+        hours = f"{cost.seconds(tflops) * 1e4 / 3600:.2f}" if step.what == "unlearn" else ""
+        row = [step.model, step.objective or step.what, step.method, *sizes]
+        print(f"| {' | '.join([*row, f'{cost.total:.1f}', f'{cost.tflop:.1f}', hours])} |")

@@ -29,8 +29,7 @@ def prepare_data(
 
     \b
     Example:
-      gripmoe prepare-data --settings '{"source": "embedded", "kind": "letters"}' \\
-          --output results/tiny/data/wmdp_tiny
+      gripmoe prepare-data --settings '{"source": "embedded", "kind": "letters"}' --output data
     """
     data = parse_settings(Data, settings)
     with recorded(output / "provenance.json", prepare_data):

@@ -30,11 +30,8 @@ def prepare_model(
 
     \b
     Example:
-      gripmoe prepare-model --settings '{"source": "embedded", "family": "qwen3_moe", "seed": 0}' \\
-          --output results/tiny/models/tiny_a/model.json
-
-    \f
-    Raises ConfigError if no attempt gives an embedded model that answers the questions it should.
+      gripmoe prepare-model --output model/model.json \\
+          --settings '{"source": "embedded", "family": "qwen3_moe", "seed": 0}'
     """
     config = parse_settings(ModelConfig, settings)
     folder = output.parent

@@ -33,12 +33,8 @@ def realign(
 
     \b
     Example:
-      gripmoe realign --run results/tiny/tiny_a/wmdp_tiny/gd/ptc/0/run.yaml \\
-          --model results/tiny/models/tiny_a/model.json \\
-          --checkpoint results/tiny/tiny_a/wmdp_tiny/gd/unconstrained/0/checkpoint.json \\
-          --retain-corpus results/tiny/data/wmdp_tiny/retain_corpus.jsonl \\
-          --trace results/tiny/tiny_a/wmdp_tiny/routing.safetensors \\
-          --output results/tiny/tiny_a/wmdp_tiny/gd/ptc/0/checkpoint.json
+      gripmoe realign --run ptc/run.yaml --model model/model.json --checkpoint unconstrained/checkpoint.json \\
+          --retain-corpus data/retain_corpus.jsonl --trace routing.safetensors --output ptc/checkpoint.json
     """
     run = load_run(run_file)
     folder = output.parent

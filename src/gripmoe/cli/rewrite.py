@@ -1,4 +1,4 @@
-"""Forget questions in the words of a local language model, for the prompt attacks."""
+"""`gripmoe rewrite`: forget questions in the words of a local language model."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ def rewrite(
 
     \b
     Example:
-      gripmoe rewrite --model Qwen/Qwen3-1.7B --output verse.jsonl \\
-          --questions results/tiny/data/wmdp_tiny/forget_questions.jsonl
-
-    \f
-    Raises ConfigError if the output holds rewrites by another model or instruction.
+      gripmoe rewrite --model Qwen/Qwen3-1.7B --questions data/forget_questions.jsonl --output verse.jsonl
     """
     instruction = INSTRUCTIONS.get(style, style)
     questions = load_questions(questions_file, "test")

@@ -36,13 +36,9 @@ def trace_routing(
     \b
     Example:
       gripmoe trace-routing --settings '{"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.27},
-          "retain_documents": 200, "max_length": 256}' \\
-          --model results/tiny/models/tiny_a/model.json \\
-          --retain-corpus results/tiny/data/wmdp_tiny/retain_corpus.jsonl \\
-          --forget-corpus results/tiny/data/wmdp_tiny/forget_corpus.jsonl \\
-          --digest results/tiny/tiny_a/wmdp_tiny/routing.json \\
-          --output results/tiny/tiny_a/wmdp_tiny/routing.safetensors \\
-          --forget-output results/tiny/tiny_a/wmdp_tiny/routing_forget.safetensors
+          "retain_documents": 200, "max_length": 256}' --model model/model.json \\
+          --retain-corpus data/retain_corpus.jsonl --forget-corpus data/forget_corpus.jsonl \\
+          --digest routing.json --output routing.safetensors --forget-output routing_forget.safetensors
     """
     task = parse_settings(Task, settings)
     with recorded(beside(output), trace_routing):

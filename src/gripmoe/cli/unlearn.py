@@ -62,11 +62,8 @@ def unlearn(
 
     \b
     Example:
-      gripmoe unlearn --run results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/run.yaml \\
-          --model results/tiny/models/tiny_a/model.json --data results/tiny/data/wmdp_tiny \\
-          --trace results/tiny/tiny_a/wmdp_tiny/routing.safetensors \\
-          --forget-trace results/tiny/tiny_a/wmdp_tiny/routing_forget.safetensors \\
-          --output results/tiny/tiny_a/wmdp_tiny/gd/frozen_router/0/checkpoint.json
+      gripmoe unlearn --run run/run.yaml --model model/model.json --data data --trace routing.safetensors \\
+          --forget-trace routing_forget.safetensors --output run/checkpoint.json
     """
     start_together(processes)
     run = load_run(run_file)

@@ -25,9 +25,6 @@ def verify(
     \b
     Example:
       gripmoe verify --manifest paper_figures/tiny/manifest.json
-
-    \f
-    Raises ConfigError if a checksum does not match.
     """
     for remark in other_versions(manifest):
         print(remark, file=sys.stderr)

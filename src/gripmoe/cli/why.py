@@ -1,4 +1,4 @@
-"""`gripmoe why`: why a run would run again."""
+"""`gripmoe why`: why a run would be repeated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,18 +24,15 @@ def why(
     run: Annotated[str, typer.Argument(help="model.benchmark.objective.method.seed, or the beginning of that.")],
     world: World = "tiny",
 ) -> None:
-    """Explain why a run would run again.
+    """Explain why a run would be repeated.
 
-    The reason is a setting that has changed, the code, or Snakemake's own.
+    The reason is a changed setting, changed code, or Snakemake's own.
 
     \b
     Example:
       gripmoe why tiny_a.wmdp_tiny.gd.expert_specific
-
-    \f
-    Raises ConfigError if Snakemake refuses, or if there is no such run.
     """
-    project = Project(Path("workflow", "config"), world)  # as the Snakefile does
+    project = Project(Path("workflow", "config"), world)  # the folder that the Snakefile reads
     known = [".".join(map(str, key)) for key in project.run_keys()]
     if not any(f"{name}.".startswith(f"{run}.") for name in known):
         close = difflib.get_close_matches(run, known, n=1)
@@ -47,10 +43,9 @@ def why(
     output = dry.stdout + dry.stderr
     if dry.returncode:
         raise ConfigError(output.strip()[-1500:])
-    jobs = defaultdict(dict)
+    jobs: dict[str, dict[str, str]] = defaultdict(dict)
     for block in re.split(r"\n(?=(?:local)?rule )", output):
-        names = re.search(r"wildcards: (.*)", block)
-        name = ".".join(part.split("=", 1)[1] for part in names[1].split(", ")) if names else ""
+        name = ".".join(re.findall(r"\w+=([^,\n]+)", "".join(re.findall(r"wildcards: .*", block))))
         reason = re.search(r"reason: (.*)", block)
         if name and reason and f"{name}.".startswith(f"{run}."):
             jobs[name][re.match(r"(?:local)?rule (.*?):", block)[1]] = reason[1]
@@ -61,28 +56,21 @@ def why(
         print(f"nothing of {run} would run")
 
 
-def _changes(project: Project, run: list[str]) -> list[str]:
-    """What has changed of a run since it ran: settings, and the code of its steps."""
-    folder = Path("results", project.results_name, *run)
-    if len(run) < 5 or not (folder / "run.yaml").exists():
+def _changes(project: Project, key: list[str]) -> list[str]:
+    """The settings of a run, and the steps, that have changed since they ran."""
+    folder = Path("results", project.results_name, *key)
+    if len(key) < 5 or not (folder / "run.yaml").exists():
         return []
-    model, benchmark, objective, method, seed = run
     before = _flat(read_yaml(folder / "run.yaml"))
-    now = _flat(project.run(model, benchmark, objective, method, int(seed)).model_dump(mode="json"))
-    settings = [
-        f"{key} is {now.get(key)}, was {before.get(key)}"
-        for key in dict.fromkeys([*before, *now])
-        if before.get(key) != now.get(key)
-    ]
+    now = _flat(project.run(*key[:4], int(key[4])).model_dump(mode="json"))
+    names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     steps = [read_json(file) for file in sorted(folder.glob("*.provenance.json"))]
-    return settings + [
-        f"the code of {step['step']} has changed"
-        for step in steps
-        if "step" in step and fingerprint_now(step["step"]) != step["code"]
-    ]
+    changed = [step["step"] for step in steps if "step" in step and fingerprint_now(step["step"]) != step["code"]]
+    settings = [f"{name} is {now.get(name)}, was {before.get(name)}" for name in names]
+    return settings + [f"the code of {step} has changed" for step in changed]
 
 
-def _flat(settings: Mapping, prefix: str = "") -> dict[str, Any]:
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by dotted key."""
     flat = {}
     for key, value in settings.items():

@@ -12,30 +12,19 @@ from gripmoe.config.reading import mistake, read_catalogue
 from gripmoe.config.types import Fraction, Name, NonNegative, Strict
 
 TABLE = Path(__file__).with_name("methods.yaml")
-SOUND, PAPER = ("constraint: null_space", "form: sound"), ("constraint: null_space", "form: paper")
-AXES = {  # each axis with the alternatives, one of which its row must have for the axis to have an effect
-    "experts": [("constraint",)],
-    "replay": [("constraint",)],
-    "critical_experts": [("constraint",)],
-    "training": [("constraint",)],
-    "correction": [("constraint",), ("corrects",)],
-    "retain_tokens": [("correction: realign",)],
-    "form": [("constraint: null_space",), ("correction: realign",)],
-    "basis": [("constraint: null_space",)],
-    "eps_null": [("constraint: null_space",)],
-    "safety_margin": [("constraint: null_space",)],
-    "granularity": [SOUND],
-    "max_rank": [SOUND],
-    "surface": [("basis: original",)],
-    "forgetting": [("basis: tracked",)],
-    "projects": [PAPER],
-    "kaczmarz_steps": [PAPER],
-    "kaczmarz_tolerance": [PAPER],
-    "weight": [("constraint: router_l2",), ("constraint: gate_anchor",), ("constraint: routing_scores",)],
-    "routing_stability": [("constraint: anchor",)],
-    "anchor_floor": [("constraint: anchor",)],
-    "final_only": [("constraint: anchor",)],
-    "tracked": [("constraint: anchor",)],
+AXES = {  # which axes have an effect in a row that has these words
+    "constraint": {"experts", "replay", "critical_experts", "correction", "training"},
+    "corrects": {"correction"},
+    "correction: realign": {"form", "retain_tokens"},
+    "constraint: null_space": {"form", "basis", "eps_null", "safety_margin"},
+    "constraint: null_space with form: sound": {"granularity", "max_rank"},
+    "constraint: null_space with form: paper": {"projects", "kaczmarz_steps", "kaczmarz_tolerance"},
+    "basis: original": {"surface"},
+    "basis: tracked": {"forgetting"},
+    "constraint: router_l2": {"weight"},
+    "constraint: gate_anchor": {"weight"},
+    "constraint: routing_scores": {"weight"},
+    "constraint: anchor": {"routing_stability", "anchor_floor", "final_only", "tracked"},
 }
 
 
@@ -80,11 +69,11 @@ class Method(Strict):
     def _every_axis_has_an_effect(self) -> Method:
         if sum(kind is not None for kind in (self.baseline, self.constraint, self.corrects)) != 1:
             raise ValueError("give exactly one of `baseline`, `constraint`, `corrects`")
-        for axis, alternatives in AXES.items():
-            changed = getattr(self, axis) != type(self).model_fields[axis].default
-            if changed and not any(all(map(self._has, words)) for words in alternatives):
-                beside = " or ".join(" with ".join(f"`{word}`" for word in words) for words in alternatives)
-                raise mistake(axis, f"without effect here; it is a choice of {beside}")
+        for axis in sorted(self.model_fields_set - {"baseline", "constraint", "corrects"}):
+            rows = [words for words, axes in AXES.items() if axis in axes]
+            if getattr(self, axis) != type(self).model_fields[axis].default and not any(map(self._has, rows)):
+                choice = " or ".join(f"`{words}`" for words in rows)
+                raise mistake(axis, f"without effect here; it is a choice of {choice}")
         if self.corrects and not self.correction:
             raise ValueError("`corrects` needs `correction: restore` or `correction: realign`")
         if self.constraint == "null_space" and not (self.eps_null and self.basis):
@@ -93,10 +82,11 @@ class Method(Strict):
             raise ValueError("`form: paper` of the null space works with `basis: minibatch`")
         return self
 
-    def _has(self, word: str) -> bool:
-        key, _, value = word.partition(": ")
-        found = getattr(self, key)
-        return found == value if value else found is not None
+    def _has(self, words: str) -> bool:
+        for key, _, value in (word.partition(": ") for word in words.split(" with ")):
+            if getattr(self, key) is None or (value and getattr(self, key) != value):
+                return False
+        return True
 
     @property
     def trains(self) -> bool:
