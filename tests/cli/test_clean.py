@@ -17,7 +17,7 @@ from gripmoe.io.files import read_yaml, write_yaml
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "workflow" / "config"
 ONE = {"models": ["tiny_a"], "objectives": ["gd"], "methods": ["original", "expert_specific"], "seeds": [0, 1]}
-CELLS = Path("results/one/tiny_a/wmdp_tiny/gd/expert_specific")
+RUNS = Path("results/one/tiny_a/wmdp_tiny/gd/expert_specific")
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_what_others_name_too_stays(config, capsys):
     assert all(any(f"{file}/".startswith(f"{path}/") for path in listed) for file in gone)
     step = "tiny_a.wmdp_tiny.gd.expert_specific.0"
     assert gone == {
-        f"{CELLS}/0/file",
+        f"{RUNS}/0/file",
         f"results/one/logs/any/{step}.log",
         f"results/one/benchmarks/any/{step}.tsv",
         *(f"results/one/{table}_one.csv" for table in TABLES),
@@ -64,7 +64,7 @@ def test_what_others_name_too_stays(config, capsys):
         "results/one/logs/render_one/file",
         "paper_figures/one/file",
     }
-    assert not Path(CELLS, "0").exists()
+    assert not Path(RUNS, "0").exists()
 
 
 def test_the_last_world_takes_models_and_data_too(config, capsys):
@@ -84,7 +84,7 @@ def test_the_last_world_takes_models_and_data_too(config, capsys):
 
 def test_nothing_goes_while_somebody_works_on_it(config, capsys):
     before = everything()
-    with held(CELLS / "0") as owner:
+    with held(RUNS / "0") as owner:
         assert clean(config, "--world", "one", "--remove") == 2
     assert f"process {owner} on" in capsys.readouterr().err and before <= everything()
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 
@@ -190,8 +189,15 @@ def test_every_trained_method(method, prepared, tmp_path):
     assert outcome["time_ratio"] == outcome["seconds_per_step"] / outcome["plain_seconds_per_step"]
     history = read_json(tmp_path / "history.json")
     assert {"forget_accuracy", "retain_accuracy", "router_gradient"} <= set(history[-1])
-    experts, _ = changed_experts(prepared, tmp_path)
-    assert (sum(experts.values()) == 1) == (PROJECT.methods[method].experts == "top_attributed")
+    experts, routers = changed_experts(prepared, tmp_path)
+    row = PROJECT.methods[method]
+    assert (sum(experts.values()) == 1) == (row.experts == "top_attributed")
+    if row.experts == "top_attributed":
+        assert all(bool(count) == routers[layer] for layer, count in experts.items()), "its router alone"
+    elif row.constraint == "frozen" or (row.constraint == "anchor" and not row.tracked):
+        assert not any(routers.values())
+    elif row.constraint == "none" and row.correction != "restore":
+        assert all(routers.values())
 
 
 OWN = """
@@ -248,10 +254,10 @@ def test_methods_do_not_care_which_objective(method, objective, prepared, tmp_pa
     ("method", "objective", "files"),
     [("anchored", "gd", 1), ("unconstrained", "kl", 1), ("unconstrained", "rmu", 1), ("anchored_replay", "rmu", 3)],
 )
-def test_references_on_disk_change_no_bit_and_serve_the_next_run(
+def test_original_answers_on_disk_change_no_bit_and_serve_the_next_run(
     prepared, tmp_path, monkeypatch, method, objective, files
 ):
-    store = tmp_path / "references"
+    store = tmp_path / "original_answers"
     weights = [
         run_steps(prepared, method, objective, tmp_path / name, original_answers=where)["weights"]
         for name, where in (("memory", None), ("first", store), ("second", store))
@@ -301,26 +307,6 @@ def test_hyperparameters_are_tried_as_runs_are_trained(prepared, tmp_path, metho
         assert (trained.stat().st_mtime_ns == before) is same
 
 
-def test_tuning_chooses_what_forgets_on_every_model():
-    row = dict(method="unconstrained", status="reached", steps=50)
-    table = pd.DataFrame(
-        [
-            {**row, "objective": "gd", "setting": "slow", "retain_accuracy": 0.7},
-            {**row, "objective": "gd", "setting": "slow", "retain_accuracy": 0.9},
-            {**row, "objective": "gd", "setting": "fast", "retain_accuracy": 0.6},
-            {**row, "objective": "gd", "setting": "fast", "retain_accuracy": 0.6},
-            {**row, "objective": "gd", "setting": "mild", "retain_accuracy": 0.9},
-            {**row, "objective": "gd", "setting": "mild", "retain_accuracy": 0.9, "status": "not_reached"},
-            {**row, "objective": "kl", "setting": "slow", "retain_accuracy": 0.9, "status": "not_reached"},
-            {**row, "objective": "kl", "setting": "fast", "retain_accuracy": 0.1},
-            {**row, "objective": "rmu", "setting": "fast", "retain_accuracy": 0.9},
-            {**row, "objective": "rmu", "setting": "quick", "retain_accuracy": 0.9, "steps": 40},
-        ]
-    )
-    chosen = [True, True] + [False] * 5 + [True] + [False, True]
-    assert tuning_script().chosen(table, "retain_accuracy").tolist() == chosen
-
-
 def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):
     tiers = {"device": (1.0, 0.0), "host": (0.0, 1.0), "disk": (0.0, 0.0)}
     kept, copied, read = (
@@ -329,14 +315,6 @@ def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):
     assert kept["weights"] == copied["weights"] == read["weights"]
     held = [outcome["constraint_megabytes"] for outcome in (kept, copied, read)]
     assert held[0] > held[1] > held[2] > 0, "in fp64 on the device, as stored in host memory"
-
-
-def test_seuf_trains_one_expert_and_its_router(prepared, tmp_path):
-    run_steps(prepared, "seuf", "gd", tmp_path)
-    experts, routers = changed_experts(prepared, tmp_path)
-    assert sorted(experts.values()) == [0, 1] and {layer for layer, moved in routers.items() if moved} == {
-        layer for layer, count in experts.items() if count
-    }
 
 
 def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_path):
@@ -360,22 +338,6 @@ def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_
     assert {file.name for file in (tmp_path / "two").iterdir()} == kept
     before, after = (MoEModel(load_model(f / "weights")[0]).thetas() for f in (root / "model", tmp_path / "two"))
     assert all(not torch.equal(before[layer], after[layer]) for layer in before)
-
-
-def test_frozen_routers_are_frozen(prepared, tmp_path):
-    for method in ("frozen_router", "anchored"):
-        run_steps(prepared, method, "gd", tmp_path / method)
-        assert not any(changed_experts(prepared, tmp_path / method)[1].values())
-    run_steps(prepared, "unconstrained", "gd", tmp_path / "control")
-    assert all(changed_experts(prepared, tmp_path / "control")[1].values())
-
-
-@pytest.mark.parametrize("method", CORRECTED)
-def test_every_correction(method, prepared, tmp_path):
-    root = prepared[0]
-    status = read_json(root / "model" / "model.json")
-    write_json(root / "model" / "model.json", {**status, "status": "reached", "steps": 3})
-    assert run_steps(prepared, method, "gd", tmp_path)["steps"] == 3
 
 
 @pytest.mark.parametrize("method", CORRECTED)
@@ -462,7 +424,7 @@ def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer,
     nothing of what follows stops, so that the tables of the others are made."""
     prepared = prepare("qwen3_moe", world, tokenizer, tmp_path)
     with_questions(tmp_path, world)
-    folder = tmp_path / "cell"
+    folder = tmp_path / "run"
     outcome = run_steps(prepared, "unconstrained", "gd", folder, learning_rate=1e35, max_steps=6)
     assert outcome["status"] == "diverged"
     attack(**evaluated(tmp_path, folder))
@@ -476,32 +438,32 @@ def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer,
         run_steps(prepared, method, "gd", tmp_path / method, checkpoint=folder / "checkpoint.json")
         attack(**evaluated(tmp_path, tmp_path / method))
     for method in ("ptc_matched", "anchored_tracked"):
-        cell = run_steps(prepared, method, "gd", tmp_path / method, learning_rate=1e35, max_steps=6)
-        assert cell["status"] == "diverged"
+        again = run_steps(prepared, method, "gd", tmp_path / method, learning_rate=1e35, max_steps=6)
+        assert again["status"] == "diverged"
 
 
 def test_attacks_write_scores_and_no_text(world, tokenizer, tmp_path):
     """Not what was asked, nor what was recovered. The control: the questions' own file has it."""
     prepared = prepare("qwen3_moe", world, tokenizer, tmp_path)
     with_questions(tmp_path, world)
-    run_steps(prepared, "unconstrained", "gd", tmp_path / "cell")
-    arguments = evaluated(tmp_path, tmp_path / "cell")
-    before = set((tmp_path / "cell").iterdir())
+    run_steps(prepared, "unconstrained", "gd", tmp_path / "run")
+    arguments = evaluated(tmp_path, tmp_path / "run")
+    before = set((tmp_path / "run").iterdir())
     attack(**arguments)
     asked = read_jsonl(tmp_path / "data" / "forget_questions.jsonl")
     said = {text for question in asked for text in (question["question"], *question["choices"])}
-    written = [file for file in set((tmp_path / "cell").iterdir()) - before if file.is_file() and file.name != ".lock"]
+    written = [file for file in set((tmp_path / "run").iterdir()) - before if file.is_file() and file.name != ".lock"]
     assert {file.name for file in written} >= {"attacks.json", "forced.csv"}
     for file in written:
         assert not any(text in file.read_text() for text in said), file
     assert any(text in (tmp_path / "data" / "forget_questions.jsonl").read_text() for text in said)
-    with (tmp_path / "cell" / "forced.csv").open() as rows:
+    with (tmp_path / "run" / "forced.csv").open() as rows:
         for row in csv.DictReader(rows):
             assert all(value == "" or float(value) <= 1 for name, value in row.items() if name != "id")
 
 
 def test_files_of_one_name_are_told_apart(tmp_path):
-    """A model and its reference both lie in a model.json."""
+    """The original and the retrained model both lie in a model.json."""
     files = [tmp_path / name / "model.json" for name in ("original", "retrained", "another")]
     for file in files:
         write_json(file, {"weights": file.parent.name})
@@ -524,9 +486,9 @@ def test_a_run_is_measured_as_a_benchmark_of_its_own_task_has_it(tmp_path):
 def test_a_run_of_low_precision_says_what_plain_transformers_would_move(dtype, world, tokenizer, tmp_path):
     prepared = prepare("qwen3_moe", world, tokenizer, tmp_path, dtype)
     with_questions(tmp_path, world)
-    run_steps(prepared, "unconstrained", "gd", tmp_path / "cell")
-    evaluated(tmp_path, tmp_path / "cell")
-    metrics = read_json(tmp_path / "cell" / "metrics.json")
+    run_steps(prepared, "unconstrained", "gd", tmp_path / "run")
+    evaluated(tmp_path, tmp_path / "run")
+    metrics = read_json(tmp_path / "run" / "metrics.json")
     kept = metrics.get("routing_stability_plain_reload")
     assert 0.9 < kept < 1.0 if dtype == torch.bfloat16 else kept is None
     assert 0 < metrics["routing_stability"] < 1.0
@@ -536,7 +498,7 @@ def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_
     """What has no router is left out of its metrics, and nothing else."""
     prepared = prepare("qwen3", world, tokenizer, tmp_path)
     with_questions(tmp_path, world)
-    folder = tmp_path / "cell"
+    folder = tmp_path / "run"
     assert run_steps(prepared, "unconstrained", "gd", folder)["steps"] == 2
     arguments = evaluated(tmp_path, folder)
     monkeypatch.setitem(suite.OF_LETTERS, "quantisation", interrupted)

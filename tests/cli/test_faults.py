@@ -102,17 +102,17 @@ def test_of_two_processes_on_a_run_one_is_refused(step, tmp_path, monkeypatch, c
     write_json(tmp_path / "model.json", {"weights": "0"})
     benchmark = PROJECT.benchmarks["wmdp_tiny"].model_dump_json()
     given = {"settings": "null", "benchmark": benchmark, "run": tmp_path / "run.yaml", "model": tmp_path / "model.json"}
-    cell = tmp_path / "cell"
+    folder = tmp_path / "run"
     flags = [option.opts[0].removeprefix("--") for option in load(step).params if option.required]
-    paths = {flag: cell / "result.json" if flag == "output" else tmp_path / flag for flag in flags}
+    paths = {flag: folder / "result.json" if flag == "output" else tmp_path / flag for flag in flags}
     paths["data"] = tmp_path
     for flag in {"trace", "forget-trace", "checkpoint", "retain-corpus", "answers"} & set(flags):
         paths[flag].touch()
     arguments = [step, *(f"--{flag}={({**paths, **given})[flag]}" for flag in flags)]
-    with held(cell) as owner:
+    with held(folder) as owner:
         assert main(arguments) == 2
         assert f"process {owner} on" in capsys.readouterr().err
-        assert [file.name for file in cell.iterdir()] == [".lock"]
+        assert [file.name for file in folder.iterdir()] == [".lock"]
     with pytest.raises(BeyondTheLock):
         main(arguments)
 
@@ -148,12 +148,12 @@ def test_a_full_disk_loses_nothing(trainer, small_disk, tmp_path, capsys):
     assert train(tmp_path / "whole") == 0
     weights = tmp_path / "whole/weights/model.safetensors"
     resize(3 * weights.stat().st_size)  # weights and AdamW's two states of what trains: no room for two such files
-    assert train(disk / "cell") == 2
-    assert f"{disk}/cell/state.pt: no room to write it" in capsys.readouterr().err
-    assert {file.name for file in (disk / "cell").iterdir()} == {".lock", "state.pt", "state.identity.json"}
-    assert torch.load(disk / "cell/state.pt", weights_only=True)["progress"]["step"] == 3
+    assert train(disk / "run") == 2
+    assert f"{disk}/run/state.pt: no room to write it" in capsys.readouterr().err
+    assert {file.name for file in (disk / "run").iterdir()} == {".lock", "state.pt", "state.identity.json"}
+    assert torch.load(disk / "run/state.pt", weights_only=True)["progress"]["step"] == 3
     resize(20 * weights.stat().st_size)
-    assert train(disk / "cell") == 0
+    assert train(disk / "run") == 0
     assert "resumes at step 3" in capsys.readouterr().err
-    assert weights.read_bytes() == (disk / "cell/weights/model.safetensors").read_bytes()
-    assert not (disk / "cell/state.pt").exists()
+    assert weights.read_bytes() == (disk / "run/weights/model.safetensors").read_bytes()
+    assert not (disk / "run/state.pt").exists()

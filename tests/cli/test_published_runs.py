@@ -136,23 +136,23 @@ def finished(request, tmp_path_factory, world, tokenizer):
         fitted = dict(output=root / "bases.safetensors", digest=root / "bases.json")
         step("fit-basis", settings=project.methods["expert_specific"], model=model, **traces, **fitted)
         for method in (*METHODS, "ptc"):
-            cell = root / method
-            step("configure", settings=project.run("local", "local", "gd", method, 0), output=cell / "run.yaml")
-            common = dict(run=cell / "run.yaml", model=model)
+            folder = root / method
+            step("configure", settings=project.run("local", "local", "gd", method, 0), output=folder / "run.yaml")
+            common = dict(run=folder / "run.yaml", model=model)
             if method == "ptc":
                 corrected = dict(checkpoint=root / "unconstrained" / "checkpoint.json")
                 corrected |= dict(retain_corpus=corpora["retain_corpus"], trace=traces["trace"])
-                step("realign", **common, **corrected, output=cell / "checkpoint.json")
+                step("realign", **common, **corrected, output=folder / "checkpoint.json")
             else:
                 bases = {"bases": fitted["output"]} if project.methods[method].has_bases else {}
                 with watched(trained.setdefault(method, set())):
-                    step("unlearn", **common, **traces, **bases, data=data, output=cell / "checkpoint.json")
-            common |= dict(checkpoint=cell / "checkpoint.json", benchmark=benchmark, data=data)
-            answers = cell / "questions.csv"
-            step("evaluate", **common, questions=answers, output=cell / "evaluation.json")
+                    step("unlearn", **common, **traces, **bases, data=data, output=folder / "checkpoint.json")
+            common |= dict(checkpoint=folder / "checkpoint.json", benchmark=benchmark, data=data)
+            answers = folder / "questions.csv"
+            step("evaluate", **common, questions=answers, output=folder / "evaluation.json")
             if method == "expert_specific":
-                common |= dict(answers=answers, questions=cell / "attack_questions.csv")
-                step("attack", **common, settings=project.world.relearning, output=cell / "attack.json")
+                common |= dict(answers=answers, questions=folder / "attack_questions.csv")
+                step("attack", **common, settings=project.world.relearning, output=folder / "attack.json")
     return SimpleNamespace(root=root, data=data, published=published, trained=trained)
 
 

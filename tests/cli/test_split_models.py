@@ -64,9 +64,9 @@ def test_tracing_evaluation_and_attacks(family, world, tokenizer, tmp_path, monk
     def found(root):
         prepared = prepare(family, world, tokenizer, root)
         with_questions(root, world)
-        run_steps(prepared, "unconstrained", "gd", root / "cell")
-        attack(**evaluated(root, root / "cell"))
-        files = ("routing.json", "cell/metrics.json", "cell/answers.csv", "cell/attacks.json", "cell/forced.csv")
+        run_steps(prepared, "unconstrained", "gd", root / "run")
+        attack(**evaluated(root, root / "run"))
+        files = ("routing.json", "run/metrics.json", "run/answers.csv", "run/attacks.json", "run/forced.csv")
         return [(root / name).read_text() for name in files]
 
     one = found(tmp_path / "one")

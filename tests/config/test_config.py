@@ -284,7 +284,11 @@ def test_mistakes_in_objectives_are_named(own, file, change, message):
 
 WITHOUT_EFFECT = [
     ({"constraint": "frozen", "weight": 5}, "weight", "`constraint: router_l2` or `constraint: gate_anchor` or"),
-    ({"constraint": "none", "correction": "restore", "form": "paper"}, "form", "`correction: realign` or `constraint: null_space`"),
+    (
+        {"constraint": "none", "correction": "restore", "form": "paper"},
+        "form",
+        "`correction: realign` or `constraint: null_space`",
+    ),
     ({"corrects": "unconstrained", "correction": "realign", "replay": True}, "replay", "`constraint`"),
     (ROWS["expert_specific_tracked"] | {"basis": "minibatch", "forgetting": 0.5}, "forgetting", "`basis: tracked`"),
 ]

@@ -90,99 +90,6 @@ def test_what_nothing_refers_to_does_not_count_and_what_runs_on_import_does(copy
     assert digest() != before
 
 
-SAMPLE = r'''
-"""Every kind of statement and expression that the oldest supported Python knows."""
-
-import asyncio
-from dataclasses import dataclass, field
-
-LARGE, BYTES, COMPLEX, FLOATS = 2**70 + 1180591620717411303424, b"\x00\xff", 3j, (0.1, 1e300, 1e999)
-UNUSUAL = ("", "é 🫨 \n", u"kind", "one" "after the other", None, ..., True, not False, -0.0)
-DRAWN: dict[str, int] = {**{}, "a": 1, None: {1, *()}}
-lines, *rest = ["a", *"bc"]
-del rest[0], lines
-
-
-@dataclass(frozen=True)
-class Thing(object, metaclass=type):
-    """A thing."""
-
-    value: int = 0
-    """Of a thing."""
-    others: list = field(default_factory=lambda *given, last=None, **named: [*given, last, named])
-
-    def __matmul__(self, other):
-        self.value @= other if other is not None else ~1
-        return NotImplemented
-
-
-def mixed(a, b=1, /, c: "text" = 2, *rest, d, e=None, **others) -> None:
-    global LARGE
-    if (n := len(rest)) > 1 >= 0 and a or not b:
-        for i, _ in enumerate(rest[1:n:2], start=-1):
-            if i in others:
-                continue
-            break
-        else:
-            assert c, f"{a!r:>{b}} {c:} {d=} {{}} {e:%Y-{n}} {n:.{b}f}%" f"{a!s}" u"end" rf"\d{a}"
-    elif a:
-        while True:
-            pass
-    else:
-        raise ValueError(a) from None
-    return None
-
-
-def generating():
-    def inner():
-        nonlocal kept
-        kept += 1
-
-    kept = 0
-    given = yield kept
-    yield from (x**2 for x in range(3) if x if x // 2 for _ in [given])
-    return {x: y for x, y in {}.items()}, {x for x in ""}, [x for x in ()], inner
-
-
-def operators(a, b):
-    try:
-        return a - b * a / b % a << b >> a | b ^ a & +b, a == b != a < b <= a is b not in (a,)
-    except (TypeError, ValueError):
-        a |= b
-
-
-async def waiting(lock):
-    async with lock as (one, two), lock:
-        async for each in one:
-            await each
-    return [each async for each in two]
-
-
-def matching(subject):
-    match subject:
-        case {"key": 1 | 2 as number, **rest} if number:
-            return rest
-        case [Thing(value=-1), *_, "text"] | (None | True, ):
-            return subject
-        case Thing(0, others=[]) | -1.5 | 1 + 2j | asyncio.Queue:
-            return ()
-        case _:
-            return
-
-
-def caught():
-    try:
-        with open("x") as file, file:
-            return file.read()[..., 1:]
-    except* OSError as error:
-        raise
-    else:
-        return lambda: (yield)
-    finally:
-        LARGE
-'''
-
-
 @pytest.fixture
 def digest_of(tmp_path, monkeypatch):
     """The fingerprint of one module's source."""
@@ -197,10 +104,6 @@ def digest_of(tmp_path, monkeypatch):
 
     yield digest
     fingerprint._definitions.cache_clear()
-
-
-def test_every_version_of_python_takes_this_fingerprint_of_every_construct(digest_of):
-    assert digest_of(SAMPLE) == "5bc8d61e7c76ceb6"
 
 
 def test_what_is_empty_counts_where_it_says_something(digest_of):

@@ -14,20 +14,20 @@ from gripmoe.config.status import CLUSTER_LOGS, run_status
 from gripmoe.io.files import write_json
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
-CELL = ("tiny_a", "wmdp_tiny", "gd")
+KEY = ("tiny_a", "wmdp_tiny", "gd")
 JOB = "host: node1\nBuilding DAG of jobs...\n"
 TIME_LIMIT = "slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-22T01:02:03 DUE TO TIME LIMIT ***\n"
 
 
 def log_of(rule, method):
-    file = Path("results/tiny/logs", rule, f"{'.'.join(CELL)}.{method}.0.log")
+    file = Path("results/tiny/logs", rule, f"{'.'.join(KEY)}.{method}.0.log")
     file.parent.mkdir(parents=True, exist_ok=True)
     return file
 
 
 def job_of(rule, method, text, seconds):
     """What a job has left in SLURM's own folder, so many seconds after the step's log was last written to."""
-    file = CLUSTER_LOGS.joinpath(f"rule_{rule}", f"{'_'.join(CELL)}_{method}_0", "7.log")
+    file = CLUSTER_LOGS.joinpath(f"rule_{rule}", f"{'_'.join(KEY)}_{method}_0", "7.log")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     written = log_of(rule, method).stat().st_mtime + seconds
@@ -47,8 +47,8 @@ def lines(tmp_path, monkeypatch, capsys):
     def said():
         assert main(["status", "--world", "tiny", "--config", str(CONFIG)]) == 0
         listed = capsys.readouterr().out.splitlines()
-        cells = dict(line.split(maxsplit=1) for line in listed if line.startswith(".".join(CELL)))
-        return {cell.split(".")[-2]: line for cell, line in cells.items() if cell.endswith(".0")}, listed[-1]
+        runs = dict(line.split(maxsplit=1) for line in listed if line.startswith(".".join(KEY)))
+        return {key.split(".")[-2]: line for key, line in runs.items() if key.endswith(".0")}, listed[-1]
 
     return said
 
@@ -58,7 +58,7 @@ def test_slurm_writes_where_status_looks():
     assert profile["slurm-logdir"] == str(CLUSTER_LOGS)
 
 
-def test_what_references_take_is_said_by_benchmark(lines, capsys):
+def test_what_original_answers_take_is_said_by_benchmark(lines, capsys):
     """Of the world's models and benchmarks; nothing where none are kept on disk."""
     for benchmark, size in (("wmdp_tiny", 2_500_000), ("muse_tiny", 1)):
         file = Path("results/tiny/tiny_a", benchmark, "original_answers", "original_states.safetensors")
@@ -74,21 +74,21 @@ def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_run(cluster, lines):
     """The same from the logs of a laptop and from those of a cluster, where SLURM keeps more of them."""
     half_way(log_of("unlearn", "anchored"))
     log_of("realign", "ptc").write_text("Loading weights\nTraceback (most recent call last):\nRuntimeError: singular\n")
-    done = Path("results/tiny", *CELL, "unconstrained", "0")
+    done = Path("results/tiny", *KEY, "unconstrained", "0")
     write_json(done / "checkpoint.json", {"status": "reached", "steps": 120})
     write_json(done / "evaluation.json", {"forget_accuracy": 0.25})
     if cluster:
         job_of("unlearn", "anchored", JOB, seconds=-60)
         job_of("realign", "ptc", JOB + "WorkflowError:\nAt least one job did not complete successfully.\n", seconds=1)
-    cells, total = lines()
-    assert re.fullmatch(r"train +gd/anchored/0: +40%.* 240/600 \[.*<.*, forget_accuracy=0.310\]", cells["anchored"])
-    assert re.fullmatch(r"correct +RuntimeError: singular", cells["ptc"])
-    assert re.fullmatch(r"train +waits", cells["frozen_router"])
-    assert re.fullmatch(r"attack +waits", cells["unconstrained"])
+    runs, total = lines()
+    assert re.fullmatch(r"train +gd/anchored/0: +40%.* 240/600 \[.*<.*, forget_accuracy=0.310\]", runs["anchored"])
+    assert re.fullmatch(r"correct +RuntimeError: singular", runs["ptc"])
+    assert re.fullmatch(r"train +waits", runs["frozen_router"])
+    assert re.fullmatch(r"attack +waits", runs["unconstrained"])
     assert "done" not in total
     write_json(done / "attack.json", {})
-    cells, total = lines()
-    assert "unconstrained" not in cells and "1 done" in total
+    runs, total = lines()
+    assert "unconstrained" not in runs and "1 done" in total
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_run(cluster, lines):
     ],
 )
 def test_what_is_known_of_a_done_run_of_letters_and_of_news(metrics, said, tmp_path):
-    project, cell = Project(CONFIG, "tiny"), (*CELL, "unconstrained", 0)
-    folder = tmp_path.joinpath(*map(str, cell))
+    project, key = Project(CONFIG, "tiny"), (*KEY, "unconstrained", 0)
+    folder = tmp_path.joinpath(*map(str, key))
     for name, content in (("checkpoint", {"status": "reached", "steps": 120}), ("evaluation", metrics), ("attack", {})):
         write_json(folder / f"{name}.json", content)
-    assert run_status(project, tmp_path, cell) == ("done", said)
+    assert run_status(project, tmp_path, key) == ("done", said)
 
 
 def test_what_slurm_ended_is_not_said_to_run(lines):

@@ -23,16 +23,12 @@ SMOKE_ARTEFACTS = yaml.safe_load(SMOKE.read_text())["artefacts"]
 ARTEFACTS = ROOT / "workflow" / "config" / "artefacts.yaml"
 FORMATS = {name: entry["formats"] for name, entry in yaml.safe_load(ARTEFACTS.read_text()).items()}
 
-SNAKEMAKE = ("-m", "snakemake")
 
-
-def snakemake(
-    *arguments, directory, check=True, root=ROOT, path=Path(sys.executable).parent, rules=None, program=SNAKEMAKE
-):
+def snakemake(*arguments, directory, check=True, root=ROOT, path=Path(sys.executable).parent, rules=None):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(root / "src")  # the code that is fingerprinted and run, in a copy too
     environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
-    command = [sys.executable, *program, "-s", str(root / "Snakefile"), "--directory", str(directory)]
+    command = [sys.executable, "-m", "snakemake", "-s", str(root / "Snakefile"), "--directory", str(directory)]
     only = ["--allowed-rules", rules] if rules else []
     result = subprocess.run(
         [*command, *map(str, arguments), *only], capture_output=True, text=True, env=environment, cwd=root, check=False
@@ -52,12 +48,12 @@ def planned(output):
     }
 
 
-def cells_of(output, rule):
-    """Cells for which a dry run lists a job of the rule."""
+def runs_of(output, rule):
+    """Runs for which a dry run lists a job of the rule."""
     return set(re.findall(rf"^(?:local)?rule {rule}:.*?wildcards: ([^\n]*)", output, re.M | re.S))
 
 
-@pytest.mark.parametrize(("world", "folder"), [("tiny", "tiny"), ("single_gpu", "paper"), ("paper", "paper")])
+@pytest.mark.parametrize(("world", "folder"), [("tiny", "tiny"), ("single_gpu", "paper")])
 def test_each_world_plans_its_own_runs_only(world, folder, tmp_path):
     """In the folder of the world that it extends."""
     output = snakemake("-n", "--config", f"world={world}", directory=tmp_path)
@@ -163,19 +159,10 @@ def test_order_of_the_steps(tmp_path):
         assert later not in before(earlier)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"metods": []}, "metods: unknown key; valid keys: models"),
-        ({"methods": ["original", "expert_specfic"]}, "did you mean 'expert_specific'"),
-        ({"seeds": [-3]}, "seeds.0: Input should be greater than or equal to 0 (got -3)"),
-    ],
-)
-def test_mistakes_end_before_any_job(tmp_path, change, message):
-    world = yaml.safe_load(SMOKE.read_text()) | change
-    (tmp_path / "broken.yaml").write_text(yaml.safe_dump(world))
+def test_mistakes_end_before_any_job(tmp_path):
+    (tmp_path / "broken.yaml").write_text(SMOKE.read_text() + "metods: []\n")
     output = snakemake("--cores", 1, "--config", f"world={tmp_path / 'broken.yaml'}", directory=tmp_path, check=False)
-    assert message in output and "broken.yaml" in output
+    assert "broken.yaml: metods: unknown key; valid keys: models" in output
     assert not (tmp_path / "results").exists()
 
 
@@ -185,49 +172,9 @@ def test_a_budget_refuses_before_any_job(tmp_path):
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
-ANNOUNCED = """
-import sys, threading
-from snakemake.cli import main
-
-class Announced(threading.Timer):
-    def start(self):
-        print("timer", self.interval, flush=True)
-        super().start()
-
-threading.Timer = Announced
-main(sys.argv[1:])
-"""
-
-
-def test_profiles_let_the_scheduler_sleep(tmp_path):
-    """At every look at what is ready Snakemake starts a timer, which ends in another. The control is its default."""
-    run = "results/tiny/tiny_a/wmdp_tiny/gd/unconstrained/0/run.yaml"
-    profiles = ROOT / "workflow" / "profiles"
-    for name, given, interval in (
-        ("tiny", ["--profile", profiles / "tiny"], 10),
-        ("slurm", ["--profile", profiles / "slurm", "--executor", "local", "--config", "world=tiny"], 10),
-        ("default", [], 1),
-    ):
-        arguments = ("--cores", 1, *given, "--", run)
-        output = snakemake(*arguments, directory=tmp_path / name, program=("-c", ANNOUNCED))
-        assert (tmp_path / name / run).exists()
-        assert set(re.findall(r"timer (\d+)", output)) == {str(interval)}, name
-
-
 def test_the_plan_is_a_target(tmp_path):
     output = snakemake("plan", "--cores", 1, "--config", f"world={SMOKE}", directory=tmp_path)
     assert "hours each" in output and "prepare_model" in output
-
-
-def test_jobs_ask_for_host_memory_by_their_gpus(tmp_path):
-    """In a world of published models; in an embedded one as little as ever."""
-    asked = {}
-    for world in ("paper", "tiny"):
-        output = snakemake("-n", "--config", f"world={world}", directory=tmp_path)
-        jobs = re.findall(r"^rule unlearn:.*?wildcards: model=(\w+).*?mem_mb=(\d+)", output, re.M | re.S)
-        asked[world] = {model: int(memory) for model, memory in jobs}
-    assert asked["paper"] == {"qwen3_30b_a3b": 2 * 131072, "qwen15_moe": 131072}
-    assert set(asked["tiny"].values()) == {3000}
 
 
 class Resources(dict):
@@ -257,10 +204,10 @@ def test_the_gpus_of_one_process_are_those_of_one_node(tmp_path):
     world = tmp_path / "short.yaml"
     world.write_text(f"{SHORT}methods: [original, unconstrained, seuf, ptc]\n")
     output = snakemake("-n", "--config", f"world={world}", directory=tmp_path)
-    cell = "model=qwen3_30b_a3b, benchmark=wmdp_cyber"
-    jobs = [("trace_routing", cell)]
-    jobs += [(rule, f"{cell}, objective=gd, method=ptc, seed=0") for rule in ("realign", "evaluate", "attack")]
-    jobs += [("unlearn", f"{cell}, objective=gd, method=seuf, seed=0")]
+    pair = "model=qwen3_30b_a3b, benchmark=wmdp_cyber"
+    jobs = [("trace_routing", pair)]
+    jobs += [(rule, f"{pair}, objective=gd, method=ptc, seed=0") for rule in ("realign", "evaluate", "attack")]
+    jobs += [("unlearn", f"{pair}, objective=gd, method=seuf, seed=0")]
     for rule, wildcards in jobs:
         _, resources, command = submitted(output, rule, wildcards)
         assert resources.gpu == 2 and "--nodes=1" in command.split(), rule
@@ -415,13 +362,13 @@ class TestRun:
         assert (finished / "results/smoke/notebooks_smoke/main_results.ipynb").exists()
 
     def test_runs_hold_what_the_readme_says(self, finished):
-        cell = finished / "results/smoke/smoke/wmdp_smoke/gd/expert_specific/0"
+        run = finished / "results/smoke/smoke/wmdp_smoke/gd/expert_specific/0"
         for name in ("run.yaml", "checkpoint.json", "history.json", "evaluation.json", "attack.json", "questions.csv"):
-            assert (cell / name).exists(), name
-        provenance = json.loads((cell / "evaluation.provenance.json").read_text())
+            assert (run / name).exists(), name
+        provenance = json.loads((run / "evaluation.provenance.json").read_text())
         assert {"code", "packages", "device", "seconds", "peak_memory_gib"} <= provenance.keys()
-        assert not list(cell.glob("*.pt")), "no resume state is left"
-        with (cell / "questions.csv").open() as file:
+        assert not list(run.glob("*.pt")), "no resume state is left"
+        with (run / "questions.csv").open() as file:
             asked = [row["id"] for row in csv.DictReader(file)]
         data = finished / "results/smoke/data/wmdp_smoke"
         rows = [
@@ -485,8 +432,8 @@ class TestRun:
             "manifest": 1, **{f"render_{name}": 1 for name in SMOKE_ARTEFACTS},
         }  # fmt: skip
         for rule in ("configure", "unlearn", "evaluate", "attack"):
-            cells = cells_of(output, rule)
-            assert cells and all("method=expert_specific, " in cell for cell in cells)
+            runs = runs_of(output, rule)
+            assert runs and all("method=expert_specific, " in run for run in runs)
 
     def test_status_and_why_know_the_runs(self, finished):
         def run(*arguments):
@@ -497,20 +444,20 @@ class TestRun:
                 command, capture_output=True, text=True, cwd=finished, env=environment, check=True
             ).stdout
 
-        cells = len(list((finished / "results").glob("smoke/smoke/*/*/*/*/run.yaml")))
-        assert run("status") == f"{cells} done\n"
-        cell = "smoke.wmdp_smoke.gd.unconstrained.0"
-        assert run("why", cell) == f"nothing of {cell} would run\n"
-        evaluation = finished / "results/smoke" / cell.replace(".", "/") / "evaluation.json"
+        count = len(list((finished / "results").glob("smoke/smoke/*/*/*/*/run.yaml")))
+        assert run("status") == f"{count} done\n"
+        key = "smoke.wmdp_smoke.gd.unconstrained.0"
+        assert run("why", key) == f"nothing of {key} would run\n"
+        evaluation = finished / "results/smoke" / key.replace(".", "/") / "evaluation.json"
         kept = evaluation.rename(evaluation.with_suffix(".kept"))
         try:
-            assert f"{cell:<48} evaluate" in run("status") and f"{cells - 1} done" in run("status")
+            assert f"{key:<48} evaluate" in run("status") and f"{count - 1} done" in run("status")
         finally:
             kept.rename(evaluation)
         file = finished / "smoke.yaml"
         before = file.read_text()
         file.write_text(before + "\noverrides: {gd/unconstrained: {learning_rate: 1.0e-2}}\n")
-        reasons = run("why", cell)
+        reasons = run("why", key)
         file.write_text(before)
         assert sorted(reasons.split(": ")[1].split(" would")[0].split(", ")) == sorted(
             ["configure", "unlearn", "evaluate", "attack"]
@@ -531,13 +478,13 @@ class TestRun:
         snakemake("--cores", 2, "--config", f"world={world}", directory=finished, root=finished)
         log = finished / "results/smoke/logs/finetune_model/smoke_news_retrained.log"
         assert log.read_text().count("finetune:   0%") == 1, "of two processes one shows progress"
-        cell = finished / "results/smoke/smoke_news/muse_smoke/gd/unconstrained/0"
+        run = finished / "results/smoke/smoke_news/muse_smoke/gd/unconstrained/0"
         files = ("evaluation.json", "attack.json")
-        measured = {name: value for file in files for name, value in json.loads((cell / file).read_text()).items()}
+        measured = {name: value for file in files for name, value in json.loads((run / file).read_text()).items()}
         assert {"verbmem", "knowmem_forget", "knowmem_retain", "privleak", "routing_stability"} <= set(measured)
         assert measured["original_forced_verbmem"] == measured["original_verbmem"]
         assert "forced_knowmem_forget" in measured and "relearned_from_others_after_20" in measured
-        assert (cell / "attack_questions.csv").stat().st_size > 100
+        assert (run / "attack_questions.csv").stat().st_size > 100
         figures = finished / "paper_figures/news"
         for name in ("muse_results.tex", "muse_attacks.html", "muse_attack_matrix.md", "muse_tradeoff.pdf"):
             assert (figures / name).stat().st_size > 500
