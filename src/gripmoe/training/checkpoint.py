@@ -1,7 +1,7 @@
 """The state of an interrupted run, replaced atomically, removed when the run has ended.
 
-It is one file, or a numbered part from each of the processes that train together and one file, written when all parts
-of a number are there, that names it.
+The state of one process is one file. Of several, each writes a numbered part; then the first writes a file that names
+the number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gripmoe.io.files import atomic_path, read_json, write_json
 
 
 def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **progress) -> None:
-    """Everything a loop needs to go on: weights, optimizer states, and `progress` (plain values and tensors)."""
+    """Saves weights, optimizer states, and `progress` (plain values and tensors)."""
     processes = distributed.processes()
     state = {
         "processes": processes,
@@ -45,8 +45,8 @@ def save_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *
 
 
 def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict | None:
-    """Restores weights and optimizer in place and returns the progress; None if there is nothing to resume. Raises
-    ValueError if another number of processes saved the state."""
+    """Restores weights and optimizer in place and returns the progress; None without a state. Raises ConfigError if
+    another number of processes saved it."""
     if not path.exists():
         return None
     state = _load(path)
@@ -63,8 +63,8 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def claim_state(path: Path, identity: Mapping[str, Any]) -> None:
-    """Makes `path` the state of the run of this identity (JSON: configuration, inputs, code). What another run has left
-    there is removed, with a warning: to go on from it would give a result of neither."""
+    """Makes `path` the state of the run of this identity (JSON: configuration, inputs, code). The state of another run
+    is removed with a warning."""
     note = _note(path)
     foreign = path.exists() and not (note.exists() and read_json(note) == identity)
     distributed.wait_for_all()
@@ -81,7 +81,7 @@ def claim_state(path: Path, identity: Mapping[str, Any]) -> None:
 
 
 def remove_state(path: Path) -> None:
-    """Of a run that has ended: its result says all that is to be known."""
+    """Removes the state of a run that has ended."""
     if distributed.is_first():
         path.unlink(missing_ok=True)
         _note(path).unlink(missing_ok=True)
@@ -89,7 +89,7 @@ def remove_state(path: Path) -> None:
 
 
 def _remove_parts(path: Path) -> None:
-    """Of every process, also of an earlier run that had more of them."""
+    """Removes the parts of all processes, also of an earlier run that had more."""
     for part in path.parent.glob(f"{path.name}.*.part"):
         part.unlink()
 

@@ -38,8 +38,8 @@ def finetune(
     """Trains all of `model` in place on documents, with a learning rate that falls to zero, and returns the loss of
     each step. Resumes from `state_file`; the result is the same as without the interruption.
 
-    Under torchrun every process calls this with the same arguments and a model of which `shard_experts` has made it a
-    part: each trains on its rows of every batch. Raises ValueError if they cannot be shared out evenly.
+    Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, and
+    trains on its rows of every batch. Raises ValueError if the rows cannot be shared out evenly.
     """
     first = distributed.is_first()
     moe = MoEModel(model)  # its routers are in fp32 from here on, and so are their states

@@ -1,23 +1,20 @@
-"""The unlearning objectives (App. A.2): what makes a model forget, and what holds the rest.
+"""The unlearning objectives (App. A.2): a forget loss plus `alpha` times a retain loss.
 
-Each is a forget loss plus `alpha` times a retain loss. Losses are means over scored tokens unless said otherwise;
-padding never counts. What an objective wants to know of the original model it asks for once, in `start`.
+Losses are means over scored tokens unless said otherwise; padding never counts. An objective asks the original model
+once, in `start`. Other code (wmdp: rmu/unlearn.py; open-unlearning: src/trainer; muse_bench: baselines/iterative.py)
+differs:
 
-Where other code differs (wmdp: rmu/unlearn.py; open-unlearning: src/trainer; muse_bench: baselines/iterative.py):
-
-- RMU in wmdp: padding counts as tokens do. Each forget corpus has its own vector, alpha and c, and the corpora take
-  turns; here one corpus has one vector. The length c is absolute alone.
-- RMU in open-unlearning: the mean of each document's scored tokens, then of the documents; its first token and its
-  prompt are not scored. Here all tokens of a batch count alike, those of prompts too.
-- KL in open-unlearning: a mean over all positions, padding and prompts too, in the model's dtype; here over scored
-  tokens, in fp32. KL in muse_bench takes logits for log-probabilities, and sums over positions.
-- NPO in muse_bench: of each logit, a mean over positions and vocabulary. In open-unlearning it is as here.
+- RMU in wmdp counts padding, takes an absolute c alone, and alternates between corpora with a vector, alpha and c each.
+- RMU in open-unlearning averages over each document's scored tokens, then over documents, without prompts and first
+  tokens; here all tokens of a batch count alike.
+- KL in open-unlearning averages over all positions, padding too, in the model's dtype; here over scored tokens in fp32.
+  KL in muse_bench takes logits for log-probabilities, and sums over positions.
+- NPO in muse_bench averages over the logits of all positions. In open-unlearning it is as here.
 - GD in open-unlearning is as here; in muse_bench the padding of texts from a JSON file is scored.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Sequence
 from typing import Protocol
@@ -32,6 +29,7 @@ from gripmoe.constraints.original import OriginalCache, final_hidden_states, hid
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.imports import imported
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import logits_scaling
 
@@ -39,8 +37,8 @@ Batches = Sequence[Batch]
 
 
 class Objective(Protocol):
-    """`start` sees the model before unlearning and the documents that training will use. `monitor` holds numbers of the
-    last step that a history should keep; `last_layer` is the last one that the losses look at, or None for the head."""
+    """`start` sees the original model and the documents that training will use. `monitor` holds numbers of the last
+    step for the history; `last_layer` is the last layer that the losses look at, or None for the head."""
 
     alpha: float
     monitor: dict[str, float]
@@ -73,7 +71,7 @@ class GradientDifference:
 
 
 class KullbackLeibler(GradientDifference):
-    """KL: ascend on forget tokens, hold the original model's predictions of retain tokens, KL(original || current)."""
+    """KL: ascend on forget tokens, and KL(original || current) of the predictions of retain tokens."""
 
     def start(self, model, forget, retain) -> None:
         self._hidden = OriginalCache(model.originals)
@@ -114,7 +112,7 @@ class NegativePreference(GradientDifference):
 
 
 class RepresentationMisdirection:
-    """RMU: drive one layer's hidden states of forget tokens to a fixed random vector, hold those of retain tokens.
+    """RMU: move one layer's hidden states of forget tokens to a fixed random vector, keep those of retain tokens.
 
     The vector's direction is drawn uniformly from [0, 1)^d as in the official code. Squares are averaged over d and all
     tokens but padding. The vector's length is c (`steering`), or `kappa` times the mean length of the layer's hidden
@@ -154,15 +152,11 @@ class RepresentationMisdirection:
 
 
 def make_objective(name: str, settings: dict, seed: int) -> Objective:
-    """The objective of a run, by its name or as "module:Class"; `settings` are its own hyperparameters, to which comes
-    `seed`, if the class takes one. Raises ConfigError for an unknown name, class or setting."""
+    """The objective of a run, by its name or as "module:Class", from its own hyperparameters and, if the class takes
+    one, the seed. Raises ConfigError for an unknown name, class or setting."""
     if name not in OBJECTIVES and ":" not in name:
         raise ConfigError(f"unknown objective {name!r}; one of {', '.join(OBJECTIVES)}, or module:Class")
-    module, _, attribute = (OBJECTIVES[name].path if name in OBJECTIVES else name).partition(":")
-    try:
-        of_name = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ConfigError(f"objective {name!r}: {error}; is its file on PYTHONPATH?") from None
+    of_name = imported(OBJECTIVES[name].path if name in OBJECTIVES else name, f"objective {name!r}")
     seeds = {"seed": seed} if "seed" in inspect.signature(of_name).parameters else {}
     try:
         return of_name(**settings, **seeds)
@@ -195,8 +189,8 @@ TOKENS_PER_CHUNK = 1024
 
 
 def divergences(wanted_Td: Tensor, hidden_Td: Tensor, wanted_head_Vd: Tensor, head_Vd: Tensor) -> Tensor:
-    """KL(wanted || current) of each token, (T,), from the head's inputs, in fp32. Logits are made for TOKENS_PER_CHUNK
-    tokens at a time and made again in the backward pass, so that memory does not grow with the batch."""
+    """KL(wanted || current) of each token, (T,), from the head's inputs, in fp32. Logits are computed for
+    TOKENS_PER_CHUNK tokens at a time, and again in the backward pass, so that memory does not grow with the batch."""
 
     def of_chunk(wanted_Cd: Tensor, hidden_Cd: Tensor) -> Tensor:
         wanted_CV = (wanted_Cd @ wanted_head_Vd.T).float().log_softmax(dim=-1)
@@ -208,5 +202,5 @@ def divergences(wanted_Td: Tensor, hidden_Td: Tensor, wanted_head_Vd: Tensor, he
 
 
 def _token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Over the tokens of all processes, once their gradients are averaged: each may have another number of them."""
+    """Over the tokens of all processes, of which each may have another number, once gradients are averaged."""
     return (values * mask).sum() / distributed.averaged_(mask.sum().float())

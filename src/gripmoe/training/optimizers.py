@@ -13,11 +13,9 @@ from gripmoe.io.errors import ConfigError
 
 
 def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> torch.optim.Optimizer:
-    """ "adamw" keeps two states in the dtype of each parameter. "adamw_8bit" keeps them in 8 bits, and rounds bf16
-    weights up or down at random: rounded to the nearest, most of them would never move at a usual learning rate.
-    "adamw_fp32" moves weights of any dtype as if they were in fp32.
-
-    Raises ValueError where torchao, which has the latter, is missing."""
+    """AdamW of a `kind`: "adamw" keeps two states in the dtype of each parameter; "adamw_8bit" keeps them in 8 bits,
+    and rounds bf16 weights stochastically, since most would never move under rounding to nearest; "adamw_fp32" updates
+    weights of any dtype as if they were in fp32. Raises ConfigError if "adamw_8bit" is asked for without torchao."""
     if kind == "adamw":
         return torch.optim.AdamW(groups, foreach=True, **settings)
     if kind == "adamw_fp32":
@@ -42,7 +40,7 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
 
 @contextmanager
 def rate_zero(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Steps within leave the parameters of these groups as they are, to the bit, and take as long as any."""
+    """Within the block steps leave the parameters of these groups unchanged to the bit, and take their usual time."""
     rates = [float(group["lr"]) for group in groups]
     set_rates(groups, [0.0] * len(groups))
     try:
@@ -61,8 +59,8 @@ def set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
 
 
 class AdamWFp32(torch.optim.AdamW):
-    """AdamW with states in fp32, and beside them what rounding each weight to its dtype has lost: weight and loss
-    together are, to the bit, the weight that would train in fp32."""
+    """AdamW with states in fp32, and beside them the rounding error of each weight (`lost`): their sum is, to the bit,
+    the weight that fp32 training would have."""
 
     @torch.no_grad()
     def step(self, closure=None):

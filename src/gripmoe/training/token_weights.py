@@ -1,8 +1,8 @@
 """Routing-aware calibration of the retain loss, as we read the abstract of TRACE (arXiv 2606.10338).
 
-Experts that forget tokens use more than retain tokens do (forget-critical ones) get little retain signal, so unlearning
-damages what they hold for everybody else. Retain tokens are therefore reweighted until each such expert is as active on
-the retain side as on the forget side.
+Experts that forget tokens use more than retain tokens do (forget-critical experts) get little retain signal, so
+unlearning damages what they store for other documents. Retain tokens are therefore reweighted until each such expert is
+as active on retain tokens as on forget tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gripmoe.moe import MoEModel
 
 
 def matching_weights(active_NS: Tensor, wanted_S: Tensor, *, ridge: float = 1e-2, max_steps: int = 100) -> Tensor:
-    """Positive weights of mean 1, as near to uniform as may be (in relative entropy), under which the mean of each
-    column of `active_NS` (0 or 1) is that of `wanted_S`.
+    """The positive weights of mean 1 nearest to uniform (in relative entropy) under which the means of the columns of
+    `active_NS` (0 or 1) are `wanted_S`.
 
-    They are exponential in the columns; their dual is minimised by Newton's method. `ridge` keeps it finite where no
-    weights can do what is wanted: then they come near.
+    The weights are exponential in the columns; Newton's method minimises the dual. `ridge` keeps it finite where no
+    weights give the wanted means, which they then approach.
     """
     active_NS, wanted_S = active_NS.double(), wanted_S.double()
     eye_SS = torch.eye(len(wanted_S), dtype=active_NS.dtype, device=active_NS.device)
@@ -49,8 +49,8 @@ def matching_weights(active_NS: Tensor, wanted_S: Tensor, *, ridge: float = 1e-2
 def routing_aware_weights(
     model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch], per_layer: int
 ) -> OriginalCache:
-    """A weight for every token of the `retain` documents; forget-critical are the `per_layer` experts of each layer
-    whose share of forget tokens exceeds their share of retain tokens by most. Padding weighs nothing."""
+    """A weight for every token of the `retain` documents, 0 for padding. Forget-critical are the `per_layer` experts of
+    each layer whose share of forget tokens exceeds their share of retain tokens by most."""
     activity = {"forget": [], "retain": []}
     for name, batches in (("forget", forget), ("retain", retain)):
         for batch in batches:
