@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from gripmoe.config.methods import method_table
 from gripmoe.constraints.null_space import NullSpaceMinibatch
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
@@ -112,8 +113,9 @@ def test_projecting_a_layer_against_expert_by_expert(compare):
 def test_bases_made_at_every_step(forgetting, compare):
     """Against fixed ones, of the same layer and tokens."""
     layer = Layer(**{name: size for name, size in SIZE.items() if name != "L"})
-    constraint = NullSpaceMinibatch({0: EPS_NULL}, "expert", forgetting=forgetting)
-    constraint._rules = {0: layer.rule}
+    method = method_table()["expert_specific_tracked" if forgetting else "expert_specific_minibatch"]
+    constraint = NullSpaceMinibatch(method)
+    constraint._rules, constraint._eps_null = {0: layer.rule}, {0: EPS_NULL}
     after_Ed = layer.theta_Ed + layer.update_Ed
     name = "tracked" if forgetting else "minibatch"
     made = lambda: constraint.constrain(0, layer.theta_Ed, after_Ed, layer.seen)  # noqa: E731

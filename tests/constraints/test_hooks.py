@@ -18,12 +18,13 @@ from gripmoe.config.methods import Method
 from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.null_space import NullSpacePaper
 from gripmoe.data.documents import Row, collate, collate_inputs
-from gripmoe.geometry.nullspace import EpsNull
 from gripmoe.geometry.routing import mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:AdamW decays router weights")
 RETAIN = [random_batch(seed=100), random_batch(seed=101)]
+# Draws rows at random wherever a margin is exceeded, which with a wide one is in every step.
+PAPER = METHODS["expert_specific_paper"].model_copy(update={"safety_margin": 1.0})
 
 
 def adamw(model, lr=0.05):
@@ -44,7 +45,7 @@ class Spy(NullSpacePaper):
     """Keeps how many tokens each step was constrained with."""
 
     def __init__(self):
-        super().__init__(dict.fromkeys(range(2), EpsNull(1e-2, "absolute")), safety_margin=1.0)
+        super().__init__(PAPER)
         self.tokens = []
 
     def constrain(self, layer, before_Ed, after_Ed, seen):
@@ -399,10 +400,6 @@ def resumed(method, with_state=True, from_original=True):
         for step in range(3, 6):
             step_of(model, optimizer, handle, RETAIN[step % 2])
     return list(model.parameters())
-
-
-# Draws rows at random wherever a margin is exceeded, which with a wide one is in every step.
-PAPER = METHODS["expert_specific_paper"].model_copy(update={"safety_margin": 1.0})
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gripmoe
-from conftest import random_batch, small_model
+from conftest import METHODS, random_batch, small_model
 from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.constraints import null_space as module
 from gripmoe.constraints.base import FrozenRouter, Unconstrained
@@ -24,15 +24,13 @@ from gripmoe.geometry.routing import (
 )
 from gripmoe.moe import MoEModel
 
-ABSOLUTE = dict.fromkeys(range(2), EpsNull(1e-2, "absolute"))
-
 
 def null_space(eps_null, **axes):
     config = EpsNullConfig(value=eps_null, kind="relative")
     return Method(constraint="null_space", basis="original", eps_null=config, **axes)
 
 
-def guarded_by(constraint, moe, optimizer, retain=()):
+def constrained_by(constraint, moe, optimizer, retain=()):
     constraint.start(moe, [], retain)
     return ConstraintHandle(moe, optimizer, constraint)
 
@@ -125,25 +123,25 @@ def test_frozen_router_stays_though_weight_decay_pulls():
     model = small_model()
     moe, optimizer = MoEModel(model), adamw(model)
     before = moe.thetas()
-    with guarded_by(FrozenRouter(), moe, optimizer) as handle:
+    with constrained_by(FrozenRouter(), moe, optimizer) as handle:
         train(model, optimizer, handle)
     assert all(torch.equal(moe.theta(layer), before[layer]) for layer in moe.layers)
 
 
 def test_unconstrained_handle_changes_nothing():
-    plain, guarded = small_model(), small_model()
+    plain, constrained = small_model(), small_model()
     optimizer = adamw(plain)
     train(plain, optimizer)
-    optimizer = adamw(guarded)
-    with guarded_by(Unconstrained(), MoEModel(guarded), optimizer) as handle:
-        train(guarded, optimizer, handle)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), guarded.parameters(), strict=True))
+    optimizer = adamw(constrained)
+    with constrained_by(Unconstrained(), MoEModel(constrained), optimizer) as handle:
+        train(constrained, optimizer, handle)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), constrained.parameters(), strict=True))
 
 
 def test_closed_handle_lets_go():
     model = small_model()
     moe, optimizer = MoEModel(model), adamw(model)
-    with guarded_by(FrozenRouter(), moe, optimizer):
+    with constrained_by(FrozenRouter(), moe, optimizer):
         pass
     for layer in moe.layers:
         moe.theta(layer).requires_grad_(True)
@@ -157,18 +155,18 @@ def test_paper_form_projects_each_update_against_the_current_minibatch():
     generator = torch.Generator().manual_seed(0)
     model = small_model()
     moe = MoEModel(model)
-    constraint = NullSpacePaper(ABSOLUTE)
+    constraint = NullSpacePaper(METHODS["expert_specific_paper"])
     constraint.start(moe, [], [])
     x = 3 * torch.randn(6, 32, generator=generator)
     before = moe.theta(0).detach()
     seen = route(x, before, moe.rule(0))
     after = before + 0.01 * torch.randn(before.shape, generator=generator)
-    allowed = constraint.constrain(0, before, after, seen)
+    feasible = constraint.constrain(0, before, after, seen)
     selected = selection_mask(seen.top_k_Nk, moe.num_experts)
-    assert (x @ (allowed - before).T).abs()[selected].max() < 1e-4
+    assert (x @ (feasible - before).T).abs()[selected].max() < 1e-4
     assert (x @ (after - before).T).abs()[selected].max() > 1e-2, "the control"
     expected = covariance_basis(x, selected, EpsNull(1e-2, "absolute")).project(after - before)
-    torch.testing.assert_close(allowed - before, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(feasible - before, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("safety_margin", [1e-3, 1e3], ids=["margins", "bounds of 0"])
@@ -183,17 +181,17 @@ def test_large_inputs_of_low_rank_keep_their_sets_and_leave_the_rest_free(safety
     trace = dict.fromkeys(range(2), seen)
     constraint = NullSpace(trace, fit_bases(trace, moe.rules(), null_space(1e-4)), safety_margin)
     constraint.start(moe, [], [])
-    held, free = theta, theta
+    constrained, free = theta, theta
     for _ in range(20):
         step = 0.05 * torch.randn(theta.shape, generator=generator)
-        held, free = constraint.constrain(0, held, held + step, None), free + step
+        constrained, free = constraint.constrain(0, constrained, constrained + step, None), free + step
 
     def stability(moved):
         return mean_stability(routing_stability({0: seen}, {0: route(seen.x_Nd, moved, moe.rule(0))}))
 
-    assert stability(held) == 1.0 and stability(free) < 0.9
-    allowed = constraint.bases[0].project((free - theta).double())
-    assert ((held - theta).norm(dim=1) > 0.99 * allowed.norm(dim=1)).all()
+    assert stability(constrained) == 1.0 and stability(free) < 0.9
+    feasible = constraint.bases[0].project((free - theta).double())
+    assert ((constrained - theta).norm(dim=1) > 0.99 * feasible.norm(dim=1)).all()
 
 
 @pytest.mark.parametrize(
@@ -211,13 +209,13 @@ def test_a_method_chooses_the_draws_of_algorithm_1_and_what_triggers_them(choice
     selected = selection_mask(seen.top_k_Nk, moe.num_experts)
     bounds = (rule.margins(seen.scores_NE, seen.top_k_Nk) - 1e-3).masked_fill(selected, torch.inf)
 
-    def allowed(method):
+    def feasible(method):
         constraint = null_space_of(method, dict.fromkeys(range(2), seen), None, seed=0)
         constraint.start(moe, [], [])
         return constraint.constrain(0, theta, theta + update, seen) - theta
 
     stage_1 = covariance_basis(seen.x_Nd, selected, EpsNull(0.3, "relative")).project(update)
-    usual, chosen = allowed(method), allowed(method.model_copy(update=choice))
+    usual, chosen = feasible(method), feasible(method.model_copy(update=choice))
     if less is None:
         torch.testing.assert_close(chosen, stage_1, atol=1e-5, rtol=0)
         assert (usual - stage_1).norm() > 0.1, "the control"
@@ -228,7 +226,7 @@ def test_a_method_chooses_the_draws_of_algorithm_1_and_what_triggers_them(choice
 def test_paper_form_needs_the_retain_forward():
     model = small_model()
     optimizer = adamw(model)
-    with guarded_by(NullSpacePaper(ABSOLUTE), MoEModel(model), optimizer):
+    with constrained_by(NullSpacePaper(METHODS["expert_specific_paper"]), MoEModel(model), optimizer):
         with pytest.raises(RuntimeError, match="handle.retain"):
             train(model, optimizer, steps=1)
 
@@ -284,15 +282,15 @@ def test_a_rank_cap_holds_the_strongest_directions_alone(basis):
         method = Method(constraint="null_space", basis=basis, eps_null=config, max_rank=cap)
         constraint = null_space_of(method, trace, fit_bases(trace, moe.rules(), method), seed=0)
         constraint.start(moe, [], [])
-        allowed = constraint.constrain(0, theta, theta + update, seen) - theta
-        strongly[cap] = (allowed[served] @ strong).abs().max().item()
-        weakly[cap] = (x @ allowed.T).abs().gather(1, seen.top_k_Nk).max().item()
+        feasible = constraint.constrain(0, theta, theta + update, seen) - theta
+        strongly[cap] = (feasible[served] @ strong).abs().max().item()
+        weakly[cap] = (x @ feasible.T).abs().gather(1, seen.top_k_Nk).max().item()
     assert max(strongly.values()) < 1e-4 < (update[served] @ strong).abs().max()
     assert weakly[None] < 1e-5 < 1e-3 < weakly[1]
 
 
 def test_tracked_bases_remember_and_forget():
-    """A token of an earlier step stays held for a while: longer the less is forgotten; minibatch bases drop it."""
+    """A token of an earlier step stays fixed for a while: longer the less is forgotten; minibatch bases drop it."""
     generator = torch.Generator().manual_seed(0)
     moe = MoEModel(small_model())
     theta = moe.theta(0).detach()
@@ -301,15 +299,16 @@ def test_tracked_bases_remember_and_forget():
     selected = route(old, theta, moe.rule(0)).top_k_Nk[0]
     moved = {}
     for forgetting in (None, 0.5, 0.99):
-        eps_null = dict.fromkeys(range(2), EpsNull(1e-3, "relative"))
-        constraint = NullSpaceMinibatch(eps_null, "expert", forgetting=forgetting)
+        tracked = {"basis": "tracked", "forgetting": forgetting} if forgetting else {"basis": "minibatch"}
+        method = null_space(1e-3).model_copy(update=tracked)
+        constraint = NullSpaceMinibatch(method)
         constraint.start(moe, [], [])
         constraint.constrain(0, theta, theta, route(old, theta, moe.rule(0)))
         moved[forgetting] = []
         for x in new:
-            allowed = constraint.constrain(0, theta, theta + update, route(x, theta, moe.rule(0)))
-            moved[forgetting].append((old @ (allowed - theta).T)[0, selected].abs().max().item())
-        resumed = NullSpaceMinibatch(eps_null, "expert", forgetting=forgetting)
+            feasible = constraint.constrain(0, theta, theta + update, route(x, theta, moe.rule(0)))
+            moved[forgetting].append((old @ (feasible - theta).T)[0, selected].abs().max().item())
+        resumed = NullSpaceMinibatch(method)
         resumed.start(moe, [], [])
         resumed.load_state(constraint.state())
         step = 0, theta, theta + update, route(new[0], theta, moe.rule(0))
@@ -353,7 +352,7 @@ def test_what_was_observed_outlives_an_interruption():
     """Between two looks a resumed run says what the interrupted one said; without its state it looks anew."""
     retain = [random_batch(seed=3)]
 
-    def guarded(steps, learning_rate, state=None):
+    def constrained(steps, learning_rate, state=None):
         moe = MoEModel(small_model())
         optimizer = torch.optim.AdamW(moe.model.parameters(), lr=learning_rate)
         with gripmoe.constrain(moe.model, optimizer, retain, method=null_space(0.3)) as handle:
@@ -362,5 +361,5 @@ def test_what_was_observed_outlives_an_interruption():
             train(moe.model, optimizer, handle, steps=steps)
             return handle.constraint.observed(), handle.state_dict()
 
-    calm, state = guarded(2, 1e-7)
-    assert guarded(1, 0.3, state)[0] == calm != guarded(1, 0.3)[0]
+    calm, state = constrained(2, 1e-7)
+    assert constrained(1, 0.3, state)[0] == calm != constrained(1, 0.3)[0]

@@ -1,6 +1,7 @@
-"""Method A: when may a router row move, and how far, so that what it selects for retain tokens stays (Sec. 4).
+"""Method A: how far a router row may move, so that its selections of retain tokens stay (Sec. 4).
 
-N retain tokens, d hidden size, E experts, k experts per token.
+`NullSpace` is the sound form, `NullSpacePaper` the paper's, `NullSpaceMinibatch` between them. N tokens, d hidden size,
+E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, c
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule, route
 
 
-class _TwoStages(Unconstrained):
-    """What the forms of Method A say of their steps; they look at every tenth, since a look projects once more."""
+class _Observed(Unconstrained):
+    """What the forms of Method A report of their steps: of every tenth, since a look projects once more."""
 
     def __init__(self) -> None:
         self._calls: Counter[int] = Counter()
@@ -30,20 +31,20 @@ class _TwoStages(Unconstrained):
     def _nearest(self, layer: int, *args, **options) -> Tensor:
         """`nearest_feasible`, and how many rows of this layer it shrinks."""
         self._shrunk[layer] = 0
-        return nearest_feasible(*args, **options, on_shrunk=lambda rows: self._shrunk.update({layer: rows}))
+        on_shrunk = lambda rows: self._shrunk.update({layer: rows})  # noqa: E731
+        return nearest_feasible(*args, **options, tolerance=1e-6, on_shrunk=on_shrunk)
 
-    def _note(self, layer: int, basis: RetainBasis, update_Ed: Tensor, feasible_Ed: Tensor) -> None:
+    def _observe(self, layer: int, basis: RetainBasis, update_Ed: Tensor, feasible_Ed: Tensor) -> None:
         self._calls[layer] += 1
-        if self._calls[layer] % 10 != 1:
-            return
-        stage_1_Ed = basis.project(update_Ed.to(basis.U_ret_Edr))
-        moved_E = (feasible_Ed - stage_1_Ed).norm(dim=1) > 1e-4 * stage_1_Ed.norm(dim=1)  # not by rounding
-        self._beyond[layer], self._ranks[layer] = (v.double().mean().item() for v in (moved_E, basis.ranks))
+        if self._calls[layer] % 10 == 1:
+            stage_1_Ed = basis.project(update_Ed.to(basis.U_ret_Edr))
+            moved_E = (feasible_Ed - stage_1_Ed).norm(dim=1) > 1e-4 * stage_1_Ed.norm(dim=1)  # not by rounding
+            self._beyond[layer], self._ranks[layer] = (v.double().mean().item() for v in (moved_E, basis.ranks))
 
     def observed(self) -> dict[str, float]:
         """`stage_2_rate`, the share of router rows that Stage 1 alone leaves beyond a margin; `rank_layer_<l>`, the
-        mean number of directions that it holds; `rows_shrunk`, the router rows of the last step for which Stage 2 found
-        no nearest point (absent in the paper's form)."""
+        mean rank of a basis; `rows_shrunk`, the router rows of the last step for which Stage 2 found no nearest point
+        (absent in the paper's form)."""
         if not self._beyond:
             return {}
         rate = sum(self._beyond.values()) / len(self._beyond)
@@ -59,7 +60,7 @@ class _TwoStages(Unconstrained):
         self._calls = Counter(calls)
 
 
-class NullSpace(_TwoStages):
+class NullSpace(_Observed):
     """Method A, the sound form: selections on the *original* retain representations never change.
 
     With D the router's displacement since the start, x_0, S_0 and tau_0 recorded once from the original model: D_j
@@ -87,64 +88,44 @@ class NullSpace(_TwoStages):
             self._bounds_NE[layer] = _bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0)
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
-        theta_0 = self._theta_0[layer]
-        basis = self.bases[layer]
-        displacement_Ed = self._nearest(
-            layer,
-            after_Ed - theta_0,
-            basis,
-            self._x_Nd[layer],
-            self._bounds_NE[layer],
-            near_Ed=before_Ed - theta_0,
-            tolerance=1e-6,
-        )
-        self._note(layer, basis, after_Ed - theta_0, displacement_Ed)
+        theta_0, basis = self._theta_0[layer], self.bases[layer]
+        constraints = basis, self._x_Nd[layer], self._bounds_NE[layer]
+        displacement_Ed = self._nearest(layer, after_Ed - theta_0, *constraints, near_Ed=before_Ed - theta_0)
+        self._observe(layer, basis, after_Ed - theta_0, displacement_Ed)
         return theta_0 + displacement_Ed
 
 
-class NullSpaceMinibatch(_TwoStages):
+class NullSpaceMinibatch(_Observed):
     """Method A against the current retain minibatch, soundly: the optimizer's own update is replaced by the nearest one
-    that changes no set which the router of the step before selects for these tokens. Nothing holds other tokens.
+    that changes no set which the router of the step before selects for these tokens. Other tokens are free.
 
-    With `forgetting` bases are tracked: the tokens of earlier steps stay in them with a weight that falls by that
-    factor at every step, so selected scores are held (to first order) on directions seen lately, margins on the
-    minibatch alone.
+    With `basis: tracked` the tokens of earlier steps stay in the bases with a weight that falls by `forgetting` at
+    every step: selected scores are fixed (to first order) on directions seen lately, margins on the minibatch alone.
     """
 
     watches = frozenset({"retain"})
     needs_retain = True
 
-    def __init__(
-        self,
-        eps_null: dict[int, EpsNull],
-        granularity: str,
-        safety_margin: float = 1e-3,
-        forgetting: float | None = None,
-        max_rank: int | None = None,
-    ):
+    def __init__(self, method: Method):
         super().__init__()
-        self.eps_null = eps_null
-        self.granularity = granularity
-        self.safety_margin = safety_margin
-        self.forgetting = forgetting
-        self.max_rank = max_rank
-        self._factors: dict[int, Tensor] = {}
+        self.method = method
+        self._factors: dict[int, Tensor] = {}  # of tracked bases
 
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()
-        self._rules = {layer: model.rule(layer) for layer in model.layers}
+        self._rules = model.rules()
+        self._eps_null = eps_by_layer(self.method.eps_null, model.layers)
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
-        rule = self._rules[layer]
+        method, rule = self.method, self._rules[layer]
         current = route(seen.x_Nd, before_Ed, rule)
-        basis, factor_Erd = _basis(
-            current, rule, self.eps_null[layer], self.granularity, self.max_rank, self._factors.get(layer)
-        )
-        if self.forgetting:
-            self._factors[layer] = self.forgetting**0.5 * factor_Erd
-        bounds_NE = _bounds(current, rule, self.safety_margin).clamp_min(0)
-        update_Ed = self._nearest(layer, after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
-        self._note(layer, basis, after_Ed - before_Ed, update_Ed)
+        earlier_Erd = self._factors.get(layer)
+        basis, factor_Erd = _basis(current, rule, self._eps_null[layer], method, earlier_Erd)
+        if method.basis == "tracked":
+            self._factors[layer] = method.forgetting**0.5 * factor_Erd
+        bounds_NE = _bounds(current, rule, method.safety_margin).clamp_min(0)
+        update_Ed = self._nearest(layer, after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE)
+        self._observe(layer, basis, after_Ed - before_Ed, update_Ed)
         return before_Ed + update_Ed
 
     def state(self) -> dict:
@@ -155,56 +136,44 @@ class NullSpaceMinibatch(_TwoStages):
         self._factors = dict(state.get("factors", {}))
 
 
-class NullSpacePaper(_TwoStages):
+class NullSpacePaper(_Observed):
     """Method A to the letter (Alg. 1, App. B-D): the update of each step, projected with the current retain minibatch.
 
     Bases come from the minibatch by eigendecomposition in fp32 with an absolute eps_null; margins are those of the
     original router on the current representations, spent afresh at every step; Stage 2 is randomized Kaczmarz. With
-    `of_gradient` the gradient is projected before the optimizer sees it (App. D's hook); momentum and weight decay then
-    leave the null space again.
+    `projects: gradient` the gradient is projected before the optimizer sees it (App. D's hook); momentum and weight
+    decay then leave the null space again.
     """
 
     watches = frozenset({"retain"})
     needs_retain = True
 
-    def __init__(
-        self,
-        eps_null: dict[int, EpsNull],
-        *,
-        safety_margin: float = 1e-3,
-        max_steps: int = 100,
-        tolerance: float = 1e-4,
-        of_gradient: bool = False,
-        seed: int = 0,
-    ):
+    def __init__(self, method: Method, seed: int = 0):
         super().__init__()
-        self.of_gradient = of_gradient
-        self.eps_null = eps_null
-        self.safety_margin = safety_margin
-        self.max_steps = max_steps
-        self.tolerance = tolerance
-        self.seed = seed
+        self.method, self.seed = method, seed
+        self.of_gradient = method.projects == "gradient"
 
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()
         self.generator = torch.Generator(model.model.device).manual_seed(self.seed)
         self._theta_0 = model.thetas()
-        self._rules = {layer: model.rule(layer) for layer in model.layers}
+        self._rules = model.rules()
+        self._eps_null = eps_by_layer(self.method.eps_null, model.layers)
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         rule = self._rules[layer]
         original = route(seen.x_Nd, self._theta_0[layer], rule)
         fixed_NE = rule.fixed(original.scores_NE, original.top_k_Nk)
-        basis = covariance_basis(seen.x_Nd, fixed_NE, self.eps_null[layer])
+        basis = covariance_basis(seen.x_Nd, fixed_NE, self._eps_null[layer])
         update_Ed = randomized_kaczmarz(
             basis.project(after_Ed - before_Ed),
             seen.x_Nd,
-            _bounds(original, rule, self.safety_margin),
-            max_steps=self.max_steps,
-            tolerance=self.tolerance,
+            _bounds(original, rule, self.method.safety_margin),
+            max_steps=self.method.kaczmarz_steps,
+            tolerance=self.method.kaczmarz_tolerance,
             generator=self.generator,
         )
-        self._note(layer, basis, after_Ed - before_Ed, update_Ed)
+        self._observe(layer, basis, after_Ed - before_Ed, update_Ed)
         return before_Ed + update_Ed
 
     def state(self) -> dict:
@@ -220,22 +189,23 @@ def null_space_of(
     method: Method, trace: RoutingTrace, bases: Mapping[int, RetainBasis] | None, seed: int
 ) -> NullSpace | NullSpaceMinibatch | NullSpacePaper:
     """The form that a row of methods.yaml asks for; `bases` where it has fixed ones."""
-    eps_null = eps_by_layer(method.eps_null, list(trace))
     if method.form == "paper":
-        return NullSpacePaper(
-            eps_null,
-            safety_margin=method.safety_margin,
-            max_steps=method.kaczmarz_steps,
-            tolerance=method.kaczmarz_tolerance,
-            of_gradient=method.projects == "gradient",
-            seed=seed,
-        )
-    if method.basis in ("minibatch", "tracked"):
-        forgetting = method.forgetting if method.basis == "tracked" else None
-        return NullSpaceMinibatch(
-            eps_null, method.granularity, method.safety_margin, forgetting=forgetting, max_rank=method.max_rank
-        )
-    return NullSpace(trace, bases, method.safety_margin)
+        return NullSpacePaper(method, seed)
+    return NullSpace(trace, bases, method.safety_margin) if method.has_bases else NullSpaceMinibatch(method)
+
+
+def constrained_trace(method: Method, retain: RoutingTrace, forget: RoutingTrace) -> RoutingTrace:
+    """The tokens whose routing a null space fixes: retain tokens, or as the method's `surface` says (App. G.3)."""
+    if method.surface == "combined":
+        return {layer: LayerRouting.joined([retain[layer], forget[layer]]) for layer in retain}
+    return forget if method.surface == "forget" else retain
+
+
+def fit_bases(trace: RoutingTrace, rules: Mapping[int, SelectionRule], method: Method) -> dict[int, RetainBasis]:
+    """The retain basis of each layer of a trace, per expert or, with granularity "layer", of all tokens for all experts
+    (the full null space, Sec. 4.1)."""
+    eps_null = eps_by_layer(method.eps_null, list(trace))
+    return {layer: _basis(seen, rules[layer], eps_null[layer], method)[0] for layer, seen in trace.items()}
 
 
 def eps_by_layer(config: EpsNullConfig, layers: Sequence[int]) -> dict[int, EpsNull]:
@@ -247,50 +217,24 @@ def eps_by_layer(config: EpsNullConfig, layers: Sequence[int]) -> dict[int, EpsN
     }
 
 
-def fit_bases(
-    trace: RoutingTrace,
-    rules: Mapping[int, SelectionRule],
-    method: Method,
-) -> dict[int, RetainBasis]:
-    """The retain basis of each layer of a trace, per expert or, with granularity "layer", of all
-    tokens for all experts (the full null space, Sec. 4.1)."""
-    eps_null = eps_by_layer(method.eps_null, list(trace))
-    return {
-        layer: _basis(trace[layer], rules[layer], eps_null[layer], method.granularity, method.max_rank)[0]
-        for layer in trace
-    }
-
-
 def _bounds(seen: LayerRouting, rule: SelectionRule, safety_margin: float) -> Tensor:
-    """How much each score may rise; infinity for those that stage 1 holds."""
+    """How much each score may rise; infinity for those that Stage 1 fixes."""
     fixed_NE = rule.fixed(seen.scores_NE, seen.top_k_Nk)
     return (rule.margins(seen.scores_NE, seen.top_k_Nk) - safety_margin).masked_fill(fixed_NE, torch.inf)
 
 
 def _basis(
-    seen: LayerRouting,
-    rule: SelectionRule,
-    eps_null: EpsNull,
-    granularity: str,
-    max_rank: int | None = None,
-    earlier_Erd: Tensor | None = None,
+    seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: Method, earlier_Erd: Tensor | None = None
 ) -> tuple[RetainBasis, Tensor]:
     """The basis of the tokens seen and of those in `earlier_Erd`, the factor of an earlier call; and the factor."""
     fixed_NE = rule.fixed(seen.scores_NE, seen.top_k_Nk)
-    if granularity == "layer":
+    if method.granularity == "layer":
         fixed_NE = torch.ones_like(fixed_NE[:, :1])
-    statistics = RetainStatistics(fixed_NE.shape[1], seen.x_Nd.shape[1], max_rank)
+    hidden_size, experts = seen.x_Nd.shape[1], fixed_NE.shape[1]
+    statistics = RetainStatistics(experts, hidden_size, method.max_rank)
     if earlier_Erd is not None:
         statistics.factor_Erd = earlier_Erd
-    hidden_size, experts = seen.x_Nd.shape[1], fixed_NE.shape[1]
     at_once = max(1024, hidden_size * experts // (4 * seen.top_k_Nk.shape[1]))  # tokens that fill factors of d rows
     for start in range(0, len(seen), at_once):
         statistics.update(seen.x_Nd[start : start + at_once], fixed_NE[start : start + at_once])
     return RetainBasis(statistics.basis(eps_null).U_ret_Edr.float()), statistics.factor_Erd
-
-
-def constrained_trace(method: Method, retain: RoutingTrace, forget: RoutingTrace) -> RoutingTrace:
-    """The tokens whose routing a null space holds: retain tokens, or as the method's `surface` says (App. G.3)."""
-    if method.surface == "combined":
-        return {layer: LayerRouting.joined([retain[layer], forget[layer]]) for layer in retain}
-    return forget if method.surface == "forget" else retain
