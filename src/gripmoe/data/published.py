@@ -11,8 +11,13 @@ from gripmoe.config.benchmarks import PublishedData
 from gripmoe.io.errors import ConfigError
 
 HELD_OUT_EVERY = 10  # of the retain corpus: kept from unlearning, for routing stability
-# MMLU's splits and what they are here: reported, seen by the stop rule, solved above questions of their subject.
-RETAIN_SPLITS = {"test": "test", "validation": "dev", "dev": "shots"}
+# MMLU's splits: what they are here (reported; seen by the stop rule; solved above questions of their subject), and the
+# key of `data.rows` with their number.
+RETAIN_SPLITS = {
+    "test": ("test", "retain_questions"),
+    "validation": ("dev", "mmlu_validation"),
+    "dev": ("shots", "mmlu_dev"),
+}
 MIN_CHARACTERS = 50  # shorter lines (headings, blanks) are no documents
 CHOICES = 4  # A to D, as prompts list them
 
@@ -21,21 +26,29 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ConfigError, with the download
     that is needed, for a data set that cannot be read, lacks a column or has no documents, and for a question without
     four choices or without the number of one of them."""
-    forget = _rows(data, "forget_questions", "wmdp-cyber", "test", ("question", "choices", "answer"))
-    columns = ("question", "choices", "answer", "subject")
-    retain = {
-        split: _rows(data, "retain_questions", "all", split, columns, None if split == "test" else f"mmlu_{split}")
-        for split in RETAIN_SPLITS
-    }
-    truths = _rows(data, "truthfulqa", "multiple_choice", "validation", ("question", "mc1_targets", "mc2_targets"))
-    retain_texts = _documents(_rows(data, "retain_corpus", "wikitext-2-raw-v1", "test", ("text",)), "retain")
+
+    def rows(key: str, name: str, split: str, *columns: str, counted: str | None = None) -> Iterable[dict]:
+        """`counted` is the key of `data.rows` with their number, if not `key`."""
+        path = getattr(data, key)
+        revision, expected = data.revisions.get(path), data.rows.get(counted or key)
+        return load_rows(path, name, split, columns, revision=revision, key=f"data.{key}", expected=expected)
+
+    asked = ("question", "choices", "answer")
+    forget = _questions(rows("forget_questions", "wmdp-cyber", "test", *asked), "forget", data.forget_subject)
+    retain = [
+        question
+        for split, (here, counted) in RETAIN_SPLITS.items()
+        for question in _questions(
+            rows("retain_questions", "all", split, *asked, "subject", counted=counted), "retain", None, here
+        )
+    ]
+    truths = rows("truthfulqa", "multiple_choice", "validation", "question", "mc1_targets", "mc2_targets")
+    retain_texts = _documents(rows("retain_corpus", "wikitext-2-raw-v1", "test", "text"), "retain")
     return {
-        "forget_questions": _questions(forget, "forget", data.forget_subject),
-        "retain_questions": [
-            row for split, rows in retain.items() for row in _questions(rows, "retain", None, RETAIN_SPLITS[split])
-        ],
+        "forget_questions": forget,
+        "retain_questions": retain,
         "truthfulqa": [{key: row[key] for key in ("question", "mc1_targets", "mc2_targets")} for row in truths],
-        "forget_corpus": _documents(_rows(data, "forget_corpus", "cyber-forget-corpus", "train", ("text",)), "forget"),
+        "forget_corpus": _documents(rows("forget_corpus", "cyber-forget-corpus", "train", "text"), "forget"),
         "retain_corpus": [row for i, row in enumerate(retain_texts) if i % HELD_OUT_EVERY],
         "held_out_corpus": retain_texts[::HELD_OUT_EVERY],
         "membership": [],  # statements that surely no model has seen are not published
@@ -75,15 +88,6 @@ def load_rows(
             "incomplete download or another revision. Download it again, or correct data.rows."
         )
     return table
-
-
-def _rows(
-    data: PublishedData, key: str, name: str, split: str, columns: tuple[str, ...], counted: str | None = None
-) -> Iterable[dict]:
-    """`counted` is the key of `data.rows` with their number, if not `key`."""
-    path = getattr(data, key)
-    revision, expected = data.revisions.get(path), data.rows.get(counted or key)
-    return load_rows(path, name, split, columns, revision=revision, key=f"data.{key}", expected=expected)
 
 
 def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: str | None = None) -> list[dict]:
