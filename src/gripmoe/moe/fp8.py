@@ -1,9 +1,10 @@
-"""Experts and linear layers in FP8 in training passes (App. A, Hardware and Quantization); routers and geometry stay in
-fp32, stored weights and optimizer states keep their precision.
+"""Experts and linear layers in FP8 in training passes (App. A, Hardware and Quantization). Routers and geometry stay in
+fp32; stored weights and optimizer states keep their precision.
 
-Experts: both factors of every product of an expert's weights, forward and backward, are rounded to E4M3, with a power
-of two as the scale of each row that is summed over. Linear layers: TransformerEngine's, by delayed scaling. T tokens, E
-experts, S token-expert pairs, i and o features in and out.
+Experts: both factors of every product with an expert's weights, forward and backward, are rounded to E4M3, with a power
+of two as the scale of each row that is summed over. Linear layers: TransformerEngine's, by delayed scaling.
+
+Shapes: T tokens, E experts, S token-expert pairs, i and o features in and out.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def _require_gpu(key: str, capability: tuple[int, int], otherwise: str) -> None:
 
 
 def linear_precision(model: MoEModel, precision: LinearPrecision) -> Callable[[], AbstractContextManager]:
-    """What to enter around every training pass, so that within it linear layers of the decoder whose widths are
-    multiples of 16 compute in `precision`; between passes the model is the plain one, with the same weights.
+    """A context manager for every training pass: within it linear layers of the decoder whose widths are multiples of
+    16 compute in `precision`. Between passes the model is the plain one, with the same weights.
 
     Raises ValueError where "te_fp8" has no TransformerEngine or no GPU."""
     if precision == "native":
@@ -88,7 +89,7 @@ def linear_precision(model: MoEModel, precision: LinearPrecision) -> Callable[[]
         for parent, name, _, counterpart in places:
             setattr(parent, name, counterpart)
         try:
-            # Scales move when this ends: what the backward pass computes again is rounded as it was.
+            # Scales change when this ends, so a recomputation in the backward pass is rounded as the pass was.
             with fp8_autocast(enabled=True, fp8_recipe=recipe):
                 yield
         finally:
@@ -126,14 +127,15 @@ def _converted(model: MoEModel) -> list[tuple[nn.Module, str, nn.Module, nn.Modu
 
 
 def _in_tiles(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`forward`, which wants a multiple of 16 tokens, of any number of them; zeros beside them move no scale."""
+    """Calls `forward`, which needs a multiple of 16 tokens, on any number of them: padded with zeros, which change no
+    scale."""
     x_Ti = x.flatten(0, -2)
     y_To = forward(F.pad(x_Ti, (0, 0, 0, -len(x_Ti) % ALIGNED)))
     return y_To[: len(x_Ti)].unflatten(0, x.shape[:-1])
 
 
 def _experts_forward(product, experts: nn.Module, x_Td: Tensor, top_k_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-    """What transformers calls in place of the experts' own forward; rows of an expert are padded to whole tiles."""
+    """The forward pass of fused experts, as transformers calls it; the rows of an expert are padded to whole tiles."""
     expert_S, order_S = top_k_Tk.flatten().sort(stable=True)
     token_S = order_S // top_k_Tk.shape[1]
     counts_E = torch.bincount(expert_S, minlength=experts.num_experts)
@@ -165,7 +167,7 @@ def _on_hopper(x_Si: Tensor, weight_Eio: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 class _Emulated(torch.autograd.Function):
-    """x_Si times the weight of each group of rows, rounded as the kernels round, in the backward pass too."""
+    """x_Si times the weight of each group of rows, rounded as the kernels round, also in the backward pass."""
 
     @staticmethod
     def forward(ctx, x_Si: Tensor, weight_Eio: Tensor, offsets_E: Tensor) -> Tensor:
@@ -202,7 +204,7 @@ def _scaled(x: Tensor, largest: Tensor) -> Tensor:
 
 def _registered(precision: Precision) -> str:
     """The name by which a model's configuration asks transformers for experts in `precision`."""
-    # Brings in all that a model is built on, seconds; only a run in FP8 needs it.
+    # Takes seconds to import, and only a run in FP8 needs it.
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     product = {"fp8": _on_hopper, "fp8_emulated": _Emulated.apply}[precision]

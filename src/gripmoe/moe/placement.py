@@ -12,8 +12,7 @@ from gripmoe.io import distributed
 
 
 def visible_devices() -> list[torch.device]:
-    """All GPUs that this process sees, or the CPU; for several processes the CPU, as no GPU need hold what they will
-    share."""
+    """All GPUs that this process sees, or the CPU; the CPU for several processes, whose GPUs share one model later."""
     if distributed.processes() > 1 or not torch.cuda.is_available():
         return [torch.device("cpu")]
     return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
@@ -39,13 +38,13 @@ def place(model: nn.Module, devices: Sequence[torch.device | str]) -> None:
 
 
 def devices_of(model: nn.Module) -> list[torch.device]:
-    """The device of every decoder layer: what `place` takes to bring another model beside this one."""
+    """The device of every decoder layer, as `place` takes them."""
     return [next(layer.parameters()).device for layer in model.model.layers]
 
 
 def _bring_along(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The inputs of a module where its weights are, if it has any; a cache stays, whose entries are made by the layers
-    themselves."""
+    """The inputs of a module on the device of its weights, if it has any. A cache stays: each layer makes its own
+    entries."""
     from accelerate.utils import send_to_device  # with a model, which transformers imports accelerate for
 
     own = next(chain(module.parameters(), module.buffers()), None)
