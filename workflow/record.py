@@ -119,7 +119,7 @@ def _shown() -> set[str]:
 def measured_only(table: Table) -> Table | None:
     """Without the rows and columns in which nothing was measured, and without groups of a single row, which compare
     nothing; None if no unlearned model is left."""
-    baselines = {names.METHODS["original"], names.METHODS["retrained"]}
+    baselines = {names.method_label("original"), names.method_label("retrained")}
     rows = [(block, [row for row in rows if any(c.text != MISSING for c in row[1])]) for block, rows in table.blocks]
     table.blocks = [
         (block, entries) for block, entries in rows if len(entries) > 1 or {label for label, *_ in entries} & baselines

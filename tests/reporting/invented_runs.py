@@ -39,15 +39,8 @@ def synthetic():
 
 
 def row(table, label):
-    for _, entries in table.blocks:
-        for name, measured, paper in entries:
-            if name.startswith(label):
-                return (
-                    name,
-                    dict(zip(table.columns, measured, strict=True)),
-                    dict(zip(table.paper_columns, paper, strict=True)),
-                )
-    raise AssertionError(label)
+    name, measured, paper = next(row for row in table.rows if row[0].startswith(label))
+    return name, dict(zip(table.columns, measured, strict=True)), dict(zip(table.paper_columns, paper, strict=True))
 
 
 def news(method, objective="gd", seed=0, **metrics):

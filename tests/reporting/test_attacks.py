@@ -9,35 +9,31 @@ from gripmoe.reporting.collect import COLUMNS, KEYS
 FACTS = 24
 
 
-def cells(*methods, seeds=(0,)):
+def runs_named(*methods, seeds=(0,)):
     return [("m", "b", "none" if method == "original" else "gd", method, seed) for method in methods for seed in seeds]
 
 
-def attacked(cell, own, forced):
+def attacked(run, own, forced):
     """Two questions on each fact, right according to functions of the fact's number."""
     rows = []
     for fact in range(FACTS):
         for order in range(2):
             scores = {"forget_accuracy": float(own(fact)), "forced_forget_accuracy": float(forced(fact))}
-            rows.append(dict(zip(KEYS, cell, strict=True)) | {"id": f"{fact}/{order}", "fact": f"f{fact}"} | scores)
+            rows.append(dict(zip(KEYS, run, strict=True)) | {"id": f"{fact}/{order}", "fact": f"f{fact}"} | scores)
     return rows
 
 
-def runs_of(cells, **metrics):
-    rows = [(*cell, metric, value) for cell in cells for metric, value in metrics.items()]
+def runs_of(runs, **metrics):
+    rows = [(*run, metric, value) for run in runs for metric, value in metrics.items()]
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def entries(table):
-    return {
-        label: dict(zip(table.columns, measured, strict=True))
-        for _, rows in table.blocks
-        for label, measured, _ in rows
-    }
+    return {label: dict(zip(table.columns, measured, strict=True)) for label, measured, _ in table.rows}
 
 
 def test_what_an_attack_adds_is_paired_by_question():
-    hides, swaps = cells("unconstrained", "frozen_router")
+    hides, swaps = runs_named("unconstrained", "frozen_router")
     items = attacked(hides, lambda f: f % 4 == 0, lambda f: True)
     items += attacked(swaps, lambda f: f % 2 == 0, lambda f: f % 2 == 1)  # as many right, others
     table = attack_matrix(runs_of([hides, swaps], forget_accuracy=0.9), pd.DataFrame(items))
@@ -71,14 +67,14 @@ def test_news_has_two_measures_and_each_attack_adds_to_its_own():
 
 
 def test_an_attack_that_changes_nothing_is_known_to_change_nothing():
-    (cell,) = cells("unconstrained")
+    (cell,) = runs_named("unconstrained")
     table = attack_matrix(runs_of([cell], forget_accuracy=0.5), pd.DataFrame(attacked(cell, *[lambda f: f % 2] * 2)))
     forced = entries(table)["Unconstrained"]["+ forced"]
     assert (forced.value, forced.half_width) == (0.0, 0.0)
 
 
 def test_intervals_widen_with_what_runs_differ_in():
-    alike, unlike = cells("unconstrained", seeds=(0, 1)), cells("frozen_router", seeds=(0, 1))
+    alike, unlike = runs_named("unconstrained", seeds=(0, 1)), runs_named("frozen_router", seeds=(0, 1))
     items = [row for cell in alike for row in attacked(cell, lambda f: False, lambda f: f % 2)]
     items += attacked(unlike[0], lambda f: False, lambda f: True) + attacked(
         unlike[1], lambda f: False, lambda f: False
@@ -89,14 +85,14 @@ def test_intervals_widen_with_what_runs_differ_in():
 
 
 def test_without_items_what_is_added_is_added_to_the_same_questions():
-    (cell,) = cells("unconstrained")
+    (cell,) = runs_named("unconstrained")
     metrics = dict(forget_accuracy=0.2, prompt_plain=0.3, forced_forget_accuracy=0.7, noisy_routing=0.4)
     found = entries(attack_matrix(runs_of([cell], **metrics)))["Unconstrained"]
     assert found["+ forced"].value == pytest.approx(0.5) and found["+ noise"].value == pytest.approx(0.1)
 
 
-def test_curves_show_the_oracle_in_every_panel():
-    known = cells("unconstrained")
+def test_curves_show_the_retrained_model_in_every_panel():
+    known = runs_named("unconstrained")
     retrained = [("m", "b", "none", "retrained", 0)]
     steps = {f"relearned_after_{step}": step / 20 for step in (0, 5, 20)} | {"relearned_from_others_after_5": 0.3}
     layers = {f"restored_{part}_layer_{layer}": 0.1 * layer for part in ("experts", "router") for layer in range(3)}
@@ -112,7 +108,7 @@ def test_curves_show_the_oracle_in_every_panel():
 
 def test_curves_say_what_a_model_relearned_from():
     """Documents about other facts, or a corpus that may hold the answers: each under its own name."""
-    known = cells("unconstrained")
+    known = runs_named("unconstrained")
     for source, text in (("relearned", "on other forget documents"), ("relearned_from_corpus", "on the forget corpus")):
         steps = {f"{source}_after_{step}": step / 20 for step in (0, 20)} | {"relearned_from_others_after_20": 0.3}
         (legend,) = relearning_curves(runs_of(known, **steps)).legends
@@ -120,7 +116,7 @@ def test_curves_say_what_a_model_relearned_from():
 
 
 def test_what_a_dense_model_cannot_have_is_told_from_what_was_not_measured():
-    (cell,) = cells("unconstrained")
+    (cell,) = runs_named("unconstrained")
     for experts, text in ((0.0, "n/a"), (16.0, "–")):
         table = attack_matrix(runs_of([cell], num_experts=experts, forget_accuracy=0.2, prompt_plain=0.2))
         found = entries(table)["Unconstrained"]

@@ -27,19 +27,11 @@ def test_known_methods_come_first_and_sweeps_stay_out():
 
 
 def test_every_method_has_a_name_and_a_look_of_its_own():
-    assert set(names.COLOURS) <= set(names.METHODS) and names.DASHED <= set(names.COLOURS)
     looks = {(names.colour(method), names.line_style(method)) for method in names.COLOURS}
     assert len(looks) == len(names.COLOURS)
-    of_colours = {names.colour(method): names.marker(method) for method in names.COLOURS}
+    of_colours = {names.colour(method): names.look_of(method)["marker"] for method in names.COLOURS}
     assert len(set(of_colours.values())) == min(len(of_colours), len(names.MARKERS))
     assert not {name for name in method_table() if "_eps_" not in name} - set(names.METHODS), "without a name"
-
-
-def test_more_colours_than_markers_use_them_again(monkeypatch):
-    many = {f"method_{number}": f"#{number:06x}" for number in range(len(names.MARKERS) + 1)}
-    monkeypatch.setattr(names, "COLOURS", many)
-    assert [names.marker(method) for method in many] == [*names.MARKERS, names.MARKERS[0]]
-    assert names.marker("another") == "o"
 
 
 # As who lacks a cone sees linear RGB (Machado, Oliveira and Fernandes, 2009), and XYZ of it.
@@ -72,8 +64,3 @@ def test_colours_can_be_told_apart_by_everyone(vision):
     assert (distance(olive, orange) > 25) if vision == "all cones" else (distance(olive, orange) < 7)
     distances = {pair: distance(*pair) for pair in combinations(set(names.COLOURS.values()), 2)}
     assert min(distances.values()) > 15, min(distances, key=distances.get)
-
-
-def test_what_attacks_return_of_forgotten_things_is_to_be_low_and_of_retained_ones_high():
-    assert {"forced_forget_accuracy", "forced_verbmem", "restored_router_all"} <= names.LOWER_IS_BETTER
-    assert not [name for name in names.LOWER_IS_BETTER if "retain" in name]

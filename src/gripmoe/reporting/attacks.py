@@ -11,7 +11,7 @@ from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS, beside
 from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
-from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, look_of, nothing, panels_of
+from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, nothing, panels_of
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
 from gripmoe.reporting.tables import Cell, Table, interval, with_half_width
 
@@ -19,7 +19,7 @@ FULL_SHADE = 0.7  # what an attack returns at most of a model that knew nearly e
 
 
 def load_attacks(runs: Path) -> pd.DataFrame:
-    """The table of attacked items that belongs to the table of `runs`: a row per cell and item, a column per attack."""
+    """The table of attacked items that belongs to the table of `runs`: a row per run and item, a column per attack."""
     return pd.read_csv(beside(runs, "attacks"))
 
 
@@ -28,22 +28,22 @@ def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name:
     comparisons.yaml, where an attack stands right of the measure that it adds to. With the table of `attacks`
     differences are paired by item, and intervals are bootstrapped over runs and items (of letter questions over the
     facts asked about); without it, for letter questions alone, they are those over runs."""
-    by_cell = {} if attacks is None else dict(list(attacks.groupby(KEYS)))
+    by_run = {} if attacks is None else dict(list(attacks.groupby(KEYS)))
     spec = specification(name)
     measures = added_to(spec)
 
-    def recovered(cells: pd.DataFrame, metric: str, news: bool) -> Cell:
+    def recovered(of_row: pd.DataFrame, metric: str, news: bool) -> Cell:
         own = measures[metric]
-        mean, half = _paired(by_cell, cells, metric, own) if by_cell else _over_runs(cells, metric, own)
+        mean, half = _paired(by_run, of_row, metric, own) if by_run else _over_runs(of_row, metric, own)
         if mean is None:
-            return absent(cells, metric)
+            return absent(of_row, metric)
         full, decimals = (100 * FULL_SHADE, 0) if news else (FULL_SHADE, 2)
         shade = 0.0 if metric == own else min(1.0, max(0.0, mean) / full)
         return Cell(with_half_width(mean, half, decimals), mean, half, shade=shade)
 
     table = comparison(runs, name, recovered)
     table.notes[-1] = f"The darker, the more comes back. {table.notes[-1]}"
-    if by_cell:
+    if by_run:
         drawn = "items" if spec.get("kind") == "news" else "the facts that questions ask about"
         table.notes[0] = (
             f"Mean over runs; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of runs and of {drawn}, paired"
@@ -52,108 +52,107 @@ def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name:
     return table
 
 
-def _paired(by_cell: dict, cells: pd.DataFrame, metric: str, own: str) -> tuple[float | None, float | None]:
+Estimate = tuple[float | None, float | None]  # mean and half of its interval
+
+
+def _paired(by_run: dict, of_row: pd.DataFrame, metric: str, own: str) -> Estimate:
     differences = []
-    for key in cells[KEYS].drop_duplicates().itertuples(index=False):
-        asked = by_cell.get(tuple(key))
-        if asked is None or metric not in asked or asked[metric].isna().all():
-            continue
-        asked = asked[asked[metric].notna()].set_index("fact")
-        differences.append(asked[own] if metric == own else asked[metric] - asked[own])
+    for key in of_row[KEYS].drop_duplicates().itertuples(index=False, name=None):
+        asked = by_run[key].set_index("fact") if key in by_run else pd.DataFrame()
+        if metric in asked and asked[metric].notna().any():
+            asked = asked[asked[metric].notna()]
+            differences.append(asked[own] if metric == own else asked[metric] - asked[own])
     if not differences:
         return None, None
     mean, low, high = paired_interval(differences)
     return mean, (high - low) / 2
 
 
-def _over_runs(cells: pd.DataFrame, metric: str, own: str) -> tuple[float | None, float | None]:
-    wide = cells.pivot_table(index=KEYS, columns="metric", values="value")
+def _over_runs(of_row: pd.DataFrame, metric: str, own: str) -> Estimate:
+    wide = of_row.pivot_table(index=KEYS, columns="metric", values="value")
     if metric not in wide:
         return None, None
     # Forcing is asked about every question, the rest about the sample that the plain prompt is asked about too.
     base = own if metric == "forced_forget_accuracy" or "prompt_plain" not in wide else "prompt_plain"
-    values = wide[metric] if metric == own else wide[metric] - wide[base]
-    mean, half = interval(values)
+    mean, half = interval(wide[metric] if metric == own else wide[metric] - wide[base])
     return (None, None) if pd.isna(mean) else (mean, half)
 
 
+LOOKS = {  # marker, size, whether filled and name; what is drawn later lies above
+    "forced_forget_accuracy": ("o", 6, False, "original sets forced"),
+    "forget_accuracy": ("o", 2.8, True, "as it is"),
+    "random_forced_forget_accuracy": ("|", 6, True, "random sets forced"),
+    "restored_experts_worst_layer": ("x", 4, True, "one layer's experts put back"),
+}
+
+
 def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
-    """Forget accuracy as the model is (dot), under the original expert sets (ring) beside random ones (bar), and
-    with one layer's original experts put back (cross), for every method (the paper's Figure 1b). What random sets
-    return is not the router's doing. The band is the retrained model's range of the four: no method can be asked to stay below.
-    """
-    marks = {  # marker, size, whether filled; what is drawn later lies above
-        "forced_forget_accuracy": ("o", 6, False, "original sets forced"),
-        "forget_accuracy": ("o", 2.8, True, "as it is"),
-        "random_forced_forget_accuracy": ("|", 6, True, "random sets forced"),
-        "restored_experts_worst_layer": ("x", 4, True, "one layer's experts put back"),
-    }
-    found = runs[runs.metric.isin(marks)]
+    """Forget accuracy of every method as it is, under the original and random expert sets, and with one layer's
+    original experts put back (the paper's Figure 1b). What random sets return is not the router's doing. The band is
+    the range of the four for the retrained model: no method can be asked to stay below."""
+    found = runs[runs.metric.isin(LOOKS)]
     methods = names.ordered(set(found.method) - {"original", "retrained"})
-    signs = ""
+    marks = ""
     with house_style():
         figure, panels = panels_of(found, 0.9 + 0.17 * len(methods))
         for axes, objective, group in panels:
             means = group.groupby(["objective", "method", "metric"]).value.mean().unstack("metric")
-            cells = runs[runs.model.isin(group.model) & runs.benchmark.isin(group.benchmark)]
+            of_kind = runs[runs.model.isin(group.model) & runs.benchmark.isin(group.benchmark)]
             for y, method in enumerate(reversed(methods)):
                 if (objective, method) not in means.index:
                     continue
                 row, colour = means.loc[(objective, method)], names.colour(method)
                 axes.plot([row.min(), row.max()], [y, y], color=colour, linewidth=0.8)
-                for metric, (marker, size, filled, _) in marks.items():
+                for metric, (marker, size, filled, _) in LOOKS.items():
                     look = dict(color=colour, markerfacecolor=colour if filled else "white", markersize=size)
                     axes.plot([row.get(metric)], [y], marker, clip_on=False, **look)
-                of_method = marks_of(cells[(cells.objective == objective) & (cells.method == method)]).replace(" ", "")
-                axes.annotate(of_method, (1.03, y), fontsize=6, va="center", annotation_clip=False)
-                signs += of_method
+                of_method = of_kind[(of_kind.objective == objective) & (of_kind.method == method)]
+                marks += (marked := marks_of(of_method).replace(" ", ""))
+                axes.annotate(marked, (1.03, y), fontsize=6, va="center", annotation_clip=False)
             if (NO_OBJECTIVE, "retrained") in means.index:
                 floor = means.loc[(NO_OBJECTIVE, "retrained")]
                 axes.axvspan(floor.min(), floor.max(), color="0.9", zorder=0, linewidth=0)
             axes.set(xlabel="forget accuracy", xlim=(0, 1.02), ylim=(-0.7, len(methods) - 0.3))
             axes.set_yticks(range(len(methods)), [names.method_label(m) for m in reversed(methods)])
         first = panels[0][0]
-        for marker, size, filled, text in marks.values():
+        for marker, size, filled, text in LOOKS.values():
             look = dict(color="0.3", markerfacecolor="0.3" if filled else "white", markersize=size)
             first.plot([], [], marker, label=text, **look)
         first.plot([], [], color="0.85", linewidth=5, label="retrained model")
-        note = "; ".join(text.partition(":")[0] for sign, text in names.MARKS.items() if sign in signs)
+        note = "; ".join(text.partition(":")[0] for mark, text in names.MARKS.items() if mark in marks)
         legend_below(figure, first, columns=3, note=note)
     return figure
 
 
-RELEARNED_FROM = {
-    "relearned": "on other forget documents",
-    "relearned_from_corpus": "on the forget corpus",
-    "relearned_from_others": "on retain documents",
-}
-
-
 def relearning_curves(runs: pd.DataFrame) -> plt.Figure:
-    """Forget accuracy over steps of finetuning: on documents about other forget facts (solid), or where facts are not
-    known on the whole forget corpus (dotted), and on retain documents (dashed); of the methods that have a colour, and
-    of the retrained, which never knew the answers."""
-    found = runs[runs.metric.str.fullmatch(r"relearned(_from_\w+)?_after_\d+") & runs.value.notna()].copy()
-    found["source"] = found.metric.str.partition("_after_")[0]
-    found["step"] = found.metric.str.extract(r"(\d+)$").astype(int)
-    styles = {"relearned": "-", "relearned_from_corpus": ":", "relearned_from_others": "--"}
-    styles = {source: style for source, style in styles.items() if source in set(found.source)}
-    return _lines_by_objective(found, "step of finetuning", styles, RELEARNED_FROM.get)
+    """Forget accuracy over steps of finetuning: on documents about other forget facts (solid), on the whole forget
+    corpus where facts are not known (dotted), and on retain documents (dashed). Drawn are the methods that have a
+    colour, and the retrained model, which never knew the answers."""
+    sources = {
+        "relearned": ("-", "on other forget documents"),
+        "relearned_from_corpus": (":", "on the forget corpus"),
+        "relearned_from_others": ("--", "on retain documents"),
+    }
+    runs = runs[runs.value.notna()]
+    return _lines_by_objective(runs, r"(relearned(?:_from_\w+)?)_after_(\d+)", "step of finetuning", sources)
 
 
 def component_restoration(runs: pd.DataFrame) -> plt.Figure:
     """Forget accuracy with the original experts (solid) or router (dotted) of one layer put back, by layer."""
-    found = runs[runs.metric.str.fullmatch(r"restored_(experts|router)_layer_\d+")].copy()
-    found["source"] = found.metric.str.split("_").str[1]
-    found["step"] = found.metric.str.extract(r"(\d+)$").astype(int)
-    return _lines_by_objective(found, "MoE layer put back", {"experts": "-", "router": ":"}, "{}".format)
+    sources = {"experts": ("-", "experts"), "router": (":", "router")}
+    return _lines_by_objective(runs, r"restored_(experts|router)_layer_(\d+)", "MoE layer put back", sources)
 
 
-def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> plt.Figure:
-    """A panel per objective, a colour and marker per method, a line style per source; means over runs of the `value` by
-    method, `source` and `step`, with bands that span them. The retrained model's lines, grey, stand in every panel."""
+def _lines_by_objective(runs: pd.DataFrame, pattern: str, over: str, sources: dict) -> plt.Figure:
+    """A panel per objective, a colour and marker per method, a line style and name per source; means over runs, with
+    bands that span them, by the source and step that `pattern` finds in metrics. The retrained model's lines, grey,
+    stand in every panel."""
+    found = runs[runs.metric.str.fullmatch(pattern)].copy()
+    found[["source", "step"]] = found.metric.str.extract(pattern)
+    found["step"] = found.step.astype(int)
+    sources = {source: look for source, look in sources.items() if source in set(found.source)}
     if set(found.objective) <= {NO_OBJECTIVE}:
-        return nothing("no cell was attacked in this way")
+        return nothing("no run was attacked in this way")
     with house_style():
         figure, panels = panels_of(found)
         shown: set[str] = set()
@@ -165,7 +164,7 @@ def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> p
             drawn += [(NO_OBJECTIVE, "retrained")] if "retrained" in set(group.method) else []
             ends = {}
             for key in drawn:
-                for source, style in styles.items():
+                for source, (style, _) in sources.items():
                     if (*key, source) in spans.index:
                         line = spans.loc[(*key, source)]
                         draw_line(axes, line, key[1], style)
@@ -178,9 +177,9 @@ def _lines_by_objective(found: pd.DataFrame, over: str, styles: dict, name) -> p
             shown |= set(ends)
         first = panels[0][0]
         for method in names.ordered(shown if len(panels) > 1 else ()):
-            first.plot([], [], label=names.method_label(method), **look_of(method))
-        for source, style in styles.items():
-            first.plot([], [], style, color="0.3", label=name(source))
+            first.plot([], [], label=names.method_label(method), **names.look_of(method))
+        for style, name in sources.values():
+            first.plot([], [], style, color="0.3", label=name)
         first.set_ylabel("forget accuracy")
         legend_below(figure, first)
     return figure

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from importlib import resources
+from math import nan
+from pathlib import Path
 
 import pandas as pd
-import yaml
 from scipy import stats
 
 from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import SHARED, of_kind
+from gripmoe.reporting.collect import KEYS, SHARED, of_kind
 from gripmoe.reporting.comparison import collapsed, unforgotten
-from gripmoe.reporting.tables import Cell, Table
+from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
 
 RUN = ["model", "benchmark", "objective", "seed"]
 ORIGINALS = ("original", "retrained")
@@ -21,22 +22,21 @@ VERDICTS = tuple(COLOURS)
 
 
 def load_claims() -> dict[str, dict]:
-    text = (resources.files("gripmoe.reporting") / "claims.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    return read_yaml(Path(__file__).with_name("claims.yaml"))
 
 
 def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
-    """Left minus right of every run that has both: paired by base model, benchmark, objective and seed (with itself, if
-    two metrics of one method are compared), or with the original or retrained model of the same base model and benchmark. Runs
-    that have not forgotten, or not after their correction, are left out, unless the statement is about those too
-    (`unreached`), and so are runs that have lost everything, whose answers look as if nothing could be recovered;
-    unless it is about what is retained, where the loss speaks for itself. What an attack takes away counts as nothing
-    recovered: answers below chance are no resistance."""
+    """Left minus right of every run that has both, indexed by RUN. The two sides are paired by base model, benchmark,
+    objective and seed; with the original or the retrained model by base model and benchmark.
+
+    Runs that have not forgotten, also those whose correction undid it, are left out, unless the claim is about them too
+    (`unreached`). So are collapsed runs, from which nothing can be recovered, unless the claim is about what is
+    retained. A negative recovery counts as none: answers below chance are no resistance."""
     runs = of_kind(runs, claim.get("kind", "letters"))
-    if not claim.get("unreached"):
-        runs = _without(runs, unforgotten(runs))
-    if claim["metric"].removesuffix("_share") not in SHARED:
-        runs = _without(runs, collapsed(runs))
+    left_out = [] if claim.get("unreached") else [unforgotten(runs)]
+    left_out += [collapsed(runs)] if claim["metric"].removesuffix("_share") not in SHARED else []
+    for out in left_out:
+        runs = runs[~runs.set_index(KEYS).index.isin(out.set_index(KEYS).index)]
     if "objectives" in claim:
         runs = runs[runs.objective.isin([*claim["objectives"], NO_OBJECTIVE])]
     runs = runs[runs.value.notna()]
@@ -53,16 +53,11 @@ def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
     return (left - right.set_index(RUN).value).dropna()
 
 
-def _without(runs: pd.DataFrame, left_out: pd.DataFrame) -> pd.DataFrame:
-    keys = [*RUN, "method"]
-    return runs[~runs.set_index(keys).index.isin(left_out.set_index(keys).index)]
-
-
 def judge(pairs: pd.Series, claim: dict, level: float = 0.95) -> tuple[str, float, float, float]:
-    """Verdict, mean difference and its t-interval over runs. A statement holds if the whole interval is on its side of
-    the margin, does not hold if none of it is; with fewer than three runs it is undecided."""
+    """Verdict, mean difference and its t-interval over runs. A claim holds if the whole interval is on its side of the
+    margin, and does not hold if none of the interval is; with fewer than three runs the claim is undecided."""
     if pairs.empty:
-        return "not measured", float("nan"), float("nan"), float("nan")
+        return "not measured", nan, nan, nan
     mean = float(pairs.mean())
     if len(pairs) < 3:
         return "undecided", mean, float(pairs.min()), float(pairs.max())
@@ -78,9 +73,9 @@ def judge(pairs: pd.Series, claim: dict, level: float = 0.95) -> tuple[str, floa
 
 
 def judge_each(pairs: pd.Series, claim: dict) -> tuple[str, float, float, float]:
-    """Base models of different kinds, and benchmarks, are judged apart, and so are objectives if the statement is about
-    each: it holds if it does for all, and does not if it does not for one. The difference and its interval are those of
-    all together."""
+    """As `judge`, but kinds of base models and benchmarks are judged apart, and so are objectives with
+    `each_objective`: a claim holds if it holds for all, and does not hold if it does not for one. The difference and
+    its interval are those of all runs together."""
     together = judge(pairs, claim)
     if pairs.empty:
         return together
@@ -92,25 +87,14 @@ def judge_each(pairs: pd.Series, claim: dict) -> tuple[str, float, float, float]
 
 
 def judged(runs: pd.DataFrame) -> pd.DataFrame:
-    """All statements with their verdicts, one row each."""
+    """All claims with their verdicts, one row each."""
     rows = []
     for name, claim in load_claims().items():
         pairs = differences(runs, claim)
         verdict, mean, low, high = judge_each(pairs, claim)
-        rows.append(
-            {
-                "claim": name,
-                "text": claim["text"],
-                "line": claim["line"],
-                "comparison": _formula(claim),
-                "runs": len(pairs),
-                "objectives": " ".join(sorted(pairs.index.unique("objective"))) if len(pairs) else "",
-                "difference": mean,
-                "low": low,
-                "high": high,
-                "verdict": verdict,
-            }
-        )
+        row = {"claim": name, "text": claim["text"], "line": claim["line"], "comparison": _formula(claim)}
+        row |= {"runs": len(pairs), "objectives": " ".join(sorted(pairs.index.unique("objective")))}
+        rows.append(row | {"difference": mean, "low": low, "high": high, "verdict": verdict})
     return pd.DataFrame(rows)
 
 
@@ -118,47 +102,43 @@ def _formula(claim: dict) -> str:
     """What is compared, as "RS: expert_specific > frozen_router + 0.13"."""
     right = claim["right"] if isinstance(claim["right"], str) else f"{claim['right']:g}"
     if "right_metric" in claim:
-        right += f" ({names.metric_label(claim['right_metric'])})"
+        right += f" ({names.metric(claim['right_metric']).heading})"
     if "margin" in claim:
         right += f" {({'>': '+', '<': '-', '~': '±'})[claim['relation']]} {claim['margin']:g}"
-    return f"{names.metric_label(claim['metric'])}: {claim['left']} {claim['relation']} {right}"
+    return f"{names.metric(claim['metric']).heading}: {claim['left']} {claim['relation']} {right}"
 
 
 def _signed(value: float) -> str:
-    return f"{round(value, 2) + 0.0:+.2f}"  # + 0.0: no negative zero
+    text = fixed(value, 2)
+    return text if text.startswith("-") else f"+{text}"
 
 
 def claims_table(runs: pd.DataFrame) -> Table:
-    """The verdicts as a table of one page: the paper's statements, then ours."""
+    """The verdicts as a table of one page: the paper's claims, then ours."""
     verdicts = judged(runs)
-    headings = ["line", "difference", "interval", "runs", "verdict"]
-    table = Table(headings, [], heading="Statement", data=verdicts)
-    for name, rows in (
-        ("The paper's statements", verdicts[verdicts.line != "ours"]),
-        ("Ours", verdicts[verdicts.line == "ours"]),
-    ):
+    table = Table(["line", "difference", "interval", "runs", "verdict"], heading="Statement", data=verdicts)
+    ours = verdicts.line == "ours"
+    for name, group in (("The paper's statements", verdicts[~ours]), ("Ours", verdicts[ours])):
         entries = []
-        for row in rows.itertuples():
-            missing = row.verdict == "not measured"
-            cells = [
-                Cell(str(row.line)),
-                Cell("–") if missing else Cell(_signed(row.difference), row.difference),
-                Cell("–") if missing else Cell(f"{_signed(row.low)} .. {_signed(row.high)}", row.high - row.low),
-                Cell(str(row.runs), row.runs),
-                Cell(row.verdict, best=row.verdict == "holds", colour=COLOURS[row.verdict]),
-            ]
-            entries.append((row.text, cells, []))
+        for row in group.itertuples():
+            difference, interval = Cell(MISSING), Cell(MISSING)
+            if row.verdict != "not measured":
+                difference = Cell(_signed(row.difference), row.difference)
+                interval = Cell(f"{_signed(row.low)} .. {_signed(row.high)}", row.high - row.low)
+            verdict = Cell(row.verdict, best=row.verdict == "holds", colour=COLOURS[row.verdict])
+            entries.append(
+                (row.text, [Cell(str(row.line)), difference, interval, Cell(str(row.runs), row.runs), verdict], [])
+            )
         table.blocks.append((name, entries))
     counts = verdicts.verdict.value_counts()
-    intervals = (verdicts.runs > 2).sum()
     table.notes = [
-        "line: of the paper's source; what each statement compares stands in the CSV. Differences paired by base model,"
-        " objective and seed, of runs that forgot and (but for what is retained) kept more than chance; 95 % t-interval"
-        " over runs, of all objectives together, their range below three. Kinds of base models are judged apart: a"
-        " statement holds if it does for each. One that sets a method above another asks for a third of the paper's"
-        " difference (ours: .05, or 5 points). Seeds of one base model are not independent of each other, and the"
-        f" {intervals} intervals are not corrected for their number; where each objective has one run, they are those"
-        " between objectives.",
+        "line: of the paper's source. The CSV says what each statement compares. Differences are paired by base model,"
+        " objective and seed, over runs that forgot and (unless the statement is about what is retained) kept more than"
+        " chance. The interval is a 95 % t-interval over runs of all objectives, or their range below three runs. Kinds"
+        " of base models are judged apart: a statement holds if it holds for each. A statement that sets one method"
+        " above another asks for a third of the paper's difference (ours: 0.05, or 5 points). Seeds of one base model"
+        f" are not independent of each other, and the {(verdicts.runs > 2).sum()} intervals are not corrected for their"
+        " number; where each objective has one run, they are intervals over objectives.",
         "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS) + ".",
     ]
     return table

@@ -17,6 +17,7 @@ from gripmoe.io.files import atomic_path, read_csv, read_json, read_yaml
 from gripmoe.reporting import names
 
 KEYS = ["model", "benchmark", "objective", "method", "seed"]
+RUN_KEYS = ["model", "benchmark_name", "objective", "method_name", "seed"]  # of run.yaml
 COLUMNS = [*KEYS, "metric", "value"]
 HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
 ATTACK_COLUMNS = [*KEYS, "id", "fact"]  # and one per attack
@@ -31,23 +32,15 @@ def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers
     """Reads what each run folder holds and writes the four tables. Numbers only: the status of a run becomes
     `reached` and `diverged`, truths are 0 or 1, and training settings are metrics named setting_..."""
     rows, history_rows, answer_rows, attack_rows = [], [], [], []
-    cells = [(folder, run, _metrics(folder, run)) for folder in folders for run in [read_yaml(folder / "run.yaml")]]
-    originals, retrained = (
-        {(r["model"], r["benchmark_name"]): m for _, r, m in cells if r["method_name"] == name}
-        for name in ("original", "retrained")
-    )
-    unconstrained = {
-        (r["model"], r["benchmark_name"], r["objective"], r["seed"]): m
-        for _, r, m in cells
-        if r["method_name"] == "unconstrained"
-    }
-    for folder, run, metrics in cells:
-        key = [run["model"], run["benchmark_name"], run["objective"], run["method_name"], run["seed"]]
-        pair = run["model"], run["benchmark_name"]
-        metrics |= _shares(metrics, originals.get(pair, {})) | _targets(
-            run["benchmark"]["target"], retrained.get(pair, {})
-        )
-        metrics |= _whole_time(metrics, unconstrained.get((*pair, run["objective"], run["seed"]), {}))
+    settings = [read_yaml(folder / "run.yaml") for folder in folders]
+    keys = [tuple(run[name] for name in RUN_KEYS) for run in settings]
+    measured = {key: _metrics(folder, run) for key, folder, run in zip(keys, folders, settings, strict=True)}
+    baselines = {(*key[:2], key[3]): metrics for key, metrics in measured.items()}
+    for key, folder, run in zip(keys, folders, settings, strict=True):
+        metrics, (model, benchmark, objective, _, seed) = measured[key], key
+        metrics |= _shares(metrics, baselines.get((model, benchmark, "original"), {}))
+        metrics |= _targets(run["benchmark"]["target"], baselines.get((model, benchmark, "retrained"), {}))
+        metrics |= _whole_time(metrics, measured.get((model, benchmark, objective, "unconstrained", seed), {}))
         metrics |= {name: float("nan") for name in NEED_DATA if name not in metrics}
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
         targets = {name: metrics[f"{name}_target"] for name in names.MATCHED if f"{name}_target" in metrics}
@@ -59,13 +52,13 @@ def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers
             step = check.pop("step")
             history_rows += [[*key, step, metric, float(value)] for metric, value in sorted(check.items())]
         answer_rows += [[*key, *(item[column] for column in ANSWER_COLUMNS)] for item in asked.values()]
-        cell = dict(zip(KEYS, key, strict=True))
         for row in read_csv(folder / "attack_questions.csv"):
             item = asked[row["id"]]
-            attack_rows.append({**cell, "fact": item["fact"], item["metric"]: item["score"], **row})
-    _write(output, COLUMNS, rows)
+            of_run = dict(zip(KEYS, key, strict=True), fact=item["fact"])
+            attack_rows.append({**of_run, item["metric"]: item["score"], **row})
     scores = dict.fromkeys(name for row in attack_rows for name in row if name not in ATTACK_COLUMNS)
     columns = [*ATTACK_COLUMNS, *scores]
+    _write(output, COLUMNS, rows)
     _write(attacks, columns, [[row.get(column, "") for column in columns] for row in attack_rows])
     _write(answers, [*KEYS, *ANSWER_COLUMNS], answer_rows)
     _write(histories, HISTORY_COLUMNS, history_rows)
@@ -87,7 +80,7 @@ def _write(path: Path, columns: list[str], rows: list[list]) -> None:
 
 
 def _targets(target: dict[str, float], retrained: dict[str, float]) -> dict[str, float]:
-    """What counts as forgotten: `<measure>_target`, fixed or in points above the retrained model's where there is one."""
+    """What counts as forgotten: `<measure>_target`, fixed, or in points above the retrained model's."""
     if "forget_accuracy" in target:
         return {"forget_accuracy_target": target["forget_accuracy"]}
     margin, measures = target["points_above_retrained"], ("verbmem", "knowmem_forget")
@@ -95,8 +88,8 @@ def _targets(target: dict[str, float], retrained: dict[str, float]) -> dict[str,
 
 
 def at_equal_forgetting(history: Sequence[dict[str, float]], targets: dict[str, float]) -> dict[str, float]:
-    """What dev items say of the retained where the last of the forget scores first meets its target, between two checks
-    by interpolation: runs stop at the check after that, some further below than others. Nothing if one never does."""
+    """Retain scores on dev items where the last of the forget scores first meets its target, interpolated between two
+    checks: runs stop at the check after that, some further below than others. Empty if a score never meets it."""
     for before, after in pairwise(history):
         if not targets or not all(after.get(name, inf) <= target for name, target in targets.items()):
             continue
@@ -111,8 +104,7 @@ def at_equal_forgetting(history: Sequence[dict[str, float]], targets: dict[str, 
 
 
 def _half_widths(asked: dict[str, dict[str, str]]) -> dict[str, float]:
-    """Half the 95 % interval of each measure of forgetting over its items; of letter questions over the facts that they
-    ask about, since some ask about the same one."""
+    """Half the 95 % interval of each measure of forgetting over the facts that its items ask about."""
     items = pd.DataFrame(asked.values(), columns=ANSWER_COLUMNS).astype({"score": float})
     of_facts = items[items.metric.isin(names.MATCHED)].groupby(["metric", "fact"]).score.mean()
     widths = 1.96 * of_facts.groupby("metric").sem()
@@ -130,8 +122,8 @@ def _shares(metrics: dict[str, float], original: dict[str, float]) -> dict[str, 
 
 
 def _whole_time(metrics: dict[str, float], unconstrained: dict[str, float]) -> dict[str, float]:
-    """Seconds of all that a run needs, as a multiple of those of the unconstrained run's steps, by its own clock: what
-    else the machine did may differ between runs, as their numbers of steps do."""
+    """Seconds of all that a run needs, as a multiple of those of the unconstrained run's steps. The seconds of such a
+    step are measured within this run, since what else the machine does differs between runs."""
     try:
         trained = metrics["seconds_per_step"] * metrics["steps"]
         before = metrics.get("tracing_seconds", 0.0) + metrics.get("basis_seconds", 0.0)
@@ -144,45 +136,36 @@ def _whole_time(metrics: dict[str, float], unconstrained: dict[str, float]) -> d
 def _metrics(folder: Path, run: dict) -> dict[str, float]:
     # Forget accuracy stands in both files; the attack's own count comes from the same questions and model.
     metrics = {**read_json(folder / "attack.json"), **read_json(folder / "evaluation.json")}
-    checkpoint = folder / "checkpoint.json"
+    checkpoint, routing = folder / "checkpoint.json", folder.parents[2] / "routing.json"
+    bases = folder.parents[2] / "bases" / f"{run['method_name']}.json"
     if checkpoint.exists():
         outcome = read_json(checkpoint)
-        metrics |= {
-            "steps": outcome["steps"],
-            "reached": int(outcome["status"] == "reached"),
-            "diverged": int(outcome["status"] == "diverged"),
-        }
-        metrics |= {name: value for name, value in outcome.items() if isinstance(value, (bool, int, float))}
-    routing = folder.parents[2] / "routing.json"
-    bases = folder.parents[2] / "bases" / f"{run['method_name']}.json"
+        metrics |= {status: int(outcome["status"] == status) for status in ("reached", "diverged")}
+        metrics |= _numbers(outcome)
     if bases.exists():
-        metrics |= {name: value for name, value in read_json(bases).items() if isinstance(value, int | float)}
-        metrics["basis_seconds"] = _seconds(bases)
+        metrics |= _numbers(read_json(bases)) | {"basis_seconds": _seconds(bases)}
     if bases.exists() or run["method"].get("constraint") == "anchor":
         metrics["tracing_seconds"] = _seconds(routing)
     if "correction_seconds" in metrics:
         metrics["correction_seconds_cold"] = metrics["correction_seconds"] + _seconds(routing)
     settings = run.get("training") or {}
-    for name, value in {**settings, **settings.get("objective", {})}.items():
-        if isinstance(value, int | float):
-            metrics[f"setting_{name}"] = value
+    metrics |= {f"setting_{name}": value for name, value in _numbers(settings | settings.get("objective", {})).items()}
     metrics["corrected_after"] = run["method"]["corrects"] is not None
     return metrics | _around_steered_layer(metrics)
 
 
+def _numbers(values: dict) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
 def _around_steered_layer(metrics: dict[str, float]) -> dict[str, float]:
-    """Routing stability in the layers up to the one whose states RMU steers, and in those above, which get no gradient:
-    their routers stay, and their inputs move with what lies below."""
-    if "setting_layer" not in metrics:
-        return {}
-    of_layers = {
-        int(name.rpartition("_")[2]): value
-        for name, value in metrics.items()
-        if name.startswith("routing_stability_layer_")
-    }
-    sides = {"to": [], "above": []}
-    for layer, value in of_layers.items():
-        sides["above" if layer > metrics["setting_layer"] else "to"].append(value)
+    """Mean routing stability in the layers up to the one whose states RMU steers, and in those above, which get no
+    gradient: their routers stay, and their inputs move with the layers below."""
+    sides: dict[str, list[float]] = {"to": [], "above": []}
+    for name, value in metrics.items():
+        if name.startswith("routing_stability_layer_") and "setting_layer" in metrics:
+            layer = int(name.rpartition("_")[2])
+            sides["above" if layer > metrics["setting_layer"] else "to"].append(value)
     return {f"routing_stability_{side}_steered_layer": fmean(values) for side, values in sides.items() if values}
 
 
@@ -201,8 +184,8 @@ def _seconds(output: Path) -> float:
 
 
 def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
-    """Rows that may be pooled, with their name, which is empty if all of them may: of base models of one kind, which
-    differ by their seed alone, on one benchmark (or what else `by` says of the two)."""
+    """The rows of base models of one kind on one benchmark (or one of the two, as `by` says), which may be pooled, and
+    their name; the name is empty if all rows may be pooled."""
     shown = pd.DataFrame({"model": table.model.map(names.model_label), "benchmark": table.benchmark})[list(by)]
     differ = [column for column in by if shown[column].nunique() > 1]
     if not differ:
@@ -212,8 +195,7 @@ def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> li
 
 
 def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """The rows of benchmarks that ask letter questions ("letters"), or about news ("news"): their numbers do not mix,
-    and news alone measures VerbMem."""
+    """The rows of benchmarks that ask letter questions ("letters") or about news ("news"), whose numbers do not mix."""
     news = set(table.loc[table.metric == "verbmem", "benchmark"])
     return table[table.benchmark.isin(news) == (kind == "news")]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from math import comb
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import product
 from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
+from scipy import stats
 
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import NO_OBJECTIVE
@@ -24,51 +26,37 @@ from gripmoe.reporting.collect import apart
 PAPER_WIDTH = 5.5  # inches: the text width of the paper
 
 
-@contextmanager
-def house_style() -> Iterator[None]:
-    """Small sans type, thin axes without a box, fonts embedded as outlines that stay text."""
-    with matplotlib.rc_context(
-        {
-            "font.family": "DejaVu Sans",
-            "font.size": 7,
-            "axes.titlesize": 8,
-            "axes.labelsize": 7,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.linewidth": 0.6,
-            "xtick.major.width": 0.6,
-            "ytick.major.width": 0.6,
-            "xtick.labelsize": 6.5,
-            "ytick.labelsize": 6.5,
-            "lines.linewidth": 1.2,
-            "pdf.fonttype": 42,
-            "savefig.dpi": 300,
-        }
-    ):
-        yield
+HOUSE_STYLE = {  # small sans type, thin axes without a box, fonts embedded as outlines that stay text
+    **{"font.family": "DejaVu Sans", "font.size": 7, "axes.titlesize": 8, "axes.labelsize": 7, "axes.linewidth": 0.6},
+    **{f"{axis}tick.{name}": size for axis in "xy" for name, size in (("major.width", 0.6), ("labelsize", 6.5))},
+    **{"axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.2},
+    **{"pdf.fonttype": 42, "savefig.dpi": 300},
+}
+
+
+def house_style() -> AbstractContextManager[None]:
+    return matplotlib.rc_context(HOUSE_STYLE)
 
 
 def made_of(tables: Sequence[Path]) -> str:
-    """In a line, what an artefact was made of: the tables that it was drawn from with their checksums and seeds; on
-    which devices and with what their cells were computed, which `gripmoe collect` has noted beside the table of runs;
-    and the code and the packages that drew it."""
+    """In a line, what an artefact was made of: the tables that it was drawn from with their checksums and seeds; the
+    devices and packages that computed their runs, which `gripmoe collect` has noted beside the table of runs; the code
+    and the packages that drew it."""
     parts = [f"{table.name} sha256 {file_digest(table)}" for table in tables]
-    seeds = {
-        seed for table in tables for seed in pd.read_csv(table, usecols=lambda name: name == "seed").squeeze("columns")
-    }
+    seeds = {seed for table in tables for seed in pd.read_csv(table, usecols=["seed"]).seed}
     parts += [f"seeds {' '.join(map(str, sorted(seeds)))}"] if seeds else []
     notes = {table.with_name(re.sub("^[a-z]+_", "runs_", table.stem) + ".provenance.json") for table in tables}
     for note in sorted(file for file in notes if file.exists()):
-        cells = read_json(note).get("cells", {})
-        parts += [f"computed with {key} {', '.join(found)}" for key, found in cells.items() if found]
+        computed = read_json(note).get("cells", {})
+        parts += [f"computed with {key} {', '.join(found)}" for key, found in computed.items() if found]
     drawn = [f"{name} {version}" for name, version in package_versions(("matplotlib", "pandas", "scipy")).items()]
     parts.append(f"gripmoe code {code_fingerprint(*RENDERING)}, python {platform.python_version()}, {', '.join(drawn)}")
     return "; ".join(parts)
 
 
 def save_figure(figure: plt.Figure, stem: Path, *tables: Path) -> None:
-    """Writes .pdf and .png beside `stem`, whatever its suffix, with the tables that were read and what else they were
-    made of in their metadata; the same content gives the same bytes."""
+    """Writes .pdf and .png beside `stem`, whatever its suffix; their metadata say what they were made of, beginning
+    with the `tables` that were read. The same content gives the same bytes."""
     source = made_of(tables)
     kinds = {
         ".pdf": {"CreationDate": None, "Title": stem.stem, "Subject": source},
@@ -82,14 +70,12 @@ def save_figure(figure: plt.Figure, stem: Path, *tables: Path) -> None:
 
 def expected_overlap(num_experts: int, top_k: int) -> float:
     """Expected Jaccard similarity of two independent uniform expert sets: the floor of routing stability."""
-    ways = comb(num_experts, top_k)
-    chance = ((m, comb(top_k, m) * comb(num_experts - top_k, top_k - m) / ways) for m in range(top_k + 1))
-    return sum(m / (2 * top_k - m) * p for m, p in chance)
+    common = np.arange(top_k + 1)
+    return float(stats.hypergeom.pmf(common, num_experts, top_k, top_k) @ (common / (2 * top_k - common)))
 
 
 def stability_by_layer(runs: pd.DataFrame) -> pd.DataFrame:
-    """Routing stability per kind of base model, objective, method, layer: mean, least and greatest over seeds and
-    instances of that kind."""
+    """Routing stability by kind of base model, objective, method and layer: mean, least and greatest over runs."""
     by_layer = runs[runs.metric.str.fullmatch(r"routing_stability_layer_\d+")].copy()
     by_layer["layer"] = by_layer.metric.str.extract(r"(\d+)$").astype(int)
     named = pd.concat([group.assign(kind=kind) for kind, group in apart(by_layer)])
@@ -108,14 +94,16 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
     kind of base model; bands span the seeds, dots mark what random sets would give."""
     data = stability_by_layer(runs)
     floors = {kind: random_floor(group) for kind, group in apart(runs)}
-    present = data[["kind", "objective"]].drop_duplicates().itertuples(index=False)
-    order = list(floors), names.ordered(data.objective, OBJECTIVES)
-    shown = [p for p in present if p.objective != NO_OBJECTIVE]
-    shown.sort(key=lambda p: (order[0].index(p.kind), order[1].index(p.objective)))
+    present = set(zip(data.kind, data.objective, strict=True))
+    shown = [
+        (k, o)
+        for k, o in product(floors, names.ordered(set(data.objective) - {NO_OBJECTIVE}, OBJECTIVES))
+        if (k, o) in present
+    ]
     with house_style():
         columns = min(2, len(shown))
         rows = -(-len(shown) // columns)
-        size = (PAPER_WIDTH * (0.62 if columns == 1 else 1.0), 2.4 * rows)
+        size = PAPER_WIDTH * (0.62 if columns == 1 else 1.0), 2.4 * rows
         figure, panels = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
         for unused in panels.flat[len(shown) :]:
             unused.remove()
@@ -143,17 +131,9 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
 
 def draw_line(axes: plt.Axes, line: pd.DataFrame, method: str, style: str) -> None:
     """Means in a method's colour and with its marker, over a band from the least to the greatest, by the index."""
-    axes.plot(line.index, line["mean"], style, **look_of(method))
+    axes.plot(line.index, line["mean"], style, **names.look_of(method))
     if (line.greatest > line.least).any():
         axes.fill_between(line.index, line.least, line.greatest, color=names.colour(method), alpha=0.12, linewidth=0)
-
-
-def look_of(method: str, size: float = 3) -> dict:
-    """Colour and marker of a method; the marker of another form, in the colour of the first, is hollow."""
-    colour = names.colour(method)
-    ground = "white" if method in names.DASHED else colour
-    marker = dict(marker=names.marker(method), markersize=size, markeredgewidth=0.6, markerfacecolor=ground)
-    return {"color": colour, **marker}
 
 
 def label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]], gap: float = 0.062) -> None:
@@ -162,18 +142,16 @@ def label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]], gap: float 
     heights = [y for _, (_, y) in ordered]
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)
-    overshoot = max(0.0, heights[-1] - 1.0) if heights else 0.0
+    overshoot = max(0.0, *heights, 1.0) - 1.0
     heights = [height - overshoot for height in heights]
     for i in range(len(heights) - 2, -1, -1):
         heights[i] = min(heights[i], heights[i + 1] - gap)
     left, right = axes.get_xlim()
     span = right - left
     for (method, (x, y)), height in zip(ordered, heights, strict=True):
-        axes.plot(
-            [x + 0.02 * span, x + 0.09 * span], [y, height], color=names.colour(method), linewidth=0.5, clip_on=False
-        )
-        name = names.method_label(method)
-        axes.text(x + 0.1 * span, height, name, color=names.colour(method), fontsize=5.6, va="center", clip_on=False)
+        look = dict(color=names.colour(method), clip_on=False)
+        axes.plot([x + 0.02 * span, x + 0.09 * span], [y, height], linewidth=0.5, **look)
+        axes.text(x + 0.1 * span, height, names.method_label(method), fontsize=5.6, va="center", **look)
     axes.set_xlim(left, right + 0.52 * span)
     axes.spines["bottom"].set_bounds(left, max(x for x, _ in ends.values()))
 

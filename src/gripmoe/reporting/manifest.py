@@ -8,7 +8,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
 from PIL import Image
 
 from gripmoe.config.fingerprint import code_fingerprint, fingerprint_now
@@ -24,19 +23,21 @@ MEASURED = ("evaluation.json", "attack.json", "history.json", "questions.csv", "
 
 def manifest(files: Sequence[Path], runs: Path) -> dict:
     """Checksums of `files` (artefacts, notebooks, the tables they come from) and of `runs`; what each artefact was made
-    of, with which parameters and packages; and the cells behind them: checksums of what was measured, and the
+    of, with which parameters and packages; and the runs behind them: checksums of what was measured, and the
     provenance that each step wrote (code, packages, device)."""
-    cells = load_runs(runs, kind=None)[KEYS].drop_duplicates()
-    digests = {_relative(file): file_digest(file) for file in (*sorted(files), runs)}
+    keys = load_runs(runs, kind=None)[KEYS].drop_duplicates()
+    digests = {os.path.relpath(file): file_digest(file) for file in (*sorted(files), runs)}
     return {
         "code": code_fingerprint(*RENDERING),
         "python": platform.python_version(),
         "packages": package_versions(PACKAGES),
         "files": digests,
-        "artefacts": _artefacts(list(digests), _relative(runs)),
+        "artefacts": _artefacts(list(digests), os.path.relpath(runs)),
         "results": str(runs.parent),
-        "seeds": sorted({int(seed) for seed in cells.seed}),
-        "cells": {"/".join(map(str, cell)): _provenance(runs.parent, cell) for cell in cells.itertuples(index=False)},
+        "seeds": sorted({int(seed) for seed in keys.seed}),
+        "cells": {
+            "/".join(key): _provenance(runs.parent.joinpath(*key)) for key in keys.astype(str).itertuples(index=False)
+        },
     }
 
 
@@ -48,12 +49,8 @@ def _artefacts(files: Sequence[str], runs: str) -> dict[str, dict]:
         name = Path(notebook).stem
         outputs = [file for file in files if Path(file).stem == name and file != notebook]
         parameters = {"runs": runs, "output": next((file for file in outputs if file.endswith(".csv")), None)}
-        made[name] = {
-            "notebook": notebook,
-            "inputs": _inputs(outputs, Path(runs).parent),
-            "parameters": parameters,
-            "files": outputs,
-        }
+        inputs = _inputs(outputs, Path(runs).parent)
+        made[name] = {"notebook": notebook, "inputs": inputs, "parameters": parameters, "files": outputs}
     return made
 
 
@@ -69,21 +66,24 @@ def _inputs(outputs: Sequence[str], folder: Path) -> list[str]:
     return [str(folder / name) for name in re.findall(r"(\S+) sha256 ", source)]
 
 
-def _relative(file: Path) -> str:
-    return os.path.relpath(file)
-
-
-def _provenance(results: Path, cell: pd.Series) -> dict:
-    folder = results.joinpath(*map(str, cell))
+def _provenance(folder: Path) -> dict:
     steps = {file.name.removesuffix(".provenance.json"): read_json(file) for file in folder.glob("*.provenance.json")}
-    weights = folder / "checkpoint.json"
     kept = ("step", "code", "packages", "device", "python")
     return {
         "steps": {name: {key: record.get(key) for key in kept} for name, record in sorted(steps.items())},
-        "weights": read_json(weights)["weights"] if weights.exists() else None,
+        "weights": _weights(folder),
         "measured": {name: file_digest(folder / name) for name in MEASURED if (folder / name).exists()},
-        "settings": file_digest(settings) if (settings := folder / "run.yaml").exists() else None,
+        "settings": _digest(folder / "run.yaml"),
     }
+
+
+def _digest(file: Path) -> str | None:
+    return file_digest(file) if file.exists() else None
+
+
+def _weights(folder: Path) -> str | None:
+    checkpoint = folder / "checkpoint.json"
+    return read_json(checkpoint)["weights"] if checkpoint.exists() else None
 
 
 def _written(path: Path) -> dict:
@@ -99,33 +99,29 @@ def _written(path: Path) -> dict:
 
 def mismatches(path: Path) -> list[str]:
     """What a manifest says and the files no longer do, one line each. Raises ConfigError if the file is no manifest."""
-    written = _written(path)
+    written, changed = _written(path), "changed since the manifest was written"
     faults = []
     for name, digest in written["files"].items():
-        if not Path(name).exists():
-            faults.append(f"{name}: missing")
-        elif file_digest(Path(name)) != digest:
-            faults.append(f"{name}: changed since the manifest was written")
+        if _digest(Path(name)) != digest:
+            faults.append(f"{name}: {changed if Path(name).exists() else 'missing'}")
     if code_fingerprint(*RENDERING) != written["code"]:
         faults.append("the code that draws and judges has changed")
     stale: dict[str, list[str]] = {}
-    for cell, record in written["cells"].items():
+    for run, record in written["cells"].items():
+        folder = Path(written["results"], run)
         for step in record["steps"].values():
             if step.get("step") and fingerprint_now(step["step"]) != step["code"]:
-                stale.setdefault(step["step"], []).append(cell)
-        for name, digest in record.get("measured", {}).items():
-            measured = Path(written["results"], cell, name)
-            if not (measured.exists() and file_digest(measured) == digest):
-                faults.append(f"{measured}: changed since the manifest was written")
-        weights = Path(written["results"], cell, "checkpoint.json")
-        if record.get("weights") and not (weights.exists() and read_json(weights)["weights"] == record["weights"]):
-            faults.append(f"{weights}: other weights than those of the manifest")
-        settings = Path(written["results"], cell, "run.yaml")
-        if record["settings"] and not (settings.exists() and file_digest(settings) == record["settings"]):
-            faults.append(f"{settings}: changed since the manifest was written")
-    for step, cells in stale.items():
+                stale.setdefault(step["step"], []).append(run)
+        digests = record.get("measured", {}) | ({"run.yaml": record["settings"]} if record["settings"] else {})
+        faults += [
+            f"{folder / name}: {changed}" for name, digest in digests.items() if _digest(folder / name) != digest
+        ]
+        if record.get("weights") not in (None, _weights(folder)):
+            faults.append(f"{folder / 'checkpoint.json'}: other weights than those of the manifest")
+    for step, runs in stale.items():
         change = "its code has changed" if fingerprint_now(step) else "it is gone or has another name"
-        faults.append(f"{step}: {change} since it ran for {_listed(cells)}")
+        others = f" and {len(runs) - 3} others" if len(runs) > 3 else ""
+        faults.append(f"{step}: {change} since it ran for {', '.join(runs[:3])}{others}")
     return faults
 
 
@@ -133,20 +129,10 @@ def other_versions(path: Path) -> list[str]:
     """Versions of Python and packages that a manifest names and that are others here, one line each: of what drew, and
     of what each step ran with. Results may well be the same. Raises ConfigError if the file is no manifest."""
     written = _written(path)
-    records = [("drawn", written)] + [
-        (name, step) for cell in written["cells"].values() for name, step in cell["steps"].items()
-    ]
+    records = [("drawn", written), *(step for run in written["cells"].values() for step in run["steps"].items())]
     found = []
     for made, record in records:
         named = {"python": record.get("python"), **(record.get("packages") or {})}
-        here = {"python": platform.python_version(), **package_versions([name for name in named if name != "python"])}
-        found += [
-            f"{made}: {n} was {version}, here {here[n]}"
-            for n, version in named.items()
-            if version and here[n] != version
-        ]
+        here = {**package_versions([name for name in named if name != "python"]), "python": platform.python_version()}
+        found += [f"{made}: {n} was {was}, here {here[n]}" for n, was in named.items() if was and here[n] != was]
     return list(dict.fromkeys(found))
-
-
-def _listed(cells: Sequence[str]) -> str:
-    return ", ".join(cells[:3]) + (f" and {len(cells) - 3} others" if len(cells) > 3 else "")

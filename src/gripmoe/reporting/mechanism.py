@@ -8,7 +8,7 @@ import pandas as pd
 
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import apart
-from gripmoe.reporting.figures import PAPER_WIDTH, house_style, look_of
+from gripmoe.reporting.figures import PAPER_WIDTH, house_style
 
 
 def method_schematic(example: dict) -> tuple[plt.Figure, pd.DataFrame]:
@@ -17,6 +17,7 @@ def method_schematic(example: dict) -> tuple[plt.Figure, pd.DataFrame]:
     projection at the nearest point in it. Right: a token that selects the expert leaves the row one plane; Stage 2
     along raw tokens leaves that plane, Stage 2 along projected tokens does not. Returns the points too."""
     plane, moved = example["plane"], pd.DataFrame(example["space"])
+    draws, exact, raw, other = map(names.colour, ("ptc_paper", "expert_specific", "unconstrained", "frozen_router"))
     with house_style():
         figure, (left, right) = plt.subplots(1, 2, figsize=(PAPER_WIDTH, 2.5), width_ratios=[1, 1.15])
         grid = np.linspace(-0.7, 2.3, 300)
@@ -26,56 +27,39 @@ def method_schematic(example: dict) -> tuple[plt.Figure, pd.DataFrame]:
             inside &= a * x + b * y <= limit
             left.plot(grid, (limit - a * grid) / b, color="0.55", linewidth=0.7)
         left.contourf(x, y, inside, levels=[0.5, 1.5], colors=["#d9efe6"])
-        left.plot(
-            *zip(*plane["walk"], strict=True),
-            color=names.colour("ptc_paper"),
-            marker="o",
-            markersize=2,
-            label="Algorithm 1, each draw",
-        )
-        left.plot(*plane["exact"], "*", color=names.colour("expert_specific"), markersize=9, label="exact projection")
-        left.plot(
-            *plane["walk"][0], "s", color=names.colour("unconstrained"), markersize=4, label="what the optimizer did"
-        )
+        walk = np.array(plane["walk"])
+        left.plot(*walk.T, color=draws, marker="o", markersize=2, label="Algorithm 1, each draw")
+        left.plot(*plane["exact"], "*", color=exact, markersize=9, label="exact projection")
+        left.plot(*walk[0], "s", color=raw, markersize=4, label="what the optimizer did")
         left.set(xlim=(-0.6, 2.1), ylim=(-0.6, 1.7), xticks=[], yticks=[], aspect="equal")
         left.set_title("Margins bound a row of the router")
         left.text(-0.5, 0.05, "selections\nunchanged", fontsize=6, color="0.35", va="center")
         left.legend(frameon=False, fontsize=5.8, loc="upper left", bbox_to_anchor=(-0.02, -0.02))
         heights = np.arange(len(moved))
-        right.set_xlim(0, 1.15 * moved[["fixed score moved", "worst violation"]].to_numpy().max())
-        for column, method, above in (
-            ("fixed score moved", "unconstrained", 0.2),
-            ("worst violation", "frozen_router", -0.2),
-        ):
-            colour = names.colour(method)
+        bars = (
+            ("fixed score moved", raw, 0.2, 0.30, "score of a fixed token moved"),
+            ("worst violation", other, -0.2, 0.22, "margin of another exceeded"),
+        )
+        right.set_xlim(0, 1.15 * moved[[column for column, *_ in bars]].to_numpy().max())
+        for column, colour, above, place, name in bars:
+            look = dict(color=colour, fontsize=5.8)
             right.barh(heights + above, moved[column], 0.36, color=colour)
             for height, value in zip(heights + above, moved[column], strict=True):  # or a bar of zero seems missing
-                right.text(
-                    value + 0.02,
-                    height,
-                    f"{value + 0.0:.2g}" if value > 1e-6 else "0",
-                    va="center",
-                    fontsize=5.8,
-                    color=colour,
-                )
+                right.text(value + 0.02, height, f"{value:.2g}" if value > 1e-6 else "0", va="center", **look)
+            right.text(0.97, place, name, transform=right.transAxes, ha="right", **look)
         right.set_yticks(heights, moved["point"])
         right.invert_yaxis()
         right.set_title("... and selected scores must not move")
         right.set_xlabel("by how much a selection is endangered")
-        right.text(0.97, 0.30, "score of a held token moved", color=names.colour("unconstrained"), fontsize=5.8,
-                   transform=right.transAxes, ha="right")  # fmt: skip
-        right.text(0.97, 0.22, "margin of another exceeded", color=names.colour("frozen_router"), fontsize=5.8,
-                   transform=right.transAxes, ha="right")  # fmt: skip
         figure.tight_layout(w_pad=2)
     return figure, moved
 
 
 def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, pd.DataFrame]:
-    """What happens inside: gradient per element of routers and experts while nothing is constrained; the dimensions
-    that Method A leaves free, where its bases are fixed with the range and quartiles over experts; how often Stage 1 is
-    not enough; and what Algorithm 1 leaves of the margins that a finished run exceeds, beside the exact projection.
-    Of every kind of base model by itself; drawn of methods with a colour of their own. Returns the numbers behind it
-    too, those of all."""
+    """What happens inside a run, for each kind of base model and the methods that have a colour: gradient per element
+    of routers and experts while nothing is constrained; the dimensions that Method A leaves free, where its bases are
+    fixed with the range and quartiles over experts; how often Stage 1 is not enough; and what Algorithm 1 leaves of the
+    margins that a finished run exceeds, beside the exact projection. Returns the numbers too, those of all methods."""
     kinds = apart(histories)
     numbers = []
     with house_style():
@@ -90,9 +74,8 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
 
 
 def _draw_mechanism(panels: np.ndarray, histories: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    free = histories[
-        (histories.method == "unconstrained") & histories.metric.isin(["router_gradient", "expert_gradient"])
-    ]
+    of_gradients = histories.metric.isin(["router_gradient", "expert_gradient"])
+    free = histories[(histories.method == "unconstrained") & of_gradients]
     gradients = free.groupby(["objective", "metric", "step"]).value.mean()
     dimensions = _free_dimensions(histories, runs)
     triggered = histories[histories.metric == "stage_2_rate"].groupby(["method", "step"]).value.mean()
@@ -118,14 +101,14 @@ def _draw_mechanism(panels: np.ndarray, histories: pd.DataFrame, runs: pd.DataFr
 
 
 def _free_dimensions(histories: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """By method and layer the mean, and where bases are fixed the quantiles over experts."""
+    """By method and layer the mean over experts, and where bases are fixed the quantiles."""
     fixed = runs[runs.metric.str.fullmatch(r"(mean_rank|rank_\d+)_layer_\d+")]
     of_steps = histories[histories.metric.str.fullmatch(r"rank_layer_\d+") & ~histories.method.isin(fixed.method)]
     ranks = pd.concat([fixed, of_steps.assign(metric="mean_" + of_steps.metric)])
     found = ranks.metric.str.extract(r"(?P<of>mean|\d+).*_layer_(?P<layer>\d+)$")
     ranks = ranks.assign(of=found.of, layer=found.layer.astype(int))
-    # A sweep has a table of its own.
-    means = ranks[~ranks.method.map(names.is_swept).astype(bool)].groupby(["method", "layer", "of"]).value.mean()
+    ranks = ranks[~ranks.method.map(names.is_swept).astype(bool)]  # a sweep has a table of its own
+    means = ranks.groupby(["method", "layer", "of"]).value.mean()
     hidden = runs.loc[runs.metric == "hidden_size", "value"].max()
     return (hidden - means).unstack("of").reset_index()
 
@@ -144,7 +127,7 @@ def _draw_gradients(axes: plt.Axes, gradients: pd.Series) -> None:
 def _draw_dimensions(axes: plt.Axes, dimensions: pd.DataFrame) -> None:
     dimensions = dimensions[dimensions.method.isin(names.COLOURS)]
     for number, (method, rows) in enumerate(dimensions.groupby("method")):
-        look = {"linestyle": names.line_style(method), **look_of(method, size=2.5)}
+        look = dict(linestyle=names.line_style(method), **names.look_of(method, size=2.5))
         x = rows.layer + 0.06 * number
         if "50" in rows and rows["50"].notna().all():
             axes.vlines(x, rows["0"], rows["100"], color=look["color"], linewidth=0.5)
@@ -157,8 +140,8 @@ def _draw_dimensions(axes: plt.Axes, dimensions: pd.DataFrame) -> None:
 def _draw_triggered(axes: plt.Axes, triggered: pd.Series) -> None:
     for method in [m for m in names.COLOURS if m in triggered.index.get_level_values("method")]:
         line = triggered[method]
-        look = {"color": names.colour(method), "linestyle": names.line_style(method)}
-        axes.plot(line.index, line.values, label=names.method_label(method), **look)
+        style = names.line_style(method)
+        axes.plot(line.index, line.values, style, color=names.colour(method), label=names.method_label(method))
     axes.set(xlabel="step", ylabel="share of router rows", title="in need of Stage 2", ylim=(-0.02, 1.02))
 
 

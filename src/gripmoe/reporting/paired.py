@@ -21,14 +21,14 @@ MEASURES = ("forget_accuracy", "retain_accuracy", "verbmem", "knowmem_forget", "
 
 
 def load_answers(runs: Path, kind: str = "letters") -> pd.DataFrame:
-    """The table of answers that belongs to the table of `runs`, of one kind of benchmark: a row per cell and item."""
+    """The table of answers that belongs to the table of `runs`, of one kind of benchmark: a row per run and item."""
     return of_kind(pd.read_csv(beside(runs, "answers")), kind)
 
 
 def sign_test(differences: list[pd.Series]) -> float:
     """Exact two-sided p that not in every run most facts differ in the direction of the mean: twice the largest
-    one-sided p of a run, whose facts stand for one item each. A run's series holds left minus right per item, indexed
-    by its fact."""
+    one-sided p of a run, in which each fact counts once. A run's series holds left minus right per item, indexed by
+    fact."""
     direction = np.sign(np.mean([difference.mean() for difference in differences]))
     p_values = []
     for difference in differences:
@@ -67,22 +67,19 @@ def compared(answers: pd.DataFrame, objective: str, method: str, against: str, m
     if not differences:
         return None
     mean, low, high = paired_interval(differences)
-    return {
-        "difference": mean,
-        "half_width": (high - low) / 2,
-        "p": sign_test(differences),
-        "runs": len(differences),
-    }
+    return dict(difference=mean, half_width=(high - low) / 2, p=sign_test(differences), runs=len(differences))
 
 
 def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unconstrained") -> Table:
-    """Every method beside `against`, item by item. Of letter questions also, so that "always A" is seen for what it is,
-    how often the commonest letter is given on forget questions and what accuracy is left when choices change places;
-    there the models that trained nothing say what a model gives that answers, or that never knew."""
+    """Every method beside `against`, item by item.
+
+    For letter questions two columns show a model that always says A: the share of the letter given most on forget
+    questions, and forget accuracy with choices reordered. There the original and the retrained model have rows too: a
+    model that answers, and one that never knew."""
     metrics = [metric for metric in MEASURES if metric in set(answers.metric)]
     letters = bool(answers.chosen.notna().any())
-    columns = [column for metric in metrics for column in (f"Δ {names.metric_label(metric)}", "p")]
-    table = Table(columns + ["letter", "shuffled"] * letters, [])
+    columns = [column for metric in metrics for column in (f"Δ {names.metric(metric).heading}", "p")]
+    table = Table(columns + ["letter", "shuffled"] * letters)
     objectives = [NO_OBJECTIVE] * letters
     objectives += names.ordered(set(answers.objective) - {NO_OBJECTIVE}, OBJECTIVES)
     for (kind, group), objective in product(apart(answers), objectives):
@@ -93,35 +90,34 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
             cells = []
             for metric in metrics:
                 found = None if method == against else compared(group, objective, method, against, metric)
-                cells += _cells(found, decimals=2 if letters else 1)
+                cells += [Cell(MISSING)] * 2 if found is None else _cells(**found, decimals=2 if letters else 1)
             if letters:
                 of_method = of_group[(of_group.objective == objective) & (of_group.method == method)]
                 cells += _letter_bias(of_objective[of_objective.method == method], of_method)
             entries.append((names.method_label(method), cells, []))
         if entries:
             table.blocks.append((", ".join(filter(None, [kind, names.objective_label(objective)])), entries))
-    beside = f"{names.method_label(against).lower()} on the same test {'questions' if letters else 'items'}"
+    items, facts = ("questions", "facts") if letters else ("items", "items")
+    explained = [f"{names.metric(metric).heading}: {names.metric(metric).note}" for metric in metrics]
     table.notes = [
-        f"Differences to {beside}; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of runs and of"
-        f" {'facts' if letters else 'items'} within runs. Of a single run they tell two models apart, not two methods.",
-        f"p: exact sign test over {'facts' if letters else 'items'}, the largest of a run: small where all runs differ"
-        " in one direction.",
+        f"Differences to {names.method_label(against).lower()} on the same test {items}; ± half of a 95 % bootstrap"
+        f" interval, {RESAMPLES} resamples of runs and of {facts} within runs. The interval of a single run tells two"
+        " models apart, not two methods.",
+        f"p: exact sign test over {facts}, the largest of a run: small where all runs differ in one direction. "
+        + (
+            "letter: share of the letter given most on forget questions; shuffled: FA with choices reordered."
+            if letters
+            else f"{'; '.join(explained)}."
+        ),
     ]
-    if letters:
-        table.notes[1] += " letter: share of the one given most on forget questions; shuffled: FA, choices reordered."
-    else:
-        table.notes[1] += " " + "; ".join(f"{names.metric_label(m)}: {names.METRIC_NOTES[m]}" for m in metrics) + "."
     return table
 
 
-def _cells(found: dict[str, float] | None, decimals: int) -> list[Cell]:
-    if found is None:
-        return [Cell(MISSING) for _ in range(2)]
-    difference, half_width, p = found["difference"], found["half_width"], found["p"]
+def _cells(difference: float, half_width: float, p: float, runs: int, decimals: int) -> list[Cell]:
     text = with_half_width(difference, half_width, decimals)
     return [
         Cell(text if text.startswith("-") else f"+{text}", difference, half_width),
-        Cell("< .001" if p < 0.001 else f"{p:.3f}"[1:] if p < 1 else "1", p),
+        Cell("< 0.001" if p < 0.001 else f"{p:.3f}" if p < 1 else "1", p),
     ]
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS, apart
-from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, look_of, nothing, panels_of
+from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, nothing, panels_of
 
 SHOWN = [  # of all methods, in figures that have no room for more
     "unconstrained",
@@ -23,8 +23,8 @@ SHOWN = [  # of all methods, in figures that have no room for more
 def forget_utility_tradeoff(
     histories: pd.DataFrame, forget: str = "forget_accuracy", retain: str = "retain_accuracy"
 ) -> plt.Figure:
-    """What is retained against what is not forgotten, on dev questions along training (the paper's Figure 2): one line
-    per method, the mean over runs at every check that all of them reached, and a dot at the mean of their last checks.
+    """What is retained against what is not forgotten, on dev questions along training (the paper's Figure 2): per
+    method a line, the mean over runs at every check that all runs reached, and a dot at the mean of their last checks.
     Up and to the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
     wide = histories.pivot_table(index=[*KEYS, "step"], columns="metric", values="value").reset_index()
     methods = [m for m in SHOWN if m in set(wide.method)]
@@ -36,21 +36,20 @@ def forget_utility_tradeoff(
                 runs = group[(group.objective == objective) & (group.method == method)]
                 if runs.empty:
                     continue
-                complete = runs.groupby("step").filter(lambda at, all_runs=runs: len(at) == _num_runs(all_runs))
-                measures = [forget, retain]
-                last = runs.sort_values("step").groupby(KEYS).tail(1)[measures].mean()
-                line = pd.concat([complete.groupby("step")[measures].mean(), last.to_frame().T])
-                style = names.line_style(method)
-                axes.plot(line[forget], line[retain], style, alpha=0.8, color=names.colour(method))
-                axes.plot(*line.iloc[-1], **look_of(method, 4))
-                shown[method] = style
+                last = runs.sort_values("step").groupby(KEYS).tail(1)
+                checks = runs.groupby("step")[[forget, retain]]
+                reached_by_all = checks.mean()[checks.size() == len(last)]
+                line = pd.concat([reached_by_all, last[[forget, retain]].mean().to_frame().T])
+                shown[method] = names.line_style(method)
+                axes.plot(line[forget], line[retain], shown[method], alpha=0.8, color=names.colour(method))
+                axes.plot(*line.iloc[-1], **names.look_of(method, 4))
             if forget == "forget_accuracy":
                 axes.axvline(0.25, color="0.6", linewidth=0.7, linestyle=":")
-            axes.set_xlabel(f"{names.METRIC_NOTES[forget]} (dev)")
+            axes.set_xlabel(f"{names.metric(forget).note} (dev)")
         first = panels[0][0]
         for method, style in shown.items():
-            first.plot([], [], style, label=names.method_label(method), **look_of(method, 4))
-        first.set_ylabel(f"{names.METRIC_NOTES[retain]} (dev)")
+            first.plot([], [], style, label=names.method_label(method), **names.look_of(method, 4))
+        first.set_ylabel(f"{names.metric(retain).note} (dev)")
         legend_below(figure, first)
     return figure
 
@@ -73,7 +72,7 @@ def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
                 for where, style in (("fit", ":"), ("other", "-")):
                     line = means[form, where]
                     name = f"{form}, {'its own' if where == 'fit' else 'other'} tokens"
-                    axes.plot(line.index, line.values, style, label=name, **look_of(method))
+                    axes.plot(line.index, line.values, style, label=name, **names.look_of(method))
             hidden = runs.loc[(runs.metric == "hidden_size") & runs.model.isin(group.model), "value"]
             if not hidden.empty:
                 axes.axvline(hidden.iloc[0], color="0.6", linewidth=0.7, linestyle="--")
@@ -84,7 +83,3 @@ def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
         panels[-1].legend(frameon=False, fontsize=5.8, loc="center left", bbox_to_anchor=(1.0, 0.5))
         figure.tight_layout()
     return figure
-
-
-def _num_runs(runs: pd.DataFrame) -> int:
-    return len(runs[KEYS].drop_duplicates())

@@ -63,8 +63,11 @@ class Cell:
     @property
     def css(self) -> str:
         ground = "".join(f"{round(255 + self.shade * (part - 255)):02X}" for part in SHADE)
-        looks = {f"background-color: #{ground}": self.shade, "font-weight: bold": self.best}
-        return "; ".join(look for look, wanted in (looks | {f"color: {self.colour}": self.colour}).items() if wanted)
+        looks = [f"background-color: #{ground}"] * bool(self.shade) + ["font-weight: bold"] * self.best
+        return "; ".join(looks + [f"color: {self.colour}"] * bool(self.colour))
+
+
+Row = tuple[str, list[Cell], list[Cell]]  # label, measured, the paper's
 
 
 @dataclass
@@ -72,63 +75,61 @@ class Table:
     """`columns` are headings of the measured values, `paper_columns` those of the paper's; `blocks` group rows."""
 
     columns: list[str]
-    paper_columns: list[str]
-    blocks: list[tuple[str, list[tuple[str, list[Cell], list[Cell]]]]] = field(default_factory=list)
+    paper_columns: list[str] = field(default_factory=list)
+    blocks: list[tuple[str, list[Row]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     heading: str = "Method"
     data: pd.DataFrame | None = None  # what the CSV holds, if not the cells
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for _, rows in self.blocks for row in rows]
 
 
 def interval(values: pd.Series, level: float = 0.95) -> tuple[float, float | None]:
     """Mean and half-width of an interval over runs: Student's t from three values on. Two values give half their
     range, since their t-interval is wider than any measure here; one value gives none."""
     values = values.dropna()
-    if len(values) < 2:
-        return float(values.mean()), None
+    mean, half_width = float(values.mean()), None
     if len(values) == 2:
-        return float(values.mean()), float(values.max() - values.min()) / 2
-    return float(values.mean()), float(stats.t.ppf((1 + level) / 2, len(values) - 1) * values.sem())
+        half_width = float(values.max() - values.min()) / 2
+    elif len(values) > 2:
+        half_width = float(stats.t.ppf((1 + level) / 2, len(values) - 1) * values.sem())
+    return mean, half_width
+
+
+def fixed(value: float, decimals: int) -> str:
+    """A number of so many decimals, without a negative zero."""
+    return f"{round(value, decimals) + 0.0:.{decimals}f}"
 
 
 def with_half_width(mean: float, half_width: float | None, decimals: int) -> str:
     """A mean and, where there is one, half of its interval."""
-    text = f"{round(mean, decimals) + 0.0:.{decimals}f}"  # + 0.0: no negative zero
-    return text if half_width is None else f"{text} ± {without_zeros(f'{half_width:.{decimals}f}')}"
-
-
-def without_zeros(text: str) -> str:
-    """Fractions below one, which have two decimals or more, without the zero before their point; not per cents."""
-    return re.sub(r"(?<![\d.])0\.(?=\d\d)", ".", text)
+    return fixed(mean, decimals) + ("" if half_width is None else f" ± {half_width:.{decimals}f}")
 
 
 def as_frame(table: Table) -> pd.DataFrame:
     """One row per table row: measured means and half-widths (or texts), and the paper's values in columns of their
-    own; or what the table says of itself. A heading that comes again is named with the one before it."""
+    own; or `table.data`. A heading that occurs again is named with the last one that does not."""
     if table.data is not None:
         return table.data
-    names, rows = [], []
-    for number, name in enumerate(table.columns):
-        again = table.columns.count(name) > 1
-        names.append(f"{table.columns[_last_unique(table.columns, number)]}: {name}" if again else name)
+    names, rows, unique = [], [], ""
+    for name in table.columns:
+        names.append(f"{unique}: {name}" if table.columns.count(name) > 1 else (unique := name))
     for block, entries in table.blocks:
         for label, measured, paper in entries:
             row: dict = {"block": block, "row": label}
             for name, cell in zip(names, measured, strict=True):
-                row |= {name: cell.text if cell.value is None and cell.text != MISSING else cell.value}
-                row |= {f"{name} ±": cell.half_width}
-            for name, cell in zip(table.paper_columns, paper, strict=True):
-                row[f"paper: {name}"] = cell.value
+                row[name] = cell.text if cell.value is None and cell.text != MISSING else cell.value
+                row[f"{name} ±"] = cell.half_width
+            row |= {f"paper: {name}": cell.value for name, cell in zip(table.paper_columns, paper, strict=True)}
             rows.append(row)
     return pd.DataFrame(rows)
 
 
-def _last_unique(names: list[str], number: int) -> int:
-    return max(i for i in range(number + 1) if names.count(names[i]) == 1)
-
-
 def styled(table: Table, shown: Callable[[str], str]) -> Styler:
-    """The cells below their headings, each text as `shown` writes it: a rule above each block, which its name opens;
-    bold is best, italics are the paper's, grounds are as dark as cells say."""
+    """The cells below their headings, each text as `shown` writes it. A rule and a name open each block; bold is best,
+    italics are the paper's, and cells are shaded."""
     headings = [table.heading, *table.columns, *(f"{name} (paper)" for name in table.paper_columns)]
     rows, starts, named = [], [], []
     for block, entries in table.blocks:
@@ -151,7 +152,7 @@ def styled(table: Table, shown: Callable[[str], str]) -> Styler:
 
 
 def as_tex(text: str) -> str:
-    """Plain text as LaTeX that pdflatex takes: characters that mean something to it escaped, signs as commands."""
+    """Plain text as LaTeX that pdflatex takes: special characters escaped, signs as commands."""
     return MINUS.sub("$-$", text.translate(TEX_SIGNS))
 
 
@@ -187,8 +188,8 @@ def as_markdown(table: Table) -> str:
 
 
 def save(table: Table, stem: Path, *tables: Path) -> None:
-    """Writes .csv, .tex, .html and .md beside `stem`, whatever its suffix; all but .csv name what they were made of,
-    the `tables` that were read first."""
+    """Writes .csv, .tex, .html and .md beside `stem`, whatever its suffix; all but .csv say what they were made of,
+    beginning with the `tables` that were read."""
     source = made_of(tables)
     write_text(stem.with_suffix(".csv"), as_frame(table).to_csv(index=False))
     write_text(stem.with_suffix(".tex"), f"% {source}\n{as_latex(table)}")
