@@ -401,9 +401,9 @@ def with_questions(folder, world):
     write_jsonl(folder / "data" / "held_out_corpus.jsonl", read_jsonl(folder / "data" / "retain_corpus.jsonl"))
 
 
-def evaluated(root, folder):
+def evaluated(root, folder, **benchmark):
     """Evaluates a run, and returns what `attack` is to be called with."""
-    task = read_yaml(folder / "run.yaml")["benchmark"]
+    task = read_yaml(folder / "run.yaml")["benchmark"] | benchmark
     common = dict(
         run_file=folder / "run.yaml", model_file=root / "model" / "model.json",
         checkpoint_file=folder / "checkpoint.json", data=root / "data",
@@ -417,6 +417,40 @@ def evaluated(root, folder):
         questions=folder / "forced.csv",
         output=folder / "attacks.json",
     )
+
+
+OWN_MEASURES = """
+from gripmoe.attacks.base import Found
+
+def halved(setting):
+    with_half = setting.after.theta(0).data
+    with_half *= 0.5
+    found = setting.found({"halved_router": setting.recall(setting.after)}, asked=len(setting.ids))
+    with_half *= 2
+    return found
+
+def number_of_files(model, tokenizer, data):
+    return len(list(data.glob("*.jsonl")))
+"""
+
+
+def test_an_attack_and_a_metric_of_a_folder_are_measured(prepared, world, tmp_path, monkeypatch):
+    """A file and a row of each kind; an attack that is not there is named."""
+    (tmp_path / "my_measures.py").write_text(OWN_MEASURES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(suite, "OF_LETTERS", {"own answers": suite.OF_LETTERS["own answers"]})
+    root = Path(shutil.copytree(prepared[0], tmp_path / "prepared"))
+    with_questions(root, world)
+    run_steps(prepared, "unconstrained", "gd", tmp_path / "run")
+    own = {"attacks": {"halved": "my_measures:halved"}, "metrics": {"files": "my_measures:number_of_files"}}
+    attack(**evaluated(root, tmp_path / "run", **own))
+    metrics, attacks = (read_json(tmp_path / "run" / f"{name}.json") for name in ("metrics", "attacks"))
+    assert metrics["files"] == len(list((root / "data").glob("*.jsonl"))) > 0
+    assert attacks["asked"] == 8 and 0 <= attacks["halved_router"] <= 1 and "forget_accuracy" in attacks
+    with (tmp_path / "run" / "forced.csv").open() as rows:
+        assert all(row["halved_router"] != "" for row in csv.DictReader(rows))
+    with pytest.raises(ConfigError, match="attacks.absent: .*is its file on PYTHONPATH"):
+        attack(**evaluated(root, tmp_path / "run", attacks={"absent": "my_measures:absent"}))
 
 
 def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer, tmp_path):

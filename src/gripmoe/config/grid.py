@@ -255,6 +255,13 @@ def _found(path: str, where: str) -> OwnClass:
     return OwnClass(path=path, sha256=file_digest(Path(spec.origin)))
 
 
+def own_code(benchmark: Benchmark) -> list[str]:
+    """Digests of the files of a benchmark's own attacks and metrics. Raises ConfigError if a file is not found."""
+    paths = {f"attacks.{name}": path for name, path in benchmark.attacks.items()}
+    paths |= {f"metrics.{name}": path for name, path in benchmark.metrics.items()}
+    return [_found(path, f"benchmarks.yaml: {key}").sha256 for key, path in paths.items()]
+
+
 def world_files(folder: Path) -> list[Path]:
     """The files of all worlds of a configuration folder."""
     return sorted(path for path in folder.glob("*.yaml") if path.stem not in CATALOGUES)
