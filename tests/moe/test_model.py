@@ -47,6 +47,22 @@ def test_routed_tokens_by_hand():
     assert routed_tokens(mask).tolist() == [False, True, True, False, False, False, True, True]
 
 
+def test_a_forced_pass_is_recomputed_under_its_own_routes_or_not_at_all(batch):
+    """Also where a pass without gradients came between; the control: none came between."""
+    model = small_model().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    moe, other = MoEModel(model), random_batch(seed=3)
+    with moe.force_routing(moe.routes):
+        for between in (False, True):
+            loss = model(**batch.inputs, labels=batch.input_ids).loss
+            if not between:
+                loss.backward()
+                continue
+            logits(moe, other)
+            with pytest.raises(RuntimeError, match="one backward pass per forward"):
+                loss.backward()
+
+
 def test_recomputation_is_not_recorded(batch):
     model = small_model().train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
