@@ -1,6 +1,6 @@
-"""Writes a record of measured runs: their numbers as one compact CSV, the tables that these give as Markdown, the main
-ones with intervals and the statements as CSV too, and what they were computed with; of docs/record also the README's
-pictures. A record may be drawn again from its own CSV.
+"""Writes a record of measured runs: their numbers as one compact CSV, their tables as Markdown, the main tables and the
+statements as CSV too, and what the runs were computed with; for docs/record also the README's pictures. A record can be
+drawn again from its own CSV.
 
 python workflow/record.py results/tiny/runs_record.csv results/tiny/runs_tiny_shared.csv [more tables of runs]
 """
@@ -25,10 +25,10 @@ from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
 from gripmoe.reporting.claims import claims_table, load_claims
 from gripmoe.reporting.collect import KEYS, computed_with, load_runs, of_kind
-from gripmoe.reporting.comparison import comparison, intervals, specification
+from gripmoe.reporting.comparison import comparison, marks_of, specification
 from gripmoe.reporting.figures import routing_stability_by_layer, save_figure
 from gripmoe.reporting.paired import load_answers, paired_table
-from gripmoe.reporting.tables import MISSING, Table, as_markdown
+from gripmoe.reporting.tables import MISSING, Table, as_markdown, interval
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "record"
@@ -46,7 +46,7 @@ TABLES = {
     "per_band_threshold": "The threshold by depth",
     "constraint_ablation": "Forms of the constraint",
     "factorial": "Hardness and breadth",
-    "constraint_surface": "Which routing is held",
+    "constraint_surface": "Which routing is fixed",
     "cost_and_memory": "What a constraint costs",
     "general_utility": "General utility",
     "retain_data": "What the documents to retain hold",
@@ -83,9 +83,9 @@ class Record:
         return pd.concat(kept).drop_duplicates([*KEYS, "id"]) if kept else None
 
     def of_world(self, world: str) -> pd.DataFrame:
-        """The runs that a world lists. What it has of one method alone, for another world, compares nothing."""
-        cells = pd.MultiIndex.from_tuples(Project(ROOT / "workflow" / "config", world).run_keys(), names=KEYS)
-        runs = self.runs[self.runs.set_index(KEYS).index.isin(cells)]
+        """The runs that a world lists, without those that no other method of the world can be compared with."""
+        keys = pd.MultiIndex.from_tuples(Project(ROOT / "workflow" / "config", world).run_keys(), names=KEYS)
+        runs = self.runs[self.runs.set_index(KEYS).index.isin(keys)]
         methods = runs.groupby(["model", "benchmark", "objective", "seed"]).method.transform("nunique")
         return runs[(methods > 1) | (world != "record") | (runs.objective == NO_OBJECTIVE)]
 
@@ -141,15 +141,15 @@ def measured_only(table: Table) -> Table | None:
 
 
 def provenance(paths: list[Path], output: Path) -> dict:
-    """What wrote a record, and what its cells were computed with: of those that lie beside the tables of runs, or else
-    as the record says that these are from. Raises ValueError if neither is there."""
-    cells = pd.concat([load_runs(path, kind=None)[KEYS].drop_duplicates().assign(at=path.parent) for path in paths])
-    folders = {row.at.joinpath(*map(str, row[:-1])) for row in cells.itertuples(index=False)}
+    """What wrote a record, and what its runs were computed with, as their folders beside the tables of runs say, or a
+    record from which the runs come. Raises ValueError if neither is there."""
+    found = pd.concat([load_runs(path, kind=None)[KEYS].drop_duplicates().assign(at=path.parent) for path in paths])
+    folders = {row.at.joinpath(*map(str, row[:-1])) for row in found.itertuples(index=False)}
     steps = [read_json(file) for folder in sorted(folders) for file in folder.glob("*.provenance.json")]
     records = [path.with_name("provenance.json") for path in paths]
     if not steps and not any(map(Path.exists, records)):
-        raise ValueError(f"nothing beside {', '.join(map(str, paths))} says what its cells were computed with")
-    known = [found for file in records if file.exists() and (found := read_json(file)["cells"])]
+        raise ValueError(f"nothing beside {', '.join(map(str, paths))} says what its runs were computed with")
+    known = [cells for file in records if file.exists() and (cells := read_json(file)["cells"])]
     codes: dict[str, Counter] = {}
     for step in steps:
         codes.setdefault(step["step"], Counter())[step["code"]] += 1
@@ -164,6 +164,21 @@ def provenance(paths: list[Path], output: Path) -> dict:
         },
         "cells": {**computed_with(sorted(folders)), "code": codes} if steps else next(iter(known), None),
     }
+
+
+def intervals(runs: pd.DataFrame, name: str) -> pd.DataFrame:
+    """The measured numbers of a table, a row each: mean, half-width of its interval, number of runs and their marks, by
+    kind of base model, benchmark, objective, method and metric. Rows of a sweep are left out."""
+    rows = []
+    runs = runs[~runs.method.map(names.is_swept).astype(bool)]
+    for key, group in runs.groupby([runs.model.map(names.model_label), "benchmark", "objective", "method"]):
+        marks = marks_of(group).replace(" ", "")
+        for metric in specification(name)["measured"]:
+            values = group.loc[group.metric == metric, "value"].dropna()
+            if len(values):
+                rows.append([*key, metric, *interval(values), len(values), marks])
+    table = pd.DataFrame(rows, columns=[*KEYS[:-1], "metric", "mean", "half_width", "n", "mark"])
+    return table.astype({"half_width": float})
 
 
 def main() -> None:
@@ -191,7 +206,7 @@ def main() -> None:
     write_text(args.output / "tables.md", "\n".join(parts))
     if args.output == OUTPUT:
         draw_pictures(measured)
-    print(f"{len(runs[KEYS].drop_duplicates())} cells, {len(runs)} numbers in {args.output}")
+    print(f"{len(runs[KEYS].drop_duplicates())} runs, {len(runs)} numbers in {args.output}")
 
 
 def draw_pictures(record: Record) -> None:

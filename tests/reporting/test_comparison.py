@@ -8,7 +8,7 @@ from invented_runs import COMPARISONS, news, row, synthetic
 
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import COLUMNS, of_kind
-from gripmoe.reporting.comparison import comparison, intervals, specification
+from gripmoe.reporting.comparison import comparison, specification
 from gripmoe.reporting.tables import Table, as_frame
 
 
@@ -59,13 +59,6 @@ def test_best_is_computed_among_runs_that_forgot():
     table = comparison(changed, "main_results")
     assert row(table, "Frozen router")[1]["RA"].best
     assert not row(table, "Unconstrained")[1]["recovery"].best, "all equal"
-
-
-def test_the_numbers_of_a_table_without_rows_of_a_sweep_or_any():
-    runs = synthetic()
-    swept = runs.assign(method="late_eps_1em3")
-    assert intervals(pd.concat([runs, swept]), "main_results").equals(intervals(runs, "main_results"))
-    assert intervals(runs[:0], "main_results").empty
 
 
 def test_what_forcing_takes_away_is_nothing_recovered():

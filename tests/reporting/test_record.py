@@ -45,7 +45,7 @@ def test_the_main_tables_are_there_as_numbers():
     assert alone.n == 1 and pd.isna(alone.half_width)
 
 
-# Written before cells kept what they were computed with: that cannot be had any more.
+# Written before runs kept what they were computed with, which is lost.
 WITHOUT = "f8b0ffce3d0996f4cd3e16dd705a4f3543cf159fbd45edc4a603b4d3db02d840"
 
 

@@ -42,8 +42,7 @@ def added_to(spec: dict) -> dict[str, str]:
 
 
 def headings(spec: dict) -> dict[str, str]:
-    """The headings of a table's measured metrics. A difference begins with a plus, so that nobody takes it for the
-    accuracy of another table."""
+    """By measured metric its heading in a table; that of a difference begins with a plus."""
     headings = {metric: names.metric(metric).heading for metric in spec["measured"]}
     if not spec.get("differences"):
         return headings
@@ -106,21 +105,6 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured = _mean_of) -> 
     return table
 
 
-def intervals(runs: pd.DataFrame, name: str) -> pd.DataFrame:
-    """The measured numbers of a table, a row each: mean, half-width of its interval, how many runs and their marks, by
-    kind of base model, benchmark, objective, method and metric. Not those of a sweep."""
-    rows = []
-    runs = runs[~runs.method.map(names.is_swept).astype(bool)]
-    for key, group in runs.groupby([runs.model.map(names.model_label), "benchmark", "objective", "method"]):
-        marks = marks_of(group).replace(" ", "")
-        for metric in specification(name)["measured"]:
-            values = group.loc[group.metric == metric, "value"].dropna()
-            if len(values):
-                rows.append([*key, metric, *interval(values), len(values), marks])
-    table = pd.DataFrame(rows, columns=[*KEYS[:-1], "metric", "mean", "half_width", "n", "mark"])
-    return table.astype({"half_width": float})
-
-
 def _groups(runs: pd.DataFrame, spec: dict) -> list[tuple[str, pd.DataFrame]]:
     """What must not be pooled, apart; where blocks or rows name benchmarks or models they say themselves."""
     named = {key for block in spec["blocks"] for entry in (block, *block["rows"]) for key in entry}
@@ -128,8 +112,7 @@ def _groups(runs: pd.DataFrame, spec: dict) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
-    """The blocks of a table. If it shows all methods, and no block is of one benchmark, objectives that no block names
-    get blocks too."""
+    """The blocks of a table; if it shows all methods of all benchmarks, also one for each objective not listed."""
     blocks = spec["blocks"]
     if not spec.get("all_methods") or any("benchmark" in block for block in blocks):
         return blocks
@@ -139,8 +122,8 @@ def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
 
 
 def _rows(block: dict, runs: pd.DataFrame, spec: dict, beside_paper: bool) -> list[tuple[dict, pd.DataFrame]]:
-    """The rows of a block that are measured or in the paper, each with its runs; if the table shows all methods, the
-    listed ones and every other measured method, in the usual order."""
+    """The rows of a block that are measured or in the paper, each with its runs: the listed ones, and every other
+    measured method if the table shows all."""
     if "benchmark" in block:
         runs = runs[runs.benchmark == block["benchmark"]]
     rows = block["rows"]
@@ -176,8 +159,7 @@ def _published(metric: str, value: float | None, news: bool) -> Cell:
 
 
 def absent(runs: pd.DataFrame, metric: str) -> Cell:
-    """In place of a value: not measured; or what cannot be, such as the routing of a dense model, or a metric that was
-    asked of these runs and has no value (NaN)."""
+    """In place of a value: not measured, or impossible (the routing of a dense model), or without a value (NaN)."""
     experts = runs.loc[runs.metric == "num_experts", "value"]
     if metric.startswith(tuple(names.NAMES["need_a_router"])) and (experts == 0).any():
         return Cell(NOT_APPLICABLE, reason="a dense model has no router")
@@ -205,8 +187,8 @@ def _wide(runs: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, float]]:
 
 
 def unforgotten(runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs (columns KEYS) of unlearned models that missed their target on dev questions, or exceed it on test
-    questions by more than the slack: as a correction may that undoes what training has reached."""
+    """The runs (columns KEYS) that missed their target on dev questions, or exceed it on test questions by more than
+    the slack, as after a correction that undoes forgetting."""
     wide, slacks = _wide(runs)
     if "reached" not in wide:
         return pd.DataFrame(columns=KEYS)
@@ -222,8 +204,8 @@ def collapsed(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _overshot(runs: pd.DataFrame) -> bool:
-    """Whether a run ended with all that it had to forget below target by more than the half-widths of the scores (the
-    slack, where these were not kept). Runs stop when the last of the measures is met, so another may be far below."""
+    """Whether a run ended with all of its measures below target by more than their half-widths, or the slack where
+    these were not kept. Runs stop when the last of the measures is met, so one alone may be far below."""
     wide, slacks = _wide(runs)
     if "reached" not in wide or not slacks:
         return False
