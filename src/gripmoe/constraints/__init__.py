@@ -1,1 +1,1 @@
-"""What may happen to a router while a model trains, and the hooks that hold it to that."""
+"""Constraints on routers: Method A, Method B, the anchor, baselines; and the hooks that keep them in a loop."""

@@ -1,4 +1,4 @@
-"""The anchor (ours): a penalty that holds what a frozen or tracked router sees."""
+"""The anchor (ours): a penalty on drift of what a frozen or tracked router sees."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gripmoe.moe import MoEModel
 
 
 class Anchored(FrozenRouter):
-    """Ours: a frozen router and inputs that stay. On retain tokens the loss gets
+    """Ours: a frozen router, and on retain tokens the penalty
 
         lambda 10/L (sum_l ||x~_l - x_l||^2 / ||x_l||^2 + ||h~ - h||^2 / ||h||^2)
 
-    with x_l the original router inputs, h the final normed hidden state, ratios of sums over the batch. lambda is a
-    dual variable: it grows while the routing stability of the retain batch is below `routing_stability`, and falls to
-    `floor` while it is above. With `final_only` just the last term counts (a control). With `tracked` the router is not
-    frozen but refitted within the retain forward, layer by layer, by recursive least squares on its tokens.
+    with x_l the original router inputs, h the final normed hidden state, ratios of sums over the batch. lambda grows
+    while the routing stability of the retain batch is below `routing_stability`, and falls to `floor` while it is above
+    (`DualWeight`). With `final_only` the last term alone counts (a control). With `tracked` the router is refitted
+    within the retain forward, layer by layer, by recursive least squares on its tokens.
     """
 
     watches = frozenset({"retain"})
@@ -89,7 +89,7 @@ class Anchored(FrozenRouter):
         return self._trackers[layer].theta_Ed.to(before_Ed) if self.refits else before_Ed
 
     def observed(self) -> dict[str, float]:
-        """`anchor_weight`, lambda of the last step, and `batch_routing_stability`, what its retain tokens had kept."""
+        """Of the last step: `anchor_weight`, lambda, and `batch_routing_stability`, of its retain tokens."""
         return self._observed
 
     def state(self) -> dict:
@@ -104,7 +104,7 @@ class Anchored(FrozenRouter):
 
 
 def _inputs_and_final(model: MoEModel, batch: Batch) -> Tensor:
-    """What every router saw and, last, the final normed hidden state, (rows, positions, L + 1, d), in its dtype."""
+    """The inputs of every router and the final normed hidden state, (rows, positions, L + 1, d), in its dtype."""
     with model.record_routing() as recorder:
         final = model.model.model(**batch.inputs).last_hidden_state
         trace = recorder.take()
@@ -115,8 +115,7 @@ def _inputs_and_final(model: MoEModel, batch: Batch) -> Tensor:
 class DualWeight:
     """A multiplier that starts at 1: lambda <- clip(lambda exp(rate (error - allowed) / allowed), floor, ceiling).
 
-    The user says which error is allowed, not what the weight is. The floor keeps a penalty that has done its work from
-    fading away, which ended in the destruction of the model where it was too low.
+    Without a floor the penalty fades once the error is small, and training then destroys the model.
     """
 
     def __init__(self, allowed: float, floor: float, ceiling: float = 1e4, rate: float = 0.1):

@@ -1,6 +1,6 @@
-"""What a constraint on routers is, and the two that take no arithmetic: none, and frozen routers.
+"""What a constraint on routers is, and the two without arithmetic: none, and frozen routers.
 
-Method A is in `null_space`; `anchor` and `baselines` add to the loss. N tokens, d hidden size, E experts.
+N tokens that count, T all tokens of a pass, d hidden size, E experts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gripmoe.moe import MoEModel
 
 @dataclass(frozen=True)
 class Tokens:
-    """The inputs of a marked forward pass, (rows, positions), and which of their tokens count, (T,): no padding, not
-    the first of a row."""
+    """The inputs of a marked forward pass, (rows, positions), and which of their tokens count, (T,): neither padding
+    nor the first of a row."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -36,33 +36,27 @@ class Seen:
 
 
 class RouterConstraint(Protocol):
-    """Decides what stands of an optimizer step on the routers, or what is added to the loss.
+    """Replaces the routers that an optimizer step makes by feasible ones, or adds to the loss."""
 
-    `watches` names the forward passes ("retain", "forget") for which `penalty` is asked; `needs_retain` says that
-    `constrain` looks at the retain forward of its step, `needs_graph` that `penalty` has a gradient through what
-    routers saw, `of_gradient` that `constrain` is asked of a plain gradient step before the optimizer makes its own of
-    it, and of nothing after, `refits` that `refit` gives the routers of a retain forward.
-    """
-
-    watches: frozenset[str]
-    needs_retain: bool
-    needs_graph: bool
-    of_gradient: bool
-    refits: bool
-    original: MoEModel | None  # a second model, to ask where otherwise answers of the first are kept from `start` on
+    watches: frozenset[str]  # the forward passes, "retain" or "forget", for which `penalty` is called
+    needs_retain: bool  # `constrain` looks at the retain forward of its step
+    needs_graph: bool  # `penalty` has a gradient through what routers saw
+    of_gradient: bool  # `constrain` is called with a plain gradient step, before the optimizer's, and not after it
+    refits: bool  # `refit` gives the routers of a retain forward
+    original: MoEModel | None  # a copy to ask; without it, answers about the retain documents are kept at `start`
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
-        """Sees the model before unlearning, and the documents that training will use."""
+        """Called with the model before unlearning, and the documents that training will use."""
         ...
 
     def constrain(self, layer: int, before_Ed: Tensor, after_Ed: Tensor, seen: LayerRouting | None) -> Tensor:
-        """The router that may stand, given the one before and the one after the optimizer's step."""
+        """The feasible router, given the one before and the one after the optimizer's step."""
         ...
 
     def penalty(self, kind: str, seen: Seen) -> Tensor: ...
 
     def refit(self, layer: int, x_Nd: Tensor, tokens: Tokens) -> Tensor:
-        """The router, (E, d), with which the pass goes on where it has come to this layer; layers come in order."""
+        """The router, (E, d), that this layer uses in the pass under way; layers come in order."""
         ...
 
     def observed(self) -> dict[str, float]:
@@ -77,7 +71,7 @@ class RouterConstraint(Protocol):
 
 
 class Unconstrained:
-    """No constraint: the router goes where the optimizer puts it. The others build on it."""
+    """No constraint. The others build on it."""
 
     watches: frozenset[str] = frozenset()
     needs_retain = False
@@ -96,7 +90,7 @@ class Unconstrained:
         return 0.0
 
     def refit(self, layer, x_Nd, tokens) -> Tensor:
-        raise NotImplementedError("asked only of a constraint that refits")
+        raise NotImplementedError
 
     def observed(self) -> dict[str, float]:
         return {}

@@ -19,8 +19,8 @@ from gripmoe.moe import MoEModel
 
 
 class RouterL2(Unconstrained):
-    """What the paper describes as SEUF: an L2 penalty on the router's weights, read as on their displacement, relative
-    to the squared norm of the original router and averaged over layers."""
+    """What the paper describes as SEUF: an L2 penalty on the routers' displacement, relative to the squared norm of the
+    original router and averaged over layers."""
 
     watches = frozenset({"retain"})
 
@@ -39,8 +39,8 @@ class RouterL2(Unconstrained):
 
 
 class GateAnchor(Unconstrained):
-    """SEUF (ACL 2025): forget tokens are held at the expert that is unlearned, by ||g - onehot||^2 on its layer's gate
-    probabilities g. With `alone`, no other layer's router trains."""
+    """SEUF (ACL 2025): the penalty ||g - onehot||^2 on gate probabilities g of forget tokens keeps them at the expert
+    that is unlearned. With `alone`, no other layer's router trains."""
 
     watches = frozenset({"forget"})
     needs_graph = True

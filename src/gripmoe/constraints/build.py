@@ -1,4 +1,4 @@
-"""From a row of methods.yaml and recorded routing to the constraint that the row describes."""
+"""The constraint that a row of methods.yaml describes, from recorded routing."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def build(
     last_layer: int | None = None,
     seed: int,
 ) -> Built:
-    """The constraint of a row, hard or soft, from the routing that the original model chose for retain and forget
-    tokens; `forget` may be missing unless `method.looks_at_forget`. `bases` gives the fixed bases of the tokens whose
-    routing a null space holds. SEUF's expert is one of the layers up to `last_layer`, which the objective trains."""
+    """The constraint of a row, from the original routing of retain tokens and, if `method.looks_at_forget`, of forget
+    tokens. `bases` gives the fixed bases of a trace. SEUF's expert is in a layer up to `last_layer`, which the
+    objective trains."""
     attributed = None
     if method.attributes:
         layers = [layer for layer in retain if last_layer is None or layer <= last_layer]
@@ -49,6 +49,6 @@ def build(
         anchor = Anchored(method.routing_stability, method.anchor_floor, method.final_only, method.tracked)
         return Built(anchor, scope)
     if method.constraint == "null_space":
-        held = constrained_trace(method, retain, forget)
-        return Built(null_space_of(method, held, bases(held) if method.has_bases else None, seed), scope)
+        trace = constrained_trace(method, retain, forget)
+        return Built(null_space_of(method, trace, bases(trace) if method.has_bases else None, seed), scope)
     return Built(FrozenRouter() if method.constraint == "frozen" else Unconstrained(), scope)

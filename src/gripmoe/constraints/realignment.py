@@ -1,8 +1,9 @@
-"""What may be done to the routers of a finished model: Method B, or the original router put back."""
+"""Method B on a model: routers are corrected after training (Sec. 4.3), or the original ones are put back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +15,147 @@ from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, vi
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.realignment import Realignment, holdout_stability, realign_paper
 from gripmoe.geometry.realignment import realign as realign_router
-from gripmoe.geometry.routing import LayerRouting, RoutingTrace
+from gripmoe.geometry.routing import RoutingTrace
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 from gripmoe.moe.recording import routed_tokens
 
 KACZMARZ_DRAWS = (1, 10, 30, 100, 300, 1000, 3000)  # the paper's limit is 100
 KACZMARZ_TOKENS = 400
+
+
+@dataclass(frozen=True)
+class Original:
+    """What Method B needs of the original model (Theta and X_r of Eq. 5), about 4 N (d + E) bytes a layer.
+
+    By decoder layer: `theta_0`, the router, (E, d), fp32, and `trace`, its routing of the N retain tokens that count
+    (`x_Nd`, `scores_NE`, `top_k_Nk`). `batch`: the documents, (rows, positions).
+    """
+
+    theta_0: dict[int, Tensor]
+    trace: RoutingTrace
+    batch: Batch
+
+
+def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -> Original:
+    """Records the original routers and their retain inputs for Method B (Sec. 4.3); call it before unlearning.
+
+    `retain` are batches as in `constrain`; give at least four tokens per hidden dimension (the paper takes one, App.
+    D.4). The routers of the model are in fp32 from here on.
+
+    Raises ValueError for an unknown family, a dense model, or fewer than two tokens that count; KeyError for a batch
+    without `input_ids`.
+    """
+    with _opened(model) as moe:
+        batches = [as_batch(batch, moe.model.device) for batch in retain]
+        if not batches:
+            raise ValueError("`retain` holds no batches: Method B fits routers to what they saw of retain documents")
+        batch = collate_inputs(batches)
+        original = Original(moe.thetas(), moe.trace([batch]), batch)
+    tokens = int(routed_tokens(batch.attention_mask).sum())
+    if tokens < 2:
+        raise ValueError(
+            f"`retain` holds {tokens} tokens that count, the first of every row aside: Method B fits to one and checks "
+            f"on another at least, and fits well from {4 * moe.hidden_size}"
+        )
+    return original
+
+
+def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dict[int, Realignment]:
+    """Method B (PTC, Sec. 4.3, Eq. 5): refits every router of the unlearned `model` in place, so that retain tokens are
+    routed as in `original`, of `remember`. Returns by decoder layer what was done.
+
+    `form` "paper" is Eq. 5 with the acceptance of App. D.4; "sound" (ours) starts from the original router, goes layer
+    by layer and chooses the ridge on every fourth document, or of fewer than four on every fourth token.
+
+    Raises ValueError for an unknown form or family, a dense model, or an `original` of other layers, shapes or numbers
+    of tokens, or not finite. After an error all routers are as they were.
+    """
+    if form not in ("sound", "paper"):
+        raise ValueError(f"unknown form {form!r}; sound or paper")
+    with _opened(model) as moe:
+        _check_remembered(moe, original)
+        return realign_routers(moe, original.theta_0, original.trace, original.batch, form=form)
+
+
+@contextmanager
+def _opened(model: nn.Module) -> Iterator[MoEModel]:
+    moe = MoEModel(unwrapped(model))
+    try:
+        if not moe.layers:
+            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to realign")
+        yield moe
+    finally:
+        moe.release()
+
+
+def _check_remembered(moe: MoEModel, original: Original) -> None:
+    for what, layers in (("routers", list(original.theta_0)), ("retain inputs", list(original.trace))):
+        if sorted(layers) != sorted(moe.layers):
+            raise ValueError(
+                f"this model has routers in layers {moe.layers}, and {what} are remembered of layers {layers}: realign "
+                "the model that was remembered"
+            )
+    tokens = int(routed_tokens(original.batch.attention_mask).sum())
+    for layer in moe.layers:
+        for what, tensor, shape in (
+            ("router", original.theta_0[layer], tuple(moe.theta(layer).shape)),
+            ("retain input", original.trace[layer].x_Nd, (tokens, moe.hidden_size)),
+        ):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"layer {layer}: the shape of its {what} is {tuple(tensor.shape)} as remembered and {shape} in "
+                    "this model: realign the model that was remembered, with the same documents"
+                )
+            if not tensor.isfinite().all():
+                raise ValueError(
+                    f"layer {layer}: its {what} as remembered is not finite: remember a model before it diverges"
+                )
+
+
+@torch.no_grad()
+def realign_routers(
+    model: MoEModel,
+    theta_0: dict[int, Tensor],
+    trace: RoutingTrace,
+    batch: Batch,
+    *,
+    form: str = "sound",
+    retain_tokens: int | None = None,
+) -> dict[int, Realignment]:
+    """Method B on every layer of an unlearned model; returns what was done to each.
+
+    `trace` is the original model's trace of `batch`, on any device, and theta_0 its routers. The paper's form fits
+    all layers to the uncorrected model. The sound form corrects each router within one forward pass, before the router
+    is used: every layer is fitted to what the corrected layers below it send. After an error all routers are as before.
+    """
+    theta_post = model.thetas()
+    realigned: dict[int, Realignment] = {}
+    keep = routed_tokens(batch.attention_mask)
+    rows = torch.arange(len(batch.input_ids), device=keep.device)
+    rows_N = rows.repeat_interleave(batch.input_ids.shape[1])[keep][:retain_tokens]
+    documents_N = rows_N.unique_consecutive(return_inverse=True)[1]  # without rows of which no token counts
+    if documents_N.unique().numel() < 4:  # too few to keep one from the fit
+        documents_N = None
+
+    def fit(layer: int, x_post_Nd: Tensor) -> None:
+        x_pre_Nd = trace[layer].x_Nd[:retain_tokens].to(x_post_Nd.device)
+        old = theta_0[layer], theta_post[layer], x_pre_Nd
+        if form == "paper":
+            realigned[layer] = realign_paper(*old, x_post_Nd[:retain_tokens])
+        else:
+            tokens = *old, x_post_Nd[:retain_tokens]
+            realigned[layer] = realign_router(*tokens, model.rule(layer), documents_N=documents_N)
+            model.set_thetas({layer: realigned[layer].theta_Ed})
+
+    try:
+        with model.evaluating(), model.before_routers(lambda layer, x_Td: fit(layer, x_Td[keep])):
+            model.model.model(**batch.inputs)
+        model.set_thetas({layer: result.theta_Ed for layer, result in realigned.items()})
+    except BaseException:
+        model.set_thetas(theta_post)
+        raise
+    return realigned
 
 
 def make_correction(
@@ -30,7 +165,7 @@ def make_correction(
 
     def correct(model: MoEModel) -> dict:
         if method.correction == "restore":
-            restore_routers(model, theta_0)
+            model.set_thetas(theta_0)
             return {}
         realigned = realign_routers(model, theta_0, trace, batch, form=method.form, retain_tokens=method.retain_tokens)
         return {
@@ -65,28 +200,21 @@ def holdout_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTr
 def kaczmarz_report(
     model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTrace, seed: int = 0
 ) -> dict[str, float]:
-    """How Algorithm 1 fares where margins are exceeded, as those of the first retain tokens are by finished routers:
-    `violation_after_<draws>` and, of the exact projection, `violation_exact`. A row's worst violation as a share of
-    what it was, mean over all router rows that have any; empty where none has."""
+    """What Algorithm 1 leaves of the violations that the displacement of finished routers makes on the first retain
+    tokens: `violation_after_<draws>` and, of the exact projection, `violation_exact`. A row's worst violation as a
+    share of what it was, mean over all router rows that have any; empty where none has."""
     left: dict[str, list[Tensor]] = {}
     thetas = model.thetas()
-    for layer, recorded in first_tokens(trace, KACZMARZ_TOKENS).items():
-        seen, rule = recorded.to(model.model.device), model.rule(layer)
-        margins_NE = rule.margins(seen.scores_NE, seen.top_k_Nk).clamp_min(0)
-        bounds_NE = margins_NE.masked_fill(rule.fixed(seen.scores_NE, seen.top_k_Nk), torch.inf).double()
-        moved_Ed = (thetas[layer] - theta_0[layer]).double()
-        x_Nd = seen.x_Nd.double()
-        points = {
-            f"violation_after_{draws}": randomized_kaczmarz(
-                moved_Ed,
-                x_Nd,
-                bounds_NE,
-                max_steps=draws,
-                tolerance=0.0,
-                generator=torch.Generator(x_Nd.device).manual_seed(seed),
-            )
-            for draws in KACZMARZ_DRAWS
-        }
+    for layer, recorded in trace.items():
+        rule = model.rule(layer)
+        x_Nd, *chosen = (tensor[:KACZMARZ_TOKENS].to(model.model.device) for tensor in vars(recorded).values())
+        bounds_NE = rule.margins(*chosen).clamp_min(0).masked_fill(rule.fixed(*chosen), torch.inf).double()
+        moved_Ed, x_Nd = (thetas[layer] - theta_0[layer]).double(), x_Nd.double()
+        points = {}
+        for draws in KACZMARZ_DRAWS:
+            generator = torch.Generator(x_Nd.device).manual_seed(seed)
+            options = dict(max_steps=draws, tolerance=0.0, generator=generator)
+            points[f"violation_after_{draws}"] = randomized_kaczmarz(moved_Ed, x_Nd, bounds_NE, **options)
         nothing_fixed = RetainBasis(x_Nd.new_zeros(1, x_Nd.shape[1], 0))
         points["violation_exact"] = nearest_feasible(moved_Ed, nothing_fixed, x_Nd, bounds_NE)
         before_E = violation(moved_Ed, x_Nd, bounds_NE)
@@ -94,150 +222,3 @@ def kaczmarz_report(
             left.setdefault(name, []).append((violation(u_Ed, x_Nd, bounds_NE) / before_E)[before_E > 0])
     joined = {name: torch.cat(shares) for name, shares in left.items()}
     return {name: shares.mean().item() for name, shares in joined.items() if len(shares)}
-
-
-def first_tokens(trace: RoutingTrace, count: int) -> RoutingTrace:
-    """The first `count` tokens of a trace."""
-    return {layer: LayerRouting(r.x_Nd[:count], r.scores_NE[:count], r.top_k_Nk[:count]) for layer, r in trace.items()}
-
-
-def restore_routers(model: MoEModel, theta_0: dict[int, Tensor]) -> None:
-    """Puts the original routers back into an unlearned model: the control for Method B."""
-    model.set_thetas(theta_0)
-
-
-@torch.no_grad()
-def realign_routers(
-    model: MoEModel,
-    theta_0: dict[int, Tensor],
-    trace: RoutingTrace,
-    batch: Batch,
-    *,
-    form: str = "sound",
-    retain_tokens: int | None = None,
-) -> dict[int, Realignment]:
-    """Method B on every layer of an unlearned model; returns what was done to each.
-
-    `trace` is the original model's trace of `batch`, on any device, and theta_0 its routers. The paper's form fits
-    all layers to the uncorrected model. The sound form corrects each router within the one forward pass, before the
-    router is used, so that every layer is fitted to what the corrected layers below it send. After an error all routers
-    are as they were.
-    """
-    theta_post = model.thetas()
-    realigned: dict[int, Realignment] = {}
-    keep = routed_tokens(batch.attention_mask)
-    rows = torch.arange(len(batch.input_ids), device=keep.device)
-    rows_N = rows.repeat_interleave(batch.input_ids.shape[1])[keep][:retain_tokens]
-    documents_N = rows_N.unique_consecutive(return_inverse=True)[1]  # without rows of which no token counts
-    if documents_N.unique().numel() < 4:  # too few to keep one from the fit
-        documents_N = None
-
-    def fit(layer: int, x_post_Nd: Tensor) -> None:
-        x_pre_Nd = trace[layer].x_Nd[:retain_tokens].to(x_post_Nd.device)
-        old = theta_0[layer], theta_post[layer], x_pre_Nd
-        if form == "paper":
-            realigned[layer] = realign_paper(*old, x_post_Nd[:retain_tokens])
-        else:
-            tokens = *old, x_post_Nd[:retain_tokens]
-            realigned[layer] = realign_router(*tokens, model.rule(layer), documents_N=documents_N)
-            model.set_thetas({layer: realigned[layer].theta_Ed})
-
-    try:
-        with model.evaluating(), model.before_routers(lambda layer, x_Td: fit(layer, x_Td[keep])):
-            model.model.model(**batch.inputs)
-        model.set_thetas({layer: result.theta_Ed for layer, result in realigned.items()})
-    except BaseException:
-        model.set_thetas(theta_post)
-        raise
-    return realigned
-
-
-@dataclass(frozen=True)
-class Original:
-    """What Method B needs of the model before unlearning (Theta and X_r of Eq. 5), on its device, about 4 N (d + E)
-    bytes a layer.
-
-    By decoder layer `theta_0`, the router, (E, d), fp32, and `trace`, what it saw of the N retain tokens that count
-    (`x_Nd`, `scores_NE`, `top_k_Nk`); `batch`, the documents, (rows, positions), for another pass.
-    """
-
-    theta_0: dict[int, Tensor]
-    trace: RoutingTrace
-    batch: Batch
-
-
-def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -> Original:
-    """Records the original routers and their retain inputs for Method B (Sec. 4.3); call it before unlearning.
-
-    `retain` are batches as in `constrain`; all tokens but padding and the first of each row count, and four of them per
-    hidden dimension are advisable (the paper takes one, App. D.4). Routers of a precision below fp32 are in fp32 from
-    here on, and what `realign` writes is.
-
-    Raises ValueError for an unknown family, a dense model, or fewer than two tokens that count; KeyError for a batch
-    without `input_ids`.
-    """
-    moe = MoEModel(unwrapped(model))
-    try:
-        if not moe.layers:
-            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to remember")
-        batches = [as_batch(batch, moe.model.device) for batch in retain]
-        if not batches:
-            raise ValueError("`retain` holds no batches: Method B fits routers to what they saw of retain documents")
-        batch = collate_inputs(batches)
-        original = Original(moe.thetas(), moe.trace([batch]), batch)
-    finally:
-        moe.release()
-    tokens = int(routed_tokens(batch.attention_mask).sum())
-    if tokens < 2:
-        raise ValueError(
-            f"`retain` holds {tokens} tokens that count, the first of every row aside: Method B fits to one and checks "
-            f"on another at least, and fits well from {4 * moe.hidden_size}"
-        )
-    return original
-
-
-def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dict[int, Realignment]:
-    """Method B (PTC, Sec. 4.3, Eq. 5): refits every router of the unlearned `model` in place, so that retain tokens are
-    routed as `original`, of `remember`, has them. Returns by decoder layer what was done.
-
-    `form` "paper" is Eq. 5 with the acceptance of App. D.4; "sound" (ours) starts from the original router, goes layer
-    by layer and chooses the ridge on every fourth document, or of fewer than four on every fourth token. It corrects
-    routing, not knowledge: on the models measured here it undoes much of the forgetting.
-
-    Raises ValueError for an unknown form or family, a dense model, or an `original` of other layers, shapes or numbers
-    of tokens, or not finite. After an error all routers are as they were.
-    """
-    if form not in ("sound", "paper"):
-        raise ValueError(f"unknown form {form!r}; sound or paper")
-    moe = MoEModel(unwrapped(model))
-    try:
-        if not moe.layers:
-            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to realign")
-        _check_remembered(moe, original)
-        return realign_routers(moe, original.theta_0, original.trace, original.batch, form=form)
-    finally:
-        moe.release()
-
-
-def _check_remembered(moe: MoEModel, original: Original) -> None:
-    for what, layers in (("routers", list(original.theta_0)), ("retain inputs", list(original.trace))):
-        if sorted(layers) != sorted(moe.layers):
-            raise ValueError(
-                f"this model has routers in layers {moe.layers}, and {what} are remembered of layers {layers}: realign "
-                "the model that was remembered"
-            )
-    tokens = int(routed_tokens(original.batch.attention_mask).sum())
-    for layer in moe.layers:
-        for what, tensor, shape in (
-            ("router", original.theta_0[layer], tuple(moe.theta(layer).shape)),
-            ("retain input", original.trace[layer].x_Nd, (tokens, moe.hidden_size)),
-        ):
-            if tuple(tensor.shape) != shape:
-                raise ValueError(
-                    f"layer {layer}: the shape of its {what} is {tuple(tensor.shape)} as remembered and {shape} in "
-                    "this model: realign the model that was remembered, with the same documents"
-                )
-            if not tensor.isfinite().all():
-                raise ValueError(
-                    f"layer {layer}: its {what} as remembered is not finite: remember a model before it diverges"
-                )

@@ -1,8 +1,6 @@
 """Routers that cannot leave the null space (App. B.2): Theta = Theta_0 + P (W - Theta_0) with a free W.
 
-Only Stage 1: selected scores of retain tokens stay, and nothing holds the others below their margins, so selections may
-still change where an unselected score rises; `gripmoe.constrain` holds both. What this has for it is that no hook runs
-at a step, and that any optimizer, momentum and weight decay act on W alone.
+No hook runs at a step: any optimizer, momentum and weight decay act on W alone.
 """
 
 from __future__ import annotations
@@ -43,17 +41,15 @@ class InNullSpace(nn.Module):
 def reparameterize(
     model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]], *, method: str = "expert_specific"
 ) -> Iterator[nn.Module]:
-    """Within the block every router weight of `model`, (E, d), is Theta_0 + P (W - Theta_0) with a free W (App. B.2);
-    when it ends, routers are plain weights again, where training has left them; those of a precision below fp32 stay in
-    fp32. Its state dict has plain routers all the while: what is saved within the block can be loaded anywhere.
-    `retain` and the thresholds of `method`, which must have fixed bases, as in `gripmoe.constrain`.
+    """Within the block every router weight of `model`, (E, d), is Theta_0 + P (W - Theta_0) with a free W (App. B.2).
+    Afterwards routers are plain weights, as trained, in fp32; the state dict has plain routers all the while. `retain`
+    and `method`, which must have fixed bases, as in `gripmoe.constrain`.
 
-    Only Stage 1 of Sec. 4.2 is held: selected scores of retain tokens stay, and nothing keeps the others below their
-    margins, so an expert that was not selected may still become so. `gripmoe.constrain` holds both stages.
+    This is Stage 1 of Sec. 4.2 alone: selected scores of retain tokens stay, and others may rise above them.
+    `gripmoe.constrain` has both stages. Make the optimizer within the block, from `model.parameters()`.
 
-    Make the optimizer within the block, from `model.parameters()`: it must hold W. Raises ValueError for a method
-    without fixed bases of retain batches, an unknown family, a dense model, or no retain batches; KeyError for a batch
-    without `input_ids`.
+    Raises ValueError for a method without fixed bases of retain batches, an unknown family, a dense model, or no retain
+    batches; KeyError for a batch without `input_ids`.
     """
     rows = methods_of_loops().items()
     fixed = {name: row for name, row in rows if row.has_bases and not row.looks_at_forget}

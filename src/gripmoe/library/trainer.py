@@ -1,4 +1,4 @@
-"""A constraint held in transformers' `Trainer`, and in TRL's trainers, which build on it."""
+"""A constraint in transformers' `Trainer`, and in TRL's trainers, which build on it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ NAMED = "a checkpoint that does not lie in `output_dir` is named by `resume_from
 
 
 class ConstraintCallback(TrainerCallback):
-    """Constrains at the beginning of training, when the trainer has made its optimizer, and lets go at the end; in
-    between its `handle` is there for methods that look at the retain forward.
+    """Constrains when training begins, and closes its `handle` when training ends.
 
-    Where training may resume, the weights that the trainer is given are kept on the CPU until training begins: by then
-    those of the checkpoint have taken their place. They are put back for `constrain` to see, and the checkpoint is read
-    anew: `Trainer` looks for weights by the names in the file, under which it does not find fused experts.
+    Where training may resume, the original weights are kept on the CPU until training begins: by then `Trainer` has
+    loaded those of the checkpoint. They are put back for `constrain` to see, and the checkpoint is read again, since
+    `Trainer` looks for weights by the names in the file and does not find fused experts.
     """
 
     handle: ConstraintHandle
@@ -82,17 +81,14 @@ class ConstraintCallback(TrainerCallback):
 
 
 def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], **settings: Any) -> ConstraintCallback:
-    """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it holds
-    `gripmoe.constrain(model, optimizer, retain, **settings)` (Sec. 4.2) from the beginning of training to its end. Its
-    `handle` is there once training has begun. Where training ends in an error, close the handle, or call `train` again,
-    which closes the handle and holds the routing that the model then has.
+    """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it calls
+    `gripmoe.constrain(model, optimizer, retain, **settings)` (Sec. 4.2) when training begins and closes its `handle`
+    when training ends. After an error close the handle, or call `train` again, which closes it and constrains anew.
+    docs/library.md says how to resume.
 
-    To resume, make the trainer as before, on the original model, and call `train(resume_from_checkpoint=...)`; a folder
-    elsewhere than in `output_dir` has to stand in the trainer's arguments too.
-
-    Raises nothing itself. The trainer raises ValueError when it is made on a model of an unknown family; `train` what
-    `constrain` and the handle do, and ValueError where the checkpoint to resume from was saved without this callback, or
-    of another model, method or documents."""
+    Raises nothing itself. The trainer raises ValueError when it is made on a model of an unknown family; `train` raises
+    what `constrain` and the handle do, and ValueError if the checkpoint to resume from was saved without this callback,
+    or of another model, method or documents."""
     return ConstraintCallback(retain, settings)
 
 
