@@ -2,11 +2,10 @@
 
     python workflow/tune.py --world record --results results/tiny --cores 2 [--objectives gd] [--methods unconstrained]
 
-The chosen setting reaches the forget target on each of the world's models, with the highest retain accuracy on
-average, both on dev questions, and of equal ones in the fewest steps. Every trial stands in a table of the folder
-`tuning` of the results; nothing is written to a configuration, where the chosen values stand by hand, with their
-provenance. Models, data and traces come from the results folder of the world (`snakemake` makes them); a trial that has
-been run with all the same settings is not run again.
+The chosen setting reaches the forget target on every model of the world and has the highest mean retain accuracy, both
+on dev questions; of equal settings, the one of the fewest steps is chosen. A table in the folder `tuning` lists every
+trial. The configuration is not changed: its values are entered by hand, with their provenance. Models, data
+and traces come from the results folder of the world, where `snakemake` makes them. A finished trial is not repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +25,10 @@ from gripmoe.config.grid import Project
 from gripmoe.io.files import read_json, read_yaml, write_yaml
 
 CONFIG = Path(__file__).parent / "config"
-RETAIN = {"letters": "retain_accuracy", "news": "knowmem_retain"}  # what is to be high among runs that have forgotten
+RETAIN = {
+    "letters": "retain_accuracy",
+    "news": "knowmem_retain",
+}  # decides among runs that have forgotten
 SCORES = ("forget_accuracy", "verbmem", "knowmem_forget", *RETAIN.values())
 LOG = ["model", "objective", "method", "setting", *SCORES, "status", "steps", "chosen"]
 
@@ -42,7 +44,7 @@ def trial(
     change: dict,
     axes: dict,
 ) -> dict:
-    """Dev scores of one setting; `change` is of Training and the objective's own settings, `axes` of the method."""
+    """Dev scores of one setting: `change` changes Training and the objective's own settings, `axes` the method."""
     run = project.run(model, benchmark, objective, method, seed)
     settings = run.training.model_dump()
     for key, value in change.items():
@@ -74,22 +76,21 @@ def trial(
         command("unlearn", **files, **made, run=folder / "run.yaml", data=data, output=output)
     last, outcome = read_json(folder / "history.json")[-1], read_json(folder / "checkpoint.json")
     scores = {key: last[key] for key in SCORES if key in last}
-    cell = {"model": model, "objective": objective, "method": method, "setting": name}
-    return {**cell, **scores, "status": outcome["status"], "steps": outcome["steps"]}
+    tried = {"model": model, "objective": objective, "method": method, "setting": name}
+    return {**tried, **scores, "status": outcome["status"], "steps": outcome["steps"]}
 
 
 def chosen(table: pd.DataFrame, score: str) -> pd.Series:
     """Which rows are of the best setting of their objective and method: of those that reach the target on every model,
     the one of the highest mean score; of equal ones, the one of the fewest steps."""
-    cell, setting = ["objective", "method"], ["objective", "method", "setting"]
+    setting = ["objective", "method", "setting"]
     trials = table.groupby(setting)
     means = trials[[score, "steps"]].mean().round(6)[trials.status.agg(lambda status: (status == "reached").all())]
-    best = means.sort_values([score, "steps"], ascending=[False, True]).groupby(level=cell).head(1)
+    best = means.sort_values([score, "steps"], ascending=[False, True]).groupby(level=setting[:2]).head(1)
     return pd.Series(pd.MultiIndex.from_frame(table[setting]).isin(best.index), table.index)
 
 
 def grid(values: dict[str, list]) -> list[dict]:
-    """Every combination."""
     return [dict(zip(values, combination, strict=True)) for combination in product(*values.values())]
 
 

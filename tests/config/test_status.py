@@ -95,7 +95,7 @@ def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_run(cluster, lines):
     ("metrics", "said"),
     [
         ({"forget_accuracy": 0.25}, "reached 120 forget accuracy 0.250"),
-        ({"knowmem_forget": 12.34}, "reached 120 KnowMem of what is forgotten 12.3"),
+        ({"knowmem_forget": 12.34}, "reached 120 forget KnowMem 12.3"),
     ],
 )
 def test_what_is_known_of_a_done_run_of_letters_and_of_news(metrics, said, tmp_path):

@@ -19,9 +19,9 @@ rule attack:
         metrics=f"{RUN}/attack.json",
         questions=f"{RUN}/attack_questions.csv",
     log:
-        f"{LOGS}/attack/{CELL_NAME}.log",
+        f"{LOGS}/attack/{RUN_NAME}.log",
     benchmark:
-        f"{BENCHMARKS}/attack/{CELL_NAME}.tsv"
+        f"{BENCHMARKS}/attack/{RUN_NAME}.tsv"
     conda:
         ENVIRONMENT
     threads: 1
@@ -31,6 +31,7 @@ rule attack:
     params:
         data=folder_of,
         benchmark=benchmark_settings,
+        own=own_code_of,
         relearning=canonical(PROJECT.world.relearning),
         code=code_fingerprint("gripmoe.cli.attack:attack"),
     shell:

@@ -11,7 +11,7 @@ from snakemake.exceptions import WorkflowError
 
 from gripmoe.io.errors import ConfigError
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.config.grid import NO_OBJECTIVE, Project, own_code
 from gripmoe.reporting import RENDERING
 
 # The graph of a large world is millions of objects that stay: looking among them for garbage took an eighth of the time.
@@ -47,7 +47,7 @@ ROUTING = f"{RESULTS}/{{model}}/{{benchmark}}/routing"
 ORIGINALS = f"{RESULTS}/{{model}}/{{benchmark}}/original_answers"
 BASES = f"{RESULTS}/{{model}}/{{benchmark}}/bases/{{method}}"
 RUN = f"{RESULTS}/{{model}}/{{benchmark}}/{{objective}}/{{method}}/{{seed}}"
-CELL_NAME = "{model}.{benchmark}.{objective}.{method}.{seed}"
+RUN_NAME = "{model}.{benchmark}.{objective}.{method}.{seed}"
 
 TRAINED = [name for name in WORLD.all_methods if PROJECT.methods[name].trains]
 CORRECTED = [name for name in WORLD.all_methods if PROJECT.methods[name].corrects]
@@ -95,6 +95,11 @@ def task_settings(wildcards):
 def benchmark_settings(wildcards):
     """What evaluation and attacks read of it."""
     return canonical(PROJECT.benchmarks[wildcards.benchmark])
+
+
+def own_code_of(wildcards):
+    """Digests of the attacks and metrics of one's own that a benchmark names."""
+    return own_code(PROJECT.benchmarks[wildcards.benchmark])
 
 
 def run_files(*names):

@@ -18,9 +18,9 @@ rule evaluate:
         metrics=f"{RUN}/evaluation.json",
         questions=f"{RUN}/questions.csv",
     log:
-        f"{LOGS}/evaluate/{CELL_NAME}.log",
+        f"{LOGS}/evaluate/{RUN_NAME}.log",
     benchmark:
-        f"{BENCHMARKS}/evaluate/{CELL_NAME}.tsv"
+        f"{BENCHMARKS}/evaluate/{RUN_NAME}.tsv"
     conda:
         ENVIRONMENT
     threads: 1
@@ -30,6 +30,7 @@ rule evaluate:
     params:
         data=folder_of,
         benchmark=benchmark_settings,
+        own=own_code_of,
         retrained=retrained_flag,
         code=code_fingerprint("gripmoe.cli.evaluate:evaluate"),
     shell:

@@ -112,7 +112,7 @@ rule configure:
     output:
         f"{RUN}/run.yaml",
     log:
-        f"{LOGS}/configure/{CELL_NAME}.log",
+        f"{LOGS}/configure/{RUN_NAME}.log",
     conda:
         ENVIRONMENT
     params:

@@ -17,9 +17,9 @@ rule unlearn:
         checkpoint=f"{RUN}/checkpoint.json",
         history=f"{RUN}/history.json",
     log:
-        f"{LOGS}/unlearn/{CELL_NAME}.log",
+        f"{LOGS}/unlearn/{RUN_NAME}.log",
     benchmark:
-        f"{BENCHMARKS}/unlearn/{CELL_NAME}.tsv"
+        f"{BENCHMARKS}/unlearn/{RUN_NAME}.tsv"
     wildcard_constraints:
         method=any_of(TRAINED),
         objective=any_of(WORLD.objectives),
@@ -59,9 +59,9 @@ rule realign:
     output:
         f"{RUN}/checkpoint.json",
     log:
-        f"{LOGS}/realign/{CELL_NAME}.log",
+        f"{LOGS}/realign/{RUN_NAME}.log",
     benchmark:
-        f"{BENCHMARKS}/realign/{CELL_NAME}.tsv"
+        f"{BENCHMARKS}/realign/{RUN_NAME}.tsv"
     wildcard_constraints:
         method=any_of(CORRECTED),
         objective=any_of(WORLD.objectives),

@@ -1,7 +1,7 @@
-"""A digest of the code that a function really runs, followed name by name through the package.
+"""A digest of the code that a function runs, followed name by name through the package.
 
-Docstrings, comments, formatting, annotations of parameters and what is never referred to do not count; data files that
-code names do. Modules are read, never imported, so the Snakefile may call this.
+Docstrings, comments, formatting, annotations of parameters and unused names do not count; data files that the code
+names do. Modules are read, never imported.
 """
 
 from __future__ import annotations

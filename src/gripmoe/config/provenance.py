@@ -20,7 +20,7 @@ PACKAGES = ("gripmoe", "torch", "transformers", "lm_eval", "datasets", "numpy", 
 
 @contextmanager
 def recorded(path: Path, step: Callable) -> Iterator[None]:
-    """Writes a provenance record when the block has ended without an error; `step` is the function that it runs in."""
+    """Writes a provenance record of `step`, the function around the block, if the block ends without an error."""
     started, code = time.perf_counter(), code_fingerprint(entry_of(step))
     yield
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

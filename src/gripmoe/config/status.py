@@ -1,5 +1,4 @@
-"""Where every run of a world stands, from its files and logs: the same on a laptop and on a cluster, of whose own logs
-only that a job was ended is read."""
+"""The state of every run of a world, from its files and logs. Of SLURM's own logs, only why a job was ended is read."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from gripmoe.io.files import read_json
 TAIL = 4000  # bytes of a log that hold its last progress bar
 SLURM_SAYS = "slurmstepd: error: "
 # Of letters and of news: metric, words, digits.
-FORGOTTEN = (("forget_accuracy", "forget accuracy", 3), ("knowmem_forget", "KnowMem of what is forgotten", 1))
+FORGOTTEN = (("forget_accuracy", "forget accuracy", 3), ("knowmem_forget", "forget KnowMem", 1))
 CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 
 def run_status(project: Project, results: Path, key: tuple) -> tuple[str, str]:
-    """The next phase of a run (train, correct, evaluate, attack, done) and what is known of it: the last line of the
-    log of that phase, why SLURM ended its job, or how training ended."""
+    """The next phase of a run (train, correct, evaluate, attack, done), and why SLURM ended the job of that phase, the
+    last line of its log, or how training ended."""
     folder = results.joinpath(*map(str, key))
     method = project.methods[key[3]]
     steps = [("evaluate", "evaluate", "evaluation.json"), ("attack", "attack", "attack.json")]
@@ -45,7 +44,7 @@ def kept_originals(project: Project, results: Path) -> dict[Path, float]:
 
 
 def last_line(log: Path) -> str:
-    """What a log or progress bar says last; nothing if there is no log."""
+    """The last line of a log, or the last state of its progress bar; empty if there is no log."""
     if not log.exists():
         return ""
     with log.open("rb") as file:
@@ -56,8 +55,7 @@ def last_line(log: Path) -> str:
 
 
 def ended_by_cluster(jobs: Path, log: Path) -> str:
-    """Why SLURM ended the latest of a step's jobs (time, memory, preemption), of which the step's own log knows
-    nothing; nothing if that was written to since."""
+    """Why SLURM ended the latest job of a step (time, memory, preemption); empty if the step's own log is newer."""
     latest = max(jobs.glob("*.log"), key=lambda job: job.stat().st_mtime, default=None)
     if latest is None or (log.exists() and log.stat().st_mtime > latest.stat().st_mtime):
         return ""

@@ -13,19 +13,19 @@ LinearPrecision = Literal["native", "te_fp8"]  # te_fp8: by TransformerEngine, o
 
 
 class RetainWeight(Strict):
-    """What GD and KL ask for: the weight of the retain loss."""
+    """Settings of GD and KL: the weight of the retain loss."""
 
     alpha: NonNegative
 
 
 class PreferenceSettings(RetainWeight):
-    """NPO's."""
+    """Settings of NPO."""
 
     beta: PositiveFloat
 
 
 class RepresentationSettings(RetainWeight):
-    """RMU's: the layer, and the length of the target, relative to retain states or absolute."""
+    """Settings of RMU: the layer, and the length of the target, relative to retain states or absolute."""
 
     layer: Annotated[int, Field(ge=0)]
     kappa: PositiveFloat | None = None

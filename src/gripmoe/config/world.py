@@ -22,8 +22,8 @@ class Artefact(Strict):
 
 
 class World(Strict):
-    """What to run. Training is changed by `objective_training`, then on a benchmark by `benchmark_training` (under all
-    objectives, then under one), then by the method, then by `overrides` for a method or for "objective/method"."""
+    """What to run. `training` is changed by `objective_training`, then by `benchmark_training` (for "all" objectives,
+    then for one), then by the method, then by `overrides` (for a method, then for "objective/method")."""
 
     models: Names = Field(min_length=1)
     benchmarks: Names = Field(min_length=1)
@@ -36,11 +36,11 @@ class World(Strict):
     benchmark_training: dict[Name, dict[Name, dict[str, Any]]] = {}
     overrides: dict[str, dict[str, Any]] = {}
     relearning: Relearning | None = None  # an attack that is left out without it
-    original_memory: PositiveInt = 8  # GB of host memory for what a run asks of the original model; more goes to disk
+    original_memory: PositiveInt = 8  # GB of host memory for answers of the original model; the others lie on disk
     basis_memory: PositiveInt = 16  # GB of each GPU for Method A's bases
-    # GB of host memory, of each process, for what goes beyond it and is copied in every step; yet more is read
+    # GB of host memory of each process for further bases, which every step copies; the others are read from disk
     basis_host_memory: Annotated[int, Field(ge=0)] = 64
-    gpus: dict[Name, PositiveInt] = {}  # that a model takes: a process each trains it; one if it is not named
+    gpus: dict[Name, PositiveInt] = {}  # how many a model takes, one if absent; a process on each trains the model
     artefacts: Names
 
     @property
