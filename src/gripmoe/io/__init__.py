@@ -1,1 +1,1 @@
-"""Files whole or not at all, locks, tensors that say whose they are, several processes."""
+"""Files written whole or not at all, locks, tensor files with checked metadata, several processes."""
