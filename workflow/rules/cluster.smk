@@ -1,5 +1,5 @@
-# A head that was killed leaves its jobs in the queue. A new one would submit the same runs again beside them, so it
-# looks before it starts. (Each step also locks its run.)
+# A killed Snakemake leaves its jobs in the queue, and a new one would submit the same runs beside them. So it looks before
+# it starts. (Each step also locks its run.)
 
 import os
 import shutil

@@ -1,5 +1,5 @@
-# The validated configuration, the layout of results/, and what all steps share. Nothing heavy is imported here, since
-# each cluster job parses these files again.
+# The validated configuration, the layout of results/, and what several rules share. Nothing heavy is imported: every cluster
+# job parses these files again.
 
 import gc
 import json
@@ -14,7 +14,7 @@ from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import NO_OBJECTIVE, Project, own_code
 from gripmoe.reporting import RENDERING
 
-# The graph of a large world is millions of objects that stay: looking among them for garbage took an eighth of the time.
+# The graph of a large world is millions of objects that stay: garbage collection among them took an eighth of the time.
 gc.set_threshold(500_000, 20, 100)
 
 CONFIG = Path(workflow.basedir) / "workflow" / "config"
@@ -30,12 +30,11 @@ except ConfigError as error:
 WORLD = PROJECT.world
 RESULTS = f"results/{PROJECT.results_name}"  # a world that extends another shares its runs
 RUNS = f"{RESULTS}/runs_{PROJECT.name}.csv"
-# Beside RUNS, where notebooks look for them: what training saw, how every item was answered, and what every attack
-# found on every item.
+# Notebooks look for these beside RUNS: the checks of training, the answers to every item, the attacks on every item.
 HISTORIES = f"{RESULTS}/histories_{PROJECT.name}.csv"
 ANSWERS = f"{RESULTS}/answers_{PROJECT.name}.csv"
 ATTACKS = f"{RESULTS}/attacks_{PROJECT.name}.csv"
-# Relative, as all inputs: Snakemake knows a file again by its path, also in a checkout that lies elsewhere.
+# Relative, as all inputs: Snakemake recognizes a file by its path, and a checkout may lie elsewhere.
 NOTEBOOKS = os.path.relpath(Path(workflow.basedir).resolve() / "notebooks")
 FIGURES = f"paper_figures/{PROJECT.name}"
 MANIFEST = f"{FIGURES}/manifest.json"
@@ -78,7 +77,7 @@ wildcard_constraints:
 
 
 def canonical(model):
-    """One string of a configuration object that does not depend on key order or comments: the tracked parameter."""
+    """A configuration object as one string, the same for every key order: a parameter that Snakemake tracks."""
     return json.dumps(model and model.model_dump(mode="json"), sort_keys=True)
 
 
@@ -88,12 +87,12 @@ def run_settings(wildcards):
 
 
 def task_settings(wildcards):
-    """What tracing and training read of a benchmark."""
+    """The part of a benchmark that tracing and training read."""
     return canonical(PROJECT.benchmarks[wildcards.benchmark].task)
 
 
 def benchmark_settings(wildcards):
-    """What evaluation and attacks read of it."""
+    """The whole benchmark, which evaluation and attacks read."""
     return canonical(PROJECT.benchmarks[wildcards.benchmark])
 
 
@@ -104,13 +103,11 @@ def own_code_of(wildcards):
 
 def run_files(*names):
     """The named files of every run of the world."""
-    keys = ("model", "benchmark", "objective", "method", "seed")
-    keys = [dict(zip(keys, key)) for key in PROJECT.run_keys()]
-    return [f"{RUN}/{name}".format(**key) for key in keys for name in names]
+    return ["/".join(map(str, (RESULTS, *key, name))) for key in PROJECT.run_keys() for name in names]
 
 
 def run_checkpoint(wildcards):
-    """What a run's model is: the original model, its retrained, or what the run itself has trained."""
+    """The model of a run: the original, the retrained, or the one that the run has trained or corrected."""
     baseline = PROJECT.methods[wildcards.method].baseline
     if baseline == "original":
         return MODEL.format(model=wildcards.model)
@@ -145,7 +142,7 @@ def rewrites_of(wildcards):
 
 
 def retrained_of(wildcards):
-    """The description of the model that never saw the forget data; only news is compared with it."""
+    """The description of the retrained model; only news is compared with it."""
     if wildcards.benchmark not in NEWS:
         return []
     return [MODEL.format(model=PROJECT.models[wildcards.model].retrained)]
@@ -174,7 +171,7 @@ def artefact_files():
 
 
 def introduction(notebook):
-    """What a notebook says of its artefact below its heading: the caption in the report."""
+    """The text below a notebook's heading: the caption of its artefact in the report."""
     try:
         first = json.loads(Path(notebook).read_text(encoding="utf-8"))["cells"][0]["source"]
     except FileNotFoundError:
@@ -186,7 +183,7 @@ def introduction(notebook):
 
 
 def growing(amount):
-    """A resource that grows with every attempt: what ran out of memory or time gets more when it is tried again."""
+    """A resource that grows with every attempt, for jobs that ran out of memory or time."""
     return lambda wildcards, attempt: amount * attempt
 
 
@@ -198,9 +195,9 @@ def processes_of(wildcards):
     return PROJECT.processes(wildcards.model, getattr(wildcards, "method", None))
 
 
-# MB, for each GPU; fitting and fetching take as much as one. `--set-resources RULE:mem_mb=...` asks for other amounts.
+# MB for each GPU; jobs without a GPU take as much as one. `--set-resources RULE:mem_mb=...` asks for other amounts.
 MEMORY = 131072 if ON_GPU else 3000
-FIT_THREADS = 16 if ON_GPU else 1  # of a job that fits bases: the decompositions of a published model's take hours
+FIT_THREADS = 16 if ON_GPU else 1  # of fit_basis, whose decompositions take hours for a published model
 
 
 def memory_for(gpus):

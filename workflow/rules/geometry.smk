@@ -1,5 +1,5 @@
-# Representation extraction and the retain bases of Method A. Downstream rules follow the small digests (.json), so that a
-# repeated extraction with the same content reruns nothing.
+# Routing traces, and the retain bases of Method A. Later rules depend on the small digests (.json), so that a repeated
+# trace with the same content reruns nothing.
 
 
 rule trace_routing:

@@ -1,4 +1,4 @@
-# Training of a run, or the correction of another run's finished routers (Method B).
+# Training of a run, or correction of the routers of a finished run (Method B).
 
 
 rule unlearn:
