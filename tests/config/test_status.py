@@ -9,8 +9,7 @@ import yaml
 from tqdm import tqdm
 
 from gripmoe.cli.main import main
-from gripmoe.config.grid import Project
-from gripmoe.config.status import CLUSTER_LOGS, run_status
+from gripmoe.config.status import CLUSTER_LOGS
 from gripmoe.io.files import write_json
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
@@ -89,21 +88,6 @@ def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_run(cluster, lines):
     write_json(done / "attack.json", {})
     runs, total = lines()
     assert "unconstrained" not in runs and "1 done" in total
-
-
-@pytest.mark.parametrize(
-    ("metrics", "said"),
-    [
-        ({"forget_accuracy": 0.25}, "reached 120 forget accuracy 0.250"),
-        ({"knowmem_forget": 12.34}, "reached 120 forget KnowMem 12.3"),
-    ],
-)
-def test_what_is_known_of_a_done_run_of_letters_and_of_news(metrics, said, tmp_path):
-    project, key = Project(CONFIG, "tiny"), (*KEY, "unconstrained", 0)
-    folder = tmp_path.joinpath(*map(str, key))
-    for name, content in (("checkpoint", {"status": "reached", "steps": 120}), ("evaluation", metrics), ("attack", {})):
-        write_json(folder / f"{name}.json", content)
-    assert run_status(project, tmp_path, key) == ("done", said)
 
 
 def test_what_slurm_ended_is_not_said_to_run(lines):

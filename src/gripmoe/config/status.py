@@ -5,39 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 
 from gripmoe.config.grid import Project
-from gripmoe.io.files import read_json
 
 TAIL = 4000  # bytes of a log that hold its last progress bar
 SLURM_SAYS = "slurmstepd: error: "
-# Of letters and of news: metric, words, digits.
-FORGOTTEN = (("forget_accuracy", "forget accuracy", 3), ("knowmem_forget", "forget KnowMem", 1))
 CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 
 def run_status(project: Project, results: Path, key: tuple) -> tuple[str, str]:
-    """The next phase of a run (train, correct, evaluate, attack, done), and why SLURM ended the job of that phase, the
-    last line of its log, or how training ended."""
-    folder = results.joinpath(*map(str, key))
-    method = project.methods[key[3]]
+    """The next phase of a run (train, correct, evaluate, attack, done), and why SLURM ended its job, or the
+    last line of its log."""
+    method, name = project.methods[key[3]], list(map(str, key))
     steps = [("evaluate", "evaluate", "evaluation.json"), ("attack", "attack", "attack.json")]
     if method.trains:
         steps.insert(0, ("train", "unlearn", "checkpoint.json"))
     elif method.corrects:
         steps.insert(0, ("correct", "realign", "checkpoint.json"))
     for phase, rule, output in steps:
-        if not (folder / output).exists():
-            log = results / "logs" / rule / f"{'.'.join(map(str, key))}.log"
-            ended = ended_by_cluster(CLUSTER_LOGS / f"rule_{rule}" / "_".join(map(str, key)), log)
+        if not results.joinpath(*name, output).exists():
+            log = results / "logs" / rule / f"{'.'.join(name)}.log"
+            ended = ended_by_cluster(CLUSTER_LOGS / f"rule_{rule}" / "_".join(name), log)
             return phase, ended or last_line(log) or "waits"
-    checkpoint = folder / "checkpoint.json"
-    ended = read_json(checkpoint) if checkpoint.exists() else {}
-    metrics = read_json(folder / "evaluation.json")
-    known = next(f"{said} {metrics[name]:.{digits}f}" for name, said, digits in FORGOTTEN if name in metrics)
-    return "done", f"{ended.get('status', '')} {ended.get('steps', '')} {known}".strip()
+    return "done", ""
 
 
 def kept_originals(project: Project, results: Path) -> dict[Path, float]:
-    """GB of the folders in which training keeps what the original models say of documents."""
+    """GB of the folders in which training keeps answers of the original models."""
     pairs = dict.fromkeys(key[:2] for key in project.run_keys())
     folders = [results.joinpath(*pair, "original_answers") for pair in pairs]
     return {f: sum(file.stat().st_size for file in f.iterdir()) / 1e9 for f in folders if f.exists()}
