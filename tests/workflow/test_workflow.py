@@ -352,6 +352,12 @@ def test_the_edits_below_are_of_what_is_there(tmp_path, place, value):
     assert edit(tmp_path, place, value) == copied and copied.read_text() != original.read_text()
 
 
+def verified(root):
+    command = [sys.executable, "-m", "gripmoe.cli.main", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
+    environment = {**os.environ, "PYTHONPATH": str(root / "src")}
+    return subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment, check=False)
+
+
 @pytest.mark.workflow
 class TestRun:
     def test_every_artefact_is_there(self, finished):
@@ -391,9 +397,7 @@ class TestRun:
         assert steps == 4, "every step was taken"
 
     def test_the_manifest_verifies_and_the_report_holds_every_artefact(self, finished, report):
-        verify = [sys.executable, "-m", "gripmoe.cli.main", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
-        environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
-        result = subprocess.run(verify, capture_output=True, text=True, cwd=finished, env=environment, check=False)
+        result = verified(finished)
         assert result.returncode == 0, result.stderr
         html = report.read_text()
         shown = [f"{name}.html" if "html" in FORMATS[name] else f"{name}.png" for name in SMOKE_ARTEFACTS]
@@ -530,17 +534,12 @@ class TestRun:
             ("gripmoe.training.objectives:GradientDifference.forget_loss",),
             ("results/smoke/smoke/wmdp_smoke/gd/unconstrained/0/run.yaml:seed", 1),
         ]
-        verify = [sys.executable, "-m", "gripmoe.cli.main", "verify", "--manifest", "paper_figures/smoke/manifest.json"]
-        environment = {**os.environ, "PYTHONPATH": str(finished / "src")}
         with edited(finished, *edits, unseen=True):
-            plan = planned(dry_run(finished))
-            verified = subprocess.run(
-                verify, capture_output=True, text=True, cwd=finished, env=environment, check=False
-            )
+            plan, result = planned(dry_run(finished)), verified(finished)
         shutil.rmtree(records, ignore_errors=True)
         aside.rename(records)
-        assert plan == {} and verified.returncode == 2
-        faults = verified.stderr
+        assert plan == {} and result.returncode == 2
+        faults = result.stderr
         assert "the code that draws and judges has changed" in faults
         assert "gripmoe.cli.unlearn:unlearn: its code has changed since it ran for smoke/" in faults
         assert "gd/unconstrained/0/run.yaml: changed since" in faults and "evaluate:evaluate" not in faults
