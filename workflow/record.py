@@ -149,7 +149,7 @@ def provenance(paths: list[Path], output: Path) -> dict:
     records = [path.with_name("provenance.json") for path in paths]
     if not steps and not any(map(Path.exists, records)):
         raise ValueError(f"nothing beside {', '.join(map(str, paths))} says what its runs were computed with")
-    known = [cells for file in records if file.exists() and (cells := read_json(file)["cells"])]
+    known = [runs for file in records if file.exists() and (runs := read_json(file)["runs"])]
     codes: dict[str, Counter] = {}
     for step in steps:
         codes.setdefault(step["step"], Counter())[step["code"]] += 1
@@ -162,7 +162,7 @@ def provenance(paths: list[Path], output: Path) -> dict:
             "packages": package_versions(["gripmoe", "pandas", "scipy", "matplotlib"]),
             "runs.csv": file_digest(output / "runs.csv"),
         },
-        "cells": {**computed_with(sorted(folders)), "code": codes} if steps else next(iter(known), None),
+        "runs": {**computed_with(sorted(folders)), "code": codes} if steps else next(iter(known), None),
     }
 
 

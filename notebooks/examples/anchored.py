@@ -1,4 +1,4 @@
-"""Ours: hold what the router sees. The wanted routing stability decides how much; the loop marks its retain pass."""
+"""Ours: a penalty on drift of what routers see; the wanted routing stability sets its weight. Retain passes are marked."""
 
 import torch
 

@@ -117,8 +117,8 @@ def test_an_objective_and_a_method_that_nobody_has_named_are_shown(name):
     of_gd = next(rows for block, rows in found.items() if block.startswith("GD"))
     assert "my method" in of_gd and (found.get("my loss") == ["Unconstrained"] or by_benchmark)
     assert list(found)[-1] == "my loss" or by_benchmark
-    references = [block for block in spec["blocks"] if "objective" not in block]
-    assert [block for block, _ in table.blocks].count("") == len(references), "who trained nothing has no objective"
+    baselines = [block for block in spec["blocks"] if "objective" not in block]
+    assert [block for block, _ in table.blocks].count("") == len(baselines), "who trained nothing has no objective"
 
 
 def test_methods_that_need_it_are_explained_whatever_they_are_called_in_a_table():

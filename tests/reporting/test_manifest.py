@@ -27,7 +27,7 @@ def written(tmp_path):
 
 def test_it_names_the_code_and_weights_behind_each_run(written):
     record = manifest([], written / "runs_w.csv")
-    cell = record["cells"]["m/b/gd/ptc/3"]
+    cell = record["runs"]["m/b/gd/ptc/3"]
     assert cell["weights"] == "123" and cell["steps"]["evaluation"]["code"] == "abc" and record["seeds"] == [3]
 
 
@@ -58,7 +58,7 @@ def test_it_says_which_versions_are_others_here(written):
     path = written / "manifest.json"
     assert other_versions(path) == []
     record = read_json(path)
-    record["packages"]["pandas"], record["cells"]["m/b/gd/ptc/3"]["steps"]["evaluation"]["python"] = "0.1", "2.7"
+    record["packages"]["pandas"], record["runs"]["m/b/gd/ptc/3"]["steps"]["evaluation"]["python"] = "0.1", "2.7"
     write_json(path, record)
     drawn, computed = other_versions(path)
     assert drawn.startswith("drawn: pandas was 0.1, here ") and computed.startswith(
@@ -90,7 +90,7 @@ def test_a_step_is_looked_at_once_and_one_that_is_no_more_is_reported(written, m
     path, take, taken = written / "manifest.json", fingerprint.code_fingerprint, []
     ran = [(step, take(step)), (step, "abc"), (step, "abc"), (gone, "abc")]
     cells = {f"c{i}": {"steps": {"s": {"step": s, "code": c}}, "settings": None} for i, (s, c) in enumerate(ran)}
-    write_json(path, {**read_json(path), "cells": cells})
+    write_json(path, {**read_json(path), "runs": cells})
     monkeypatch.setattr(fingerprint, "code_fingerprint", lambda entry: taken.append(entry) or take(entry))
     fingerprint.fingerprint_now.cache_clear()
     assert mismatches(path) == [

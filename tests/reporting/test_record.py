@@ -51,7 +51,7 @@ WITHOUT = "f8b0ffce3d0996f4cd3e16dd705a4f3543cf159fbd45edc4a603b4d3db02d840"
 
 @pytest.mark.parametrize("folder", RECORDS, ids=lambda folder: folder.name)
 def test_every_record_says_what_its_runs_were_computed_with(folder):
-    cells = read_json(folder / "provenance.json")["cells"]
+    cells = read_json(folder / "provenance.json")["runs"]
     assert file_digest(folder / "runs.csv") == WITHOUT or cells["device"] and cells["packages"] and cells["code"]
     written = read_json(folder / "provenance.json")["written"]
     assert written["runs.csv"] == file_digest(folder / "runs.csv") and len(written["commit"]) == 40
@@ -66,10 +66,10 @@ def test_a_record_is_not_written_without_what_its_runs_were_computed_with(tmp_pa
     write_json(tmp_path / "m" / "b" / "gd" / "ptc" / "0" / "evaluation.provenance.json", step)
     (tmp_path / "record").mkdir()
     again = (tmp_path / "record" / "runs.csv").write_bytes(runs.read_bytes()) and tmp_path / "record" / "runs.csv"
-    cells = record["provenance"]([runs], again.parent)["cells"]
+    cells = record["provenance"]([runs], again.parent)["runs"]
     assert cells["device"] == ["abacus"] and cells["code"] == {"evaluate": {"c0de": 1}}
-    write_json(again.with_name("provenance.json"), {"cells": cells})
-    assert record["provenance"]([again], again.parent)["cells"] == cells, "drawn again from its own numbers"
+    write_json(again.with_name("provenance.json"), {"runs": cells})
+    assert record["provenance"]([again], again.parent)["runs"] == cells, "drawn again from its own numbers"
 
 
 def test_runs_of_another_world_stay_out_of_a_table():

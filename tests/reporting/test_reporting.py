@@ -65,7 +65,7 @@ def test_tables_and_figures_name_their_source(tmp_path):
     step = {"device": "abacus", "python": "3.9", "packages": {"torch": "2.0", "snakemake": None}}
     write_json(tmp_path / "cell" / "evaluation.provenance.json", step)
     write_json(tmp_path / "cell" / "attack.provenance.json", step | {"device": "slide rule"})
-    write_json(tmp_path / "runs_w.provenance.json", {"cells": computed_with([tmp_path / "cell"])})
+    write_json(tmp_path / "runs_w.provenance.json", {"runs": computed_with([tmp_path / "cell"])})
     save(comparison(synthetic(), "main_results"), tmp_path / "main_results", runs, attacks)
     source = f"runs_w.csv sha256 {file_digest(runs)}; attacks_w.csv sha256 {file_digest(attacks)}; seeds 0 1; "
     source += "computed with device abacus, slide rule; computed with packages torch 2.0; computed with python 3.9; "

@@ -9,7 +9,6 @@ RENDERING = tuple(
         "reporting.paired",
         "reporting.attacks",
         "reporting.figures",
-        "reporting.plots",
         "reporting.mechanism",
         "geometry.example",
         "reporting.collect",

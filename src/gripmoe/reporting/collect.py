@@ -3,7 +3,6 @@ that it was asked; per run and item that attacks ask."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
@@ -13,7 +12,7 @@ from statistics import fmean
 import pandas as pd
 
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import atomic_path, read_csv, read_json, read_yaml
+from gripmoe.io.files import read_csv, read_json, read_yaml, write_text
 from gripmoe.reporting import names
 
 KEYS = ["model", "benchmark", "objective", "method", "seed"]
@@ -54,14 +53,16 @@ def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers
         answer_rows += [[*key, *(item[column] for column in ANSWER_COLUMNS)] for item in asked.values()]
         for row in read_csv(folder / "attack_questions.csv"):
             item = asked[row["id"]]
-            of_run = dict(zip(KEYS, key, strict=True), fact=item["fact"])
+            of_run = dict(zip(KEYS, key, strict=True), id=row["id"], fact=item["fact"])
             attack_rows.append({**of_run, item["metric"]: item["score"], **row})
-    scores = dict.fromkeys(name for row in attack_rows for name in row if name not in ATTACK_COLUMNS)
-    columns = [*ATTACK_COLUMNS, *scores]
-    _write(output, COLUMNS, rows)
-    _write(attacks, columns, [[row.get(column, "") for column in columns] for row in attack_rows])
-    _write(answers, [*KEYS, *ANSWER_COLUMNS], answer_rows)
-    _write(histories, HISTORY_COLUMNS, history_rows)
+    tables = {
+        output: pd.DataFrame(rows, columns=COLUMNS),
+        attacks: pd.DataFrame(attack_rows) if attack_rows else pd.DataFrame(columns=ATTACK_COLUMNS),
+        answers: pd.DataFrame(answer_rows, columns=[*KEYS, *ANSWER_COLUMNS]),
+        histories: pd.DataFrame(history_rows, columns=HISTORY_COLUMNS),
+    }
+    for path, table in tables.items():
+        write_text(path, table.to_csv(index=False, na_rep="" if path == attacks else "nan"))
 
 
 def _answer(row: dict[str, str]) -> dict[str, str]:
@@ -70,13 +71,6 @@ def _answer(row: dict[str, str]) -> dict[str, str]:
         return {"id": row["id"], "fact": row["id"], "metric": row["criterion"], "chosen": "", "score": row["score"]}
     metric = "forget_accuracy" if row["exposure"] == "forget" else "retain_accuracy"
     return {**row, "metric": metric, "score": row["correct"]}
-
-
-def _write(path: Path, columns: list[str], rows: list[list]) -> None:
-    with atomic_path(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(rows)
 
 
 def _targets(target: dict[str, float], retrained: dict[str, float]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from gripmoe.config.provenance import package_versions
 from gripmoe.config.training import OBJECTIVES
 from gripmoe.io.files import atomic_path, file_digest, read_json
 from gripmoe.reporting import RENDERING, names
-from gripmoe.reporting.collect import apart
+from gripmoe.reporting.collect import KEYS, apart
 
 PAPER_WIDTH = 5.5  # inches: the text width of the paper
 
@@ -47,7 +47,7 @@ def made_of(tables: Sequence[Path]) -> str:
     parts += [f"seeds {' '.join(map(str, sorted(seeds)))}"] if seeds else []
     notes = {table.with_name(re.sub("^[a-z]+_", "runs_", table.stem) + ".provenance.json") for table in tables}
     for note in sorted(file for file in notes if file.exists()):
-        computed = read_json(note).get("cells", {})
+        computed = read_json(note).get("runs", {})
         parts += [f"computed with {key} {', '.join(found)}" for key, found in computed.items() if found]
     drawn = [f"{name} {version}" for name, version in package_versions(("matplotlib", "pandas", "scipy")).items()]
     parts.append(f"gripmoe code {code_fingerprint(*RENDERING)}, python {platform.python_version()}, {', '.join(drawn)}")
@@ -207,3 +207,43 @@ def legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4, note: str
     below = 0.06 + ROW_OF_LEGEND * rows + 0.12 * bool(note)
     figure.tight_layout(rect=(0, below / figure.get_figheight(), 1, 1))
     figure.text(0.5, 0.04 / figure.get_figheight(), note, ha="center", va="bottom", fontsize=5.8, color="0.25")
+
+
+SHOWN = (  # of all methods, where there is no room for more
+    *("unconstrained", "frozen_router", "router_l2", "expert_specific_paper", "expert_specific"),
+    *("ptc_matched", "anchored"),
+)
+
+
+def forget_utility_tradeoff(
+    histories: pd.DataFrame, forget: str = "forget_accuracy", retain: str = "retain_accuracy"
+) -> plt.Figure:
+    """What is retained against what is not forgotten, on dev questions along training (the paper's Figure 2): per
+    method a line, the mean over runs at every check that all runs reached, and a dot at the mean of their last checks.
+    Up and to the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
+    wide = histories.pivot_table(index=[*KEYS, "step"], columns="metric", values="value").reset_index()
+    methods = [m for m in SHOWN if m in set(wide.method)]
+    with house_style():
+        figure, panels = panels_of(wide)
+        shown: dict[str, str] = {}
+        for axes, objective, group in panels:
+            for method in methods:
+                runs = group[(group.objective == objective) & (group.method == method)]
+                if runs.empty:
+                    continue
+                last = runs.sort_values("step").groupby(KEYS).tail(1)
+                checks = runs.groupby("step")[[forget, retain]]
+                reached_by_all = checks.mean()[checks.size() == len(last)]
+                line = pd.concat([reached_by_all, last[[forget, retain]].mean().to_frame().T])
+                shown[method] = names.line_style(method)
+                axes.plot(line[forget], line[retain], shown[method], alpha=0.8, color=names.colour(method))
+                axes.plot(*line.iloc[-1], **names.look_of(method, 4))
+            if forget == "forget_accuracy":
+                axes.axvline(0.25, color="0.6", linewidth=0.7, linestyle=":")
+            axes.set_xlabel(f"{names.metric(forget).note} (dev)")
+        first = panels[0][0]
+        for method, style in shown.items():
+            first.plot([], [], style, label=names.method_label(method), **names.look_of(method, 4))
+        first.set_ylabel(f"{names.metric(retain).note} (dev)")
+        legend_below(figure, first)
+    return figure

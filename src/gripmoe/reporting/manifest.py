@@ -35,7 +35,7 @@ def manifest(files: Sequence[Path], runs: Path) -> dict:
         "artefacts": _artefacts(list(digests), os.path.relpath(runs)),
         "results": str(runs.parent),
         "seeds": sorted({int(seed) for seed in keys.seed}),
-        "cells": {
+        "runs": {
             "/".join(key): _provenance(runs.parent.joinpath(*key)) for key in keys.astype(str).itertuples(index=False)
         },
     }
@@ -89,7 +89,7 @@ def _weights(folder: Path) -> str | None:
 def _written(path: Path) -> dict:
     """A manifest. Raises ConfigError if the file is another one."""
     written = read_json(path)
-    for key, kind in (("files", dict), ("code", str), ("cells", dict), ("results", str)):
+    for key, kind in (("files", dict), ("code", str), ("runs", dict), ("results", str)):
         if not (isinstance(written, dict) and isinstance(written.get(key), kind)):
             what = "a mapping" if kind is dict else "text"
             remedy = "give the manifest.json that the workflow has written, or run the workflow again"
@@ -107,7 +107,7 @@ def mismatches(path: Path) -> list[str]:
     if code_fingerprint(*RENDERING) != written["code"]:
         faults.append("the code that draws and judges has changed")
     stale: dict[str, list[str]] = {}
-    for run, record in written["cells"].items():
+    for run, record in written["runs"].items():
         folder = Path(written["results"], run)
         for step in record["steps"].values():
             if step.get("step") and fingerprint_now(step["step"]) != step["code"]:
@@ -129,7 +129,7 @@ def other_versions(path: Path) -> list[str]:
     """Versions of Python and packages that a manifest names and that are others here, one line each: of what drew, and
     of what each step ran with. Results may well be the same. Raises ConfigError if the file is no manifest."""
     written = _written(path)
-    records = [("drawn", written), *(step for run in written["cells"].values() for step in run["steps"].items())]
+    records = [("drawn", written), *(step for run in written["runs"].values() for step in run["steps"].items())]
     found = []
     for made, record in records:
         named = {"python": record.get("python"), **(record.get("packages") or {})}

@@ -1,4 +1,4 @@
-"""The method itself, from the geometry as it computes: a schematic, and what happens inside a run."""
+"""The method itself, from the geometry as it computes: a schematic, what happens inside a run, and Method B's fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pandas as pd
 
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import apart
-from gripmoe.reporting.figures import PAPER_WIDTH, house_style
+from gripmoe.reporting.figures import PAPER_WIDTH, house_style, nothing
 
 
 def method_schematic(example: dict) -> tuple[plt.Figure, pd.DataFrame]:
@@ -158,3 +158,34 @@ def _draw_left(axes: plt.Axes, left: pd.Series) -> None:
     axes.text(130, 0.95, "$k_{max}$", fontsize=5.5, color="0.4")
     axes.text(1, 0.04, "exact projection", fontsize=5.5, color=names.colour("expert_specific"))
     axes.set_xscale("log")
+
+
+def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
+    """Method B by the number of tokens it is fitted to: routing stability on those tokens and on others, for the
+    paper's form and the sound one, with the hidden size marked."""
+    found = runs[runs.metric.str.startswith("holdout_")].copy()
+    if found.empty:
+        return nothing("no finished run was refitted in the paper's form (ptc_paper)")
+    found[["form", "tokens", "where"]] = found.metric.str.extract(r"holdout_(paper|sound)_(\d+)_(fit|other)")
+    found["tokens"] = found.tokens.astype(int)
+    kinds = apart(found)
+    with house_style():
+        size = PAPER_WIDTH * (0.62 if len(kinds) == 1 else 1.0), 2.2
+        figure, (panels,) = plt.subplots(1, len(kinds), figsize=size, sharey=True, squeeze=False)
+        for axes, (kind, group) in zip(panels, kinds, strict=True):
+            means = group.groupby(["form", "where", "tokens"]).value.mean()
+            for form, method in (("paper", "ptc_paper"), ("sound", "ptc")):
+                for where, style in (("fit", ":"), ("other", "-")):
+                    line = means[form, where]
+                    name = f"{form}, {'its own' if where == 'fit' else 'other'} tokens"
+                    axes.plot(line.index, line.values, style, label=name, **names.look_of(method))
+            hidden = runs.loc[(runs.metric == "hidden_size") & runs.model.isin(group.model), "value"]
+            if not hidden.empty:
+                axes.axvline(hidden.iloc[0], color="0.6", linewidth=0.7, linestyle="--")
+                axes.text(hidden.iloc[0] * 1.1, 0.02, "$N_r = d$", fontsize=5.8, color="0.4")
+            axes.set_xscale("log", base=2)
+            axes.set(xlabel="retain tokens fitted to", ylim=(0, 1.03), title=kind)
+        panels[0].set_ylabel("routing stability")
+        panels[-1].legend(frameon=False, fontsize=5.8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.tight_layout()
+    return figure

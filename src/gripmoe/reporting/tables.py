@@ -28,23 +28,10 @@ HTML_STYLES = [
 ]
 MINUS = re.compile(r"(?<![\w.])-(?=[.\d])")
 TEX_SIGNS = str.maketrans(
-    {
-        **{sign: rf"\{sign}" for sign in "%&#_{}$"},
-        **{sign: f"${sign}$" for sign in "<>"},
-        "\\": r"\textbackslash{}",
-        "~": r"$\sim$",
-        "^": r"\^{}",
-        "±": r"$\pm$",
-        "†": r"$\dagger$",
-        "‡": r"$\ddagger$",
-        "§": r"\S{}",
-        "¶": r"\P{}",
-        "–": "--",
-        "×": r"$\times$",
-        "Δ": r"$\Delta$",
-        "µ": r"$\mu$",
-        "−": "$-$",
-    }
+    {sign: rf"\{sign}" for sign in "%&#_{}$"}
+    | {sign: f"${sign}$" for sign in "<>"}
+    | {"\\": r"\textbackslash{}", "~": r"$\sim$", "^": r"\^{}", "±": r"$\pm$", "×": r"$\times$", "−": "$-$", "–": "--"}
+    | {"†": r"$\dagger$", "‡": r"$\ddagger$", "§": r"\S{}", "¶": r"\P{}", "Δ": r"$\Delta$", "µ": r"$\mu$"}
 )
 
 
