@@ -1,4 +1,5 @@
-"""Ours: a penalty on drift of what routers see; the wanted routing stability sets its weight. Retain passes are marked."""
+"""Ours: a penalty on drift of what routers see; the wanted routing stability sets its weight. The loop marks
+retain passes."""
 
 import torch
 

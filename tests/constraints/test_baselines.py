@@ -22,7 +22,7 @@ def moe():
     return MoEModel(small_model())
 
 
-def guarded(constraint, moe, batch):
+def handled(constraint, moe, batch):
     """The constraint over an optimizer, started on one document batch."""
     optimizer = torch.optim.AdamW(moe.model.parameters(), lr=3e-3)
     constraint.start(moe, [batch], [batch])
@@ -44,7 +44,7 @@ def disturb(moe, scale=0.05):
 
 
 def test_router_l2_by_hand(moe, batch):
-    handle, _ = guarded(RouterL2(weight=3.0), moe, batch)
+    handle, _ = handled(RouterL2(weight=3.0), moe, batch)
     assert penalty_of(handle, batch).item() == 0
     before = moe.thetas()
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_router_l2_by_hand(moe, batch):
 
 
 def test_gate_anchor_by_hand(moe, batch):
-    handle, _ = guarded(GateAnchor(1, 5, weight=2.0, alone=False), moe, batch)
+    handle, _ = handled(GateAnchor(1, 5, weight=2.0, alone=False), moe, batch)
     penalty = penalty_of(handle, batch, "forget").item()
     seen = moe.trace([batch])[1]
     gate = seen.scores_NE.softmax(-1)
@@ -79,7 +79,7 @@ def test_attribution_finds_the_expert_that_serves_forget_tokens_most():
 
 
 def test_routing_scores_by_hand_and_their_gradient_reaches_experts(moe, batch):
-    handle, _ = guarded(RoutingScores(weight=2.0), moe, batch)
+    handle, _ = handled(RoutingScores(weight=2.0), moe, batch)
     before = moe.trace([batch])
     assert penalty_of(handle, batch).item() == pytest.approx(0, abs=1e-8)
     disturb(moe)
@@ -94,7 +94,7 @@ def test_routing_scores_by_hand_and_their_gradient_reaches_experts(moe, batch):
 @pytest.mark.parametrize("final_only", [False, True])
 def test_anchor_by_hand(moe, batch, final_only):
     constraint = Anchored(0.95, floor=1.0, final_only=final_only)
-    handle, _ = guarded(constraint, moe, batch)
+    handle, _ = handled(constraint, moe, batch)
     before, hidden_before = moe.trace([batch]), final_hidden(moe, batch)
     assert penalty_of(handle, batch).item() == pytest.approx(0, abs=1e-6)
     disturb(moe)
@@ -116,25 +116,6 @@ def final_hidden(moe, batch):
     return hidden[counted.bool()]
 
 
-def test_anchor_holds_routing_that_a_frozen_router_loses():
-    """The same ascent on a batch, with a frozen router, with and without the anchor on another batch."""
-    forget, retain = random_batch(seed=1), random_batch(seed=2)
-    stability = {}
-    for constraint in (FrozenRouter(), Anchored(0.95, floor=1.0)):
-        moe = MoEModel(small_model())
-        before = moe.trace([retain])
-        handle, optimizer = guarded(constraint, moe, retain)
-        for _ in range(25):
-            optimizer.zero_grad()
-            (-moe.model(**forget.inputs, labels=forget.input_ids).loss).backward()
-            with handle.retain():
-                loss = moe.model(**retain.inputs, labels=retain.input_ids).loss
-            (loss + handle.penalty()).backward()
-            optimizer.step()
-        stability[type(constraint)] = mean_stability(routing_stability(before, moe.trace([retain])))
-    assert stability[Anchored] > stability[FrozenRouter] + 0.1
-
-
 def test_a_tracked_router_follows_where_the_anchor_is_weak():
     """With next to no penalty: refitted to the drifted inputs of the retain batch it keeps more of their sets than a
     frozen one. Resumed half-way with the tracker's state it ends in the same router."""
@@ -149,7 +130,7 @@ def test_a_tracked_router_follows_where_the_anchor_is_weak():
             constraint.weight.value = 1e-6
             return constraint
 
-        handle, optimizer = guarded(anchor(), moe, retain)
+        handle, optimizer = handled(anchor(), moe, retain)
         for step in range(12):
             if name == "resumed" and step == 6:
                 trained, state, constraint = copy.deepcopy(moe.model.state_dict()), handle.state_dict(), anchor()
@@ -211,13 +192,6 @@ def test_the_floor_of_the_anchors_weight_keeps_what_is_known():
     assert risen[1.0] < 1.6 and risen[1e-6] > 2.5, risen
 
 
-def test_anchor_resumes_with_its_weight():
-    constraint, other = Anchored(0.95, floor=1.0), Anchored(0.95, floor=1.0)
-    constraint.weight.value = 7.0
-    other.load_state(constraint.state())
-    assert other.weight.value == 7.0
-
-
 @pytest.mark.parametrize(
     "axes, expected",
     [
@@ -250,7 +224,7 @@ def test_one_expert_is_of_a_layer_that_the_objective_trains():
 def test_the_weight_follows_once_in_a_step_however_many_passes_it_takes(moe, batch):
     """Two passes of one step count as their mean; one without gradients counts for nothing."""
     constraint = Anchored(0.95, floor=0.01)
-    handle, optimizer = guarded(constraint, moe, batch)
+    handle, optimizer = handled(constraint, moe, batch)
     disturb(moe)
     before = constraint.weight.value
     for _ in range(2):

@@ -17,7 +17,7 @@ FORGET = random_batch(seed=202)
 
 
 def drifted(checkpointing=False):
-    """A held model of which the first layer's experts have moved, and its handle."""
+    """A constrained model of which the first layer's experts have moved, and its handle."""
     model = small_model().train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

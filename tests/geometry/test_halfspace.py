@@ -153,15 +153,17 @@ def test_kaczmarz_converges_at_the_rate_of_theorem_1(seed):
 def test_raw_steps_do_not_converge_where_equalities_must_hold_too():
     """The mixed case: one equality and one inequality whose token is not orthogonal to it. Draws along the raw token
     satisfy the inequality and leave the equality behind for good; along the projected token both hold."""
-    held, other = torch.tensor([[1.0, 0.0]]).double(), torch.tensor([[1.0, 1.0]]).double()
-    basis = RetainStatistics(1, 2).update(held, torch.ones(1, 1, dtype=torch.bool)).basis(EpsNull(1e-12, "relative"))
+    selected, other = torch.tensor([[1.0, 0.0]]).double(), torch.tensor([[1.0, 1.0]]).double()
+    basis = (
+        RetainStatistics(1, 2).update(selected, torch.ones(1, 1, dtype=torch.bool)).basis(EpsNull(1e-12, "relative"))
+    )
     bounds = torch.tensor([[0.5]]).double()
     start = basis.project(torch.tensor([[0.7, 2.0]]).double())
     raw = randomized_kaczmarz(start, other, bounds, max_steps=1000, tolerance=0.0)
     sound = nearest_feasible(start, basis, other, bounds, tolerance=1e-12)
     assert violation(raw, other, bounds).item() < 1e-9
-    assert abs((raw @ held.T).item()) == pytest.approx(0.75)
-    assert violation(sound, other, bounds).item() < 1e-9 and abs((sound @ held.T).item()) < 1e-12
+    assert abs((raw @ selected.T).item()) == pytest.approx(0.75)
+    assert violation(sound, other, bounds).item() < 1e-9 and abs((sound @ selected.T).item()) < 1e-12
     torch.testing.assert_close(sound, torch.tensor([[0.0, 0.5]]).double())
 
 
@@ -171,8 +173,8 @@ def test_an_excess_below_the_tolerance_costs_nothing():
     bounds_NE = torch.tensor([[0.1], [0.0]], dtype=torch.float64)
     update_Ed = torch.tensor([[0.3, 5e-7, 0.7, 0.7]], dtype=torch.float64)
     basis = RetainBasis(torch.zeros(1, 4, 1, dtype=torch.float64))
-    held = nearest_feasible(update_Ed, basis, x_Nd, bounds_NE, tolerance=1e-6)
-    torch.testing.assert_close(held, torch.tensor([[0.1, 5e-7, 0.7, 0.7]], dtype=torch.float64))
+    solved = nearest_feasible(update_Ed, basis, x_Nd, bounds_NE, tolerance=1e-6)
+    torch.testing.assert_close(solved, torch.tensor([[0.1, 5e-7, 0.7, 0.7]], dtype=torch.float64))
 
 
 def test_rounding_at_a_bound_of_zero_does_not_cost_the_row():
@@ -181,7 +183,7 @@ def test_rounding_at_a_bound_of_zero_does_not_cost_the_row():
     x_Nd = torch.randn(6, 16, generator=generator, dtype=torch.float64)
     update_Ed = torch.randn(40, 16, generator=generator, dtype=torch.float64)
     basis = RetainBasis(torch.zeros(1, 16, 1, dtype=torch.float64))
-    held = nearest_feasible(update_Ed, basis, x_Nd, torch.zeros(6, 40, dtype=torch.float64))
-    reached = x_Nd @ held.T
+    solved = nearest_feasible(update_Ed, basis, x_Nd, torch.zeros(6, 40, dtype=torch.float64))
+    reached = x_Nd @ solved.T
     assert 0 < reached.max() < 1e-9, "some touch their bounds from above"
-    assert held.norm(dim=1).min() > 0.1 * update_Ed.norm(dim=1).min()
+    assert solved.norm(dim=1).min() > 0.1 * update_Ed.norm(dim=1).min()

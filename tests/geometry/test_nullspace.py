@@ -109,5 +109,5 @@ def test_few_tokens_in_many_dimensions_give_the_paper_the_same_basis():
     served = torch.where(selected.T[:, :, None], x, 0)
     eigenvalues, vectors = torch.linalg.eigh(served.transpose(1, 2) @ served)
     for j in range(6):
-        held = vectors[j][:, eigenvalues[j] >= 1e-6]
-        torch.testing.assert_close(thin.project(update)[j], update[j] - held @ (held.T @ update[j]), atol=1e-8, rtol=0)
+        kept = vectors[j][:, eigenvalues[j] >= 1e-6]
+        torch.testing.assert_close(thin.project(update)[j], update[j] - kept @ (kept.T @ update[j]), atol=1e-8, rtol=0)

@@ -16,9 +16,9 @@ INSTANCES = 10  # of each family
 LARGEST = np.array([1e-12, 1e-13, 1e-13, 1e-13])  # point, distance, equalities, violation
 
 
-def instance(seed, N=120, d=24, E=8, k=2, held=40, scale=0.5, change=lambda x, theta: None, margin=1e-3, groups=1):
-    """Tokens, the basis of the first `held` of them, margins less a safety margin, and an update; of several `groups`
-    of experts the best half may be selected from."""
+def instance(seed, N=120, d=24, E=8, k=2, num_fixed=40, scale=0.5, change=lambda x, theta: None, margin=1e-3, groups=1):
+    """Tokens, the basis of the first `num_fixed` of them, margins less a safety margin, and an update; of several
+    `groups` of experts the best half may be selected from."""
     generator = torch.Generator().manual_seed(seed)
     x, theta = (torch.randn(n, d, generator=generator, dtype=torch.float64) for n in (N, E))
     change(x, theta)
@@ -26,7 +26,7 @@ def instance(seed, N=120, d=24, E=8, k=2, held=40, scale=0.5, change=lambda x, t
     scores = rule.scores(x, theta)
     top_k = rule.select(scores)
     fixed = rule.fixed(scores, top_k)
-    basis = RetainStatistics(E, d).update(x[:held], fixed[:held]).basis(EpsNull(1e-12, "relative"))
+    basis = RetainStatistics(E, d).update(x[:num_fixed], fixed[:num_fixed]).basis(EpsNull(1e-12, "relative"))
     bounds = (rule.margins(scores, top_k) - margin).masked_fill(fixed, torch.inf)
     return x, basis, bounds, scale * torch.randn(E, d, generator=generator, dtype=torch.float64)
 
@@ -65,20 +65,20 @@ FAMILIES = {
     "random": {},
     "large updates": dict(scale=5.0),
     "more dimensions than tokens": dict(N=40, d=60),
-    "many more tokens than dimensions": dict(N=1000, d=12, held=20),
+    "many more tokens than dimensions": dict(N=1000, d=12, num_fixed=20),
     "duplicates": dict(change=duplicated),
     "nearly parallel tokens": dict(change=nearly_parallel),
     "ties": dict(change=tied, margin=0.0),
     "tokens that are zero": dict(change=some_tokens_zero),
     "empty and full index sets": dict(change=one_expert_takes_all_and_one_none),
     "every expert selected": dict(k=8),
-    "no token held": dict(held=0),
-    "nothing left free": dict(N=400, held=400),
+    "no token fixed": dict(num_fixed=0),
+    "nothing left free": dict(N=400, num_fixed=400),
     "fewer directions than dimensions": dict(change=low_rank),
     "anisotropic": dict(change=anisotropic),
-    "groups": dict(N=40, d=60, held=20, groups=4),
-    "groups, more tokens than dimensions": dict(N=60, d=48, held=20, groups=4),
-    "groups that leave nothing free": dict(N=80, d=16, held=20, groups=4),
+    "groups": dict(N=40, d=60, num_fixed=20, groups=4),
+    "groups, more tokens than dimensions": dict(N=60, d=48, num_fixed=20, groups=4),
+    "groups that leave nothing free": dict(N=80, d=16, num_fixed=20, groups=4),
 }
 
 
@@ -269,7 +269,7 @@ def test_tokens_within_the_span_up_to_fp32_rounding_cost_nothing(norm, basis_dty
 
     worst, within, touched = np.zeros(4), 0.0, 0.0
     for seed in range(INSTANCES):
-        x, basis, bounds, update = instance(seed, d=64, held=100, change=low_rank_in_fp32)
+        x, basis, bounds, update = instance(seed, d=64, num_fixed=100, change=low_rank_in_fp32)
         in_span = torch.stack([basis.project(x_d.expand(8, -1)).norm(dim=1) < 1e-6 * x_d.norm() for x_d in x])
         stage_1 = basis.project(update)
         others = bounds.clamp_min(0).masked_fill(in_span, torch.inf)
@@ -291,7 +291,7 @@ def test_tokens_within_the_span_up_to_fp32_rounding_cost_nothing(norm, basis_dty
 def test_fp32_products_that_are_rounded_to_less_are_not_relied_on(precision, monkeypatch):
     """As GPUs do where TF32 is allowed, emulated. The control: where torch is not told of it, what lies at its bound
     seems to exceed it, and rows with a bound of 0 are shrunk to nothing."""
-    x, basis, bounds, update = instance(0, d=64, held=20)
+    x, basis, bounds, update = instance(0, d=64, num_fixed=20)
     bounds = bounds.clamp_min(0)
     bounds[::4] = torch.where(bounds[::4].isfinite(), 0, bounds[::4])
     inputs = update.float(), basis, x.float(), bounds.float()
@@ -330,7 +330,7 @@ def test_margins_spent_afresh_may_be_infeasible(seed):
     """Unclamped, a margin below the safety margin is a negative bound, and where the tokens that an expert serves leave
     it no direction to fall along, no point respects it. Algorithm 1 then moves a router that the optimizer left alone,
     breaks its equalities and leaves violations; clamped, the system is feasible and the router stays put."""
-    x, basis, bounds, _ = instance(seed, N=200, held=200, margin=0.5)
+    x, basis, bounds, _ = instance(seed, N=200, num_fixed=200, margin=0.5)
     systems = [(U_dr.numpy(), bounds_N.numpy()) for U_dr, bounds_N in zip(basis.U_ret_Edr, bounds.T, strict=True)]
     assert not any(feasible(U_dr, x.numpy(), bounds_N) for U_dr, bounds_N in systems)
     assert all(feasible(U_dr, x.numpy(), bounds_N.clip(0)) for U_dr, bounds_N in systems), "the control"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -35,74 +34,47 @@ class Seen:
     tokens: Tokens
 
 
-class RouterConstraint(Protocol):
-    """Replaces the routers that an optimizer step makes by feasible ones, or adds to the loss."""
+class RouterConstraint:
+    """Replaces the routers that an optimizer step makes by feasible ones, or adds to the loss. By default neither."""
 
-    watches: frozenset[str]  # the forward passes, "retain" or "forget", for which `penalty` is called
-    needs_retain: bool  # `constrain` looks at the retain forward of its step
-    needs_graph: bool  # `penalty` has a gradient through what routers saw
-    of_gradient: bool  # `constrain` is called with a plain gradient step, before the optimizer's, and not after it
-    refits: bool  # `refit` gives the routers of a retain forward
-    original: MoEModel | None  # a copy to ask; without it, answers about the retain documents are kept at `start`
+    watches: frozenset[str] = frozenset()  # the forward passes, "retain" or "forget", for which `penalty` is called
+    needs_retain = False  # `constrain` looks at the retain forward of its step
+    needs_graph = False  # `penalty` has a gradient through what routers saw
+    of_gradient = False  # `constrain` is called with a plain gradient step, before the optimizer's, and not after it
+    refits = False  # `refit` gives the routers of a retain forward
+    original: MoEModel | None = None  # a copy to ask; without it, answers about retain documents are kept at `start`
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
         """Called with the model before unlearning, and the documents that training will use."""
-        ...
 
     def constrain(self, layer: int, before_Ed: Tensor, after_Ed: Tensor, seen: LayerRouting | None) -> Tensor:
         """The feasible router, given the one before and the one after the optimizer's step."""
-        ...
+        return after_Ed
 
-    def penalty(self, kind: str, seen: Seen) -> Tensor: ...
+    def penalty(self, kind: str, seen: Seen) -> Tensor | float:
+        return 0.0
 
     def refit(self, layer: int, x_Nd: Tensor, tokens: Tokens) -> Tensor:
         """The router, (E, d), that this layer uses in the pass under way; layers come in order."""
-        ...
-
-    def observed(self) -> dict[str, float]:
-        """Numbers about the last steps, for the history of a run."""
-        ...
-
-    def state(self) -> dict:
-        """What a resumed run needs beyond the model and the optimizer."""
-        ...
-
-    def load_state(self, state: dict) -> None: ...
-
-
-class Unconstrained:
-    """No constraint. The others build on it."""
-
-    watches: frozenset[str] = frozenset()
-    needs_retain = False
-    needs_graph = False
-    of_gradient = False
-    refits = False
-    original: MoEModel | None = None
-
-    def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
-        pass
-
-    def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
-        return after_Ed
-
-    def penalty(self, kind, seen) -> Tensor | float:
-        return 0.0
-
-    def refit(self, layer, x_Nd, tokens) -> Tensor:
         raise NotImplementedError
 
     def observed(self) -> dict[str, float]:
+        """Numbers about the last steps, for the history of a run."""
         return {}
 
     def state(self) -> dict:
+        """What a resumed run needs beyond the model and the optimizer."""
         return {}
 
     def load_state(self, state: dict) -> None:
         pass
 
 
-class FrozenRouter(Unconstrained):
+class Unconstrained(RouterConstraint):
+    """No constraint."""
+
+
+class FrozenRouter(RouterConstraint):
     """Theta never changes. Routing decisions still do, where upstream experts move the router's inputs (App. G.1)."""
 
     def start(self, model, forget, retain) -> None:

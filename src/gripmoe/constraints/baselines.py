@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gripmoe.constraints.base import Unconstrained
+from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.original import of_tokens, original_values
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import RoutingTrace, selection_mask
@@ -18,7 +18,7 @@ from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 
 
-class RouterL2(Unconstrained):
+class RouterL2(RouterConstraint):
     """What the paper describes as SEUF: an L2 penalty on the routers' displacement, relative to the squared norm of the
     original router and averaged over layers."""
 
@@ -38,7 +38,7 @@ class RouterL2(Unconstrained):
         return self.weight * torch.stack(moved).mean()
 
 
-class GateAnchor(Unconstrained):
+class GateAnchor(RouterConstraint):
     """SEUF (ACL 2025): the penalty ||g - onehot||^2 on gate probabilities g of forget tokens keeps them at the expert
     that is unlearned. With `alone`, no other layer's router trains."""
 
@@ -75,7 +75,7 @@ def attributed_expert(trace: RoutingTrace, layers: Sequence[int]) -> tuple[int, 
     return max(scores, key=scores.get)
 
 
-class RoutingScores(Unconstrained):
+class RoutingScores(RouterConstraint):
     """A routing-preservation loss: squared distance between the original and the current router scores of retain
     tokens, relative to the variance of the original ones; its gradient reaches the experts below each router."""
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from gripmoe.config.methods import EpsNullConfig, Method
-from gripmoe.constraints.base import Unconstrained
+from gripmoe.constraints.base import RouterConstraint
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule, route
 
 
-class _Observed(Unconstrained):
+class _Observed(RouterConstraint):
     """What the forms of Method A report of their steps: of every tenth, since a look projects once more."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class NullSpace(_Observed):
     x_0 = 0 for the tokens that select j, D_j x_0 <= max(tau_0 - safety_margin, 0) for all others (Eq. 3). This
     polyhedron is fixed, contains D = 0, and needs nothing of the current forward pass. After each step D is replaced
     by the nearest point in it, so what the optimizer adds (momentum, weight decay) is constrained too. The equalities
-    hold on the basis: in directions that eps_null counts as none, selected scores may still move.
+    are those of the basis: in directions that eps_null counts as none, selected scores may still move.
     """
 
     def __init__(self, trace: RoutingTrace, bases: Mapping[int, RetainBasis], safety_margin: float = 1e-3):

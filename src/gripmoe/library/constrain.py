@@ -141,7 +141,7 @@ def _method(method: str | Method, replay: bool) -> Method:
 
 
 def methods_of_loops() -> dict[str, Method]:
-    """The rows of the package's table that `constrain` can hold in a loop of one's own."""
+    """The rows of the package's table that `constrain` can apply in a loop of one's own."""
     return {name: method for name, method in method_table().items() if not _unable(method)}
 
 
