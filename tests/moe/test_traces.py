@@ -5,8 +5,10 @@ import gc
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_families import make, rows
 
 from conftest import random_batch, small_model
+from gripmoe.data.documents import collate
 from gripmoe.geometry.routing import LayerRouting
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest
@@ -41,6 +43,18 @@ def test_a_recorded_trace_is_the_one_in_memory_and_always_the_same_file(tmp_path
     for read in (load_rules, lambda file: StoredTrace(file, {"model": "a"})):
         with pytest.raises(ConfigError, match="trace.safetensors: cannot be read .*; rerun the step that writes it"):
             read(file)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "ernie4_5_moe"])
+def test_rules_with_biases_come_back_to_the_bit(family, tmp_path):
+    moe = make(family)
+    record_trace(tmp_path / "trace.safetensors", moe, [collate(rows(), 0)], {})
+    found = load_rules(tmp_path / "trace.safetensors")
+    for layer, rule in moe.rules().items():
+        for name, value in vars(rule).items():
+            back = getattr(found[layer], name)
+            assert torch.equal(back, value) if isinstance(value, torch.Tensor) else back == value
+    assert any(isinstance(value, torch.Tensor) and value.any() for value in vars(rule).values()), "there is a bias"
 
 
 def test_recording_holds_one_pass_at_a_time(tmp_path):
