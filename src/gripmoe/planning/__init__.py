@@ -1,5 +1,4 @@
-"""What a world has left to do and what it costs: measured on fake tensors, not computed by hand. Without torch, but for
-`fake`, which is imported where something has to be measured."""
+"""What a world has left to do and what it costs, measured on fake tensors. Only `fake` imports torch."""
 
 from gripmoe.planning.cost import TFLOPS, Cost, Costs, Step, steps_of, what_would_fit
 from gripmoe.planning.jobs import Job, check_budget, disk_needed, jobs_left, that_count

@@ -1,5 +1,5 @@
 """What a step of a published model costs: measured on fake tensors at three and four layers, of which the difference is
-one layer, and kept beside the results. Without torch, but for what has to be measured."""
+one layer, and kept beside the results. Imports torch only where something has to be measured."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ TFLOPS = 98.9
 # Bytes a second from other GPUs by NVLink, and from host memory.
 LINK, HOST = 2.0e11, 1.0e10
 FEWEST = 3  # layers that are measured: with two, FSDP does not yet hold what it holds of neighbours
-PROMPT = 3000  # tokens of the longest prompt of letters: below five questions of MMLU
-TEXTS = (2, 2000)  # of news, in one pass, whose membership is asked
+PROMPT = 3000  # tokens of the longest letter prompt: below five questions of MMLU
+TEXTS = (2, 2000)  # news: rows and tokens of a pass that asks for membership
 ARTICLE = 900  # tokens of an article that a model is finetuned on
+SAVING = ({"gradient_checkpointing": True}, {"optimizer": "adamw_8bit"})
+MORE_GPUS = ({"gpus": 2}, {"gpus": 4}, {"gpus": 8})
 VARIANTS = {  # what is tried where a step does not fit
-    "unlearn": ({"gradient_checkpointing": True}, {"optimizer": "adamw_8bit"}, {"trained_layers": 3})
-    + ({"forget_batch_size": 1, "retain_batch_size": 1}, {"basis_memory": 4}, {"gpus": 2}, {"gpus": 4}, {"gpus": 8}),
-    "relearning": ({"gradient_checkpointing": True}, {"optimizer": "adamw_8bit"}, {"batch_size": 1})
-    + ({"gpus": 2}, {"gpus": 4}, {"gpus": 8}),
-    "finetune_model": ({"gradient_checkpointing": True}, {"optimizer": "adamw_8bit"})
-    + ({"gpus": 2}, {"gpus": 4}, {"gpus": 8}),
-    "evaluate": ({"evaluation_batch_size": 1}, {"gpus": 2}, {"gpus": 4}, {"gpus": 8}),
+    "unlearn": (*SAVING, {"trained_layers": 3}, {"forget_batch_size": 1, "retain_batch_size": 1}, {"basis_memory": 4})
+    + MORE_GPUS,
+    "relearning": (*SAVING, {"batch_size": 1}, *MORE_GPUS),
+    "finetune_model": (*SAVING, *MORE_GPUS),
+    "evaluate": ({"evaluation_batch_size": 1}, *MORE_GPUS),
+    "attack": ({"evaluation_batch_size": 1}, *MORE_GPUS),
 }
-VARIANTS["attack"] = VARIANTS["evaluate"]
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step: GPUs, of which so many `processes` have one each; GB at its peak on each GPU and on each host, and
-    what the peak is made of; TFLOP of each process, and seconds in
-    which it waits for experts of other GPUs, and for bases that its own does not hold."""
+    """Of one step: GPUs; processes, each on one of them; GB at the peak of each GPU, by what takes them, and of the
+    host; TFLOP of each process; and seconds in which it waits for experts and bases that its GPU does not hold."""
 
     step: Step
     gpus: int
@@ -81,7 +80,7 @@ class Cost:
 
 
 class Costs:
-    """The costs of a world's steps; what was measured before is read from `cost.json` of its results."""
+    """The costs of a world's steps. Earlier measurements are read from `cost.json` of its results."""
 
     def __init__(self, project: Project, results: Path):
         self.project, self._results, self._file = project, results, results / "cost.json"
@@ -89,7 +88,7 @@ class Costs:
         self._code, self._costs = "", {}
 
     def varied(self, project: Project) -> Costs:
-        """Those of another project, measured once for both."""
+        """Those of another project, with the same measurements."""
         other = copy.copy(self)
         other.project, other._costs = project, {}
         return other
@@ -97,28 +96,24 @@ class Costs:
     def of(self, step: Step) -> Cost | None:
         """None for an embedded model, and for a published one that cannot be measured."""
         if step not in self._costs:
-            self._costs[step] = self._of(step)
+            published = isinstance(self.project.trained_from(step.model), PublishedModel)
+            question = self._question(step) if published else None
+            self._costs[step] = self._cost(step, question) if question and self._layers(question) else None
         return self._costs[step]
 
-    def _of(self, step: Step) -> Cost | None:
-        if not isinstance(self.project.trained_from(step.model), PublishedModel):
-            return None
-        question = getattr(self, f"_{step.what}", self._evaluate)(step)
-        base = self._at(question, dict.fromkeys(["layers", *question["fewer"]], FEWEST))
-        if "unknown" in base:
-            return None
-        layers, gpus, world = int(base["of_layers"]), self.project.gpus(step.model), self.project.world
-        together = question["processes"] > 1 or gpus == 1
-        own = layers if together else ceil(layers / gpus)
-        whole = self._whole(question)
+    def _cost(self, step: Step, question: dict[str, Any]) -> Cost:
+        world, gpus, processes = self.project.world, self.project.gpus(step.model), question["processes"]
+        whole, own = self._whole(question), self._layers(question)
+        if processes == 1:  # whose layers are split over its GPUs
+            own = ceil(own / gpus)
         fewer = {name: min(count, own) for name, count in question["fewer"].items()}
         card = self._extrapolated(question, {"layers": own, **fewer})
         known = {name: card[name] for name in ("weights", "gradients", "states")}
         known["bases"] = min(card["basis"], world.basis_memory * GB)
         peak = max(card["passes"], card["update"]) + known["bases"]
-        if step.what == "unlearn" and question["processes"] == 1:  # several gather the model in host memory
-            alone = self._extrapolated(self._evaluate(step), {"layers": own})
-            peak = max(peak, alone["saving"] + known["gradients"] + known["bases"])
+        if step.what == "unlearn" and processes == 1:  # several gather the model in host memory
+            saving = self._extrapolated(self._reading(step), {"layers": own})["saving"]
+            peak = max(peak, saving + known["gradients"] + known["bases"])
         known["activations"] = peak - sum(known.values())
         if step.what == "evaluate":  # answers before the original comes
             known["activations"] -= known["weights"]
@@ -128,23 +123,50 @@ class Costs:
         if step.what == "unlearn":
             beyond = max(0, whole["basis"] - known["bases"]) / GB
             host += world.original_memory + min(beyond, world.basis_host_memory)
-        seconds = whole["received"] / LINK + max(0, whole["basis"] - world.basis_memory * GB) / HOST
-        processes = question["processes"]
-        return Cost(step, gpus, processes, parts, processes * host, whole["flops"] / 1e12, seconds)
+        waiting = whole["received"] / LINK + max(0, whole["basis"] - world.basis_memory * GB) / HOST
+        return Cost(step, gpus, processes, parts, processes * host, whole["flops"] / 1e12, waiting)
 
     def flops_per_token(self, step: Step) -> float:
         """Of a forward pass through all layers, in evaluation."""
-        question = self._evaluate(step)
+        question = self._reading(step)
         return self._whole(question)["flops"] / (question["rows"][0] * question["length"])
 
     def parameters(self, step: Step) -> float:
-        return self._whole(self._evaluate(step))["parameters"]
+        return self._whole(self._reading(step))["parameters"]
 
     def bases(self, step: Step) -> float:
         """GB of all bases of an "unlearn" step."""
-        return self._whole(self._unlearn(step))["basis"] / GB
+        return self._whole(self._question(step))["basis"] / GB
 
-    def _unlearn(self, step: Step) -> dict[str, Any]:
+    def _question(self, step: Step) -> dict[str, Any]:
+        """What `measure` is asked of a step; and for how many `models`, and of which `fewer` layers some run or
+        train."""
+        project, model, asked = self.project, self.project.models[step.model], self._reading(step)
+        if step.what == "unlearn":
+            asked |= self._unlearning(step) | {"models": 1}
+        elif step.what == "finetune_model":
+            training = {"optimizer": model.optimizer, "gradient_checkpointing": model.gradient_checkpointing}
+            asked |= {"rows": [model.batch_size], "length": ARTICLE, "training": training, "models": 1}
+            asked["processes"] = project.processes(step.model)
+        elif step.what == "relearning":
+            training = project.world.relearning
+            fitting = [name for name in project.world.benchmarks if project.fits(step.model, name)]
+            length = max(project.benchmarks[name].max_length for name in fitting)
+            asked |= {"rows": [training.batch_size], "length": length, "training": training.model_dump(), "models": 1}
+        if step.what in ("unlearn", "finetune_model", "relearning"):
+            asked["what"] = step.what
+            del asked["news"]
+        return asked
+
+    def _reading(self, step: Step) -> dict[str, Any]:
+        """A pass of evaluation; in evaluation and attacks of two models, the original beside the unlearned one."""
+        benchmark = self.project.benchmarks[step.benchmark or self.project.world.benchmarks[0]]
+        rows, length = TEXTS if benchmark.is_news else (benchmark.evaluation_batch_size, PROMPT)
+        asked = {"model": self.project.trained_from(step.model).model_dump(mode="json"), "what": "evaluate"}
+        asked |= {"processes": 1, "rows": [rows], "length": length, "news": benchmark.is_news}
+        return asked | {"models": 2 if step.what in ("evaluate", "attack") else 1, "fewer": {}}
+
+    def _unlearning(self, step: Step) -> dict[str, Any]:
         project, method = self.project, self.project.methods[step.method]
         training = project.training(step.objective, step.method, step.benchmark)
         fewer = {"run": training.objective["layer"] + 1} if "layer" in training.objective else {}
@@ -152,46 +174,19 @@ class Costs:
             fewer["trained"] = training.trained_layers
         settings = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1}
         after = {"correction": None, "retain_tokens": None, "form": method.form if method.eps_null else "sound"}
-        return self._question(
-            step,
-            processes=project.processes(step.model, step.method),
-            rows=[training.forget_batch_size, training.retain_batch_size],
-            length=project.benchmarks[step.benchmark].max_length,
-            fewer=fewer,
-            traced=self._traced(step) if method.constraint == "null_space" else 1,
-            objective=project.objectives[step.objective].path,
-            method={**method.model_dump(mode="json"), **after, "training": {}},
-            training={**training.model_dump(mode="json"), **settings},
-        )
-
-    def _finetune_model(self, step: Step) -> dict[str, Any]:
-        model = self.project.models[step.model]
-        training = {"optimizer": model.optimizer, "gradient_checkpointing": model.gradient_checkpointing}
-        processes = self.project.processes(step.model)
-        return self._question(step, processes=processes, rows=[model.batch_size], length=ARTICLE, training=training)
-
-    def _relearning(self, step: Step) -> dict[str, Any]:
-        training, length = self.project.world.relearning, self._longest(step)
-        return self._question(step, rows=[training.batch_size], length=length, training=training.model_dump())
-
-    def _evaluate(self, step: Step) -> dict[str, Any]:
-        """Of two models, the original beside the unlearned one."""
-        benchmark = self.project.benchmarks[step.benchmark or self.project.world.benchmarks[0]]
-        rows, length = TEXTS if benchmark.is_news else (benchmark.evaluation_batch_size, PROMPT)
-        models = 2 if step.what in ("evaluate", "attack") else 1
-        news = benchmark.is_news
-        return self._question(step, what="evaluate", rows=[rows], length=length, news=news, models=models)
-
-    def _question(self, step: Step, **asked: Any) -> dict[str, Any]:
-        model = self.project.trained_from(step.model).model_dump(mode="json")
-        return {"model": model, "what": step.what, "processes": 1, "models": 1, "fewer": {}, **asked}
-
-    def _longest(self, step: Step) -> int:
-        fitting = [name for name in self.project.world.benchmarks if self.project.fits(step.model, name)]
-        return max(self.project.benchmarks[name].max_length for name in fitting)
+        return {
+            "processes": project.processes(step.model, step.method),
+            "rows": [training.forget_batch_size, training.retain_batch_size],
+            "length": project.benchmarks[step.benchmark].max_length,
+            "fewer": fewer,
+            "traced": self._traced(step) if method.constraint == "null_space" else 1,
+            "objective": project.objectives[step.objective].path,
+            "method": {**method.model_dump(mode="json"), **after, "training": {}},
+            "training": {**training.model_dump(mode="json"), **settings},
+        }
 
     def _traced(self, step: Step) -> int:
-        """Tokens whose routing a null space holds, as recorded or at most."""
+        """Tokens of the traces that a null space constrains, as recorded or at most."""
         digest = self._results / step.model / step.benchmark / "routing.json"
         benchmark = self.project.benchmarks[step.benchmark]
         sides = {"retain": ("retain",), "forget": ("forget",), "combined": ("retain", "forget")}
@@ -200,10 +195,13 @@ class Costs:
         surface = sides[self.project.methods[step.method].surface]
         return sum(recorded.get(f"{side}_tokens", at_most) for side in surface)
 
+    def _layers(self, question: dict[str, Any]) -> int:
+        """Of the published model; 0 if it cannot be measured."""
+        return int(self._at(question, dict.fromkeys(["layers", *question["fewer"]], FEWEST)).get("of_layers", 0))
+
     def _whole(self, question: dict[str, Any]) -> dict[str, float]:
         """Of all layers."""
-        layers = self._at(question, dict.fromkeys(["layers", *question["fewer"]], FEWEST))["of_layers"]
-        return self._extrapolated(question, {"layers": layers, **question["fewer"]})
+        return self._extrapolated(question, {"layers": self._layers(question), **question["fewer"]})
 
     def _extrapolated(self, question: dict[str, Any], wanted: dict[str, int]) -> dict[str, float]:
         """The numbers of a model with so many layers, of which so many run and train: linear in each, by one more of
@@ -220,14 +218,14 @@ class Costs:
         return found
 
     def _at(self, question: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
-        """What `measure` says of a model with so few layers, or has said."""
+        """What `measure` says of a model with so few layers, or has said; nothing if it cannot."""
         asked = {key: value for key, value in question.items() if key not in ("models", "fewer")}
-        asked |= {"layers": point["layers"]}
-        if "training" in asked and "objective" in asked:
-            objective = {**asked["training"]["objective"], **({"layer": point["run"] - 1} if "run" in point else {})}
+        asked["layers"] = point["layers"]
+        if "run" in point:
+            objective = {**asked["training"]["objective"], "layer": point["run"] - 1}
             asked["training"] = {**asked["training"], "objective": objective}
-            if "trained" in point:
-                asked["training"]["trained_layers"] = point["trained"]
+        if "trained" in point:
+            asked["training"] = {**asked["training"], "trained_layers": point["trained"]}
         entry = "gripmoe.planning.fake:measure"
         self._code = self._code or code_fingerprint(entry) + str(package_versions(("torch", "transformers", "torchao")))
         key = hashlib.sha256(json.dumps([self._code, asked], sort_keys=True).encode()).hexdigest()[:16]
@@ -237,7 +235,7 @@ class Costs:
             try:
                 self._known[key] = measure(asked)
             except NotMeasurable:
-                return {"unknown": 1}
+                return {}
             write_json(self._file, self._known)
         return self._known[key]
 

@@ -1,4 +1,4 @@
-"""One step of a published model on fake tensors: the real code at the true widths, with shapes and without memory."""
+"""One step of a published model on fake tensors: the real code at true widths, without memory."""
 
 from __future__ import annotations
 
@@ -47,13 +47,12 @@ NOWHERE = Path("/nonexistent/state.pt")  # no state to resume from
 
 
 def measure(question: Mapping[str, Any]) -> dict[str, float]:
-    """What a step takes of each process, in bytes: "weights", "gradients" and optimizer "states", the peaks of its
-    "passes" and of its "update", "basis", the retain bases, and what is "received" from other processes; its "flops",
-    "parameters" of the model, and "of_layers", how many layers the published model has. Of "evaluate" also the peak of
-    "saving" the model in the layout of its family.
+    """Bytes of each process in a step: "weights", "gradients", optimizer "states", retain "basis", the peaks of
+    "passes" and "update" (of "evaluate" also of "saving" the model), and bytes "received" from other processes;
+    "flops"; "parameters" of the model, and "of_layers", the layers of the published model.
 
-    `question` has `model` (a row of models.yaml), its number of `layers` here, `processes`, `what` is done with it,
-    `rows` of `length` tokens, and what the function of `STEPS` reads. Raises NotMeasurable for a model without
+    `question` has `model` (a row of models.yaml), its number of `layers` here, `processes`, `what` is done, `rows` of
+    `length` tokens, and the keys that the function in `STEPS` reads. Raises NotMeasurable for a model without
     dimensions, and for one in fp32.
     """
     if question["model"]["dtype"] != "bfloat16":
@@ -94,8 +93,8 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
 
 
 def dimensions(model: Mapping[str, Any]) -> PretrainedConfig:
-    """Of the model's own config.json, in a local folder or the hub's cache, or else of its row in models.yaml. Raises
-    NotMeasurable where there is neither."""
+    """The model's config.json, in a local folder or the hub's cache, or else `config` of its row in models.yaml. Raises
+    NotMeasurable without either."""
     try:
         return AutoConfig.from_pretrained(model["id"], revision=model["revision"], local_files_only=True)
     except (OSError, ValueError):
@@ -112,8 +111,8 @@ class NotMeasurable(ValueError):
 
 
 class _Answers(TorchDispatchMode):
-    """Answers what a step asks of data that is not there: a question, no; a number, 1; a mask lets everything through,
-    and nothing is nonzero. So no constraint of Method A's Stage 2 is active."""
+    """Replaces values that fake tensors lack: booleans are False, numbers are 1, masks select everything, and nothing
+    is nonzero, so no constraint of Method A's Stage 2 is active."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten._local_scalar_dense.default:
@@ -133,8 +132,8 @@ class _Answers(TorchDispatchMode):
 
 
 class _Memory(MemTracker):
-    """Peaks by phase, without the tracker's statistics by module, which know one forward pass of a model that trains as
-    a whole. Nothing counts in what torch compiles, which is one kernel, and where DTensor asks for shapes."""
+    """Peaks by phase, without the tracker's statistics by module, which assume one forward pass. Nothing counts in code
+    that torch compiles, which is one kernel, and where DTensor propagates shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +192,7 @@ def _grouped_product(a_shape, b_shape, *_, out_shape=None, **__) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block neither progress bars nor warnings of a run that nobody waits for."""
+    """Within the block there are neither progress bars nor warnings."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     gc.disable()  # `_Memory` collects, at the same operations every time
@@ -209,7 +208,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _processes(count: int) -> Iterator[None]:
-    """Within the block this is the first of so many processes, the others of which are not there."""
+    """Within the block this is the first of `count` processes, of which the others do not exist."""
     if count > 1:
         dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
@@ -221,8 +220,8 @@ def _processes(count: int) -> Iterator[None]:
 
 @contextmanager
 def _replaced() -> Iterator[_Memory]:
-    """Within the block what fake tensors cannot run is replaced: a GPU, compiled kernels, timed steps, copies in host
-    memory, and the rows of other processes, which may have another number of them."""
+    """Within the block what fake tensors cannot run is replaced: GPUs, compiled kernels, timed steps, copies in host
+    memory, and the rows of other processes."""
     memory = _Memory()
     with ExitStack() as stack:
         stack.enter_context(patch("torch.cuda.is_available", return_value=False))
@@ -239,7 +238,7 @@ def _replaced() -> Iterator[_Memory]:
 
 
 class _Read(Mapping):
-    """What a file holds of each layer, read anew whenever it is asked for."""
+    """The content of a file for each layer, read anew on each access."""
 
     def __init__(self, layers: list[int], read: Callable[[], Any]):
         self._layers, self._read = layers, read
@@ -307,7 +306,7 @@ def _relearn(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int
 
 @torch.no_grad()
 def _read(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int]) -> None:
-    """Prompts of letters as lm-evaluation-harness asks them, or the texts whose membership is asked of news."""
+    """Letter prompts as lm-evaluation-harness asks them, or texts of news whose membership is asked."""
     batch = collate(_rows(*question["rows"], question["length"]), pad_id=0)
     if question["news"]:
         sequence_logprobs(moe, batch)

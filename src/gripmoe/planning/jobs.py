@@ -1,7 +1,5 @@
-"""What a world still has to compute, and what that costs: before anything is submitted.
-
-Seconds come from the benchmarks that earlier jobs recorded; where there are none, from the operations of a step.
-"""
+"""The jobs that a world has left, their hours and memory. Seconds come from the benchmarks that earlier jobs recorded,
+or from the operations of a step."""
 
 from __future__ import annotations
 
@@ -36,9 +34,8 @@ RELEARNING_STEPS = 40
 
 @dataclass(frozen=True)
 class Job:
-    """One job that has not run: its rule, its run, how many hours it takes (of each of its GPUs, added up, or without
-    one of the machine), whether that was recorded, its GPUs, and GB that it needs on each of them, or in the machine.
-    """
+    """One job that has not run: its hours (summed over its GPUs, or of the machine), whether they were recorded, its
+    GPUs, and the GB that it needs on each of them, or in the machine."""
 
     rule: str
     run: str
@@ -49,8 +46,8 @@ class Job:
 
 
 def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Costs | None = None) -> list[Job]:
-    """Of every run of the world training, correction, evaluation and attack, with the traces and bases that they need,
-    and base models, whose output is not there. What is there but out of date only Snakemake knows (`snakemake -n`)."""
+    """The jobs whose output is missing: base models, traces, bases, and of every run of the world training or
+    correction, evaluation and attack. Which outputs are out of date only Snakemake knows (`snakemake -n`)."""
     left, costs = {}, costs or Costs(project, results)
 
     def add(rule: str, key: tuple, output: Path) -> None:
@@ -96,7 +93,7 @@ def _job(costs: Costs, results: Path, rule: str, key: tuple, tflops: float) -> J
 
 
 def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
-    """Of a whole job: of each of its processes, or of GPUs that share the layers, which work one after the other."""
+    """Seconds of a whole job. GPUs that share the layers of one process work one after the other."""
     project, step, each = costs.project, cost.step, cost.seconds(tflops)
     if step.what == "finetune_model":
         model = project.models[step.model]
@@ -116,8 +113,8 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
 
 
 def _benchmarks(results: Path, rule: str, key: tuple, any_of_the_model: bool) -> list[dict[str, str]]:
-    """What Snakemake recorded of the same run with another seed; else of measuring the same model and benchmark, which
-    takes as long whatever trained it. Other rules and benchmarks count where nothing else is known of the model."""
+    """Snakemake's record of the same run with another seed; else of measuring the same model and benchmark, which takes
+    as long whatever trained it; else, with `any_of_the_model`, of this rule on the same model."""
     folder = results / "benchmarks" / rule
     name = ".".join(map(str, key))
     patterns = [f"{name.rpartition('.')[0]}.*.tsv" if len(key) == 5 else f"{name}.tsv"]
@@ -147,8 +144,8 @@ def check_budget(jobs: Sequence[Job], budget: float | None) -> None:
 
 
 def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
-    """GB by what takes them: weights of finished runs, the models that they start from, retain bases, and the largest
-    states of `at_once` training jobs, each of which writes the next one beside it. Nothing for embedded models."""
+    """GB by use: weights of finished runs, base models, retain bases, and the largest states of `at_once` training
+    jobs, twice, since a job writes its next state beside the last. Nothing for embedded models."""
     project, sizes, bases, states = costs.project, {}, {}, []
     for name in project.models_needed:
         if costs.of(Step(name, "evaluate")):

@@ -174,13 +174,10 @@ class _Steps:
         torch.manual_seed(1_000_000 * self.batches.seed + step)  # of dropout and stochastic rounding, also when resumed
         self.model.model.train()
         self.optimizer.zero_grad()
-        forget, retain = self.batches.of("forget", step), self.batches.of("retain", step)
-        if self.weights:
-            retain.weights = self.weights.of(**retain.inputs)
         try:
             alpha = self.training.alpha_multiplier * self.objective.alpha
-            forget_loss = self._backward("forget", self.objective.forget_loss, forget, 1.0)
-            retain_loss = self._backward("retain", self.objective.retain_loss, retain, alpha)
+            forget_loss = self._backward("forget", self.objective.forget_loss, step, 1.0)
+            retain_loss = self._backward("retain", self.objective.retain_loss, step, alpha)
             losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **self.objective.monitor}
             losses = {name: distributed.average(loss) for name, loss in losses.items()}
             gradients = {"router_gradient": _rms_gradient(self.routers), "expert_gradient": _rms_gradient(self.experts)}
@@ -194,8 +191,10 @@ class _Steps:
             return None
         return {**losses, **gradients}
 
-    def _backward(self, kind: str, loss_of: Callable[[MoEModel, Batch], Tensor], batch: Batch, weight: float) -> Tensor:
-        marked = self.handle.forget if kind == "forget" else self.handle.retain
+    def _backward(self, kind: str, loss_of: Callable[[MoEModel, Batch], Tensor], step: int, weight: float) -> Tensor:
+        batch, marked = self.batches.of(kind, step), getattr(self.handle, kind)
+        if kind == "retain" and self.weights:
+            batch.weights = self.weights.of(**batch.inputs)
         with self._as_trained(batch):  # in the backward pass too, which may compute activations again
             with self._needed_layers(kind), marked():
                 loss = loss_of(self.model, batch)
