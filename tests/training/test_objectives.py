@@ -263,12 +263,6 @@ def test_npo_tells_documents_of_the_same_tokens_apart_by_what_is_scored(moe):
         objective.forget_loss(moe, collate([Row("other", ids, [-100] * 10 + ids[10:])], 0))
 
 
-def test_a_cache_knows_its_documents(moe, batch):
-    objective = started("npo", moe, batch)
-    with pytest.raises(KeyError, match="no original answer for a document of 2 tokens"):
-        objective.forget_loss(moe, collate([Row(batch.row_ids[0], [5, 6], [5, 6])], 0))
-
-
 def test_mistakes_in_names_and_settings():
     with pytest.raises(ValueError, match="unknown objective 'magic'; one of gd, kl, npo, rmu"):
         make_objective("magic", {}, 0)
