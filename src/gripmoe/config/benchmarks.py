@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from gripmoe.config.reading import mistake
+from gripmoe.config.reading import Mistake
 from gripmoe.config.types import Name, NonNegative, Strict
 
 
@@ -71,7 +71,7 @@ class Task(Strict):
         if list(self.target) != [wanted]:
             raise ValueError(f"`target` of {self.data.kind} is given by `{wanted}`")
         if not self.is_news and self.target[wanted] > 1:
-            raise mistake(f"target.{wanted}", f"Input should be less than or equal to 1 (got {self.target[wanted]:g})")
+            raise Mistake(f"target.{wanted}", f"Input should be less than or equal to 1 (got {self.target[wanted]:g})")
         return self
 
     @property

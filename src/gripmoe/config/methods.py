@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from gripmoe.config.reading import mistake, read_catalogue
+from gripmoe.config.reading import Mistake, read_catalogue
 from gripmoe.config.types import Fraction, Name, NonNegative, Strict
 
 TABLE = Path(__file__).with_name("methods.yaml")
@@ -73,7 +73,7 @@ class Method(Strict):
             rows = [words for words, axes in AXES.items() if axis in axes]
             if getattr(self, axis) != type(self).model_fields[axis].default and not any(map(self._has, rows)):
                 choice = " or ".join(f"`{words}`" for words in rows)
-                raise mistake(axis, f"without effect here; it is a choice of {choice}")
+                raise Mistake(axis, f"without effect here; it is a choice of {choice}")
         if self.corrects and not self.correction:
             raise ValueError("`corrects` needs `correction: restore` or `correction: realign`")
         if self.constraint == "null_space" and not (self.eps_null and self.basis):

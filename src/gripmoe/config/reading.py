@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
 
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_yaml
@@ -36,16 +35,19 @@ def parse_as(target: Any, value: Any, path: Path, prefix: str = "") -> Any:
         raise ConfigError("\n".join(_describe(item, path, prefix) for item in error.errors())) from None
 
 
-def mistake(key: str, message: str) -> PydanticCustomError:
+class Mistake(ValueError):
     """An error of a validator about one key of its object."""
-    return PydanticCustomError("mistake", "{message}", {"key": key, "message": message})
+
+    def __init__(self, key: str, message: str):
+        super().__init__(message)
+        self.key = key
 
 
 def _describe(item: Any, path: Path, prefix: str) -> str:
     keys = [str(part) for part in item["loc"] if part not in SOURCES]
     kind, context, message = item["type"], item.get("ctx", {}), item["msg"].removeprefix("Value error, ")
-    if kind == "mistake":
-        keys.append(context["key"])
+    if isinstance(context.get("error"), Mistake):
+        keys.append(context["error"].key)
     elif kind.startswith("union_tag"):
         keys.append(context["discriminator"].strip("'"))
         message = f"one of {context['expected_tags']} (got {context['tag']!r})" if "tag" in context else ""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from gripmoe.config.reading import mistake
+from gripmoe.config.reading import Mistake
 
 NAME = r"^[a-z][a-z0-9_]*$"
 Name = Annotated[str, Field(pattern=NAME)]
@@ -24,7 +24,7 @@ class Strict(BaseModel):
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for key in content if isinstance(content, dict) else ():
             if key not in known:
-                raise mistake(str(key), f"unknown key; valid keys: {', '.join(known)}")
+                raise Mistake(str(key), f"unknown key; valid keys: {', '.join(known)}")
         return content
 
 
