@@ -100,14 +100,16 @@ def test_a_step_is_looked_at_once_and_one_that_is_no_more_is_reported(written, m
     assert taken == [step, gone]
 
 
-@pytest.mark.parametrize("content", [{}, [], {"files": []}])
-def test_what_is_no_manifest_is_named_in_one_line(content, tmp_path, capsys):
+FILES, STEPS = "`files` must be a mapping; ", "`runs`: the `steps` of 'a' must be mappings; "
+NO_MANIFEST = [({}, FILES), ([], FILES), ({"files": []}, FILES)] + [
+    ({"files": {}, "code": "", "results": "", "runs": {"a": run}}, STEPS) for run in (1, {}, {"steps": {"unlearn": 1}})
+]
+
+
+@pytest.mark.parametrize("content, said", NO_MANIFEST)
+def test_what_is_no_manifest_is_named_in_one_line(content, said, tmp_path, capsys):
     path = tmp_path / "manifest.json"
     write_json(path, content)
     assert main(["verify", "--manifest", str(path)]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert (
-        len(lines) == 1
-        and f"{path}: no manifest, `files` must be a mapping; " in lines[0]
-        and "run the workflow" in lines[0]
-    )
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{path}: no manifest, {said}" in line and "run the workflow" in line

@@ -89,11 +89,15 @@ def _weights(folder: Path) -> str | None:
 def _written(path: Path) -> dict:
     """A manifest. Raises ConfigError if the file is another one."""
     written = read_json(path)
+    remedy = "give the manifest.json that the workflow has written, or run the workflow again"
     for key, kind in (("files", dict), ("code", str), ("runs", dict), ("results", str)):
         if not (isinstance(written, dict) and isinstance(written.get(key), kind)):
             what = "a mapping" if kind is dict else "text"
-            remedy = "give the manifest.json that the workflow has written, or run the workflow again"
             raise ConfigError(f"{path}: no manifest, `{key}` must be {what}; {remedy}")
+    for run, record in written["runs"].items():
+        steps = record.get("steps") if isinstance(record, dict) else None
+        if not isinstance(steps, dict) or any(not isinstance(step, dict) for step in steps.values()):
+            raise ConfigError(f"{path}: no manifest, `runs`: the `steps` of {run!r} must be mappings; {remedy}")
     return written
 
 
@@ -110,9 +114,9 @@ def mismatches(path: Path) -> list[str]:
     for run, record in written["runs"].items():
         folder = Path(written["results"], run)
         for step in record["steps"].values():
-            if step.get("step") and fingerprint_now(step["step"]) != step["code"]:
+            if step.get("step") and fingerprint_now(step["step"]) != step.get("code"):
                 stale.setdefault(step["step"], []).append(run)
-        digests = record.get("measured", {}) | ({"run.yaml": record["settings"]} if record["settings"] else {})
+        digests = record.get("measured", {}) | ({"run.yaml": record["settings"]} if record.get("settings") else {})
         faults += [
             f"{folder / name}: {changed}" for name, digest in digests.items() if _digest(folder / name) != digest
         ]
