@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import yaml
 
+from gripmoe.config.methods import method_table
 from gripmoe.reporting import claims, names
 from gripmoe.reporting.claims import VERDICTS, claims_table, differences, judge, judge_each, judged, load_claims
 from gripmoe.reporting.collect import COLUMNS
@@ -76,6 +77,16 @@ def test_every_claim_is_complete():
         assert claim.get("right_metric", claim["metric"]) in names.METRICS, name
         of_methods = isinstance(claim["right"], str) and claim["right"] not in claims.ORIGINALS
         assert of_methods <= ("margin" in claim), f"{name}: a negligible difference would do"
+
+
+def test_costs_of_a_step_are_compared_between_methods_that_train():
+    """Method B is computed once, after training: its cost is that of a whole run."""
+    methods, compared = method_table(), {"time_ratio": set(), "whole_time_ratio": set()}
+    for claim in load_claims().values():
+        if claim["metric"] in compared and isinstance(claim["right"], str):
+            compared[claim["metric"]] |= {claim["left"], claim["right"]}
+    corrected = {metric: {name for name in names if methods[name].corrects} for metric, names in compared.items()}
+    assert not corrected["time_ratio"] and corrected["whole_time_ratio"]
 
 
 def printed_differences(metric, *methods):
