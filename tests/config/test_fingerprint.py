@@ -116,6 +116,29 @@ def test_what_is_empty_counts_where_it_says_something(digest_of):
     assert len(digests) == len(values)
 
 
+RECORDED = '''
+"""A module."""
+
+@dataclass(frozen=True)
+class Thing(Base, metaclass=type):
+    """A thing."""
+
+    values: dict = field(default_factory=lambda *given, last=None, **named: [*given, last, named])
+
+
+async def shown(a, /, b: int = 2**70, *, c=u"\\N{SNOWMAN}", **others) -> None:
+    match a:
+        case {"key": 1 | 2 as number, **rest} if number:
+            return f"{a!r:>{b}} {c:} {b=} {{}}" f"{a:.{number}f}", rest, b"\\xff", 1e999
+    return [x async for x in b if x[1:]]
+'''
+
+
+def test_every_python_takes_the_fingerprint_that_one_has_taken(digest_of):
+    """Recorded by Python 3.11: what other versions must take, also where only one is installed."""
+    assert digest_of(RECORDED) == "7dbd4db07e587309"
+
+
 ALL = """
 from gripmoe.config.fingerprint import SOURCE, code_fingerprint
 for file in sorted(SOURCE.rglob("*.py")):
