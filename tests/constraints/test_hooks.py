@@ -769,6 +769,19 @@ def test_routers_that_are_not_finite_are_refused(largest):
     assert traces_of_a_handle(model, optimizer) == before
 
 
+@pytest.mark.parametrize("method", ["expert_specific", "frozen_router"])
+def test_weights_that_make_inputs_of_routers_not_finite_are_refused(method):
+    """Weights of layer 0, whose own router sees finite ones: the control."""
+    model = small_model()
+    optimizer = adamw(model)
+    before = traces_of_a_handle(model, optimizer)
+    with torch.no_grad():
+        next(model.model.layers[0].mlp.experts.parameters()).fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"routers of layers \[1\] see of `retain` is not finite"):
+        gripmoe.constrain(model, optimizer, RETAIN, method=method)
+    assert traces_of_a_handle(model, optimizer) == before
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1.0])
 def test_a_loss_or_penalty_that_is_not_finite_ends_training(number):
     model = small_model()

@@ -59,9 +59,9 @@ def constrain(
 
     Raises ValueError for an unknown family or method, a method that is more than a constraint on routers, a dense
     model, batches without a token that counts or with packed documents, missing forget batches, an `original` that is
-    the model itself, an optimizer that is none of torch's or lacks the routers, routers that are not finite, a model
-    with another open handle, or a DistributedDataParallel that would not know of a change to its parameters; KeyError
-    for a batch without `input_ids`. After an error model and optimizer are as before.
+    the model itself, an optimizer that is none of torch's or lacks the routers, routers or inputs of routers that are
+    not finite, a model with another open handle, or a DistributedDataParallel that would not know of a change to its
+    parameters; KeyError for a batch without `input_ids`. After an error model and optimizer are as before.
     """
     method = _method(method, replay)
     wrapped = isinstance(model, DistributedDataParallel)
@@ -88,6 +88,10 @@ def constrain(
         trace = moe.trace(to_retain)
         if not len(trace[moe.layers[0]].x_Nd):
             raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
+        if layers := [layer for layer, seen in trace.items() if not seen.x_Nd.isfinite().all()]:
+            raise ValueError(
+                f"what the routers of layers {layers} see of `retain` is not finite: load weights that are"
+            )
         if method.experts == "top_attributed" and distributed.processes() > 1:
             raise ValueError("a method that trains one expert needs one process: there is nothing to share")
         if method.looks_at_forget and not to_forget:
