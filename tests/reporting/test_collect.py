@@ -16,7 +16,8 @@ def test_collecting_runs(tmp_path):
     settings["training"] = {"learning_rate": 0.1, "betas": [0.9, 0.99], "objective": {"alpha": 2.0, "layer": 1}}
     write_yaml(cell / "run.yaml", key | settings)
     of_layers = {f"routing_stability_layer_{layer}": value for layer, value in enumerate((1.0, 0.6, 0.5, 0.1))}
-    write_json(cell / "evaluation.json", {"forget_accuracy": 0.25} | of_layers)
+    of_sets = {"routing_stability": 0.6, "num_experts": 2, "top_k": 1}  # of which two random ones agree to 0.5
+    write_json(cell / "evaluation.json", {"forget_accuracy": 0.25} | of_layers | of_sets)
     write_json(cell / "attack.json", {"recovery_rate": float("nan")})
     write_json(
         cell / "checkpoint.json", {"weights": "abc", "status": "not_reached", "steps": 40, "accepted_layer_0": True}
@@ -44,6 +45,7 @@ def test_collecting_runs(tmp_path):
     assert (values["reached"], values["diverged"]) == (0.0, 0.0) and np.isnan(values["recovery_rate"])
     sides = [values[f"routing_stability_{side}_steered_layer"] for side in ("to", "above")]
     assert sides == pytest.approx([0.8, 0.3])
+    assert values["routing_stability_corrected"] == pytest.approx(0.2)
     assert (values["forget_accuracy_target"], values["corrected_after"]) == (0.27, 1.0)
     assert "weights" not in values and (values["setting_learning_rate"], values["setting_alpha"]) == (0.1, 2.0)
     (tmp_path / "bad.csv").write_text("model,value\nm,1\n")

@@ -16,9 +16,9 @@ def test_measured_and_paper_stand_apart():
     table = comparison(synthetic(), "main_results")
     _, measured, paper = row(table, "Unconstrained")
     assert measured["RA"].value == pytest.approx(0.71) and measured["RA"].half_width == pytest.approx(0.01)
-    assert (paper["FA"].value, paper["RA"].value, paper["RS"].value) == (0.26, 0.35, 0.43)
+    assert (paper["FA"].value, paper["RA 5-shot"].value, paper["RS"].value) == (0.26, 0.35, 0.43)
     frame = as_frame(table)
-    assert {"RA", "RA ±", "paper: RA"} <= set(frame.columns)
+    assert {"RA", "RA ±", "paper: RA 5-shot"} <= set(frame.columns)
 
 
 def test_base_models_of_different_kinds_are_not_pooled():
@@ -123,8 +123,8 @@ def test_an_objective_and_a_method_that_nobody_has_named_are_shown(name):
 
 def test_methods_that_need_it_are_explained_whatever_they_are_called_in_a_table():
     runs, seuf, trace = synthetic(), "the paper's SEUF is an L2 penalty", "our TRACE: implemented from"
-    notes = comparison(runs.replace("frozen_router", "router_l2"), "factorial").notes[-1]
-    assert seuf in notes and trace not in notes, "Soft (L2), all experts, in the paper"
+    notes = comparison(runs.replace("frozen_router", "router_l2_single"), "factorial").notes[-1]
+    assert seuf in notes and trace not in notes, "Soft (L2), single expert, in the paper"
     assert seuf not in comparison(runs.assign(objective="gd"), "expert_forcing").notes[-1], "no value of the paper"
     assert trace in comparison(runs.replace("frozen_router", "routing_aware"), "main_results").notes[-1]
 

@@ -16,6 +16,7 @@ from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
 
 RUN = ["model", "benchmark", "objective", "seed"]
+RETAINED = (*SHARED, "retain_accuracy_five_shot")
 ORIGINALS = ("original", "retrained")
 COLOURS = {"holds": "#0072b2", "does not hold": "#d55e00", "undecided": "#000000", "not measured": "#7f7f7f"}
 VERDICTS = tuple(COLOURS)
@@ -34,7 +35,7 @@ def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
     retained. A negative recovery counts as none: answers below chance are no resistance."""
     runs = of_kind(runs, claim.get("kind", "letters"))
     left_out = [] if claim.get("unreached") else [unforgotten(runs)]
-    left_out += [collapsed(runs)] if claim["metric"].removesuffix("_share") not in SHARED else []
+    left_out += [collapsed(runs)] if claim["metric"].removesuffix("_share") not in RETAINED else []
     for out in left_out:
         runs = runs[~runs.set_index(KEYS).index.isin(out.set_index(KEYS).index)]
     if "objectives" in claim:

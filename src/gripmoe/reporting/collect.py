@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import inf
+from math import comb, inf
 from pathlib import Path
 from statistics import fmean
 
@@ -145,7 +145,21 @@ def _metrics(folder: Path, run: dict) -> dict[str, float]:
     settings = run.get("training") or {}
     metrics |= {f"setting_{name}": value for name, value in _numbers(settings | settings.get("objective", {})).items()}
     metrics["corrected_after"] = run["method"]["corrects"] is not None
-    return metrics | _around_steered_layer(metrics)
+    return metrics | _above_chance(metrics) | _around_steered_layer(metrics)
+
+
+def expected_overlap(num_experts: int, top_k: int) -> float:
+    """Expected Jaccard similarity of two independent uniform expert sets: the floor of routing stability."""
+    of_common = (comb(top_k, n) * comb(num_experts - top_k, top_k - n) * n / (2 * top_k - n) for n in range(top_k + 1))
+    return sum(of_common) / comb(num_experts, top_k)
+
+
+def _above_chance(metrics: dict[str, float]) -> dict[str, float]:
+    """`routing_stability_corrected`: 0 where expert sets agree as random ones do, 1 where they are equal."""
+    if "routing_stability" not in metrics or not metrics["num_experts"] > metrics["top_k"]:
+        return {}
+    floor = expected_overlap(int(metrics["num_experts"]), int(metrics["top_k"]))
+    return {"routing_stability_corrected": (metrics["routing_stability"] - floor) / (1 - floor)}
 
 
 def _numbers(values: dict) -> dict[str, float]:

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
-from scipy import stats
 
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import NO_OBJECTIVE
@@ -21,7 +19,7 @@ from gripmoe.config.provenance import package_versions
 from gripmoe.config.training import OBJECTIVES
 from gripmoe.io.files import atomic_path, file_digest, read_json
 from gripmoe.reporting import RENDERING, names
-from gripmoe.reporting.collect import KEYS, apart
+from gripmoe.reporting.collect import KEYS, apart, expected_overlap
 
 PAPER_WIDTH = 5.5  # inches: the text width of the paper
 
@@ -66,12 +64,6 @@ def save_figure(figure: plt.Figure, stem: Path, *tables: Path) -> None:
         with house_style(), atomic_path(stem.with_suffix(suffix)) as temporary:
             figure.savefig(temporary, format=suffix[1:], metadata=metadata)
     plt.close(figure)  # or a notebook shows it twice
-
-
-def expected_overlap(num_experts: int, top_k: int) -> float:
-    """Expected Jaccard similarity of two independent uniform expert sets: the floor of routing stability."""
-    common = np.arange(top_k + 1)
-    return float(stats.hypergeom.pmf(common, num_experts, top_k, top_k) @ (common / (2 * top_k - common)))
 
 
 def stability_by_layer(runs: pd.DataFrame) -> pd.DataFrame:
