@@ -59,9 +59,10 @@ def test_the_factorial_is_every_constraint_on_one_expert_and_on_all():
     project = Project(CONFIG, "tiny_all")
     [(_, rows)] = [(b["objective"], b["rows"]) for b in specification("factorial")["blocks"] if "objective" in b]
     methods = {row["method"]: project.methods[row["method"]] for row in rows}
-    axes = {(method.constraint, method.experts) for method in methods.values()}
-    assert axes == set(product(("router_l2", "null_space", "gate_anchor"), ("all", "top_attributed")))
-    assert len(rows) == 6 and set(methods) <= set(project.world.methods_of("rmu"))
+    axes = {(method.constraint, method.form, method.experts) for method in methods.values()}
+    kinds = [("router_l2", "sound"), ("null_space", "sound"), ("null_space", "paper"), ("gate_anchor", "sound")]
+    assert axes == {(*kind, experts) for kind, experts in product(kinds, ("all", "top_attributed"))}
+    assert len(rows) == 8 and set(methods) <= set(project.world.methods_of("rmu"))
     alike = [method.model_dump(exclude={"experts"}) for method in methods.values()]
     assert all(alike.count(axes) == 2 for axes in alike)
     assert "factorial" in project.world.artefacts

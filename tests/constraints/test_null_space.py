@@ -189,6 +189,51 @@ def test_a_method_chooses_the_draws_of_algorithm_1_and_what_triggers_them(choice
         assert 0 < violation(chosen, seen.x_Nd, bounds).sum() < less * violation(usual, seen.x_Nd, bounds).sum()
 
 
+def paper(**axes):
+    return Method(
+        constraint="null_space", form="paper", basis="minibatch", eps_null={"value": 0.3, "kind": "relative"}, **axes
+    )
+
+
+def test_the_papers_full_null_space_is_stage_1_alone_with_every_token():
+    """Every score stays on the strong directions of all tokens; per expert, other experts' tokens move scores."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoEModel(small_model())
+    theta, rule = moe.theta(0).detach(), moe.rule(0)
+    seen = route(torch.randn(100, 32, generator=generator), theta, rule)
+    update = torch.randn(theta.shape, generator=generator)
+    moved = {}
+    for granularity in ("layer", "expert"):
+        constraint = null_space_of(paper(granularity=granularity), {}, None, seed=0)
+        constraint.start(moe, [], [])
+        moved[granularity] = constraint.constrain(0, theta, theta + update, seen) - theta
+    basis = covariance_basis(seen.x_Nd, torch.ones(100, 1, dtype=torch.bool), EpsNull(0.3, "relative"))
+    assert 0 < basis.ranks.item() < 32
+    torch.testing.assert_close(moved["layer"], basis.project(update))
+    assert (moved["expert"] - basis.project(moved["expert"])).norm() > 0.1, "the control"
+
+
+@pytest.mark.parametrize("surface", ["retain", "forget", "combined"])
+def test_the_papers_form_looks_at_the_tokens_of_its_surface(surface):
+    """Of the minibatch: scores of selected experts stay on tokens of the sides named and move on those of the other."""
+    moe = MoEModel(small_model())
+    optimizer = torch.optim.AdamW(moe.model.parameters(), lr=0.01)
+    batches = {"forget": random_batch(rows=1, seed=1), "retain": random_batch(rows=1, seed=2)}
+    method = paper(surface=surface).model_copy(update={"eps_null": EpsNullConfig(value=1e-2, kind="absolute")})
+    seen = {kind: moe.trace([batch])[0] for kind, batch in batches.items()}
+    before, moved = moe.theta(0).detach().clone(), {}
+    with gripmoe.constrain(moe.model, optimizer, [batches["retain"]], method=method) as handle:
+        for kind, batch in batches.items():
+            with getattr(handle, kind)():
+                moe.model(**batch.inputs, labels=batch.input_ids).loss.backward()
+        optimizer.step()
+        for kind, routing in seen.items():
+            change = routing.x_Nd @ (moe.theta(0).detach() - before).T
+            moved[kind] = change.gather(1, routing.top_k_Nk).abs().max().item()
+    fixed = {"retain", "forget"} if surface == "combined" else {surface}
+    assert all(moved[kind] < 1e-3 if kind in fixed else moved[kind] > 1e-2 for kind in moved), moved
+
+
 def test_layer_granularity_is_the_stricter_one():
     x = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
     theta = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))

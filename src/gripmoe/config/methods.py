@@ -16,9 +16,9 @@ AXES = {  # which axes have an effect in a row that has these words
     "constraint": {"experts", "replay", "critical_experts", "correction", "training"},
     "corrects": {"correction"},
     "correction: realign": {"form", "retain_tokens"},
-    "constraint: null_space": {"form", "basis", "eps_null", "safety_margin"},
-    "constraint: null_space with form: sound": {"granularity", "max_rank"},
-    "constraint: null_space with form: paper": {"projects", "kaczmarz_steps", "kaczmarz_tolerance"},
+    "constraint: null_space": {"form", "basis", "granularity", "eps_null", "safety_margin"},
+    "constraint: null_space with form: sound": {"max_rank"},
+    "constraint: null_space with form: paper": {"surface", "projects", "kaczmarz_steps", "kaczmarz_tolerance"},
     "basis: original": {"surface"},
     "basis: tracked": {"forgetting"},
     "constraint: router_l2": {"weight"},
@@ -104,7 +104,12 @@ class Method(Strict):
     @property
     def looks_at_forget(self) -> bool:
         """Whether the constraint is made from the original routing of forget tokens."""
-        return self.attributes or self.surface != "retain"
+        return self.attributes or (self.has_bases and self.surface != "retain")
+
+    @property
+    def sides(self) -> frozenset[str]:
+        """The tokens whose routing a null space fixes: of "retain" or "forget" documents, or of both (App. G.3)."""
+        return frozenset({"retain", "forget"}) if self.surface == "combined" else frozenset({self.surface})
 
 
 @functools.cache

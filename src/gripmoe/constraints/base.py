@@ -38,7 +38,7 @@ class RouterConstraint:
     """Replaces the routers that an optimizer step makes by feasible ones, or adds to the loss. By default neither."""
 
     watches: frozenset[str] = frozenset()  # the forward passes, "retain" or "forget", for which `penalty` is called
-    needs_retain = False  # `constrain` looks at the retain forward of its step
+    collects: frozenset[str] = frozenset()  # those whose tokens `constrain` is given, all together
     needs_graph = False  # `penalty` has a gradient through what routers saw
     of_gradient = False  # `constrain` is called with a plain gradient step, before the optimizer's, and not after it
     refits = False  # `refit` gives the routers of a retain forward

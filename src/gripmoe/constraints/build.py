@@ -49,6 +49,6 @@ def build(
         anchor = Anchored(method.routing_stability, method.anchor_floor, method.final_only, method.tracked)
         return Built(anchor, scope)
     if method.constraint == "null_space":
-        trace = constrained_trace(method, retain, forget)
+        trace = constrained_trace(method, retain, forget) if method.has_bases else retain
         return Built(null_space_of(method, trace, bases(trace) if method.has_bases else None, seed), scope)
     return Built(FrozenRouter() if method.constraint == "frozen" else Unconstrained(), scope)

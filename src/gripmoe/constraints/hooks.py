@@ -56,11 +56,12 @@ class ConstraintHandle:
             )
         self.model, self.constraint, self.loss_bound, self.origin = model, constraint, loss_bound, origin
         self.is_lifted = False
+        self.prepared: object = None  # what `constrain` has made of the original model
         self._closed = False
         self._before: dict[int, Tensor] = {}  # routers, during a step
         # Since the last step:
         self._marked: set[str] = set()  # kinds of forward passes
-        self._seen: list[RoutingTrace] = []  # of retain passes
+        self._seen: list[RoutingTrace] = []  # of passes whose tokens the constraint is given
         self._penalties: list[Tensor | float] = []  # not yet asked for
         self._checked = False  # the retain loss
         self._refit = RouterRefit(model, constraint) if constraint.refits else None
@@ -215,7 +216,7 @@ class ConstraintHandle:
             if not math.isfinite(value := _mean(penalty)):
                 raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
             self._penalties.append(penalty)
-            if kind == "retain" and self.constraint.needs_retain:
+            if kind in self.constraint.collects:
                 self._seen.append({layer: _detached(routing) for layer, routing in seen.routing.items()})
 
     # Hooks around the optimizer's step
@@ -284,8 +285,9 @@ class ConstraintHandle:
             raise RuntimeError(
                 f"this method looks at the {kind} forward: run it within `with handle.{kind}():`, in every step"
             )
-        if self.constraint.needs_retain and not self._seen:
-            raise RuntimeError("this method looks at retain tokens in every step, and no row of this one holds any")
+        if (collects := self.constraint.collects) and not self._seen:
+            looked = " and ".join(sorted(collects))
+            raise RuntimeError(f"this method looks at {looked} tokens in every step, and no row of this one holds any")
         if any(isinstance(penalty, Tensor) for penalty in self._penalties):
             raise RuntimeError("this method adds to the loss: add `handle.penalty()` to it before the backward pass")
         if self.loss_bound < math.inf and not self._checked:

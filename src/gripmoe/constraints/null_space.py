@@ -103,8 +103,7 @@ class NullSpaceMinibatch(_Observed):
     every step: selected scores are fixed (to first order) on directions seen lately, margins on the minibatch alone.
     """
 
-    watches = frozenset({"retain"})
-    needs_retain = True
+    watches = collects = frozenset({"retain"})
 
     def __init__(self, method: Method):
         super().__init__()
@@ -137,7 +136,7 @@ class NullSpaceMinibatch(_Observed):
 
 
 class NullSpacePaper(_Observed):
-    """Method A to the letter (Alg. 1, App. B-D): the update of each step, projected with the current retain minibatch.
+    """Method A to the letter (Alg. 1, App. B-D): the update of each step, projected with the current minibatch.
 
     Bases come from the minibatch by eigendecomposition in fp32 with an absolute eps_null; margins are those of the
     original router on the current representations, spent afresh at every step; Stage 2 is randomized Kaczmarz. With
@@ -145,12 +144,10 @@ class NullSpacePaper(_Observed):
     decay then leave the null space again.
     """
 
-    watches = frozenset({"retain"})
-    needs_retain = True
-
     def __init__(self, method: Method, seed: int = 0):
         super().__init__()
         self.method, self.seed = method, seed
+        self.watches = self.collects = method.sides
         self.of_gradient = method.projects == "gradient"
 
     def start(self, model, forget, retain) -> None:
@@ -161,20 +158,12 @@ class NullSpacePaper(_Observed):
         self._eps_null = eps_by_layer(self.method.eps_null, model.layers)
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
-        rule = self._rules[layer]
-        original = route(seen.x_Nd, self._theta_0[layer], rule)
-        fixed_NE = rule.fixed(original.scores_NE, original.top_k_Nk)
-        basis = covariance_basis(seen.x_Nd, fixed_NE, self._eps_null[layer])
-        update_Ed = randomized_kaczmarz(
-            basis.project(after_Ed - before_Ed),
-            seen.x_Nd,
-            _bounds(original, rule, self.method.safety_margin),
-            max_steps=self.method.kaczmarz_steps,
-            tolerance=self.method.kaczmarz_tolerance,
-            generator=self.generator,
-        )
-        self._observe(layer, basis, after_Ed - before_Ed, update_Ed)
-        return before_Ed + update_Ed
+        original = route(seen.x_Nd, self._theta_0[layer], self._rules[layer])
+        update_Ed = after_Ed - before_Ed
+        basis = paper_basis(original, self._rules[layer], self._eps_null[layer], self.method)
+        feasible_Ed = paper_update(update_Ed, basis, original, self._rules[layer], self.method, self.generator)
+        self._observe(layer, basis, update_Ed, feasible_Ed)
+        return before_Ed + feasible_Ed
 
     def state(self) -> dict:
         return {**super().state(), "generator": self.generator.get_state()}
@@ -183,6 +172,36 @@ class NullSpacePaper(_Observed):
         super().load_state(state)
         if state:
             self.generator.set_state(state["generator"])
+
+
+def paper_basis(seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: Method) -> RetainBasis:
+    """The directions that Stage 1 fixes (App. B.1): per expert, or of all tokens seen for all experts."""
+    fixed_NE = rule.fixed(seen.scores_NE, seen.top_k_Nk)
+    if method.granularity == "layer":
+        fixed_NE = torch.ones_like(fixed_NE[:, :1])
+    return covariance_basis(seen.x_Nd, fixed_NE, eps_null)
+
+
+def paper_update(
+    update_Ed: Tensor,
+    basis: RetainBasis,
+    seen: LayerRouting,
+    rule: SelectionRule,
+    method: Method,
+    generator: torch.Generator,
+) -> Tensor:
+    """Both phases of Algorithm 1; of the full null space (Sec. 4.1) the first, which fixes every score."""
+    stage_1_Ed = basis.project(update_Ed)
+    if method.granularity == "layer":
+        return stage_1_Ed
+    return randomized_kaczmarz(
+        stage_1_Ed,
+        seen.x_Nd,
+        _bounds(seen, rule, method.safety_margin),
+        max_steps=method.kaczmarz_steps,
+        tolerance=method.kaczmarz_tolerance,
+        generator=generator,
+    )
 
 
 def null_space_of(

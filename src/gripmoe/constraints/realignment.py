@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gripmoe.config.methods import Method
-from gripmoe.data.documents import Batch, as_batch, collate_inputs
+from gripmoe.data.batches import batches_of
+from gripmoe.data.documents import Batch, collate_inputs
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.realignment import Realignment, holdout_stability, realign_paper
@@ -47,7 +48,7 @@ def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -
     without `input_ids`.
     """
     with _opened(model) as moe:
-        batches = [as_batch(batch, moe.model.device) for batch in retain]
+        batches = [batch.to(moe.model.device) for batch in batches_of(retain, "retain", moe.model)]
         if not batches:
             raise ValueError("`retain` holds no batches: Method B fits routers to what they saw of retain documents")
         batch = collate_inputs(batches)

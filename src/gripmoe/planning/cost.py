@@ -189,11 +189,10 @@ class Costs:
         """Tokens of the traces that a null space constrains, as recorded or at most."""
         digest = self._results / step.model / step.benchmark / "routing.json"
         benchmark = self.project.benchmarks[step.benchmark]
-        sides = {"retain": ("retain",), "forget": ("forget",), "combined": ("retain", "forget")}
         recorded = read_json(digest) if digest.exists() else {}
         at_most = benchmark.retain_documents * benchmark.max_length
-        surface = sides[self.project.methods[step.method].surface]
-        return sum(recorded.get(f"{side}_tokens", at_most) for side in surface)
+        sides = self.project.methods[step.method].sides
+        return sum(recorded.get(f"{side}_tokens", at_most) for side in sides)
 
     def _layers(self, question: dict[str, Any]) -> int:
         """Of the published model; 0 if it cannot be measured."""
