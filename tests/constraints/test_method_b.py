@@ -12,7 +12,7 @@ from conftest import random_batch, small_model
 from gripmoe.constraints import realignment as method_b
 from gripmoe.constraints.realignment import Original, kaczmarz_report, realign_routers
 from gripmoe.geometry.realignment import realign
-from gripmoe.geometry.routing import LayerRouting, mean_stability, routing_stability
+from gripmoe.geometry.routing import LayerRouting, jaccard, mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel
 
 
@@ -168,6 +168,31 @@ def test_where_no_fit_serves_the_original_router_is_put_back_and_the_report_says
         assert all(result.accepted and result.held_out_stability == 1.0 for result in report.values())
         for layer, theta in MoEModel(model).thetas().items():
             assert torch.equal(theta, original.theta(layer))
+
+
+@pytest.mark.parametrize("form", ["sound", "paper"])
+def test_a_layer_whose_fit_is_rejected_falls_back_to_method_a(form, monkeypatch):
+    """Its router keeps the sets of the tokens that the form looks at. The control is the unlearned router."""
+    original, batch, trace, *_ = setting(count=1)
+    moe = unlearned()
+    after, seen = moe.thetas(), moe.trace([batch])
+    name = "realign_paper" if form == "paper" else "realign_router"
+    fit = getattr(method_b, name)
+
+    def rejecting(*args, **options):
+        return replace(fit(*args, **options), theta_Ed=args[1], accepted=False)
+
+    monkeypatch.setattr(method_b, name, rejecting)
+    report = realign_routers(moe, original.thetas(), trace, batch, form=form)
+    assert all(result.fell_back and not result.accepted for result in report.values())
+    for layer, theta_0 in original.thetas().items():
+        assert not torch.equal(moe.theta(layer), theta_0), "nor is it the original"
+        rule, x = moe.rule(layer), (seen if form == "paper" else trace)[layer].x_Nd
+        wanted = route(x, theta_0, rule).top_k_Nk
+        kept, lost = (
+            jaccard(wanted, route(x, theta, rule).top_k_Nk).mean() for theta in (moe.theta(layer), after[layer])
+        )
+        assert kept > 0.95 > 0.9 > lost, (kept, lost)
 
 
 def test_paper_form_fits_few_tokens_and_not_others():

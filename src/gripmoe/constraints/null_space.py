@@ -204,6 +204,21 @@ def paper_update(
     )
 
 
+def feasible_router(
+    method: Method, theta_0_Ed: Tensor, theta_Ed: Tensor, x_Nd: Tensor, rule: SelectionRule, seed: int = 0
+) -> Tensor:
+    """The original router and what Method A leaves of the whole displacement from it, on these tokens: what Method B
+    falls back to (Sec. 4.3, App. D). In the paper's form they are the unlearned model's, soundly the original's."""
+    seen, update_Ed = route(x_Nd, theta_0_Ed, rule), theta_Ed - theta_0_Ed
+    eps_null = EpsNull(method.eps_null.value, method.eps_null.kind)
+    if method.form == "paper":
+        generator = torch.Generator(x_Nd.device).manual_seed(seed)
+        basis = paper_basis(seen, rule, eps_null, method)
+        return theta_0_Ed + paper_update(update_Ed, basis, seen, rule, method, generator)
+    basis, bounds_NE = _basis(seen, rule, eps_null, method)[0], _bounds(seen, rule, method.safety_margin).clamp_min(0)
+    return theta_0_Ed + nearest_feasible(update_Ed, basis, x_Nd, bounds_NE, tolerance=1e-6)
+
+
 def null_space_of(
     method: Method, trace: RoutingTrace, bases: Mapping[int, RetainBasis] | None, seed: int
 ) -> NullSpace | NullSpaceMinibatch | NullSpacePaper:

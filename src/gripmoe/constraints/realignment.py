@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from gripmoe.config.methods import Method
+from gripmoe.config.methods import Method, method_table
+from gripmoe.constraints.null_space import feasible_router
 from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import Batch, collate_inputs
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
@@ -128,10 +129,12 @@ def realign_routers(
 
     `trace` is the original model's trace of `batch`, on any device, and theta_0 its routers. The paper's form fits
     all layers to the uncorrected model. The sound form corrects each router within one forward pass, before the router
-    is used: every layer is fitted to what the corrected layers below it send. After an error all routers are as before.
+    is used: every layer is fitted to what the corrected layers below it send. A layer whose fit is rejected gets Method
+    A's projection of what its router has moved, in the same form. After an error all routers are as before.
     """
     theta_post = model.thetas()
     realigned: dict[int, Realignment] = {}
+    method_a = method_table()["expert_specific_paper" if form == "paper" else "expert_specific"]
     keep = routed_tokens(batch.attention_mask)
     rows = torch.arange(len(batch.input_ids), device=keep.device)
     rows_N = rows.repeat_interleave(batch.input_ids.shape[1])[keep][:retain_tokens]
@@ -147,6 +150,11 @@ def realign_routers(
         else:
             tokens = *old, x_post_Nd[:retain_tokens]
             realigned[layer] = realign_router(*tokens, model.rule(layer), documents_N=documents_N)
+        if not realigned[layer].accepted:
+            x_Nd = x_post_Nd[:retain_tokens] if form == "paper" else x_pre_Nd
+            theta_Ed = feasible_router(method_a, theta_0[layer], theta_post[layer], x_Nd, model.rule(layer))
+            realigned[layer] = replace(realigned[layer], theta_Ed=theta_Ed, fell_back=True)
+        if form == "sound":
             model.set_thetas({layer: realigned[layer].theta_Ed})
 
     try:
@@ -172,7 +180,7 @@ def make_correction(
         return {
             f"{name}_layer_{layer}": getattr(result, name)
             for layer, result in realigned.items()
-            for name in ("fit_cosine", "held_out_stability", "ridge", "accepted")
+            for name in ("fit_cosine", "held_out_stability", "ridge", "accepted", "fell_back")
         }
 
     return correct

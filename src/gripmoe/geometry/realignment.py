@@ -26,7 +26,8 @@ class Realignment:
     `theta_Ed`: (E, d). `fit_cosine`: -1 to 1, between original and new scores, mean over the tokens fitted to.
     `held_out_stability`: 0 to 1, routing stability (Eq. 2) on the quarter that no fit sees; None in the paper's form.
     `ridge`: in the sound form relative to the mean eigenvalue of Xt Xt^T; infinity is the original router, None the
-    unlearned one. `accepted`: False where the unlearned router stays.
+    unlearned one. `accepted`: False where no fit serves; on a model `fell_back` then says that Method A's projection of
+    the unlearned router stands in.
     """
 
     theta_Ed: Tensor
@@ -34,6 +35,7 @@ class Realignment:
     held_out_stability: float | None
     ridge: float | None
     accepted: bool
+    fell_back: bool = False
 
 
 def holdout_stability(
