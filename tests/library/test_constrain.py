@@ -346,33 +346,6 @@ def test_the_model_is_not_its_own_original():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-PACKED = {"input_ids": RETAIN[0].input_ids, "position_ids": torch.arange(12) % 6 + torch.zeros(4, 1).long()}
-NO_BATCHES = [
-    ({"input_ids": RETAIN[0].input_ids}, "a batch is a mapping with input_ids and perhaps attention_mask, not str"),
-    ([RETAIN[0].input_ids], "a batch is a mapping .*, not Tensor"),
-    ([{"input_ids": [[5, 6]]}], "input_ids must be a tensor, .* this is list"),
-    ([{"input_ids": torch.tensor([5, 6])}], r"input_ids must be a tensor, .* of shape \(2,\)"),
-    (
-        [{"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.ones(2, 4)}],
-        r"attention_mask .* of shape \(2, 4\)",
-    ),
-    ([{"input_ids": torch.tensor([[5], [6]])}], "no retain token counts: padding does not"),
-    (
-        [{"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.zeros(2, 3)}],
-        "no retain token counts: padding does not",
-    ),
-    ([PACKED], "`position_ids` start again within a row"),
-]
-
-
-@pytest.mark.parametrize("retain, message", NO_BATCHES, ids=[message[:30] for _, message in NO_BATCHES])
-def test_what_is_no_batch_is_named(retain, message):
-    model = small_model()
-    with pytest.raises(ValueError, match=message):
-        gripmoe.constrain(model, adamw(model), retain)
-    assert not any(module._forward_hooks for module in model.modules())
-
-
 def test_positions_that_go_on_are_as_good_as_none():
     """Left padding shifts them, which turns no attention."""
     ids = random_batch(seed=100).input_ids

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -32,36 +33,111 @@ def trained(tmp_path, model, callbacks, trainer=Trainer, resume=None, late=None,
     trainer.train(resume_from_checkpoint=resume)
 
 
+def recorded(model):
+    """The routing of RETAIN; leaves nothing on the model."""
+    moe = MoEModel(model)
+    trace = moe.trace(RETAIN)
+    moe.release()
+    return trace
+
+
+def kept(trace, model):
+    """The share of original selections that the routers alone keep on their original inputs."""
+    moe = MoEModel(model)
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
+    moe.release()
+    return mean_stability(routing_stability(trace, moved))
+
+
 @pytest.mark.parametrize("constrained", [True, False])
 def test_method_a(constrained, tmp_path):
     model = small_model()
-    trace = MoEModel(model).trace(RETAIN)
+    trace = recorded(model)
     trained(tmp_path, model, [gripmoe.trainer_callback(RETAIN)] if constrained else [], max_steps=6, learning_rate=0.05)
-    moe = MoEModel(model)
-    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
-    assert (mean_stability(routing_stability(trace, moved)) == 1.0) == constrained
+    assert (kept(trace, model) == 1.0) == constrained
 
 
-@pytest.mark.parametrize("constrained", [True, False])
-def test_method_a_in_preference_optimization(constrained, tmp_path, tokenizer):
-    """TRL's DPO, with a second model that it compares with."""
+def trl_trainer(kind, folder, model, tokenizer, callbacks, trainer=None, **settings):
+    """TRL's DPO, with a second model that it compares with, or its finetuning."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    model = small_model(vocabulary_size=len(tokenizer))
-    words = [tokenizer.decode([n]) for n in range(5, 53)]
-    columns = dict(zip(("prompt", "chosen", "rejected"), (words[:8], words[8:16], words[16:24]), strict=True))
-    retain = [tokenizer([" ".join(words[24:])], return_tensors="pt")]
-    original = MoEModel(model).trace(retain)
-    arguments = trl.DPOConfig(
-        str(tmp_path), per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
-        disable_tqdm=True, max_steps=4, learning_rate=0.05,
+    words = [tokenizer.decode([n]) for n in range(5, 29)]
+    sft = kind == "SFT"
+    names = ("text",) if sft else ("prompt", "chosen", "rejected")
+    columns = dict(zip(names, (words[:8], words[8:16], words[16:]), strict=False))
+    if sft:
+        columns["text"] = [f"{a} {b} {c}" for a, b, c in zip(words[:8], words[8:16], words[16:], strict=True)]
+    arguments = (trl.SFTConfig if sft else trl.DPOConfig)(
+        str(folder), per_device_train_batch_size=2, use_cpu=True, bf16=False, report_to=[], save_strategy="no",
+        disable_tqdm=True, **settings,
     )  # fmt: skip
-    trl.DPOTrainer(
-        model, copy.deepcopy(model), arguments, train_dataset=datasets.Dataset.from_dict(columns),
-        processing_class=tokenizer, callbacks=[gripmoe.trainer_callback(retain)] if constrained else [],
-    ).train()  # fmt: skip
-    moe = MoEModel(model)
-    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in original.items()}
-    assert (mean_stability(routing_stability(original, moved)) == 1.0) == constrained
+    models = [model] if sft else [model, copy.deepcopy(model)]
+    trainer = trainer or (trl.SFTTrainer if sft else trl.DPOTrainer)
+    dataset = datasets.Dataset.from_dict(columns)
+    return trainer(*models, arguments, train_dataset=dataset, processing_class=tokenizer, callbacks=callbacks)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+@pytest.mark.parametrize("constrained", [True, False])
+def test_method_a_in_trainers_of_trl(constrained, kind, tmp_path, tokenizer):
+    """Texts are read by the trainer's own tokenizer."""
+    model = small_model(vocabulary_size=len(tokenizer))
+    texts = [" ".join(tokenizer.decode([n]) for n in range(29, 53))]
+    original = MoEModel(model).trace([tokenizer(texts, return_tensors="pt")])
+    callbacks = [gripmoe.trainer_callback(texts)] if constrained else []
+    settings = dict(max_steps=4, learning_rate=0.05, router_aux_loss_coef=0.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "training adds the load-balancing loss")
+        trl_trainer(kind, tmp_path, model, tokenizer, callbacks, **settings).train()
+    assert (kept(original, model) == 1.0) == constrained
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_the_load_balancing_loss_of_trl_is_told_once(kind, tmp_path, tokenizer):
+    """TRL adds it unless told otherwise; the test above has it off."""
+    model = small_model(vocabulary_size=len(tokenizer))
+    callback = gripmoe.trainer_callback([random_batch()])
+    trainer = trl_trainer(kind, tmp_path, model, tokenizer, [callback], max_steps=1)
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        trainer.train()
+        trainer.train()
+    said = [str(warning.message) for warning in seen if "load-balancing" in str(warning.message)]
+    assert len(said) == 1 and "(router_aux_loss_coef 0.001)" in said[0]
+    assert model.config.output_router_logits == (kind == "SFT"), "which TRL leaves behind"
+
+
+def test_a_model_that_adds_the_load_balancing_loss_warns():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.config.output_router_logits = True
+    with pytest.warns(UserWarning, match="load-balancing loss .* `model.config.output_router_logits = False`") as seen:
+        gripmoe.constrain(model, optimizer, RETAIN).close()
+    assert [warning.filename for warning in seen] == [__file__]
+    model.config.output_router_logits = False
+    with warnings.catch_warnings(action="error"):
+        gripmoe.constrain(model, optimizer, RETAIN).close()
+
+
+def test_the_anchor_in_a_trainer_of_trl(tmp_path, tokenizer):
+    """Marks and penalty in an SFTTrainer of one's own; the control is a frozen router."""
+    trl = pytest.importorskip("trl")
+    retain = random_batch()
+
+    class Anchored(trl.SFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            handle = next(c.handle for c in self.callback_handler.callbacks if hasattr(c, "handle"))
+            with handle.retain():
+                loss = model(**retain.inputs, labels=retain.labels).loss
+            return loss + handle.penalty() - super().compute_loss(model, inputs, *args, **kwargs)
+
+    stability = {}
+    for method in ("frozen_router", "anchored"):
+        model = small_model(vocabulary_size=len(tokenizer))
+        original = MoEModel(model).trace([retain])
+        callback = gripmoe.trainer_callback([retain], method=method)
+        settings = dict(max_steps=30, learning_rate=3e-3, router_aux_loss_coef=0.0)
+        trl_trainer("SFT", tmp_path, model, tokenizer, [callback], trainer=Anchored, **settings).train()
+        stability[method] = mean_stability(routing_stability(original, MoEModel(model).trace([retain])))
+    assert stability["anchored"] > stability["frozen_router"] + 0.1, stability
 
 
 class Unlearner(Trainer):
@@ -136,27 +212,123 @@ def test_a_training_that_ended_in_an_error_leaves_nothing_behind_once_it_is_clos
     gripmoe.constrain(model, optimizer, RETAIN, method=method).close()
 
 
-def test_after_an_error_the_same_trainer_trains_once_more_and_holds_what_it_then_finds(tmp_path):
+@pytest.mark.parametrize("method", ["expert_specific", "anchored", "router_l2_single"])
+def test_after_an_error_the_same_trainer_keeps_to_the_first_original(method, tmp_path):
+    """And to what trains: "router_l2_single" trains one expert."""
     model = small_model()
-    callback = gripmoe.trainer_callback(RETAIN)
+    trace, experts = recorded(model), model.model.layers[0].mlp.experts.down_proj.detach().clone()
+    callback = gripmoe.trainer_callback(RETAIN, method=method, forget=[random_batch()])
     trainer = failing(tmp_path, model, callback, step=2)
-    failed, trace = callback.handle, MoEModel(model).trace(RETAIN)
+    failed = callback.handle
     trainer.train()
-    assert callback.handle is not failed and trainer.state.global_step == 4
-    moe = MoEModel(model)
-    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
-    assert mean_stability(routing_stability(trace, moved)) == 1.0
-    moe.release()
+    assert callback.handle is not failed and callback.handle.constraint is failed.constraint
+    assert trainer.state.global_step == 4 and all(p.requires_grad for p in model.parameters())
     assert hooks_on(model, inner_optimizer(trainer.optimizer)) == (0, 0)
+    changed = (model.model.layers[0].mlp.experts.down_proj != experts).any(dim=-1).any(dim=-1)
+    if method == "router_l2_single":
+        assert changed.sum() <= 1
+    else:
+        assert kept(trace, model) == 1.0 and changed.sum() > 1
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_second_training_keeps_to_the_first_original(again, tmp_path):
+    """The control: a new callback takes the trained model for the original."""
+    model = small_model()
+    trace = recorded(model)
+    callback = gripmoe.trainer_callback(RETAIN)
+    trainer = made(tmp_path, model, [callback], max_steps=4, learning_rate=0.05)
+    trainer.train()
+    assert kept(trace, model) == 1.0
+    if not again:
+        trainer = made(tmp_path, model, [gripmoe.trainer_callback(RETAIN)], max_steps=4, learning_rate=0.05)
+    trainer.train()
+    assert (kept(trace, model) == 1.0) == again
+
+
+class OutOfMemory(Trainer):
+    """Runs out of memory once."""
+
+    step = 3
+
+    def compute_loss(self, *args, **kwargs):
+        if self.state.global_step == self.step:
+            self.step = None
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        return super().compute_loss(*args, **kwargs)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_batch_size_that_is_found_keeps_to_the_original(again, tmp_path, monkeypatch):
+    """The control: what happens to a callback that constrains anew."""
+    if not again:
+        constrain_again = "gripmoe.library.trainer.constrain_again"
+        monkeypatch.setattr(constrain_again, lambda h, *to: h.close() or gripmoe.constrain(*to, RETAIN))
+    model = small_model()
+    trace = recorded(model)
+    callback = gripmoe.trainer_callback(RETAIN)
+    settings = dict(max_steps=6, learning_rate=0.05, weight_decay=0.0, auto_find_batch_size=True)
+    trainer = made(tmp_path, model, [callback], OutOfMemory, **settings)
+    trainer.train()
+    assert trainer.step is None and trainer.state.global_step == 6
+    assert (kept(trace, model) == 1.0) == again
+    assert hooks_on(model, inner_optimizer(trainer.optimizer)) == (0, 0)
+
+
+def test_a_callback_is_of_one_model(tmp_path):
+    callback = gripmoe.trainer_callback(RETAIN)
+    trained(tmp_path, small_model(), [callback], max_steps=1)
+    with pytest.raises(ValueError, match="the constraint is of another model: .* make a callback, for each model"):
+        trained(tmp_path, small_model(), [callback], max_steps=1)
+
+
+def test_the_best_model_is_whole(tmp_path):
+    """Fused experts too, which `Trainer` leaves as the last step has made them; the control is a trainer by itself."""
+    kept_at = {}
+
+    class Remembering(Trainer):
+        def evaluate(self, *args, **kwargs):
+            metrics = super().evaluate(*args, **kwargs)
+            kept_at[self.state.global_step] = copy.deepcopy(self.model.state_dict())
+            return metrics
+
+    settings = dict(
+        max_steps=3, learning_rate=0.05, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True,
+    )  # fmt: skip
+    for callbacks in ([], [gripmoe.trainer_callback(RETAIN)]):
+        model = small_model()
+        trainer = made(tmp_path, model, callbacks, Remembering, **settings)
+        if callbacks:
+            with pytest.warns(UserWarning, match=r"transformers [\d.]+\S* leaves \d+ tensors of the last step"):
+                trainer.train()
+        else:
+            trainer.train()
+        best = kept_at[int(trainer.state.best_model_checkpoint.rsplit("-", 1)[1])]
+        differing = [name for name, now in model.state_dict().items() if not torch.equal(now, best[name])]
+        assert trainer.state.best_global_step < 3 and bool(differing) == (not callbacks)
+        assert all(".experts." in name for name in differing)
 
 
 def test_a_training_that_cannot_begin_leaves_nothing_behind(tmp_path):
     model = small_model()
-    callback = gripmoe.trainer_callback([])
+    callback = gripmoe.trainer_callback([{"input_ids": torch.tensor([[70, 71]])}])
     for _ in range(2):
-        with pytest.raises(ValueError, match="nothing to trace"):
+        with pytest.raises(ValueError, match="the token 70 is not in the model's vocabulary of 64"):
             trained(tmp_path, model, [callback], max_steps=1)
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_arguments_are_checked_when_the_callback_is_made():
+    """Values in tests/library/test_retain_data.py."""
+    with pytest.raises(ValueError, match="unknown method 'expert_specfic'"):
+        gripmoe.trainer_callback(RETAIN, method="expert_specfic")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'methods'"):
+        gripmoe.trainer_callback(RETAIN, methods="frozen_router")
+    with pytest.raises(ValueError, match="no batches were given"):
+        gripmoe.trainer_callback([])
+    with pytest.raises(ValueError, match="is empty"):
+        gripmoe.trainer_callback([{"input_ids": RETAIN[0].input_ids[:0]}])
 
 
 # Draws rows at random wherever a margin is exceeded, which with a wide one is in every step.

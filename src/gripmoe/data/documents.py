@@ -65,22 +65,76 @@ class Batch:
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
 
 
-def attention_mask_of(inputs: Mapping[str, Tensor]) -> Tensor:
+PACKED = "documents are packed into a row (`{}`): give each document a row of its own (in TRL, packing=False)"
+
+
+def attention_mask_of(inputs: Mapping[str, Tensor], *, packed: bool = False) -> Tensor:
     """The (rows, positions) mask of a forward pass's inputs; all ones where none is given. Raises ValueError where
-    these are no tensors of one such shape, or pack several documents into a row."""
-    ids = inputs["input_ids"]
-    mask = inputs.get("attention_mask")
+    these are no tensors of one such shape, or, unless `packed`, hold several documents in a row."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    if packed and isinstance(mask, Tensor) and mask.dim() == 4:
+        mask = None
     for name, given in (("input_ids", ids), ("attention_mask", ids if mask is None else mask)):
         if not isinstance(given, Tensor) or given.dim() != 2 or given.shape != ids.shape:
             what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             raise ValueError(f"{name} must be a tensor, (rows, positions), of a shape with input_ids; this is {what}")
     mask = torch.ones_like(ids) if mask is None else mask
-    positions = inputs.get("position_ids")
-    if positions is not None and ids.shape[1] > 1:
-        follows = mask[:, 1:].bool() & mask[:, :-1].bool()
-        if (positions.to(mask.device).expand_as(ids).diff(dim=-1)[follows] != 1).any():
-            raise ValueError("`position_ids` start again within a row (packing): give each document a row of its own")
+    if not packed and (segments := segments_of(inputs)) is not None and starts_anew(segments, mask).any():
+        told = [name for name in SEGMENTS if inputs.get(name) is not None] or ["attention_mask"]
+        raise ValueError(PACKED.format("`, `".join(told)))
     return mask
+
+
+SEGMENTS = ("cu_seq_lens_q", "cu_seqlens", "position_ids", "seq_idx", "segment_ids", "sequence_ids")
+
+
+def segments_of(inputs: Mapping[str, Tensor]) -> Tensor | None:
+    """Numbers, (rows, positions), that change where a row's next document begins, from whatever says so: positions that
+    start again, ends of documents, document numbers, a mask of document numbers or a causal one of blocks. None where
+    nothing says so. Raises ValueError for what fits no row."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    given = {name: inputs[name] for name in SEGMENTS if inputs.get(name) is not None}
+    for name in ("cu_seq_lens_q", "cu_seqlens"):
+        if name in given:
+            ends = torch.as_tensor(given[name], device=ids.device).flatten()
+            if int(ends[-1]) != ids.numel():
+                raise ValueError(f"`{name}` ends at {int(ends[-1])}, and there are {ids.numel()} tokens")
+            tokens = torch.arange(ids.numel(), device=ids.device)
+            return torch.bucketize(tokens, ends[1:], right=True).view(ids.shape)
+    for name, numbers in given.items():
+        numbers = torch.as_tensor(numbers, device=ids.device)
+        if numbers.dim() == 3:  # (axes of multimodal positions, rows, positions)
+            numbers = numbers[0]
+        try:
+            numbers = numbers.expand_as(ids)
+        except RuntimeError:
+            shapes = f"{tuple(numbers.shape)}, and input_ids {tuple(ids.shape)}"
+            raise ValueError(f"`{name}` has the shape {shapes}") from None
+        return F.pad((numbers.diff(dim=-1) != 1).cumsum(-1), (1, 0)) if name == "position_ids" else numbers
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.dim() == 4:
+        return _first_visible(mask, ids)
+    return mask if not mask.is_floating_point() and mask.dtype != torch.bool and mask.amax() > 1 else None
+
+
+def starts_anew(segments: Tensor, mask: Tensor) -> Tensor:
+    """(rows, positions - 1): whether the next token that counts belongs to another document."""
+    mask = mask.bool().to(segments.device)
+    return (segments.diff(dim=-1) != 0) & mask[:, 1:] & mask[:, :-1]
+
+
+def _first_visible(mask: Tensor, ids: Tensor) -> Tensor:
+    """The first token that each token sees, from a mask (rows, 1, positions, positions), bool or additive."""
+    width = ids.shape[1]
+    if mask.shape[0] not in (1, len(ids)) or mask.shape[2:] != (width, width):
+        raise ValueError(f"attention_mask has the shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}")
+    sees = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].expand(len(ids), -1, -1)
+    first = sees.to(torch.int8).argmax(dim=-1)
+    position = torch.arange(width, device=mask.device)
+    if not torch.equal(sees, (first[:, :, None] <= position) & (position <= position[:, None])):
+        raise ValueError("a 4-D attention_mask must be causal within documents that follow one another")
+    return first
 
 
 def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:

@@ -8,6 +8,8 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +17,19 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gripmoe.config.methods import Method, method_table
+from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.build import build
 from gripmoe.constraints.hooks import ConstraintHandle, inner_optimizer, layers_not_finite
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.constraints.original import OriginalSets, documents_of
-from gripmoe.data.documents import Batch, as_batch
+from gripmoe.data.batches import batches_of
+from gripmoe.data.documents import Batch
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
+from gripmoe.moe.adapters import adapter_parameters
 from gripmoe.moe.model import unwrapped
 
+Data = Iterable[Batch | Mapping[str, Tensor]] | Iterable[str]  # and what else docs/library.md names
 ALIASES = {"freeze_moe_router": "frozen_router"}
 SAMPLED = 256  # entries of a weight that name the model
 UNABLE = {  # keys of a row, and why a loop of one's own cannot have them
@@ -34,57 +40,60 @@ UNABLE = {  # keys of a row, and why a loop of one's own cannot have them
 }
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What is made of the original model once: it outlives the handle."""
+
+    method: Method
+    constraint: RouterConstraint
+    scope: dict[int, list[int]] | None  # experts that train, by layer
+    sets: OriginalSets | None  # of replay
+    original: nn.Module | None
+    trains: dict[nn.Parameter, bool]  # parameters of routers
+    loss_bound: float
+    origin: str
+
+
 def constrain(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    retain: Iterable[Batch | Mapping[str, Tensor]],
+    retain: Data,
     *,
     method: str | Method = "expert_specific",
-    forget: Iterable[Batch | Mapping[str, Tensor]] = (),
+    forget: Data = (),
     original: nn.Module | None = None,
     replay: bool = False,
     loss_bound: float = math.inf,
     seed: int = 0,
+    tokenizer: Any = None,
 ) -> ConstraintHandle:
     """Constrains the routers of `model` while `optimizer` trains it (Method A: Sec. 4.2, Eq. 3, Algorithm 1), until the
     returned handle is closed. docs/library.md says what each method does and needs in the loop.
 
-    `model`: a transformers MoE model of a known family, also spread over devices or prepared by accelerate.
+    `model`: a transformers MoE model of a known family, also spread over devices or prepared by accelerate or PEFT.
     `optimizer`: the one that steps the routers. `retain`: batches of input_ids and, if rows are padded, attention_mask,
-    both (rows, positions), a document a row. Their original routing is recorded here: call this before training.
-    `method`: a name in gripmoe/config/methods.yaml or a `Method`. `forget`: batches to forget, for SEUF, a null space
-    with `surface: forget` or `combined`, and `replay`, which trains under the original expert sets. `original`: an
-    untrained copy of the model, which is asked where otherwise answers about `retain` are kept. `loss_bound`: above it
-    `handle.check(retain_loss)` raises `Diverged`. `seed`: of the draws of Algorithm 1.
+    both (rows, positions), a document a row; a DataLoader, a Dataset, or texts with their `tokenizer`. Their original
+    routing is recorded here: call this before training. `method`: a name in gripmoe/config/methods.yaml or a `Method`.
+    `forget`: data to forget, for SEUF, a null space with `surface: forget` or `combined`, and `replay`, which trains
+    under the original expert sets. `original`: an untrained copy of the model, which is asked where otherwise answers
+    about `retain` are kept. `loss_bound`: above it `handle.check(retain_loss)` raises `Diverged`. `seed`: of the draws
+    of Algorithm 1. Warns of a load-balancing loss, of decayed routers and of rows that seem padded without a mask.
 
-    Raises ValueError for an unknown family or method, a method that is more than a constraint on routers, a dense
-    model, batches without a token that counts or with packed documents, missing forget batches, an `original` that is
-    the model itself, an optimizer that is none of torch's or lacks the routers, routers or inputs of routers that are
-    not finite, a model with another open handle, or a DistributedDataParallel that would not know of a change to its
-    parameters; KeyError for a batch without `input_ids`. After an error model and optimizer are as before.
+    Raises ValueError for an argument of another kind, an unknown family or method, a method that is more than a
+    constraint on routers, a dense model, data without a token that counts or outside the vocabulary, missing forget
+    batches, an `original` that is the model itself, an optimizer that is none of torch's or lacks the routers, routers
+    or inputs of routers that are not finite, adapters on what the method writes to, a model with another open handle,
+    or a DistributedDataParallel that would not know of a change to its parameters; KeyError for a batch without
+    `input_ids`. After an error model and optimizer are as before.
     """
-    method = _method(method, replay)
-    wrapped = isinstance(model, DistributedDataParallel)
-    precisions = [parameter.dtype for parameter in model.parameters()]
-    moe = MoEModel(unwrapped(model))
+    method = checked_method(method, replay=replay, loss_bound=loss_bound, seed=seed, original=original)
     with ExitStack() as undo:
-        undo.push(lambda error, *_: moe.release(rounded=error is not None))
-        if wrapped and precisions != [parameter.dtype for parameter in model.parameters()]:
-            raise ValueError(
-                "routers train in fp32, and DistributedDataParallel would no longer reduce their gradients: call "
-                "`constrain` before it wraps the model (Trainer: give it the callback when it is made)"
-            )
-        if not moe.layers:
-            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
-        if layers := layers_not_finite(moe):
-            raise ValueError(f"the routers of layers {layers} are not finite: load weights that are")
-        stepping = inner_optimizer(optimizer)
-        if method.constraint == "null_space":
-            _check_routers(moe, stepping)
-            if method.form == "sound":
-                _warn_of_decay(moe, stepping)
-        device = moe.model.device
-        to_retain, to_forget = ([as_batch(batch, device) for batch in batches] for batches in (retain, forget))
+        moe, stepping = _opened(model, optimizer, method, undo)
+        warn_of_balancing(moe.model)
+        to_retain, to_forget = (
+            [batch.to(moe.model.device) for batch in batches_of(data, name, moe.model, tokenizer)]
+            for name, data in (("retain", retain), ("forget", forget))
+        )
         trace = moe.trace(to_retain)
         if not len(trace[moe.layers[0]].x_Nd):
             raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
@@ -92,8 +101,6 @@ def constrain(
             raise ValueError(
                 f"what the routers of layers {layers} see of `retain` is not finite: load weights that are"
             )
-        if method.experts == "top_attributed" and distributed.processes() > 1:
-            raise ValueError("a method that trains one expert needs one process: there is nothing to share")
         if method.looks_at_forget and not to_forget:
             raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
         built = build(
@@ -103,34 +110,110 @@ def constrain(
             bases=lambda constrained: fit_bases(constrained, moe.rules(), method),
             seed=seed,
         )
-        constraint = built.constraint
         if original is not None:
             if unwrapped(original) is moe.model:
                 raise ValueError("`original` is the model that trains: give a copy of it from before")
-            constraint.original = undo.enter_context(_untrained(unwrapped(original)))
-        trained = undo.enter_context(_trained_again(p for n in moe.layers for p in moe.router(n).parameters()))
+            built.constraint.original = undo.enter_context(_untrained(unwrapped(original)))
+        parameters = [parameter for layer in moe.layers for parameter in moe.router_parameters(layer)]
+        trained = undo.enter_context(_trained_again(parameters))
         with moe.evaluating():
-            constraint.start(moe, to_forget, to_retain)
+            built.constraint.start(moe, to_forget, to_retain)
             sets = OriginalSets(moe, [*to_retain, *to_forget]) if method.replay else None
-        frozen = any(not parameter.requires_grad for parameter in trained)
-        if frozen and wrapped and not model.find_unused_parameters:
-            raise ValueError(
-                "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it "
-                "wraps the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
-            )
-        if sets:
-            undo.enter_context(moe.force_routing(lambda *inputs: sets.of(*inputs) if moe.model.training else None))
-        if built.scope:
-            undo.enter_context(moe.restrict_experts(built.scope, stepping))
+        trains = {parameter: parameter.requires_grad for parameter in parameters}
         origin = _origin(moe, method, [*to_retain, *to_forget])
-        handle = ConstraintHandle(moe, stepping, constraint, loss_bound, origin)
-        handle.on_close(undo.pop_all().close)
+        prepared = Prepared(method, built.constraint, built.scope, sets, original, trains, loss_bound, origin)
+        return _attached(prepared, model, moe, stepping, trained, undo)
+
+
+def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch.optim.Optimizer) -> ConstraintHandle:
+    """The constraint of `handle`, which this closes, on the same model under another optimizer: the original is still
+    the model that `constrain` was given. Raises ValueError for another model, and where `constrain` does for the
+    optimizer."""
+    if unwrapped(model) is not handle.model.model:
+        raise ValueError("the constraint is of another model: call `constrain`, or make a callback, for each model")
+    handle.close()
+    prepared: Prepared = handle.prepared
+    with ExitStack() as undo:
+        moe, stepping = _opened(model, optimizer, prepared.method, undo)
+        if prepared.original is not None:
+            prepared.constraint.original = undo.enter_context(_untrained(unwrapped(prepared.original)))
+        trained = undo.enter_context(_trained_again(prepared.trains))
+        for parameter, trains in prepared.trains.items():
+            parameter.requires_grad_(trains)
+        return _attached(prepared, model, moe, stepping, trained, undo)
+
+
+def _opened(
+    model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, undo: ExitStack
+) -> tuple[MoEModel, torch.optim.Optimizer]:
+    """The model as routers, in fp32 until `undo` closes, and the optimizer that steps, if the method can constrain
+    them."""
+    precisions = [parameter.dtype for parameter in model.parameters()]
+    moe = MoEModel(unwrapped(model))
+    undo.push(lambda error, *_: moe.release(rounded=error is not None))
+    if isinstance(model, DistributedDataParallel) and precisions != [p.dtype for p in model.parameters()]:
+        raise ValueError(
+            "routers train in fp32, and DistributedDataParallel would no longer reduce their gradients: call "
+            "`constrain` before it wraps the model (Trainer: give it the callback when it is made)"
+        )
+    if not moe.layers:
+        raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
+    _check_adapters(moe, method)
+    if layers := layers_not_finite(moe):
+        raise ValueError(f"the routers of layers {layers} are not finite: load weights that are")
+    stepping = inner_optimizer(optimizer)
+    if method.constraint == "null_space":
+        _check_routers(moe, stepping)
+        if method.form == "sound":
+            _warn_of_decay(moe, stepping)
+    if method.experts == "top_attributed" and distributed.processes() > 1:
+        raise ValueError("a method that trains one expert needs one process: there is nothing to share")
+    return moe, stepping
+
+
+def _attached(
+    prepared: Prepared,
+    model: nn.Module,
+    moe: MoEModel,
+    stepping: torch.optim.Optimizer,
+    trained: list[nn.Parameter],
+    undo: ExitStack,
+) -> ConstraintHandle:
+    frozen = any(not parameter.requires_grad for parameter in trained)
+    if frozen and isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+        raise ValueError(
+            "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it "
+            "wraps the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
+        )
+    if sets := prepared.sets:
+        routes = moe.force_routing(lambda *inputs: sets.of(*inputs) if moe.model.training else None)
+        undo.enter_context(routes)
+    if prepared.scope:
+        undo.enter_context(moe.restrict_experts(prepared.scope, stepping))
+    handle = ConstraintHandle(moe, stepping, prepared.constraint, prepared.loss_bound, prepared.origin)
+    handle.prepared = prepared
+    handle.on_close(undo.pop_all().close)
     _states_in_fp32(moe, stepping)
     return handle
 
 
-def _method(method: str | Method, replay: bool) -> Method:
-    """A row of the table, or a method given as such, without what belongs to the loop."""
+def checked_method(
+    method: str | Method = "expert_specific",
+    *,
+    replay: bool = False,
+    loss_bound: float = math.inf,
+    seed: int = 0,
+    original: nn.Module | None = None,
+) -> Method:
+    """The method of these arguments of `constrain`, without what belongs to the loop. Raises ValueError for a wrong
+    argument."""
+    if not isinstance(original, nn.Module | None):
+        raise ValueError(f"`original` is a {type(original).__name__}: give a copy of the model from before training")
+    for name, value, kinds in (("loss_bound", loss_bound, int | float), ("seed", seed, int), ("replay", replay, bool)):
+        if not isinstance(value, kinds) or value != value:
+            raise ValueError(f"`{name}` is {value!r}")
+    if not isinstance(method, str | Method):
+        raise ValueError(f"`method` is {method!r}: give the name of a method or a gripmoe.config.methods.Method")
     name = repr(method) if isinstance(method, str) else "this one"
     if isinstance(method, str):
         method = ALIASES.get(method, method)
@@ -142,6 +225,25 @@ def _method(method: str | Method, replay: bool) -> Method:
     if reason := _unable(method):
         raise ValueError(f"method {name}: `constrain` cannot do {reason}")
     return method.model_copy(update={"training": {}} | ({"replay": True} if replay else {}))
+
+
+def warn_of_balancing(model: nn.Module, arguments: Any = None) -> None:
+    """Warns if training adds the load-balancing loss: transformers does so by the model's configuration, and a TRL
+    trainer with `arguments` of its own by `router_aux_loss_coef`, whose None is the configuration's."""
+    config = unwrapped(model).config
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    weight = getattr(config, "router_aux_loss_coef", None) or 0.0
+    if hasattr(arguments, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
+        weight = weight if arguments.router_aux_loss_coef is None else arguments.router_aux_loss_coef
+    elif not getattr(config, "output_router_logits", False):
+        return
+    if weight:
+        warnings.warn(
+            f"training adds the load-balancing loss (router_aux_loss_coef {weight:g}), which pulls at the routing that "
+            "is to stay. Turn it off: `router_aux_loss_coef=0.0` in the arguments of a TRL trainer, "
+            "`model.config.output_router_logits = False` anywhere else",
+            stacklevel=3,
+        )
 
 
 def methods_of_loops() -> dict[str, Method]:
@@ -160,14 +262,35 @@ def _unable(method: Method) -> str | None:
     return None
 
 
+def _check_adapters(moe: MoEModel, method: Method) -> None:
+    """Raises ValueError if adapters compute what the method writes."""
+    if (layers := moe.adapted_routers) and method.constraint not in ("none", "frozen"):
+        raise ValueError(
+            f"an adapter changes the routers of layers {layers}, and this method writes or compares whole router "
+            'weights: leave routers out of `target_modules` and `target_parameters` (`exclude_modules=["gate"]` with '
+            '"all-linear") and name them in `modules_to_save`, or use method="frozen_router"'
+        )
+    if (layers := moe.adapted_experts) and method.experts == "top_attributed":
+        raise ValueError(
+            f"adapters change the experts of layers {layers}, and this method trains one whole expert: train without "
+            'adapters on experts, or use method="gate_anchor"'
+        )
+
+
 def _check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError unless the optimizer holds the routers that train."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in stepped]
-    if any(moe.theta(layer).requires_grad for layer in missing) or len(missing) == len(moe.layers):
+    trains = any(moe.theta(layer).requires_grad for layer in missing)
+    if trains or len(missing) == len(moe.layers):
+        remedy = (
+            "of several optimizers give the one that holds them"
+            if trains or not adapter_parameters(moe.model)
+            else 'adapters leave routers as they are: use method="frozen_router" or "anchored", or name the routers in '
+            "`modules_to_save`"
+        )
         raise ValueError(
-            f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain (of several "
-            "optimizers give the one that holds them)"
+            f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain ({remedy})"
         )
 
 
@@ -179,7 +302,7 @@ def _warn_of_decay(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} decays router weights (weight_decay {decay:g}) wherever the constraint does "
             "not hold them, and the workflow trains this method without that: give the routers a parameter group with "
             "weight_decay 0",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -217,11 +340,13 @@ def _trained_again(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Param
 
 def _origin(moe: MoEModel, method: Method, batches: Sequence[Batch]) -> str:
     """A checksum of what a handle is made from: the method, the documents, and of every weight up to SAMPLED entries,
-    evenly spaced. It is the same on every device; shards, which differ between processes, do not count."""
+    evenly spaced. It is the same on every device; shards, which differ between processes, and adapters, which begin at
+    random, do not count."""
     documents = sorted(tokens for batch in batches for tokens in documents_of(batch.input_ids, batch.attention_mask))
     digest = hashlib.sha256(json.dumps([method.model_dump_json(), documents]).encode())
+    adapters = adapter_parameters(moe.model)
     for parameter in moe.model.parameters():
-        if not isinstance(parameter, DTensor) and not parameter.is_meta:
+        if not isinstance(parameter, DTensor) and not parameter.is_meta and id(parameter) not in adapters:
             entries = parameter.detach().flatten()
             sampled = entries[:: max(1, len(entries) // SAMPLED)][:SAMPLED].float()
             digest.update(sampled.cpu().numpy().tobytes())

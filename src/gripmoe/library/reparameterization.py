@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from gripmoe.constraints.null_space import fit_bases
-from gripmoe.data.documents import Batch, as_batch
+from gripmoe.data.batches import batches_of
+from gripmoe.data.documents import Batch
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.library.constrain import methods_of_loops
 from gripmoe.moe import MoEModel
@@ -60,7 +61,7 @@ def reparameterize(
         undo.callback(moe.release)
         if not moe.layers:
             raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to reparameterize")
-        trace = moe.trace([as_batch(batch, moe.model.device) for batch in retain])
+        trace = moe.trace(batches_of(retain, "retain", moe.model))
         bases = fit_bases(trace, moe.rules(), fixed[method])
         for parameter in moe.freeze_router_biases():
             undo.callback(parameter.requires_grad_, True)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from gripmoe.constraints.hooks import ConstraintHandle
+from gripmoe.data.batches import batches_of, holds_texts
 from gripmoe.data.documents import Batch
 from gripmoe.io.files import atomic_path
-from gripmoe.library.constrain import constrain
+from gripmoe.library.constrain import Data, checked_method, constrain, constrain_again, warn_of_balancing
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 
@@ -23,7 +28,8 @@ NAMED = "a checkpoint that does not lie in `output_dir` is named by `resume_from
 
 
 class ConstraintCallback(TrainerCallback):
-    """Constrains when training begins, and closes its `handle` when training ends.
+    """Constrains when training begins, and closes its `handle` when training ends. Later trainings, and one that begins
+    anew after running out of memory, keep to the original model of the first one.
 
     Where training may resume, the original weights are kept on the CPU until training begins: by then `Trainer` has
     loaded those of the checkpoint. They are put back for `constrain` to see, and the checkpoint is read again, since
@@ -32,8 +38,9 @@ class ConstraintCallback(TrainerCallback):
 
     handle: ConstraintHandle
 
-    def __init__(self, retain: Iterable[Batch | Mapping[str, Tensor]], settings: dict[str, Any]):
-        self._retain, self._settings = list(retain), settings
+    def __init__(self, retain: Data, settings: dict[str, Any]):
+        self._retain, self._settings = _listed(retain), settings | {"forget": _listed(settings.get("forget", ()))}
+        _check(self._retain, self._settings)
         self._original: dict[str, Tensor] | None = None
         self._moe: MoEModel | None = None
 
@@ -42,28 +49,53 @@ class ConstraintCallback(TrainerCallback):
         if args.resume_from_checkpoint or (Path(args.output_dir).is_dir() and get_last_checkpoint(args.output_dir)):
             self._original = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
-    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        if hasattr(self, "handle"):
-            self.handle.close()  # an earlier training may have ended in an error
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, processing_class=None, **kwargs):
         if self._moe:
             self._moe.release()  # from here on the handle has its own
         original, self._original = self._original, None
-        if not state.global_step:
-            self.handle = constrain(model, optimizer, self._retain, **self._settings)
+        if state.global_step:
+            self._resume(args, state, model, optimizer, processing_class, original)
+        else:
+            self._constrain(args, model, optimizer, processing_class)
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            with atomic_path(_checkpoint(args, state.global_step) / STATE) as file:
+                torch.save({"step": state.global_step, "handle": self.handle.state_dict()}, file)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        self.handle.close()
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            _reload(unwrapped(model), state.best_model_checkpoint)
+
+    def _constrain(self, args, model, optimizer, processing_class) -> None:
+        if hasattr(self, "handle"):
+            self.handle = constrain_again(self.handle, model, optimizer)
             return
-        if original is None:
+        settings = self._settings
+        if any(map(holds_texts, (self._retain, settings["forget"]))) and settings.get("tokenizer") is None:
+            settings = settings | {"tokenizer": getattr(processing_class, "tokenizer", processing_class)}
+        if not getattr(unwrapped(model).config, "output_router_logits", False):  # of which `constrain` warns
+            warn_of_balancing(model, args)
+        self.handle = constrain(model, optimizer, self._retain, **settings)
+
+    def _resume(self, args, state, model, optimizer, processing_class, original: dict[str, Tensor] | None) -> None:
+        if original is None and not hasattr(self, "handle"):
             raise ValueError(
                 f"training resumes at step {state.global_step}, and what the routers were before is not known: give "
                 f"this callback to the Trainer when it is made, on the original model; {NAMED}"
             )
         asked = args.resume_from_checkpoint  # or True: the last one
-        folder = Path(asked) if isinstance(asked, (str, Path)) else _checkpoint(args, state.global_step)
+        folder = Path(asked) if isinstance(asked, str | Path) else _checkpoint(args, state.global_step)
         saved = _state_in(folder, state.global_step)
-        trained = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
-        if any(not _is_one_of(now, trained[name], original[name]) for name, now in model.state_dict().items()):
-            raise ValueError(f"the trainer resumes from another checkpoint than {folder}: {NAMED}")
-        model.load_state_dict(original)
-        self.handle = constrain(model, optimizer, self._retain, **self._settings)
+        trained = _read_again(model, folder)
+        for name, now in model.state_dict().items():
+            unread = ".experts." in name if original is None else _is(now, original[name])
+            if not unread and not _is(now, trained[name]):
+                raise ValueError(f"the trainer resumes from another checkpoint than {folder}: {NAMED}")
+        if original is not None and not hasattr(self, "handle"):
+            model.load_state_dict(original)
+        self._constrain(args, model, optimizer, processing_class)
         try:
             self.handle.load_state_dict(saved)
             model.load_state_dict(trained)
@@ -71,35 +103,67 @@ class ConstraintCallback(TrainerCallback):
             self.handle.close()
             raise
 
-    def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            with atomic_path(_checkpoint(args, state.global_step) / STATE) as file:
-                torch.save({"step": state.global_step, "handle": self.handle.state_dict()}, file)
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self.handle.close()
-
-
-def trainer_callback(retain: Iterable[Batch | Mapping[str, Tensor]], **settings: Any) -> ConstraintCallback:
+def trainer_callback(retain: Data, **settings: Any) -> ConstraintCallback:
     """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it calls
     `gripmoe.constrain(model, optimizer, retain, **settings)` (Sec. 4.2) when training begins and closes its `handle`
-    when training ends. After an error close the handle, or call `train` again, which closes it and constrains anew.
-    docs/library.md says how to resume.
+    when training ends. Texts need no `tokenizer`: the trainer's `processing_class` encodes them. Make a callback for
+    each model. After an error close the handle, or call `train` again. docs/library.md says how to resume.
 
-    Raises nothing itself. The trainer raises ValueError when it is made on a model of an unknown family; `train` raises
-    what `constrain` and the handle do, and ValueError if the checkpoint to resume from was saved without this callback,
-    or of another model, method or documents."""
+    Warns if a TRL trainer adds the load-balancing loss, and of the best model's experts, if it has to read them anew.
+    Raises ValueError or KeyError for a wrong argument, TypeError for an unknown one. The trainer raises ValueError when
+    it is made on a model of an unknown family; `train` raises what `constrain` and the handle do, and ValueError if the
+    checkpoint to resume from was saved without this callback, or of another model, method or documents."""
     return ConstraintCallback(retain, settings)
+
+
+def _listed(data: Data) -> Any:
+    """What can be read more than once."""
+    whole = Mapping | Batch | Tensor | str
+    return data if isinstance(data, whole) or hasattr(data, "column_names") or data is None else list(data)
+
+
+def _check(retain: Any, settings: Mapping[str, Any]) -> None:
+    inspect.signature(constrain).bind(None, None, retain, **settings)
+    names = inspect.signature(checked_method).parameters
+    checked_method(**{name: value for name, value in settings.items() if name in names})
+    for name, data in (("retain", retain), ("forget", settings["forget"])):
+        if not holds_texts(data) or settings.get("tokenizer") is not None:
+            with warnings.catch_warnings(action="ignore"):  # `constrain` warns
+                batches = batches_of(data, name, tokenizer=settings.get("tokenizer"))
+            if name == "retain" and not batches:
+                raise ValueError("`retain` holds nothing to trace: no batches were given")
 
 
 def _checkpoint(args, step: int) -> Path:
     return Path(args.output_dir) / f"checkpoint-{step}"
 
 
-def _is_one_of(now: Tensor, trained: Tensor, original: Tensor) -> bool:
-    """Whether a tensor has been loaded from the checkpoint, or not found there."""
-    now = now.to("cpu", torch.float32)
-    return torch.equal(now, trained) or torch.equal(now, original.float())
+def _read_again(model: nn.Module, folder: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint. Of a model with adapters those that it has: it was saved without fused experts, and
+    `Trainer` has found the rest."""
+    if hasattr(model, "peft_config"):
+        return {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+    return type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def _is(now: Tensor, then: Tensor) -> bool:
+    return torch.equal(now.to("cpu", torch.float32), then.float())
+
+
+def _reload(model: nn.Module, folder: str) -> None:
+    """Reads the best checkpoint again where `Trainer` has left tensors of the last step in the model."""
+    if hasattr(model, "peft_config") or any(isinstance(tensor, DTensor) for tensor in model.parameters()):
+        return
+    best = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
+    left = [name for name, now in model.state_dict().items() if not _is(now, best[name].cpu())]
+    if left:
+        model.load_state_dict(best)
+        warnings.warn(
+            f"transformers {transformers.__version__} leaves {len(left)} tensors of the last step in the best model, "
+            f"such as {left[0]}; they are read again from {folder}",
+            stacklevel=2,
+        )
 
 
 def _state_in(checkpoint: Path, step: int) -> dict:

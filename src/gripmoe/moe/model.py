@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.io.errors import ConfigError
+from gripmoe.moe.adapters import below_adapters, is_adapted
 from gripmoe.moe.families import DENSE, family_of, router_class
 from gripmoe.moe.fp32 import compute_in_fp32, release
 from gripmoe.moe.placement import devices_of, place
@@ -45,6 +46,7 @@ class MoEModel:
         self.originals = None  # a `OriginalStore`, where what this model says of documents shall be kept
         self._blocks: dict[int, nn.Module] = {}
         self._routers: dict[int, nn.Module] = {}
+        self._outer: dict[int, nn.Module] = {}  # routers with the adapters around them
         self._converted: list[nn.Module] = []
         if self.family is DENSE:
             self._blocks = {number: layer.mlp for number, layer in enumerate(model.model.layers)}
@@ -53,9 +55,10 @@ class MoEModel:
         target = router_class(model)
         for number, layer in enumerate(model.model.layers):
             for block in layer.children():
-                for router in block.children():
+                for child in block.children():
+                    router = below_adapters(child)
                     if isinstance(router, target):
-                        self._blocks[number], self._routers[number] = block, router
+                        self._blocks[number], self._routers[number], self._outer[number] = block, router, child
         if not self._routers:
             raise ConfigError(f"{type(model).__name__}: no decoder layer has a {target.__name__} in a block of its own")
         weight = next(iter(self._routers.values())).weight
@@ -103,6 +106,22 @@ class MoEModel:
     def router(self, layer: int) -> nn.Module:
         return self._routers[layer]
 
+    def router_parameters(self, layer: int) -> list[nn.Parameter]:
+        """Of the router of a layer and of adapters around it."""
+        return list(self._outer[layer].parameters())
+
+    @property
+    def adapted_routers(self) -> list[int]:
+        """The layers whose router weight an adapter changes."""
+        return [layer for layer, module in self._outer.items() if is_adapted(module)]
+
+    @property
+    def adapted_experts(self) -> list[int]:
+        """The layers whose expert tensors an adapter changes."""
+        return [
+            layer for layer in self.layers if is_adapted(getattr(self._blocks[layer], "experts", self._blocks[layer]))
+        ]
+
     def rule(self, layer: int) -> SelectionRule:
         """How the router of a layer turns scores into sets."""
         return self.family.rule(self._routers[layer])
@@ -115,9 +134,10 @@ class MoEModel:
         return self.router(layer).weight
 
     def freeze_router_biases(self) -> list[nn.Parameter]:
-        """Freezes what a router has besides its weight (GPT-OSS adds a bias to its logits). Returns the parameters that
-        this call has frozen."""
-        biases = [p for r in self._routers.values() for p in r.parameters() if p is not r.weight and p.requires_grad]
+        """Freezes what a router has besides its weight (GPT-OSS a bias of its logits, PEFT an adapter). Returns the
+        parameters that this call has frozen."""
+        parameters = [(p, layer) for layer in self.layers for p in self.router_parameters(layer)]
+        biases = [p for p, layer in parameters if p is not self.theta(layer) and p.requires_grad]
         for parameter in biases:
             parameter.requires_grad_(False)
         return biases

@@ -1,0 +1,167 @@
+"""Retain and forget data in the forms in which people have them, as batches of one document a row."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from gripmoe.data.documents import IGNORED, Batch, attention_mask_of, segments_of, starts_anew
+
+FORMS = (
+    "batches (mappings with `input_ids` and, if rows are padded, `attention_mask`, both (rows, positions)), a "
+    "DataLoader of such batches, a datasets.Dataset with a column `input_ids`, or texts and a `tokenizer`"
+)
+ROWS = 8  # of a batch that is made here
+
+
+def batches_of(data: Any, name: str, model: nn.Module | None = None, tokenizer: Any = None) -> list[Batch]:
+    """`data`, in any of FORMS, as batches on the CPU; documents that are packed into a row get rows of their own.
+
+    `name` is what errors call the data. `model` tells the vocabulary, `tokenizer` encodes texts, and both know the
+    padding token. Warns where rows seem padded and have no mask. Raises ValueError for anything else, KeyError for a
+    batch without `input_ids`."""
+    batches = []
+    for number, item in enumerate(_items(data, name, tokenizer)):
+        where = f"{name}[{number}]"
+        if isinstance(item, Batch):
+            batch = item.to("cpu")
+        elif not isinstance(item, Mapping):
+            raise ValueError(f"{where} is a {type(item).__name__}: give {FORMS}")
+        elif "input_ids" not in item:
+            raise KeyError(f"{where} has no `input_ids`, only {', '.join(map(str, item)) or 'nothing'}: give {FORMS}")
+        else:
+            batch = _batch({key: _tensor(value) for key, value in item.items()}, where, _padding(model, tokenizer))
+        if model is not None:
+            _check_vocabulary(batch, where, model.get_input_embeddings().num_embeddings)
+        batches.append(batch)
+    return batches
+
+
+def holds_texts(data: Any) -> bool:
+    """Whether a tokenizer is needed to read `data`."""
+    if hasattr(data, "column_names"):
+        return "input_ids" not in data.column_names and "text" in data.column_names
+    return isinstance(data, str) or (isinstance(data, Sequence) and any(isinstance(item, str) for item in data))
+
+
+def _items(data: Any, name: str, tokenizer: Any) -> Iterable[Any]:
+    if isinstance(data, Mapping | Batch):
+        return [data]
+    if isinstance(data, Tensor):
+        return [{"input_ids": data}]
+    if holds_texts(data):
+        if tokenizer is None:
+            raise ValueError(f"`{name}` holds texts: give `tokenizer` too")
+        texts = [data] if isinstance(data, str) else data["text"] if hasattr(data, "column_names") else data
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"`{name}` mixes texts with other items: give {FORMS}")
+        return _rows(({"input_ids": tokenizer(text)["input_ids"]} for text in texts), name)
+    if hasattr(data, "column_names"):
+        if "input_ids" not in data.column_names:
+            columns = ", ".join(data.column_names)
+            raise ValueError(f"`{name}` has the columns {columns}: give `input_ids`, or `text` and a tokenizer")
+        return _rows(data, name)
+    try:
+        items = list(data)
+    except TypeError:
+        raise ValueError(f"`{name}` is {_described(data)}: give {FORMS}") from None
+    return [{"input_ids": item} if isinstance(item, Tensor) else item for item in items]
+
+
+def _rows(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[dict[str, Tensor]]:
+    """Documents, one of `rows` each, without their padding, as padded batches."""
+    documents = []
+    for row in rows:
+        ids = torch.as_tensor(row["input_ids"])
+        if ids.dim() != 1:
+            raise ValueError(
+                f"`{name}`: a row of a Dataset has `input_ids` of shape {tuple(ids.shape)}, not one document"
+            )
+        kept = [torch.as_tensor(row["attention_mask"]).bool()] if "attention_mask" in row else []
+        documents.append(ids[kept[0]] if kept else ids)
+    for start in range(0, len(documents), ROWS):
+        yield _padded(documents[start : start + ROWS])
+
+
+def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
+    masks = [torch.ones(len(document), dtype=torch.long) for document in documents]
+    return {
+        "input_ids": pad_sequence(list(documents), batch_first=True),
+        "attention_mask": pad_sequence(masks, batch_first=True),
+    }
+
+
+def _batch(item: Mapping[str, Any], where: str, padding: tuple[int | None, bool]) -> Batch:
+    ids, mask = item["input_ids"], item.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        what = f"of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else _described(ids)
+        raise ValueError(f"{where}: `input_ids` must be a tensor, (rows, positions); this is {what}")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{where}: `input_ids` are token numbers, and these are {ids.dtype}")
+    if not ids.numel():
+        raise ValueError(f"{where} is empty: `input_ids` has the shape {tuple(ids.shape)}")
+    try:
+        segments = segments_of(item)
+        mask = attention_mask_of(
+            {key: item[key] for key in ("input_ids", "attention_mask") if key in item}, packed=True
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    counts = mask.bool()
+    if item.get("attention_mask") is None and _seems_padded(ids, *padding):
+        warnings.warn(
+            f"{where} has no `attention_mask`, and rows begin or end with padding, which then counts as text: give "
+            "the mask",
+            stacklevel=5,
+        )
+    ids = ids.masked_fill(~counts, 0)  # collators write other numbers below the mask
+    if segments is not None and starts_anew(segments, mask).any():
+        documents = []
+        for row, segment, keep in zip(ids, segments, counts, strict=True):
+            lengths = torch.unique_consecutive(segment[keep], return_counts=True)[1]
+            documents += row[keep].split(lengths.tolist())
+        item = _padded(documents)
+        ids, mask = item["input_ids"], item["attention_mask"]
+        return Batch([str(n) for n in range(len(ids))], ids, mask, ids.masked_fill(mask == 0, IGNORED)).to("cpu")
+    return Batch([str(n) for n in range(len(ids))], ids, mask.long(), item.get("labels", ids)).to("cpu")
+
+
+def _tensor(value: Any) -> Any:
+    """Lists and arrays of numbers as tensors; rows of different lengths as they are."""
+    if value is None or isinstance(value, Tensor | str | int | float):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return value
+
+
+def _padding(model: nn.Module | None, tokenizer: Any) -> tuple[int | None, bool]:
+    """The padding token, if it is known, and whether it also ends texts."""
+    for owner in (tokenizer, getattr(model, "config", None)):
+        if getattr(owner, "pad_token_id", None) is not None:
+            return owner.pad_token_id, owner.pad_token_id == getattr(owner, "eos_token_id", None)
+    return None, True
+
+
+def _seems_padded(ids: Tensor, token: int | None, ends_texts: bool) -> bool:
+    """Whether a row begins or ends with the padding token; with several, if the token also ends texts or is unknown."""
+    run = 3 if token is None else 2 if ends_texts else 1
+    ends = [ids[:, :run], ids[:, -run:]] if ids.shape[1] > run else []
+    return any(((end == (end[:, :1] if token is None else token)).all(dim=1)).any() for end in ends)
+
+
+def _check_vocabulary(batch: Batch, where: str, size: int) -> None:
+    counted = batch.input_ids[batch.attention_mask.bool()]
+    outside = counted[(counted < 0) | (counted >= size)]
+    if len(outside):
+        raise ValueError(f"{where}: the token {int(outside[0])} is not in the model's vocabulary of {size}")
+
+
+def _described(data: Any) -> str:
+    return repr(data) if data is None or isinstance(data, int | float | str) else f"a {type(data).__name__}"

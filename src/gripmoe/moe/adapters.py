@@ -1,0 +1,38 @@
+"""What PEFT puts in the place of a module, told by its attributes: PEFT itself is never imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def below_adapters(module: nn.Module) -> nn.Module:
+    """`module` itself, or what computes in its place: of `modules_to_save` the copy that trains, of LoRA and its
+    relatives the layer that they adapt."""
+    return list(_layers(module))[-1]
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether an adapter such as LoRA changes what the weights of `module` are; `modules_to_save` does not."""
+    return any(hasattr(layer, "base_layer") for layer in _layers(module))
+
+
+def adapter_parameters(model: nn.Module) -> set[int]:
+    """The ids of the parameters that adapters add to `model`."""
+    tuners = [module for module in model.modules() if hasattr(module, "base_layer")]
+    below = {id(parameter) for module in tuners for parameter in below_adapters(module).parameters()}
+    return {id(parameter) for module in tuners for parameter in module.parameters()} - below
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    while True:
+        yield module
+        if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
+            active = [] if module.disable_adapters else module.active_adapters
+            copies = [module.modules_to_save[name] for name in active if name in module.modules_to_save]
+            module = copies[0] if copies else module.original_module
+        elif hasattr(module, "base_layer"):
+            module = module.base_layer
+        else:
+            return

@@ -1,0 +1,208 @@
+"""Retain data in the forms in which people have them: the same tokens count, or an error says what to give."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithFlattening, DataCollatorWithPadding
+
+import gripmoe
+from conftest import random_batch, small_model
+from gripmoe.data.batches import batches_of
+from gripmoe.data.documents import attention_mask_of
+from gripmoe.moe import MoEModel
+
+datasets = pytest.importorskip("datasets")
+LENGTHS = (7, 5, 9)
+
+
+@pytest.fixture
+def texts(tokenizer):
+    words = [tokenizer.decode([n]) for n in range(8, 40)]
+    return [" ".join(words[start : start + length]) for start, length in enumerate(LENGTHS)]
+
+
+def documents_in(batches):
+    return sorted(
+        row[keep.bool()].tolist()
+        for batch in batches
+        for row, keep in zip(batch.input_ids, batch.attention_mask, strict=True)
+    )
+
+
+def padded(tokenizer, texts, side="right"):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = side
+    return dict(tokenizer(texts, return_tensors="pt", padding=True))
+
+
+def packed(tokenizer, texts):
+    """The documents as one row, and what may say where each begins."""
+    rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
+    ends = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    segment = torch.cat([torch.full((len(row),), n) for n, row in enumerate(rows)])[None]
+    causal = torch.ones(1, 1, segment.shape[1], segment.shape[1]).tril().bool()
+    blocks = causal & (segment[:, None, :, None] == segment[:, None, None, :])
+    hints = {
+        "positions": {"position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None]},
+        "ends": {"cu_seq_lens_q": ends.int(), "cu_seq_lens_k": ends.int(), "max_length_q": 9, "max_length_k": 9},
+        "numbers": {"seq_idx": segment},
+        "segment_mask": {"attention_mask": segment + 1},
+        "blocks": {"attention_mask": blocks},
+        "additive_blocks": {"attention_mask": torch.where(blocks, 0.0, -1e9)},
+    }
+    return {name: {"input_ids": torch.cat(rows)[None], **hint} for name, hint in hints.items()}
+
+
+FORMS = {
+    "one batch": lambda t, texts: padded(t, texts),
+    "batches": lambda t, texts: [padded(t, texts)],
+    "left": lambda t, texts: [padded(t, texts, "left")],
+    "encoding": lambda t, texts: t(texts, return_tensors="pt", padding=True),
+    "arrays": lambda t, texts: [{name: value.numpy() for name, value in padded(t, texts).items()}],
+    "lists": lambda t, texts: [{name: value.tolist() for name, value in padded(t, texts).items()}],
+    "generator": lambda t, texts: (padded(t, [text]) for text in texts),
+    "tensors": lambda t, texts: [padded(t, [text])["input_ids"] for text in texts],
+    "texts": lambda t, texts: texts,
+    "text column": lambda t, texts: datasets.Dataset.from_dict({"text": texts}),
+    "ids column": lambda t, texts: datasets.Dataset.from_dict(dict(t(texts))),
+    "padded column": lambda t, texts: datasets.Dataset.from_dict({k: v.tolist() for k, v in padded(t, texts).items()}),
+    "tensor column": lambda t, texts: datasets.Dataset.from_dict(dict(t(texts))).with_format("torch"),
+    "loader": lambda t, texts: DataLoader(
+        datasets.Dataset.from_dict(dict(t(texts))), batch_size=2, collate_fn=DataCollatorWithPadding(t)
+    ),
+    "flattened": lambda t, texts: DataLoader(
+        [{"input_ids": t(text)["input_ids"]} for text in texts], batch_size=3, collate_fn=DataCollatorWithFlattening()
+    ),
+    **{
+        f"packed, {name}": lambda t, texts, name=name: [packed(t, texts)[name]]
+        for name in ("positions", "ends", "numbers", "segment_mask", "blocks", "additive_blocks")
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_documents_in_every_form(form, tokenizer, texts):
+    expected = sorted(tokenizer(text)["input_ids"] for text in texts)
+    with warnings.catch_warnings(action="error"):
+        batches = batches_of(FORMS[form](tokenizer, texts), "retain", tokenizer=tokenizer)
+    assert documents_in(batches) == expected
+
+
+@pytest.mark.parametrize("form", ["left", "loader", "packed, ends", "texts"])
+def test_routers_see_the_same_tokens(form, tokenizer, texts):
+    """The control: the packed row without what says where documents begin."""
+
+    def counted(retain):
+        model = small_model(vocabulary_size=len(tokenizer))
+        batches = batches_of(retain, "retain", model, tokenizer)
+        seen = MoEModel(model).trace(batches)[0].x_Nd
+        return seen[seen.sum(dim=1).sort().indices]
+
+    torch.testing.assert_close(counted(FORMS[form](tokenizer, texts)), counted([padded(tokenizer, texts)]))
+    joined = counted([{"input_ids": packed(tokenizer, texts)["ends"]["input_ids"]}])
+    assert len(joined) > len(counted([padded(tokenizer, texts)])), "the control"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_without_a_mask_warns(side, tokenizer, texts):
+    ids = {"input_ids": padded(tokenizer, texts, side)["input_ids"]}
+    for known in (tokenizer, None):
+        with pytest.warns(UserWarning, match=r"retain\[0\] has no `attention_mask`, and rows begin or end"):
+            batches_of(ids, "retain", tokenizer=known)
+
+
+IDS = random_batch().input_ids
+ERRORS = {
+    "none": (None, "`retain` is None: give batches"),
+    "number": (3, "`retain` is 3: give batches"),
+    "list of none": ([None], r"retain\[0\] is a NoneType: give batches"),
+    "null ids": ([{"input_ids": None}], r"retain\[0\]: `input_ids` must be a tensor, .*; this is None"),
+    "ragged": ([{"input_ids": [[5, 6], [7]]}], r"`input_ids` must be a tensor, .*; this is a list"),
+    "one axis": ([{"input_ids": torch.tensor([5, 6])}], r"`input_ids` must be a tensor, .*; this is of shape \(2,\)"),
+    "floats": ([{"input_ids": IDS.float()}], "`input_ids` are token numbers, and these are torch.float32"),
+    "no rows": ([{"input_ids": IDS[:0]}], r"retain\[0\] is empty: `input_ids` has the shape \(0, 12\)"),
+    "no positions": ([{"input_ids": IDS[:, :0]}], r"retain\[0\] is empty: `input_ids` has the shape \(4, 0\)"),
+    "vocabulary": ([{"input_ids": IDS + 64}], r"retain\[0\]: the token \d+ is not in the model's vocabulary of 64"),
+    "mask": (
+        [{"input_ids": IDS, "attention_mask": torch.ones(4, 11)}],
+        r"retain\[0\]: attention_mask must be .* this is a tensor of shape \(4, 11\)",
+    ),
+    "ends": (
+        [{"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 9])}],
+        r"retain\[0\]: `cu_seq_lens_q` ends at 9, and there are 48 tokens",
+    ),
+    "not causal": (
+        [{"input_ids": IDS, "attention_mask": torch.ones(4, 1, 12, 12).bool()}],
+        r"retain\[0\]: a 4-D attention_mask must be causal",
+    ),
+    "texts": (["some text"], "`retain` holds texts: give `tokenizer` too"),
+    "columns": (datasets.Dataset.from_dict({"question": ["a"]}), "`retain` has the columns question: give `input_ids`"),
+    "nothing": ([], "nothing to trace: no batches were given"),
+    "single tokens": ([{"input_ids": torch.tensor([[5], [6]])}], "no retain token counts: padding does not"),
+    "all padding": (
+        [{"input_ids": torch.ones(2, 3).long(), "attention_mask": torch.zeros(2, 3)}],
+        "no retain token counts: padding does not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_is_no_retain_data_is_named(case):
+    retain, message = ERRORS[case]
+    model = small_model()
+    with pytest.raises(ValueError, match=message):
+        gripmoe.constrain(model, torch.optim.SGD(model.parameters(), lr=0.1), retain)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_batch_without_tokens_is_a_key_error():
+    model = small_model()
+    with pytest.raises(KeyError, match=r"retain\[0\] has no `input_ids`, only ids"):
+        gripmoe.constrain(model, torch.optim.SGD(model.parameters(), lr=0.1), [{"ids": IDS}])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": 3}, "`method` is 3: give the name of a method or a gripmoe.config.methods.Method"),
+        ({"method": None}, "`method` is None: give the name"),
+        ({"method": {"constraint": "frozen"}}, "`method` is {'constraint': 'frozen'}: give the name"),
+        ({"loss_bound": "x"}, "`loss_bound` is 'x'"),
+        ({"loss_bound": float("nan")}, "`loss_bound` is nan"),
+        ({"seed": "s"}, "`seed` is 's'"),
+        ({"replay": 1}, "`replay` is 1"),
+        ({"original": "x"}, "`original` is a str: give a copy of the model"),
+        ({"forget": None}, "`forget` is None: give batches"),
+        ({"forget": ["text"]}, "`forget` holds texts: give `tokenizer` too"),
+    ],
+)
+def test_a_wrong_argument_is_named(settings, message):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        gripmoe.constrain(model, optimizer, [random_batch()], **settings)
+    if "holds texts" not in message:  # which the trainer's own tokenizer reads
+        with pytest.raises(ValueError, match=message):
+            gripmoe.trainer_callback([random_batch()], **settings)
+
+
+@pytest.mark.parametrize("hint", ["positions", "ends", "numbers", "segment_mask", "blocks"])
+def test_a_marked_pass_with_packed_documents_is_refused(hint, tokenizer, texts):
+    """The control: the same row without what says where documents begin."""
+    batch = packed(tokenizer, texts)[hint]
+    with pytest.raises(ValueError, match="documents are packed into a row|attention_mask must be a tensor"):
+        attention_mask_of(batch)
+    assert attention_mask_of({"input_ids": batch["input_ids"]}).all()
+
+
+def test_a_handle_refuses_a_packed_row_in_training(tokenizer, texts):
+    model = small_model(vocabulary_size=len(tokenizer))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    batch = packed(tokenizer, texts)["ends"]
+    with gripmoe.constrain(model, optimizer, [batch], method="expert_specific_minibatch") as handle:
+        with pytest.raises(ValueError, match="documents are packed into a row .`cu_seq_lens_q`.: give each document"):
+            with handle.retain():
+                model(**batch)
