@@ -13,31 +13,42 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gripmoe.constraints.hooks import Diverged
     from gripmoe.constraints.realignment import realign, remember
+    from gripmoe.geometry.routing import SelectionRule
     from gripmoe.library.constrain import constrain
     from gripmoe.library.reparameterization import reparameterize
     from gripmoe.library.trainer import trainer_callback
+    from gripmoe.moe.families import register_family
+    from gripmoe.moe.replay import replay_experts, routed_experts
     from gripmoe.moe.sharding import shard_experts
     from gripmoe.moe.storage import load_model, save_model
 
 __version__ = "0.1.0"
 __all__ = [
     "Diverged",
+    "SelectionRule",
     "constrain",
     "load_model",
     "realign",
+    "register_family",
     "remember",
     "reparameterize",
+    "replay_experts",
+    "routed_experts",
     "save_model",
     "shard_experts",
     "trainer_callback",
 ]
 _HOMES = {
     "Diverged": "constraints.hooks",
+    "SelectionRule": "geometry.routing",
     "constrain": "library.constrain",
     "load_model": "moe.storage",
     "realign": "constraints.realignment",
+    "register_family": "moe.families",
     "remember": "constraints.realignment",
     "reparameterize": "library.reparameterization",
+    "replay_experts": "moe.replay",
+    "routed_experts": "moe.replay",
     "save_model": "moe.storage",
     "shard_experts": "moe.sharding",
     "trainer_callback": "library.trainer",

@@ -47,20 +47,56 @@ def test_routed_tokens_by_hand():
     assert routed_tokens(mask).tolist() == [False, True, True, False, False, False, True, True]
 
 
-def test_a_forced_pass_is_recomputed_under_its_own_routes_or_not_at_all(batch):
-    """Also where a pass without gradients came between; the control: none came between."""
-    model = small_model().train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    moe, other = MoEModel(model), random_batch(seed=3)
-    with moe.force_routing(moe.routes):
-        for between in (False, True):
-            loss = model(**batch.inputs, labels=batch.input_ids).loss
-            if not between:
-                loss.backward()
-                continue
-            logits(moe, other)
-            with pytest.raises(RuntimeError, match="one backward pass per forward"):
-                loss.backward()
+def together(loss_of):
+    sum(map(loss_of, range(3))).backward()
+
+
+def in_reverse(loss_of):
+    first, second = loss_of(0), loss_of(1)
+    second.backward()
+    first.backward()
+
+
+def without_gradients_between(loss_of):
+    first = loss_of(0)
+    with torch.no_grad():
+        loss_of(1)
+    first.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("order", [together, in_reverse, without_gradients_between])
+def test_forced_passes_are_recomputed_under_their_own_routes(order, reentrant):
+    """Gradients are those without checkpointing; the control computes each pass again under the routes of the last."""
+    documents = [random_batch(seed=seed) for seed in range(3)]
+    forced = [random_batch(seed=seed + 3) for seed in range(3)]  # whose sets the documents get
+
+    def gradients(checkpointing: bool, forget: bool = False):
+        model = small_model().train()
+        moe = MoEModel(model)
+        with moe.evaluating():
+            known = [
+                (given.input_ids, moe.routes(other.input_ids)) for given, other in zip(documents, forced, strict=True)
+            ]
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+        def routes(input_ids, attention_mask):
+            return next(sets for ids, sets in known if torch.equal(ids, input_ids))
+
+        def loss_of(number):
+            if forget and passes:
+                passes[:] = [(passes[0][0], known[number][1])]
+            return (number + 1) * model(**documents[number].inputs, labels=documents[number].labels).loss
+
+        with moe.force_routing(routes) as passes:
+            order(loss_of)
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    plain = gradients(checkpointing=False)
+    torch.testing.assert_close(gradients(checkpointing=True), plain, atol=1e-6, rtol=1e-4)
+    if order is not without_gradients_between:
+        assert not torch.allclose(gradients(checkpointing=True, forget=True), plain, atol=1e-3), "the control"
 
 
 def test_recomputation_is_not_recorded(batch):

@@ -38,7 +38,7 @@ RoutingTrace = Mapping[int, LayerRouting]  # by decoder layer
 
 @dataclass(frozen=True)
 class SelectionRule:
-    """How a linear router turns logits into sets: the `k` largest choice scores, and what some families add.
+    """How a linear router turns logits into sets (Sec. 3): the `k` largest choice scores, and what some families add.
 
     Choice scores are the logits, or with `choice_bias_E` the sigmoid or softmax of the logits (`squash`) plus that
     bias, which balances load. `logit_bias_E` is part of the logits. With `num_groups` > 1 only experts of the

@@ -1,15 +1,15 @@
 """What differs between architectures: one row each.
 
 A family fits if its routers are linear modules that return (logits, weights, indices), as transformers writes them; the
-model's `_can_record_outputs` table names their class. A row says how such a router selects experts (`SelectionRule`)
-and how it weighs selected experts, its own or forced ones.
+model's `_can_record_outputs` table names their class. A row says how such a router selects experts (`SelectionRule`,
+from the router and its block) and how it weighs selected experts, its own or forced ones.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,36 +18,64 @@ from gripmoe.geometry.routing import SelectionRule
 from gripmoe.io.errors import ConfigError
 
 Weigh = Callable[[nn.Module, Tensor, Tensor], Tensor]  # router, scores_TE, top_k_Tk -> weights_Tk
+Rule = Callable[[nn.Module, nn.Module], SelectionRule]  # router, its block
 
 
-def _plain(router: nn.Module) -> SelectionRule:
+def _plain(router: nn.Module, block: nn.Module) -> SelectionRule:
     return SelectionRule(router.top_k)
 
 
-def _with_logit_bias(router: nn.Module) -> SelectionRule:
+def _with_logit_bias(router, block):
     return SelectionRule(router.top_k, logit_bias_E=router.bias.detach())
 
 
-def _with_statistics(router: nn.Module) -> SelectionRule:
+def _with_choice_bias(router, block):
+    return SelectionRule(router.top_k, choice_bias_E=router.e_score_correction_bias.detach())
+
+
+def _with_statistics(router, block):
     bias_E = router.moe_statics.e_score_correction_bias.detach().squeeze(0)
     return SelectionRule(router.top_k, choice_bias_E=bias_E, squash="softmax")
 
 
-def _greedy_groups(router: nn.Module) -> SelectionRule:
+def _greedy_groups(router, block):
     if router.topk_method == "greedy":
         return SelectionRule(router.top_k)
     return SelectionRule(router.top_k, num_groups=router.num_group, chosen_groups=router.topk_group, counted=1)
 
 
-def _biased_groups(router: nn.Module) -> SelectionRule:
-    return SelectionRule(
-        router.top_k,
-        choice_bias_E=router.e_score_correction_bias.detach(),
-        squash="sigmoid",
-        num_groups=router.num_group,
-        chosen_groups=router.topk_group,
-        counted=2,
-    )
+def _softmax_groups(router, block):
+    groups = dict(num_groups=router.num_group, chosen_groups=router.topk_group, counted=2)
+    return SelectionRule(router.top_k, squash="softmax", **groups)
+
+
+def _biased_sigmoids(router, block):
+    """With the bias of the router or of its block, if there is one, and among the best groups, if there are groups."""
+    owner = router if hasattr(router, "e_score_correction_bias") else block
+    bias_E = getattr(owner, "e_score_correction_bias", getattr(owner, "expert_bias", None))
+    rule = SelectionRule(router.top_k, choice_bias_E=None if bias_E is None else bias_E.detach(), squash="sigmoid")
+    if getattr(router, "num_group", None) is None:
+        return rule
+    return replace(rule, num_groups=router.num_group, chosen_groups=router.topk_group, counted=2)
+
+
+def _positive_groups(router, block):
+    rule = _biased_sigmoids(router, block)
+    if rule.num_groups > 1 and rule.choice_bias_E.amin() < 0:
+        raise ConfigError(
+            f"{type(router).__name__} gives experts outside the chosen groups the score 0, and a bias below 0 may put "
+            "one of them above those inside: no rule of gripmoe says that"
+        )
+    return rule
+
+
+def _uncapped_sigmoids(router, block):
+    if router.router_logit_softcapping > 0:
+        raise ConfigError(
+            f"{type(router).__name__}: with moe_router_logit_softcapping {router.router_logit_softcapping:g} scores "
+            "are no linear map of what the router sees, and a constraint needs one"
+        )
+    return _biased_sigmoids(router, block)
 
 
 def _softmax_of_all(scores_TE: Tensor, top_k_Tk: Tensor) -> Tensor:
@@ -80,11 +108,21 @@ def _scaled_probabilities(router, scores_TE, top_k_Tk):
     return _softmax_of_all(scores_TE, top_k_Tk) * router.routed_scaling_factor
 
 
-def _scaled_sigmoids(router, scores_TE, top_k_Tk):
+def _scaled_and_renormalized_if_so_configured(router, scores_TE, top_k_Tk):
+    return _renormalized_if_so_configured(router, scores_TE, top_k_Tk) * router.routed_scaling_factor
+
+
+def _scaled_sigmoids(router, scores_TE, top_k_Tk, least=1e-20):
+    """Renormalized unless the router says otherwise; scaled where the router does it, and not its block."""
     weights_Tk = scores_TE.sigmoid().gather(1, top_k_Tk)
-    if router.norm_topk_prob:
-        weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights_Tk * router.routed_scaling_factor
+    if getattr(router, "norm_topk_prob", True):
+        weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + least)
+    return weights_Tk * getattr(router, "routed_scaling_factor", getattr(router, "router_scaling_factor", 1.0))
+
+
+def _softmax_or_sigmoids(router, scores_TE, top_k_Tk):
+    of_softmax = router.expert_selection_fn == "softmax"
+    return (_softmax_of_chosen if of_softmax else _scaled_sigmoids)(router, scores_TE, top_k_Tk)
 
 
 def _sparse_mixer(router, scores_TE, top_k_Tk):
@@ -103,31 +141,43 @@ def _sparse_mixer(router, scores_TE, top_k_Tk):
 @dataclass(frozen=True)
 class Family:
     weigh: Weigh | None
-    rule: Callable[[nn.Module], SelectionRule] = _plain
+    rule: Rule = _plain
+    checked: bool = False  # whether a trace compares what the rule selects with what the routers have selected
 
 
 DENSE = Family(weigh=None)  # no routers at all: a baseline to unlearn from, nothing to constrain
 
 FAMILIES = {
     "qwen3": DENSE,
+    "mistral": DENSE,
+    "llama": DENSE,
     **dict.fromkeys(  # of these, Qwen1.5-MoE's checkpoints set norm_topk_prob: false
-        ("qwen3_moe", "qwen2_moe", "qwen3_next", "olmoe", "flex_olmo", "mellum"),
+        ("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen4_exp_text", "olmoe", "flex_olmo", "mellum"),
         Family(_renormalized_if_so_configured),
     ),
     **dict.fromkeys(("qwen3_5_moe_text", "mixtral", "minimax"), Family(_renormalized)),
     "jamba": Family(_probabilities),
     **dict.fromkeys(
-        ("granitemoe", "granitemoe_swa", "granitemoeshared", "granitemoehybrid"), Family(_softmax_of_chosen)
+        ("granitemoe", "granitemoe_swa", "granitemoeshared", "granitemoehybrid", "aria_text"),
+        Family(_softmax_of_chosen),
     ),
+    "cohere2_moe": Family(_softmax_or_sigmoids),
     "gpt_oss": Family(_softmax_of_chosen, _with_logit_bias),
     "phimoe": Family(_sparse_mixer),
     "ernie4_5_moe": Family(_renormalized_above_minimum, _with_statistics),
     "deepseek_v2": Family(_scaled_probabilities, _greedy_groups),
+    "mistral4": Family(_scaled_and_renormalized_if_so_configured, _softmax_groups),
+    "flint": Family(_scaled_sigmoids),
+    "kolibri1": Family(_scaled_sigmoids, _with_choice_bias),
     **dict.fromkeys(
         ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "dots1", "exaone_moe", "solar_open")
-        + ("nemotron_h", "axk1"),
-        Family(_scaled_sigmoids, _biased_groups),
+        + ("nemotron_h", "axk1", "bailing_hybrid", "beam", "dots3_note_text", "hy_v3", "hy_v4", "inkling2_text")
+        + ("kimi_linear", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text"),
+        Family(_scaled_sigmoids, _biased_sigmoids),
     ),
+    "axk2": Family(_scaled_sigmoids, _positive_groups),
+    "laguna": Family(_scaled_sigmoids, _uncapped_sigmoids),
+    "lfm2_moe": Family(partial(_scaled_sigmoids, least=1e-6), _biased_sigmoids),
 }
 
 
@@ -136,56 +186,80 @@ def logits_scaling(model: nn.Module) -> float:
     return getattr(model.config, "logits_scaling", 1.0)
 
 
+def register_family(model_type: str, weigh: Weigh, rule: Rule = _plain) -> None:
+    """Adds a row for models of a `config.model_type`, or replaces it (ours). Routers must be linear modules with a
+    `weight` of (experts, hidden size) in a block of their own, and return (logits, weights, indices).
+
+    `weigh(router, scores, experts)`: the weights of chosen experts, (tokens, k), from logits (tokens, experts) and
+    expert numbers (tokens, k). `rule(router, block)`: the `gripmoe.SelectionRule` of a router; without it, the `top_k`
+    largest logits. Recording a trace raises ValueError where the rule selects other experts than the router did."""
+    FAMILIES[model_type] = Family(weigh, rule, checked=True)
+
+
 def family_of(model: nn.Module) -> Family:
-    """The row of a transformers model. Raises ValueError for a family without one, with what stands in the way."""
+    """The row of a transformers model. Raises ValueError for a family without one, with what is missing."""
     model_type = model.config.model_type if hasattr(model, "config") else None
     if not model_type or (model_type in FAMILIES and not hasattr(model, "model")):
         raise ValueError(f"{type(model).__name__} is no model of transformers: give the one that has a language head")
     if model_type not in FAMILIES:
-        raise ConfigError(
-            f"no row for model type {model_type!r} in gripmoe.moe.families: {_obstacle(model)} (known families: "
-            f"{', '.join(FAMILIES)})"
-        )
+        raise unfit(model, *_missing(model))
     return FAMILIES[model_type]
 
 
-def _obstacle(model: nn.Module) -> str:
+def unfit(model: nn.Module, missing: str, write: str | None = None) -> ConfigError:
+    """The error for a model that no row, or not its own, serves."""
+    model_type = model.config.model_type
+    write = write or f"gripmoe.register_family({model_type!r}, weigh=..., rule=...)"
+    return ConfigError(f"family {model_type!r} ({type(model).__name__}): missing: {missing}; write: {write}")
+
+
+def _missing(model: nn.Module) -> tuple[str] | tuple[str, str]:
+    """What a model without a row lacks, and what to write unless it is a row."""
     record = _router_record(model)
     if record is None:
-        return "transformers records no router logits of it, it is dense or hides its routers: nothing to constrain"
-    target = record.target_class
+        return (
+            "routers whose logits transformers records; the model is dense or hides its routers",
+            "`router_logits` in the `_can_record_outputs` of a model that has routers",
+        )
+    name = record.target_class.__name__
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None:
-        return "its decoder layers are not at `model.layers`, as in an encoder-decoder or a model of several modalities"
+        return "decoder layers at `model.layers`", "a causal language model of text alone that has them there"
+    write = f"a router as in Qwen3MoeTopKRouter in place of {name}, then a row"
     blocks = [block for layer in layers for block in layer.children()]
-    router = next((child for block in blocks for child in block.children() if isinstance(child, target)), None)
+    router = next(
+        (child for block in blocks for child in block.children() if isinstance(child, record.target_class)), None
+    )
     if record.index != 0 or router is None:
-        return f"its {target.__name__} is no router of its own within a block, that returns (logits, weights, indices)"
-    needed = [p.name for p in inspect.signature(router.forward).parameters.values() if p.default is p.empty]
-    if len(needed) > 1:
-        return f"its {target.__name__} needs {', '.join(needed[1:])} from its block to select experts"
+        return f"a router of its own within a block that returns (logits, weights, indices); {name} is none", write
     weight = getattr(router, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
-        return f"its {target.__name__} is no single linear map with a `weight` of (experts, hidden size)"
-    output = router(weight.new_zeros(2, weight.shape[1]))
+        return f"a single linear map with a `weight` of (experts, hidden size) in {name}", write
+    try:
+        output = router(weight.new_zeros(2, weight.shape[1]))
+    except Exception as error:
+        return (f"a row; {name} needs more of its block than its inputs, which `rule` may take from there ({error})",)
     if not (isinstance(output, tuple) and len(output) == 3 and output[0].shape == (2, len(weight))):
-        return f"its {target.__name__} does not return (logits, weights, indices)"
-    return "its routers return what they should; if they are linear, add a row: how they select experts and weigh them"
+        return f"(logits, weights, indices) as what {name} returns", write
+    return ("a row; its routers return what they should, and must be linear",)
 
 
 def is_moe(model: nn.Module) -> bool:
     """Whether the model has experts, of whatever family."""
-    return any(getattr(model.config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any(getattr(model.config, name, None) for name in names)
 
 
 def router_class(model: nn.Module) -> type[nn.Module]:
     record = _router_record(model)
     if record is None:
-        raise ConfigError(f"{type(model).__name__} records no router logits: it is not a mixture of experts")
+        raise unfit(model, *_missing(model))
     return record.target_class
 
 
 def _router_record(model: nn.Module):
     tables = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
     record = next((table["router_logits"] for table in tables if "router_logits" in table), None)
-    return record[0] if isinstance(record, list) else record
+    if not isinstance(record, list):
+        return record
+    return next((one for one in record if "Attention" not in one.target_class.__name__), record[0])

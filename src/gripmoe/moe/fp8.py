@@ -38,13 +38,12 @@ def expert_precision(model: MoEModel, precision: Precision) -> Iterator[None]:
         _require_kernels()
     if unfused := [layer for layer in model.layers if not hasattr(model.block(layer).experts, "_apply_gate")]:
         raise ConfigError(f"expert_precision {precision!r}: experts of layers {unfused} are not fused tensors")
-    config = model.model.config
-    before = config._experts_implementation
-    config._experts_implementation = _registered(precision)
+    before = model.model.get_experts_implementation()
+    model.model.set_experts_implementation(_registered(precision))
     try:
         yield
     finally:
-        config._experts_implementation = before
+        model.model.set_experts_implementation(before)
 
 
 def _require_kernels() -> None:

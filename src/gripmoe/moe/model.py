@@ -10,6 +10,7 @@ of a layer, k experts per token.
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -19,9 +20,8 @@ from torch import Tensor, nn
 
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
-from gripmoe.io.errors import ConfigError
 from gripmoe.moe.adapters import below_adapters, is_adapted
-from gripmoe.moe.families import DENSE, family_of, router_class
+from gripmoe.moe.families import DENSE, family_of, router_class, unfit
 from gripmoe.moe.fp32 import compute_in_fp32, release
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.recording import RoutingRecorder, hooked, in_recomputation, place_in_graph, routed_tokens
@@ -60,13 +60,15 @@ class MoEModel:
                     if isinstance(router, target):
                         self._blocks[number], self._routers[number], self._outer[number] = block, router, child
         if not self._routers:
-            raise ConfigError(f"{type(model).__name__}: no decoder layer has a {target.__name__} in a block of its own")
+            raise unfit(model, f"a {target.__name__} in a block of some decoder layer", "a configuration with experts")
         weight = next(iter(self._routers.values())).weight
         if isinstance(weight, DTensor) or weight.dim() != 2:
             raise ValueError(
                 f"the routers of this {type(model).__name__} are sharded, and a constraint is on whole ones: shard it "
                 "by gripmoe.shard_experts, which leaves them whole"
             )
+        if len(counts := {len(router.weight) for router in self._routers.values()}) > 1:
+            raise unfit(model, f"one number of experts; its layers have {sorted(counts)}", "a configuration with one")
         self._converted = [router for router in self._routers.values() if compute_in_fp32(router)]
         self.num_experts, self.hidden_size = weight.shape
         self.top_k: int = next(iter(self._routers.values())).top_k
@@ -115,16 +117,9 @@ class MoEModel:
         """The layers whose router weight an adapter changes."""
         return [layer for layer, module in self._outer.items() if is_adapted(module)]
 
-    @property
-    def adapted_experts(self) -> list[int]:
-        """The layers whose expert tensors an adapter changes."""
-        return [
-            layer for layer in self.layers if is_adapted(getattr(self._blocks[layer], "experts", self._blocks[layer]))
-        ]
-
     def rule(self, layer: int) -> SelectionRule:
         """How the router of a layer turns scores into sets."""
-        return self.family.rule(self._routers[layer])
+        return self.family.rule(self._routers[layer], self._blocks[layer])
 
     def rules(self) -> dict[int, SelectionRule]:
         return {layer: self.rule(layer) for layer in self.layers}
@@ -211,7 +206,13 @@ class MoEModel:
         attention sink). A batch is a `Batch`, or a mapping with input_ids and, if rows are padded, attention_mask.
         Raises ValueError without batches, or for a batch that is none."""
         parts = list(self.traced(batches))
-        return {layer: LayerRouting.joined([part.pop(layer) for part in parts]) for layer in self.layers}
+        trace = {layer: LayerRouting.joined([part.pop(layer) for part in parts]) for layer in self.layers}
+        if self.family.checked:
+            for layer, seen in trace.items():
+                selected = self.rule(layer).select(seen.scores_NE)
+                if not torch.equal(selected.sort().values, seen.top_k_Nk.sort().values):
+                    raise unfit(self.model, f"a rule that selects what the router of layer {layer} has selected")
+        return trace
 
     @torch.no_grad()
     def traced(self, batches: Iterable[Batch | Mapping[str, Tensor]]) -> Iterator[dict[int, LayerRouting]]:
@@ -240,44 +241,55 @@ class MoEModel:
             place(self.model, home)
 
     @contextmanager
-    def force_routing(self, routes: Routes | Callable[..., Routes | None]) -> Iterator[None]:
+    def force_routing(self, routes: Routes | Callable[..., Routes | None]) -> Iterator[list]:
         """Within the block every router selects the given experts instead of its own, with the given weights or those
-        of its family. Forcing a model's own sets changes no bit.
+        of its family. A token with a negative expert keeps its own. Forcing a model's own sets changes no bit.
 
         `routes` are the experts of a forward pass by layer, or a function of the pass's input_ids and attention_mask
-        (rows, positions; or None) that returns them, or None to leave the pass alone. Raises ValueError if the number
-        of tokens differs, or if a function is given and the pass has no input_ids; RuntimeError if gradient
-        checkpointing recomputes another pass than the last one, whose routes are gone.
+        (rows, positions; or None) that returns them, or None to leave the pass alone. Gradient checkpointing computes a
+        pass again under its own routes, whichever passes came between; a loop of many steps under a function clears
+        the yielded list of passes after each. Raises ValueError if the number of tokens differs, or if a function is
+        given and the pass has no input_ids.
         """
+        # The passes that may be computed again: where each begins in the graph, and its routes.
+        passes: list[tuple[int, Routes | None]] = [] if callable(routes) else [(place_in_graph(), routes)]
         current: Routes | None = None if callable(routes) else routes
-        asking, start = False, 0  # whether `routes` runs; where the last pass begins in the graph
+        asking = False  # whether `routes` runs
 
         def ask(module, args, kwargs):
-            nonlocal current, asking, start
-            if asking:  # a function may run this model, to force it to its own sets
+            nonlocal current, asking
+            if asking or in_recomputation():  # a function may run this model, to force it to its own sets
                 return
             input_ids = args[0] if args else kwargs.get("input_ids")
             if input_ids is None:
                 raise ValueError("forced routing finds the routes of a pass by its tokens: give `input_ids`")
-            asking, start = True, place_in_graph()
+            asking, begins = True, place_in_graph()
             try:
                 current = routes(input_ids, kwargs.get("attention_mask"))
             finally:
                 asking = False
+            if torch.is_grad_enabled():
+                passes.append((begins, current))
+
+        def of_pass() -> Routes | None:
+            if not in_recomputation():
+                return current
+            begun = bisect_right(passes, place_in_graph(), key=lambda begun: begun[0])
+            return passes[begun - 1][1] if begun else None
 
         def force(layer: int, router, args, output):
-            if in_recomputation() and place_in_graph() < start:
-                raise RuntimeError("forced routing with gradient checkpointing: one backward pass per forward")
-            if asking or current is None:
+            if asking or (forced := of_pass()) is None:
                 return None
-            scores_TE, route = output[0], current[layer]
+            scores_TE, own_Tk, route = output[0], output[2], forced[layer]
             top_k_Tk, weights_Tk = route if isinstance(route, tuple) else (route, None)
             if len(scores_TE) != len(top_k_Tk):
                 raise ValueError(f"layer {layer}: routes for {len(top_k_Tk)} tokens, the pass has {len(scores_TE)}")
             top_k_Tk = top_k_Tk.to(scores_TE.device)
+            keeps_T1 = (top_k_Tk < 0).any(dim=1, keepdim=True)
+            top_k_Tk = torch.where(keeps_T1, own_Tk, top_k_Tk)
             if weights_Tk is None:
                 weights_Tk = self.family.weigh(router, scores_TE, top_k_Tk)
-            return scores_TE, weights_Tk.to(output[1]), top_k_Tk
+            return scores_TE, torch.where(keeps_T1, output[1], weights_Tk.to(output[1])), top_k_Tk
 
         def handles():
             if callable(routes):
@@ -286,7 +298,7 @@ class MoEModel:
                 yield router.register_forward_hook(partial(force, layer))
 
         with hooked(handles()):
-            yield
+            yield passes
 
     @contextmanager
     def only_layers(self, count: int) -> Iterator[None]:

@@ -1,0 +1,93 @@
+"""Routing as inference engines and trainers pass it on: the experts of every token and layer in one tensor.
+
+`routed_experts`, (rows, positions, layers, k), is what vLLM returns and what verl and NeMo RL replay: layers are the
+MoE layers in order, or all decoder layers, and -1 stands where no route was recorded. Expert weights are not in it:
+whoever replays the experts computes their weights with the live router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gripmoe.moe.model import MoEModel, Routes, unwrapped
+
+
+def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    """The experts that `model` selects in eval mode (ours): (rows, positions, MoE layers, k), int16, -1 where
+    `attention_mask` pads. `input_ids` and `attention_mask` are (rows, positions). Raises ValueError for an unknown
+    family and for a dense model."""
+    moe = _with_routers(model)
+    try:
+        with moe.evaluating():
+            routes = moe.routes(input_ids, attention_mask)
+    finally:
+        moe.release(rounded=True)
+    experts = torch.stack([routes[layer] for layer in moe.layers], dim=1).unflatten(0, input_ids.shape)
+    if attention_mask is not None:
+        experts = experts.masked_fill(attention_mask[..., None, None] == 0, -1)
+    return experts.to(torch.int16)
+
+
+@contextmanager
+def replay_experts(
+    model: nn.Module, routed_experts: Tensor | Callable[[Tensor, Tensor | None], Tensor | None]
+) -> Iterator[None]:
+    """Within the block forward passes of `model` use recorded experts, with the weights that its routers give them now
+    (ours). Backward passes belong into the block too: gradient checkpointing computes activations again.
+
+    `routed_experts`: (rows, positions, layers, k), or (positions, layers, k) for one row, of any integer type, for
+    every pass in the block; or a function of a pass's input_ids and attention_mask that returns such a tensor, or None
+    for a pass that is not replayed. Layers are the MoE layers or all decoder layers. A token with a -1 keeps its own
+    experts. Raises ValueError for an unknown family, for a dense model, and for a tensor of other layers, another k,
+    another number of tokens, experts that the model lacks, or a token's experts that repeat."""
+    moe = _with_routers(model)
+
+    def routes_of(input_ids: Tensor, attention_mask: Tensor | None) -> Routes | None:
+        given = routed_experts(input_ids, attention_mask)
+        return None if given is None else _routes(moe, given)
+
+    try:
+        routes = routes_of if callable(routed_experts) else _routes(moe, routed_experts)
+        with moe.force_routing(routes):
+            yield
+    finally:
+        moe.release(rounded=True)
+
+
+def _with_routers(model: nn.Module) -> MoEModel:
+    moe = MoEModel(unwrapped(model))
+    if not moe.layers:
+        raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers, and no routes")
+    return moe
+
+
+def _routes(moe: MoEModel, routed_experts: Tensor) -> Routes:
+    experts = torch.as_tensor(routed_experts)
+    if experts.ndim not in (3, 4) or experts.is_floating_point():
+        raise ValueError(
+            f"routed_experts: {experts.dtype} of shape {tuple(experts.shape)}, not whole numbers of shape (rows, "
+            "positions, layers, k)"
+        )
+    experts_TLk = (experts if experts.ndim == 4 else experts[None]).flatten(0, 1).to(moe.model.device, torch.long)
+    total = len(moe.model.model.layers)
+    if experts_TLk.shape[1] not in (len(moe.layers), total):
+        raise ValueError(
+            f"routed_experts: {experts_TLk.shape[1]} layers; the model has {len(moe.layers)} MoE layers of {total}"
+        )
+    if experts_TLk.shape[2] != moe.top_k:
+        raise ValueError(f"routed_experts: {experts_TLk.shape[2]} experts a token; the model selects {moe.top_k}")
+    slots = moe.layers if experts_TLk.shape[1] == total else range(len(moe.layers))
+    routes = {layer: experts_TLk[:, slot] for layer, slot in zip(moe.layers, slots, strict=True)}
+    for layer, experts_Tk in routes.items():
+        ordered_Tk = experts_Tk.sort(dim=1).values
+        repeats_T = (ordered_Tk[:, 1:] == ordered_Tk[:, :-1]).any(dim=1) & (ordered_Tk[:, 0] >= 0)
+        if repeats_T.any() or experts_Tk.numel() and experts_Tk.max() >= moe.num_experts:
+            raise ValueError(
+                f"routed_experts: in layer {layer} a token's experts repeat, or are not among the {moe.num_experts} of "
+                "the model"
+            )
+    return routes

@@ -1,0 +1,126 @@
+"""Routing in and out, in the layout of inference engines and of other trainers."""
+
+import copy
+
+import pytest
+import torch
+from test_families import make
+
+import gripmoe
+from conftest import random_batch, small_model
+from gripmoe.moe import MoEModel
+
+
+@pytest.fixture
+def model():
+    return small_model()
+
+
+@pytest.fixture
+def trained(model):
+    """Other routers under the same experts."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in other.model.layers:
+            layer.mlp.gate.weight.copy_(layer.mlp.gate.weight.flip(0))
+    return other
+
+
+@torch.no_grad()
+def selected(model, batch):
+    """What a plain pass selects, (tokens, layers, k)."""
+    routes = MoEModel(model).routes(**batch.inputs)
+    return torch.stack(list(routes.values()), dim=1)
+
+
+def test_recorded_experts_are_those_of_the_routers_and_padding_has_none(model, batch):
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    experts = gripmoe.routed_experts(model, **batch.inputs)
+    assert experts.dtype == torch.int16 and experts.shape == (*batch.input_ids.shape, 2, 2)
+    assert hooks == [len(module._forward_hooks) for module in model.modules()]
+    real = batch.attention_mask.flatten().bool()
+    assert torch.equal(experts.flatten(0, 1)[real].long(), selected(model, batch)[real])
+    assert (experts.flatten(0, 1)[~real] == -1).all() and not real.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8])
+def test_another_model_replays_them_with_its_own_weights(model, trained, batch, dtype):
+    experts = gripmoe.routed_experts(model, batch.input_ids)
+    with gripmoe.replay_experts(trained, experts.to(dtype)):
+        assert torch.equal(selected(trained, batch), experts.flatten(0, 1).long())
+        replayed = trained(**batch.inputs).logits
+    assert not torch.equal(selected(trained, batch), experts.flatten(0, 1).long()), "the control: without replay"
+    moe = MoEModel(trained)
+    by_hand = {layer: experts.flatten(0, 1)[:, layer].long() for layer in moe.layers}
+    with moe.force_routing(by_hand):
+        assert torch.equal(trained(**batch.inputs).logits, replayed)
+
+
+def test_a_token_without_a_route_keeps_its_own_experts(model, trained, batch):
+    """As the last sampled token has in vLLM, which was never fed: such a tensor is filled up with -1."""
+    of_model, own = gripmoe.routed_experts(model, batch.input_ids)[:, :-1], selected(trained, batch)
+    filled = torch.nn.functional.pad(of_model, (0, 0, 0, 0, 0, 1), value=-1)
+    with gripmoe.replay_experts(trained, filled):
+        now = selected(trained, batch).unflatten(0, batch.input_ids.shape)
+    assert torch.equal(now[:, :-1], of_model.long())
+    assert torch.equal(now[:, -1, 0], own.unflatten(0, batch.input_ids.shape)[:, -1, 0])
+    with torch.no_grad(), gripmoe.replay_experts(trained, torch.full_like(filled, -1)):
+        unforced = trained(**batch.inputs).logits
+    assert torch.equal(unforced, trained(**batch.inputs).logits)
+
+
+def test_a_function_gives_each_pass_its_own_tensor_and_gradients_follow(model, trained):
+    batches = [random_batch(seed=seed) for seed in range(2)]
+    known = [(batch.input_ids, gripmoe.routed_experts(model, **batch.inputs)) for batch in batches]
+
+    def of(input_ids, attention_mask):
+        return next((experts for ids, experts in known if torch.equal(ids, input_ids)), None)
+
+    def gradient(checkpointing):
+        replayed = copy.deepcopy(trained).train()
+        if checkpointing:
+            replayed.gradient_checkpointing_enable({"use_reentrant": False})
+        with gripmoe.replay_experts(replayed, of):
+            sum(replayed(**batch.inputs, labels=batch.labels).loss for batch in batches).backward()
+        return replayed.model.layers[0].mlp.gate.weight.grad
+
+    torch.testing.assert_close(gradient(True), gradient(False))
+    other = random_batch(seed=5)
+    with torch.no_grad(), gripmoe.replay_experts(trained, of):
+        free = trained(**other.inputs).logits
+    assert torch.equal(free, trained(**other.inputs).logits), "a pass that is not replayed"
+
+
+def test_layers_are_moe_layers_or_all_decoder_layers():
+    """GLM's first layer is dense."""
+    model, batch = make("glm4_moe").model, random_batch()
+    experts = gripmoe.routed_experts(model, batch.input_ids)
+    assert experts.shape[2] == 1
+    every = torch.cat([torch.full_like(experts, -1), (experts + 1) % 8], dim=2)
+    with gripmoe.replay_experts(model, every):
+        assert torch.equal(selected(model, batch), every.flatten(0, 1)[:, 1:].long())
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (lambda e: e[:, :, :1], "1 layers; the model has 2 MoE layers of 2"),
+        (lambda e: e[..., :1], "1 experts a token; the model selects 2"),
+        (lambda e: e.float(), "not whole numbers"),
+        (lambda e: e[0, 0], "not whole numbers of shape"),
+        (lambda e: e.clamp(max=0), "a token's experts repeat"),
+        (lambda e: e + 7, "not among the 8"),
+        (lambda e: e[:, :-1], "the pass has 48"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_a_value_error(model, batch, given, message):
+    experts = gripmoe.routed_experts(model, batch.input_ids)
+    with pytest.raises(ValueError, match=message), gripmoe.replay_experts(model, given(experts)):
+        model(**batch.inputs)
+    with gripmoe.replay_experts(model, experts):
+        model(**batch.inputs)
+
+
+def test_a_dense_model_has_no_routes(batch):
+    with pytest.raises(ValueError, match="is dense"):
+        gripmoe.routed_experts(small_model("qwen3"), batch.input_ids)
