@@ -235,7 +235,7 @@ def test_prompt_attack_compares_the_same_questions(setting, world):
     accuracy = {name: mean(scores) for name, scores in found.items()}
     names = ["five_shot", *CLOTHES, "choice_shuffle"]
     gain = sum(accuracy[f"prompt_{name}"] for name in names) / len(names) - mean(right(ask(after, questions)))
-    assert prompt_recovery(found)["prompt_recovery_rate"] == pytest.approx(gain)
+    assert prompt_recovery(found) == pytest.approx(gain)
     assert found["prompt_verse"] == right(ask(after, questions, dressed(CLOTHES["verse"])))
 
 

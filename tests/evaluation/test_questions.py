@@ -9,7 +9,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from conftest import small_model
-from gripmoe.data.prompt_formats import LETTERS
+from gripmoe.attacks.prompts import dressed
+from gripmoe.data.prompt_formats import CLOTHES, LETTERS
 from gripmoe.evaluation.metrics import choice_metrics, load_answers, question_results
 from gripmoe.evaluation.questions import (
     accuracy,
@@ -47,10 +48,11 @@ def test_prompt_by_hand():
     )
 
 
-def test_harness_equals_direct_log_likelihood_by_log_likelihood(tokenizer, questions, tmp_path):
+@pytest.mark.parametrize("prompt", [None, dressed(CLOTHES["verse"])], ids=["plain", "verse"])
+def test_harness_equals_direct_log_likelihood_by_log_likelihood(prompt, tokenizer, questions, tmp_path):
     model = small_model(vocabulary_size=len(tokenizer))
-    direct = direct_answers(model, tokenizer, questions)
-    harness = harness_answers(model, tokenizer, questions, work_folder=tmp_path, batch_size=16)
+    direct = direct_answers(model, tokenizer, questions, prompt=prompt)
+    harness = harness_answers(model, tokenizer, questions, work_folder=tmp_path, batch_size=16, prompt=prompt)
     assert [a.id for a in direct] == [a.id for a in harness] == [q["id"] for q in questions]
     for a, b in zip(direct, harness, strict=True):
         assert (a.chosen, a.correct) == (b.chosen, b.correct)

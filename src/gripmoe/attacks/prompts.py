@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import random
 import re
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gripmoe.attacks.base import Found, Letters, Scores, mean
+from gripmoe.attacks.base import Found, Letters, Scores, mean, right
 from gripmoe.data.prompt_formats import CLOTHES, LETTERS, letter_description, letter_question
 from gripmoe.evaluation.muse import continuations
-from gripmoe.evaluation.questions import load_questions, prompt_of
+from gripmoe.evaluation.questions import harness_answers, load_questions, prompt_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, read_jsonl
 
@@ -35,18 +36,37 @@ Prompt = Callable[[dict], str]
 
 
 def attack(setting: Letters) -> Found:
-    """All variants on the sample, among them the rewrites that the benchmark names."""
+    """All variants on the sample, among them the rewrites that the benchmark names. Those of Table 5 are asked about
+    every question, through lm-evaluation-harness; of verse the template, unless a language model's is named."""
+    table_5 = {"five_shot": five_shot(setting.dev, setting.seed), "verse": dressed(CLOTHES["verse"])}
     terms = technical_terms(setting.forget, load_questions(setting.data / "retain_questions.jsonl"))
     others = {"translation": dressed(TRANSLATION), "no_terms": without_terms(terms)}  # base models never saw these
     for name, file in setting.benchmark.rewrites.items():
-        digest, prompt = rewritten(Path(file), setting.sample)
+        digest, prompt = rewritten(Path(file), setting.forget)
         others[f"{name}_{digest}"] = prompt
+        table_5 |= {name: prompt} if name in table_5 else {}
 
     def ask(questions: Sequence[dict], prompt: Prompt) -> Scores:
         return setting.right(setting.after, questions, prompt)
 
     found = prompt_attacks(ask, setting.sample, setting.dev, seed=setting.seed, others=others)
-    return setting.found(found, **prompt_recovery(found))
+    rate = prompt_recovery(found)
+    with tempfile.TemporaryDirectory() as folder:
+        options = dict(work_folder=Path(folder), batch_size=setting.benchmark.evaluation_batch_size)
+        model = setting.after.model
+        whole = {
+            f"prompt_{name}": right(harness_answers(model, setting.tokenizer, setting.forget, prompt=prompt, **options))
+            for name, prompt in table_5.items()
+        }
+    plain = mean(right(setting.own_answers(setting.forget)))
+    all_of_them = Found.over(
+        [question["id"] for question in setting.forget],
+        whole,
+        prompt_recovery_rate=rate,
+        prompt_recovery_rate_paper=mean([mean(scores) for scores in whole.values()]) - plain,
+    )
+    of_sample = setting.found({name: scores for name, scores in found.items() if name not in whole})
+    return Found(of_sample.metrics | all_of_them.metrics, of_sample.scores | all_of_them.scores)
 
 
 def prompt_attacks(
@@ -65,17 +85,10 @@ def prompt_attacks(
     return found | {"prompt_choice_shuffle": ask([choices_shuffled(question) for question in questions], prompt_of)}
 
 
-def prompt_recovery(found: Mapping[str, Scores]) -> dict[str, float]:
-    """Mean gain over the plain prompt: of five shots, templates and shuffled choices; and, as the paper counts, of five
-    shots and verse."""
-
-    def gain(*names: str) -> float:
-        return mean([mean(found[f"prompt_{name}"]) for name in names]) - mean(found["prompt_plain"])
-
-    return {
-        "prompt_recovery_rate": gain("five_shot", *CLOTHES, "choice_shuffle"),
-        "prompt_recovery_rate_paper": gain("five_shot", "verse"),
-    }
+def prompt_recovery(found: Mapping[str, Scores]) -> float:
+    """Mean gain over the plain prompt: of five shots, templates and shuffled choices."""
+    names = ("five_shot", *CLOTHES, "choice_shuffle")
+    return mean([mean(found[f"prompt_{name}"]) for name in names]) - mean(found["prompt_plain"])
 
 
 def dressed(template: str) -> Prompt:
