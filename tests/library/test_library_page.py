@@ -7,7 +7,7 @@ import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
 SETUP, *BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-METHODS = re.findall(r"^\| (`.+?) \|", PAGE, flags=re.MULTILINE)
+METHODS = re.findall(r"^\| (`.+?) \|", PAGE.split("## Methods")[1].split("\n## ")[0], flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0][:40])

@@ -366,6 +366,18 @@ def test_training_resumes_where_it_was(method, dtype, tmp_path, monkeypatch):
     assert equal(forgetful, uninterrupted) == (method == "expert_specific"), "sound Method A has nothing to forget"
 
 
+def test_the_same_trainer_resumes_where_it_was(tmp_path):
+    """From a checkpoint of its own first training, whose fused experts `Trainer` does not read."""
+    model = small_model()
+    trainer = made(tmp_path, model, [gripmoe.trainer_callback(RETAIN, method=PAPER)], Unlearner, **SAVED)
+    trainer.train()
+    uninterrupted = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.mul_(2.0)
+    trainer.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
+    assert equal(model.state_dict(), uninterrupted)
+
+
 def test_how_often_one_evaluates_changes_nothing(tmp_path):
     """An evaluation computes the same loss, marks and all, without gradients. The control: it is computed."""
     losses = []

@@ -46,6 +46,12 @@ COMMANDS = {
 }
 
 
+EXTRAS = {  # modules that only some commands need, by the extra of pyproject.toml that installs them
+    "eval": {"datasets", "jinja2", "lm_eval", "rouge_score", "sklearn"},
+    "report": {"jinja2", "matplotlib", "pandas", "PIL", "scipy"},
+}
+
+
 class Subcommands(TyperGroup):
     """Lists subcommands by name and imports the one that is called."""
 
@@ -93,13 +99,20 @@ def gripmoe(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns its exit code: 2, with one line on stderr, for a mistake in its input; 130 after
-    Ctrl-C. Every other error is a bug, and raised."""
+    """Runs a subcommand and returns its exit code: 2, with one line on stderr, for a mistake in its input or an extra
+    that is not installed; 130 after Ctrl-C. Every other error is a bug, and raised."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         return typer.main.get_command(app).main(arguments, prog_name="gripmoe", standalone_mode=False) or 0
     except ConfigError as error:
         called, message, code = f"gripmoe {arguments[0]}", str(error), 2
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+        if extra is None:
+            raise
+        called, code = f"gripmoe {arguments[0]}", 2
+        message = f"needs {module}, which is not installed: pip install 'gripmoe[{extra}]'"
     except typer.TyperException as error:  # of its parser
         context = getattr(error, "ctx", None)
         called, code = context.command_path if context else "gripmoe", error.exit_code

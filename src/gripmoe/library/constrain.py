@@ -187,7 +187,8 @@ def _attached(
         )
     if sets := prepared.sets:
         routes = moe.force_routing(lambda *inputs: sets.of(*inputs) if moe.model.training else None)
-        undo.enter_context(routes)
+        passes = undo.enter_context(routes)
+        undo.enter_context(stepping.register_step_post_hook(lambda *_: passes.clear()))
     if prepared.scope:
         undo.enter_context(moe.restrict_experts(prepared.scope, stepping))
     handle = ConstraintHandle(moe, stepping, prepared.constraint, prepared.loss_bound, prepared.origin)
@@ -270,10 +271,10 @@ def _check_adapters(moe: MoEModel, method: Method) -> None:
             'weights: leave routers out of `target_modules` and `target_parameters` (`exclude_modules=["gate"]` with '
             '"all-linear") and name them in `modules_to_save`, or use method="frozen_router"'
         )
-    if (layers := moe.adapted_experts) and method.experts == "top_attributed":
+    if method.experts == "top_attributed" and adapter_parameters(moe.model):
         raise ValueError(
-            f"adapters change the experts of layers {layers}, and this method trains one whole expert: train without "
-            'adapters on experts, or use method="gate_anchor"'
+            "this method trains one whole expert, and adapters train in the place of whole weights: train without "
+            'adapters, or use method="gate_anchor"'
         )
 
 
