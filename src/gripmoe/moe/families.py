@@ -151,8 +151,6 @@ FAMILIES = {
     "qwen3": DENSE,
     "mistral": DENSE,
     "llama": DENSE,
-    "mistral": DENSE,
-    "llama": DENSE,
     **dict.fromkeys(  # of these, Qwen1.5-MoE's checkpoints set norm_topk_prob: false
         ("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen4_exp_text", "olmoe", "flex_olmo", "mellum"),
         Family(_renormalized_if_so_configured),
