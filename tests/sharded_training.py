@@ -1,5 +1,6 @@
 """What test_distributed.py runs in one process and, under torchrun, in two: `python sharded_training.py FOLDER`."""
 
+import os
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -26,9 +27,11 @@ from gripmoe.training.finetune import finetune
 from gripmoe.training.loop import unlearn
 from gripmoe.training.objectives import make_objective
 
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))  # which share a batch of the same size
 TRAINING = Training(
     learning_rate=1e-3, router_multiplier=5.0, betas=(0.9, 0.999), adam_epsilon=1e-8, weight_decay=0.01,
-    router_weight_decay=0.01, clip_norm=1.0, forget_batch_size=2, retain_batch_size=4, max_steps=6, check_every=2,
+    router_weight_decay=0.01, clip_norm=1.0, max_steps=6, check_every=2,
+    forget_batch_size=2 // PROCESSES, retain_batch_size=4 // PROCESSES,
     checkpoint_every=2, loss_bound=1e4,
 )  # fmt: skip
 CASES = {

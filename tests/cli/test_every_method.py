@@ -163,7 +163,7 @@ def test_a_loop_of_ones_own_has_the_constraint_that_the_workflow_has(method, pre
     """Of the same class, with the same attributes and for the same experts, from the same tokens; not from others."""
     root, benchmark, _ = prepared
     monkeypatch.setattr(
-        commands, "run_unlearning", lambda moe, *_, **__: unlearning.Outcome("not_reached", 0, [], None)
+        commands, "run_unlearning", lambda moe, *_, **__: unlearning.Outcome("not_reached", 0, [], None, {})
     )
     of_workflow, of_library = noted(monkeypatch, commands), noted(monkeypatch, constraining)
     run_steps(prepared, method, "gd", tmp_path)
@@ -321,7 +321,10 @@ def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_
     alone = run_steps(prepared, "expert_specific_paper", "gd", tmp_path)
     root, _, files = prepared
     (tmp_path / "two").mkdir()
-    flags = dict(run=tmp_path / "run.yaml", model=root / "model/model.json", data=root / "data", processes=2)
+    run = read_yaml(tmp_path / "run.yaml")
+    run["training"] |= {"forget_batch_size": 2, "retain_batch_size": 2}
+    write_yaml(tmp_path / "two.yaml", run)
+    flags = dict(run=tmp_path / "two.yaml", model=root / "model/model.json", data=root / "data", processes=2)
     flags |= {"trace": files["trace_file"], "forget-trace": files["forget_trace_file"]}
     flags |= {"output": tmp_path / "two" / "checkpoint.json"}
     command = [sys.executable, "-m", "gripmoe.cli.main", "unlearn", *(f"--{name}={flags[name]}" for name in flags)]
@@ -330,6 +333,7 @@ def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_
     assert ended.returncode == 0, ended.stderr[-3000:]
     together = read_json(tmp_path / "two" / "checkpoint.json")
     assert together["weights"] != alone["weights"]
+    assert together["effective_forget_batch"] == alone["effective_forget_batch"] == 4
     assert (together["steps"], together["status"]) == (alone["steps"], alone["status"])
     (_, one), (_, two) = (read_json(folder / "history.json") for folder in (tmp_path, tmp_path / "two"))
     assert two["retain_loss"] == pytest.approx(one["retain_loss"], rel=0.02)

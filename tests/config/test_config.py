@@ -115,7 +115,6 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c["training"].update(check_every=7), "`checkpoint_every` must be a multiple of `check_every`"),
     ("tiny.yaml", lambda c: c.update(overrides={"gd/ptcc": {}}), "overrides: unknown name 'gd/ptcc'; did you mean 'gd/ptc'"),
     ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"lr": 1}}), "overrides.frozen_router.lr: unknown key"),
-    ("tiny.yaml", lambda c: c.update(gpus={"tiny_a": 3}), "gpus.tiny_a: forget_batch_size of gd/unconstrained is 16, which 3 processes cannot share"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].pop("layer"), "objective_training.rmu.objective.layer: this key is required"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(steering=3), "objective_training.rmu.objective: give one of `kappa`"),
     ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
@@ -341,6 +340,16 @@ def test_base_models_train_on_a_gpu_where_the_world_gives_them_one(folder):
         "the processes are those of its finetuning"
     )
     assert large.training("rmu", "anchored", "wmdp_tiny").objective["layer"] < large.models["tiny_large"].layers
+
+
+def test_a_step_of_every_method_takes_the_same_documents():
+    """Whether its processes share them or one accumulates them."""
+    project = Project(CONFIG, "paper")
+    for method, processes, passes in (("unconstrained", 2, 1), ("seuf", 1, 2)):
+        run = project.run("qwen3_30b_a3b", "wmdp_cyber", "gd", method, 0)
+        assert (project.processes("qwen3_30b_a3b", method), run.training.gradient_accumulation) == (processes, passes)
+        assert run.training.forget_batch_size == 2
+    assert project.run("qwen15_moe", "wmdp_cyber", "gd", "seuf", 0).training.gradient_accumulation == 1
 
 
 def test_run_survives_its_file(tmp_path):

@@ -13,7 +13,7 @@ from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.null_space import NullSpace, NullSpaceMinibatch, NullSpacePaper, fit_bases, null_space_of
 from gripmoe.geometry.halfspace import nearest_feasible, violation
-from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis
+from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis, extended
 from gripmoe.geometry.routing import (
     LayerRouting,
     SelectionRule,
@@ -211,6 +211,34 @@ def test_the_papers_full_null_space_is_stage_1_alone_with_every_token():
     assert 0 < basis.ranks.item() < 32
     torch.testing.assert_close(moved["layer"], basis.project(update))
     assert (moved["expert"] - basis.project(moved["expert"])).norm() > 0.1, "the control"
+
+
+def test_cached_bases_keep_the_originals_tokens_and_all_that_came_since():
+    """The control, bases of the minibatch alone, lets scores of earlier tokens move. Bases stay orthonormal."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoEModel(small_model())
+    theta, rule = moe.theta(0).detach(), moe.rule(0)
+    first, second, third = (route(torch.randn(8, 32, generator=generator), theta, rule) for _ in range(3))
+    update = torch.randn(theta.shape, generator=generator)
+    moved = {}
+    for basis in ("cached", "minibatch"):
+        method = METHODS["expert_specific_paper"].model_copy(update={"basis": basis, "kaczmarz_tolerance": 1e6})
+        trace = dict.fromkeys(range(2), first)
+        bases = fit_bases(trace, moe.rules(), method) if basis == "cached" else None
+        constraint, resumed = (null_space_of(method, trace, bases, seed=0) for _ in range(2))
+        for one in (constraint, resumed):
+            one.start(moe, [], [])
+        constraint.constrain(0, theta, theta + update, second)
+        resumed.load_state(constraint.state())
+        change = constraint.constrain(0, theta, theta + update, third) - theta
+        assert torch.equal(resumed.constrain(0, theta, theta + update, third) - theta, change)
+        scores = [(seen.x_Nd @ change.T).gather(1, seen.top_k_Nk).abs().max() for seen in (first, second, third)]
+        moved[basis] = torch.stack(scores)
+    assert moved["cached"].max() < 1e-3 and moved["minibatch"][2] < 1e-3
+    assert moved["minibatch"][:2].min() > 0.1, "the control"
+    fixed = rule.fixed(second.scores_NE, second.top_k_Nk)
+    U = extended(fit_bases(trace, moe.rules(), method)[0], second.x_Nd, fixed, EpsNull(1e-2, "absolute")).U_ret_Edr
+    torch.testing.assert_close(U.transpose(1, 2) @ U, torch.diag_embed((U != 0).any(dim=1).float()), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("surface", ["retain", "forget", "combined"])

@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from conftest import METHODS, small_model
+from conftest import METHODS, random_batch, small_model
+from gripmoe.config.methods import method_table
 from gripmoe.config.training import Training
 from gripmoe.constraints.anchor import Anchored
 from gripmoe.constraints.base import Unconstrained
+from gripmoe.constraints.build import build
 from gripmoe.constraints.null_space import NullSpacePaper
 from gripmoe.data.corpora import Corpora, epoch_rows
 from gripmoe.data.documents import Row
@@ -376,13 +378,39 @@ def test_every_document_once_per_epoch():
         epoch_rows(rows, 11, seed=1, step=0)
 
 
-def test_batches_that_cannot_be_drawn_or_split_are_refused(monkeypatch, tmp_path):
+def test_batches_that_cannot_be_drawn_are_refused(monkeypatch, tmp_path):
     training = TRAINING.model_copy(update={"retain_batch_size": 11})
-    with pytest.raises(ValueError, match="retain_batch_size 11 exceeds the 10 documents of the retain corpus"):
+    with pytest.raises(ValueError, match="retain_batch_size 11 in 1 process of 1 pass exceeds the 10 documents"):
         run(tmp_path / "state.pt", training=training)
     monkeypatch.setattr(distributed, "processes", lambda: 3)
-    with pytest.raises(ValueError, match="forget_batch_size 4 cannot be split over 3 processes"):
+    with pytest.raises(ValueError, match="forget_batch_size 4 in 3 processes of 1 pass exceeds the 10 documents"):
         run(tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize("method", ["unconstrained", "full_null_space_paper", "router_l2"])
+def test_accumulated_passes_are_one_step_of_all_their_documents(method, tmp_path, capsys):
+    """Documents of one length, so that the mean over passes is the mean over tokens. The control draws half."""
+    ends = {}
+    for size, passes in ((4, 1), (2, 2), (2, 1)):
+        sizes = {"forget_batch_size": size, "retain_batch_size": size, "gradient_accumulation": passes}
+        moe = MoEModel(small_model())
+        built = build(method_table()[method], moe.trace([random_batch()]), bases=lambda trace: {}, seed=0)
+        training = TRAINING.model_copy(update=sizes | {"max_steps": 4})
+        outcome = unlearn(
+            moe,
+            GradientDifference(alpha=1.0),
+            built.constraint,
+            CORPORA,
+            training,
+            NEVER,
+            seed=5,
+            state_file=tmp_path / "s",
+        )
+        assert outcome.documents == {"forget": size * passes, "retain": size * passes}
+        assert f"{size * passes} forget and {size * passes} retain documents a step" in capsys.readouterr().err
+        ends[size, passes] = moe.theta(0).detach()
+    torch.testing.assert_close(ends[2, 2], ends[4, 1], atol=1e-5, rtol=1e-4)
+    assert (ends[2, 1] - ends[4, 1]).abs().max() > 1e-3, "the control"
 
 
 def test_replay_and_recomputed_activations_go_together(tmp_path):

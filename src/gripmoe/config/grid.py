@@ -25,7 +25,7 @@ from gripmoe.io.files import file_digest
 
 NO_OBJECTIVE = "none"  # the {objective} of baselines, which train nothing
 CATALOGUES = ("models", "benchmarks", "objectives", "methods", "artefacts")
-BATCH_SIZES = ("forget_batch_size", "retain_batch_size")
+BATCH_SIZES = ("forget_batch_size", "retain_batch_size", "gradient_accumulation")
 
 
 class Project:
@@ -116,22 +116,18 @@ class Project:
         retrained = self.models[model.retrained]
         if retrained.source != "finetuned" or retrained.benchmark != model.benchmark:
             raise ConfigError(f"{where}.retrained: {model.retrained!r} is not finetuned on {model.benchmark!r}")
-        self._check_shared(name, "batch_size of the model in models.yaml", model.batch_size, self.processes(name))
+        if model.batch_size % (processes := self.processes(name)):
+            raise ConfigError(
+                f"{self.world_file}: gpus.{name}: batch_size of the model in models.yaml is {model.batch_size}, which "
+                f"{processes} processes cannot share"
+            )
 
     def _check_training(self) -> None:
         for objective, training in self.world.objective_training.items():
             self._check_objective(objective, training.get("objective", {}))
-        for model, benchmark, objective, method in dict.fromkeys(key[:4] for key in self.run_keys()):
-            training = objective != NO_OBJECTIVE and self.training(objective, method, benchmark)
-            for size in BATCH_SIZES if training else ():
-                what, processes = f"{size} of {objective}/{method}", self.processes(model, method)
-                self._check_shared(model, what, getattr(training, size), processes)
-
-    def _check_shared(self, model: str, what: str, size: int, processes: int) -> None:
-        if size % processes:
-            raise ConfigError(
-                f"{self.world_file}: gpus.{model}: {what} is {size}, which {processes} processes cannot share"
-            )
+        for benchmark, objective, method in dict.fromkeys(key[1:4] for key in self.run_keys()):
+            if objective != NO_OBJECTIVE:
+                self.training(objective, method, benchmark)
 
     def _check_objective(self, objective: str, settings: dict) -> None:
         where = f"objective_training.{objective}.objective"
@@ -210,6 +206,14 @@ class Project:
         self._check_objective(objective, training.objective)
         return training
 
+    def training_of(self, model: str, objective: str, method: str, benchmark: str) -> Training | None:
+        """Training of a run on a model: a method that trains in one process accumulates what the others share, so that
+        a step of every method takes the same documents."""
+        training = self.training(objective, method, benchmark)
+        if training is None or (alone := self.gpus(model) // self.processes(model, method)) == 1:
+            return training
+        return training.model_copy(update={"gradient_accumulation": alone * training.gradient_accumulation})
+
     def run(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> Run:
         return Run(
             model=model,
@@ -220,7 +224,7 @@ class Project:
             method_name=method,
             method=self.methods[method],
             seed=seed,
-            training=self.training(objective, method, benchmark),
+            training=self.training_of(model, objective, method, benchmark),
         )
 
     def run_keys(self) -> list[tuple[str, str, str, str, int]]:

@@ -47,7 +47,7 @@ class Method(Strict):
     form: Literal["sound", "paper"] = "sound"
     granularity: Literal["expert", "layer"] = "expert"
     surface: Literal["retain", "forget", "combined"] = "retain"
-    basis: Literal["original", "minibatch", "tracked"] | None = None
+    basis: Literal["original", "minibatch", "tracked", "cached"] | None = None
     forgetting: Fraction = 0.95
     eps_null: EpsNullConfig | None = None
     max_rank: PositiveInt | None = None
@@ -78,8 +78,11 @@ class Method(Strict):
             raise ValueError("`corrects` needs `correction: restore` or `correction: realign`")
         if self.constraint == "null_space" and not (self.eps_null and self.basis):
             raise ValueError("`constraint: null_space` needs `eps_null` and `basis`")
-        if self.constraint == "null_space" and self.form == "paper" and self.basis != "minibatch":
-            raise ValueError("`form: paper` of the null space works with `basis: minibatch`")
+        if self.constraint == "null_space":
+            if self.form == "paper" and self.basis not in ("minibatch", "cached"):
+                raise ValueError("`form: paper` of the null space works with `basis: minibatch` or `basis: cached`")
+            if self.form == "sound" and self.basis == "cached":
+                raise ValueError("`basis: cached` works with `form: paper` of the null space")
         return self
 
     def _has(self, words: str) -> bool:
@@ -94,7 +97,8 @@ class Method(Strict):
 
     @property
     def has_bases(self) -> bool:
-        return self.basis == "original"
+        """Whether `gripmoe fit-basis` fits bases to the original model's routing before training."""
+        return self.basis in ("original", "cached")
 
     @property
     def attributes(self) -> bool:

@@ -76,8 +76,9 @@ class Training(Strict):
     weight_decay: NonNegative
     router_weight_decay: NonNegative
     clip_norm: PositiveFloat
-    forget_batch_size: PositiveInt
+    forget_batch_size: PositiveInt  # of each process, in each pass
     retain_batch_size: PositiveInt
+    gradient_accumulation: PositiveInt = 1  # passes of a step
     max_steps: PositiveInt
     check_every: PositiveInt
     checkpoint_every: PositiveInt

@@ -15,7 +15,7 @@ from torch import Tensor
 from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.constraints.base import RouterConstraint
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
-from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis
+from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis, extended
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule, route
 
 
@@ -138,15 +138,17 @@ class NullSpaceMinibatch(_Observed):
 class NullSpacePaper(_Observed):
     """Method A to the letter (Alg. 1, App. B-D): the update of each step, projected with the current minibatch.
 
-    Bases come from the minibatch by eigendecomposition in fp32 with an absolute eps_null; margins are those of the
+    Bases come from the minibatch by eigendecomposition in fp32 with an absolute eps_null, or with `basis: cached` from
+    the original model's retain tokens, once, and grow by the directions of each minibatch; margins are those of the
     original router on the current representations, spent afresh at every step; Stage 2 is randomized Kaczmarz. With
     `projects: gradient` the gradient is projected before the optimizer sees it (App. D's hook); momentum and weight
     decay then leave the null space again.
     """
 
-    def __init__(self, method: Method, seed: int = 0):
+    def __init__(self, method: Method, seed: int = 0, bases: Mapping[int, RetainBasis] | None = None):
         super().__init__()
-        self.method, self.seed = method, seed
+        self.method, self.seed, self.bases = method, seed, bases
+        self._cached: dict[int, Tensor] = {}
         self.watches = self.collects = method.sides
         self.of_gradient = method.projects == "gradient"
 
@@ -160,26 +162,33 @@ class NullSpacePaper(_Observed):
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         original = route(seen.x_Nd, self._theta_0[layer], self._rules[layer])
         update_Ed = after_Ed - before_Ed
-        basis = paper_basis(original, self._rules[layer], self._eps_null[layer], self.method)
+        basis = self._basis(layer, original)
         feasible_Ed = paper_update(update_Ed, basis, original, self._rules[layer], self.method, self.generator)
         self._observe(layer, basis, update_Ed, feasible_Ed)
         return before_Ed + feasible_Ed
 
+    def _basis(self, layer: int, seen: LayerRouting) -> RetainBasis:
+        of_layer = self._rules[layer], self._eps_null[layer], self.method
+        if self.method.basis != "cached":
+            return paper_basis(seen, *of_layer)
+        before = RetainBasis(self._cached[layer]) if layer in self._cached else self.bases[layer]
+        basis = extended(before, seen.x_Nd, _fixed(seen, self._rules[layer], self.method), self._eps_null[layer])
+        self._cached[layer] = basis.U_ret_Edr
+        return basis
+
     def state(self) -> dict:
-        return {**super().state(), "generator": self.generator.get_state()}
+        return {**super().state(), "generator": self.generator.get_state(), "cached": dict(self._cached)}
 
     def load_state(self, state: dict) -> None:
         super().load_state(state)
         if state:
             self.generator.set_state(state["generator"])
+            self._cached = dict(state.get("cached", {}))
 
 
 def paper_basis(seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: Method) -> RetainBasis:
     """The directions that Stage 1 fixes (App. B.1): per expert, or of all tokens seen for all experts."""
-    fixed_NE = rule.fixed(seen.scores_NE, seen.top_k_Nk)
-    if method.granularity == "layer":
-        fixed_NE = torch.ones_like(fixed_NE[:, :1])
-    return covariance_basis(seen.x_Nd, fixed_NE, eps_null)
+    return covariance_basis(seen.x_Nd, _fixed(seen, rule, method), eps_null)
 
 
 def paper_update(
@@ -224,7 +233,7 @@ def null_space_of(
 ) -> NullSpace | NullSpaceMinibatch | NullSpacePaper:
     """The form that a row of methods.yaml asks for; `bases` where it has fixed ones."""
     if method.form == "paper":
-        return NullSpacePaper(method, seed)
+        return NullSpacePaper(method, seed, bases)
     return NullSpace(trace, bases, method.safety_margin) if method.has_bases else NullSpaceMinibatch(method)
 
 
@@ -257,13 +266,17 @@ def _bounds(seen: LayerRouting, rule: SelectionRule, safety_margin: float) -> Te
     return (rule.margins(seen.scores_NE, seen.top_k_Nk) - safety_margin).masked_fill(fixed_NE, torch.inf)
 
 
+def _fixed(seen: LayerRouting, rule: SelectionRule, method: Method) -> Tensor:
+    """The scores that must not change, (N, E), or (N, 1) where all experts share a basis of all tokens."""
+    fixed_NE = rule.fixed(seen.scores_NE, seen.top_k_Nk)
+    return torch.ones_like(fixed_NE[:, :1]) if method.granularity == "layer" else fixed_NE
+
+
 def _basis(
     seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: Method, earlier_Erd: Tensor | None = None
 ) -> tuple[RetainBasis, Tensor]:
     """The basis of the tokens seen and of those in `earlier_Erd`, the factor of an earlier call; and the factor."""
-    fixed_NE = rule.fixed(seen.scores_NE, seen.top_k_Nk)
-    if method.granularity == "layer":
-        fixed_NE = torch.ones_like(fixed_NE[:, :1])
+    fixed_NE = _fixed(seen, rule, method)
     hidden_size, experts = seen.x_Nd.shape[1], fixed_NE.shape[1]
     statistics = RetainStatistics(experts, hidden_size, method.max_rank)
     if earlier_Erd is not None:

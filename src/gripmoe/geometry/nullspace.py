@@ -105,6 +105,19 @@ def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> Re
     return _padded_basis(vectors_Edd.flip(-1), eps_null.ranks(eigenvalues_Ed.flip(-1)))
 
 
+def extended(basis: RetainBasis, x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> RetainBasis:
+    """A basis with the directions of further tokens that it lacks (App. B.3): those of what remains of them outside its
+    span, where their eigenvalue is not near zero."""
+    remainder_Emd = basis.remainder(basis.remainder(_served(x_Nd, selected_NE)))
+    _, singular_Em, vectors_Emd = torch.linalg.svd(remainder_Emd, full_matrices=False)
+    new = _padded_basis(vectors_Emd.transpose(1, 2), eps_null.ranks(singular_Em**2))
+    both_Edr = torch.cat([basis.U_ret_Edr, new.U_ret_Edr], dim=-1)
+    filled_Er = (both_Edr != 0).any(dim=1)
+    order_Er = filled_Er.to(torch.int8).argsort(dim=-1, descending=True, stable=True)  # padding last
+    width = int(filled_Er.sum(dim=-1).max())
+    return RetainBasis(both_Edr.take_along_dim(order_Er[:, None, :width], dim=-1))
+
+
 def padded_indices(chosen_NE: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers of the rows chosen for each expert, (E, m), padded to one width, and which entries are real."""
     counts_E = chosen_NE.sum(dim=0)

@@ -53,7 +53,7 @@ def reparameterize(
     batches; KeyError for a batch without `input_ids`.
     """
     rows = methods_of_loops().items()
-    fixed = {name: row for name, row in rows if row.has_bases and not row.looks_at_forget}
+    fixed = {name: row for name, row in rows if row.basis == "original" and not row.looks_at_forget}
     if method not in fixed:
         raise ValueError(f"method {method!r} has no fixed bases of retain batches; one of {', '.join(fixed)}")
     moe = MoEModel(unwrapped(model))

@@ -168,15 +168,17 @@ class Costs:
 
     def _unlearning(self, step: Step) -> dict[str, Any]:
         project, method = self.project, self.project.methods[step.method]
-        training = project.training(step.objective, step.method, step.benchmark)
+        training = project.training_of(step.model, step.objective, step.method, step.benchmark)
+        processes = project.processes(step.model, step.method)
+        passes = processes * training.gradient_accumulation
         fewer = {"run": training.objective["layer"] + 1} if "layer" in training.objective else {}
         if training.trained_layers:
             fewer["trained"] = training.trained_layers
         settings = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1}
         after = {"correction": None, "retain_tokens": None, "form": method.form if method.eps_null else "sound"}
         return {
-            "processes": project.processes(step.model, step.method),
-            "rows": [training.forget_batch_size, training.retain_batch_size],
+            "processes": processes,
+            "rows": [passes * training.forget_batch_size, passes * training.retain_batch_size],
             "length": project.benchmarks[step.benchmark].max_length,
             "fewer": fewer,
             "traced": self._traced(step) if method.constraint == "null_space" else 1,

@@ -48,6 +48,7 @@ class Outcome:
     steps: int
     history: list[dict[str, float]]
     seconds: tuple[float, float] | None
+    documents: dict[str, int]  # of a step, over all processes and passes: "forget" and "retain"
 
     @property
     def costs(self) -> dict[str, float]:
@@ -83,11 +84,14 @@ def unlearn(
     uncorrected. Resumes from `state_file`; on CPU the result is the same to the bit as without the interruption.
 
     Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, trains
-    on its rows of every batch and takes part in every check. Raises ConfigError for what processes cannot share, for a
+    on its rows of every batch and takes part in every check. Batch sizes are of each process and pass; the effective
+    ones are printed. Raises ConfigError for what processes cannot share, for a
     corpus smaller than a batch, and for a state of another number of processes.
     """
     batches = _Batches(corpora, training, seed, model.model.device)
     batches.check(scope)
+    if distributed.is_first():
+        print(f"{description}: {batches}", file=sys.stderr, flush=True)
     in_linear_precision = linear_precision(model, training.linear_precision)
     model.model.eval()
     used = batches.used("forget"), batches.used("retain")
@@ -149,7 +153,7 @@ def unlearn(
     if corrected:
         corrected(model)
     model.model.eval().requires_grad_(True)
-    return Outcome(status, step, history, times)
+    return Outcome(status, step, history, times, {kind: batches.size(kind) for kind in ("forget", "retain")})
 
 
 @dataclass
@@ -192,14 +196,18 @@ class _Steps:
         return {**losses, **gradients}
 
     def _backward(self, kind: str, loss_of: Callable[[MoEModel, Batch], Tensor], step: int, weight: float) -> Tensor:
-        batch, marked = self.batches.of(kind, step), getattr(self.handle, kind)
-        if kind == "retain" and self.weights:
-            batch.weights = self.weights.of(**batch.inputs)
-        with self._as_trained(batch):  # in the backward pass too, which may compute activations again
-            with self._needed_layers(kind), marked():
-                loss = loss_of(self.model, batch)
-            (weight * loss + self.handle.penalty()).backward()
-        return loss
+        """The loss, mean over the passes of the step."""
+        passes, losses = self.training.gradient_accumulation, []
+        for number in range(passes):
+            batch, marked = self.batches.of(kind, step, number), getattr(self.handle, kind)
+            if kind == "retain" and self.weights:
+                batch.weights = self.weights.of(**batch.inputs)
+            with self._as_trained(batch):  # in the backward pass too, which may compute activations again
+                with self._needed_layers(kind), marked():
+                    loss = loss_of(self.model, batch)
+                ((weight * loss + self.handle.penalty()) / passes).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     @contextmanager
     def _as_trained(self, batch: Batch) -> Iterator[None]:
@@ -236,7 +244,7 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _Batches:
-    """Batches of both corpora; each is a function of seed and step alone."""
+    """Batches of both corpora; each is a function of seed, step and number of the pass alone."""
 
     corpora: Corpora
     training: Training
@@ -250,16 +258,25 @@ class _Batches:
                 "`experts: top_attributed` trains one expert, which processes cannot share: start one process"
             )
         for kind in ("forget", "retain"):
-            name, size, rows = f"{kind}_batch_size", self._size(kind), getattr(self.corpora, kind)
-            if size % processes:
-                raise ConfigError(f"{name} {size} cannot be split over {processes} processes")
+            name, size, rows = f"{kind}_batch_size", self.size(kind), getattr(self.corpora, kind)
             if size > len(rows):
-                raise ConfigError(f"{name} {size} exceeds the {len(rows)} documents of the {kind} corpus; lower it")
+                own, passes = size // (processes * self.training.gradient_accumulation), self._passes
+                raise ConfigError(
+                    f"{name} {own} in {passes} exceeds the {len(rows)} documents of the {kind} corpus; lower it"
+                )
 
-    def of(self, kind: str, step: int) -> Batch:
-        """The rows of a step that this process has."""
+    @property
+    def _passes(self) -> str:
+        processes, accumulated = distributed.processes(), self.training.gradient_accumulation
+        return f"{processes} process{'es' * (processes > 1)} of {accumulated} pass{'es' * (accumulated > 1)}"
+
+    def __str__(self) -> str:
+        return f"{self.size('forget')} forget and {self.size('retain')} retain documents a step, in {self._passes}"
+
+    def of(self, kind: str, step: int, number: int = 0) -> Batch:
+        """The rows that this process has in a pass of a step."""
         own = self._rows(kind, step)[distributed.rank() :: distributed.processes()]
-        return collate(own, self.corpora.pad_id).to(self.device)
+        return collate(own[number :: self.training.gradient_accumulation], self.corpora.pad_id).to(self.device)
 
     def used(self, kind: str) -> list[Batch]:
         """All documents that some step draws, by length."""
@@ -268,10 +285,12 @@ class _Batches:
         return [collate(bucket, self.corpora.pad_id).to(self.device) for bucket in buckets]
 
     def _rows(self, kind: str, step: int) -> list[Row]:
-        return epoch_rows(getattr(self.corpora, kind), self._size(kind), self.seed, step)
+        return epoch_rows(getattr(self.corpora, kind), self.size(kind), self.seed, step)
 
-    def _size(self, kind: str) -> int:
-        return getattr(self.training, f"{kind}_batch_size")
+    def size(self, kind: str) -> int:
+        """Documents of a step: the effective batch size."""
+        passes = distributed.processes() * self.training.gradient_accumulation
+        return passes * getattr(self.training, f"{kind}_batch_size")
 
 
 def held_bytes(thing: object) -> int:
