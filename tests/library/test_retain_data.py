@@ -56,6 +56,12 @@ def packed(tokenizer, texts):
     return {name: {"input_ids": torch.cat(rows)[None], **hint} for name, hint in hints.items()}
 
 
+def packed_row(tokenizer, texts):
+    """As TRL packs."""
+    documents = tokenizer(texts)["input_ids"]
+    return {"input_ids": sum(documents, []), "seq_lengths": list(map(len, documents))}
+
+
 FORMS = {
     "one batch": lambda t, texts: padded(t, texts),
     "batches": lambda t, texts: [padded(t, texts)],
@@ -70,6 +76,9 @@ FORMS = {
     "ids column": lambda t, texts: datasets.Dataset.from_dict(dict(t(texts))),
     "padded column": lambda t, texts: datasets.Dataset.from_dict({k: v.tolist() for k, v in padded(t, texts).items()}),
     "tensor column": lambda t, texts: datasets.Dataset.from_dict(dict(t(texts))).with_format("torch"),
+    "rows": lambda t, texts: [{"input_ids": t(text)["input_ids"]} for text in texts],
+    "packed column": lambda t, texts: datasets.Dataset.from_list([packed_row(t, texts)]),
+    "stream": lambda t, texts: datasets.Dataset.from_dict(dict(t(texts))).to_iterable_dataset(),
     "loader": lambda t, texts: DataLoader(
         datasets.Dataset.from_dict(dict(t(texts))), batch_size=2, collate_fn=DataCollatorWithPadding(t)
     ),
@@ -121,7 +130,11 @@ ERRORS = {
     "list of none": ([None], r"retain\[0\] is a NoneType: give batches"),
     "null ids": ([{"input_ids": None}], r"retain\[0\]: `input_ids` must be a tensor, .*; this is None"),
     "ragged": ([{"input_ids": [[5, 6], [7]]}], r"`input_ids` must be a tensor, .*; this is a list"),
-    "one axis": ([{"input_ids": torch.tensor([5, 6])}], r"`input_ids` must be a tensor, .*; this is of shape \(2,\)"),
+    "mixed axes": (
+        [{"input_ids": IDS[0]}, {"input_ids": IDS}],
+        r"retain\[0\]: `input_ids` must be a tensor, .*; this is of shape \(12,\)",
+    ),
+    "an empty text": ([{"input_ids": [5, 6]}, {"input_ids": []}], r"retain\[1\] is empty: .* has the shape \(1, 0\)"),
     "floats": ([{"input_ids": IDS.float()}], "`input_ids` are token numbers, and these are torch.float32"),
     "no rows": ([{"input_ids": IDS[:0]}], r"retain\[0\] is empty: `input_ids` has the shape \(0, 12\)"),
     "no positions": ([{"input_ids": IDS[:, :0]}], r"retain\[0\] is empty: `input_ids` has the shape \(4, 0\)"),
@@ -196,6 +209,18 @@ def test_a_marked_pass_with_packed_documents_is_refused(hint, tokenizer, texts):
     with pytest.raises(ValueError, match="documents are packed into a row|attention_mask must be a tensor"):
         attention_mask_of(batch)
     assert attention_mask_of({"input_ids": batch["input_ids"]}).all()
+
+
+def test_a_marked_pass_with_padding_and_no_mask_warns():
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    batch = random_batch()  # padded with 0
+    with gripmoe.constrain(model, optimizer, [batch], method="expert_specific_minibatch") as handle:
+        with pytest.warns(UserWarning, match=r"a pass within `with handle.retain\(\):` has no `attention_mask`"):
+            with handle.retain():
+                model(input_ids=batch.input_ids)
+        with warnings.catch_warnings(action="error"), handle.retain():
+            model(**batch.inputs)
 
 
 def test_a_handle_refuses_a_packed_row_in_training(tokenizer, texts):

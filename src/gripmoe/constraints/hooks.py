@@ -8,6 +8,7 @@ constraint looks at.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from gripmoe.constraints.base import RouterConstraint, Seen, Tokens
 from gripmoe.constraints.refit import RouterRefit
+from gripmoe.data.batches import seems_padded
 from gripmoe.data.documents import Batch, attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
@@ -178,6 +180,12 @@ class ConstraintHandle:
 
         def begin(module, args, kwargs) -> None:
             passes.append(_tokens(kind, kwargs, rows))
+            if kwargs.get("attention_mask") is None and seems_padded(kwargs["input_ids"], self.model.model):
+                warnings.warn(
+                    f"a pass within `with handle.{kind}():` has no `attention_mask`, and rows begin or end with "
+                    "padding, which then counts as text: give the mask",
+                    stacklevel=2,
+                )
             if self._refit:
                 self._refit.follow(passes[-1] if kind == "retain" and torch.is_grad_enabled() else None)
 

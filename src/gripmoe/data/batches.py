@@ -7,16 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from gripmoe.data.documents import IGNORED, Batch, attention_mask_of, segments_of, starts_anew
+from gripmoe.data.documents import IGNORED, SEGMENTS, Batch, attention_mask_of, segments_of, starts_anew
 
 FORMS = (
     "batches (mappings with `input_ids` and, if rows are padded, `attention_mask`, both (rows, positions)), a "
-    "DataLoader of such batches, a datasets.Dataset with a column `input_ids`, or texts and a `tokenizer`"
+    "DataLoader of such batches, a dataset whose rows have `input_ids`, or texts and a `tokenizer`"
 )
 ROWS = 8  # of a batch that is made here
+Padding = tuple[int | None, bool]  # the padding token, if it is known, and whether it also ends texts
 
 
 def batches_of(data: Any, name: str, model: nn.Module | None = None, tokenizer: Any = None) -> list[Batch]:
@@ -26,16 +28,10 @@ def batches_of(data: Any, name: str, model: nn.Module | None = None, tokenizer: 
     padding token. Warns where rows seem padded and have no mask. Raises ValueError for anything else, KeyError for a
     batch without `input_ids`."""
     batches = []
-    for number, item in enumerate(_items(data, name, tokenizer)):
+    padding = _padding(model, tokenizer)
+    for number, item in enumerate(_items(data, name, tokenizer, padding)):
         where = f"{name}[{number}]"
-        if isinstance(item, Batch):
-            batch = item.to("cpu")
-        elif not isinstance(item, Mapping):
-            raise ValueError(f"{where} is a {type(item).__name__}: give {FORMS}")
-        elif "input_ids" not in item:
-            raise KeyError(f"{where} has no `input_ids`, only {', '.join(map(str, item)) or 'nothing'}: give {FORMS}")
-        else:
-            batch = _batch({key: _tensor(value) for key, value in item.items()}, where, _padding(model, tokenizer))
+        batch = item.to("cpu") if isinstance(item, Batch) else _batch(item, where, padding)
         if model is not None:
             _check_vocabulary(batch, where, model.get_input_embeddings().num_embeddings)
         batches.append(batch)
@@ -44,12 +40,18 @@ def batches_of(data: Any, name: str, model: nn.Module | None = None, tokenizer: 
 
 def holds_texts(data: Any) -> bool:
     """Whether a tokenizer is needed to read `data`."""
-    if hasattr(data, "column_names"):
-        return "input_ids" not in data.column_names and "text" in data.column_names
+    if columns := getattr(data, "column_names", None):
+        return "input_ids" not in columns and "text" in columns
     return isinstance(data, str) or (isinstance(data, Sequence) and any(isinstance(item, str) for item in data))
 
 
-def _items(data: Any, name: str, tokenizer: Any) -> Iterable[Any]:
+def seems_padded(ids: Tensor, model: nn.Module | None = None, tokenizer: Any = None) -> bool:
+    """Whether a row begins or ends with the padding token: with several, if the token also ends texts or is unknown."""
+    return _seems_padded(ids, *_padding(model, tokenizer))
+
+
+def _items(data: Any, name: str, tokenizer: Any, padding: Padding) -> Iterable[Any]:
+    columns = getattr(data, "column_names", None)
     if isinstance(data, Mapping | Batch):
         return [data]
     if isinstance(data, Tensor):
@@ -57,33 +59,37 @@ def _items(data: Any, name: str, tokenizer: Any) -> Iterable[Any]:
     if holds_texts(data):
         if tokenizer is None:
             raise ValueError(f"`{name}` holds texts: give `tokenizer` too")
-        texts = [data] if isinstance(data, str) else data["text"] if hasattr(data, "column_names") else data
+        texts = [data] if isinstance(data, str) else data["text"] if columns else data
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"`{name}` mixes texts with other items: give {FORMS}")
-        return _rows(({"input_ids": tokenizer(text)["input_ids"]} for text in texts), name)
-    if hasattr(data, "column_names"):
-        if "input_ids" not in data.column_names:
-            columns = ", ".join(data.column_names)
-            raise ValueError(f"`{name}` has the columns {columns}: give `input_ids`, or `text` and a tokenizer")
-        return _rows(data, name)
+        return _rows(({"input_ids": tokenizer(text)["input_ids"]} for text in texts), name, padding)
+    if columns and "input_ids" not in columns:
+        raise ValueError(f"`{name}` has the columns {', '.join(columns)}: give `input_ids`, or `text` and a tokenizer")
     try:
         items = list(data)
     except TypeError:
         raise ValueError(f"`{name}` is {_described(data)}: give {FORMS}") from None
-    return [{"input_ids": item} if isinstance(item, Tensor) else item for item in items]
+    items = [{"input_ids": item} if isinstance(item, Tensor) else item for item in items]
+    if items and all(isinstance(item, Mapping) and _is_row(item.get("input_ids")) for item in items):
+        return _rows(items, name, padding)
+    return items
 
 
-def _rows(rows: Iterable[Mapping[str, Any]], name: str) -> Iterator[dict[str, Tensor]]:
-    """Documents, one of `rows` each, without their padding, as padded batches."""
+def _is_row(ids: Any) -> bool:
+    return getattr(_tensor(ids), "ndim", None) == 1
+
+
+def _rows(rows: Iterable[Mapping[str, Any]], name: str, padding: Padding) -> Iterator[dict[str, Tensor]]:
+    """What has a document, or several packed ones, in each of `rows`, as padded batches."""
     documents = []
-    for row in rows:
-        ids = torch.as_tensor(row["input_ids"])
-        if ids.dim() != 1:
-            raise ValueError(
-                f"`{name}`: a row of a Dataset has `input_ids` of shape {tuple(ids.shape)}, not one document"
-            )
-        kept = [torch.as_tensor(row["attention_mask"]).bool()] if "attention_mask" in row else []
-        documents.append(ids[kept[0]] if kept else ids)
+    for number, row in enumerate(rows):
+        known = [key for key in ("input_ids", "attention_mask", *SEGMENTS) if row.get(key) is not None]
+        item = {key: _tensor(row[key]) for key in known}
+        item = {key: value[None] if value.ndim == 1 and "cu_" not in key else value for key, value in item.items()}
+        if row.get("seq_lengths") is not None:  # of TRL's packing
+            item["cu_seq_lens_q"] = F.pad(torch.as_tensor(row["seq_lengths"]).cumsum(0), (1, 0))
+        batch = _batch(item, f"{name}[{number}]", padding)
+        documents += [ids[mask.bool()] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
     for start in range(0, len(documents), ROWS):
         yield _padded(documents[start : start + ROWS])
 
@@ -96,15 +102,20 @@ def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _batch(item: Mapping[str, Any], where: str, padding: tuple[int | None, bool]) -> Batch:
+def _batch(item: Any, where: str, padding: Padding) -> Batch:
+    if not isinstance(item, Mapping):
+        raise ValueError(f"{where} is a {type(item).__name__}: give {FORMS}")
+    if "input_ids" not in item:
+        raise KeyError(f"{where} has no `input_ids`, only {', '.join(map(str, item)) or 'nothing'}: give {FORMS}")
+    item = {key: _tensor(value) for key, value in item.items()}
     ids, mask = item["input_ids"], item.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         what = f"of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else _described(ids)
         raise ValueError(f"{where}: `input_ids` must be a tensor, (rows, positions); this is {what}")
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"{where}: `input_ids` are token numbers, and these are {ids.dtype}")
     if not ids.numel():
         raise ValueError(f"{where} is empty: `input_ids` has the shape {tuple(ids.shape)}")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{where}: `input_ids` are token numbers, and these are {ids.dtype}")
     try:
         segments = segments_of(item)
         mask = attention_mask_of(
@@ -141,8 +152,7 @@ def _tensor(value: Any) -> Any:
         return value
 
 
-def _padding(model: nn.Module | None, tokenizer: Any) -> tuple[int | None, bool]:
-    """The padding token, if it is known, and whether it also ends texts."""
+def _padding(model: nn.Module | None, tokenizer: Any) -> Padding:
     for owner in (tokenizer, getattr(model, "config", None)):
         if getattr(owner, "pad_token_id", None) is not None:
             return owner.pad_token_id, owner.pad_token_id == getattr(owner, "eos_token_id", None)
@@ -150,7 +160,6 @@ def _padding(model: nn.Module | None, tokenizer: Any) -> tuple[int | None, bool]
 
 
 def _seems_padded(ids: Tensor, token: int | None, ends_texts: bool) -> bool:
-    """Whether a row begins or ends with the padding token; with several, if the token also ends texts or is unknown."""
     run = 3 if token is None else 2 if ends_texts else 1
     ends = [ids[:, :run], ids[:, -run:]] if ids.shape[1] > run else []
     return any(((end == (end[:, :1] if token is None else token)).all(dim=1)).any() for end in ends)

@@ -231,8 +231,7 @@ def checked_method(
 def warn_of_balancing(model: nn.Module, arguments: Any = None) -> None:
     """Warns if training adds the load-balancing loss: transformers does so by the model's configuration, and a TRL
     trainer with `arguments` of its own by `router_aux_loss_coef`, whose None is the configuration's."""
-    config = unwrapped(model).config
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = unwrapped(model).config.get_text_config()
     weight = getattr(config, "router_aux_loss_coef", None) or 0.0
     if hasattr(arguments, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
         weight = weight if arguments.router_aux_loss_coef is None else arguments.router_aux_loss_coef

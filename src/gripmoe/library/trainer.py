@@ -75,7 +75,8 @@ class ConstraintCallback(TrainerCallback):
         settings = self._settings
         if any(map(holds_texts, (self._retain, settings["forget"]))) and settings.get("tokenizer") is None:
             settings = settings | {"tokenizer": getattr(processing_class, "tokenizer", processing_class)}
-        if not getattr(unwrapped(model).config, "output_router_logits", False):  # of which `constrain` warns
+        config = unwrapped(model).config.get_text_config()
+        if not getattr(config, "output_router_logits", False):  # of which `constrain` warns
             warn_of_balancing(model, args)
         self.handle = constrain(model, optimizer, self._retain, **settings)
 
