@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gripmoe.geometry import halfspace
+from gripmoe.geometry.example import kaczmarz_rate
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics
 from gripmoe.geometry.routing import SelectionRule, route, selection_margins, selection_mask
@@ -187,3 +188,10 @@ def test_rounding_at_a_bound_of_zero_does_not_cost_the_row():
     reached = x_Nd @ solved.T
     assert 0 < reached.max() < 1e-9, "some touch their bounds from above"
     assert solved.norm(dim=1).min() > 0.1 * update_Ed.norm(dim=1).min()
+
+
+def test_draws_converge_at_the_rate_of_theorem_c_1():
+    """The control: without draws the distance stays, above the bound."""
+    rate = kaczmarz_rate(draws=30, walks=400)
+    assert all(distance <= bound + 1e-12 for distance, bound in zip(rate["distance"], rate["bound"], strict=True))
+    assert rate["distance"][30] < 0.01 * rate["distance"][0] and rate["distance"][0] > 10 * rate["bound"][30]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import torch
 
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
-from gripmoe.geometry.nullspace import EpsNull, RetainStatistics
+from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics
 
 DRAWS = 8  # of Algorithm 1, in the plane
+
+
+# In the plane: tokens that do not select the expert, their bounds, and the optimizer's step.
+TOKENS = torch.tensor([[1.0, 0.25], [0.35, 1.0], [0.9, -0.7]], dtype=torch.float64)
+BOUNDS = torch.tensor([[0.8], [0.7], [0.75]], dtype=torch.float64)
+STEP = torch.tensor([[1.9, 1.3]], dtype=torch.float64)
 
 
 def router_row() -> dict:
@@ -22,10 +30,26 @@ def _tensor(rows: list[list[float]]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
+def kaczmarz_rate(draws: int = 40, walks: int = 1000) -> dict[str, list[float]]:
+    """Theorem C.1 in the plane: by number of draws the mean squared `distance` from the feasible set over independent
+    walks of Algorithm 1, and its `bound` (Eq. 18), with the greatest 1 / sigma_min of independent tokens for H."""
+    tokens, limits = TOKENS, BOUNDS.expand(-1, walks)
+    start, nothing_fixed = STEP.repeat(walks, 1), RetainBasis(tokens.new_zeros(1, 2, 0))
+    some = [tokens[list(rows)] for count in (1, 2) for rows in combinations(range(len(tokens)), count)]
+    hoffman = max(1 / torch.linalg.matrix_norm(rows, -2).item() for rows in some)
+    distance = []
+    for number in range(draws + 1):
+        generator = torch.Generator().manual_seed(number)
+        options = dict(max_steps=number, tolerance=0.0, generator=generator)
+        ends = randomized_kaczmarz(start, tokens, limits, **options) if number else start
+        nearest = nearest_feasible(ends, nothing_fixed, tokens, limits)
+        distance.append((ends - nearest).square().sum(dim=1).mean().item())
+    rate = 1 - 1 / (hoffman**2 * tokens.square().sum().item())
+    return {"distance": distance, "bound": [distance[0] * rate**number for number in range(draws + 1)]}
+
+
 def _in_plane() -> dict[str, list]:
-    tokens = _tensor([[1.0, 0.25], [0.35, 1.0], [0.9, -0.7]])
-    bounds = _tensor([[0.8], [0.7], [0.75]])
-    step = _tensor([[1.9, 1.3]])
+    tokens, bounds, step = TOKENS, BOUNDS, STEP
     walk = [step]
     for draws in range(1, DRAWS + 1):
         generator = torch.Generator().manual_seed(3)

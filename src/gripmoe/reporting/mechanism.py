@@ -55,6 +55,18 @@ def method_schematic(example: dict) -> tuple[plt.Figure, pd.DataFrame]:
     return figure, moved
 
 
+def kaczmarz_rate(rate: dict) -> plt.Figure:
+    """Theorem C.1: what Algorithm 1's draws leave of the distance to the feasible set, and the bound on it."""
+    with house_style():
+        figure, axes = plt.subplots(figsize=(0.6 * PAPER_WIDTH, 2.2))
+        axes.semilogy(rate["bound"], color="0.4", linestyle="--", label="bound of Theorem C.1")
+        axes.semilogy(rate["distance"], color=names.colour("ptc_paper"), label="Algorithm 1, mean of walks")
+        axes.set(xlabel="draws", ylabel="squared distance to the feasible set", title="Algorithm 1 in the plane")
+        axes.legend(frameon=False)
+        figure.tight_layout()
+    return figure
+
+
 def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, pd.DataFrame]:
     """What happens inside a run, for each kind of base model and the methods that have a colour: gradient per element
     of routers and experts while nothing is constrained; the dimensions that Method A leaves free, where its bases are
