@@ -53,7 +53,10 @@ def runs_of(output, rule):
     return set(re.findall(rf"^(?:local)?rule {rule}:.*?wildcards: ([^\n]*)", output, re.M | re.S))
 
 
-@pytest.mark.parametrize(("world", "folder"), [("tiny", "tiny"), ("single_gpu", "paper"), ("paper_ablations", "paper"), ("paper_dense", "paper")])
+@pytest.mark.parametrize(
+    ("world", "folder"),
+    [("tiny", "tiny"), ("single_gpu", "paper"), ("paper_ablations", "paper"), ("paper_dense", "paper")],
+)
 def test_each_world_plans_its_own_runs_only(world, folder, tmp_path):
     """In the folder of the world that it extends."""
     output = snakemake("-n", "--config", f"world={world}", directory=tmp_path)

@@ -171,8 +171,8 @@ class NullSpacePaper(_Observed):
         of_layer = self._rules[layer], self._eps_null[layer], self.method
         if self.method.basis != "cached":
             return paper_basis(seen, *of_layer)
-        before = RetainBasis(self._cached[layer]) if layer in self._cached else self.bases[layer]
-        basis = extended(before, seen.x_Nd, _fixed(seen, self._rules[layer], self.method), self._eps_null[layer])
+        before_Edr = self._cached[layer] if layer in self._cached else self.bases[layer].U_ret_Edr.to(seen.x_Nd)
+        basis = extended(RetainBasis(before_Edr), seen.x_Nd, _fixed(seen, self._rules[layer], self.method), self._eps_null[layer])
         self._cached[layer] = basis.U_ret_Edr
         return basis
 
