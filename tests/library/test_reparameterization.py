@@ -1,6 +1,7 @@
 """Routers that cannot leave the null space: what they hold, what they do not, and what stays behind."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ from gripmoe.moe import MoEModel
 RETAIN = [random_batch(rows=2, seed=50)]
 
 
-def trained(model):
+def trained(model, optimizer=None):
     """Steps with momentum and weight decay, which a projected gradient would not survive."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
     for step in range(6):
         batch = random_batch(seed=step)
         optimizer.zero_grad()
@@ -41,6 +42,25 @@ def test_selected_scores_stay_under_adamw_and_margins_are_nobodys_business():
     assert selected_scores_moved(model, original) < 1e-3
     assert selected_scores_moved(control, original) > 0.5, "the control"
     assert (MoEModel(model).theta(0) - start[0]).abs().max() > 0.01, "the router did move"
+
+
+def test_the_row_of_the_table_trains_what_the_block_trains():
+    """Without weight decay, under AdamW, up to rounding. The control projects updates alone."""
+    ends, start = {}, MoEModel(small_model()).theta(0).detach()
+    for method in ("block", "reparameterized", "expert_specific"):
+        model = small_model()
+        within = gripmoe.reparameterize(model, RETAIN) if method == "block" else nullcontext()
+        with within:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+            if method == "block":
+                trained(model, optimizer)
+            else:
+                with gripmoe.constrain(model, optimizer, RETAIN, method=method):
+                    trained(model, optimizer)
+        ends[method] = MoEModel(model).theta(0).detach()
+    moved = (ends["block"] - start).abs().max()
+    assert (ends["reparameterized"] - ends["block"]).abs().max() < 0.02 * moved
+    assert (ends["expert_specific"] - ends["block"]).abs().max() > 0.1 * moved, "the control"
 
 
 def test_routers_are_plain_weights_again():

@@ -16,9 +16,9 @@ AXES = {  # which axes have an effect in a row that has these words
     "constraint": {"experts", "replay", "critical_experts", "correction", "training"},
     "corrects": {"correction"},
     "correction: realign": {"form", "retain_tokens"},
-    "constraint: null_space": {"form", "basis", "granularity", "eps_null", "safety_margin"},
+    "constraint: null_space": {"form", "basis", "granularity", "eps_null", "safety_margin", "projects"},
     "constraint: null_space with form: sound": {"max_rank"},
-    "constraint: null_space with form: paper": {"surface", "projects", "kaczmarz_steps", "kaczmarz_tolerance"},
+    "constraint: null_space with form: paper": {"surface", "kaczmarz_steps", "kaczmarz_tolerance"},
     "basis: original": {"surface"},
     "basis: tracked": {"forgetting"},
     "constraint: router_l2": {"weight"},
@@ -51,7 +51,7 @@ class Method(Strict):
     forgetting: Fraction = 0.95
     eps_null: EpsNullConfig | None = None
     max_rank: PositiveInt | None = None
-    projects: Literal["update", "gradient"] = "update"
+    projects: Literal["update", "gradient", "both"] = "update"
     safety_margin: NonNegative = 1e-3
     kaczmarz_steps: PositiveInt = 100
     kaczmarz_tolerance: NonNegative = 1e-4
@@ -83,6 +83,10 @@ class Method(Strict):
                 raise ValueError("`form: paper` of the null space works with `basis: minibatch` or `basis: cached`")
             if self.form == "sound" and self.basis == "cached":
                 raise ValueError("`basis: cached` works with `form: paper` of the null space")
+            if self.projects == ("gradient" if self.form == "sound" else "both"):
+                raise Mistake("projects", f"`{self.projects}` is not of `form: {self.form}`")
+            if self.projects == "both" and self.basis != "original":
+                raise Mistake("projects", "`both` works with `basis: original`")
         return self
 
     def _has(self, words: str) -> bool:

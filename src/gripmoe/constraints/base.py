@@ -40,7 +40,8 @@ class RouterConstraint:
     watches: frozenset[str] = frozenset()  # the forward passes, "retain" or "forget", for which `penalty` is called
     collects: frozenset[str] = frozenset()  # those whose tokens `constrain` is given, all together
     needs_graph = False  # `penalty` has a gradient through what routers saw
-    of_gradient = False  # `constrain` is called with a plain gradient step, before the optimizer's, and not after it
+    of_gradient = False  # `constrain` is called with a plain gradient step, before the optimizer's
+    of_update = True  # ... and with what the optimizer made
     refits = False  # `refit` gives the routers of a retain forward
     original: MoEModel | None = None  # a copy to ask; without it, answers about retain documents are kept at `start`
 

@@ -266,7 +266,7 @@ class ConstraintHandle:
     def _write_feasible(self) -> None:
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
-            if not self.constraint.of_gradient:
+            if self.constraint.of_update:
                 after_Ed = theta.detach().to(before_Ed.device, copy=True)
                 theta.copy_(self._feasible(layer, before_Ed, after_Ed))
             distributed.from_first_(theta.data)

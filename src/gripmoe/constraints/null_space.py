@@ -95,6 +95,24 @@ class NullSpace(_Observed):
         return theta_0 + displacement_Ed
 
 
+class NullSpaceReparameterized(_Observed):
+    """Theta = Theta_0 + P (W - Theta_0) with a free W (Eq. 14, App. B.2): gradient and update are projected, as W's are
+    without weight decay. It is Stage 1 alone."""
+
+    of_gradient = True
+
+    def __init__(self, bases: Mapping[int, RetainBasis]):
+        super().__init__()
+        self.bases = bases
+
+    def start(self, model, forget, retain) -> None:
+        model.freeze_router_biases()
+
+    def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
+        basis = RetainBasis(self.bases[layer].U_ret_Edr.double())  # or what is left of small gradients is rounding
+        return before_Ed + basis.project(after_Ed.double() - before_Ed)
+
+
 class NullSpaceMinibatch(_Observed):
     """Method A against the current retain minibatch, soundly: the optimizer's own update is replaced by the nearest one
     that changes no set which the router of the step before selects for these tokens. Other tokens are free.
@@ -151,6 +169,7 @@ class NullSpacePaper(_Observed):
         self._cached: dict[int, Tensor] = {}
         self.watches = self.collects = method.sides
         self.of_gradient = method.projects == "gradient"
+        self.of_update = not self.of_gradient
 
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()
@@ -172,7 +191,8 @@ class NullSpacePaper(_Observed):
         if self.method.basis != "cached":
             return paper_basis(seen, *of_layer)
         before_Edr = self._cached[layer] if layer in self._cached else self.bases[layer].U_ret_Edr.to(seen.x_Nd)
-        basis = extended(RetainBasis(before_Edr), seen.x_Nd, _fixed(seen, self._rules[layer], self.method), self._eps_null[layer])
+        fixed_NE = _fixed(seen, self._rules[layer], self.method)
+        basis = extended(RetainBasis(before_Edr), seen.x_Nd, fixed_NE, self._eps_null[layer])
         self._cached[layer] = basis.U_ret_Edr
         return basis
 
@@ -230,10 +250,12 @@ def feasible_router(
 
 def null_space_of(
     method: Method, trace: RoutingTrace, bases: Mapping[int, RetainBasis] | None, seed: int
-) -> NullSpace | NullSpaceMinibatch | NullSpacePaper:
+) -> NullSpace | NullSpaceReparameterized | NullSpaceMinibatch | NullSpacePaper:
     """The form that a row of methods.yaml asks for; `bases` where it has fixed ones."""
     if method.form == "paper":
         return NullSpacePaper(method, seed, bases)
+    if method.projects == "both":
+        return NullSpaceReparameterized(bases)
     return NullSpace(trace, bases, method.safety_margin) if method.has_bases else NullSpaceMinibatch(method)
 
 
