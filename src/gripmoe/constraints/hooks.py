@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gripmoe.constraints.base import RouterConstraint, Seen, Tokens
 from gripmoe.constraints.refit import RouterRefit
@@ -320,9 +320,9 @@ def inner_optimizer(optimizer) -> torch.optim.Optimizer:
 
 
 def layers_not_finite(model: MoEModel) -> list[int]:
-    """The layers whose router weight holds NaN or an infinity. Where there are none, one number tells."""
+    """The layers whose router weight holds NaN or an infinity. Where there are none, the sum of all tells."""
     thetas = {layer: model.theta(layer).detach() for layer in model.layers}
-    if not (~nn.utils.get_total_norm(thetas.values(), math.inf).isfinite()):
+    if sum(theta_Ed.sum().to(model.model.device) for theta_Ed in thetas.values()).isfinite():
         return []
     return [layer for layer, theta_Ed in thetas.items() if (~theta_Ed.isfinite()).any()]
 

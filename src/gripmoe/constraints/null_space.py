@@ -82,6 +82,7 @@ class NullSpace(_Observed):
         if model.model.device.type == "cpu" and isinstance(self.bases, dict):  # else converted in every step
             self.bases = {layer: RetainBasis(basis.U_ret_Edr.double()) for layer, basis in self.bases.items()}
         self._x_Nd, self._bounds_NE = {}, {}
+        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # the router that the last step ended at, and D x of its D
         for layer, recorded in self.trace.items():
             seen = recorded.to(model.model.device)
             self._x_Nd[layer] = seen.x_Nd
@@ -90,9 +91,17 @@ class NullSpace(_Observed):
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         theta_0, basis = self._theta_0[layer], self.bases[layer]
         constraints = basis, self._x_Nd[layer], self._bounds_NE[layer]
-        displacement_Ed = self._nearest(layer, after_Ed - theta_0, *constraints, near_Ed=before_Ed - theta_0)
+        last_Ed, near_EN = self._last.pop(layer, (None, None))
+        if last_Ed is None or not torch.equal(last_Ed, before_Ed):
+            near_EN = None
+        reached: list[Tensor] = []
+        options = {"near_Ed": before_Ed - theta_0, "near_EN": near_EN, "on_reached": reached.append}
+        displacement_Ed = self._nearest(layer, after_Ed - theta_0, *constraints, **options)
         self._observe(layer, basis, after_Ed - theta_0, displacement_Ed)
-        return theta_0 + displacement_Ed
+        feasible_Ed = theta_0 + displacement_Ed
+        if reached:
+            self._last[layer] = feasible_Ed, reached[0]
+        return feasible_Ed
 
 
 class NullSpaceReparameterized(_Observed):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import IO
 
@@ -163,7 +163,8 @@ class OriginalSets:
 
 def documents_of(input_ids: Tensor, attention_mask: Tensor) -> list[tuple[int, ...]]:
     """The tokens of each row (or its labels), without padding."""
-    return [tuple(ids[mask.bool()].tolist()) for ids, mask in zip(input_ids, attention_mask, strict=True)]
+    rows = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
+    return [tuple(compress(ids, mask)) for ids, mask in rows]
 
 
 def hidden_states(model: MoEModel, layer: int, batch: Batch) -> Tensor:

@@ -28,7 +28,9 @@ class LayerRouting:
 
     @staticmethod
     def joined(parts: Sequence[LayerRouting]) -> LayerRouting:
-        """The tokens of all parts, one after the other."""
+        """The tokens of all parts, one after the other; of a single part the part itself."""
+        if len(parts) == 1:
+            return parts[0]
         fields = ("x_Nd", "scores_NE", "top_k_Nk")
         return LayerRouting(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
 
