@@ -9,13 +9,16 @@ import accelerate
 import peft
 import pytest
 import torch
+from test_trainer import RETAIN, kept, recorded
 from transformers import Trainer, TrainingArguments
 
 import gripmoe
 from conftest import random_batch, small_model
+from gripmoe.moe.model import unwrapped
 
 PAGE = (Path(__file__).parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
-RETAIN, FORGET = random_batch(seed=100), random_batch(seed=101)
+FORGET = random_batch(seed=102)
+HARD = ("expert_specific", "full_null_space", "frozen_router")  # keep all selections of original inputs
 ERRORS = {
     "a": (RuntimeError, r"looks at the (retain|forget) forward: run it within `with handle\.\1\(\):`"),
     "b": (ValueError, 'adapters leave routers as they are: use method="frozen_router"'),
@@ -27,7 +30,7 @@ ERRORS = {
 def losses(model, handle):
     """Of a step: retain and forget, marked, with penalties."""
     with handle.retain():
-        loss = model(**RETAIN.inputs, labels=RETAIN.labels).loss
+        loss = model(**RETAIN[0].inputs, labels=RETAIN[0].labels).loss
     with handle.forget():
         loss = loss - model(**FORGET.inputs, labels=FORGET.labels).loss
     return loss + handle.penalty()
@@ -37,16 +40,17 @@ def plain(method, model=None, prepare=lambda *both: both):
     model = model or small_model()
     rates = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = prepare(model, torch.optim.AdamW(rates, lr=1e-2, weight_decay=0.0))
-    with gripmoe.constrain(model, optimizer, [RETAIN], method=method, forget=[FORGET]) as handle:
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method, forget=[FORGET]) as handle:
         for _ in range(2):
             optimizer.zero_grad()
             losses(model, handle).backward()
             optimizer.step()
+    return model
 
 
 def adapted(method, **settings):
     targets = {"target_modules": [], "target_parameters": []} | settings
-    plain(method, peft.get_peft_model(small_model(), peft.LoraConfig(r=4, **targets)))
+    return plain(method, peft.get_peft_model(small_model(), peft.LoraConfig(r=4, **targets)))
 
 
 def in_trainer(method, base=Trainer, arguments=TrainingArguments, marked=True, model=None, **settings):
@@ -55,7 +59,8 @@ def in_trainer(method, base=Trainer, arguments=TrainingArguments, marked=True, m
             handle = next(c.handle for c in self.callback_handler.callbacks if hasattr(c, "handle"))
             return losses(model, handle)
 
-    callback = gripmoe.trainer_callback([RETAIN], method=method, forget=[FORGET])
+    model = model or small_model()
+    callback = gripmoe.trainer_callback(RETAIN, method=method, forget=[FORGET])
     with tempfile.TemporaryDirectory() as folder:
         given = arguments(
             folder, max_steps=2, use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_strategy="no",
@@ -64,7 +69,8 @@ def in_trainer(method, base=Trainer, arguments=TrainingArguments, marked=True, m
         )  # fmt: skip
         documents = [{"input_ids": row, "labels": row} for row in FORGET.input_ids]
         settings = {"train_dataset": documents} | settings
-        (Marked if marked else base)(model or small_model(), given, callbacks=[callback], **settings).train()
+        (Marked if marked else base)(model, given, callbacks=[callback], **settings).train()
+    return model
 
 
 def in_trl(method, tokenizer, marked):
@@ -72,7 +78,7 @@ def in_trl(method, tokenizer, marked):
     documents = datasets.Dataset.from_dict({"text": [tokenizer.decode(range(5, 12))] * 4})
     model = small_model(vocabulary_size=len(tokenizer))
     settings = dict(train_dataset=documents, processing_class=tokenizer)
-    in_trainer(method, trl.SFTTrainer, trl.SFTConfig, marked, model, **settings)
+    return in_trainer(method, trl.SFTTrainer, trl.SFTConfig, marked, model, **settings)
 
 
 LOOPS = {
@@ -81,7 +87,7 @@ LOOPS = {
     "Trainer": lambda method, _: in_trainer(method),
     "TRL": lambda method, tokenizer: in_trl(method, tokenizer, marked=True),
     "Trainer or TRL, no marks": lambda method, tokenizer: (
-        in_trl(method, tokenizer, marked=False) or in_trainer(method, marked=False)
+        in_trl(method, tokenizer, marked=False) and in_trainer(method, marked=False)
     ),
     "LoRA on attention": lambda method, _: adapted(method, target_modules=["q_proj", "v_proj"]),
     "LoRA on experts": lambda method, _: adapted(method, target_parameters=["mlp.experts.down_proj"]),
@@ -116,9 +122,17 @@ def test_every_method_in(loop, tokenizer):
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*compiled model")
-                LOOPS[loop](method, tokenizer)
+                model = unwrapped(LOOPS[loop](method, tokenizer))
             found[method] = "works"
+            if method in HARD:
+                original = small_model(vocabulary_size=model.config.vocab_size)
+                assert kept(recorded(original), model) == 1.0, method
         except (ValueError, RuntimeError) as error:
             kinds = [key for key, (kind, text) in ERRORS.items() if type(error) is kind and re.search(text, str(error))]
             found[method] = kinds[0] if kinds else f"{type(error).__name__}: {error}"
     assert found == cells()[loop]
+
+
+def test_without_a_constraint_these_steps_change_selections():
+    """The control of what `HARD` methods keep."""
+    assert kept(recorded(small_model()), plain("unconstrained")) < 1.0
