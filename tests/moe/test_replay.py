@@ -1,6 +1,7 @@
 """Routing in and out, in the layout of inference engines and of other trainers."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -124,3 +125,30 @@ def test_a_tensor_that_does_not_fit_is_a_value_error(model, batch, given, messag
 def test_a_dense_model_has_no_routes(batch):
     with pytest.raises(ValueError, match="is dense"):
         gripmoe.routed_experts(small_model("qwen3"), batch.input_ids)
+
+
+def test_the_replay_of_a_constraint_forgets_its_passes_at_each_step(model, batch, monkeypatch):
+    """And gradient checkpointing over several passes of a step is recomputed under their own sets."""
+    lists, forced = [], MoEModel.force_routing
+
+    def watched(self, routes):
+        @contextmanager
+        def entered():
+            with forced(self, routes) as passes:
+                lists.append(passes)
+                yield passes
+
+        return entered()
+
+    monkeypatch.setattr(MoEModel, "force_routing", watched)
+    optimizer, other = torch.optim.SGD(model.parameters(), lr=1e-3), random_batch(seed=1)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with gripmoe.constrain(model, optimizer, [batch, other], replay=True):
+        model.train()
+        for _ in range(2):
+            (
+                model(**batch.inputs, labels=batch.labels).loss - model(**other.inputs, labels=other.labels).loss
+            ).backward()
+            assert len(lists[0]) == 2
+            optimizer.step()
+            assert not lists[0]
