@@ -52,7 +52,8 @@ def unlearning(model="olmoe", objective="gd", method="unconstrained", layers=2, 
     """What `measure` is asked of a step of the paper's world, with shorter documents."""
     training = PAPER.training(objective, "unconstrained", "wmdp_cyber").model_dump(mode="json")
     training |= {"max_steps": 1, "check_every": 1, "checkpoint_every": 1, "optimizer": "adamw"}
-    training |= {"gradient_checkpointing": False, **change}
+    sizes = dict.fromkeys(("forget_batch_size", "retain_batch_size"), 2 // processes)
+    training |= {"gradient_checkpointing": False, **sizes, **change}
     if objective == "rmu":
         training["objective"] = {**training["objective"], "layer": 1}
     return {
