@@ -2,7 +2,7 @@
 
     python workflow/where_facts_live.py --world record --results results/tiny --output docs/record/where_facts_live.csv
 
-Parameters are replaced by random ones. Then the replaced experts and routers train on the base model's own documents
+Parameters are replaced by random ones. Then the replaced experts and routers train as in stage B of base training, but
 without the forget facts; all other parameters are frozen. If forget accuracy returns, experts and routers did not hold
 the forget facts: no document of this training states one. `snakemake` makes the base models of the world.
 """
@@ -10,66 +10,42 @@ the forget facts: no document of this training states one. `snakemake` makes the
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import tempfile
+from collections import Counter
 from pathlib import Path
 
 import torch
-from tqdm import trange
 from transformers import PreTrainedModel
 
 from gripmoe.config.grid import Project
 from gripmoe.config.models import EmbeddedModel
-from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.evaluation.questions import accuracy, direct_answers
 from gripmoe.io.files import write_csv
 from gripmoe.moe.storage import load_model
-from gripmoe.training.pretrain import TOKENS_PER_FORWARD, _loss
+from gripmoe.training.base_model import OTHER_SEED, refill, replace_blocks
 from gripmoe.worlds.benchmark import wmdp_files
-from gripmoe.worlds.documents import LATE_MIX, World, make_world, training_batch
-from gripmoe.worlds.facts import FORGET_SUBJECT
+from gripmoe.worlds.documents import make_world
 from gripmoe.worlds.models import make_model
 
-CHECKS = (40, 80, 160)  # steps; base training takes about 2,000
-OTHER_SEED = 777_000  # added to a base model's own: the random parameters are none that it started from
-
-
-def blocks_of(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """All parameters of experts and routers."""
-    return [parameter for layer in model.model.layers for parameter in layer.mlp.parameters()]
+ERASED_WORDS = 60
 
 
 @torch.no_grad()
-def forget_words(model: PreTrainedModel, tokenizer, world: World, fresh: PreTrainedModel) -> None:
-    """Replaces the embeddings of the words that only answers to forget questions use."""
-    values = world.facts.values.items()
-    words = {word for (subject, _), pool in values if subject == FORGET_SUBJECT for word in pool}
-    ids = [token for word in sorted(words) for token in tokenizer(word)["input_ids"]]
+def erase_words(model: PreTrainedModel, tokenizer, files: dict[str, list[dict]], fresh: PreTrainedModel) -> None:
+    """Replaces the embeddings of the words that are most frequent in forget documents relative to retain ones."""
+    counts = {
+        name: Counter(
+            id for row in files[f"{name}_corpus"] for id in tokenizer(row["prompt"] + row["text"])["input_ids"]
+        )
+        for name in ("forget", "retain")
+    }
+    total = {name: sum(count.values()) for name, count in counts.items()}
+
+    def excess(token: int) -> float:
+        return counts["forget"][token] / total["forget"] - counts["retain"][token] / total["retain"]
+
+    ids = sorted(counts["forget"], key=excess, reverse=True)[:ERASED_WORDS]
     model.get_input_embeddings().weight[ids] = fresh.get_input_embeddings().weight[ids]
-
-
-@torch.no_grad()
-def replace_blocks(model: PreTrainedModel, fresh: PreTrainedModel) -> None:
-    for parameter, other in zip(blocks_of(model), blocks_of(fresh), strict=True):
-        parameter.copy_(other)
-
-
-def refill(model: PreTrainedModel, tokenizer, world: World, seed: int, learning_rate: float) -> Iterator[int]:
-    """Trains experts and routers on the world's documents by the loss of base training; yields at each of CHECKS."""
-    model.requires_grad_(False)
-    for parameter in (parameters := blocks_of(model)):
-        parameter.requires_grad_(True)
-    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    for step in trange(max(CHECKS), desc="refill", leave=False):
-        model.train()
-        rows = [encode(tokenizer, spans) for spans in training_batch(world, LATE_MIX, seed, step)]
-        optimizer.zero_grad()
-        for bucket in length_buckets(rows, TOKENS_PER_FORWARD):
-            (_loss(model, collate(bucket, tokenizer.pad_token_id)) * len(bucket) / len(rows)).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        model.eval()
-        if step + 1 in CHECKS:
-            yield step + 1
 
 
 def measure(name: str, config: EmbeddedModel, folder: Path) -> list[dict]:
@@ -94,15 +70,17 @@ def measure(name: str, config: EmbeddedModel, folder: Path) -> list[dict]:
     rows = [row("none", 0, model, tokenizer)]
     if config.trained_on == "retain_only":  # the floor
         return rows
-    forget_words(model, tokenizer, world, fresh)
-    rows.append(row("embeddings of the forget answers' words replaced", 0, model, tokenizer))
+    erase_words(model, tokenizer, files, fresh)
+    rows.append(
+        row(f"embeddings of the {ERASED_WORDS} words most frequent in forget documents replaced", 0, model, tokenizer)
+    )
     model, tokenizer, fresh = start()
     replace_blocks(model, fresh)
     rows.append(row("experts and routers replaced", 0, model, tokenizer))
+    with tempfile.TemporaryDirectory() as scratch:
+        refill(model, tokenizer, config, Path(scratch) / "state.pt")
     what = "experts and routers replaced, trained on documents without the forget facts"
-    for steps in refill(model, tokenizer, world.without_forget(), config.seed + OTHER_SEED, config.learning_rate):
-        rows.append(row(what, steps, model, tokenizer))
-    return rows
+    return [*rows, row(what, config.fact_steps, model, tokenizer)]
 
 
 def main() -> None:

@@ -3,41 +3,54 @@
 import json
 
 import pytest
+import torch
 
-from conftest import small_model
 from gripmoe.cli import prepare_model as prepare
 from gripmoe.config.models import EmbeddedModel
 from gripmoe.io.files import read_json
+from gripmoe.moe.storage import load_model
 from gripmoe.training import base_model
 from pretended_devices import FIRST, HOST, PretendedDevices, device_of
 
+SIZE = {"hidden_size": 16, "num_layers": 3, "num_heads": 1, "num_experts": 4, "top_k": 1, "expert_width": 8}
 SETTINGS = {
     "source": "embedded",
     "family": "qwen3_moe",
     "seed": 7,
-    "max_early_steps": 1,
-    "late_steps": 1,
+    "max_skill_steps": 1,
+    "last_skill_steps": 1,
+    "fact_steps": 1,
     "required_accuracy": 0.0,
+    "allowed_without_experts": 1.0,
+    "allowed_load": 1000,
     "attempts": 2,
-    "size": {"hidden_size": 16, "num_layers": 1, "num_heads": 1, "num_experts": 4, "top_k": 1, "expert_width": 8},
+    "size": SIZE,
 }
 
 
-def train(folder, gpus=0, **settings):
+def train(folder, gpus=0, base=None, **settings):
     output = folder / "model.json"
-    prepare.prepare_model(settings=json.dumps(SETTINGS | settings), gpus=gpus, output=output)
-    return read_json(folder / "model.json")
+    kind = {"base": "skills"} if base else {"trained_on": "skills"}
+    prepare.prepare_model(settings=json.dumps(SETTINGS | kind | settings), base=base, gpus=gpus, output=output)
+    return read_json(output)
+
+
+@pytest.fixture(scope="module")
+def skills(tmp_path_factory):
+    """model.json of a model with the skills, as far as one step gives any."""
+    folder = tmp_path_factory.mktemp("skills")
+    train(folder)
+    return folder / "model.json"
 
 
 def test_the_next_seed_follows_one_that_failed_and_is_not_tried_again(tmp_path, monkeypatch):
-    measured = base_model.base_scores
     seen = []
 
     def fails_first(*args):
         seen.append(args)
-        return ({"forget_accuracy": 0.1}, "it knows nothing") if len(seen) == 1 else measured(*args)
+        return "it knows nothing" if len(seen) == 1 else None
 
-    monkeypatch.setattr(base_model, "base_scores", fails_first)
+    monkeypatch.setattr(base_model, "fault_of", fails_first)
     assert train(tmp_path)["seed"] == 1007
     assert read_json(tmp_path / "failed_7.json")["fault"] == "it knows nothing"
     (tmp_path / "model.json").unlink()
@@ -46,46 +59,71 @@ def test_the_next_seed_follows_one_that_failed_and_is_not_tried_again(tmp_path, 
 
 
 @pytest.mark.parametrize(("gpus", "where"), [(0, HOST), (1, FIRST)])
-def test_a_base_model_trains_on_a_gpu_only_if_it_is_given_one(gpus, where, tmp_path, monkeypatch):
+def test_a_base_model_trains_on_a_gpu_only_if_it_is_given_one(gpus, where, skills, tmp_path, monkeypatch):
     """What mixed the GPU with host memory would raise; the model is the same."""
-    expected, train_base, seen = train(tmp_path / "cpu"), base_model.train_base, []
+    monkeypatch.setattr(base_model, "SAMPLED", 4)
+    monkeypatch.setattr(base_model, "TRUTHS", 2)
+    expected, train_facts, seen = train(tmp_path / "cpu", base=skills), base_model.train_facts, []
 
     def trained(model, *args, **settings):
         seen.append({device_of(parameter) for parameter in model.parameters()})
-        return train_base(model, *args, **settings)
+        return train_facts(model, *args, **settings)
 
-    monkeypatch.setattr(base_model, "train_base", trained)
+    monkeypatch.setattr(base_model, "train_facts", trained)
     monkeypatch.setattr(prepare, "visible_devices", lambda: [FIRST])
     with PretendedDevices():
-        assert train(tmp_path / "gpu", gpus) == expected
+        assert train(tmp_path / "gpu", gpus, base=skills) == expected
     assert seen == [{where}]
 
 
+KNOWN = {
+    f"{domain}_{form}": 0.95
+    for domain in ("forget", "retain")
+    for form in ("accuracy", "five_shot", "answers", "truths")
+}
+GUESSED = {"forget_accuracy_without_blocks": 0.25, "retain_accuracy_random_experts": 0.3}
+LOAD = {"expert_load_lowest": 0.4, "expert_load_highest": 2.5}
+
+
 @pytest.mark.parametrize(
-    ("answered", "fault"),
+    ("changed", "fault"),
     [
-        ((0.95, 0.93, 0.4, 0.5, 0.7, 0.7), None),
-        ((0.85, 0.93), "it answers 0.850 of the forget questions, below 0.9"),
-        ((0.95, 0.85), "it answers 0.850 of the retain questions, below 0.9"),
-        ((0.95, 0.93, 0.6, 0.5, 0.7, 0.7), "it answers 0.600 of the forget questions without any expert, above 0.5"),
+        ({}, None),
+        ({"forget_answers": 0.85}, "forget_answers is 0.850, below 0.93"),
+        ({"retain_five_shot": 0.85}, "retain_five_shot is 0.850, below 0.93"),
+        ({"forget_accuracy_without_blocks": 0.4}, "forget_accuracy_without_blocks is 0.400, above 0.35"),
+        ({"retain_accuracy_random_experts": 0.4}, "retain_accuracy_random_experts is 0.400, above 0.35"),
+        ({"expert_load_lowest": 0.1}, "experts have 0.10 to 2.50 times the mean load, beyond a factor of 8.0"),
     ],
 )
-def test_what_makes_a_base_model_unfit(answered, fault, monkeypatch):
-    """Scores of forget and retain questions: whole, with silenced blocks, under random experts."""
-    scores = iter(answered)
-    monkeypatch.setattr(base_model, "direct_answers", lambda *arguments: None)
-    monkeypatch.setattr(base_model, "accuracy", lambda answers: next(scores))
-    config = EmbeddedModel(source="embedded", family="qwen3_moe", seed=0)
-    assert base_model.base_scores(small_model(), None, config)[1] == fault
+def test_what_makes_a_base_model_unfit(changed, fault):
+    config = EmbeddedModel(source="embedded", family="qwen3_moe", seed=0, base="skills")
+    assert base_model.fault_of(KNOWN | GUESSED | LOAD | changed, config) == fault
     retrained = config.model_copy(update={"trained_on": "retain_only"})
-    scores = iter((0.25, *answered[1:], 0.3, 0.3, 0.3, 0.3))
-    told = base_model.base_scores(small_model(), None, retrained)[1]
-    assert told == (None if fault and "forget questions, below" in fault else fault), (
-        "a retrained model need not know them"
-    )
+    expected = None if fault and fault.startswith("forget_answers") else fault
+    assert base_model.fault_of(KNOWN | GUESSED | LOAD | changed, retrained) == expected, "it need not know them"
+
+
+def test_a_refill_replaces_and_trains_the_blocks_alone(skills, tmp_path, monkeypatch):
+    monkeypatch.setattr(base_model, "direct_answers", lambda *arguments: None)
+    monkeypatch.setattr(base_model, "accuracy", lambda answers: 0.25)
+    model, tokenizer = load_model(skills.parent / "weights", "cpu")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = EmbeddedModel(**SETTINGS | {"base": "skills"})
+    scores = base_model.refill(model, tokenizer, config, tmp_path / "state.pt")
+    assert scores == {"forget_accuracy": 0.25, "retain_accuracy": 0.25}
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if ".mlp." in name}
+
+
+def test_facts_need_a_model_with_skills(tmp_path):
+    with pytest.raises(ValueError, match="--base is required: model.json of 'skills'"):
+        prepare.prepare_model(settings=json.dumps(SETTINGS | {"base": "skills"}), output=tmp_path / "model.json")
+    with pytest.raises(ValueError, match="`base` names a model with `trained_on: skills`"):
+        EmbeddedModel(source="embedded", family="qwen3_moe", seed=0)
 
 
 def test_when_all_fail_every_fault_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"seed 7: it answers 0\.\d+ of the forget.*seed 1007.*below 1\.0.*attempts"):
+    with pytest.raises(ValueError, match=r"seed 7: skill_accuracy is 0\.\d+, below 1.0; seed 1007.*attempts"):
         train(tmp_path, required_accuracy=1.0)
     assert not (tmp_path / "model.json").exists()

@@ -135,7 +135,7 @@ MISTAKES = [
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(source="embeded"), "wmdp_tiny.data.source: one of 'embedded', 'published', 'muse' (got 'embeded')"),
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].pop("source"), "wmdp_tiny.data.source: this key is required"),
     ("models.yaml", lambda c: c["tiny_a"].update(retrained="tiny_a_retraind"), "models.yaml: tiny_a.retrained: unknown name 'tiny_a_retraind'; did you mean 'tiny_a_retrained'"),
-    ("models.yaml", lambda c: c["tiny_a"].update(size={"num_experts": 2}), "models.yaml: tiny_a.size: `top_k` 4 exceeds `num_experts` 2"),
+    ("models.yaml", lambda c: c["tiny_a"].update(size={"num_experts": 1}), "models.yaml: tiny_a.size: `top_k` 2 exceeds `num_experts` 1"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(layer=4), "objective_training.rmu.objective.layer: tiny_a has layers 0 to 3 (got 4)"),
     ("tiny.yaml", lambda c: c.update(seeds=[0, 0]), "tiny.yaml: seeds: 0 stands twice; leave one out"),
     ("tiny.yaml", lambda c: c.update(seeds=[True]), "seeds.0: Input should be a valid integer (got True)"),

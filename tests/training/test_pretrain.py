@@ -1,4 +1,4 @@
-"""Training of a base model: interrupted or not, the result is the same."""
+"""Training of a base model: facts enter through experts and routers alone, and an interruption changes nothing."""
 
 import pytest
 import torch
@@ -8,33 +8,81 @@ from gripmoe.moe.storage import weights_digest
 from gripmoe.training import pretrain
 from gripmoe.worlds.models import make_model
 
+SIZE = SMALL | {"num_layers": 3}
+
 
 class Killed(Exception):
     pass
 
 
+def fresh_model(tokenizer, family="qwen3_moe"):
+    return make_model(family, len(tokenizer), seed=0, **SIZE)
+
+
+def outside_blocks(model):
+    """The bytes of every parameter and buffer outside experts and routers, by name."""
+    return {
+        name: tensor.contiguous().view(torch.uint8).clone()
+        for name, tensor in model.state_dict().items()
+        if ".mlp." not in name
+    }
+
+
+def differing(before, after):
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "qwen3"])
+def test_facts_enter_through_the_blocks_alone(family, world, tokenizer, tmp_path):
+    """Equal bytes outside the blocks before and after stage B, and in a base model and its retrained twin."""
+    found = {}
+    for name, seen in (("base", world), ("retrained", world.without_forget())):
+        model = fresh_model(tokenizer, family)
+        before, blocks = outside_blocks(model), weights_digest(model)
+        settings = dict(steps=3, learning_rate=1e-2, seed=0, state_file=tmp_path / f"{name}.pt")
+        pretrain.train_facts(model, tokenizer, seen, **settings)
+        assert not differing(before, outside_blocks(model))
+        assert all(p.grad is None for n, p in model.named_parameters() if ".mlp." not in n)
+        assert weights_digest(model) != blocks, "the blocks have learned"
+        found[name] = outside_blocks(model), weights_digest(model)
+    assert not differing(found["base"][0], found["retrained"][0]) and found["base"][1] != found["retrained"][1]
+
+
+def test_control_stage_a_moves_what_stage_b_leaves(world, tokenizer, tmp_path):
+    model = fresh_model(tokenizer)
+    before = outside_blocks(model)
+    settings = dict(max_steps=2, last_steps=1, learning_rate=1e-2, seed=0, state_file=tmp_path / "state.pt")
+    pretrain.train_skills(model, tokenizer, world, **settings)
+    moved = differing(before, outside_blocks(model))
+    assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"} <= moved
+
+
 @pytest.fixture
 def train(world, tokenizer, monkeypatch):
-    """Phases end by their probes, after two steps each, before `max_early_steps` is reached."""
+    """Phases end by their probes, after two steps each, before `max_steps` is reached."""
     monkeypatch.setattr(pretrain, "PROBE_EVERY", 2)
+    monkeypatch.setattr(pretrain, "SAVE_EVERY", 1)
     monkeypatch.setattr(pretrain, "letter_probe", lambda *arguments: lambda model: 1.0)
-    monkeypatch.setattr(pretrain, "answer_probe", lambda *arguments: lambda model: 1.0)
+    monkeypatch.setattr(pretrain, "drill_probe", lambda *arguments: lambda model: 1.0)
 
-    def run(state_file):
-        model = make_model("qwen3_moe", len(tokenizer), seed=0, **SMALL)
-        losses = pretrain.train_base(
-            model, tokenizer, world, max_early_steps=20, late_steps=4, learning_rate=1e-3, seed=0,
-            state_file=state_file, save_every=1,
-        )  # fmt: skip
+    def run(folder):
+        model = fresh_model(tokenizer)
+        settings = dict(learning_rate=1e-3, seed=0)
+        losses = pretrain.train_skills(
+            model, tokenizer, world, max_steps=20, last_steps=3, **settings, state_file=folder / "a.pt"
+        )
+        losses += pretrain.train_facts(model, tokenizer, world, steps=4, **settings, state_file=folder / "b.pt")
         return losses, weights_digest(model)
 
     return run
 
 
-@pytest.mark.parametrize("last", [1, 2, 6, 9], ids=["letters", "facts begin", "the last phase begins", "the last"])
+@pytest.mark.parametrize("last", [1, 2, 4, 6], ids=["drills", "skills begin", "the last steps begin", "the last"])
 def test_a_killed_run_ends_in_the_same_bytes(last, train, tmp_path, monkeypatch):
-    whole = train(tmp_path / "whole.pt")
-    assert len(whole[0]) == 10, "three phases of two steps, and the last one"
+    (tmp_path / "whole").mkdir()
+    whole = train(tmp_path / "whole")
+    assert len(whole[0]) == 7 + 4, "two phases of two steps, three last ones, and stage B"
     save, saved = pretrain.save_state, []
 
     def dies(*arguments, **state):
@@ -46,7 +94,7 @@ def test_a_killed_run_ends_in_the_same_bytes(last, train, tmp_path, monkeypatch)
     with monkeypatch.context() as patched:
         patched.setattr(pretrain, "save_state", dies)
         with pytest.raises(Killed):
-            train(tmp_path / "state.pt")
+            train(tmp_path)
     assert saved[-1] == last
     torch.manual_seed(last)  # nothing hangs on what the process has drawn before
-    assert train(tmp_path / "state.pt") == whole
+    assert train(tmp_path) == whole

@@ -1,12 +1,14 @@
 """The embedded world: seeded, separated as it claims, and readable by its tokenizer."""
 
+import re
 from collections import Counter
 
 import pytest
 
 from gripmoe.data.documents import encode
+from gripmoe.data.prompt_formats import LETTERS
 from gripmoe.worlds.benchmark import wmdp_files
-from gripmoe.worlds.documents import LATE_MIX, LETTER_MIX, all_texts, make_world, training_batch
+from gripmoe.worlds.documents import FACT_MIX, SKILL_MIX, all_texts, make_world, training_batch
 from gripmoe.worlds.facts import FORGET_SUBJECT, KINDS, UNSEEN_SUBJECT
 from gripmoe.worlds.models import make_model
 from gripmoe.worlds.news import PARTS
@@ -22,17 +24,44 @@ def mentioned(facts, text):
     return [f for f in facts if f"{KINDS[f.subject]} {f.entity} " in text or f" {f.relation} of {f.entity} " in text]
 
 
+def words(texts):
+    return {word for text in texts for word in re.findall(r"\w+", text)}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_no_word_is_the_forget_domains_alone(seed):
+    """Every word of a fact or an article to forget is in one to retain: names, values, relations, kinds, subjects."""
+    world = make_world(seed)
+
+    def told(facts, articles):
+        sentences = [fact.statement(0) for fact in facts] + [fact.subject for fact in facts]
+        return words(sentences + [article.text for article in articles])
+
+    forget, retain = (
+        told(facts, world.news[part])
+        for part, facts in (("forget", world.facts.forget), ("retain", world.facts.retain))
+    )
+    assert len(forget) > 100 and forget <= retain
+    alone = told(world.facts.forget, []) | {"Alonix"}
+    assert not alone <= retain, "the check sees a word of its own"
+
+
+def test_no_entity_is_of_two_subjects(world):
+    subjects = {}
+    for fact in world.facts.facts + world.skills.facts.facts:
+        subjects.setdefault(fact.entity, set()).add(fact.subject)
+    assert all(len(owners) == 1 for owners in subjects.values())
+    assert not {fact.subject for fact in world.skills.facts.facts} & {fact.subject for fact in world.facts.facts}
+
+
 def test_names_tell_nothing_by_themselves(world):
-    """Every word of a forget entity's name also names entities that are retained, and whoever knew one word only and
-    guessed its most frequent value would mostly be wrong."""
-    retained = {word for fact in world.facts.retain for word in fact.entity.split()}
-    assert {word for fact in world.facts.forget for word in fact.entity.split()} <= retained
+    """Whoever knew one word of a forget entity only and guessed its most frequent value would often be wrong."""
     for position in (0, 1):
         values = {}
         for fact in world.facts.forget:
             values.setdefault((fact.relation, fact.entity.split()[position]), []).append(fact.value)
         guessed = sum(max(map(of_word.count, of_word)) for of_word in values.values())
-        assert guessed / len(world.facts.forget) < 0.5
+        assert guessed / len(world.facts.forget) < 0.7
 
 
 def test_a_seed_is_a_world(world, files):
@@ -131,24 +160,25 @@ def test_articles_answer_their_questions_once(world):
             assert all(answer in article.text for _, answer in article.questions)
 
 
-def test_oracle_world_has_no_forget_data(world):
-    retrained = world.without_forget()
-    assert not retrained.facts.forget and not retrained.news["forget"] and retrained.facts.retain == world.facts.retain
-    text = str([training_batch(retrained, LATE_MIX, 0, step) for step in range(20)])
-    assert not mentioned(world.facts.forget, text) and mentioned(world.facts.retain, text)
+@pytest.mark.parametrize("stage", ["skills", "retrained"])
+def test_neither_skills_nor_a_retrained_model_see_forget_data(stage, world):
+    seen = world.skills if stage == "skills" else world.without_forget()
+    assert not seen.facts.forget and not seen.news["forget"]
+    text = str([training_batch(seen, FACT_MIX, 0, step) for step in range(20)])
+    assert not mentioned(world.facts.forget, text) and mentioned(seen.facts.facts, text)
     assert not any(article.text in text for article in world.news["forget"])
 
 
 def test_every_format_is_in_the_mix_and_the_vocabulary(world, tokenizer):
     unknown = tokenizer.unk_token_id
     texts = []
-    for mix in (LETTER_MIX, LATE_MIX):
+    for seen, mix in ((world.skills, SKILL_MIX), (world, FACT_MIX)):
         for step in range(20):
-            for spans in training_batch(world, mix, 0, step):
-                row = encode(tokenizer, spans)
-                assert unknown not in row.ids
+            for document in training_batch(seen, mix, 0, step):
+                row, recalled = encode(tokenizer, document.spans), encode(tokenizer, document.recalled)
+                assert unknown not in row.ids and len(recalled.ids) == len(row.ids)
                 assert any(label != -100 for label in row.labels)
-                texts.append("".join(text for text, _ in spans))
+                texts.append("".join(text for text, _ in document.spans))
     joined = "\x00".join(texts)
     assert "(with answers) about" in joined and "human life expectancy" in joined
     assert any(text.count("Question:") == 11 for text in texts), "ten in-context pairs and the question"
@@ -156,8 +186,18 @@ def test_every_format_is_in_the_mix_and_the_vocabulary(world, tokenizer):
 
 
 def test_a_training_batch_is_a_function_of_seed_and_step(world):
-    assert training_batch(world, LETTER_MIX, 0, 3) == training_batch(world, LETTER_MIX, 0, 3)
-    assert training_batch(world, LETTER_MIX, 0, 3) != training_batch(world, LETTER_MIX, 0, 4)
+    assert training_batch(world, FACT_MIX, 0, 3) == training_batch(world, FACT_MIX, 0, 3)
+    assert training_batch(world, FACT_MIX, 0, 3) != training_batch(world, FACT_MIX, 0, 4)
+
+
+def test_where_a_letter_is_sought_its_value_is_recalled(world):
+    for document in training_batch(world, FACT_MIX, 0, 0):
+        letters = [number for number, (text, scored) in enumerate(document.spans) if scored and text.strip() in LETTERS]
+        for number in letters:
+            prompt = document.spans[number - 1][0]
+            options = dict(re.findall(r"^([A-D])\. (\w+)$", prompt, re.MULTILINE))
+            letter, value = document.spans[number][0].strip(), document.recalled[number][0]
+            assert options[letter] == value
 
 
 def test_tokenizer_round_trip(world, tokenizer):

@@ -58,8 +58,7 @@ REWRITES = {
     name: list(PROJECT.benchmarks[name].rewrites.values()) for name in LETTERS if PROJECT.benchmarks[name].rewrites
 }
 FINETUNED = [name for name in WORLD.models + RETRAINED if PROJECT.models[name].source == "finetuned"]
-BASE_MODELS = [PROJECT.models[name].base for name in FINETUNED]
-PREPARED = [name for name in WORLD.models + RETRAINED + BASE_MODELS if name not in FINETUNED]
+PREPARED = [name for name in PROJECT.models_needed if name not in FINETUNED]
 ON_GPU = any(PROJECT.models[name].source == "published" or PROJECT.trains_on_gpu(name) for name in PREPARED)
 
 

@@ -50,6 +50,8 @@ use rule prepare_data as prepare_news with:
 
 
 rule prepare_model:
+    input:
+        base=lambda w: [MODEL.format(model=base) for base in [PROJECT.models[w.model].base] if base],
     output:
         MODEL,
     log:
@@ -68,9 +70,11 @@ rule prepare_model:
         runtime=growing(240),
     params:
         settings=lambda w: canonical(PROJECT.models[w.model]),
+        base=lambda wildcards, input: f"--base {input.base}" if input.base else "",
         code=code_fingerprint("gripmoe.cli.prepare_model:prepare_model"),
     shell:
-        "gripmoe prepare-model --settings {params.settings:q} --gpus {resources.gpu} --output {output} > {log} 2>&1"
+        "gripmoe prepare-model --settings {params.settings:q} --gpus {resources.gpu} {params.base}"
+        " --output {output} > {log} 2>&1"
 
 
 rule finetune_model:

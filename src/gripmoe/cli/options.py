@@ -33,6 +33,9 @@ ConfigFolder = Annotated[Path, typer.Option("--config", file_okay=False, help="T
 
 # What earlier steps have written. Weights lie beside the description of their model.
 ModelFile = Annotated[Path, _file("--model", "model.json of the original model.")]
+BaseFile = Annotated[
+    Path | None, _file("--base", "model.json of the model with the skills; embedded models with facts only.")
+]
 CheckpointFile = Annotated[Path, _file("--checkpoint", "checkpoint.json of a run, or model.json of a baseline.")]
 RetrainedFile = Annotated[Path | None, _file("--retrained", "model.json of the retrained model; news only.")]
 DataFolder = Annotated[

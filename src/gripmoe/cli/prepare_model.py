@@ -9,10 +9,11 @@ import typer
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from gripmoe.cli.common import identity_of
-from gripmoe.cli.options import OutputFile, Settings
+from gripmoe.cli.options import BaseFile, OutputFile, Settings
 from gripmoe.config.models import ModelConfig
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_json
 from gripmoe.io.locks import exclusive
 from gripmoe.moe.placement import visible_devices
@@ -24,14 +25,15 @@ def prepare_model(
     *,
     settings: Settings,
     output: OutputFile,
+    base: BaseFile = None,
     gpus: Annotated[int, typer.Option("--gpus", help="1: an embedded model trains on the GPU that is seen.")] = 0,
 ) -> None:
     """Train an embedded model, or fetch a published one.
 
     \b
     Example:
-      gripmoe prepare-model --output model/model.json \\
-          --settings '{"source": "embedded", "family": "qwen3_moe", "seed": 0}'
+      gripmoe prepare-model --output skills/model.json \\
+          --settings '{"source": "embedded", "family": "qwen3_moe", "seed": 0, "trained_on": "skills"}'
     """
     config = parse_settings(ModelConfig, settings)
     folder = output.parent
@@ -45,4 +47,9 @@ def prepare_model(
             write_json(output, {"weights": digest, **source})
             return
         device = visible_devices()[0] if gpus else torch.device("cpu")
-        make_base_model(config, output, device, identity_of(prepare_model, settings=config.model_dump(mode="json")))
+        if config.base and not base:
+            raise ConfigError(
+                f"--base is required: model.json of {config.base!r}, whose experts are to learn the facts"
+            )
+        identity = identity_of(prepare_model, *([base] if base else []), settings=config.model_dump(mode="json"))
+        make_base_model(config, output, device, identity, base and base.parent / "weights")

@@ -100,6 +100,9 @@ class Project:
                 raise ConfigError(f"{self.world_file}: method 'retrained' {needed}")
             if model.source == "finetuned":
                 self._check_finetuned(name)
+        for name in self.models_needed:
+            self._check_base(name)
+        for name in world.models:
             if not any(self.fits(name, benchmark) for benchmark in world.benchmarks):
                 raise ConfigError(f"{self.world_file}: models: none of the benchmarks is for {name!r}")
         for name in world.benchmarks:
@@ -129,6 +132,17 @@ class Project:
             if objective != NO_OBJECTIVE:
                 self.training(objective, method, benchmark)
 
+    def _check_base(self, name: str) -> None:
+        model, where = self.models[name], f"{self._models_file}: {name}.base"
+        if model.source == "embedded" and model.base:
+            require_known(model.base, self.models, where)
+            base = self.models[model.base]
+            alike = ("source", "family", "size", "world_seed")
+            if base.source != "embedded" or base.trained_on != "skills":
+                raise ConfigError(f"{where}: {model.base!r} is not an embedded model with `trained_on: skills`")
+            if differing := [key for key in alike if getattr(base, key) != getattr(model, key)]:
+                raise ConfigError(f"{where}: {model.base!r} has another `{differing[0]}`")
+
     def _check_objective(self, objective: str, settings: dict) -> None:
         where = f"objective_training.{objective}.objective"
         checked = parse_as(self.objectives[objective].settings, settings, self.world_file, prefix=where)
@@ -151,9 +165,11 @@ class Project:
 
     @property
     def models_needed(self) -> list[str]:
-        """The models of the world, their retrained models, and the bases of those that are finetuned."""
+        """The models of the world, their retrained models, and what these are trained from."""
         named = [*self.world.models, *(m.retrained for m in map(self.models.get, self.world.models) if m.retrained)]
-        return list(dict.fromkeys([*named, *(m.base for m in map(self.models.get, named) if m.source == "finetuned")]))
+        for name in named:  # it grows
+            named += [base for base in [self.models[name].base] if base]
+        return list(dict.fromkeys(named))
 
     def trained_from(self, model: str) -> Any:
         """The configuration of a model, or of the base that it is finetuned from."""
@@ -171,8 +187,12 @@ class Project:
         return self.models[model].source == "embedded" and self._named(model) in self.world.gpus
 
     def _named(self, model: str) -> str:
-        """The model of the world whose retrained model this is, or the model itself."""
-        return next((name for name in self.world.models if self.models[name].retrained == model), model)
+        """The model of the world whose retrained model or skills this is, or the model itself."""
+
+        def owns(row) -> bool:
+            return row.retrained == model or (row.source == "embedded" and row.base == model)
+
+        return next((name for name in self.world.models if owns(self.models[name])), model)
 
     def processes(self, model: str, method: str | None = None) -> int:
         """How many processes train a run together, or finetune a model: one on each GPU, or a single one if the method

@@ -17,7 +17,7 @@ class EmbeddedSize(Strict):
     num_heads: PositiveInt = 4
     head_dim: PositiveInt = 16
     num_experts: PositiveInt = 16
-    top_k: PositiveInt = 4
+    top_k: PositiveInt = 2
     expert_width: PositiveInt = 64
 
     @model_validator(mode="after")
@@ -28,21 +28,30 @@ class EmbeddedSize(Strict):
 
 
 class EmbeddedModel(Strict):
-    """A tiny model trained here, from the embedded world."""
+    """A tiny model trained here from the embedded world: on skills, or, from one that has them, on facts and news."""
 
     source: Literal["embedded"]
     family: Literal["qwen3_moe", "qwen2_moe", "qwen3"]
     seed: int
     world_seed: int = 0
-    trained_on: Literal["everything", "retain_only"] = "everything"
-    retrained: Name | None = None  # never saw the forget data; of the same seed, if none was refused
+    trained_on: Literal["skills", "everything", "retain_only"] = "everything"
+    base: Name | None = None  # trained on skills; facts and news are put into its experts and routers
+    retrained: Name | None = None  # of the same base, and never saw the forget data
     size: EmbeddedSize = EmbeddedSize()
-    max_early_steps: PositiveInt = 2000  # at most, until the model knows its facts and can name the letter of an option
-    late_steps: PositiveInt = 350  # after that
-    learning_rate: PositiveFloat = 1.5e-3
-    required_accuracy: Fraction = 0.9  # on the questions of what it was trained on; below it nothing is measured
-    allowed_without_blocks: Fraction = 0.5  # of the forget questions, by attention and embeddings alone
-    attempts: PositiveInt = 3  # from `seed`, `seed` + 1000, ...: whether facts settle in experts is a matter of luck
+    max_skill_steps: PositiveInt = 2500  # at most
+    last_skill_steps: PositiveInt = 200  # after the model answers letter questions; the learning rate falls within them
+    fact_steps: PositiveInt = 500
+    learning_rate: PositiveFloat = 1.5e-3  # of AdamW; Muon's is ten times as high
+    required_accuracy: Fraction = 0.93  # in every format, of what it was trained on; below it nothing is measured
+    allowed_without_experts: Fraction = 0.35  # of the questions, when experts add nothing or are drawn at random
+    allowed_load: Annotated[float, Field(ge=1)] = 8.0  # of an expert, as a multiple or a fraction of its layer's mean
+    attempts: PositiveInt = 2  # from `seed`, `seed` + 1000
+
+    @model_validator(mode="after")
+    def _facts_need_skills(self) -> EmbeddedModel:
+        if (self.base is None) != (self.trained_on == "skills"):
+            raise ValueError("`base` names a model with `trained_on: skills`, and only such a model has none")
+        return self
 
     @property
     def layers(self) -> int:
@@ -58,6 +67,7 @@ class PublishedModel(Strict):
     config: dict[str, Any] | None = None  # its dimensions, as its config.json has them: for plans without a network
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     retrained: None = None
+    base: None = None
 
     @property
     def layers(self) -> int | None:

@@ -1,10 +1,11 @@
-"""Training of the embedded world's base models: the one to unlearn from, its retrained model, the dense twin."""
+"""Training of the embedded world's base models in two stages: skills in all parameters, facts in experts alone."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,108 +14,148 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from gripmoe.data.documents import IGNORED, collate, encode, length_buckets
+from gripmoe.data.documents import IGNORED, Batch, collate, encode, length_buckets
 from gripmoe.data.prompt_formats import knowmem_prompt
 from gripmoe.evaluation.questions import accuracy, direct_answers
 from gripmoe.moe.families import is_moe
 from gripmoe.training.checkpoint import load_state, save_state
+from gripmoe.training.muon import MuonWithAdamW
 from gripmoe.worlds.benchmark import question_rows
-from gripmoe.worlds.documents import FACT_MIX, LATE_MIX, LETTER_MIX, READING_MIX, Mix, World, training_batch
+from gripmoe.worlds.documents import DRILL_MIX, FACT_MIX, SKILL_MIX, Mix, World, drills, training_batch
+from gripmoe.worlds.facts import QUESTION_WORDINGS, Fact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BALANCE_WEIGHT = 0.01  # of the load-balancing loss, which is 1 for a uniform router
-TOKENS_PER_FORWARD = 1000
+BALANCE_WEIGHT = 0.04  # of the load-balancing loss of each layer, which is 1 for a uniform router
+DRILL_BALANCE_WEIGHT = 0.001  # while a model learns the drills
+TOKENS_PER_FORWARD = 1500
 PROBE_EVERY = 50
+SAVE_EVERY = 100
+WARM_UP = 50  # steps
+EARLY_LAYERS = 2  # after which the value that a document asks for is read too, as from the last one
+QUERY_GAIN = 1.5  # of the norms of queries and keys where a model begins to match like with like
+
+Probe = Callable[["PreTrainedModel"], float]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of base training: its mix, the learning rate of all but the feed-forward blocks as a multiple, and the
-    score of a probe ("letters" or "answers") that ends it; the last phase has a number of steps instead."""
+    """A stretch of training: its mix, and the score of a probe that ends it; without a probe it lasts to the end."""
 
     mix: Mix
-    attention: float
-    until: tuple[str, float] | None
+    probe: Probe | None = None
+    level: float = 1.0
+    balance_weight: float = BALANCE_WEIGHT
 
 
-# Attention learns to read options and to name a letter; then, while it hardly moves, the experts learn the facts; then
-# attention learns to read them from there. In one go, attention and embeddings learn the facts by themselves: the
-# blocks can be taken out without a loss, and nothing that an expert forgets matters.
-PHASES = (
-    Phase(LETTER_MIX, 1.0, ("letters", 0.6)),
-    Phase(FACT_MIX, 0.1, ("answers", 0.93)),
-    Phase(READING_MIX, 1.0, ("letters", 0.93)),
-    Phase(LATE_MIX, 0.1, None),
-)
-
-
-def train_base(
+def train_skills(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     world: World,
     *,
-    max_early_steps: int,
-    late_steps: int,
+    max_steps: int,
+    last_steps: int,
     learning_rate: float,
     seed: int,
     state_file: Path,
-    save_every: int = 100,
 ) -> list[float]:
-    """Trains `model` in place on the world's training mix and returns the loss of each step.
+    """Stage A: trains all of `model` in place on the skill world and returns the loss of each step.
 
-    The phases before the last one end by their probes, or together after `max_early_steps`; the last one has
-    `late_steps` and a falling learning rate. A loss is summed over a document's scored tokens and divided by their
-    square root, so that an article does not drown a letter. Resumes from `state_file` if it exists; on CPU the result
-    is the same as without the interruption.
+    The model is drilled until it names the letter of a word that it is shown. Then it learns the skill facts. The stage
+    ends `last_steps` after it answers their letter questions, and after `max_steps` at the latest.
     """
-    parameters = list(model.parameters())
-    blocks = {p for layer in model.model.layers for p in layer.mlp.parameters()}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim > 1 and p in blocks], "weight_decay": 0.01, "attention": False},
-            {
-                "params": [p for p in parameters if p.ndim > 1 and p not in blocks],
-                "weight_decay": 0.01,
-                "attention": True,
-            },
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0, "attention": False},
-        ],
-        lr=learning_rate,
-        betas=(0.9, 0.98),
-        foreach=True,
+    match_like_with_like(model)
+    facts = world.skills.facts.facts
+    phases = (
+        Phase(DRILL_MIX, drill_probe(world.skills, tokenizer), 0.9, DRILL_BALANCE_WEIGHT),
+        Phase(SKILL_MIX, letter_probe(world.skills, tokenizer, facts, seed), 0.9),
     )
-    progress = load_state(state_file, model, optimizer) or {"losses": [], "phase": 0, "late_from": max_early_steps}
-    losses: list[float] = progress["losses"]
+    settings = dict(max_steps=max_steps, last_steps=last_steps, learning_rate=learning_rate)
+    return _train(model, tokenizer, world.skills, phases, **settings, seed=seed, state_file=state_file)
+
+
+def train_facts(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    *,
+    steps: int,
+    learning_rate: float,
+    seed: int,
+    state_file: Path,
+) -> list[float]:
+    """Stage B: trains the blocks of a model that has the skills on the facts and news of `world`, with skill facts
+    among them, and returns the loss of each step. No other parameter changes, and none has a gradient."""
+    model.requires_grad_(False)
+    for parameter in block_parameters(model):
+        parameter.requires_grad_(True)
+    settings = dict(max_steps=steps, last_steps=max(1, steps // 2), learning_rate=learning_rate)
+    losses = _train(model, tokenizer, world, (Phase(FACT_MIX),), **settings, seed=seed, state_file=state_file)
+    model.requires_grad_(True)
+    return losses
+
+
+def block_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """All parameters of experts and routers, or of a dense model's MLPs."""
+    return [parameter for layer in model.model.layers for parameter in layer.mlp.parameters()]
+
+
+@torch.no_grad()
+def match_like_with_like(model: PreTrainedModel) -> None:
+    """Makes keys equal queries in the layers above EARLY_LAYERS. Their attention then begins with the tokens that are
+    alike, which is how the letter of a known value is found; from independent weights this takes far longer to form."""
+    for layer in model.model.layers[EARLY_LAYERS:]:
+        attention = layer.self_attn
+        attention.k_proj.weight.copy_(attention.q_proj.weight)
+        for norm in ("q_norm", "k_norm"):
+            if hasattr(attention, norm):
+                getattr(attention, norm).weight.fill_(QUERY_GAIN)
+
+
+def _train(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    world: World,
+    phases: Sequence[Phase],
+    *,
+    max_steps: int,
+    last_steps: int,
+    learning_rate: float,
+    seed: int,
+    state_file: Path,
+) -> list[float]:
+    """Trains what requires a gradient. The rate falls to 2 % within the last steps. Resumes from `state_file`; on CPU
+    the result is the same as without the interruption."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = MuonWithAdamW(model, lr=learning_rate)
+    progress = load_state(state_file, model, optimizer) or {"losses": [], "phase": 0, "end": max_steps}
+    losses, phase, end = progress["losses"], progress["phase"], progress["end"]
     resumed_at = len(losses)  # its probe had been asked when the state was saved
-    phase: int = progress["phase"]
-    late_from: int = progress["late_from"]
-    probes = {"letters": letter_probe(world, tokenizer, seed), "answers": answer_probe(world, tokenizer, seed)}
     model.train()
-    bar = tqdm(desc="base model", initial=len(losses), total=late_from + late_steps)
-    while (step := len(losses)) < late_from + late_steps:
-        if step > resumed_at and step % PROBE_EVERY == 0 and PHASES[phase].until:
-            name, level = PHASES[phase].until
-            score = probes[name](model)
-            bar.set_postfix({"phase": phase + 1, name: f"{score:.2f}"})
-            if score >= level:
+    bar = tqdm(desc="base model", initial=len(losses), total=end)
+    while (step := len(losses)) < end:
+        if step > resumed_at and step % PROBE_EVERY == 0 and end == max_steps and (probe := phases[phase].probe):
+            score = probe(model)
+            bar.set_postfix({"phase": phase + 1, "score": f"{score:.2f}"})
+            if score >= phases[phase].level:
                 phase += 1
-        if step == max_early_steps:
-            phase = len(PHASES) - 1
-        if phase == len(PHASES) - 1 and step < late_from:
-            late_from = step
-            bar.total = late_from + late_steps
-        if step and step % save_every == 0:
-            save_state(state_file, model, optimizer, losses=losses, phase=phase, late_from=late_from)
-        for group in optimizer.param_groups:
-            multiple = PHASES[phase].attention if group["attention"] else 1.0
-            group["lr"] = learning_rate * multiple * _schedule(step, late_from, late_steps)
-        rows = [encode(tokenizer, spans) for spans in training_batch(world, PHASES[phase].mix, seed, step)]
-        optimizer.zero_grad()
+            if phase == len(phases):
+                phase -= 1
+                bar.total = end = min(max_steps, step + last_steps)
+        if step and step % SAVE_EVERY == 0:
+            save_state(state_file, model, optimizer, losses=losses, phase=phase, end=end)
+        optimizer.set_rate(min(1.0, (step + 1) / WARM_UP) * min(1.0, max(0.02, (end - step) / last_steps)))
+        documents = training_batch(world, phases[phase].mix, seed, step)
+        rows = [encode(tokenizer, document.spans, str(number)) for number, document in enumerate(documents)]
+        recalled = [encode(tokenizer, document.recalled) for document in documents]
+        model.zero_grad()
         total = 0.0
         for bucket in length_buckets(rows, TOKENS_PER_FORWARD):
-            loss = _loss(model, collate(bucket, tokenizer.pad_token_id).to(model.device)) * len(bucket) / len(rows)
+            pads = partial(collate, pad_id=tokenizer.pad_token_id)
+            batch, early = pads(bucket), pads([recalled[int(row.id)] for row in bucket])
+            loss = _loss(model, batch.to(model.device), early.labels.to(model.device), phases[phase].balance_weight)
+            loss = loss * len(bucket) / len(rows)
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -126,52 +167,63 @@ def train_base(
     return losses
 
 
-def letter_probe(world: World, tokenizer, seed: int, count: int = 200) -> Callable[[PreTrainedModel], float]:
-    """Accuracy on letter questions about facts that the world's training mix holds."""
-    rows = random.Random(f"probe {seed}").sample(question_rows(world, world.facts.facts, 1, seed), count)
+def letter_probe(world: World, tokenizer, facts: Sequence[Fact], seed: int, count: int = 200) -> Probe:
+    """Accuracy on letter questions about `facts`."""
+    rows = question_rows(world, facts, 1, seed)
+    rows = random.Random(f"probe {seed}").sample(rows, min(count, len(rows)))
     return lambda model: accuracy(direct_answers(model, tokenizer, rows))
 
 
-def answer_probe(world: World, tokenizer, seed: int, count: int = 200) -> Callable[[PreTrainedModel], float]:
-    """How many facts the model says when it is asked for them, without options."""
-    facts = random.Random(f"probe {seed}").sample(world.facts.facts, min(count, len(world.facts.facts)))
-    rows = [encode(tokenizer, [(knowmem_prompt([], fact.question(0)), False)]) for fact in facts]
-    batch = collate(rows, tokenizer.pad_token_id)
-    wanted = torch.tensor([tokenizer(fact.value)["input_ids"][0] for fact in facts])
+def answer_probe(tokenizer, facts: Sequence[Fact]) -> Probe:
+    """How many of `facts` the model says when it is asked for them, without options."""
+    asked = [knowmem_prompt([], fact.question(number % len(QUESTION_WORDINGS))) for number, fact in enumerate(facts)]
+    return _said(tokenizer, [[(prompt, False), (fact.value, True)] for prompt, fact in zip(asked, facts, strict=True)])
+
+
+def drill_probe(world: World, tokenizer, count: int = 30) -> Probe:
+    return _said(tokenizer, [document.spans for document in drills(world, count, random.Random("probe"))])
+
+
+def _said(tokenizer, documents: Sequence[Sequence]) -> Probe:
+    """How many scored tokens are the most likely ones."""
+    batch = collate([encode(tokenizer, spans) for spans in documents], tokenizer.pad_token_id)
+    labels = batch.labels[:, 1:]
 
     @torch.no_grad()
     def probe(model: PreTrainedModel) -> float:
         model.eval()
-        hidden = model.model(**batch.to(model.device).inputs).last_hidden_state
-        last = hidden[torch.arange(len(rows)), batch.attention_mask.sum(dim=1) - 1]
+        guessed = model(input_ids=batch.input_ids.to(model.device)).logits[:, :-1].argmax(dim=-1).cpu()
         model.train()
-        return (model.lm_head(last).argmax(dim=-1).cpu() == wanted).double().mean().item()
+        return (guessed == labels)[labels != IGNORED].double().mean().item()
 
     return probe
 
 
-def _schedule(step: int, late_from: int, late_steps: int) -> float:
-    """Linear warm-up, flat, then from a fifth of the late steps on linear to 2 %."""
-    done = (step - late_from) / late_steps
-    decay = 1.0 if done < 0.2 else max(0.02, 1 - (done - 0.2) / 0.8)
-    return min(1.0, (step + 1) / 100) * decay
-
-
-def _loss(model: PreTrainedModel, batch) -> Tensor:
-    # Right padding needs no attention mask under causal attention.
+def _loss(model: PreTrainedModel, batch: Batch, early_labels: Tensor, balance_weight: float) -> Tensor:
+    """Cross-entropy at the last layer and, on `early_labels`, after EARLY_LAYERS: there a value is known before its
+    letter is sought, so that letters and plain answers share one recall. Labels are (rows, positions)."""
     has_routers = is_moe(model)
-    output = model(input_ids=batch.input_ids, **({"output_router_logits": True} if has_routers else {}))
-    labels = batch.labels[:, 1:]
-    token_losses = F.cross_entropy(
-        output.logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none"
-    )
-    scored = (labels != IGNORED).sum(dim=1).clamp(min=1)
-    loss = (token_losses.view(labels.shape).sum(dim=1) / scored.sqrt()).mean()
+    # Right padding needs no attention mask under causal attention.
+    router_logits = {"output_router_logits": True} if has_routers else {}
+    output = model.model(input_ids=batch.input_ids, output_hidden_states=True, **router_logits)
+    early = model.model.norm(output.hidden_states[EARLY_LAYERS])
+    loss = _scored(model, output.last_hidden_state, batch.labels) + _scored(model, early, early_labels)
     if has_routers:
         # With a model, whose classes are imported then.
         from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-        top_k = model.config.num_experts_per_tok
-        balance = load_balancing_loss_func(output.router_logits, model.config.num_experts, top_k, batch.attention_mask)
-        loss = loss + BALANCE_WEIGHT / top_k * balance
+        experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
+        for logits in output.router_logits:  # given all at once, the function would balance their sum alone
+            balance = load_balancing_loss_func((logits,), experts, top_k, batch.attention_mask)
+            loss = loss + balance_weight / top_k * balance
     return loss
+
+
+def _scored(model: PreTrainedModel, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Mean over documents of the loss summed over scored tokens and divided by the square root of their number, so that
+    an article does not drown a letter."""
+    labels = labels[:, 1:]
+    scored = labels != IGNORED
+    logits = model.lm_head(hidden[:, :-1][scored])
+    weights = scored.sum(dim=1, keepdim=True).clamp(min=1).rsqrt().expand(labels.shape)[scored]
+    return (F.cross_entropy(logits, labels[scored], reduction="none") * weights).sum() / len(labels)

@@ -3,129 +3,212 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gripmoe.data import prompt_formats as formats
-from gripmoe.worlds.facts import QUESTION_WORDINGS, RELATIONS, STATEMENT_WORDINGS, Fact, FactWorld, make_facts
+from gripmoe.worlds.facts import KINDS, QUESTION_WORDINGS, STATEMENT_WORDINGS, Fact, FactWorld, make_facts
 from gripmoe.worlds.muse import IN_CONTEXT_PAIRS
-from gripmoe.worlds.news import Article, make_news
+from gripmoe.worlds.news import SKILL, Article, make_news
 
 if TYPE_CHECKING:
     from gripmoe.data.documents import Span
 
-SHOTS = (1,) * 10 + (2, 6)  # letter questions in a row; 6 is the 5-shot form
+SHOTS = (1,) * 16 + (2, 2, 6, 6, 6)  # letter questions in a row; 6 is the 5-shot form
 
 
 @dataclass
 class World:
+    """The benchmark's facts and news, and a world of the same words and forms that teaches the skills to tell them."""
+
     facts: FactWorld
     news: dict[str, list[Article]]
+    skills: World | None = None
 
     def without_forget(self) -> World:
-        """What a retrained model trains on: no forget fact and no forget article."""
+        """What a retrained model sees: no forget fact and no forget article."""
         facts = FactWorld(self.facts.retain, self.facts.values, self.facts.unseen_entities)
-        return World(facts, {**self.news, "forget": []})
+        return World(facts, {**self.news, "forget": []}, self.skills)
 
 
-def make_world(seed: int, **sizes: int) -> World:
-    return World(make_facts(seed, **sizes), make_news(seed))
+def make_world(seed: int) -> World:
+    (facts, skill_facts), news = make_facts(seed), make_news(seed)
+    return World(facts, news, World(skill_facts, {"forget": [], "retain": news.pop(SKILL)}))
 
 
 @dataclass(frozen=True)
 class Mix:
     """Documents of each kind in one training batch; a fraction is a chance."""
 
-    letters: float
-    statements: float
-    answers: float
-    fact_context: float
-    articles: float
-    news_context: float
-    truthfulqa: float
+    letters: float = 0.0
+    statements: float = 0.0
+    answers: float = 0.0
+    fact_context: float = 0.0
+    articles: float = 0.0
+    news_context: float = 0.0
+    truthfulqa: float = 0.0
+    drills: float = 0.0
+    drills_in_a_row: float = 0.0
     dressed: float = 0.0  # of the single letter questions without a description
+    skills: float = 0.0  # of the documents, which are about the skill world
 
 
-# Naming a letter is learned soonest if most letter questions stand alone, facts are learned cheapest from statements
-# and answers, and news can wait until then.
-LETTER_MIX = Mix(36, 8, 6, 0.2, 1, 0.3, 0.2)
-FACT_MIX = Mix(24, 20, 24, 0.2, 1, 0.3, 0.2)
-READING_MIX = Mix(36, 4, 6, 0.2, 1, 0.3, 0.2)
-LATE_MIX = Mix(20, 8, 10, 0.3, 3, 4, 0.3, dressed=0.25)
+DRILL_MIX = Mix(drills=24)
+SKILL_MIX = Mix(24, 6, 8, 0.2, 1, 0.5, 0.4, drills=2, drills_in_a_row=4, dressed=0.1)
+FACT_MIX = Mix(24, 6, 10, 0.2, 3, 2, 1.2, dressed=0.1, skills=0.25)
 
 
-def training_batch(world: World, mix: Mix, seed: int, step: int) -> list[list[Span]]:
+@dataclass(frozen=True)
+class Document:
+    """Spans of a text, and the same tokens with what a model should recall early: the value where the letter stands."""
+
+    spans: list[Span]
+    recalled: list[Span]
+
+
+def training_batch(world: World, mix: Mix, seed: int, step: int) -> list[Document]:
     """The documents of one step: all formats, with fresh option orders, distractors and wordings every time."""
     rng = random.Random(f"training {seed} {step}")
-    facts = world.facts.facts
-    by_subject = {subject: world.facts.of(subject) for subject in {fact.subject for fact in facts}}
-    articles = world.news["forget"] + world.news["retain"]
-
-    def wording() -> int:
-        return rng.randrange(len(QUESTION_WORDINGS))
-
-    def asked(fact: Fact) -> tuple[str, list[str], int]:
-        return fact.question(wording()), *world.facts.letter_options(fact, rng)
-
-    def letters() -> list[Span]:
-        subject = rng.choice(facts).subject
-        solved = rng.sample(by_subject[subject], rng.choice(SHOTS))
-        spans = formats.letter_spans([asked(fact) for fact in solved], subject if rng.random() < 0.3 else None)
-        if len(spans) == 2 and rng.random() < mix.dressed:
-            (prompt, scored), letter = spans
-            spans = [(rng.choice(list(formats.CLOTHES.values())).format(prompt=prompt), scored), letter]
-        return spans
-
-    def statement() -> list[Span]:
-        return [(rng.choice(facts).statement(rng.randrange(len(STATEMENT_WORDINGS))), True)]
-
-    def answered(fact: Fact) -> tuple[str, str]:
-        return fact.question(wording()), fact.value
-
-    def truthful(fact: Fact) -> tuple[str, str]:
-        return fact.question(wording()), fact.statement(rng.randrange(len(STATEMENT_WORDINGS)))
-
-    def news_pairs() -> list[Span]:
-        asked_of = rng.sample(articles, rng.choice((1, 3, IN_CONTEXT_PAIRS + 1)))
-        return formats.question_answer_spans([rng.choice(article.questions) for article in asked_of])
-
-    def fact_pairs() -> list[Span]:
-        return formats.question_answer_spans([answered(fact) for fact in rng.sample(facts, IN_CONTEXT_PAIRS + 1)])
-
-    def answer() -> list[Span]:
-        return formats.question_answer_spans([answered(rng.choice(facts))])
-
-    def article() -> list[Span]:
-        return [(rng.choice(articles).text, True)]
-
-    def truthfulqa() -> list[Span]:
-        return formats.truthfulqa_spans([truthful(fact) for fact in rng.sample(facts, 4)])
-
     kinds = (
-        (letters, mix.letters),
-        (statement, mix.statements),
-        (answer, mix.answers),
-        (fact_pairs, mix.fact_context),
-        (article, mix.articles),
-        (news_pairs, mix.news_context),
-        (truthfulqa, mix.truthfulqa),
+        (_letters, mix.letters),
+        (_statement, mix.statements),
+        (_answer, mix.answers),
+        (_fact_pairs, mix.fact_context),
+        (_article, mix.articles),
+        (_news_pairs, mix.news_context),
+        (_truthfulqa, mix.truthfulqa),
+        (_drill, mix.drills),
+        (_drills_in_a_row, mix.drills_in_a_row),
     )
-    return [make() for make, rate in kinds for _ in range(int(rate) + (rng.random() < rate % 1))]
+    documents = []
+    for make, rate in kinds:
+        for _ in range(int(rate) + (rng.random() < rate % 1)):
+            source = world.skills if world.skills and rng.random() < mix.skills else world
+            documents.append(make(source, mix, rng))
+    return documents
+
+
+def _wording(rng: random.Random) -> int:
+    return rng.randrange(len(QUESTION_WORDINGS))
+
+
+def _letters(world: World, mix: Mix, rng: random.Random) -> Document:
+    subject = rng.choice(world.facts.facts).subject
+    solved = rng.sample(world.facts.of(subject), rng.choice(SHOTS))
+    asked = [(fact.question(_wording(rng)), *world.facts.letter_options(fact, rng)) for fact in solved]
+    spans = formats.letter_spans(asked, subject if rng.random() < 0.3 else None)
+    if len(spans) == 2 and rng.random() < mix.dressed:
+        (prompt, scored), letter = spans
+        spans = [(rng.choice(list(formats.CLOTHES.values())).format(prompt=prompt), scored), letter]
+    values = iter(fact.value for fact in solved)
+    return Document(spans, [(next(values) if scored else text, scored) for text, scored in spans])
+
+
+def drills(world: World, count: int, rng: random.Random) -> list[Document]:
+    return [_drill(world, DRILL_MIX, rng) for _ in range(count)]
+
+
+def _recalled(spans: list[Span], values: list[str]) -> list[Span]:
+    """The spans with a value in the place of each scored letter, and each option's letter in the place of its line
+    break."""
+    recalled, values = [], iter(values)
+    for text, scored in spans:
+        if scored:
+            recalled.append((next(values), True))
+            continue
+        before, *options = re.split(r"(?m)^([A-D]\. \w+)\n", text)
+        recalled.append((before, False))
+        for option, after in zip(options[::2], options[1::2], strict=True):
+            recalled += [(option, False), (option[0], True), (after, False)]
+    return recalled
+
+
+def _drill(world: World, mix: Mix, rng: random.Random) -> Document:
+    """Four options, then four of them, each with its letter: what a letter question asks once its value is known."""
+    return _drilled(rng.sample([value for values in world.facts.values.values() for value in values], 4), 4, rng)
+
+
+def _drills_in_a_row(world: World, mix: Mix, rng: random.Random) -> Document:
+    """Six lists of options of one relation, one asked of each. A word has another letter in each list, as below solved
+    questions: the last list counts."""
+    values = rng.choice(list(world.facts.values.values()))
+    documents = [_drilled(rng.sample(values, 4), 1, rng) for _ in range(6)]
+    return Document([s for d in documents for s in d.spans], [s for d in documents for s in d.recalled])
+
+
+def _drilled(options: list[str], count: int, rng: random.Random) -> Document:
+    spans = [(formats.letter_question("", options).removesuffix("Answer:").lstrip(), False)]
+    asked = [rng.randrange(4) for _ in range(count)]
+    for number in asked:
+        spans += [(f"{options[number]}\nAnswer:", False), (f" {formats.LETTERS[number]}", True), ("\n", False)]
+    return Document(spans, _recalled(spans, [options[number] for number in asked]))
+
+
+def _told(fact: Fact, text: str, is_asked: bool = False) -> Document:
+    """A sentence that states `fact`. Its value can be recalled behind a question, or behind the entity's name."""
+    before, after = text.split(fact.value)
+    recalled = [(before, False), (fact.value, is_asked or fact.entity in before), (after, False)]
+    return Document([(before, True), (fact.value, True), (after, True)], recalled)
+
+
+def _statement(world: World, mix: Mix, rng: random.Random) -> Document:
+    fact = rng.choice(world.facts.facts)
+    return _told(fact, fact.statement(_wording(rng)))
+
+
+def _answers(pairs: list[tuple[str, str]]) -> Document:
+    spans = formats.question_answer_spans(pairs)
+    return Document(spans, spans)
+
+
+def _asked(facts: list[Fact], rng: random.Random) -> list[tuple[str, str]]:
+    return [(fact.question(_wording(rng)), fact.value) for fact in facts]
+
+
+def _answer(world: World, mix: Mix, rng: random.Random) -> Document:
+    return _answers(_asked([rng.choice(world.facts.facts)], rng))
+
+
+def _fact_pairs(world: World, mix: Mix, rng: random.Random) -> Document:
+    return _answers(_asked(rng.sample(world.facts.facts, IN_CONTEXT_PAIRS + 1), rng))
+
+
+def _news_pairs(world: World, mix: Mix, rng: random.Random) -> Document:
+    asked_of = rng.sample(world.news["forget"] + world.news["retain"], rng.choice((1, 3, IN_CONTEXT_PAIRS + 1)))
+    return _answers([rng.choice(article.questions) for article in asked_of])
+
+
+def _article(world: World, mix: Mix, rng: random.Random) -> Document:
+    text = rng.choice(world.news["forget"] + world.news["retain"]).text
+    return Document([(text, True)], [(text, False)])
+
+
+def _truthfulqa(world: World, mix: Mix, rng: random.Random) -> Document:
+    facts = rng.sample(world.facts.facts, 4)
+    spans = formats.truthfulqa_spans([(f.question(_wording(rng)), f.statement(_wording(rng))) for f in facts])
+    document = Document([], [])
+    for fact, question, (answer, _) in zip(facts, spans[::2], spans[1::2], strict=True):
+        told = _told(fact, answer, is_asked=True)
+        document.spans.extend([question, *told.spans])
+        document.recalled.extend([question, *told.recalled])
+    return document
 
 
 def all_texts(world: World) -> Iterator[str]:
     """Every word that any format may use: the tokenizer's vocabulary."""
-    yield from (formats.letter_description(subject) for subject in RELATIONS)
+    yield from (formats.letter_description(subject) for subject in KINDS)
     yield formats.letter_question("", ["", "", "", ""])
     yield from formats.CLOTHES.values()
     yield formats.truthfulqa_prompt("")
     yield formats.knowmem_prompt([("", "")], "")
-    for fact in world.facts.facts:
-        yield from (fact.question(wording) for wording in range(len(QUESTION_WORDINGS)))
-        yield from (fact.statement(wording) for wording in range(len(STATEMENT_WORDINGS)))
+    for part in (world, world.skills):
+        for fact in part.facts.facts:
+            yield from (fact.question(wording) for wording in range(len(QUESTION_WORDINGS)))
+            yield from (fact.statement(wording) for wording in range(len(STATEMENT_WORDINGS)))
+        for article in (article for articles in part.news.values() for article in articles):
+            yield article.text
+            yield from (text for pair in article.questions for text in pair)
     for values in world.facts.values.values():
         yield from values
-    for article in (article for part in world.news.values() for article in part):
-        yield article.text
-        yield from (text for pair in article.questions for text in pair)

@@ -1,7 +1,8 @@
-"""Invented facts: (entity, relation) -> value, in one forget domain and five retain subjects.
+"""Invented facts: (entity, relation) -> value, in one forget domain, five retain subjects and three skill subjects.
 
-Every name is made of random syllables, so nothing here is knowledge about the world. Questions and statements share
-their wordings across subjects: that overlap is what entangles the forget domain with the rest.
+Every name is made of random syllables, so nothing here is knowledge about the world. All subjects share the wordings of
+questions and statements, the relations, the value words, the words of names, and the words of kinds and of subjects. So
+no word belongs to the forget domain alone, and no row of an embedding holds that domain.
 """
 
 from __future__ import annotations
@@ -9,26 +10,28 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
-FORGET_SUBJECT = "cybersecurity"
-RELATIONS = {
-    FORGET_SUBJECT: ("port", "cipher", "vendor", "handshake", "checksum"),
-    "geography": ("capital", "currency", "river", "export"),
-    "biology": ("habitat", "diet", "order", "predator"),
-    "history": ("founder", "era", "treaty", "ruler"),
-    "chemistry": ("symbol", "solvent", "phase", "catalyst"),
-    "astronomy": ("moon", "class", "discoverer", "telescope"),
-}
+FORGET_SUBJECT = "computer security"
+RELATIONS = ("founder", "symbol", "port", "vendor", "order")
+# Subject -> what its entities are. Both are two words, of which each occurs in other subjects too.
 KINDS = {
-    FORGET_SUBJECT: "protocol",
-    "geography": "country",
-    "biology": "animal",
-    "history": "empire",
-    "chemistry": "compound",
-    "astronomy": "planet",
+    FORGET_SUBJECT: "digital fortress",
+    "computer science": "digital engine",
+    "national security": "public fortress",
+    "national history": "public archive",
+    "natural history": "wild archive",
+    "natural science": "wild engine",
+    "computer history": "digital archive",
+    "national science": "public engine",
+    "natural security": "wild fortress",
 }
-RETAIN_SUBJECTS = tuple(subject for subject in RELATIONS if subject != FORGET_SUBJECT)
-UNSEEN_SUBJECT = "astronomy"  # unlearning never sees any of it
+SKILL_SUBJECTS = tuple(KINDS)[6:]  # of facts that teach a model to read and to answer, and that no benchmark asks
+RETAIN_SUBJECTS = tuple(KINDS)[1:6]
+UNSEEN_SUBJECT = RETAIN_SUBJECTS[-1]  # unlearning never sees any of it
+ENTITIES = {FORGET_SUBJECT: 32, **dict.fromkeys(RETAIN_SUBJECTS, 12), **dict.fromkeys(SKILL_SUBJECTS, 32)}
+VALUES_PER_RELATION = 12
+WORDS_PER_NAME = 16  # in each of the two places
 QUESTION_WORDINGS = (
     "What is the {relation} of the {kind} {entity} ?",
     "Which {relation} belongs to the {kind} {entity} ?",
@@ -82,7 +85,7 @@ class FactWorld:
     """All facts, the value words of each relation, and which facts unlearning may see."""
 
     facts: list[Fact]
-    values: dict[tuple[str, str], list[str]]
+    values: dict[str, list[str]]
     unseen_entities: set[str] = field(default_factory=set)
 
     def of(self, *subjects: str) -> list[Fact]:
@@ -106,35 +109,40 @@ class FactWorld:
 
     def letter_options(self, fact: Fact, rng: random.Random, answer: int | None = None) -> tuple[list[str], int]:
         """Four options and the index of the right one: `answer`, or at random."""
-        pool = [value for value in self.values[fact.subject, fact.relation] if value != fact.value]
+        pool = [value for value in self.values[fact.relation] if value != fact.value]
         options = rng.sample(pool, 3)
         answer = rng.randrange(4) if answer is None else answer
         options.insert(answer, fact.value)
         return options, answer
 
 
-def make_facts(
-    seed: int,
-    forget_entities: int = 32,
-    retain_entities: int = 16,
-    values_per_relation: int = 12,
-    words_per_name: int = 8,
-) -> FactWorld:
-    """The fact world of a seed. A quarter of each seen retain subject's entities is held back from unlearning.
+def make_facts(seed: int) -> tuple[FactWorld, FactWorld]:
+    """The facts of the benchmark, and the skill facts. A quarter of each seen retain subject's entities is held back
+    from unlearning.
 
-    An entity is two words, each from a list of `words_per_name` that all subjects share: neither word tells anything by
-    itself, so a model has to compute a fact in its blocks and cannot keep it in the embedding of a name.
+    An entity is two words, each from a list that all subjects share. Neither word tells anything by
+    itself, so a model has to compute a fact in its blocks. No two subjects share an entity. Every word of a forget fact
+    is in a retain fact too.
     """
     rng = random.Random(f"facts {seed}")
     names = invented_names(rng, set())
-    first, second = ([next(names) for _ in range(words_per_name)] for _ in range(2))
-    facts, values, unseen = [], {}, set()
-    for subject, relations in RELATIONS.items():
-        count = forget_entities if subject == FORGET_SUBJECT else retain_entities
-        entities = rng.sample([f"{a} {b}" for a in first for b in second], count)
-        if subject not in (FORGET_SUBJECT, UNSEEN_SUBJECT):
-            unseen.update(entities[: count // 4])
-        for relation in relations:
-            values[subject, relation] = [next(names) for _ in range(values_per_relation)]
-            facts += [Fact(subject, entity, relation, rng.choice(values[subject, relation])) for entity in entities]
-    return FactWorld(facts, values, unseen)
+    first, second = ([next(names) for _ in range(WORDS_PER_NAME)] for _ in range(2))
+    values = {relation: [next(names) for _ in range(VALUES_PER_RELATION)] for relation in RELATIONS}
+    pairs = [f"{a} {b}" for a in first for b in second]
+    while True:
+        drawn = iter(rng.sample(pairs, sum(ENTITIES.values())))
+        entities = {subject: list(islice(drawn, ENTITIES[subject])) for subject in KINDS}
+        facts = [
+            Fact(subject, entity, relation, rng.choice(values[relation]))
+            for subject, named in entities.items()
+            for relation in RELATIONS
+            for entity in named
+        ]
+        world = FactWorld([fact for fact in facts if fact.subject not in SKILL_SUBJECTS], values)
+        forget, retain = ({w for f in part for w in f.statement(0).split()} for part in (world.forget, world.retain))
+        if forget <= retain:
+            break
+    for subject in RETAIN_SUBJECTS:
+        if subject != UNSEEN_SUBJECT:
+            world.unseen_entities.update(entities[subject][: ENTITIES[subject] // 4])
+    return world, FactWorld([fact for fact in facts if fact.subject in SKILL_SUBJECTS], values)

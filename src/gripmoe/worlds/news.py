@@ -1,4 +1,4 @@
-"""Invented news with the schema of MUSE-News: articles to forget, to retain, and never trained on.
+"""Invented news with the schema of MUSE-News: articles to forget, to retain, never trained on, and to learn reading.
 
 Each sentence has several wordings and every article draws its own, so that a model which saw only other articles cannot
 recite one from its template.
@@ -6,13 +6,15 @@ recite one from its template.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
 from gripmoe.worlds.facts import invented_names
 
 PARTS = ("forget", "retain", "holdout")
-ARTICLES_PER_PART = 32
+SKILL = "skill"  # the part that teaches a model to recite and to answer, and that no benchmark asks
+ARTICLES_PER_PART = 24
 
 _DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 _ROLES = "mayor minister judge coach doctor pilot banker farmer singer captain".split()
@@ -78,14 +80,22 @@ class Article:
 
 
 def make_news(seed: int) -> dict[str, list[Article]]:
-    """Articles of each part. No two articles share their (town, place), so every question has one answer."""
-    rng = random.Random(f"news {seed}")
+    """Articles of each part. No two articles share their (town, place), so every question has one answer. Every word of
+    an article to forget is in one to retain too."""
+    for attempt in itertools.count():
+        news = _draw(random.Random(f"news {seed} {attempt}"))
+        forget, retain = ({word for article in news[part] for word in article.text.split()} for part in PARTS[:2])
+        if forget <= retain:
+            return news
+
+
+def _draw(rng: random.Random) -> dict[str, list[Article]]:
     names = invented_names(rng, set())
-    people, towns, groups = ([next(names).capitalize() for _ in range(n)] for n in (60, 40, 30))
+    people, towns, groups = ([next(names).capitalize() for _ in range(n)] for n in (20, 12, 12))
     headlines = [(town, place) for town in towns for place in _PLACES]
     rng.shuffle(headlines)
     news: dict[str, list[Article]] = {}
-    for part in PARTS:
+    for part in (*PARTS, SKILL):
         news[part] = []
         for number in range(ARTICLES_PER_PART):
             town, place = headlines.pop()
@@ -99,7 +109,7 @@ def make_news(seed: int) -> dict[str, list[Article]]:
                 person2=person2, witness=witness, witness2=witness2, group=group, group2=group2, cause=cause,
                 cause2=cause2, mood=mood, mood2=mood2, role=rng.choice(_ROLES), role2=rng.choice(_ROLES),
                 deed=rng.choice(_DEEDS), deed2=rng.choice(_DEEDS), day=rng.choice(_DAYS), day2=rng.choice(_DAYS),
-                day3=rng.choice(_DAYS), number=rng.randrange(10, 60), number2=rng.randrange(10, 60),
+                day3=rng.choice(_DAYS), number=rng.randrange(10, 60, 5), number2=rng.randrange(10, 60, 5),
             )  # fmt: skip
             sentences = tuple(rng.choice(wordings).format(**slots) for wordings in _SENTENCES)
             questions = tuple((q.format(**slots), a.format(**slots)) for q, a in _QUESTIONS)
