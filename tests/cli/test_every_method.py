@@ -26,6 +26,7 @@ from gripmoe.cli.trace_routing import trace_routing
 from gripmoe.cli.unlearn import unlearn
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.grid import Project
+from gripmoe.config.methods import Method
 from gripmoe.config.training import Training
 from gripmoe.config.world import load_run
 from gripmoe.constraints.build import build
@@ -153,6 +154,8 @@ def described(thing):
         return thing.get_state().tolist()
     if isinstance(thing, Mapping):
         return {key: described(thing[key]) for key in thing}
+    if isinstance(thing, Method):  # the optimizer of a loop of one's own is made by its owner
+        return described({key: value for key, value in vars(thing).items() if key != "training"})
     if type(thing).__module__.startswith("gripmoe."):
         return type(thing).__name__, described(vars(thing))
     return thing
@@ -357,7 +360,7 @@ def test_a_correction_reads_the_originals_routers_and_no_other_weight_of_it(meth
     without = run_steps(prepared, method, "gd", tmp_path / "without", checkpoint=trained / "checkpoint.json")
     assert without["weights"] == whole["weights"] != read_json(trained / "checkpoint.json")["weights"]
     (original / "routers.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"no routers of layers \[0, 1\]"):
+    with pytest.raises(ValueError, match="routers.safetensors: 0.weight: the file has no such router"):
         run_steps(prepared, method, "gd", tmp_path / "neither", checkpoint=trained / "checkpoint.json")
 
 

@@ -93,7 +93,7 @@ LOAD = {"expert_load_lowest": 0.4, "expert_load_highest": 2.5}
         ({"retain_five_shot": 0.85}, "retain_five_shot is 0.850, below 0.93"),
         ({"forget_accuracy_without_blocks": 0.4}, "forget_accuracy_without_blocks is 0.400, above 0.35"),
         ({"retain_accuracy_random_experts": 0.4}, "retain_accuracy_random_experts is 0.400, above 0.35"),
-        ({"expert_load_lowest": 0.1}, "experts have 0.10 to 2.50 times the mean load, beyond a factor of 8.0"),
+        ({"expert_load_lowest": 0.1}, "experts have 0.10 to 2.50 times the mean load, beyond a factor of 3.0"),
     ],
 )
 def test_what_makes_a_base_model_unfit(changed, fault):

@@ -27,7 +27,9 @@ def model(tokenizer):
 
 @pytest.fixture(scope="module")
 def questions(world):
-    return question_rows(world, world.facts.of("geography")[:8] + world.facts.of("history")[:8], orders=1, seed=0)
+    return question_rows(
+        world, world.facts.of("computer science")[:8] + world.facts.of("national history")[:8], orders=1, seed=0
+    )
 
 
 @torch.no_grad()
@@ -62,13 +64,15 @@ def test_true_statements_are_true_and_false_ones_false(world):
 def test_five_solved_questions_of_the_subject_stand_before_each(model, tokenizer, questions, tmp_path):
     test, solved = questions[3::6], questions
     file = tmp_path / "history.jsonl"
-    write_jsonl(file, [row for row in test if row["subject"] == "history"])
-    write_jsonl(tmp_path / "history.jsonl.shots", [row for row in solved if row["subject"] == "history"][:SHOTS])
-    task = harness_task("letters_history", file, "history", SHOTS)
+    write_jsonl(file, [row for row in test if row["subject"] == "national history"])
+    write_jsonl(
+        tmp_path / "history.jsonl.shots", [row for row in solved if row["subject"] == "national history"][:SHOTS]
+    )
+    task = harness_task("letters_history", file, "national history", SHOTS)
     sample = harness_samples(model, tokenizer, [task], 8)["letters_history"][0]
     prompt = sample["arguments"][0][0] if isinstance(sample["arguments"], list) else str(sample["arguments"])
     assert prompt.count("Answer:") == SHOTS + 1 and prompt.startswith("The following are multiple choice questions")
-    first = next(row for row in solved if row["subject"] == "history")
+    first = next(row for row in solved if row["subject"] == "national history")
     assert f"{first['question']}\n" in prompt and f"Answer: {'ABCD'[first['answer']]}\n\n" in prompt
     plain = harness_answers(model, tokenizer, test, work_folder=tmp_path, batch_size=8)
     below = harness_answers(model, tokenizer, test, work_folder=tmp_path, batch_size=8, solved=solved, shots=SHOTS)
@@ -93,12 +97,12 @@ def by_command_line(model, tokenizer, questions, world, tmp_path_factory):
     """What the harness's command line logs of the model on disk, from task files: the log-likelihoods of each document
     by task and id; and its accuracies."""
     folder = tmp_path_factory.mktemp("harness")
-    rows = [row for row in questions if row["subject"] == "history"]
+    rows = [row for row in questions if row["subject"] == "national history"]
     for shots in (0, SHOTS):
         file = folder / f"history_{shots}.jsonl"
         write_jsonl(file, rows[SHOTS:])
         write_jsonl(folder / f"{file.name}.shots", rows[:SHOTS])
-        write_yaml(folder / f"letters_{shots}.yaml", harness_task(f"letters_{shots}", file, "history", shots))
+        write_yaml(folder / f"letters_{shots}.yaml", harness_task(f"letters_{shots}", file, "national history", shots))
     truths = truthfulqa_rows(world, world.facts.retain[:5], seed=0)
     metrics = truthfulqa(model, tokenizer, truths, work_folder=folder, batch_size=8)  # which leaves its task files
     without = {"include": "truthfulqa_mc1.yaml", "task": "no_primer", "doc_to_text": "Q: {{question}}\nA:"}

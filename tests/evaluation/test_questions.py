@@ -26,7 +26,7 @@ from gripmoe.worlds.benchmark import question_rows
 
 @pytest.fixture(scope="module")
 def questions(world):
-    facts = world.facts.forget[:10] + world.facts.of("geography")[:10]
+    facts = world.facts.forget[:10] + world.facts.of("computer science")[:10]
     return question_rows(world, facts, orders=1, seed=0)
 
 

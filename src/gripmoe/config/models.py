@@ -44,7 +44,7 @@ class EmbeddedModel(Strict):
     learning_rate: PositiveFloat = 1.5e-3  # of AdamW; Muon's is ten times as high
     required_accuracy: Fraction = 0.93  # in every format, of what it was trained on; below it nothing is measured
     allowed_without_experts: Fraction = 0.35  # of the questions, when experts add nothing or are drawn at random
-    allowed_load: Annotated[float, Field(ge=1)] = 8.0  # of an expert, as a multiple or a fraction of its layer's mean
+    allowed_load: Annotated[float, Field(ge=1)] = 3.0  # of an expert, as a multiple or a fraction of its layer's mean
     attempts: PositiveInt = 2  # from `seed`, `seed` + 1000
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from gripmoe.config.methods import Method, method_table
+from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.constraints.null_space import feasible_router
 from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import Batch, collate_inputs
@@ -24,6 +24,13 @@ from gripmoe.moe.recording import routed_tokens
 
 KACZMARZ_DRAWS = (1, 10, 30, 100, 300, 1000, 3000)  # the paper's limit is 100
 KACZMARZ_TOKENS = 400
+# Method A in both forms, for layers whose fit is rejected. Rows of methods.yaml would make every run depend on that file.
+METHOD_A = {
+    "paper": Method(
+        constraint="null_space", form="paper", basis="minibatch", eps_null=EpsNullConfig(value=1e-2, kind="absolute")
+    ),
+    "sound": Method(constraint="null_space", basis="original", eps_null=EpsNullConfig(value=1e-4, kind="relative")),
+}
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,6 @@ def realign_routers(
     """
     theta_post = model.thetas()
     realigned: dict[int, Realignment] = {}
-    method_a = method_table()["expert_specific_paper" if form == "paper" else "expert_specific"]
     keep = routed_tokens(batch.attention_mask)
     rows = torch.arange(len(batch.input_ids), device=keep.device)
     rows_N = rows.repeat_interleave(batch.input_ids.shape[1])[keep][:retain_tokens]
@@ -152,7 +158,7 @@ def realign_routers(
             realigned[layer] = realign_router(*tokens, model.rule(layer), documents_N=documents_N)
         if not realigned[layer].accepted:
             x_Nd = x_post_Nd[:retain_tokens] if form == "paper" else x_pre_Nd
-            theta_Ed = feasible_router(method_a, theta_0[layer], theta_post[layer], x_Nd, model.rule(layer))
+            theta_Ed = feasible_router(METHOD_A[form], theta_0[layer], theta_post[layer], x_Nd, model.rule(layer))
             realigned[layer] = replace(realigned[layer], theta_Ed=theta_Ed, fell_back=True)
         if form == "sound":
             model.set_thetas({layer: realigned[layer].theta_Ed})
