@@ -24,7 +24,7 @@ from gripmoe.moe.recording import routed_tokens
 
 KACZMARZ_DRAWS = (1, 10, 30, 100, 300, 1000, 3000)  # the paper's limit is 100
 KACZMARZ_TOKENS = 400
-# Method A in both forms, for layers whose fit is rejected. Rows of methods.yaml would make every run depend on the file.
+# Method A for layers whose fit is rejected. Rows of methods.yaml would make every run depend on that file.
 METHOD_A = {
     "paper": Method(
         constraint="null_space", form="paper", basis="minibatch", eps_null=EpsNullConfig(value=1e-2, kind="absolute")
