@@ -12,13 +12,14 @@ export OMP_NUM_THREADS ?= 1
 export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 2147483648
 
-.PHONY: help setup gpu figures figures-all record report test lint format clean
+.PHONY: help setup gpu base figures figures-all record report test lint format clean
 
 help:
 	@echo "make setup     the environment in $(VENV); commands that need it make it"
 	@echo "make figures   tables and figures of the tiny world, from nothing, into paper_figures/tiny"
 	@echo "make figures-all   all objectives, methods and ablations at one seed; shares what figures has computed"
 	@echo "make record    the same over seeds and base models; hours, resumes where it was"
+	@echo "make base      trains the base models of the package again and compares their scores; eight minutes"
 	@echo "make report    one HTML page of what has been rendered"
 	@echo "make gpu       adds to it what models that train in bf16 need"
 	@echo "make test      does that too; unit tests, then the workflow on its tiniest configuration"
@@ -34,6 +35,9 @@ $(VENV)/.installed: pyproject.toml envs/requirements.lock
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/requirements.lock --editable '.[dev]'
 	touch $@
+
+base: setup
+	$(VENV)/bin/python workflow/make_base.py
 
 figures: setup
 	snakemake --profile workflow/profiles/tiny --cores $(CORES) --config world=$(WORLD)

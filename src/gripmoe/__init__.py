@@ -2,6 +2,7 @@
 
 `gripmoe.constrain` holds the routers in anybody's training loop (Method A and its relatives), `gripmoe.remember` and
 `gripmoe.realign` refit them afterwards (Method B), `gripmoe.save_model` and `gripmoe.load_model` leave them in fp32.
+`gripmoe.audit` says of any unlearned model what it forgot and what it hides.
 Nothing heavy is imported until it is asked for.
 """
 
@@ -11,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gripmoe.auditing.run import audit
     from gripmoe.constraints.hooks import Diverged
     from gripmoe.constraints.realignment import realign, remember
     from gripmoe.geometry.routing import SelectionRule
@@ -21,11 +23,13 @@ if TYPE_CHECKING:
     from gripmoe.moe.replay import replay_experts, routed_experts
     from gripmoe.moe.sharding import shard_experts
     from gripmoe.moe.storage import load_model, save_model
+    from gripmoe.worlds.shipped import tiny_model
 
 __version__ = "0.1.0"
 __all__ = [
     "Diverged",
     "SelectionRule",
+    "audit",
     "constrain",
     "load_model",
     "realign",
@@ -36,11 +40,13 @@ __all__ = [
     "routed_experts",
     "save_model",
     "shard_experts",
+    "tiny_model",
     "trainer_callback",
 ]
 _HOMES = {
     "Diverged": "constraints.hooks",
     "SelectionRule": "geometry.routing",
+    "audit": "auditing.run",
     "constrain": "library.constrain",
     "load_model": "moe.storage",
     "realign": "constraints.realignment",
@@ -51,6 +57,7 @@ _HOMES = {
     "routed_experts": "moe.replay",
     "save_model": "moe.storage",
     "shard_experts": "moe.sharding",
+    "tiny_model": "worlds.shipped",
     "trainer_callback": "library.trainer",
 }
 

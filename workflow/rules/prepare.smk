@@ -51,7 +51,7 @@ use rule prepare_data as prepare_news with:
 
 rule prepare_model:
     input:
-        base=lambda w: [MODEL.format(model=base) for base in [PROJECT.models[w.model].base] if base],
+        base=lambda w: [MODEL.format(model=base) for base in [PROJECT.models[w.model].made_from] if base],
     output:
         MODEL,
     log:

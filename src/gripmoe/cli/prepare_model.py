@@ -1,4 +1,4 @@
-"""`gripmoe prepare-model`: an embedded model is trained, a published one is fetched."""
+"""`gripmoe prepare-model`: an embedded model is trained or copied from the package, a published one is fetched."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from gripmoe.io.locks import exclusive
 from gripmoe.moe.placement import visible_devices
 from gripmoe.moe.storage import load_published, save_model
 from gripmoe.training.base_model import make_base_model
+from gripmoe.worlds.shipped import load_shipped
 
 
 def prepare_model(
@@ -45,6 +46,10 @@ def prepare_model(
             digest = save_model(model, tokenizer, folder / "weights")
             source = {"id": config.id, "revision": config.revision or "main", "commit": commit}
             write_json(output, {"weights": digest, **source})
+            return
+        if config.shipped:
+            model, tokenizer, card = load_shipped(config.shipped)
+            write_json(output, {**card, "weights": save_model(model, tokenizer, folder / "weights")})
             return
         device = visible_devices()[0] if gpus else torch.device("cpu")
         if config.base and not base:

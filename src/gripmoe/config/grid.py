@@ -168,7 +168,7 @@ class Project:
         """The models of the world, their retrained models, and what these are trained from."""
         named = [*self.world.models, *(m.retrained for m in map(self.models.get, self.world.models) if m.retrained)]
         for name in named:  # it grows
-            named += [base for base in [self.models[name].base] if base]
+            named += [base for base in [self.models[name].made_from] if base]
         return list(dict.fromkeys(named))
 
     def trained_from(self, model: str) -> Any:

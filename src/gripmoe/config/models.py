@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -37,6 +37,7 @@ class EmbeddedModel(Strict):
     trained_on: Literal["skills", "everything", "retain_only"] = "everything"
     base: Name | None = None  # trained on skills; facts and news are put into its experts and routers
     retrained: Name | None = None  # of the same base, and never saw the forget data
+    shipped: Name | None = None  # a model of the package, trained by this row: it is copied instead of trained
     size: EmbeddedSize = EmbeddedSize()
     max_skill_steps: PositiveInt = 2500  # at most
     last_skill_steps: PositiveInt = 200  # after the model answers letter questions; the learning rate falls within them
@@ -54,6 +55,11 @@ class EmbeddedModel(Strict):
         return self
 
     @property
+    def made_from(self) -> str | None:
+        """The model that has to be there first."""
+        return None if self.shipped else self.base
+
+    @property
     def layers(self) -> int:
         return self.size.num_layers
 
@@ -68,6 +74,7 @@ class PublishedModel(Strict):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     retrained: None = None
     base: None = None
+    made_from: ClassVar[None] = None
 
     @property
     def layers(self) -> int | None:
@@ -90,6 +97,10 @@ class FinetunedModel(Strict):
     gradient_checkpointing: bool = False
     seed: int = 0
     required: Annotated[float, Field(ge=0, le=100)] = 0.0  # of VerbMem and KnowMem, on what it was trained on
+
+    @property
+    def made_from(self) -> str:
+        return self.base
 
 
 ModelConfig = Annotated[EmbeddedModel | PublishedModel | FinetunedModel, Field(discriminator="source")]
