@@ -1,11 +1,12 @@
-"""Tries the settings of tuning.yaml and prints which one would be chosen.
+"""Tries the settings of tuning.yaml and prints which one would be chosen for each method.
 
-    python workflow/tune.py --world record --results results/tiny --cores 2 [--objectives gd] [--methods unconstrained]
+    python workflow/tune.py --world tiny_tuning --results results/tiny --cores 2 [--objectives gd] [--methods anchored]
 
-The chosen setting reaches the forget target on every model of the world and has the highest mean retain accuracy, both
-on dev questions; of equal settings, the one of the fewest steps is chosen. A table in the folder `tuning` lists every
-trial. The configuration is not changed: its values are entered by hand, with their provenance. Models, data
-and traces come from the results folder of the world, where `snakemake` makes them. A finished trial is not repeated.
+Every method of an objective tries the same settings with the same seeds. The chosen setting reaches the forget target in
+every trial and has the highest mean minus standard deviation of retain accuracy, both on dev questions; of equal
+settings, the one of the fewest steps is chosen. A table in the folder `tuning` lists every trial. The configuration is not
+changed: its values are entered by hand, with their provenance. Models, data and traces come from the results folder of
+the world, where `snakemake` makes them. A finished trial is not repeated.
 """
 
 from __future__ import annotations
@@ -20,47 +21,32 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from gripmoe.cli import main as cli
+from gripmoe.cli.main import main as cli
 from gripmoe.config.grid import Project
 from gripmoe.io.files import read_json, read_yaml, write_yaml
 
 CONFIG = Path(__file__).parent / "config"
-RETAIN = {
-    "letters": "retain_accuracy",
-    "news": "knowmem_retain",
-}  # decides among runs that have forgotten
+RETAIN = {"letters": "retain_accuracy", "news": "knowmem_retain"}  # decides among runs that have forgotten
 SCORES = ("forget_accuracy", "verbmem", "knowmem_forget", *RETAIN.values())
-LOG = ["model", "objective", "method", "setting", *SCORES, "status", "steps", "chosen"]
+LOG = ["model", "objective", "method", "setting", "seed", *SCORES, "status", "steps", "chosen"]
 
 
 def trial(
-    project: Project,
-    results: Path,
-    model: str,
-    benchmark: str,
-    objective: str,
-    method: str,
-    seed: int,
-    change: dict,
-    axes: dict,
+    project: Project, results: Path, model: str, benchmark: str, objective: str, method: str, seed: int, change: dict
 ) -> dict:
-    """Dev scores of one setting: `change` changes Training and the objective's own settings, `axes` the method."""
+    """Dev scores of one setting: `change` changes Training and the objective's own settings."""
     run = project.run(model, benchmark, objective, method, seed)
     settings = run.training.model_dump()
     for key, value in change.items():
         (settings if key in settings else settings["objective"])[key] = value
-    method_settings = {**run.method.model_dump(exclude_unset=True), **axes}
-    run = run.model_copy(
-        update={"training": type(run.training)(**settings), "method": type(run.method)(**method_settings)}
-    )
-    name = "_".join(f"{key}-{value}" for key, value in {**change, **axes}.items())
-    name = "".join(c if c.isalnum() or c in "-._" else "" for c in name)
-    folder = results / "tuning" / model / benchmark / objective / method / name
-    routing = results / model / benchmark / "routing"
+    run = run.model_copy(update={"training": type(run.training)(**settings)})
+    setting = "_".join(f"{key}-{value}" for key, value in change.items())
+    folder = results / "tuning" / model / benchmark / objective / method / setting / str(seed)
+    recorded = results / model / benchmark
     files = {
         "model": results / "models" / model / "model.json",
-        "trace": routing.with_suffix(".safetensors"),
-        "forget-trace": Path(f"{routing}_forget.safetensors"),
+        "trace": recorded / "routing.safetensors",
+        "forget-trace": recorded / "routing_forget.safetensors",
     }
     asked = run.model_dump(mode="json")
     if not (folder / "checkpoint.json").exists() or read_yaml(folder / "run.yaml") != asked:
@@ -68,25 +54,27 @@ def trial(
         write_yaml(folder / "run.yaml", asked)
         made = {}
         if run.method.has_bases:
-            made["bases"], axes_of = folder / "bases.safetensors", run.method.model_dump_json()
-            command("fit-basis", **files, settings=axes_of, digest=folder / "bases.json", output=made["bases"])
+            made["bases"], axes = folder / "bases.safetensors", run.method.model_dump_json()
+            command("fit-basis", **files, settings=axes, digest=folder / "bases.json", output=made["bases"])
         if retrained := project.models[model].retrained:
             made["retrained"] = results / "models" / retrained / "model.json"
         data, output = results / "data" / benchmark, folder / "checkpoint.json"
         command("unlearn", **files, **made, run=folder / "run.yaml", data=data, output=output)
     last, outcome = read_json(folder / "history.json")[-1], read_json(folder / "checkpoint.json")
     scores = {key: last[key] for key in SCORES if key in last}
-    tried = {"model": model, "objective": objective, "method": method, "setting": name}
+    tried = {"model": model, "objective": objective, "method": method, "setting": setting, "seed": seed}
     return {**tried, **scores, "status": outcome["status"], "steps": outcome["steps"]}
 
 
 def chosen(table: pd.DataFrame, score: str) -> pd.Series:
-    """Which rows are of the best setting of their objective and method: of those that reach the target on every model,
-    the one of the highest mean score; of equal ones, the one of the fewest steps."""
+    """Which rows are of the best setting of their objective and method: of those that reach the target in every trial,
+    the one of the highest mean score minus its standard deviation; of equal ones, the one of the fewest steps."""
     setting = ["objective", "method", "setting"]
     trials = table.groupby(setting)
-    means = trials[[score, "steps"]].mean().round(6)[trials.status.agg(lambda status: (status == "reached").all())]
-    best = means.sort_values([score, "steps"], ascending=[False, True]).groupby(level=setting[:2]).head(1)
+    worth = (trials[score].mean() - trials[score].std(ddof=1).fillna(0.0)).round(6)
+    judged = pd.DataFrame({"worth": worth, "steps": trials.steps.mean()})
+    judged = judged[trials.status.agg(lambda status: (status == "reached").all())]
+    best = judged.sort_values(["worth", "steps"], ascending=[False, True]).groupby(level=setting[:2]).head(1)
     return pd.Series(pd.MultiIndex.from_frame(table[setting]).isin(best.index), table.index)
 
 
@@ -97,13 +85,13 @@ def grid(values: dict[str, list]) -> list[dict]:
 def command(name: str, **flags: object) -> None:
     """A command as the rules call it."""
     arguments = [part for flag, value in flags.items() for part in (f"--{flag}", str(value))]
-    if cli.main([name, *arguments]):
+    if cli([name, *arguments]):
         raise SystemExit(1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--world", default="tiny")
+    parser.add_argument("--world", default="tiny_tuning")
     parser.add_argument("--results", type=Path, default=Path("results/tiny"))
     parser.add_argument("--benchmark", default="wmdp_tiny")
     parser.add_argument("--objectives", nargs="*", help="all if absent")
@@ -112,34 +100,24 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=1, help="trials side by side")
     args = parser.parse_args()
     project, tuning = Project(CONFIG, args.world), read_yaml(Path(__file__).with_name("tuning.yaml"))
-    tuning |= tuning["benchmarks"].get(args.benchmark, {})
-    methods = ["unconstrained", *tuning["methods"]]
+    objectives = tuning["benchmarks"].get(args.benchmark, {})
+    methods = {name for row in objectives.values() for name in row["methods"]}
     for flag, given, known in (
-        ("--benchmark", [args.benchmark], project.world.benchmarks),
+        ("--benchmark", [args.benchmark], set(project.world.benchmarks) & tuning["benchmarks"].keys()),
         ("--models", args.models or [], project.world.models),
-        ("--objectives", args.objectives or [], tuning["objectives"]),
-        ("--methods", args.methods or [], methods),
+        ("--objectives", args.objectives or [], objectives),
+        ("--methods", args.methods or [], sorted(methods)),
     ):
         if unknown := sorted(set(given) - set(known)):
             parser.error(f"{flag}: {unknown[0]!r} is none of {', '.join(known)}, which world and tuning.yaml name")
     trials = [
-        (objective, "unconstrained", change, {})
-        for objective, lines in tuning["objectives"].items()
-        for line in lines
-        for change in grid(line)
-    ]
-    trials += [
-        (objective, method, {}, {knob["axis"]: value})
-        for method, knob in tuning["methods"].items()
-        for objective in knob["objectives"]
-        for value in knob["values"]
-    ]
-    trials = [
-        (project, args.results, model, args.benchmark, objective, method, tuning["seed"], change, axes)
-        for objective, method, change, axes in trials
-        if objective in (args.objectives or tuning["objectives"]) and method in (args.methods or [method])
+        (project, args.results, model, args.benchmark, objective, method, seed, change)
+        for objective in args.objectives or objectives
+        for method in objectives[objective]["methods"]
+        if method in (args.methods or methods)
+        for change in grid(objectives[objective]["settings"])
         for model in args.models or project.world.models
-        if project.fits(model, args.benchmark)
+        for seed in tuning["seeds"]
     ]
     if not trials:
         parser.error("tuning.yaml tries no such method under these objectives")

@@ -64,7 +64,7 @@ def test_every_row_works_by_name_or_says_why_not():
     reasons = {
         "original": "`baseline`: it trains nothing; leave",
         "retain_x10": "`training.alpha_multiplier`: hyperparameters of the loop; set them there",
-        "expert_specific_router_x1": "`training.router_multiplier`: hyperparameters of the loop",
+        "expert_specific_router_x10": "`training.router_multiplier`: hyperparameters of the loop",
         "expert_specific_fp8": "`training.expert_precision`: hyperparameters of the loop",
         "ptc": "`corrects`: it is about a finished model; call gripmoe.realign after training",
         "ptc_matched": "`correction`: it comes after training; call gripmoe.realign",

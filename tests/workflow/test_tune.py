@@ -26,7 +26,7 @@ def table(*trials):
     return pd.DataFrame([dict(zip(columns, trial, strict=True)) for trial in trials])
 
 
-def test_what_reaches_the_target_on_all_models_and_retains_most_is_chosen(tune):
+def test_what_reaches_the_target_in_every_trial_and_retains_most_is_chosen(tune):
     trials = table(
         ("a", "gd", "m", "slow", 0.9, "reached", 80),
         ("b", "gd", "m", "slow", 0.7, "reached", 80),
@@ -42,6 +42,16 @@ def test_what_reaches_the_target_on_all_models_and_retains_most_is_chosen(tune):
     assert {(row.objective, row.setting) for row in picked.itertuples()} == {("gd", "fast"), ("kl", "slow")}
 
 
+def test_a_setting_whose_runs_differ_is_worth_less(tune):
+    trials = table(
+        ("a", "gd", "m", "steady", 0.70, "reached", 80),
+        ("b", "gd", "m", "steady", 0.70, "reached", 80),
+        ("a", "gd", "m", "chancy", 0.95, "reached", 80),
+        ("b", "gd", "m", "chancy", 0.55, "reached", 80),
+    )
+    assert set(trials[tune.chosen(trials, "retain_accuracy")].setting) == {"steady"}
+
+
 def test_a_trial_runs_once_and_what_it_has_left_is_not_thrown_away(tune, tmp_path, monkeypatch):
     asked = []
 
@@ -53,14 +63,14 @@ def test_a_trial_runs_once_and_what_it_has_left_is_not_thrown_away(tune, tmp_pat
     monkeypatch.setattr(tune, "command", unlearned)
     project = Project(tune.CONFIG, "tiny")
 
-    def trial(rate=1e-3, weight=1.0):
-        change = {"learning_rate": rate}
-        return tune.trial(project, tmp_path, "tiny_a", "wmdp_tiny", "gd", "router_l2", 1000, change, {"weight": weight})
+    def trial():
+        change = {"learning_rate": 1e-3, "alpha": 3.0}
+        return tune.trial(project, tmp_path, "tiny_a", "wmdp_tiny", "gd", "router_l2", 1000, change)
 
     first = trial()
     assert first == trial() and asked == ["unlearn"]
-    assert first["retain_accuracy"] == 0.8 and first["setting"] == "learning_rate-0.001_weight-1.0"
-    (folder,) = tmp_path.rglob("router_l2/*")
+    assert first["retain_accuracy"] == 0.8 and first["setting"] == "learning_rate-0.001_alpha-3.0"
+    (folder,) = tmp_path.rglob("router_l2/*/1000")
     (folder / "state.pt").write_text("of a run that goes on, or was killed")
     (folder / "checkpoint.json").unlink()
     trial()
