@@ -33,6 +33,7 @@ MODELS = {"torch", "transformers"}  # whose classes are imported when one of the
 TABLES = {"pandas"}
 MAY_IMPORT = {
     "attack": MODELS,
+    "audit": MODELS,
     "collect": TABLES,
     "evaluate": MODELS,
     "finetune_model": MODELS,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import exp
 from pathlib import Path
 from statistics import fmean
 
@@ -30,16 +31,33 @@ PAIRS = 32  # news: forget pairs for attacks that ask many times
 
 @dataclass(frozen=True)
 class Found:
-    """Metrics by name; and for a metric that is a mean over items, the score of each item by id."""
+    """Metrics by name; and for a metric that is a mean over items, the score of each item by id. Of letter questions
+    also the answers: the number of the letter that was chosen, and its probability."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    answers: dict[str, dict[str, tuple[int, float]]] = field(default_factory=dict)
 
     @classmethod
     def over(cls, ids: Sequence[str], scores: Mapping[str, Scores], **others: float) -> Found:
         """`scores` of the items `ids` with their means, and `others`, metrics that are no means."""
         by_id = {name: dict(zip(ids, map(float, values), strict=True)) for name, values in scores.items()}
-        return cls({**{name: mean(values) for name, values in scores.items()}, **others}, by_id)
+        given = {
+            name: dict(zip(ids, map(_given, values.answers), strict=True))
+            for name, values in scores.items()
+            if isinstance(values, Marks)
+        }
+        return cls({**{name: mean(values) for name, values in scores.items()}, **others}, by_id, given)
+
+    @classmethod
+    def joined(cls, found: Iterable[Found]) -> Found:
+        """All of `found` as one."""
+        whole = cls()
+        for part in found:
+            whole.metrics.update(part.metrics)
+            whole.scores.update(part.scores)
+            whole.answers.update(part.answers)
+        return whole
 
 
 @dataclass
@@ -131,8 +149,20 @@ class NewsItems(Setting):
         return [item.score for item in knowledge_memory(model.model, self.tokenizer, self.pairs, context, strip)]
 
 
-def right(answers: Sequence[Answer]) -> Scores:
-    return [float(answer.correct) for answer in answers]
+class Marks(list[float]):
+    """Right (1) or wrong (0), of `answers`."""
+
+    def __init__(self, answers: Sequence[Answer]):
+        super().__init__(float(answer.correct) for answer in answers)
+        self.answers = answers
+
+
+def _given(answer: Answer) -> tuple[int, float]:
+    return answer.chosen, round(exp(answer.letter_logprobs[answer.chosen]), 4)
+
+
+def right(answers: Sequence[Answer]) -> Marks:
+    return Marks(answers)
 
 
 def mean(scores: Scores) -> float:

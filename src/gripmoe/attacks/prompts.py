@@ -66,7 +66,7 @@ def attack(setting: Letters) -> Found:
         prompt_recovery_rate_paper=mean([mean(scores) for scores in whole.values()]) - plain,
     )
     of_sample = setting.found({name: scores for name, scores in found.items() if name not in whole})
-    return Found(of_sample.metrics | all_of_them.metrics, of_sample.scores | all_of_them.scores)
+    return Found.joined((of_sample, all_of_them))
 
 
 def prompt_attacks(

@@ -98,11 +98,12 @@ def _pairs(
         pair
         for layer in layers
         for part in parts
-        for pair in zip(_parameters(after, layer, part), _parameters(before, layer, part), strict=True)
+        for pair in zip(parameters_of(after, layer, part), parameters_of(before, layer, part), strict=True)
     ]
 
 
-def _parameters(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
+def parameters_of(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
+    """Of one of PARTS of a layer, in an order that two models of one architecture share."""
     of_block = list(model.block(layer).parameters())
     if part == "attention":  # with the norms, and whatever a family has in its place
         block = set(map(id, of_block))

@@ -62,15 +62,19 @@ def run_attacks(
 ) -> Found:
     """Makes the attacks in turn and keeps in `state_file` what each has found. An attack that the file holds under the
     same `identity` (JSON: models, settings, data, code) is not made again. Remove the file when the result is safe."""
-    state = read_json(state_file) if state_file.exists() else {}
-    found = state["found"] if state.get("identity") == identity else {}
+    found = []
     for name, attack in (bar := tqdm(attacks.items(), desc=description)):
         bar.set_postfix_str(name)
-        if name not in found:
-            found[name] = asdict(attack(setting))
-            # unsorted: the order of metrics and items is that of columns and rows
-            write_text(state_file, json.dumps({"identity": identity, "found": found}))
-    return Found(
-        {name: value for attack in attacks for name, value in found[attack]["metrics"].items()},
-        {name: items for attack in attacks for name, items in found[attack]["scores"].items()},
-    )
+        found.append(made_once(name, attack, setting, state_file, identity))
+    return Found.joined(found)
+
+
+def made_once(name: str, attack: Attack, setting: Setting, state_file: Path, identity: Mapping[str, Any]) -> Found:
+    """What one attack of `run_attacks` finds, or has found."""
+    state = read_json(state_file) if state_file.exists() else {}
+    found = state["found"] if state.get("identity") == identity else {}
+    if name not in found:
+        found[name] = asdict(attack(setting))
+        # unsorted: the order of metrics and items is that of columns and rows
+        write_text(state_file, json.dumps({"identity": identity, "found": found}))
+    return Found(**found[name])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from gripmoe.cli import options
 from gripmoe.cli.common import beside, measured
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.provenance import recorded
-from gripmoe.data.corpora import in_batches, load_corpus
-from gripmoe.evaluation.general import general_utility, solved_questions
-from gripmoe.evaluation.metrics import choice_metrics, own_metrics, question_results
+from gripmoe.evaluation.letters import letter_metrics
+from gripmoe.evaluation.metrics import own_metrics
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores, privacy_leakage
-from gripmoe.evaluation.questions import harness_answers, load_questions
-from gripmoe.evaluation.routing_stability import reload_stability, stability_metrics
-from gripmoe.io.files import read_json, read_jsonl, write_csv, write_json
+from gripmoe.evaluation.routing_stability import routing_metrics
+from gripmoe.io.files import read_json, write_csv, write_json
 from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import is_moe
@@ -50,39 +47,15 @@ def evaluate(
         if benchmark.is_news:
             metrics, items = _news(benchmark, after, tokenizer, data, retrained_file)
         else:
-            metrics, items = _letters(benchmark, after, tokenizer, data)
+            metrics, items = letter_metrics(benchmark, after, tokenizer, data)
         metrics |= own_metrics(benchmark, after, tokenizer, data)
         if is_moe(after):
             before, _ = load_model(model_file.parent / "weights")  # not beside it while long prompts fill the memory
-            reading = benchmark.reading
-            held_out = load_corpus(data / "held_out_corpus.jsonl", tokenizer, **reading)
-            forget = load_corpus(data / "forget_corpus.jsonl", tokenizer, limit=len(held_out), **reading)
-            models = MoEModel(before), MoEModel(after)
-            for rows, prefix in ((held_out, "routing_stability"), (forget, "forget_routing_stability")):
-                metrics |= stability_metrics(*models, in_batches(rows, tokenizer.pad_token_id), prefix)
-            metrics |= reload_stability(models[1], in_batches(held_out, tokenizer.pad_token_id))
+            metrics |= routing_metrics(benchmark, MoEModel(before), MoEModel(after), tokenizer, data)
         else:
             metrics["num_experts"] = 0  # tables say why nothing of a router stands there
         write_csv(questions, items)
         write_json(output, metrics)
-
-
-def _letters(benchmark: Benchmark, model, tokenizer, data: Path) -> tuple[dict[str, float], list[dict]]:
-    forget, retain = (load_questions(data / f"{name}_questions.jsonl", "test") for name in ("forget", "retain"))
-    questions = [*forget, *retain]
-    with tempfile.TemporaryDirectory() as work:
-        harness = dict(work_folder=Path(work), batch_size=benchmark.evaluation_batch_size)
-        answers = harness_answers(model, tokenizer, questions, **harness)
-        utility = general_utility(
-            model,
-            tokenizer,
-            retain,
-            solved_questions(data / "retain_questions.jsonl"),
-            read_jsonl(data / "truthfulqa.jsonl"),
-            few_shot_questions=benchmark.few_shot_questions,
-            **harness,
-        )
-    return choice_metrics(questions, answers) | utility, question_results(questions, answers)
 
 
 def _news(

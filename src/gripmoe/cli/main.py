@@ -18,6 +18,9 @@ from gripmoe import __version__
 from gripmoe.io.errors import ConfigError
 
 COMMANDS = {
+    "Models": {
+        "audit": "Say what any unlearned model forgot, retains and hides.",
+    },
     "Steps of the workflow": {
         "configure": "Write the resolved configuration of a run.",
         "prepare-data": "Write the questions and corpora of a benchmark.",
@@ -47,7 +50,7 @@ COMMANDS = {
 
 
 EXTRAS = {  # modules that only some commands need, by the extra of pyproject.toml that installs them
-    "eval": {"datasets", "jinja2", "lm_eval", "rouge_score", "sklearn"},
+    "eval": {"datasets", "jinja2", "lm_eval", "peft", "rouge_score", "sklearn"},
     "report": {"jinja2", "matplotlib", "pandas", "PIL", "scipy"},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -46,10 +47,13 @@ def general_utility(
     batch_size: int,
     few_shot_questions: int,
 ) -> dict[str, float]:
-    """TruthfulQA, and accuracy on a fixed sample of retain questions below five `solved` ones of their subject."""
-    sample = random.Random(0).sample(list(retain), min(few_shot_questions, len(retain)))
-    answers = harness_answers(
-        model, tokenizer, sample, work_folder=work_folder, batch_size=batch_size, solved=solved, shots=SHOTS
-    )
-    metrics = truthfulqa(model, tokenizer, truths, work_folder=work_folder, batch_size=batch_size)
-    return {"retain_accuracy_five_shot": accuracy(answers), **metrics}
+    """TruthfulQA, and accuracy on a fixed sample of retain questions below five `solved` ones of their subject. Of each
+    as far as there are data: `truths`, and retain questions of a subject with five solved ones."""
+    counts = Counter(question["subject"] for question in solved)
+    asked = [question for question in retain if counts[question["subject"]] >= SHOTS]
+    harness, metrics = dict(work_folder=work_folder, batch_size=batch_size), {}
+    if asked:
+        sample = random.Random(0).sample(asked, min(few_shot_questions, len(asked)))
+        answers = harness_answers(model, tokenizer, sample, solved=solved, shots=SHOTS, **harness)
+        metrics["retain_accuracy_five_shot"] = accuracy(answers)
+    return metrics | (truthfulqa(model, tokenizer, truths, **harness) if truths else {})

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
+from gripmoe.config.benchmarks import Task
+from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import RoutingTrace, mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel
 
 Pairs = dict[str, tuple[RoutingTrace, RoutingTrace]]  # by the name of a metric: what is compared, of the same tokens
+
+
+def routing_metrics(benchmark: Task, before: MoEModel, after: MoEModel, tokenizer, data: Path) -> dict[str, float]:
+    """`stability_metrics` on held-out retain documents (`routing_stability`) and as many forget documents
+    (`forget_routing_stability`), and `reload_stability`."""
+    held_out = load_corpus(data / "held_out_corpus.jsonl", tokenizer, **benchmark.reading)
+    forget = load_corpus(data / "forget_corpus.jsonl", tokenizer, limit=len(held_out), **benchmark.reading)
+    metrics = {}
+    for rows, prefix in ((held_out, "routing_stability"), (forget, "forget_routing_stability")):
+        metrics |= stability_metrics(before, after, in_batches(rows, tokenizer.pad_token_id), prefix)
+    return metrics | reload_stability(after, in_batches(held_out, tokenizer.pad_token_id))
 
 
 def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch], prefix: str) -> dict[str, float]:

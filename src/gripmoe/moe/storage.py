@@ -73,7 +73,7 @@ def _of_a_model(file: Path, written: Path) -> bool:
 
 
 def load_model(
-    folder: Path | str, device: str | None = None
+    folder: Path | str, device: str | None = None, *, trust_remote_code: bool = False
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     """A model in eval mode, in the dtype of its checkpoint, and its tokenizer from a folder (ours). Routers that
     `save_model` left there are in fp32. A tokenizer without a padding token (Mixtral's) pads with its end-of-text
@@ -82,7 +82,7 @@ def load_model(
     The layers lie evenly on all GPUs that the process sees (`visible_devices`), or on `device`. Raises ConfigError for
     a file that is missing or cut off, and for routers of another model or not finite."""
     folder = Path(folder)
-    tokenizer, model = _read(folder)
+    tokenizer, model = _read(folder, trust_remote_code)
     place(model, [device] if device else visible_devices())
     if (folder / ROUTERS).exists():
         moe = MoEModel(model)
@@ -95,7 +95,7 @@ def load_model(
     return model, tokenizer
 
 
-def _read(folder: Path) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
+def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
     if not (folder / "config.json").is_file():
         remedy = "give the folder that `save_model` has written"
         if aside(folder).exists():
@@ -105,8 +105,8 @@ def _read(folder: Path) -> tuple[transformers.PreTrainedTokenizerBase, transform
         with open_tensors(file):  # transformers does not say which of them is cut off
             pass
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=remote).eval()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no model can be read from here ({error}); save the model again") from error
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers makes one up without files

@@ -1,0 +1,207 @@
+"""What an audit asks: a benchmark by name, or questions and texts of one's own as the files of a data folder."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gripmoe.config.benchmarks import Benchmark, PublishedData
+from gripmoe.config.reading import parse_as, read_catalogue, require_known
+from gripmoe.config.training import Relearning
+from gripmoe.config.types import Strict
+from gripmoe.data.prompt_formats import LETTERS
+from gripmoe.data.published import CHOICES, HELD_OUT_EVERY, dev_or_test
+from gripmoe.evaluation.questions import prompt_of
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_jsonl, read_text, write_jsonl
+from gripmoe.worlds.files import files_of
+
+TABLE = Path(__file__).parents[1] / "config" / "audits.yaml"
+FEWEST = 20  # questions: an interval of fewer says nothing
+SUBJECT = "general knowledge"  # of a question that names none
+OWN = dict(target={"forget_accuracy": 0.27}, retain_documents=64, max_length=512, evaluation_batch_size=8)
+RELEARNING = Relearning(learning_rate=1e-5, batch_size=4)
+
+Source = str | Path | Sequence[Any]  # a file, or its rows
+
+
+class Named(Strict):
+    """A row of audits.yaml."""
+
+    benchmark: Benchmark
+    relearning: Relearning
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The files of a data folder by name, and why an attack cannot be made on them, by its name."""
+
+    benchmark: Benchmark
+    relearning: Relearning
+    files: dict[str, list[dict]]
+    absent: dict[str, str] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        for name, rows in self.files.items():
+            write_jsonl(folder / f"{name}.jsonl", rows)
+
+    def questions(self, kind: str, split: str) -> list[dict]:
+        return [row for row in self.files[f"{kind}_questions"] if row["split"] == split]
+
+
+def named_row(name: str) -> Named:
+    """A row of audits.yaml. Raises ConfigError for a name that is not there."""
+    rows = read_catalogue(TABLE, Named)
+    require_known(name, rows, "--forget")
+    return rows[name]
+
+
+def named(name: str, relearning: Relearning | None = None) -> Inputs:
+    """The questions and corpora of a row of audits.yaml."""
+    row = named_row(name)
+    files = files_of(row.benchmark.data)
+    absent = {} if files["membership"] else {"membership": "the benchmark has no texts that surely no model has seen"}
+    return Inputs(row.benchmark, relearning or row.relearning, files, absent)
+
+
+def own(
+    forget: Source,
+    retain: Source,
+    *,
+    forget_text: Source | None = None,
+    retain_text: Source | None = None,
+    holdout_text: Source | None = None,
+    relearning: Relearning | None = None,
+) -> Inputs:
+    """Questions (`question`, four `choices`, `answer`) to forget and to retain; documents to forget and to retain, and
+    such that no model has seen. Each is a file or its rows. Raises ConfigError, naming file and row, for what is
+    missing or wrong."""
+    relearning = relearning or RELEARNING
+    forget_rows = _questions(forget, "--questions", "forget")
+    retain_rows = _questions(retain, "--retain-questions", "retain")
+    forget_texts = _texts(forget_text, "--forget-text", "forget")
+    retain_texts = _texts(retain_text, "--retain-text", "retain")
+    holdout = _texts(holdout_text, "--holdout-text", "holdout")
+    held_out, kept = retain_texts[::HELD_OUT_EVERY], [row for i, row in enumerate(retain_texts) if i % HELD_OUT_EVERY]
+    parts = {"forget": forget_texts, "holdout": holdout} if forget_texts and holdout else {}
+    membership = [{"id": row["id"], "part": part, "text": row["text"]} for part in parts for row in parts[part]]
+    files = {
+        "forget_questions": forget_rows,
+        "retain_questions": retain_rows,
+        "truthfulqa": [],
+        "forget_corpus": forget_texts or _prompts(forget_rows),
+        "retain_corpus": kept,
+        "held_out_corpus": held_out or _prompts(retain_rows),
+        "membership": membership,
+    }
+    absent = {}
+    for name, rows, flag in (
+        ("relearning from the corpus", forget_texts, "--forget-text"),
+        ("relearning from other facts", forget_texts, "--forget-text"),
+        ("relearning from retain documents", kept, "--retain-text"),
+    ):
+        if len(rows) < relearning.batch_size:
+            absent[name] = f"{flag} gives {len(rows)} documents to train on, a batch has {relearning.batch_size}"
+    if not membership:
+        absent["membership"] = "--forget-text and --holdout-text are needed"
+    dev = [row for row in forget_rows if row["split"] == "dev"]
+    least = min(Counter(row["subject"] for row in dev).get(row["subject"], 0) for row in forget_rows)
+    if least < 6:
+        absent["prompts"] = f"a subject has {least} questions of the split dev, and five are solved before each"
+    if len({row["answer"] for row in dev}) < 2:
+        absent["probes"] = absent["probes of single experts"] = "the questions of the split dev have one letter alone"
+    place = lambda source: str(source) if isinstance(source, str | Path) else "rows"  # noqa: E731
+    places = dict(forget_questions=place(forget), retain_questions=place(retain), forget_corpus="", retain_corpus="")
+    benchmark = Benchmark(data=PublishedData(source="published", **places), **OWN)
+    return Inputs(benchmark, relearning, files, absent)
+
+
+def relearning_of(text: str | None) -> Relearning | None:
+    """The settings of --relearning, JSON."""
+    if text is None:
+        return None
+    try:
+        return parse_as(Relearning, json.loads(text), Path("--relearning"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--relearning: not valid JSON: {error}") from None
+
+
+def _rows(source: Source, flag: str, *keys: str) -> tuple[str, list[Mapping[str, Any]]]:
+    """What to call the source, and its rows."""
+    if isinstance(source, str | Path):
+        return f"{flag} {source}", read_jsonl(Path(source), *keys)
+    for number, row in enumerate(source):
+        if missing := [key for key in keys if not isinstance(row, Mapping) or key not in row]:
+            raise ConfigError(f"{flag}: row {number} has no `{missing[0]}`; each needs {', '.join(keys)}")
+    return flag, list(source)
+
+
+def _questions(source: Source, flag: str, kind: str) -> list[dict]:
+    name, rows = _rows(source, flag, "question", "choices", "answer")
+    questions, known = [], set()
+    for number, row in enumerate(rows):
+        where, choices, answer = f"{name}: row {number + 1}", row["choices"], row["answer"]
+        if not isinstance(choices, Sequence) or isinstance(choices, str) or len(choices) != CHOICES:
+            count = len(choices) if isinstance(choices, Sequence) and not isinstance(choices, str) else "no list of"
+            raise ConfigError(
+                f"{where} has {count} choices; a question has a list of {CHOICES}, for the letters A to D"
+            )
+        answer = LETTERS.index(answer) if isinstance(answer, str) and answer in tuple(LETTERS) else answer
+        if not isinstance(answer, int) or isinstance(answer, bool) or answer not in range(CHOICES):
+            raise ConfigError(f"{where}: answer {answer!r} is out of range; give 0 to {CHOICES - 1}, or A to D")
+        question_id = str(row.get("id", f"{kind}/{number}"))
+        if question_id in known:
+            raise ConfigError(f"{where}: the id {question_id!r} stands twice; give each question an id of its own")
+        known.add(question_id)
+        exposure = row.get("exposure", "unseen_subject")
+        questions.append(
+            {
+                "id": question_id,
+                "question": str(row["question"]),
+                "choices": [str(choice) for choice in choices],
+                "answer": answer,
+                "subject": str(row.get("subject", SUBJECT)).replace("/", " "),
+                "fact": str(row.get("fact", question_id)),
+                "wording": row.get("wording", "seen"),
+                "exposure": "forget" if kind == "forget" else exposure if exposure != "forget" else "unseen_subject",
+                "split": row.get("split") or dev_or_test(str(row["question"])),
+            }
+        )
+    if len(questions) < FEWEST:
+        raise ConfigError(f"{name}: {len(questions)} questions; an interval needs {FEWEST} at least: give more")
+    if missing := {"dev", "test"} - {row["split"] for row in questions}:
+        raise ConfigError(
+            f"{name}: no question is of the split {min(missing)!r}, which a hash of the question decides: give a "
+            "column `split` with both, or more questions"
+        )
+    return questions
+
+
+def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
+    """Documents of JSON lines with `text`, or of plain text, in which blank lines part them."""
+    if source is None:
+        return []
+    if isinstance(source, str | Path) and Path(source).suffix not in (".jsonl", ".json"):
+        name, rows = f"{flag} {source}", [{"text": part} for part in read_text(Path(source)).split("\n\n")]
+    elif isinstance(source, str | Path):
+        name, rows = _rows(source, flag, "text")
+    else:
+        rows = [{"text": row} if isinstance(row, str) else row for row in source]
+        name, rows = _rows(rows, flag, "text")
+    documents = [
+        {"id": str(row.get("id", f"{kind}/{number}")), "prompt": row.get("prompt", ""), "text": row["text"]}
+        for number, row in enumerate(rows)
+        if str(row["text"]).strip()
+    ]
+    if not documents:
+        raise ConfigError(f"{name}: there is no text in it; give documents, or leave the flag out")
+    return documents
+
+
+def _prompts(questions: Iterable[dict]) -> list[dict]:
+    """In place of documents, for routing alone: the questions of the split dev."""
+    return [{"id": row["id"], "prompt": "", "text": prompt_of(row)} for row in questions if row["split"] == "dev"]

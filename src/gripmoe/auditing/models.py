@@ -1,0 +1,211 @@
+"""The models of an audit: found, compared and weighed before anything is loaded, and refused with what is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+
+from gripmoe.config.training import Relearning
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_json
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import load_model
+
+ADAPTER = "adapter_config.json"
+DESCRIPTIONS = ["*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]  # of a repository, without its weights
+STATES = {"adamw": 2.0, "adamw_8bit": 1.0}  # of an optimizer, as a multiple of bf16 weights; adamw_fp32: 6
+NAMED = {  # what a config.json calls what an error names
+    "family": ("model_type",),
+    "layers": ("num_hidden_layers",),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "experts per token": ("num_experts_per_tok", "moe_topk"),
+    "hidden size": ("hidden_size",),
+}
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Found:
+    """A model that is not loaded: its folder, the adapter that belongs on it, and what it is."""
+
+    flag: str
+    folder: Path
+    adapter: Path | None
+    config: transformers.PretrainedConfig
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.config.dtype or torch.float32
+
+    @property
+    def size(self) -> float:
+        """Bytes of all parameters."""
+        return self.dtype.itemsize * sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+
+def find(name: str | Path, flag: str, *, original: Found | None = None, trust_remote_code: bool = False) -> Found:
+    """A folder, or the description of a model of the hub ("owner/name" or "owner/name@revision"), whose weights stay
+    there. An adapter of PEFT belongs on `original`. Raises ConfigError, naming `flag` and the remedy."""
+    folder = _folder(name, flag, DESCRIPTIONS)
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        if original is None:
+            raise ConfigError(f"{flag} {name}: this is an adapter; give the model that it adapts")
+        return Found(flag, original.folder, folder, original.config, original.shapes)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{flag} {name}: no model is here, config.json is missing; give the folder that holds it")
+    content = read_json(folder / "config.json")
+    if "auto_map" in content and not trust_remote_code:
+        raise ConfigError(
+            f"{flag} {name}: config.json names code of its own (auto_map), which would run on this machine; read the "
+            "code, and give --trust-remote-code"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"{flag} {name}: config.json describes no model that transformers knows ({reason})") from None
+    return Found(flag, folder, None, config, {name: tuple(p.shape) for name, p in model.named_parameters()})
+
+
+def has_experts(config: transformers.PretrainedConfig) -> bool:
+    """Whether a config.json gives a number of experts."""
+    return any(getattr(config, key, None) for key in NAMED["experts"])
+
+
+def _folder(name: str | Path, flag: str, patterns: list[str] | None) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    repository, _, revision = str(name).partition("@")
+    try:
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
+    except (OSError, HFValidationError, ValueError):
+        raise ConfigError(
+            f"{flag} {name}: neither a folder nor a model that the hub gives this machine; correct it, or run `hf "
+            f"download {repository}` where there is internet and give the folder that it names"
+        ) from None
+
+
+def compare(one: Found, other: Found) -> None:
+    """Raises ConfigError if two models differ in more than weights, with what differs."""
+    pair = f"{one.flag} and {other.flag}"
+    for what, keys in NAMED.items():
+        values = [
+            next((getattr(found.config, key) for key in keys if hasattr(found.config, key)), None)
+            for found in (one, other)
+        ]
+        if values[0] != values[1]:
+            raise ConfigError(
+                f"{pair} differ in {what}: {values[0]} and {values[1]}; give a model and what became of it"
+            )
+    compare_shapes(one.shapes, other.shapes, pair)
+    if one.dtype != other.dtype:
+        names = [str(found.dtype).removeprefix("torch.") for found in (one, other)]
+        raise ConfigError(f"{pair} differ in dtype: {names[0]} and {names[1]}; save both in one")
+
+
+def compare_shapes(one: Mapping[str, Any], other: Mapping[str, Any], pair: str) -> None:
+    for name in [*one, *other]:
+        if one.get(name) != other.get(name):
+            shapes = [each.get(name, "absent") for each in (one, other)]
+            raise ConfigError(
+                f"{pair} differ in {name}: {shapes[0]} and {shapes[1]}; give a model and what became of it"
+            )
+
+
+def compare_tokenizers(one, other, pair: str) -> None:
+    """Raises ConfigError if two tokenizers do not give every text the same tokens, as far as their words say."""
+    words = one.get_vocab(), other.get_vocab()
+    for word in [*words[0], *words[1]]:
+        if words[0].get(word) != words[1].get(word):
+            ids = [vocabulary.get(word, "absent") for vocabulary in words]
+            raise ConfigError(
+                f"{pair} differ in their tokenizers: {word!r} is {ids[0]} and {ids[1]}; save one with both"
+            )
+    text = "A question of 12 words:\n\nIs this it?"
+    if one(text)["input_ids"] != other(text)["input_ids"]:
+        raise ConfigError(f"{pair} differ in their tokenizers, which split a text otherwise; save one with both")
+
+
+def needed(found: Found, relearning: Relearning | None, models: int) -> tuple[float, float]:
+    """Bytes on the devices (two models side by side; in finetuning weights, gradients and states) and in the host's
+    memory beside them (the other models, and the weights that finetuning starts from)."""
+    states = STATES.get(relearning.optimizer, 12 / found.dtype.itemsize) if relearning else 0.0
+    return found.size * max(2.0, 2 + states if relearning else 0.0), found.size * models
+
+
+def check_memory(found: Found, relearning: Relearning | None, models: int) -> str:
+    """What the models need and the machine has, in a line. Raises ConfigError if they do not fit."""
+    devices, host = needed(found, relearning, models)
+    page = os.sysconf("SC_PAGE_SIZE")
+    has = [os.sysconf("SC_PHYS_PAGES") * page]
+    needs = [devices + host]
+    where = ["this machine"]
+    if torch.cuda.is_available():
+        cards = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
+        has, needs, where = [sum(cards), *has], [devices, host], [f"{len(cards)} GPUs", *where]
+    parts = [
+        f"{need / GB:.1f} GB of {there / GB:.1f} of {name}" for need, there, name in zip(needs, has, where, strict=True)
+    ]
+    line = f"{models} models of {found.size / GB:.1f} GB take {' and '.join(parts)}"
+    if any(need > there for need, there in zip(needs, has, strict=True)):
+        least = needed(found, None, models)
+        fits = sum(least) <= sum(has) if relearning else False
+        remedy = "choose --attacks without relearning" if fits else "take a larger machine, or more GPUs"
+        raise ConfigError(f"{found.flag}: too large: {line}; {remedy}")
+    return line
+
+
+def load(found: Found, name: str | Path, device: str | None = None, *, trust_remote_code: bool = False):
+    """The model, its adapter merged, and its tokenizer. Raises ConfigError for weights that are missing or cut off."""
+    folder = found.folder if found.adapter else _folder(name, found.flag, None)
+    model, tokenizer = load_model(folder, device, trust_remote_code=trust_remote_code)
+    if found.adapter:
+        from peft import PeftModel
+
+        try:
+            model = PeftModel.from_pretrained(model, found.adapter).merge_and_unload().eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ConfigError(f"{found.flag} {found.adapter}: the adapter does not fit {folder} ({reason})") from None
+        if (found.adapter / "tokenizer_config.json").is_file():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(found.adapter)
+            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return model, tokenizer
+
+
+def changes(before: MoEModel, after: MoEModel) -> dict[str, float]:
+    """`changed_<part>`: the norm of what changed as a share of the norm before, of embeddings, attention with norms,
+    routers and experts, whole and by layer; `changed_other` of all else."""
+    from gripmoe.attacks.restoration import PARTS, parameters_of
+
+    squares: dict[str, list[float]] = {}
+    counted: set[int] = set()
+
+    def add(names: list[str], old: torch.Tensor, new: torch.Tensor) -> None:
+        old = old.detach().float()
+        change, norm = (new.detach().to(old.device).float() - old).square().sum().item(), old.square().sum().item()
+        counted.add(id(new))
+        for name in names:
+            sums = squares.setdefault(name, [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + change, sums[1] + norm
+
+    for part in PARTS if after.layers else ("experts", "attention"):
+        for layer in after.all_layers:
+            for pair in zip(parameters_of(before, layer, part), parameters_of(after, layer, part), strict=True):
+                add([f"changed_{part}", f"changed_{part}_layer_{layer}"], *pair)
+    add(["changed_embeddings"], *(moe.model.get_input_embeddings().weight for moe in (before, after)))
+    for old, new in zip(before.model.parameters(), after.model.parameters(), strict=True):
+        if id(new) not in counted:
+            add(["changed_other"], old, new)
+    return {name: (change / norm) ** 0.5 if norm else 0.0 for name, (change, norm) in squares.items()}

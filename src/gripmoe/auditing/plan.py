@@ -1,0 +1,165 @@
+"""What an audit does, in turn, and what that takes: by the time of a first batch, or from a config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gripmoe.auditing import models
+from gripmoe.auditing.inputs import OWN, RELEARNING, named_row
+from gripmoe.config.benchmarks import Benchmark
+from gripmoe.config.reading import require_known
+from gripmoe.config.training import Relearning
+from gripmoe.io.errors import ConfigError
+from gripmoe.planning.cost import FEWEST, GB, PROMPT, TFLOPS
+
+ATTACKS = {  # as --attacks names them; in this order, the most telling first
+    "forcing": ("expert forcing",),
+    "relearning": ("relearning from retain documents", "relearning from other facts", "relearning from the corpus"),
+    "restoration": ("restoration",),
+    "routers": ("routers",),
+    "prompts": ("prompts",),
+    "quantisation": ("quantisation",),
+    "probes": ("probes", "probes of single experts"),
+    "membership": ("membership",),
+}
+NEED_ROUTERS = ("routing", "expert forcing", "routers", "probes of single experts")
+SAMPLE = 240  # questions of attacks that ask many times
+PROMPT_TOKENS = 115  # of a letter question of WMDP and MMLU on average
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of what is asked: questions of each split, texts, and layers."""
+
+    forget: int
+    retain: int
+    dev: int
+    truths: int
+    documents: int
+    statements: int
+    shots: int
+    batch: int
+    layers: int
+
+    @classmethod
+    def of(cls, files: Mapping[str, Sequence], benchmark: Benchmark, relearning: Relearning, layers: int) -> Sizes:
+        """Of the files of a data folder."""
+        splits = [[row["split"] for row in files[f"{kind}_questions"]] for kind in ("forget", "retain")]
+        counts = [splits[0].count("test"), splits[1].count("test"), splits[0].count("dev")]
+        counts += [len(files[name]) for name in ("truthfulqa", "held_out_corpus", "membership")]
+        return cls(*counts, benchmark.few_shot_questions, relearning.batch_size, layers)
+
+
+def measures_of(chosen: Sequence[str], unfit: Mapping[str, str], dense: bool) -> tuple[list[str], dict[str, str]]:
+    """The measurements of an unlearned model, in turn, and why others are not made: of the attacks `chosen` by keys of
+    ATTACKS, those but `unfit`."""
+    for name in chosen:
+        require_known(name, ATTACKS, "--attacks")
+    listed = ["accuracy", "changes", "routing", *(name for key in ATTACKS if key in chosen for name in ATTACKS[key])]
+    absent = {name: "not chosen" for key in ATTACKS if key not in chosen for name in ATTACKS[key]}
+    absent |= {name: reason for name, reason in unfit.items() if name in listed}
+    absent |= {name: "the model is dense" for name in NEED_ROUTERS if dense and name in listed}
+    return [name for name in listed if name not in absent], absent
+
+
+def prompts_of(name: str, sizes: Sizes) -> float:
+    """About as many forget prompts are read in the time of a measurement."""
+    sample = min(SAMPLE, sizes.forget)
+    return {
+        "accuracy": sizes.forget + sizes.retain + 6 * min(sizes.shots, sizes.retain) + 20 * sizes.truths,
+        "changes": 0,
+        "routing": 4 * sizes.documents,
+        "expert forcing": 12 * sizes.forget + 2 * min(1000, sizes.retain),
+        "restoration": (10 * sizes.layers + 6) * sample,
+        "routers": 3 * sample,
+        "prompts": 8 * sample + 8 * sizes.forget,
+        "quantisation": 2 * sample,
+        "probes": 2 * (sizes.dev + sample),
+        "probes of single experts": 4 * (sizes.dev + sample),
+        "membership": sizes.statements,
+    }.get(name, 4 * sample + 20 * 4 * sizes.batch)
+
+
+def told(turns: Sequence[tuple[str, str]], seconds: Mapping[str, float], absent: Mapping[str, str]) -> list[str]:
+    """A line per measurement of (model, measurement), and one with the sum."""
+    lines = []
+    for name in dict.fromkeys(name for _, name in turns):
+        of = [model for model, other in turns if other == name]
+        lines.append(f"{name:<34}{len(of) * seconds[name] / 60:8.1f} min  {', '.join(of)}")
+    lines += [f"{name:<34}not made: {reason}" for name, reason in absent.items()]
+    return [*lines, f"about {sum(seconds[name] for _, name in turns) / 60:.1f} minutes"]
+
+
+def turns_of(listed: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
+    """(model, measurement) in turn, of the models "original", "unlearned" and perhaps "retrained"."""
+    attacked = [name for name in names if name != "original"]
+    return [("original", "accuracy"), *((model, name) for name in listed for model in attacked)]
+
+
+def plan_of(
+    original: str | Path,
+    forget: str | None,
+    attacks: Sequence[str] | None,
+    relearning: Relearning | None,
+    names: Sequence[str],
+    trust_remote_code: bool = False,
+) -> str:
+    """What an audit of models with the config.json of `original` does and takes on one GPU, measured on fake tensors.
+    Without the name of a benchmark, `forget`, of 1000 questions to forget and 1000 to retain. Raises ConfigError for a
+    model in fp32, of which torch has no fake products."""
+    found = models.find(original, "--original", trust_remote_code=trust_remote_code)
+    row = named_row(forget) if forget else None
+    benchmark = row.benchmark if row else None
+    relearning = relearning or (row.relearning if row else RELEARNING)
+    if found.dtype == torch.float32:
+        raise ConfigError(
+            "--plan-only: the model is in fp32, of which torch has no fake products; start the audit itself"
+        )
+    chosen = list(ATTACKS) if attacks is None else attacks
+    rows = getattr(benchmark.data, "rows", {}) if benchmark else {}
+    forgotten, retained = rows.get("forget_questions", 1000), rows.get("retain_questions", 1000)
+    layers = found.config.num_hidden_layers
+    shots, batch = (benchmark.few_shot_questions if benchmark else 100), relearning.batch_size
+    sizes = Sizes(2 * forgotten // 3, retained, forgotten // 3, rows.get("truthfulqa", 0), 200, 0, shots, batch, layers)
+    dense = not models.has_experts(found.config)
+    unfit = {"membership": "no texts that no model has seen", "relearning from other facts": "facts are not known"}
+    listed, absent = measures_of(chosen, unfit, dense)
+    turns = turns_of(listed, names)
+    batch_size = benchmark.evaluation_batch_size if benchmark else OWN["evaluation_batch_size"]
+    asked = {"model": {"id": str(found.folder), "revision": None, "config": None, "dtype": _name(found)}}
+    reading = _whole(
+        {**asked, "what": "evaluate", "processes": 1, "rows": [batch_size], "length": PROMPT, "news": False}
+    )
+    each = PROMPT_TOKENS * reading["flops"] / (batch_size * PROMPT) / 1e12 / TFLOPS
+    seconds = {name: each * prompts_of(name, sizes) for name in listed}
+    device = reading["weights"] + reading["passes"]
+    parts = [f"{reading['weights'] / GB:.1f} GB of weights", f"{device / GB:.1f} GB to ask two models side by side"]
+    if "relearning" in chosen:
+        length = benchmark.max_length if benchmark else OWN["max_length"]
+        step = {"what": "relearning", "rows": [batch], "length": length, "training": relearning.model_dump()}
+        training = _whole({**asked, **step, "processes": 1})
+        steps = [name for name in listed if name.startswith("relearning")]
+        seconds |= {name: each * 4 * SAMPLE + 20 * training["flops"] / 1e12 / TFLOPS for name in steps}
+        parts.append(
+            f"{max(training['passes'], training['update']) / GB:.1f} GB to finetune one ({relearning.optimizer})"
+        )
+    lines = told(turns, seconds, absent)
+    lines[-1] += f" on one GPU of {TFLOPS:g} TFLOP a second, without loading"
+    host = len(names) * found.size
+    return "\n".join([*lines, f"on the GPU: {', '.join(parts)}; in the machine: {host / GB:.1f} GB"])
+
+
+def _name(found: models.Found) -> str:
+    return str(found.dtype).removeprefix("torch.")
+
+
+def _whole(question: dict) -> dict[str, float]:
+    """What `measure` says of all layers: linear in their number, from FEWEST and one more."""
+    from gripmoe.planning.fake import measure
+
+    few, more = (measure({**question, "layers": FEWEST + extra}) for extra in (0, 1))
+    return {key: value + (few["of_layers"] - FEWEST) * (more[key] - value) for key, value in few.items()}

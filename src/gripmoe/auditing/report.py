@@ -1,0 +1,155 @@
+"""What an audit found: a verdict, tidy tables, files and one page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gripmoe.attacks.base import Found
+from gripmoe.attacks.prompts import ORDER
+from gripmoe.data.prompt_formats import LETTERS
+from gripmoe.io.files import write_json, write_text
+
+if TYPE_CHECKING:  # the library itself needs no pandas
+    import pandas as pd
+
+    from gripmoe.reporting.verdict import Verdict
+
+ACCURACY = {"forget_accuracy": "as it is", "retain_accuracy": "as it is"}
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The result of `gripmoe.audit` (ours).
+
+    `found` has what was measured of "original", "unlearned" and perhaps "retrained"; `questions` are those that count;
+    `absent` says why a measurement is missing; `identity` names models, data, settings and code."""
+
+    found: Mapping[str, Found]
+    questions: Sequence[dict]
+    absent: Mapping[str, str]
+    identity: Mapping[str, Any]
+    minutes: float
+
+    @cached_property
+    def facts(self) -> dict[str, str]:
+        return {question["id"]: question["fact"] for question in self.questions}
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """In words, and what each attack returns."""
+        from gripmoe.reporting.verdict import COUNTED, judge
+
+        attacks = dict.fromkeys(row["attack"] for row in COUNTED.values())
+        not_made = [name for name in attacks if name in self.absent]
+        return judge({name: found.scores for name, found in self.found.items()}, self.facts, not_made)
+
+    @cached_property
+    def _measures(self) -> pd.DataFrame:
+        from gripmoe.reporting.audits import corrected, measures
+
+        parts = {name: (corrected(found.metrics), found.scores) for name, found in self.found.items()}
+        return measures(parts, self.facts)
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row per model and measure: `model`, `measure`, `value`, and for accuracies `low` and `high` of the 95 %
+        interval over facts and the number `n` of questions."""
+        return self._measures.copy()
+
+    def to_answers(self) -> pd.DataFrame:
+        """A row per question and condition: `question`, `choices`, `answer`, `condition`, `given`, `correct`,
+        `probability` of what was given. Probes give no letter."""
+        import pandas as pd
+
+        from gripmoe.reporting.verdict import COUNTED
+
+        rows = []
+        for model, found in self.found.items():
+            for metric, scores in found.scores.items():
+                if metric not in ACCURACY and metric not in COUNTED:
+                    continue
+                label = model if metric in ACCURACY else f"{model}, {COUNTED[metric]['label']}"
+                given = found.answers.get(metric, {})
+                for question_id, score in scores.items():
+                    question = self._by_id[question_id]
+                    letter, probability = given.get(question_id, (None, None))
+                    if letter is not None and metric == "prompt_choice_shuffle":
+                        letter = ORDER[letter]
+                    rows.append(
+                        {
+                            "id": question_id,
+                            "kind": "forget" if question["exposure"] == "forget" else "retain",
+                            "subject": question["subject"],
+                            "question": question["question"],
+                            "choices": "; ".join(
+                                f"{a}. {b}" for a, b in zip(LETTERS, question["choices"], strict=True)
+                            ),
+                            "answer": LETTERS[question["answer"]],
+                            "condition": label,
+                            "given": "" if letter is None else LETTERS[letter],
+                            "correct": bool(score),
+                            "probability": probability,
+                        }
+                    )
+        return pd.DataFrame(rows)
+
+    @cached_property
+    def _by_id(self) -> dict[str, dict]:
+        return {question["id"]: question for question in self.questions}
+
+    def to_summary(self) -> pd.DataFrame:
+        """The rows of `to_frame` that a reader wants first."""
+        frame = self.to_frame()
+        shown = (
+            "forget_accuracy",
+            "retain_accuracy",
+            "retain_accuracy_five_shot",
+            "truthfulqa_mc1",
+            "routing_stability",
+        )
+        shown += ("routing_stability_corrected", "forced_forget_accuracy", "restored_router_all", "auc_min_40")
+        shown += ("relearned_from_others_after_20", "relearned_after_20", "relearned_from_corpus_after_20")
+        return frame[frame.measure.isin(shown)].reset_index(drop=True)
+
+    def save(self, folder: Path | str) -> None:
+        """Writes audit.json, measures.csv, attacks.csv, questions.csv and index.html, one page for a browser."""
+        from gripmoe.reporting.audits import charts_of
+        from gripmoe.reporting.page import write_page
+
+        folder, answers = Path(folder), self.to_answers()
+        frames = {"measures": self.to_frame(), "attacks": self.verdict.returned, "questions": answers}
+        for name, frame in frames.items():
+            write_text(folder / f"{name}.csv", frame.to_csv(index=False))
+        write_json(
+            folder / "audit.json",
+            {
+                "verdict": self.verdict.word,
+                "sentence": self.verdict.sentence,
+                "metrics": {name: found.metrics for name, found in self.found.items()},
+                "attacks": self.verdict.returned.to_dict("records"),
+                "not_made": dict(self.absent),
+                "minutes": round(self.minutes, 2),
+                **self.identity,
+            },
+        )
+        page = {"questions": answers, "what attacks return": self.verdict.returned, "all measures": frames["measures"]}
+        write_page(
+            folder / "index.html",
+            title="Audit of an unlearned model",
+            verdicts=[(self.verdict.word, self.verdict.sentence)],
+            summary=self.to_summary(),
+            charts=charts_of(self.to_frame(), self.verdict.returned),
+            tables=page,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.verdict.word}: {self.verdict.sentence}"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        summary = self.to_summary().to_html(index=False, float_format="{:.2f}".format, na_rep="", border=0)
+        return f"<p><b>{self.verdict.word}</b>: {escape(self.verdict.sentence)}</p>{summary}"

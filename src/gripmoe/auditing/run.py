@@ -1,0 +1,186 @@
+"""An audit: what a model forgot, retained and hides, measurement after measurement; resumable, within a budget."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+
+from gripmoe.attacks.base import Found, Letters, Marks
+from gripmoe.attacks.run import OF_LETTERS, made_once
+from gripmoe.auditing import models
+from gripmoe.auditing.inputs import Inputs, Source, named, own
+from gripmoe.auditing.plan import ATTACKS, Sizes, measures_of, prompts_of, told, turns_of
+from gripmoe.auditing.report import AuditReport
+from gripmoe.config.fingerprint import code_fingerprint
+from gripmoe.config.training import Relearning
+from gripmoe.evaluation.letters import letter_metrics
+from gripmoe.evaluation.metrics import load_answers
+from gripmoe.evaluation.questions import direct_answers, load_questions
+from gripmoe.evaluation.routing_stability import routing_metrics
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import write_csv
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import weights_digest
+
+TIMED = 32  # questions of the batch whose time is taken
+
+Model = str | Path | nn.Module
+
+
+def audit(
+    original: Model,
+    unlearned: Model,
+    *,
+    forget: Source,
+    retain: Source | None = None,
+    forget_text: Source | None = None,
+    retain_text: Source | None = None,
+    holdout_text: Source | None = None,
+    retrained: Model | None = None,
+    tokenizer: Any = None,
+    attacks: Sequence[str] | None = None,
+    relearning: Relearning | None = None,
+    budget: float | None = None,
+    output: Path | str | None = None,
+    trust_remote_code: bool = False,
+) -> AuditReport:
+    """Audits an unlearned model: what it forgot, what it retains, and what attacks bring back (ours).
+
+    Models are folders, hub ids or models in memory, which need their `tokenizer` and come back as they were. `forget`
+    is the name of a benchmark ("wmdp_cyber"), or questions, a file or its rows, with questions to `retain` beside them;
+    the texts are documents, likewise. `attacks` are keys of `ATTACKS`, all without; `budget` is in minutes.
+    Measurements lie in `output`, from which a later audit of the same models continues. Raises ConfigError, a
+    ValueError, for inputs that cannot be used and for models that differ in more than weights."""
+    chosen = list(ATTACKS) if attacks is None else list(attacks)
+    measures_of(chosen, {}, dense=False)  # which knows the names, before anything is read
+    if retain is None and isinstance(forget, str):
+        inputs = named(forget, relearning)
+    elif retain is None:
+        raise ConfigError("--retain-questions: questions to retain are needed beside those to forget")
+    else:
+        texts = dict(forget_text=forget_text, retain_text=retain_text, holdout_text=holdout_text)
+        inputs = own(forget, retain, relearning=relearning, **texts)
+    names = {"original": original, "unlearned": unlearned} | ({"retrained": retrained} if retrained is not None else {})
+    with ExitStack() as stack:
+        finetuning = inputs.relearning if "relearning" in chosen else None
+        loaded, tokenizer = _loaded(names, tokenizer, finetuning, trust_remote_code)
+        moes = {name: MoEModel(model) for name, model in loaded.items()}
+        for name, moe in moes.items():
+            if isinstance(names[name], nn.Module):
+                stack.callback(moe.release, rounded=True)
+        folder = Path(output) / "state" if output else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        inputs.write(folder / "data")
+        return _measured(moes, tokenizer, inputs, chosen, budget, folder)
+
+
+def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None, trust_remote_code: bool):
+    in_memory = [isinstance(model, nn.Module) for model in names.values()]
+    if all(in_memory):
+        if tokenizer is None:
+            raise ConfigError("tokenizer: models in memory need the tokenizer that belongs to them")
+        shapes = {n: {name: tuple(p.shape) for name, p in model.named_parameters()} for n, model in names.items()}
+        for name in names:
+            models.compare_shapes(shapes["original"], shapes[name], f"original and {name}")
+        return dict(names), tokenizer
+    if any(in_memory):
+        raise ConfigError("original, unlearned, retrained: give all of them as folders or hub ids, or all in memory")
+    found: dict[str, models.Found] = {}
+    for name, given in names.items():
+        flag = f"--{name}"
+        found[name] = models.find(given, flag, original=found.get("original"), trust_remote_code=trust_remote_code)
+        models.compare(found["original"], found[name])
+    tqdm.write(models.check_memory(found["original"], finetuning, len(names)))
+    loaded, tokenizers = {}, {}
+    for name, given in names.items():
+        device = None if name == "unlearned" else "cpu"
+        options = dict(device=device, trust_remote_code=trust_remote_code)
+        loaded[name], tokenizers[name] = models.load(found[name], given, **options)
+        models.compare_tokenizers(tokenizers["original"], tokenizers[name], f"--original and --{name}")
+    return loaded, tokenizers["original"]
+
+
+def _measured(
+    moes: Mapping[str, MoEModel], tokenizer, inputs: Inputs, chosen: Sequence[str], budget: float | None, folder: Path
+) -> AuditReport:
+    started, after = time.monotonic(), moes["unlearned"]
+    listed, absent = measures_of(chosen, inputs.absent, dense=not after.layers)
+    data, sizes = folder / "data", Sizes.of(inputs.files, inputs.benchmark, inputs.relearning, len(after.all_layers))
+    questions = inputs.questions("forget", "test")
+    each = _seconds(after, tokenizer, questions[:TIMED]) / min(TIMED, len(questions))
+    turns = turns_of(listed, list(moes))
+    seconds = {name: each * prompts_of(name, sizes) for name in listed}
+    limit = "" if budget is None else f"; the budget is {budget:g} minutes"
+    tqdm.write("\n".join(told(turns, seconds, absent)) + f", by the time of the first batch{limit}")
+
+    identity = {
+        "code": code_fingerprint("gripmoe.auditing.run:audit"),
+        "models": {name: weights_digest(moe.model) for name, moe in moes.items()},
+        "data": hashlib.sha256(json.dumps(inputs.files, sort_keys=True).encode()).hexdigest(),
+        "benchmark": inputs.benchmark.model_dump(mode="json"),
+        "relearning": inputs.relearning.model_dump(mode="json"),
+    }
+    found: dict[str, list[Found]] = {name: [] for name in moes}
+    for model, name in (bar := tqdm(turns, desc="audit")):
+        bar.set_postfix_str(f"{name}, {model}")
+        spent = (time.monotonic() - started) / 60
+        if budget is not None and name != "accuracy" and spent + seconds[name] / 60 > budget:
+            absent[name] = f"the budget of {budget:g} minutes is spent"
+            continue
+        answers = folder / f"{model}_answers.csv"
+        given = (moes["original"], moes[model], tokenizer, data, inputs.benchmark, 0, inputs.relearning)
+        setting = Letters(*given, partial(load_answers, answers))
+        measure = (OF_LETTERS | {"accuracy": partial(accuracy, answers=answers), **OF_MODELS})[name]
+        found[model].append(made_once(name, measure, setting, folder / f"{model}.json", identity))
+        if not found[model][-1].metrics:
+            absent[name] = "does not apply to these data"
+    return AuditReport(
+        found={name: Found.joined(parts) for name, parts in found.items()},
+        questions=inputs.questions("forget", "test") + inputs.questions("retain", "test"),
+        absent=absent,
+        identity=identity,
+        minutes=(time.monotonic() - started) / 60,
+    )
+
+
+def accuracy(setting: Letters, answers: Path) -> Found:
+    """Forget and retain accuracy and general utility; the rows of `questions.csv` go to the file `answers`."""
+    metrics, rows = letter_metrics(setting.benchmark, setting.after.model, setting.tokenizer, setting.data)
+    write_csv(answers, rows)
+    found = Found(metrics)
+    for kind in ("forget", "retain"):
+        questions = load_questions(setting.data / f"{kind}_questions.jsonl", "test")
+        given = load_answers(answers, questions)
+        found = Found.joined((found, Found.over([q["id"] for q in questions], {f"{kind}_accuracy": Marks(given)})))
+    return found
+
+
+def changes(setting: Letters) -> Found:
+    """What moved: norms by component."""
+    return Found(models.changes(setting.before, setting.after))
+
+
+def routing(setting: Letters) -> Found:
+    """Routing stability on held-out retain and on forget documents."""
+    with setting.before.brought_beside(setting.after):
+        return Found(routing_metrics(setting.benchmark, setting.before, setting.after, setting.tokenizer, setting.data))
+
+
+OF_MODELS = {"changes": changes, "routing": routing}
+
+
+def _seconds(moe: MoEModel, tokenizer, questions: Sequence[dict]) -> float:
+    """Of one pass over the questions, not the first."""
+    direct_answers(moe.model, tokenizer, questions)
+    started = time.perf_counter()
+    direct_answers(moe.model, tokenizer, questions)
+    return time.perf_counter() - started

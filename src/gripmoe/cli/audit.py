@@ -1,0 +1,77 @@
+"""`gripmoe audit`: any unlearned checkpoint, with its verdict and one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gripmoe.auditing import run
+from gripmoe.auditing.inputs import relearning_of
+from gripmoe.auditing.plan import ATTACKS, plan_of
+from gripmoe.config.provenance import recorded
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.locks import exclusive
+
+
+def _input(flag: str, help: str):
+    return typer.Option(flag, exists=True, dir_okay=False, help=help)
+
+
+def audit(
+    *,
+    original: Annotated[str, typer.Option(help="Folder or hub id (owner/name@revision) of the original model.")],
+    unlearned: Annotated[str, typer.Option(help="Folder or hub id of the unlearned model, or a PEFT adapter.")],
+    output: Annotated[Path, typer.Option(file_okay=False, help="The folder to write to.")],
+    retrained: Annotated[str | None, typer.Option(help="A model that never saw the forget data.")] = None,
+    forget: Annotated[str | None, typer.Option(help="A benchmark by name: wmdp_cyber, wmdp_tiny.")] = None,
+    questions: Annotated[Path | None, _input("--questions", "Forget questions, JSON lines.")] = None,
+    retain_questions: Annotated[Path | None, _input("--retain-questions", "Retain questions, JSON lines.")] = None,
+    forget_text: Annotated[Path | None, _input("--forget-text", "Documents to forget: JSON lines or text.")] = None,
+    retain_text: Annotated[Path | None, _input("--retain-text", "Documents to retain: JSON lines or text.")] = None,
+    holdout_text: Annotated[Path | None, _input("--holdout-text", "Documents that no model has seen.")] = None,
+    attacks: Annotated[str | None, typer.Option(help=f"Some of {','.join(ATTACKS)}; all without.")] = None,
+    relearning: Annotated[str | None, typer.Option(metavar="JSON", help="Settings of finetuning as an attack.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Minutes; what would exceed them is not measured.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that lies in a model's folder.")] = False,
+    plan_only: Annotated[bool, typer.Option(help="Say what it takes, from config.json alone, and stop.")] = False,
+) -> None:
+    """Say what any unlearned model forgot, retains and hides.
+
+    Questions have `question`, four `choices` and `answer` (0 to 3, or A to D); documents have `text`. An interrupted
+    audit continues with the next measurement.
+
+    \b
+    Example:
+      gripmoe audit --original original --unlearned mine --output audit --questions forget.jsonl \\
+          --retain-questions retain.jsonl --retain-text retain.txt --attacks forcing,relearning
+    """
+    if (forget is None) == (questions is None):
+        raise ConfigError("--forget, --questions: give one of them, a benchmark's name or a file of questions")
+    if forget and (retain_questions or forget_text or retain_text or holdout_text):
+        raise ConfigError("--forget: a benchmark has questions and texts of its own; leave the files out")
+    settings = relearning_of(relearning)
+    chosen = None if attacks is None else attacks.split(",")
+    if plan_only:
+        names = ["original", "unlearned", *["retrained"] * bool(retrained)]
+        print(plan_of(original, forget, chosen, settings, names, trust_remote_code))
+        return
+    with exclusive(output), recorded(output / "audit.provenance.json", audit):
+        report = run.audit(
+            original,
+            unlearned,
+            forget=forget or questions,
+            retain=retain_questions,
+            forget_text=forget_text,
+            retain_text=retain_text,
+            holdout_text=holdout_text,
+            retrained=retrained,
+            attacks=chosen,
+            relearning=settings,
+            budget=budget,
+            output=output,
+            trust_remote_code=trust_remote_code,
+        )
+        report.save(output)
+    print(f"{report}\n{output / 'index.html'}")
