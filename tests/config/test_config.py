@@ -37,16 +37,26 @@ WORLDS = sorted(p.stem for p in CONFIG.glob("*.yaml") if p.stem not in CATALOGUE
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_world_is_valid_and_leaves_the_seed_of_tuning_alone(world):
-    project = Project(CONFIG, world)
+def test_every_world_is_valid_and_leaves_seeds_and_base_models_of_tuning_alone(world):
+    project, tuned_on = Project(CONFIG, world), Project(CONFIG, "tiny_tuning")
     assert project.name == world and project.run_keys()
-    assert TUNING["seed"] not in project.world.seeds
+    assert not set(TUNING["seeds"]) & set(project.world.seeds)
+    assert world == "tiny_tuning" or not set(tuned_on.models_needed) & set(project.models_needed)
 
 
-def test_no_record_holds_the_seed_of_tuning():
+def test_no_record_holds_seeds_or_base_models_of_tuning():
     records = sorted((CONFIG.parents[1] / "docs" / "record").glob("**/runs.csv"))
-    seeds = {int(row["seed"]) for file in records for row in csv.DictReader(file.open(encoding="utf-8"))}
-    assert records and seeds == {0, 1, 2} and TUNING["seed"] == 1000
+    rows = [row for file in records for row in csv.DictReader(file.open(encoding="utf-8"))]
+    assert rows and not {int(row["seed"]) for row in rows} & {*TUNING["seeds"]}
+    assert not {row["model"] for row in rows} & {*Project(CONFIG, "tiny_tuning").models_needed}
+
+
+def test_what_is_tuned_is_in_a_world():
+    project = Project(CONFIG, "tiny_tuning")
+    for benchmark, objectives in TUNING["benchmarks"].items():
+        for objective, tried in objectives.items():
+            assert benchmark in project.benchmarks and objective in project.objectives
+            assert set(tried["methods"]) <= set(project.methods)
 
 
 def test_every_artefact_is_drawn_by_a_world():
@@ -87,7 +97,7 @@ def test_news_goes_with_the_models_finetuned_on_it(folder):
 def test_a_benchmark_changes_training(folder):
     project = Project(folder, "tiny")
     assert project.training("gd", "frozen_router", "muse_tiny").learning_rate == 2e-4
-    assert project.training("gd", "frozen_router", "wmdp_tiny").learning_rate == 5e-4
+    assert project.training("gd", "frozen_router", "wmdp_tiny").learning_rate == 1e-3
     assert project.training("gd", "expert_specific", "muse_tiny").router_weight_decay == 0, (
         "the method has the last word"
     )
@@ -198,7 +208,7 @@ def test_a_finetuned_models_batches_are_shared_too(folder):
 def test_unknown_world_names_the_known_ones():
     with pytest.raises(
         ConfigError,
-        match="give one of paper, paper_ablations, paper_dense, paper_muse, record, record_main, record_muse, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_fp8, tiny_large, tiny_muse, tiny_retain, tiny_shared or the path",
+        match="give one of paper, paper_ablations, paper_dense, paper_muse, record, record_main, record_muse, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_fp8, tiny_large, tiny_muse, tiny_retain, tiny_shared, tiny_tuning or the path",
     ):
         Project(CONFIG, "huge")
 
