@@ -25,4 +25,5 @@ rule all:
     default_target: True
     input:
         artefact_files(),
+        EXPLORER,
         MANIFEST,

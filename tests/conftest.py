@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -117,6 +118,25 @@ def random_batch(rows: int = 4, length: int = 12, vocabulary_size: int = 64, see
 @pytest.fixture
 def batch():
     return random_batch()
+
+
+@pytest.fixture
+def chromium():
+    """A page of the system's Chromium, and lists for what it asks for and what goes wrong; skips, and so is reported as
+    not run, where there is none and none may be installed."""
+    browsers = ("chromium", "chromium-browser", "google-chrome")
+    if not any(map(shutil.which, browsers)) and os.environ.get("GRIPMOE_TEST_BROWSER") == "1" and os.geteuid() == 0:
+        apt = ["apt-get", "-o", "DPkg::Lock::Timeout=600", "-qq"]  # SLURM may be being installed
+        subprocess.run([*apt, "update"], check=False)
+        subprocess.run([*apt, "install", "-y", "--no-install-recommends", "chromium"], check=False)
+    executable = next(filter(None, map(shutil.which, browsers)), None)
+    if not executable:
+        pytest.skip("not run: no Chromium; as root, with GRIPMOE_TEST_BROWSER=1, this installs one")
+    api = pytest.importorskip("playwright.sync_api", reason="not run: envs/test.lock is not installed")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser.new_page(viewport={"width": 1400, "height": 900}), [], []
+        browser.close()
 
 
 def clone(folder, config, split, rows, **others):

@@ -60,7 +60,7 @@ def test_what_others_name_too_stays(config, capsys):
         *(f"results/one/{table}_one.csv" for table in TABLES),
         "results/one/runs_one.provenance.json",
         "results/one/notebooks_one/file",
-        *(f"results/one/logs/{rule}_one.log" for rule in ("collect", "manifest", "plan")),
+        *(f"results/one/logs/{rule}_one.log" for rule in ("collect", "explore", "manifest", "plan")),
         "results/one/logs/render_one/file",
         "paper_figures/one/file",
     }

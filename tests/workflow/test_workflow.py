@@ -247,8 +247,9 @@ def test_the_snakefile_imports_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-MEASURING = ["evaluate", "attack", "collect", "manifest"]
+MEASURING = ["evaluate", "attack", "collect", "explore", "manifest"]
 TRAINING_ON = ["unlearn", "realign", *MEASURING]
+RENDERING = ["render_main_results", "explore", "manifest"]
 
 
 @pytest.fixture(scope="module")
@@ -275,25 +276,6 @@ def report(finished):
     page = finished / "report.html"
     snakemake("--report", page, "--config", f"world={finished / 'smoke.yaml'}", directory=finished, root=finished)
     return page
-
-
-@pytest.fixture
-def chromium():
-    """A page of the system's Chromium, and lists for what it asks for and what goes wrong; skips, and so is reported as
-    not run, where there is none and none may be installed."""
-    browsers = ("chromium", "chromium-browser", "google-chrome")
-    if not any(map(shutil.which, browsers)) and os.environ.get("GRIPMOE_TEST_BROWSER") == "1" and os.geteuid() == 0:
-        apt = ["apt-get", "-o", "DPkg::Lock::Timeout=600", "-qq"]  # SLURM may be being installed
-        subprocess.run([*apt, "update"], check=False)
-        subprocess.run([*apt, "install", "-y", "--no-install-recommends", "chromium"], check=False)
-    executable = next(filter(None, map(shutil.which, browsers)), None)
-    if not executable:
-        pytest.skip("not run: no Chromium; as root, with GRIPMOE_TEST_BROWSER=1, this installs one")
-    api = pytest.importorskip("playwright.sync_api", reason="not run: envs/test.lock is not installed")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-        yield browser.new_page(viewport={"width": 1400, "height": 900}), [], []
-        browser.close()
 
 
 def dry_run(root):
@@ -334,8 +316,8 @@ EDITS = [
     ("gripmoe.attacks.base:SAMPLE", None, ["attack"]),
     ("gripmoe.attacks.prompts:prompt_attacks.seed", None, ["attack"]),
     ("gripmoe.evaluation.stop_rule:RETAIN_QUESTIONS", None, ["unlearn"]),
-    ("gripmoe.reporting.names:CHANCE", None, ["render_main_results", "manifest"]),
-    ("gripmoe.reporting.comparison:comparisons.yaml", None, ["render_main_results", "manifest"]),
+    ("gripmoe.reporting.names:CHANCE", None, RENDERING),
+    ("gripmoe.reporting.comparison:comparisons.yaml", None, RENDERING),
     # How a benchmark is measured: no training.
     ("workflow/config/benchmarks.yaml:wmdp_smoke.evaluation_batch_size", 64, MEASURING),
     # One notebook's text: that notebook. What nothing here uses: nothing.
@@ -365,7 +347,8 @@ def verified(root):
 class TestRun:
     def test_every_artefact_is_there(self, finished):
         figures = finished / "paper_figures" / "smoke"
-        wanted = {f"{name}.{suffix}" for name in SMOKE_ARTEFACTS for suffix in FORMATS[name]} | {"manifest.json"}
+        wanted = {f"{name}.{suffix}" for name in SMOKE_ARTEFACTS for suffix in FORMATS[name]}
+        wanted |= {"explorer.html", "manifest.json"}
         assert {path.name for path in figures.iterdir()} == wanted
         assert all(path.stat().st_size > 100 for path in figures.iterdir())
         assert (finished / "results/smoke/notebooks_smoke/main_results.ipynb").exists()
@@ -436,7 +419,7 @@ class TestRun:
         two = len(yaml.safe_load(before)["seeds"])
         assert planned(output) == {
             "configure": two, "unlearn": two, "evaluate": two, "attack": two, "collect": 1,
-            "manifest": 1, **{f"render_{name}": 1 for name in SMOKE_ARTEFACTS},
+            "explore": 1, "manifest": 1, **{f"render_{name}": 1 for name in SMOKE_ARTEFACTS},
         }  # fmt: skip
         for rule in ("configure", "unlearn", "evaluate", "attack"):
             runs = runs_of(output, rule)
@@ -521,8 +504,8 @@ class TestRun:
             assert not {"configure", "trace_routing", "unlearn", "realign"} & set(plan)
         elif rules == ["attack"]:
             assert not {"unlearn", "evaluate"} & set(plan)
-        elif rules == ["render_main_results", "manifest"]:
-            assert {rule.split("_")[0] for rule in plan} == {"render", "manifest"}
+        elif rules == RENDERING:
+            assert {rule.split("_")[0] for rule in plan} == {"render", "explore", "manifest"}
         elif rules == ["render_main_results"]:
             assert set(plan) == {"render_main_results", "manifest"}
 

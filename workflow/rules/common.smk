@@ -37,6 +37,7 @@ ATTACKS = f"{RESULTS}/attacks_{PROJECT.name}.csv"
 # Relative, as all inputs: Snakemake recognizes a file by its path, and a checkout may lie elsewhere.
 NOTEBOOKS = os.path.relpath(Path(workflow.basedir).resolve() / "notebooks")
 FIGURES = f"paper_figures/{PROJECT.name}"
+EXPLORER = f"{FIGURES}/explorer.html"
 MANIFEST = f"{FIGURES}/manifest.json"
 LOGS = f"{RESULTS}/logs"
 BENCHMARKS = f"{RESULTS}/benchmarks"

@@ -1,4 +1,4 @@
-# Tidy tables of all runs, and one notebook per table and figure.
+# Tidy tables of all runs, one notebook per table and figure, and a page of all runs, attacks and questions.
 
 
 rule collect:
@@ -64,9 +64,35 @@ for artefact in WORLD.artefacts:
             "papermill {input.notebook} {output.notebook} -p runs {input.runs} -p output {output.files[0]} > {log} 2>&1"
 
 
+rule explore:
+    input:
+        runs=RUNS,
+        tables=[HISTORIES, ANSWERS, ATTACKS],
+        data=[
+            f"{DATA}/{name}.jsonl".format(benchmark=benchmark)
+            for benchmark in WORLD.benchmarks
+            for name in (("knowmem", "verbmem") if benchmark in NEWS else ("forget_questions", "retain_questions"))
+        ],
+    output:
+        EXPLORER,
+    log:
+        f"{LOGS}/explore_{PROJECT.name}.log",
+    conda:
+        ENVIRONMENT
+    resources:
+        mem_mb=growing(4000),
+        runtime=growing(30),
+    params:
+        folders=[DATA.format(benchmark=benchmark) for benchmark in WORLD.benchmarks],
+        code=code_fingerprint("gripmoe.cli.explore:explore"),
+    shell:
+        "gripmoe explore {params.folders} --runs {input.runs} --output {output} > {log} 2>&1"
+
+
 rule manifest:
     input:
         artefacts=artefact_files(),
+        explorer=EXPLORER,
         notebooks=[f"{NOTEBOOKS}/{artefact}.ipynb" for artefact in WORLD.artefacts],
         runs=RUNS,
         tables=[HISTORIES, ANSWERS, ATTACKS],
@@ -82,5 +108,5 @@ rule manifest:
     params:
         code=code_fingerprint("gripmoe.cli.manifest:manifest"),
     shell:
-        "gripmoe manifest {input.artefacts} {input.notebooks} {input.tables} --runs {input.runs} --output {output}"
+        "gripmoe manifest {input.artefacts} {input.explorer} {input.notebooks} {input.tables} --runs {input.runs} --output {output}"
         " > {log} 2>&1"

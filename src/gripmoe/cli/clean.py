@@ -14,7 +14,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.locks import exclusive
 
 TABLES = ("runs", "histories", "answers", "attacks")
-NAMED = ("collect", "manifest", "plan")  # rules whose logs have the name of the world
+NAMED = ("collect", "explore", "manifest", "plan")  # rules whose logs have the name of the world
 
 
 def clean(

@@ -33,6 +33,7 @@ COMMANDS = {
         "evaluate": "Measure a run.",
         "attack": "Attack a run.",
         "collect": "Gather all runs in tidy tables.",
+        "explore": "Write one page of all runs, attacks and questions.",
         "manifest": "Write what tables and figures are made of.",
     },
     "Worlds": {
@@ -51,7 +52,7 @@ COMMANDS = {
 
 EXTRAS = {  # modules that only some commands need, by the extra of pyproject.toml that installs them
     "eval": {"datasets", "jinja2", "lm_eval", "peft", "rouge_score", "sklearn"},
-    "report": {"jinja2", "matplotlib", "pandas", "PIL", "scipy"},
+    "report": {"itables", "jinja2", "matplotlib", "pandas", "PIL", "scipy"},
 }
 
 

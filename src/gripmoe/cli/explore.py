@@ -1,0 +1,31 @@
+"""`gripmoe explore`: one page of all runs, attacks and questions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gripmoe.cli.options import OutputFile
+
+
+def explore(
+    *,
+    folders: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="The data of the benchmarks.")],
+    runs: Annotated[Path, typer.Option("--runs", exists=True, dir_okay=False, help="The tidy table of all runs.")],
+    output: OutputFile,
+) -> None:
+    """Write one page of all runs, attacks and questions.
+
+    The page holds its data and needs no network. The tables that `gripmoe collect` writes lie beside --runs.
+
+    \b
+    Example:
+      gripmoe explore results/tiny/data/wmdp_tiny --runs results/tiny/runs_tiny.csv \\
+          --output paper_figures/tiny/explorer.html
+    """
+    from gripmoe.reporting.explorer import write_explorer
+
+    world = runs.stem.removeprefix("runs_").replace("_", " ")
+    write_explorer(output, runs, folders, title=f"Runs of the world {world}")

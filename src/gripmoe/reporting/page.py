@@ -1,0 +1,131 @@
+"""One HTML page that holds its own data: verdicts, a summary, charts, and tables to filter, sort and search.
+
+DataTables draws a page of rows at a time. The page keeps every column as its distinct values and, for each row, the
+number of its value, so that millions of rows fit in a few megabytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import itables
+import jinja2
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from gripmoe.io.files import read_text, write_text
+from gripmoe.reporting import names
+
+TEMPLATE = "page.html.jinja"
+GOOD, BAD, PARTLY = "#0072b2", "#b34700", "#7a1f5c"  # grounds behind white words; all other words stand on grey
+COLOURS = {"holds": GOOD, "erased": GOOD, "does not hold": BAD, "hides": BAD, "not forgotten": PARTLY}
+VERDICTS_SHOWN = 12  # the others unfold
+MOST_CHOICES = 100  # of a drop-down
+LONGEST_CHOICE = 60  # characters
+WIDTH_OF_PHONES = 80  # characters: the rows of a wider table become cards
+AVERAGED = ("correct", "score")  # columns whose mean over the rows found stands above a table
+
+
+def write_page(
+    path: Path,
+    *,
+    title: str,
+    verdicts: Sequence[tuple[str, str]],
+    summary: pd.DataFrame,
+    charts: Mapping[str, Figure],
+    tables: Mapping[str, pd.DataFrame],
+    source: str = "",
+) -> None:
+    """Writes the page.
+
+    Args:
+        verdicts: a word and a sentence each.
+        summary: the first table.
+        charts: figures by caption; they are closed.
+        tables: by heading. A column of few values gets a drop-down, in the order of its categories if it has any.
+        source: what the page was made of.
+    """
+    library = Path(itables.__file__).parent / "html"
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(read_text(Path(__file__).with_name(TEMPLATE)))
+    page = template.render(
+        title=title,
+        verdicts=verdicts,
+        shown=VERDICTS_SHOWN,
+        colours=COLOURS,
+        charts={caption: _chart(figure, title) for caption, figure in charts.items()},
+        tables=[_table(name, frame) for name, frame in {"Summary": summary, **tables}.items()],
+        source=source,
+        library=_packed(read_text(library / "dt_bundle.js").encode()),
+        library_css=read_text(library / "dt_bundle.css"),
+        methods={
+            method.label: f"5px {'dashed' if method.dashed else 'solid'} {method.colour}"
+            for method in names.METHODS.values()
+            if method.colour
+        },
+    )
+    write_text(path, page)
+
+
+def _packed(content: bytes) -> str:
+    return base64.b64encode(gzip.compress(content, mtime=0)).decode()
+
+
+def _chart(figure: Figure, salt: str) -> dict:
+    """The same text for the same figure. An image of its own, so that the ids in it meet no other figure's."""
+    buffer = io.BytesIO()
+    with plt.rc_context({"svg.hashsalt": salt}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    plt.close(figure)
+    return {"svg": base64.b64encode(buffer.getvalue()).decode(), "inches": figure.get_figwidth()}
+
+
+def _table(name: str, frame: pd.DataFrame) -> dict:
+    """What the page's script shows as a table. A column of one value is said once, above it."""
+    columns = [_column(str(column), frame[column]) for column in frame]
+    shown = [column for column in columns if column["constant"] is None]
+    return {
+        "name": name,
+        "count": len(frame),
+        "columns": shown,
+        "common": [f"{column['name']} {column['constant']}" for column in columns if column not in shown],
+        "is_wide": sum(column["longest"] for column in shown) > WIDTH_OF_PHONES,
+    }
+
+
+def _three_digits(numbers: np.ndarray) -> np.ndarray:
+    """Significant ones; whole numbers stay whole."""
+    return np.array([float(format(number, ".3g" if abs(number) < 1000 else ".0f")) for number in numbers])
+
+
+def _column(name: str, values: pd.Series) -> dict:
+    is_float = pd.api.types.is_float_dtype(values)
+    codes, distinct = pd.factorize(values, sort=True)
+    if is_float:  # fewer values take less room
+        merged, distinct = pd.factorize(_three_digits(distinct.to_numpy(dtype=float)), sort=True)
+        codes = np.append(merged, -1)[codes]
+    is_number = pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
+    is_whole = bool((codes >= 0).all())
+    texts = [str(value) for value in distinct]
+    longest = max(map(len, texts), default=0)
+    is_choice = not is_float and (is_whole or not is_number) and len(texts) < len(values)
+    width = np.min_scalar_type(len(distinct)).newbyteorder("<")
+    in_json = texts if is_float and not np.isfinite(distinct).all() else distinct.tolist()
+    return {
+        "name": name,
+        "values": _packed(json.dumps([None, *in_json], ensure_ascii=False).encode()),
+        "codes": _packed((codes + 1).astype(width).tobytes()),  # 0: no value
+        "bytes": width.itemsize,
+        "constant": texts[0] if len(texts) == 1 < len(values) and is_whole and not is_float else None,
+        "longest": longest,
+        "filter": is_choice and 1 < len(texts) <= MOST_CHOICES and longest <= LONGEST_CHOICE,
+        "number": is_number,
+        "averaged": name in AVERAGED,
+    }
