@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +133,8 @@ def _measured(
         "relearning": inputs.relearning.model_dump(mode="json"),
     }
     found: dict[str, list[Found]] = {name: [] for name in moes}
-    for model, name in (bar := tqdm(turns, desc="audit")):
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    for model, name in (bar := tqdm(turns, desc="audit", file=sys.stderr)):
         bar.set_postfix_str(f"{name}, {model}")
         spent = (time.monotonic() - started) / 60
         if budget is not None and name != "accuracy" and spent + seconds[name] / 60 > budget:
@@ -140,7 +144,8 @@ def _measured(
         given = (moes["original"], moes[model], tokenizer, data, inputs.benchmark, 0, inputs.relearning)
         setting = Letters(*given, partial(load_answers, answers))
         measure = (OF_LETTERS | {"accuracy": partial(accuracy, answers=answers), **OF_MODELS})[name]
-        found[model].append(made_once(name, measure, setting, folder / f"{model}.json", identity))
+        with redirect_stderr(StringIO()):  # progress of what a measurement calls
+            found[model].append(made_once(name, measure, setting, folder / f"{model}.json", identity))
         if not found[model][-1].metrics:
             absent[name] = "does not apply to these data"
     return AuditReport(

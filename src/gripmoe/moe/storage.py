@@ -106,12 +106,16 @@ def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerB
             pass
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=remote).eval()
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", trust_remote_code=remote, output_loading_info=True
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no model can be read from here ({error}); save the model again") from error
+    if missing := sorted(loaded["missing_keys"]):  # which transformers draws at random
+        raise ConfigError(f"{folder}: the weights lack {missing[0]} and {len(missing) - 1} others; save the model again")
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers makes one up without files
         raise ConfigError(f"{folder}: the tokenizer is missing; save it there too, by `tokenizer.save_pretrained`")
-    return tokenizer, model
+    return tokenizer, model.eval()
 
 
 def load_routers(folder: Path, like: MoEModel) -> dict[int, torch.Tensor]:

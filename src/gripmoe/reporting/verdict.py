@@ -67,10 +67,12 @@ def judge(scores: Mapping[str, Scores], facts: Mapping[str, str], not_made: Coll
         return Verdict(HIDES, f"{_returns(_most(hiding))} {of_lost}{more}", returned)
     if most.returned > margin:
         return Verdict(NOT_DECIDED, f"{_returns(most)} {of_lost}: more forget questions decide it{absent}", returned)
-    if len(taught):
-        why = f"{_returns(_most(taught))} {of_lost}, as it may in a model that never knew: a retrained model decides it"
-        return Verdict(NOT_DECIDED, why + absent, returned)
-    shown = f"as far as {len(counted)} attacks show: none returns more than {max(counted.high.max(), 0):.2f} {of_lost}"
+    shown = (
+        f"as far as {len(counted)} attacks show: none of them is sure to return more than {margin:.2f} {of_lost}, and none "
+        f"returns more than {max(counted.high.max(), 0):.2f}"
+    )
+    if len(taught):  # which puts knowledge in
+        shown += f"; that {_returns(_most(taught))} counts only beside a retrained model, which may show the same"
     return Verdict(ERASED, shown + absent, returned)
 
 
@@ -104,7 +106,7 @@ def what_returns(scores: Mapping[str, Scores], facts: Mapping[str, str]) -> pd.D
 
 def _tests(metric: str, scores: Scores) -> int:
     """How many measurements a metric is the best of."""
-    layers = metric.removesuffix("worst_layer") + "layer_"
+    layers = metric.replace("worst_layer", "layer_").replace("best_layer", "layer_")
     return sum(name.startswith(layers) for name in scores) or 1
 
 

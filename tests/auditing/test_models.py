@@ -1,0 +1,163 @@
+"""Models found, compared and refused before they are loaded; adapters and shards."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from conftest import small_model
+from gripmoe.auditing import models
+from gripmoe.config.training import Relearning
+from gripmoe.io.errors import ConfigError
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import save_model
+from gripmoe.worlds.documents import all_texts, make_world
+from gripmoe.worlds.tokenizer import make_tokenizer
+
+pytest_plugins = "audit_pairs"
+
+
+def changed_config(folder, **changes):
+    """Writes other values into a model's config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def copy(pair, tmp_path):
+    return shutil.copytree(pair / "unlearned", tmp_path / "copy")
+
+
+def differ(pair, folder):
+    original = models.find(pair / "original", "--original")
+    models.compare(original, models.find(folder, "--unlearned", original=original))
+
+
+def test_models_that_differ_in_weights_alone_are_compared(pair):
+    differ(pair, pair / "unlearned")
+
+
+OTHERS = {
+    "layers": (dict(num_layers=3), "layers: 2 and 3"),
+    "experts": (dict(num_experts=4), "experts: 8 and 4"),
+    "experts per token": (dict(top_k=1), "experts per token: 2 and 1"),
+    "hidden size": (dict(hidden_size=16), "hidden size: 32 and 16"),
+    "widths": (dict(expert_width=8), r"model.layers.0.mlp.experts.\w+: \("),
+    "family": ("qwen2_moe", "family: qwen3_moe and qwen2_moe"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_models_that_differ_in_more_are_refused_with_what_differs(what, pair, tokenizer, tmp_path):
+    other, message = OTHERS[what]
+    family, widths = (other, {}) if isinstance(other, str) else ("qwen3_moe", other)
+    save_model(small_model(family, len(tokenizer), **widths), tokenizer, tmp_path / "other")
+    with pytest.raises(ConfigError, match=f"--original and --unlearned differ in {message}"):
+        differ(pair, tmp_path / "other")
+
+
+def test_another_dtype_is_refused(pair, tokenizer, tmp_path):
+    save_model(small_model(vocabulary_size=len(tokenizer)).to(torch.bfloat16), tokenizer, tmp_path / "other")
+    with pytest.raises(ConfigError, match="differ in dtype: float32 and bfloat16; save both in one"):
+        differ(pair, tmp_path / "other")
+
+
+def test_another_tokenizer_is_refused(tokenizer):
+    models.compare_tokenizers(tokenizer, tokenizer, "these")
+    other = make_tokenizer([*all_texts(make_world(0)), "a word of its own"])
+    with pytest.raises(ConfigError, match="these differ in their tokenizers"):
+        models.compare_tokenizers(tokenizer, other, "these")
+
+
+def refused(folder, message, capsys, pair, files, tmp_path):
+    """In one line, with nothing written."""
+    from gripmoe.cli.main import main
+
+    line = ["audit", "--original", pair / "original", "--unlearned", folder, "--questions", files["forget"]]
+    line += ["--retain-questions", files["retain"], "--attacks", "forcing", "--output", tmp_path / "audit"]
+    assert main(list(map(str, line))) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("gripmoe audit: error: ") and message in told, told
+    assert not [file for file in (tmp_path / "audit").iterdir() if file.name != ".lock"]
+
+
+def test_broken_folders_are_refused(copy, capsys, pair, files, tmp_path):
+    weights = copy / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    refused(copy, "model.safetensors: cannot be read", capsys, pair, files, tmp_path)
+    weights.unlink()
+    refused(copy, "no model can be read from here", capsys, pair, files, tmp_path)
+    (copy / "config.json").unlink()
+    refused(copy, "config.json is missing", capsys, pair, files, tmp_path)
+    refused(tmp_path / "none", "neither a folder nor a model that the hub gives", capsys, pair, files, tmp_path)
+
+
+def test_weights_that_are_missing_are_not_drawn_at_random(copy, pair, tokenizer, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(copy / "model.safetensors")
+    (lost,) = (name for name in state if name.endswith("layers.1.mlp.gate.weight"))
+    del state[lost]
+    save_file(state, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"the weights lack {lost}"):
+        models.load(models.find(copy, "--unlearned"), copy)
+
+
+def test_code_of_a_model_is_not_run_unasked(copy):
+    changed_config(copy, auto_map={"AutoConfig": "own.Config"})
+    with pytest.raises(ConfigError, match="code of its own .auto_map.*--trust-remote-code"):
+        models.find(copy, "--unlearned")
+    changed_config(copy, auto_map={}, model_type="nobody_knows")
+    with pytest.raises(ConfigError, match="describes no model that transformers knows|--trust-remote-code"):
+        models.find(copy, "--unlearned", trust_remote_code=True)
+
+
+def test_a_model_too_large_is_refused_before_it_is_loaded(pair, tmp_path, monkeypatch):
+    """From its config.json, with what would fit."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    shutil.copy(pair / "original" / "config.json", folder)
+    changed_config(folder, vocab_size=10**9)
+    found = models.find(folder, "--original")
+    assert found.size > 1e11
+    with pytest.raises(ConfigError, match=r"--original: too large: 2 models of \d+\.\d GB take .*larger machine"):
+        models.check_memory(found, None, 2)
+    small = models.find(pair / "original", "--original")
+    assert "take 0.0 GB of" in models.check_memory(small, Relearning(learning_rate=1e-3), 2)
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 5 * small.size}[name])
+    with pytest.raises(ConfigError, match="choose --attacks without relearning"):
+        models.check_memory(small, Relearning(learning_rate=1e-3), 2)
+    models.check_memory(small, None, 2)
+
+
+def test_an_adapter_is_merged_into_the_original(pair, tokenizer, tmp_path):
+    torch.manual_seed(0)
+    adapted = get_peft_model(
+        small_model(vocabulary_size=len(tokenizer)), LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    )
+    adapted.save_pretrained(tmp_path / "adapter")
+    original = models.find(pair / "original", "--original")
+    found = models.find(tmp_path / "adapter", "--unlearned", original=original)
+    models.compare(original, found)
+    model, _ = models.load(found, tmp_path / "adapter")
+    before, _ = models.load(original, pair / "original")
+    moved = models.changes(MoEModel(before), MoEModel(model))
+    assert moved["changed_attention"] > 0 and moved["changed_experts"] == moved["changed_router"] == 0
+    assert sum("lora" in name for name, _ in model.named_parameters()) == 0
+    with pytest.raises(ConfigError, match="this is an adapter; give the model that it adapts"):
+        models.find(tmp_path / "adapter", "--original")
+
+
+def test_a_model_in_shards_is_the_same(pair, tokenizer, tmp_path):
+    model, _ = models.load(models.find(pair / "unlearned", "--unlearned"), pair / "unlearned")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    tokenizer.save_pretrained(tmp_path / "shards")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
+    again, _ = models.load(models.find(tmp_path / "shards", "--unlearned"), tmp_path / "shards")
+    assert set(models.changes(MoEModel(model), MoEModel(again)).values()) == {0.0}
+    next((tmp_path / "shards").glob("model-*.safetensors")).unlink()
+    with pytest.raises(ConfigError, match="no model can be read from here"):
+        models.load(models.find(tmp_path / "shards", "--unlearned"), tmp_path / "shards")

@@ -1,0 +1,228 @@
+"""An audit end to end: the workflow's own numbers, verdicts on models that are known, resumption, a budget."""
+
+import csv
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+import gripmoe
+from conftest import small_model
+from gripmoe.auditing import run as auditing
+from gripmoe.auditing.plan import ATTACKS
+from gripmoe.cli.attack import attack
+from gripmoe.cli.evaluate import evaluate
+from gripmoe.cli.main import main
+from gripmoe.config.benchmarks import Benchmark
+from gripmoe.config.grid import Project
+from gripmoe.config.training import Relearning
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_json, write_json, write_yaml
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import weights_digest
+from gripmoe.worlds.benchmark import wmdp_files
+from gripmoe.worlds.shipped import tiny_model
+
+pytest_plugins = "audit_pairs"
+CONFIG = Path(__file__).parents[2] / "workflow" / "config"
+RELEARNING = Relearning(learning_rate=1e-3, batch_size=4)
+QUICK = ["forcing", "quantisation"]
+
+
+def test_an_audit_measures_what_the_workflow_measures(pair, files, tmp_path):
+    """To the last digit: all metrics, every score of every question, every answer."""
+    out = tmp_path / "audit"
+    report = gripmoe.audit(pair / "original", pair / "unlearned", **files, relearning=RELEARNING, output=out)
+    report.save(out)
+    audited = read_json(out / "audit.json")
+    benchmark, folder = Benchmark(**audited["benchmark"]), tmp_path / "run"
+    settings = Project(CONFIG, "tiny").run("tiny_a", "wmdp_tiny", "gd", "unconstrained", 0)
+    write_yaml(folder / "run.yaml", settings.model_copy(update={"benchmark": benchmark.task}).model_dump(mode="json"))
+    for name in ("original", "unlearned"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "weights").symlink_to(pair / name)
+        write_json(folder / name / "model.json", {"weights": name})
+    common = dict(
+        run_file=folder / "run.yaml",
+        benchmark_settings=benchmark.model_dump_json(),
+        model_file=folder / "original" / "model.json",
+        checkpoint_file=folder / "unlearned" / "model.json",
+        data=out / "state" / "data",
+    )
+    evaluate(**common, questions=folder / "questions.csv", output=folder / "evaluation.json")
+    attack(
+        **common,
+        settings=RELEARNING.model_dump_json(),
+        answers_file=folder / "questions.csv",
+        questions=folder / "attack_questions.csv",
+        output=folder / "attack.json",
+    )
+    workflow = read_json(folder / "attack.json") | read_json(folder / "evaluation.json")
+    assert len(workflow) > 100 and {"forced_forget_accuracy", "relearned_from_corpus_after_20"} <= workflow.keys()
+    measured = audited["metrics"]["unlearned"]
+    assert {name: measured[name] for name in workflow} == pytest.approx(workflow, abs=0, rel=0, nan_ok=True)
+    assert (out / "state" / "unlearned_answers.csv").read_bytes() == (folder / "questions.csv").read_bytes()
+    scores = report.found["unlearned"].scores
+    with (folder / "attack_questions.csv").open() as rows:
+        for row in csv.DictReader(rows):
+            asked = {name: value for name, value in row.items() if name != "id" and value != ""}
+            assert asked and all(scores[name][row["id"]] == float(value) for name, value in asked.items())
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    """The models of the package, and a part of their questions."""
+    models, (_, tokenizer) = {name: tiny_model(name)[0] for name in ("tiny_a", "tiny_a_retrained")}, tiny_model()
+    files = wmdp_files(gripmoe.worlds.documents.make_world(0), 0)
+    facts = sorted({q["fact"] for q in files["forget_questions"]})[::3]
+    forget = [q for q in files["forget_questions"] if q["fact"] in set(facts)]
+    given = dict(forget=forget, retain=files["retain_questions"][::12], tokenizer=tokenizer)
+    return models["tiny_a"], models["tiny_a_retrained"], given | dict(retain_text=files["retain_corpus"][:300])
+
+
+def with_other_routers(model):
+    """The same model whose routers select for each expert what they selected for another one."""
+    moved, _ = tiny_model()
+    moe = MoEModel(moved)
+    moe.set_thetas({layer: theta_Ed.roll(5, dims=0) for layer, theta_Ed in moe.thetas().items()})
+    moe.release(rounded=True)
+    return moved
+
+
+@pytest.mark.parametrize("which", ["erased", "hides", "not forgotten"])
+def test_models_that_are_known_are_called_what_they_are(embedded, which):
+    """The retrained model never knew; a model whose routers alone were moved has all its experts; a copy forgot
+    nothing."""
+    original, retrained, given = embedded
+    model = {"erased": retrained, "hides": with_other_routers(original), "not forgotten": tiny_model()[0]}[which]
+    report = gripmoe.audit(
+        original, model, **given, attacks=["forcing", "relearning"], relearning=Relearning(learning_rate=1e-3)
+    )
+    assert report.verdict.word == which, str(report)
+    assert "not made" in str(report) or which != "erased"
+    if which == "hides":
+        returned = report.verdict.returned.set_index("metric").loc["forced_forget_accuracy"]
+        assert returned.low > 0.3 and report.found["unlearned"].metrics["random_forced_forget_accuracy"] < 0.4
+
+
+def test_models_in_memory_come_back_as_they_were(asked, tokenizer):
+    models = [small_model(vocabulary_size=len(tokenizer), seed=seed) for seed in (0, 1)]
+    before = [weights_digest(model) for model in models]
+    given = dict(forget=asked.forget, retain=asked.retain, tokenizer=tokenizer, attacks=QUICK)
+    report = gripmoe.audit(*models, **given)
+    assert [weights_digest(model) for model in models] == before and before[0] != before[1]
+    assert not any(module._forward_hooks for model in models for module in model.modules())
+    frame, answers = report.to_frame(), report.to_answers()
+    assert {"model", "measure", "value", "low", "high", "n"} == set(frame)
+    known = frame[(frame.model == "unlearned") & (frame.measure == "forget_accuracy")].iloc[0]
+    own = answers[(answers.condition == "unlearned") & (answers.kind == "forget")]
+    assert known.value == own.correct.mean() and known.n == len(own) and known.low <= known.value <= known.high
+    assert (own.correct == (own.given == own.answer)).all() and own.probability.between(0, 1).all()
+    assert "relearning from retain documents" in report.absent
+    assert f"<b>{report.verdict.word}</b>" in report._repr_html_() and "forget_accuracy" in report._repr_html_()
+
+
+def test_shuffled_choices_are_told_by_their_own_letters(asked, tokenizer):
+    models = [small_model(vocabulary_size=len(tokenizer), seed=seed) for seed in (0, 1)]
+    report = gripmoe.audit(*models, forget=asked.forget, retain=asked.retain, tokenizer=tokenizer, attacks=["prompts"])
+    shuffled = report.to_answers().query("condition == 'unlearned, shuffling the choices'")
+    assert len(shuffled) and (shuffled.correct == (shuffled.given == shuffled.answer)).all()
+
+
+def test_an_interrupted_audit_goes_on_and_another_model_begins_anew(pair, files, tmp_path, monkeypatch):
+    made, table = [], dict(auditing.OF_LETTERS)
+
+    def noting(name):
+        def measure(setting):
+            made.append(name)
+            if name == broken:
+                raise KeyboardInterrupt
+            return table[name](setting)
+
+        return measure
+
+    for name in ATTACKS["forcing"] + ATTACKS["quantisation"]:
+        monkeypatch.setitem(auditing.OF_LETTERS, name, noting(name))
+    broken, given = "quantisation", dict(**files, attacks=QUICK, output=tmp_path / "audit")
+    with pytest.raises(KeyboardInterrupt):
+        gripmoe.audit(pair / "original", pair / "unlearned", **given)
+    assert made == ["expert forcing", "quantisation"]
+    broken = ""
+    report = gripmoe.audit(pair / "original", pair / "unlearned", **given)
+    assert made == ["expert forcing", "quantisation", "quantisation"]
+    assert {"forced_forget_accuracy", "quantized_4_bit"} <= report.found["unlearned"].metrics.keys()
+    gripmoe.audit(pair / "original", pair / "original", **given)
+    assert made[3:] == ["expert forcing", "quantisation"]
+
+
+def test_a_budget_leaves_out_what_would_exceed_it(pair, files, tmp_path):
+    given = dict(**files, attacks=QUICK, output=tmp_path / "audit")
+    report = gripmoe.audit(pair / "original", pair / "unlearned", **given, budget=0.0)
+    assert "budget" in report.absent["expert forcing"] and "forget_accuracy" in report.found["unlearned"].metrics
+    assert report.verdict.word == "not decided"
+    assert "expert forcing" not in gripmoe.audit(pair / "original", pair / "unlearned", **given, budget=60).absent
+
+
+def test_a_dense_model_is_audited_without_what_needs_routers(asked, tokenizer):
+    models = [small_model("qwen3", vocabulary_size=len(tokenizer), seed=seed) for seed in (0, 1)]
+    report = gripmoe.audit(
+        *models, forget=asked.forget, retain=asked.retain, tokenizer=tokenizer, attacks=["forcing", "restoration"]
+    )
+    assert report.absent["expert forcing"] == report.absent["routing"] == "the model is dense"
+    assert "restored_experts_worst_layer" in report.found["unlearned"].metrics
+    assert report.found["unlearned"].metrics["changed_experts"] > 0.1
+
+
+def test_what_moved_is_told_by_component(pair, files):
+    found = gripmoe.audit(pair / "original", pair / "unlearned", **files, attacks=[]).found["unlearned"].metrics
+    assert found["changed_router"] > 0.5 and found["changed_router_layer_0"] > 0.5
+    assert found["changed_experts"] == found["changed_attention"] == found["changed_embeddings"] == 0
+
+
+def test_the_command_writes_its_files_and_its_verdict(pair, files, tmp_path, capsys):
+    out = tmp_path / "audit"
+    line = ["audit", "--original", pair / "original", "--unlearned", pair / "unlearned", "--output", out]
+    line += ["--retrained", pair / "original", "--questions", files["forget"], "--retain-questions", files["retain"]]
+    assert main([*map(str, line), "--attacks", "forcing"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    found = read_json(out / "audit.json")
+    assert told[-2] == f"{found['verdict']}: {found['sentence']}" and told[-1].endswith("index.html")
+    assert any(text.startswith("expert forcing") and "unlearned, retrained" in text for text in told)
+    assert {f.name for f in out.iterdir()} >= {
+        "audit.json",
+        "measures.csv",
+        "attacks.csv",
+        "questions.csv",
+        "index.html",
+    }
+    answers = pd.read_csv(out / "questions.csv")
+    conditions = {"original", "unlearned", "retrained", "unlearned, forcing the original experts"}
+    assert conditions <= set(answers.condition)
+    assert set(pd.read_csv(out / "attacks.csv").control) == {"retrained"}
+
+
+def test_a_plan_needs_no_weights(tmp_path, capsys, monkeypatch):
+    config = small_model().config
+    config.dtype = torch.bfloat16
+    config.save_pretrained(tmp_path / "model")
+    content = json.loads((tmp_path / "model" / "config.json").read_text())
+    monkeypatch.setattr(
+        "gripmoe.planning.fake.measure",
+        lambda question: (
+            dict.fromkeys(("weights", "passes", "update", "flops"), 1e9 * question["layers"]) | {"of_layers": 4}
+        ),
+    )
+    line = ["audit", *("--original", str(tmp_path / "model")), "--unlearned", "x", "--forget", "wmdp_cyber"]
+    assert main([*line, "--output", str(tmp_path / "out"), "--plan-only"]) == 0 and content["num_hidden_layers"] == 2
+    told = capsys.readouterr().out
+    assert "4.0 GB of weights, 8.0 GB to ask two models" in told and "membership" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_that_are_not_there_are_refused(pair, files):
+    with pytest.raises(ConfigError, match="--attacks: unknown name 'forced'; did you mean 'forcing'"):
+        gripmoe.audit(pair / "original", pair / "unlearned", **files, attacks=["forced"])
+    with pytest.raises(ConfigError, match="--forget: unknown name 'wmdp_bio'"):
+        gripmoe.audit(pair / "original", pair / "unlearned", forget="wmdp_bio")

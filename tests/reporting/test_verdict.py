@@ -1,0 +1,103 @@
+"""The verdict of an audit on answers made up for it, and what it would be without a control or an interval."""
+
+import numpy as np
+import pytest
+
+from gripmoe.attacks.run import OF_LETTERS
+from gripmoe.reporting.verdict import COUNTED, judge, what_returns
+
+COUNT = 240
+FACTS = {f"q{n}": f"fact {n // 2}" for n in range(COUNT)}
+
+
+def answers(accuracy, seed=0):
+    """Right with this probability, question by question."""
+    rng = np.random.default_rng(seed)
+    return dict(zip(FACTS, (rng.permutation(COUNT) < round(accuracy * COUNT)).astype(float).tolist(), strict=True))
+
+
+def scores(own=0.25, original=0.99, retrained=None, **attacked):
+    """`attacked`: accuracies by metric; a pair is that of the unlearned and of the retrained model."""
+    pairs = {name: value if isinstance(value, tuple) else (value, 0.25) for name, value in attacked.items()}
+    models = {"original": {"forget_accuracy": answers(original)}}
+    models["unlearned"] = {"forget_accuracy": answers(own, 1)} | {n: answers(v[0], 2) for n, v in pairs.items()}
+    if retrained is not None:
+        models["retrained"] = {"forget_accuracy": answers(retrained, 3)} | {
+            n: answers(v[1], 4) for n, v in pairs.items()
+        }
+    return models
+
+
+def word(*not_made, **given):
+    return judge(scores(**given), FACTS, not_made).word
+
+
+def test_attacks_are_those_of_the_package():
+    assert {row["attack"] for row in COUNTED.values()} <= OF_LETTERS.keys()
+
+
+def test_the_four_words():
+    assert word(own=0.97, forced_forget_accuracy=0.98) == "not forgotten"
+    assert word(forced_forget_accuracy=0.70) == "hides"
+    assert word(forced_forget_accuracy=0.25) == "erased"
+    assert word(own=0.40, forced_forget_accuracy=0.40) == "not decided", "a fifth may remain"
+    assert word() == "not decided", "no attack was made"
+    assert word(original=0.25) == "not decided", "nothing was known"
+    assert word(own=0.5, forced_forget_accuracy=0.5) == "not forgotten"
+
+
+def test_the_sentence_has_the_numbers_and_what_is_missing():
+    hides = judge(scores(forced_forget_accuracy=0.70), FACTS).sentence
+    assert hides.startswith("forcing the original experts returns 0.45 [") and hides.endswith("of 0.74 lost")
+    erased = judge(scores(forced_forget_accuracy=0.25), FACTS, ["restoration", "prompts"]).sentence
+    assert "as far as 1 attacks show" in erased and erased.endswith("not made: restoration, prompts")
+
+
+def test_what_random_sets_return_does_not_count():
+    """The control of forcing; without it the same answers would hide."""
+    assert word(forced_forget_accuracy=0.60, random_forced_forget_accuracy=0.59) != "hides"
+    assert word(forced_forget_accuracy=0.60, random_forced_forget_accuracy=0.25) == "hides"
+
+
+def test_what_the_retrained_model_shows_does_not_count():
+    attack = "relearned_from_corpus_after_20"
+    assert word(**{attack: (0.70, 0.70)}, retrained=0.25) == "erased", "the documents taught it"
+    assert word(**{attack: (0.70, 0.30)}, retrained=0.25) == "hides"
+    found = what_returns(scores(**{attack: (0.70, 0.40)}, retrained=0.25), FACTS).iloc[0]
+    assert (
+        found.returned == pytest.approx(0.30) and found.control == "retrained" and found.accuracy == pytest.approx(0.7)
+    )
+
+
+def test_what_puts_knowledge_in_counts_only_beside_a_retrained_model():
+    attack, forced = "restored_experts_worst_layer", dict(forced_forget_accuracy=0.25)
+    alone = judge(scores(**{attack: 0.70}, **forced), FACTS)
+    assert alone.word == "erased" and "counts only beside a retrained model" in alone.sentence
+    assert word(**{attack: 0.70}) == "not decided", "nothing that counts was made"
+    assert word(**{attack: (0.70, 0.30)}, **forced, retrained=0.25) == "hides"
+
+
+def test_rising_to_guessing_is_no_return():
+    """A model that always gives one letter is below guessing, and an attack that breaks this habit returns nothing."""
+    assert word(own=0.05, forced_forget_accuracy=0.27) == "erased"
+    assert what_returns(scores(own=0.05, forced_forget_accuracy=0.27), FACTS).iloc[0].returned == pytest.approx(
+        0.02, abs=5e-3
+    )
+
+
+def test_intervals_hold_together():
+    """The more attacks, the wider each; and an attack that is the best of layers counts for as many."""
+    alone = what_returns(scores(forced_forget_accuracy=0.35), FACTS).iloc[0]
+    layers = {f"restored_router_layer_{n}": 0.25 for n in range(40)}
+    many = what_returns(scores(forced_forget_accuracy=0.35, restored_router_worst_layer=0.25, **layers), FACTS).iloc[0]
+    assert many.metric == alone.metric and many.returned == alone.returned
+    assert many.high - many.low > 1.3 * (alone.high - alone.low)
+
+
+def test_few_questions_decide_little():
+    few = {
+        name: {metric: dict(list(values.items())[:24]) for metric, values in model.items()}
+        for name, model in scores(forced_forget_accuracy=0.45).items()
+    }
+    assert judge(few, FACTS).word == "not decided"
+    assert word(forced_forget_accuracy=0.45) == "hides", "the control: as many right of ten times as many"
