@@ -1,8 +1,7 @@
 """The hooks that keep a constraint in a training loop, and the handle that holds them.
 
 Before an optimizer's step a hook copies the routers; after the step another hook replaces each new router by the
-feasible one that the constraint returns. `handle.retain()` and `handle.forget()` mark the forward passes that the
-constraint looks at.
+feasible one that the constraint returns.
 """
 
 from __future__ import annotations
@@ -225,7 +224,8 @@ class ConstraintHandle:
                 raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
             self._penalties.append(penalty)
             if kind in self.constraint.collects:
-                self._seen.append({layer: _detached(routing) for layer, routing in seen.routing.items()})
+                routing = seen.routing.items()
+                self._seen.append({layer: LayerRouting(*map(Tensor.detach, vars(r).values())) for layer, r in routing})
 
     # Hooks around the optimizer's step
 
@@ -282,7 +282,10 @@ class ConstraintHandle:
                 theta.grad.copy_((before_Ed - self._feasible(layer, before_Ed, after_Ed)) / rate)
 
     def _feasible(self, layer: int, before_Ed: Tensor, after_Ed: Tensor) -> Tensor:
-        seen = _joined([trace[layer] for trace in self._seen]) if self._seen else None
+        seen = None
+        if self._seen:  # by all processes, in all passes
+            joined = LayerRouting.joined([trace[layer] for trace in self._seen])
+            seen = LayerRouting(*map(distributed.gathered, vars(joined).values()))
         return self.constraint.constrain(layer, before_Ed, after_Ed, seen)
 
     def _require_marks(self) -> None:
@@ -344,12 +347,3 @@ def _tokens(kind: str, inputs: Mapping[str, Tensor], rows: Tensor | None) -> Tok
             )
         mask = mask * rows[:, None].to(mask)
     return Tokens(inputs["input_ids"], mask, routed_tokens(mask))
-
-
-def _detached(routing: LayerRouting) -> LayerRouting:
-    return LayerRouting(routing.x_Nd.detach(), routing.scores_NE.detach(), routing.top_k_Nk)
-
-
-def _joined(parts: list[LayerRouting]) -> LayerRouting:
-    """What all processes saw in all passes."""
-    return LayerRouting(*map(distributed.gathered, vars(LayerRouting.joined(parts)).values()))
