@@ -93,9 +93,10 @@ class Project:
 
     def _check_models(self) -> None:
         world = self.world
+        needs_retrained = any(self.methods[name].baseline == "retrained" for name in world.all_methods)
         for name in world.models:
             model = self.models[name]
-            if "retrained" in self.baseline_kinds and not model.retrained:
+            if needs_retrained and not model.retrained:
                 needed = f"needs `retrained:` in models.yaml for {name!r}"
                 raise ConfigError(f"{self.world_file}: method 'retrained' {needed}")
             if model.source == "finetuned":
@@ -158,10 +159,6 @@ class Project:
         if config.source == "finetuned":
             return config.benchmark == benchmark
         return not self.benchmarks[benchmark].is_news
-
-    @property
-    def baseline_kinds(self) -> set[str | None]:
-        return {self.methods[name].baseline for name in self.world.all_methods}
 
     @property
     def models_needed(self) -> list[str]:
