@@ -41,7 +41,7 @@ class EmbeddedModel(Strict):
     size: EmbeddedSize = EmbeddedSize()
     max_skill_steps: PositiveInt = 2500  # at most
     last_skill_steps: PositiveInt = 200  # after the model answers letter questions; the learning rate falls within them
-    fact_steps: PositiveInt = 500
+    fact_steps: PositiveInt = 700
     learning_rate: PositiveFloat = 1.5e-3  # of AdamW; Muon's is ten times as high
     required_accuracy: Fraction = 0.93  # in every format, of what it was trained on; below it nothing is measured
     allowed_without_experts: Fraction = 0.35  # of the questions, when experts add nothing or are drawn at random
