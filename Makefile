@@ -41,6 +41,8 @@ base: setup
 
 figures: setup
 	snakemake --profile workflow/profiles/tiny --cores $(CORES) --config world=$(WORLD)
+	@gripmoe summary --runs results/tiny/runs_$(WORLD).csv
+	@echo "Figures and tables: paper_figures/$(WORLD). All runs, attacks and questions: paper_figures/$(WORLD)/explorer.html"
 
 figures-all: setup
 	$(MAKE) figures WORLD=tiny_all

@@ -6,10 +6,20 @@ from math import ceil
 import pandas as pd
 import pytest
 import yaml
+from scipy import stats
 
 from gripmoe.config.methods import method_table
 from gripmoe.reporting import claims, names
-from gripmoe.reporting.claims import VERDICTS, claims_table, differences, judge, judge_each, judged, load_claims
+from gripmoe.reporting.claims import (
+    VERDICTS,
+    claims_table,
+    differences,
+    judge,
+    judge_each,
+    judged,
+    load_claims,
+    runs_to_decide,
+)
 from gripmoe.reporting.collect import COLUMNS
 
 ABOVE = {"metric": "routing_stability", "left": "a", "relation": ">", "right": "b"}
@@ -122,6 +132,22 @@ def test_between_methods_a_third_of_what_the_paper_finds_is_asked_for():
 def differences_of(claim, by):
     data = runs(**{claim["left"]: [0.1 + value for value in by], claim["right"]: [0.1] * len(by)})
     return differences(data.assign(metric=claim["metric"]), claim)
+
+
+def test_how_many_runs_would_decide_a_claim():
+    undecided = differences(runs(a=[0.9, 0.1, 0.6], b=[0.5, 0.5, 0.5]), ABOVE)
+    assert runs_to_decide(undecided, ABOVE) is None, "the mean is a sixth of a standard deviation from the margin"
+    closer = differences(runs(a=[0.9, 0.5, 0.7], b=[0.5, 0.5, 0.5]), ABOVE)
+    needed = runs_to_decide(closer, ABOVE)
+    assert judge(closer, ABOVE)[0] == "undecided" and needed > 3
+    mean, deviation = closer.mean(), closer.std()
+    for count, decided in ((needed, True), (needed - 1, False)):
+        assert (mean > stats.t.ppf(0.975, count - 1) * deviation / count**0.5) == decided
+    assert runs_to_decide(closer, {**ABOVE, "margin": 0.195}) is None, "nearer to the margin than 100 runs resolve"
+    told = judged(runs(unconstrained=[0.3, 0.7, 0.4])).set_index("claim").to_decide
+    assert told["routing_collapses"].startswith(("about", "> 100")) and told["b_above_a"] == (
+        "runs of ptc_paper and expert_specific_paper"
+    )
 
 
 def test_the_table_counts_what_it_shows():

@@ -39,6 +39,7 @@ COMMANDS = {
     "Worlds": {
         "plan": "Show what is left to do, what it costs, and whether it fits.",
         "status": "Show where every run stands.",
+        "summary": "Print the main table and the decided claims.",
         "why": "Explain why a run would be repeated.",
         "pin": "Show which revisions of models and data to write into the catalogues.",
         "verify": "Compute the checksums of a manifest again.",

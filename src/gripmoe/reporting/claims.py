@@ -73,6 +73,29 @@ def judge(pairs: pd.Series, claim: dict, level: float = 0.95) -> tuple[str, floa
     return ("holds" if inside else "does not hold" if outside else "undecided"), mean, low, high
 
 
+def runs_to_decide(pairs: pd.Series, claim: dict, most: int = 100) -> int | None:
+    """How many runs would decide an undecided claim if further runs were as these: the fewest whose t-interval of the
+    same mean and standard deviation misses the margin. None without a spread to go by, or beyond `most`."""
+    mean, deviation = pairs.mean(), pairs.std()
+    margin = claim.get("margin", 0.0)
+    limits = {"~": (-margin, margin), ">": (margin,), "<": (-margin,)}[claim["relation"]]
+    gap = min(abs(mean - limit) for limit in limits)
+    enough = (n for n in range(len(pairs) + 1, most + 1) if stats.t.ppf(0.975, n - 1) * deviation < gap * n**0.5)
+    return next(enough, None) if len(pairs) > 1 else None
+
+
+def _to_decide(runs: pd.DataFrame, pairs: pd.Series, claim: dict, verdict: str) -> str:
+    """What would decide a claim that is not."""
+    if verdict == "not measured":
+        measured = set(runs.method[runs.metric == claim["metric"]])
+        missing = [side for side in (claim["left"], claim["right"]) if isinstance(side, str) and side not in measured]
+        return f"runs of {' and '.join(missing)}" if missing else "runs that have forgotten"
+    if verdict == "undecided":
+        runs_needed = runs_to_decide(pairs, claim)
+        return f"about {runs_needed} runs" if runs_needed else "three runs or more" if len(pairs) < 3 else "> 100 runs"
+    return ""
+
+
 def judge_each(pairs: pd.Series, claim: dict) -> tuple[str, float, float, float]:
     """As `judge`, but kinds of base models and benchmarks are judged apart, and so are objectives with
     `each_objective`: a claim holds if it holds for all, and does not hold if it does not for one. The difference and
@@ -95,7 +118,8 @@ def judged(runs: pd.DataFrame) -> pd.DataFrame:
         verdict, mean, low, high = judge_each(pairs, claim)
         row = {"claim": name, "text": claim["text"], "line": claim["line"], "comparison": _formula(claim)}
         row |= {"runs": len(pairs), "objectives": " ".join(sorted(pairs.index.unique("objective")))}
-        rows.append(row | {"difference": mean, "low": low, "high": high, "verdict": verdict})
+        row |= {"difference": mean, "low": low, "high": high, "verdict": verdict}
+        rows.append(row | {"to_decide": _to_decide(runs, pairs, claim, verdict)})
     return pd.DataFrame(rows)
 
 
@@ -117,7 +141,8 @@ def _signed(value: float) -> str:
 def claims_table(runs: pd.DataFrame) -> Table:
     """The verdicts as a table of one page: the paper's claims, then ours."""
     verdicts = judged(runs)
-    table = Table(["line", "difference", "interval", "runs", "verdict"], heading="Statement", data=verdicts)
+    columns = ["line", "difference", "interval", "runs", "verdict", "to decide"]
+    table = Table(columns, heading="Statement", data=verdicts)
     ours = verdicts.line == "ours"
     for name, group in (("The paper's statements", verdicts[~ours]), ("Ours", verdicts[ours])):
         entries = []
@@ -127,9 +152,8 @@ def claims_table(runs: pd.DataFrame) -> Table:
                 difference = Cell(_signed(row.difference), row.difference)
                 interval = Cell(f"{_signed(row.low)} .. {_signed(row.high)}", row.high - row.low)
             verdict = Cell(row.verdict, best=row.verdict == "holds", colour=COLOURS[row.verdict])
-            entries.append(
-                (row.text, [Cell(str(row.line)), difference, interval, Cell(str(row.runs), row.runs), verdict], [])
-            )
+            shown = [Cell(str(row.line)), difference, interval, Cell(str(row.runs), row.runs), verdict]
+            entries.append((row.text, [*shown, Cell(row.to_decide)], []))
         table.blocks.append((name, entries))
     counts = verdicts.verdict.value_counts()
     table.notes = [

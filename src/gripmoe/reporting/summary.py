@@ -1,0 +1,38 @@
+"""What a world has shown, as text for a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pandas as pd
+
+from gripmoe.reporting.claims import VERDICTS, judged
+from gripmoe.reporting.comparison import comparison
+
+SHOWN = ["FA", "RA", "RA 5-shot", "RS", "recovery"]  # columns of the main table
+DECIDED = VERDICTS[:2]
+WIDTH = 100
+
+
+def main_table(runs: pd.DataFrame) -> str:
+    """The main table's first columns, without rows that nothing was measured for."""
+    table = comparison(runs, "main_results")
+    columns = [table.columns.index(name) for name in SHOWN if name in table.columns]
+    rows = [
+        [f"{block} {label}".strip(), *(measured[column].text for column in columns)]
+        for block, entries in table.blocks
+        for label, measured, _ in entries
+        if any(cell.value is not None for cell in measured)
+    ]
+    texts = pd.DataFrame(rows, columns=[table.heading, *(table.columns[column] for column in columns)])
+    return texts.to_string(index=False, formatters={table.heading: f"{{:<{texts.iloc[:, 0].str.len().max()}}}".format})
+
+
+def decided_claims(runs: pd.DataFrame) -> str:
+    """The claims that are decided, with their differences, and how many are not."""
+    claims, lines = judged(runs), []
+    for row in claims[claims.verdict.isin(DECIDED)].itertuples():
+        lines += textwrap.wrap(f"{row.verdict}: {row.text}", WIDTH, subsequent_indent="  ")
+        lines.append(f"  {row.comparison}: {row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}], {row.runs} runs")
+    counts = claims.verdict.value_counts()
+    return "\n".join([*lines, "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS)])
