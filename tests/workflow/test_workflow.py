@@ -407,6 +407,22 @@ class TestRun:
         assert picture.stat().st_size > 50_000
         assert not errors and not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
 
+    def test_the_explorer_finds_what_an_attack_asked_of_a_run(self, finished, chromium):
+        page, asked, errors = chromium
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto((finished / "paper_figures/smoke/explorer.html").as_uri())
+        questions = page.locator("section.table", has=page.get_by_role("heading", name="Questions"))
+        questions.scroll_into_view_if_needed()
+        chosen = {"method": "Unconstrained", "seed": "0", "attack": "forced forget accuracy"}
+        for name, value in chosen.items():
+            questions.get_by_role("combobox", name=name).select_option(label=value)
+        with (finished / "results/smoke/smoke/wmdp_smoke/gd/unconstrained/0/attack_questions.csv").open() as file:
+            scores = [float(row["forced_forget_accuracy"]) for row in csv.DictReader(file)]
+        assert f" of {len(scores)} " in questions.locator(".dt-info").inner_text()
+        assert f"found: {sum(scores) / len(scores):.3f}." in questions.locator(".found").inner_text()
+        assert not errors and not [url for url in asked if not url.startswith(("file:", "data:", "blob:"))]
+
     def test_nothing_is_left_to_do(self, finished):
         assert planned(dry_run(finished)) == {}
 

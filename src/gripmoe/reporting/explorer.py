@@ -17,7 +17,7 @@ from gripmoe.io.files import read_jsonl
 from gripmoe.reporting import names
 from gripmoe.reporting.attacks import component_restoration, forcing_vulnerability, load_attacks, relearning_curves
 from gripmoe.reporting.claims import VERDICTS, judged
-from gripmoe.reporting.collect import KEYS, beside, load_histories, load_runs
+from gripmoe.reporting.collect import KEYS, apart, beside, load_histories, load_runs
 from gripmoe.reporting.figures import forget_utility_tradeoff, made_of, routing_stability_by_layer
 from gripmoe.reporting.page import write_page
 
@@ -42,7 +42,6 @@ DURING_TRAINING = {"letters": ("forget_accuracy", "retain_accuracy"), "news": ("
 LETTERS = "ABCD"
 TEXTS = ["part", "question", "choices", "answer"]
 AS_IT_IS = "none"
-GOES_ON = "... "  # how the text of a claim begins that is about another form of the one above
 LONGEST_TEXT = 300  # characters of a question or answer, of which news has pages
 
 
@@ -74,15 +73,12 @@ def write_explorer(output: Path, runs_file: Path, data: Iterable[Path], title: s
 
 def verdicts(runs: pd.DataFrame) -> list[tuple[str, str]]:
     """The claims that were measured, those that are decided first."""
-    claims = judged(runs)
-    begun = claims.text.mask(claims.text.str.startswith(GOES_ON)).ffill()  # which those below it go on with
     said: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
-    for begin, row in zip(begun, claims.itertuples(), strict=True):
-        goes_on = row.text.startswith(GOES_ON)
-        sentence = f"{begin.removesuffix('.')}, {row.text.removeprefix(GOES_ON)}" if goes_on else row.text
+    for row in judged(runs).itertuples():
         interval = f" [{row.low:.2f}, {row.high:.2f}]" if row.runs > 2 else ""
         runs_of = f"{row.runs} run{'s' * (row.runs > 1)}"
-        said[row.verdict].append(f"{sentence} Difference {row.difference:.2f}{interval} in {runs_of}.")
+        to_decide = f" {row.to_decide.capitalize()} would decide it." if row.to_decide else ""
+        said[row.verdict].append(f"{row.text} Difference {row.difference:.2f}{interval} in {runs_of}.{to_decide}")
     return [(verdict, sentence) for verdict in VERDICTS[:-1] for sentence in said[verdict]]
 
 
@@ -99,10 +95,13 @@ def measures(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def charts(runs_file: Path) -> dict[str, Figure]:
-    """The charts that there is something to draw for, by caption."""
-    runs = load_runs(runs_file)
-    measured = runs[(runs.objective != NO_OBJECTIVE) & runs.value.notna()].metric
-    drawn = {caption: draw(runs) for caption, (draw, needs) in CHARTS.items() if measured.str.fullmatch(needs).any()}
+    """The charts that there is something to draw for, by caption; of kinds of base models and benchmarks apart."""
+    drawn = {}
+    for caption, (draw, needs) in CHARTS.items():
+        for kind, runs in apart(load_runs(runs_file)):
+            measured = runs[(runs.objective != NO_OBJECTIVE) & runs.value.notna()].metric
+            if measured.str.fullmatch(needs).any():
+                drawn[f"{caption} ({kind})" if kind else caption] = draw(runs)
     for kind, (forget, retain) in DURING_TRAINING.items():
         if len(checks := load_histories(runs_file, kind)):
             caption = f"{words(retain).capitalize()} against {words(forget)} during training"

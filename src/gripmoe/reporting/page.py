@@ -10,6 +10,7 @@ import base64
 import gzip
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -82,9 +83,10 @@ def _chart(figure: Figure, salt: str) -> dict:
     """The same text for the same figure. An image of its own, so that the ids in it meet no other figure's."""
     buffer = io.BytesIO()
     with plt.rc_context({"svg.hashsalt": salt}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     plt.close(figure)
-    return {"svg": base64.b64encode(buffer.getvalue()).decode(), "inches": figure.get_figwidth()}
+    points = re.search(rb'<svg [^>]*?width="([\d.]+)pt"', buffer.getvalue())[1]  # wider if text stands outside
+    return {"svg": base64.b64encode(buffer.getvalue()).decode(), "inches": round(float(points) / 72, 2)}
 
 
 def _table(name: str, frame: pd.DataFrame) -> dict:
