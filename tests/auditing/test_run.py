@@ -117,7 +117,7 @@ def test_models_in_memory_come_back_as_they_were(asked, tokenizer):
     frame, answers = report.to_frame(), report.to_answers()
     assert {"model", "measure", "value", "low", "high", "n"} == set(frame)
     known = frame[(frame.model == "unlearned") & (frame.measure == "forget_accuracy")].iloc[0]
-    own = answers[(answers.condition == "unlearned") & (answers.kind == "forget")]
+    own = answers.query("model == 'unlearned' and condition == 'as it is' and kind == 'forget'")
     assert known.value == own.correct.mean() and known.n == len(own) and known.low <= known.value <= known.high
     assert (own.correct == (own.given == own.answer)).all() and own.probability.between(0, 1).all()
     assert "relearning from retain documents" in report.absent
@@ -127,7 +127,7 @@ def test_models_in_memory_come_back_as_they_were(asked, tokenizer):
 def test_shuffled_choices_are_told_by_their_own_letters(asked, tokenizer):
     models = [small_model(vocabulary_size=len(tokenizer), seed=seed) for seed in (0, 1)]
     report = gripmoe.audit(*models, forget=asked.forget, retain=asked.retain, tokenizer=tokenizer, attacks=["prompts"])
-    shuffled = report.to_answers().query("condition == 'unlearned, shuffling the choices'")
+    shuffled = report.to_answers().query("condition == 'shuffling the choices'")
     assert len(shuffled) and (shuffled.correct == (shuffled.given == shuffled.answer)).all()
 
 
@@ -198,8 +198,8 @@ def test_the_command_writes_its_files_and_its_verdict(pair, files, tmp_path, cap
         "index.html",
     }
     answers = pd.read_csv(out / "questions.csv")
-    conditions = {"original", "unlearned", "retrained", "unlearned, forcing the original experts"}
-    assert conditions <= set(answers.condition)
+    assert {"as it is", "forcing the original experts"} <= set(answers.condition)
+    assert set(answers.model) == {"original", "unlearned", "retrained"}
     assert set(pd.read_csv(out / "attacks.csv").control) == {"retrained"}
 
 

@@ -18,7 +18,15 @@ if TYPE_CHECKING:  # the library itself needs no pandas
 
     from gripmoe.reporting.verdict import Verdict
 
-ACCURACY = {"forget_accuracy": "as it is", "retain_accuracy": "as it is"}
+AS_IT_IS = "as it is"
+ACCURACY = ("forget_accuracy", "retain_accuracy")
+SUMMARY = (
+    *ACCURACY,
+    *("retain_accuracy_five_shot", "truthfulqa_mc1", "forced_forget_accuracy", "random_forced_forget_accuracy"),
+    *("restored_router_all", "relearned_from_others_after_20", "relearned_after_20", "relearned_from_corpus_after_20"),
+    *("auc_min_40", "routing_stability", "routing_stability_corrected", "routing_stability_router_only_corrected"),
+    *("routing_stability_representation_only_corrected", "changed_experts", "changed_router", "changed_attention"),
+)
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,8 @@ class AuditReport:
         return self._measures.copy()
 
     def to_answers(self) -> pd.DataFrame:
-        """A row per question and condition: `question`, `choices`, `answer`, `condition`, `given`, `correct`,
-        `probability` of what was given. Probes give no letter."""
+        """A row per question, model and condition ("as it is", or what an attack did): `question`, `choices`, `answer`,
+        `given`, `correct`, and the `probability` of what was given. Probes give no letter."""
         import pandas as pd
 
         from gripmoe.reporting.verdict import COUNTED
@@ -71,7 +79,7 @@ class AuditReport:
             for metric, scores in found.scores.items():
                 if metric not in ACCURACY and metric not in COUNTED:
                     continue
-                label = model if metric in ACCURACY else f"{model}, {COUNTED[metric]['label']}"
+                label = AS_IT_IS if metric in ACCURACY else COUNTED[metric]["label"]
                 given = found.answers.get(metric, {})
                 for question_id, score in scores.items():
                     question = self._by_id[question_id]
@@ -88,6 +96,7 @@ class AuditReport:
                                 f"{a}. {b}" for a, b in zip(LETTERS, question["choices"], strict=True)
                             ),
                             "answer": LETTERS[question["answer"]],
+                            "model": model,
                             "condition": label,
                             "given": "" if letter is None else LETTERS[letter],
                             "correct": bool(score),
@@ -103,16 +112,9 @@ class AuditReport:
     def to_summary(self) -> pd.DataFrame:
         """The rows of `to_frame` that a reader wants first."""
         frame = self.to_frame()
-        shown = (
-            "forget_accuracy",
-            "retain_accuracy",
-            "retain_accuracy_five_shot",
-            "truthfulqa_mc1",
-            "routing_stability",
-        )
-        shown += ("routing_stability_corrected", "forced_forget_accuracy", "restored_router_all", "auc_min_40")
-        shown += ("relearned_from_others_after_20", "relearned_after_20", "relearned_from_corpus_after_20")
-        return frame[frame.measure.isin(shown)].reset_index(drop=True)
+        rank = frame.measure.map({name: place for place, name in enumerate(SUMMARY)})
+        shown = frame.assign(rank=rank).dropna(subset="rank").sort_values("rank", kind="stable")
+        return shown[["measure", "model", "value", "low", "high", "n"]].reset_index(drop=True)
 
     def save(self, folder: Path | str) -> None:
         """Writes audit.json, measures.csv, attacks.csv, questions.csv and index.html, one page for a browser."""
@@ -135,14 +137,17 @@ class AuditReport:
                 **self.identity,
             },
         )
-        page = {"questions": answers, "what attacks return": self.verdict.returned, "all measures": frames["measures"]}
         write_page(
             folder / "index.html",
             title="Audit of an unlearned model",
             verdicts=[(self.verdict.word, self.verdict.sentence)],
-            summary=self.to_summary(),
+            summary=_readable(self.to_summary()),
             charts=charts_of(self.to_frame(), self.verdict.returned),
-            tables=page,
+            tables={
+                "What attacks return": self.verdict.returned.drop(columns="metric"),
+                "Questions": answers.drop(columns="id"),
+                "Measures": _readable(frames["measures"]),
+            },
         )
 
     def __str__(self) -> str:
@@ -153,3 +158,7 @@ class AuditReport:
 
         summary = self.to_summary().to_html(index=False, float_format="{:.2f}".format, na_rep="", border=0)
         return f"<p><b>{self.verdict.word}</b>: {escape(self.verdict.sentence)}</p>{summary}"
+
+
+def _readable(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.assign(measure=frame.measure.str.replace("_", " "))

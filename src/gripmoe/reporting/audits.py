@@ -114,7 +114,8 @@ def _returned(returned: pd.DataFrame):
         axes.axvline(0, color="0.6", linewidth=0.6)
         axes.set_yticks(range(len(rows)), rows.attack)
         axes.set_xlabel("forget accuracy returned")
-        axes.legend(frameon=False, loc="lower right")
+        if not rows.counts.all():
+            axes.legend(frameon=False, loc="lower right")
         figure.tight_layout()
     return figure
 

@@ -67,10 +67,9 @@ def judge(scores: Mapping[str, Scores], facts: Mapping[str, str], not_made: Coll
         return Verdict(HIDES, f"{_returns(_most(hiding))} {of_lost}{more}", returned)
     if most.returned > margin:
         return Verdict(NOT_DECIDED, f"{_returns(most)} {of_lost}: more forget questions decide it{absent}", returned)
-    shown = (
-        f"as far as {len(counted)} attacks show: none of them is sure to return more than {margin:.2f} {of_lost}, and none "
-        f"returns more than {max(counted.high.max(), 0):.2f}"
-    )
+    at_most = max(counted.high.max(), 0)
+    shown = f"as far as {len(counted)} attacks show: none surely returns more than {margin:.2f} {of_lost}"
+    shown += f", and none more than {at_most:.2f}"
     if len(taught):  # which puts knowledge in
         shown += f"; that {_returns(_most(taught))} counts only beside a retrained model, which may show the same"
     return Verdict(ERASED, shown + absent, returned)
