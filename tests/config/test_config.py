@@ -97,7 +97,7 @@ def test_news_goes_with_the_models_finetuned_on_it(folder):
 def test_a_benchmark_changes_training(folder):
     project = Project(folder, "tiny")
     assert project.training("gd", "frozen_router", "muse_tiny").learning_rate == 2e-4
-    assert project.training("gd", "frozen_router", "wmdp_tiny").learning_rate == 1e-3
+    assert project.training("gd", "frozen_router", "wmdp_tiny").learning_rate == 5e-4
     assert project.training("gd", "expert_specific", "muse_tiny").router_weight_decay == 0, (
         "the method has the last word"
     )
@@ -376,7 +376,7 @@ def test_a_world_that_extends_another_shares_its_results(folder):
     assert set(base.run_keys()) < set(more.run_keys())
     extra = {key[2] for key in more.run_keys() if key[3] == "anchored_replay"}
     assert extra == {"rmu"}, "under one objective only"
-    (folder / "most.yaml").write_text("extends: more\nseeds: [0, 1, 2]\n")
+    (folder / "most.yaml").write_text("extends: more\nseeds: [0, 1, 2, 3]\n")
     most = Project(folder, "most")
     assert most.results_name == "tiny" and set(more.run_keys()) < set(most.run_keys())
 

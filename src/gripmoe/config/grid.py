@@ -63,8 +63,8 @@ class Project:
         yield world.extra_methods, world.objectives, f"{file}: extra_methods"
         for objective, methods in world.extra_methods.items():
             yield methods, self.methods, f"{file}: extra_methods.{objective}"
-        runs = [f"{objective}/{name}" for objective in world.objectives for name in world.methods_of(objective)]
-        yield world.overrides, [*self.methods, *runs], f"{file}: overrides"  # methods that another world may list too
+        runs = [f"{objective}/{name}" for objective in self.objectives for name in self.methods]
+        yield world.overrides, [*self.methods, *runs], f"{file}: overrides"  # of worlds that extend this one too
         yield world.gpus, world.models, f"{file}: gpus"
         yield world.benchmark_training, self.benchmarks, f"{file}: benchmark_training"
         for benchmark, changes in world.benchmark_training.items():

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_yaml
 
+SHOWN = 80  # names in an error
 SOURCES = ("embedded", "published", "muse", "finetuned")  # pydantic's names of the alternatives in its unions
 
 
@@ -90,4 +91,5 @@ def require_known(name: str, known: Collection[str], where: str) -> None:
     if name not in known:
         close = difflib.get_close_matches(name, list(known), n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(f"{where}: unknown name {name!r}; {hint}known: {', '.join(known)}")
+        listed = list(known) if len(known) <= SHOWN else [*list(known)[:SHOWN], "..."]
+        raise ConfigError(f"{where}: unknown name {name!r}; {hint}known: {', '.join(listed)}")
