@@ -3,8 +3,9 @@
     python workflow/specialisation.py --output docs/record/base_models/specialisation.csv
 
 Columns, for each layer: `domain` and `token`, the share that an expert has of the choices of one domain or token, as a
-multiple of its share of all choices. Both are the highest over experts; `domain` is the highest over domains, `token` the
-median over tokens that occur 50 times or more. `busiest_half` is the share of all choices of the busier half of the experts.
+multiple of its share of all choices. Both are the highest over experts; `domain` is the highest over domains, `token`
+the median over tokens that occur 50 times or more. `busiest_half` is the share of all choices that the busier half of
+the experts takes.
 """
 
 from __future__ import annotations

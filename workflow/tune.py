@@ -2,11 +2,11 @@
 
     python workflow/tune.py --world tiny_tuning --results results/tiny --cores 2 [--objectives gd] [--methods anchored]
 
-Every method of an objective tries the same settings with the same seeds. The chosen setting reaches the forget target in
-every trial and has the highest mean minus standard deviation of retain accuracy, both on dev questions; of equal
-settings, the one of the fewest steps is chosen. A table in the folder `tuning` lists every trial. The configuration is not
-changed: its values are entered by hand, with their provenance. Models, data and traces come from the results folder of
-the world, where `snakemake` makes them. A finished trial is not repeated.
+Every method of an objective tries the same settings with the same seeds. The chosen setting reaches the forget target
+in every trial and has the highest mean minus standard deviation of retain accuracy, both on dev questions; of equal
+settings, the one of the fewest steps is chosen. A table in the folder `tuning` lists every trial. The configuration is
+not changed: its values are entered by hand, with their provenance. Models, data and traces come from the results folder
+of the world, where `snakemake` makes them. A finished trial is not repeated.
 """
 
 from __future__ import annotations
