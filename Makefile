@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 2147483648
 
-.PHONY: help setup gpu base figures figures-all record report test lint format clean
+.PHONY: help setup gpu base figures figures-all record report quick test lint format clean
 
 help:
 	@echo "make setup     the environment in $(VENV); commands that need it make it"
@@ -22,6 +22,7 @@ help:
 	@echo "make base      trains the base models of the package again and compares their scores; eight minutes"
 	@echo "make report    one HTML page of what has been rendered"
 	@echo "make gpu       adds to it what models that train in bf16 need"
+	@echo "make quick     lint, and the tests of geometry, configuration and constraints"
 	@echo "make test      does that too; unit tests, then the workflow on its tiniest configuration"
 	@echo "make lint      ruff, snakefmt, snakemake --lint, import contracts"
 	@echo "make format    what ruff and snakefmt mend by themselves"
@@ -58,6 +59,9 @@ report: setup
 
 gpu: setup
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/gpu.lock
+
+quick: lint
+	pytest -q -n $(CORES) tests/geometry tests/config tests/constraints
 
 test: gpu
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/test.lock
