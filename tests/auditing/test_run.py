@@ -24,6 +24,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.shipped import tiny_model
+from pretended_devices import FIRST, SECOND, PretendedDevices
 
 pytest_plugins = "audit_pairs"
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
@@ -163,6 +164,26 @@ def test_a_budget_leaves_out_what_would_exceed_it(pair, files, tmp_path):
     assert "budget" in report.absent["expert forcing"] and "forget_accuracy" in report.found["unlearned"].metrics
     assert report.verdict.word == "not decided"
     assert "expert forcing" not in gripmoe.audit(pair / "original", pair / "unlearned", **given, budget=60).absent
+
+
+def test_models_on_devices_are_measured_there_and_alike(pair, files, tmp_path, monkeypatch):
+    """Each in turn, with its layers on two; nothing mixes them, and no number changes."""
+    places, answering = [], auditing.letter_metrics
+
+    def noting(benchmark, model, *given):
+        places.append([str(layer.mlp.gate.weight.device) for layer in model.model.layers])
+        return answering(benchmark, model, *given)
+
+    given = dict(**files, retrained=pair / "original", attacks=["forcing", "relearning"], relearning=RELEARNING)
+    one = gripmoe.audit(pair / "original", pair / "unlearned", **given)
+    monkeypatch.setattr(auditing, "letter_metrics", noting)
+    with PretendedDevices():
+        monkeypatch.setattr("gripmoe.moe.storage.visible_devices", lambda: [FIRST, SECOND])
+        two = gripmoe.audit(pair / "original", pair / "unlearned", **given)
+    for name, found in one.found.items():
+        assert two.found[name].metrics == pytest.approx(found.metrics, abs=0, rel=0, nan_ok=True)
+        assert two.found[name].scores == found.scores
+    assert places == [["cpu:1", "cpu:2"]] * 3
 
 
 def test_a_dense_model_is_audited_without_what_needs_routers(asked, tokenizer):

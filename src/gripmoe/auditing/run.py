@@ -8,8 +8,8 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, redirect_stderr
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -33,6 +33,7 @@ from gripmoe.evaluation.routing_stability import routing_metrics
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_csv
 from gripmoe.moe import MoEModel
+from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.storage import weights_digest
 
 TIMED = 32  # questions of the batch whose time is taken
@@ -136,18 +137,20 @@ def _measured(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     for model, name in (bar := tqdm(turns, desc="audit", file=sys.stderr)):
         bar.set_postfix_str(f"{name}, {model}")
+        label = name if model == "unlearned" else f"{name} ({model})"
         spent = (time.monotonic() - started) / 60
         if budget is not None and name != "accuracy" and spent + seconds[name] / 60 > budget:
-            absent[name] = f"the budget of {budget:g} minutes is spent"
+            absent[label] = f"the budget of {budget:g} minutes is spent"
             continue
         answers = folder / f"{model}_answers.csv"
         given = (moes["original"], moes[model], tokenizer, data, inputs.benchmark, 0, inputs.relearning)
         setting = Letters(*given, partial(load_answers, answers))
         measure = (OF_LETTERS | {"accuracy": partial(accuracy, answers=answers), **OF_MODELS})[name]
-        with redirect_stderr(StringIO()):  # progress of what a measurement calls
+        # What a measurement calls shows progress of its own.
+        with alone(moes, model), redirect_stderr(StringIO()):
             found[model].append(made_once(name, measure, setting, folder / f"{model}.json", identity))
         if not found[model][-1].metrics:
-            absent[name] = "does not apply to these data"
+            absent[label] = "does not apply to these data"
     return AuditReport(
         found={name: Found.joined(parts) for name, parts in found.items()},
         questions=inputs.questions("forget", "test") + inputs.questions("retain", "test"),
@@ -155,6 +158,21 @@ def _measured(
         identity=identity,
         minutes=(time.monotonic() - started) / 60,
     )
+
+
+@contextmanager
+def alone(moes: Mapping[str, MoEModel], name: str) -> Iterator[None]:
+    """Within the block the model `name` lies on the devices of the unlearned model, which lies in host memory if it is
+    another one."""
+    homes = {other: devices_of(moe.model) for other, moe in moes.items()}
+    try:
+        if name != "unlearned":
+            place(moes["unlearned"].model, ["cpu"])
+            place(moes[name].model, homes["unlearned"])
+        yield
+    finally:
+        for other, moe in moes.items():
+            place(moe.model, homes[other])
 
 
 def accuracy(setting: Letters, answers: Path) -> Found:
