@@ -50,7 +50,7 @@ def page(tmp_path):
         verdicts=verdicts,
         summary=summary,
         charts={"A curve": figure(), "The same": figure()},
-        tables={"Questions": frame()},
+        tables={"Questions": frame(), "Two alike": pd.DataFrame({"word": ["a", "a"]}), "Nothing": pd.DataFrame()},
         source="runs.csv sha256 0",
     )
     return path
@@ -199,6 +199,9 @@ class TestInABrowser:
         for image in browser.get_by_role("img").all():
             assert image.evaluate("image => image.complete && image.naturalWidth > 0")
         assert browser.get_by_text("runs.csv sha256 0").is_visible()
+        alike = browser.locator("section.table", has=browser.get_by_role("heading", name="Two alike"))
+        alike.scroll_into_view_if_needed()
+        alike.locator(".dt-info", has_text="1 to 2 of 2 ").wait_for()
 
     def test_a_telephone_shows_rows_as_cards(self, opened):
         browser = opened.page

@@ -92,7 +92,7 @@ def _chart(figure: Figure, salt: str) -> dict:
 def _table(name: str, frame: pd.DataFrame) -> dict:
     """What the page's script shows as a table. A column of one value is said once, above it."""
     columns = [_column(str(column), frame[column]) for column in frame]
-    shown = [column for column in columns if column["constant"] is None]
+    shown = [column for column in columns if column["constant"] is None] or columns
     return {
         "name": name,
         "count": len(frame),
