@@ -38,3 +38,14 @@ def test_questions_of_the_stop_rule(world, tmp_path, monkeypatch):
     assert ids < dev and not ids & test and test, "of retain questions, the first few of dev"
     facts = {row["fact"] for row in asked} & {row["fact"] for file in files for row in load_questions(file, "test")}
     assert not facts, "nor does it ask about their facts in other words"
+
+
+def test_the_target_holds_for_as_many_checks_as_asked_in_a_row():
+    rule = stopping.StopRule({"forget_accuracy": 0.27}, scores=None)
+
+    def met(*accuracies, checks):
+        return rule.met([{"forget_accuracy": accuracy} for accuracy in accuracies], checks)
+
+    assert met(0.5, 0.26, checks=1) and not met(0.5, 0.26, checks=2)
+    assert met(0.5, 0.27, 0.26, checks=2) and not met(0.26, 0.28, 0.26, checks=2)
+    assert not met(0.26, checks=2), "one check is not two"

@@ -81,12 +81,13 @@ class Training(Strict):
     gradient_accumulation: PositiveInt = 1  # passes of a step
     max_steps: PositiveInt
     check_every: PositiveInt
+    checks_to_stop: PositiveInt = 1  # in a row, that meet the forget target
     checkpoint_every: PositiveInt
     gradient_checkpointing: bool = False  # activations are computed again in the backward pass, for large models
     expert_precision: Precision = "native"  # of the experts' products in training steps; the paper: fp8
     linear_precision: LinearPrecision = "native"  # of nn.Linear layers in training steps; the paper: te_fp8
-    loss_bound: PositiveFloat  # a retain loss above it, or no number, ends the run as diverged
-    trained_layers: PositiveInt | None = None  # MoE blocks: the last so many that the losses look at; all if absent
+    loss_bound: PositiveFloat  # a retain loss that is higher, or not finite, ends the run as diverged
+    trained_layers: PositiveInt | None = None  # the last so many MoE blocks that the losses look at; all if absent
     objective: dict[str, int | float] = {}
     alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,11 @@ class StopRule:
 
     targets: dict[str, float]
     scores: Callable[[MoEModel], dict[str, float]]
+
+    def met(self, history: Sequence[Mapping[str, float]], checks: int) -> bool:
+        """Whether all of the last `checks` entries of a history meet the targets."""
+        last = history[-checks:]
+        return len(last) == checks and all(entry[name] <= self.targets[name] for entry in last for name in self.targets)
 
 
 def stop_rule(benchmark: Task, data: Path, retrained: Path | None, tokenizer) -> StopRule:

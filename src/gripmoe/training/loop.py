@@ -85,8 +85,8 @@ def unlearn(
 
     Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, trains
     on its rows of every batch and takes part in every check. Batch sizes are of each process and pass; the effective
-    ones are printed. Raises ConfigError for what processes cannot share, for a
-    corpus smaller than a batch, and for a state of another number of processes.
+    ones are printed. Raises ConfigError for what processes cannot share, for a corpus smaller than a batch, and for a
+    state of another number of processes.
     """
     batches = _Batches(corpora, training, seed, model.model.device)
     batches.check(scope)
@@ -129,7 +129,7 @@ def unlearn(
                     history.append({"step": step, **scores, **{name: total / count for name, total in sums.items()}})
                     sums.clear()
                 bar.set_postfix({name: f"{history[-1][name]:.3f}" for name in stop.targets})
-                if all(history[-1][name] <= target for name, target in stop.targets.items()):
+                if stop.met(history, training.checks_to_stop):
                     status = "reached"
                     break
             if step >= training.max_steps:
@@ -224,8 +224,9 @@ class _Steps:
         return self.model.only_layers(self.objective.last_layer + 1)
 
     def seconds_by_turns(self) -> tuple[float, float] | None:
-        """Seconds of the shortest step with the constraint, which needs routers that move, and without it: other load
-        of the machine only adds. None if a step diverged. The weights are restored."""
+        """Seconds of the shortest step with the constraint and of the shortest one without it, since other load of the
+        machine only adds. Routers move in the steps with the constraint, or there would be nothing to constrain. None
+        if a step diverged. The weights are restored."""
         thetas, pairs = self.model.thetas(), []
         *others, of_routers = self.optimizer.param_groups
         with rate_zero(others):
