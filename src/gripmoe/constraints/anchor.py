@@ -104,7 +104,8 @@ class Anchored(FrozenRouter):
 
 
 def _inputs_and_final(model: MoEModel, batch: Batch) -> Tensor:
-    """The inputs of every router and the final normed hidden state, (rows, positions, L + 1, d), in its dtype."""
+    """The inputs of every router and then the final normed hidden state, (rows, positions, L + 1, d), in the dtype of
+    the hidden state."""
     with model.record_routing() as recorder:
         final = model.model.model(**batch.inputs).last_hidden_state
         trace = recorder.take()
@@ -119,8 +120,6 @@ class DualWeight:
     """
 
     def __init__(self, allowed: float, floor: float, ceiling: float = 1e4, rate: float = 0.1):
-        if not 0 < allowed < 1:
-            raise ValueError(f"the allowed error must lie between 0 and 1, not at {allowed}")
         self.allowed, self.floor, self.ceiling, self.rate = allowed, floor, ceiling, rate
         self.value = max(1.0, floor)
 

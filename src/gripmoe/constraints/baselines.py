@@ -6,16 +6,15 @@ N tokens that count, d hidden size, E experts, L MoE layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gripmoe.constraints.base import RouterConstraint
-from gripmoe.constraints.original import of_tokens, original_values
-from gripmoe.data.documents import Batch
+from gripmoe.constraints.original import of_tokens, original_values, router_states
 from gripmoe.geometry.routing import RoutingTrace, selection_mask
 from gripmoe.io import distributed
-from gripmoe.moe import MoEModel
 
 
 class RouterL2(RouterConstraint):
@@ -87,7 +86,8 @@ class RoutingScores(RouterConstraint):
 
     def start(self, model, forget, retain) -> None:
         self._layers = model.layers
-        self._scores = original_values(model, self.original, retain, _router_scores, "original scores")
+        scores = partial(router_states, field="scores_NE")
+        self._scores = original_values(model, self.original, retain, scores, "original scores")
 
     def penalty(self, kind, seen) -> Tensor:
         wanted_NLE = of_tokens(self._scores, seen.tokens)
@@ -97,11 +97,3 @@ class RoutingScores(RouterConstraint):
             moved = (seen.routing[layer].scores_NE - wanted_NE).square().sum() / max(1, wanted_NE.numel())
             distances.append(moved / distributed.gathered(wanted_NE).var())
         return self.weight * torch.stack(distances).mean() * distributed.share(len(wanted_NLE))
-
-
-def _router_scores(model: MoEModel, batch: Batch) -> Tensor:
-    """Of every router, (rows, positions, L, E)."""
-    with model.record_routing() as recorder:
-        model.model.model(**batch.inputs)
-        trace = recorder.take()
-    return torch.stack([trace[layer].scores_NE.unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)

@@ -20,7 +20,7 @@ from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule, 
 
 
 class _Observed(RouterConstraint):
-    """What the forms of Method A report of their steps: of every tenth, since a look projects once more."""
+    """What the forms of Method A report of their steps: of every tenth only, since a report projects once more."""
 
     def __init__(self) -> None:
         self._calls: Counter[int] = Counter()
@@ -105,8 +105,8 @@ class NullSpace(_Observed):
 
 
 class NullSpaceReparameterized(_Observed):
-    """Theta = Theta_0 + P (W - Theta_0) with a free W (Eq. 14, App. B.2): gradient and update are projected, as W's are
-    without weight decay. It is Stage 1 alone."""
+    """Theta = Theta_0 + P (W - Theta_0) with a free W (Eq. 14, App. B.2). The gradient and the update of Theta are
+    projected, which is the same as training W without weight decay. This is Stage 1 alone."""
 
     of_gradient = True
 
@@ -146,7 +146,7 @@ class NullSpaceMinibatch(_Observed):
         method, rule = self.method, self._rules[layer]
         current = route(seen.x_Nd, before_Ed, rule)
         earlier_Erd = self._factors.get(layer)
-        basis, factor_Erd = _basis(current, rule, self._eps_null[layer], method, earlier_Erd)
+        basis, factor_Erd = _basis_and_factor(current, rule, self._eps_null[layer], method, earlier_Erd)
         if method.basis == "tracked":
             self._factors[layer] = method.forgetting**0.5 * factor_Erd
         bounds_NE = _bounds(current, rule, method.safety_margin).clamp_min(0)
@@ -242,18 +242,18 @@ def paper_update(
     )
 
 
-def feasible_router(
-    method: Method, theta_0_Ed: Tensor, theta_Ed: Tensor, x_Nd: Tensor, rule: SelectionRule, seed: int = 0
-) -> Tensor:
-    """The original router and what Method A leaves of the whole displacement from it, on these tokens: what Method B
-    falls back to (Sec. 4.3, App. D). In the paper's form they are the unlearned model's, soundly the original's."""
+def feasible_router(method: Method, theta_0_Ed: Tensor, theta_Ed: Tensor, x_Nd: Tensor, rule: SelectionRule) -> Tensor:
+    """The original router plus what Method A leaves of the whole displacement from it: what Method B falls back to
+    (Sec. 4.3, App. D). `x_Nd` are router inputs of the unlearned model in the paper's form, of the original model in
+    the sound one."""
     seen, update_Ed = route(x_Nd, theta_0_Ed, rule), theta_Ed - theta_0_Ed
     eps_null = EpsNull(method.eps_null.value, method.eps_null.kind)
     if method.form == "paper":
-        generator = torch.Generator(x_Nd.device).manual_seed(seed)
+        generator = torch.Generator(x_Nd.device).manual_seed(0)
         basis = paper_basis(seen, rule, eps_null, method)
         return theta_0_Ed + paper_update(update_Ed, basis, seen, rule, method, generator)
-    basis, bounds_NE = _basis(seen, rule, eps_null, method)[0], _bounds(seen, rule, method.safety_margin).clamp_min(0)
+    basis, _ = _basis_and_factor(seen, rule, eps_null, method)
+    bounds_NE = _bounds(seen, rule, method.safety_margin).clamp_min(0)
     return theta_0_Ed + nearest_feasible(update_Ed, basis, x_Nd, bounds_NE, tolerance=1e-6)
 
 
@@ -279,7 +279,7 @@ def fit_bases(trace: RoutingTrace, rules: Mapping[int, SelectionRule], method: M
     """The retain basis of each layer of a trace, per expert or, with granularity "layer", of all tokens for all experts
     (the full null space, Sec. 4.1)."""
     eps_null = eps_by_layer(method.eps_null, list(trace))
-    return {layer: _basis(seen, rules[layer], eps_null[layer], method)[0] for layer, seen in trace.items()}
+    return {layer: _basis_and_factor(seen, rules[layer], eps_null[layer], method)[0] for layer, seen in trace.items()}
 
 
 def eps_by_layer(config: EpsNullConfig, layers: Sequence[int]) -> dict[int, EpsNull]:
@@ -303,10 +303,10 @@ def _fixed(seen: LayerRouting, rule: SelectionRule, method: Method) -> Tensor:
     return torch.ones_like(fixed_NE[:, :1]) if method.granularity == "layer" else fixed_NE
 
 
-def _basis(
+def _basis_and_factor(
     seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: Method, earlier_Erd: Tensor | None = None
 ) -> tuple[RetainBasis, Tensor]:
-    """The basis of the tokens seen and of those in `earlier_Erd`, the factor of an earlier call; and the factor."""
+    """The basis of the tokens seen and of those in `earlier_Erd`, the factor of an earlier call; and their factor."""
     fixed_NE = _fixed(seen, rule, method)
     hidden_size, experts = seen.x_Nd.shape[1], fixed_NE.shape[1]
     statistics = RetainStatistics(experts, hidden_size, method.max_rank)

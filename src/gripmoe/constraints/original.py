@@ -34,14 +34,14 @@ WAIT = 5.0  # seconds between two looks at a file that another run makes
 
 
 class OriginalCache:
-    """One tensor per document, or one per token of it, by a function of the original model; found by the document's
-    tokens, and `by_labels` by its labels too. Kept on the CPU, or where `store` says, in the dtype in which it was
-    computed. Files of a store know no labels."""
+    """What a function of the original model has said of documents: one tensor per document, or one per token. A
+    document is found by its tokens, with `by_labels` by its labels too. Tensors keep their dtype, and lie on the CPU or
+    where `store` says; the files of a store know no labels."""
 
     def __init__(self, store: OriginalStore | None = None, *, by_labels: bool = False) -> None:
         self._store, self._by_labels = store, by_labels
-        self._kept: dict[tuple, Tensor | slice] = {}  # slices of the file
-        self._example: Tensor | None = None  # of a document without tokens
+        self._kept: dict[tuple, Tensor | slice] = {}  # by document: a tensor, or the rows of the file that hold it
+        self._example: Tensor | None = None  # what is kept of a document without tokens
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -111,7 +111,8 @@ class OriginalCache:
 
 
 class OriginalForward:
-    """The same from a forward pass of a copy of the original model: for documents that nobody can list beforehand."""
+    """What a copy of the original model says of documents when it is asked, for documents that nobody can list before
+    training. In the place of an `OriginalCache`."""
 
     def __init__(self, original: MoEModel, function: Callable[[MoEModel, Batch], Tensor]):
         self._original, self._function = original, function
@@ -172,6 +173,15 @@ def hidden_states(model: MoEModel, layer: int, batch: Batch) -> Tensor:
     with model.record_hidden(layer) as outputs:
         model.model.model(**batch.inputs)
     return outputs[0]
+
+
+def router_states(model: MoEModel, batch: Batch, field: str) -> Tensor:
+    """`x_Nd` or `scores_NE`, as `field` says, of every router: (rows, positions, L, d or E)."""
+    with model.record_routing() as recorder:
+        model.model.model(**batch.inputs)
+        trace = recorder.take()
+    states = [getattr(trace[layer], field).unflatten(0, batch.input_ids.shape) for layer in model.layers]
+    return torch.stack(states, dim=2)
 
 
 def final_hidden_states(model: MoEModel, batch: Batch) -> Tensor:
@@ -239,7 +249,8 @@ class OriginalStore:
 
 
 def _look(file: Path, lock: IO) -> dict[str, float]:
-    """Whether this run is to wait for `file` or to make it; takes the lock unless it is to wait."""
+    """Whether this run waits for `file`, which another run makes, and whether the file is missing. Unless the run
+    waits, this takes the lock."""
     waits = missing = False
     if distributed.is_first():
         exists = file.exists()

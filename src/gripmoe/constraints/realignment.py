@@ -149,15 +149,14 @@ def realign_routers(
         documents_N = None
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
-        x_pre_Nd = trace[layer].x_Nd[:retain_tokens].to(x_post_Nd.device)
-        old = theta_0[layer], theta_post[layer], x_pre_Nd
+        x_pre_Nd, x_post_Nd = (x_Nd[:retain_tokens].to(x_post_Nd.device) for x_Nd in (trace[layer].x_Nd, x_post_Nd))
+        given = theta_0[layer], theta_post[layer], x_pre_Nd, x_post_Nd
         if form == "paper":
-            realigned[layer] = realign_paper(*old, x_post_Nd[:retain_tokens])
+            realigned[layer] = realign_paper(*given)
         else:
-            tokens = *old, x_post_Nd[:retain_tokens]
-            realigned[layer] = realign_router(*tokens, model.rule(layer), documents_N=documents_N)
+            realigned[layer] = realign_router(*given, model.rule(layer), documents_N=documents_N)
         if not realigned[layer].accepted:
-            x_Nd = x_post_Nd[:retain_tokens] if form == "paper" else x_pre_Nd
+            x_Nd = x_post_Nd if form == "paper" else x_pre_Nd
             theta_Ed = feasible_router(METHOD_A[form], theta_0[layer], theta_post[layer], x_Nd, model.rule(layer))
             realigned[layer] = replace(realigned[layer], theta_Ed=theta_Ed, fell_back=True)
         if form == "sound":
@@ -198,7 +197,8 @@ def holdout_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTr
     hidden size to half of all: mean over layers, both forms, on the tokens fitted and on others."""
     after, thetas = model.trace([batch]), model.thetas()
     tokens = len(next(iter(after.values())))
-    sizes = [s for n in range(-3, 16) for s in (round(model.hidden_size * 2**n),) if 8 <= s <= tokens // 2]
+    powers = (round(model.hidden_size * 2**n) for n in range(-3, 16))
+    sizes = [size for size in powers if 8 <= size <= tokens // 2]
     report: dict[str, float] = {}
     for form in ("paper", "sound"):
         for layer, seen in after.items():
@@ -212,9 +212,7 @@ def holdout_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTr
 
 
 @torch.no_grad()
-def kaczmarz_report(
-    model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTrace, seed: int = 0
-) -> dict[str, float]:
+def kaczmarz_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTrace) -> dict[str, float]:
     """What Algorithm 1 leaves of the violations that the displacement of finished routers makes on the first retain
     tokens: `violation_after_<draws>` and, of the exact projection, `violation_exact`. A row's worst violation as a
     share of what it was, mean over all router rows that have any; empty where none has."""
@@ -227,7 +225,7 @@ def kaczmarz_report(
         moved_Ed, x_Nd = (thetas[layer] - theta_0[layer]).double(), x_Nd.double()
         points = {}
         for draws in KACZMARZ_DRAWS:
-            generator = torch.Generator(x_Nd.device).manual_seed(seed)
+            generator = torch.Generator(x_Nd.device).manual_seed(0)
             options = dict(max_steps=draws, tolerance=0.0, generator=generator)
             points[f"violation_after_{draws}"] = randomized_kaczmarz(moved_Ed, x_Nd, bounds_NE, **options)
         nothing_fixed = RetainBasis(x_Nd.new_zeros(1, x_Nd.shape[1], 0))
