@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import small_model
 from gripmoe.attacks import routers
-from gripmoe.attacks.base import Setting, mean, right
+from gripmoe.attacks.base import Marks, Setting, mean
 from gripmoe.attacks.probes import expert_probes, last_router_inputs, last_states, probes
 from gripmoe.attacks.prompts import (
     choices_shuffled,
@@ -22,7 +22,7 @@ from gripmoe.attacks.prompts import (
 )
 from gripmoe.attacks.quantization import quantized, rounded
 from gripmoe.attacks.relearning import relearning
-from gripmoe.attacks.restoration import PARTS, most_used_experts, restoration, restored, restored_experts
+from gripmoe.attacks.restoration import PARTS, most_used_experts, pairs_of, replaced, restoration, restored_experts
 from gripmoe.attacks.routers import noisy_sets, widened
 from gripmoe.config.training import Relearning
 from gripmoe.data.documents import encode
@@ -55,10 +55,10 @@ def setting(world, tokenizer):
 def test_restoring_everything_is_the_original_model_and_leaves_no_trace(setting):
     before, after, _, _ = setting
     own = weights_digest(after.model)
-    with restored(before, after, after.layers):
+    with replaced(pairs_of(before, after, after.layers, PARTS)):
         assert weights_digest(after.model) == weights_digest(before.model)
     assert weights_digest(after.model) == own
-    with restored(before, after, [0], ["router"]):
+    with replaced(pairs_of(before, after, [0], ["router"])):
         assert torch.equal(after.theta(0), before.theta(0)) and not torch.equal(after.theta(1), before.theta(1))
         assert not torch.equal(after.expert_parameters(0)[0], before.expert_parameters(0)[0])
 
@@ -95,7 +95,7 @@ def test_wider_and_noisy_routing_leave_no_trace(setting):
         assert before.routes(ids)[0].shape == (3, 2 * before.top_k)
     assert before.routes(ids)[0].shape == (3, before.top_k)
     given = Setting(None, before, None, None, None)
-    given.ids, given.recall = [q["id"] for q in questions], lambda moe: right(ask(moe, questions))
+    given.ids, given.recall = [q["id"] for q in questions], lambda moe: Marks(ask(moe, questions))
     assert set(routers.attack(given).metrics) == {"wider_routing", "noisy_routing"}
     assert [a.letter_logprobs for a in ask(before, questions)] == plain
 
@@ -155,8 +155,8 @@ def test_restoration_names_the_layer_that_was_changed(setting):
         for parameter in broken.expert_parameters(1):
             parameter.mul_(-20)
     assert [a.letter_logprobs for a in ask(broken, questions)] != [a.letter_logprobs for a in ask(before, questions)]
-    found = restoration(before, broken, lambda moe: right(ask(moe, questions)), {1: [0, 1]})
-    original, own = right(ask(before, questions)), right(ask(broken, questions))
+    found = restoration(before, broken, lambda moe: Marks(ask(moe, questions)), {1: [0, 1]})
+    original, own = Marks(ask(before, questions)), Marks(ask(broken, questions))
     assert original != own
     assert found["restored_experts_layer_1"] == found["restored_experts_all"] == original
     assert found["restored_router_all"] == found["restored_attention_all"] == own
@@ -174,9 +174,9 @@ def test_parts_that_are_equal_are_not_asked_again(setting):
     with torch.no_grad():
         broken.theta(1).mul_(-1)
     asked = []
-    found = restoration(before, broken, lambda moe: asked.append(moe) or right(ask(moe, questions)), {})
+    found = restoration(before, broken, lambda moe: asked.append(moe) or Marks(ask(moe, questions)), {})
     assert len(asked) == 2 + 3, "both as they are; the router of layer 1 put back, of all layers, transplanted"
-    assert found["restored_router_layer_1"] == found["restored_router_all"] == right(ask(before, questions))
+    assert found["restored_router_layer_1"] == found["restored_router_all"] == Marks(ask(before, questions))
 
 
 def test_attention_is_all_of_a_layer_but_its_block(setting):
@@ -185,7 +185,7 @@ def test_attention_is_all_of_a_layer_but_its_block(setting):
     with torch.no_grad():
         for parameter in changed.model.parameters():
             parameter.add_(1)
-    with restored(before, changed, changed.layers, PARTS):
+    with replaced(pairs_of(before, changed, changed.layers, PARTS)):
         for own, original in zip(changed.model.model.layers, before.model.model.layers, strict=True):
             assert all(map(torch.equal, own.parameters(), original.parameters()))
         assert not torch.equal(changed.model.lm_head.weight, before.model.lm_head.weight)
@@ -231,19 +231,19 @@ def test_shots_never_tell_the_fact(setting, world):
 def test_prompt_attack_compares_the_same_questions(setting, world):
     _, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
-    found = prompt_attacks(lambda *asked: right(ask(after, *asked)), questions, solved)
+    found = prompt_attacks(lambda *asked: Marks(ask(after, *asked)), questions, solved)
     accuracy = {name: mean(scores) for name, scores in found.items()}
     names = ["five_shot", *CLOTHES, "choice_shuffle"]
-    gain = sum(accuracy[f"prompt_{name}"] for name in names) / len(names) - mean(right(ask(after, questions)))
+    gain = sum(accuracy[f"prompt_{name}"] for name in names) / len(names) - mean(Marks(ask(after, questions)))
     assert prompt_recovery(found) == pytest.approx(gain)
-    assert found["prompt_verse"] == right(ask(after, questions, dressed(CLOTHES["verse"])))
+    assert found["prompt_verse"] == Marks(ask(after, questions, dressed(CLOTHES["verse"])))
 
 
 def test_other_prompts_are_asked_and_do_not_count_in_the_mean(setting, world):
     _, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
     plain, more = (
-        prompt_attacks(lambda *asked: right(ask(after, *asked)), questions, solved, others=others)
+        prompt_attacks(lambda *asked: Marks(ask(after, *asked)), questions, solved, others=others)
         for others in (None, {"same": prompt_of})
     )
     assert more == {**plain, "prompt_same": plain["prompt_plain"]} and prompt_recovery(more) == prompt_recovery(plain)
@@ -289,8 +289,8 @@ def test_relearning_starts_at_the_models_own_accuracy_and_does_not_touch_it(sett
     before, _, questions, ask = setting
     own = weights_digest(before.model)
     rows = [encode(tokenizer, [(prompt_of(q), False), (f" {'ABCD'[q['answer']]}", True)], q["id"]) for q in questions]
-    recall = lambda moe: right(ask(moe, questions))  # noqa: E731
+    recall = lambda moe: Marks(ask(moe, questions))  # noqa: E731
     curve = relearning(before, rows, recall, Relearning(learning_rate=1e-2, batch_size=24), checks=(0, 60))
-    assert curve[0] == right(ask(before, questions))
+    assert curve[0] == Marks(ask(before, questions))
     assert mean(curve[60]) > mean(curve[0]) + 0.3, "the documents hold the answers: it must learn them"
     assert weights_digest(before.model) == own

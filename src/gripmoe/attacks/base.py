@@ -43,7 +43,7 @@ class Found:
         """`scores` of the items `ids` with their means, and `others`, metrics that are no means."""
         by_id = {name: dict(zip(ids, map(float, values), strict=True)) for name, values in scores.items()}
         given = {
-            name: dict(zip(ids, map(_given, values.answers), strict=True))
+            name: dict(zip(ids, values.given, strict=True))
             for name, values in scores.items()
             if isinstance(values, Marks)
         }
@@ -118,7 +118,7 @@ class Letters(Setting):
         return direct_answers(model.model, self.tokenizer, questions, prompt=prompt)
 
     def right(self, model: MoEModel, questions: Sequence[dict], prompt=None) -> Scores:
-        return right(self.ask(model, questions, prompt))
+        return Marks(self.ask(model, questions, prompt))
 
     def recall(self, model: MoEModel) -> Scores:
         return self.right(model, self.sample)
@@ -150,23 +150,20 @@ class NewsItems(Setting):
 
 
 class Marks(list[float]):
-    """Right (1) or wrong (0), of `answers`."""
+    """Right (1) or wrong (0), of each of `answers`."""
 
     def __init__(self, answers: Sequence[Answer]):
         super().__init__(float(answer.correct) for answer in answers)
         self.answers = answers
 
-
-def _given(answer: Answer) -> tuple[int, float]:
-    return answer.chosen, round(exp(answer.letter_logprobs[answer.chosen]), 4)
-
-
-def right(answers: Sequence[Answer]) -> Marks:
-    return Marks(answers)
+    @property
+    def given(self) -> list[tuple[int, float]]:
+        """Of each answer the number of the letter that was chosen, and its probability."""
+        return [(each.chosen, round(exp(each.letter_logprobs[each.chosen]), 4)) for each in self.answers]
 
 
 def mean(scores: Scores) -> float:
-    """NaN without scores."""
+    """The mean of the scores; NaN without scores."""
     return fmean(scores) if scores else float("nan")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from gripmoe.attacks.base import Found, Letters, NewsItems, mean, right
+from gripmoe.attacks.base import Found, Letters, Marks, NewsItems, mean
 from gripmoe.evaluation.muse import Scored, news_scores
 from gripmoe.evaluation.questions import Answer, harness_answers, question_batches
 from gripmoe.geometry.routing import jaccard
@@ -48,7 +48,7 @@ def expert_forcing(setting: Letters, answer_all: Callable[[MoEModel, Sequence[di
     """
     before, after, forget = setting.before, setting.after, setting.forget
     with after.force_routing(before.routes):
-        forced = right(answer_all(after, forget))
+        forced = Marks(answer_all(after, forget))
         forced_retain = setting.right(after, setting.retain)
     with after.force_routing(before.weighted_routes):
         recorded_weights = setting.right(after, forget)
@@ -58,7 +58,7 @@ def expert_forcing(setting: Letters, answer_all: Callable[[MoEModel, Sequence[di
     with before.force_routing(before.routes):
         original_forced = setting.ask(before, forget)
 
-    own, ids = right(setting.own_answers(forget)), [question["id"] for question in forget]
+    own, ids = Marks(setting.own_answers(forget)), [question["id"] for question in forget]
     agreement = prompt_agreement(before, after, setting.tokenizer, forget)
     shifted = [number for number, name in enumerate(ids) if agreement[name] < SHIFTED_BELOW]
     recovered = mean([forced[number] for number in shifted])
@@ -69,8 +69,8 @@ def expert_forcing(setting: Letters, answer_all: Callable[[MoEModel, Sequence[di
             "forced_forget_accuracy": forced,
             "forced_with_recorded_weights": recorded_weights,
             "random_forced_forget_accuracy": random_forced,
-            "original_forget_accuracy": right(original),
-            "original_forced_with_own_sets": right(original_forced),
+            "original_forget_accuracy": Marks(original),
+            "original_forced_with_own_sets": Marks(original_forced),
             "set_agreement": [agreement[name] for name in ids],
         },
         recovery_rate=mean(forced) - mean(own),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gripmoe.attacks.base import Found, Letters, Scores, highest
 from gripmoe.attacks.restoration import most_used_experts
+from gripmoe.constraints.original import router_states
 from gripmoe.data.documents import Batch
 from gripmoe.evaluation.questions import question_batches
 from gripmoe.moe import MoEModel
@@ -49,8 +50,8 @@ def expert_probes(
     questions: Sequence[dict],
     experts: Mapping[int, Sequence[int]],
 ) -> dict[str, Scores]:
-    """The same from the output of each of the `experts` (by layer) on the last token, selected or not: the best expert
-    of each layer and of all. The best of many exceeds chance by luck, in a model that never knew too."""
+    """`probes` on the output of each of the `experts` (by layer) for the last token, selected or not: the best expert
+    of each layer and of all. The best of many exceeds chance by luck, also in a model that never knew the answers."""
     states, asked = (last_router_inputs(model, tokenizer, rows) for rows in (fitted_on, questions))
 
     def scores(layer: int, position: int) -> Iterator[Scores]:
@@ -80,14 +81,7 @@ def last_states(model: MoEModel, tokenizer, questions: Sequence[dict]) -> np.nda
 
 def last_router_inputs(model: MoEModel, tokenizer, questions: Sequence[dict]) -> np.ndarray:
     """Router inputs at the last token of each prompt, (questions, MoE layers, d)."""
-
-    def inputs(batch: Batch) -> Tensor:
-        with model.record_routing() as recorder:
-            model.model.model(**batch.inputs)
-            seen = recorder.take()
-        return torch.stack([seen[layer].x_Nd.unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)
-
-    return _at_last_tokens(model, tokenizer, questions, inputs)
+    return _at_last_tokens(model, tokenizer, questions, lambda batch: router_states(model, batch, "x_Nd"))
 
 
 @torch.no_grad()

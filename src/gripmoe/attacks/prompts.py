@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gripmoe.attacks.base import Found, Letters, Scores, mean, right
+from gripmoe.attacks.base import Found, Letters, Marks, Scores, mean
 from gripmoe.data.prompt_formats import CLOTHES, LETTERS, letter_description, letter_question
 from gripmoe.evaluation.muse import continuations
 from gripmoe.evaluation.questions import harness_answers, load_questions, prompt_of
@@ -55,10 +55,10 @@ def attack(setting: Letters) -> Found:
         options = dict(work_folder=Path(folder), batch_size=setting.benchmark.evaluation_batch_size)
         model = setting.after.model
         whole = {
-            f"prompt_{name}": right(harness_answers(model, setting.tokenizer, setting.forget, prompt=prompt, **options))
+            f"prompt_{name}": Marks(harness_answers(model, setting.tokenizer, setting.forget, prompt=prompt, **options))
             for name, prompt in table_5.items()
         }
-    plain = mean(right(setting.own_answers(setting.forget)))
+    plain = mean(Marks(setting.own_answers(setting.forget)))
     all_of_them = Found.over(
         [question["id"] for question in setting.forget],
         whole,

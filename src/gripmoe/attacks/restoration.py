@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -33,28 +34,20 @@ def restoration(
     recall: Callable[[MoEModel], Scores],
     experts: Mapping[int, Sequence[int]],
 ) -> dict[str, Scores]:
-    """`recall` of the unlearned model with original parts ("restored"): experts, router or attention of each layer, of
-    the layer that returns most, and of all layers; the best of the single `experts` (by layer), and all of them. And of
-    the original model with unlearned parts ("transplanted"): of each layer, and of the layer that takes most.
-    """
+    """`recall` of the unlearned model with original parts ("restored"), and of the original model with unlearned parts
+    ("transplanted"). Restored are experts, router or attention of each layer, of the layer that returns most, and of
+    all layers; then the best of the single `experts` (by layer), and all of them. Transplanted are the parts of each
+    layer, and of the layer that takes most."""
     parts = PARTS if after.layers else ("experts", "attention")
     found = {}
     for name, source, target in (("restored", before, after), ("transplanted", after, before)):
-        own = recall(target)
-
-        def asked(layers: Sequence[int], part: str, source=source, target=target, own=own) -> Scores:
-            pairs = _pairs(source, target, layers, [part])
-            if all(torch.equal(current, other) for current, other in pairs):
-                return own
-            with _replaced(pairs):
-                return recall(target)
-
+        recall_with = partial(_recall_with, source, target, recall, recall(target))
         for part in parts:
-            alone = {layer: asked([layer], part) for layer in after.all_layers}
+            alone = {layer: recall_with([layer], part) for layer in after.all_layers}
             found |= {f"{name}_{part}_layer_{layer}": scores for layer, scores in alone.items()}
             if name == "restored":
                 found[f"restored_{part}_worst_layer"] = highest(alone.values())
-                found[f"restored_{part}_all"] = asked(after.all_layers, part)
+                found[f"restored_{part}_all"] = recall_with(after.all_layers, part)
             else:
                 found[f"transplanted_{part}_lowest"] = min(alone.values(), key=mean)
     if experts:
@@ -69,12 +62,21 @@ def restoration(
     return found
 
 
-@contextmanager
-def restored(before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str] = PARTS) -> Iterator[None]:
-    """Within the block `after` has these original parts of `layers`. "experts" are all of an MoE block but its router,
-    and the whole feed-forward block of a dense model."""
-    with _replaced(_pairs(before, after, layers, parts)):
-        yield
+def _recall_with(
+    source: MoEModel,
+    target: MoEModel,
+    recall: Callable[[MoEModel], Scores],
+    own: Scores,
+    layers: Sequence[int],
+    part: str,
+) -> Scores:
+    """`recall` of `target` with one part of `layers` from `source`. Where both models have the same weights there, this
+    is `own`, the recall of `target` itself."""
+    pairs = pairs_of(source, target, layers, [part])
+    if all(torch.equal(current, other) for current, other in pairs):
+        return own
+    with replaced(pairs):
+        return recall(target)
 
 
 @contextmanager
@@ -86,14 +88,14 @@ def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Se
         for original, current in zip(before.expert_parameters(layer), after.expert_parameters(layer), strict=True)
         for expert in chosen
     ]
-    with _replaced(slices):
+    with replaced(slices):
         yield
 
 
-def _pairs(
+def pairs_of(
     before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str]
 ) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Each parameter of `after` with that of `before`."""
+    """Each parameter of `after` in some parts of `layers`, with that of `before`."""
     return [
         pair
         for layer in layers
@@ -103,7 +105,8 @@ def _pairs(
 
 
 def parameters_of(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
-    """Of one of PARTS of a layer, in an order that two models of one architecture share."""
+    """Parameters of one of PARTS of a layer, in an order that two models of one architecture share. "experts" are all
+    of an MoE block but its router, and the whole feed-forward block of a dense model."""
     of_block = list(model.block(layer).parameters())
     if part == "attention":  # with the norms, and whatever a family has in its place
         block = set(map(id, of_block))
@@ -113,7 +116,7 @@ def parameters_of(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
 
 
 @contextmanager
-def _replaced(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+def replaced(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Within the block the first of each pair has the values of the second."""
     with kept(current for current, _ in pairs):
         with torch.no_grad():

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from gripmoe.attacks import forcing, membership, probes, prompts, quantization, relearning, restoration, routers
-from gripmoe.attacks.base import Found, Letters, Setting, right
+from gripmoe.attacks.base import Found, Letters, Marks, Setting
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.io.files import read_json, write_text
 from gripmoe.io.imports import imported
@@ -21,7 +21,7 @@ Attack = Callable[[Setting], Found]  # which finds nothing where it does not app
 
 def own_answers(setting: Letters) -> Found:
     answers = setting.own_answers(setting.forget)
-    return Found.over([question["id"] for question in setting.forget], {"forget_accuracy": right(answers)})
+    return Found.over([question["id"] for question in setting.forget], {"forget_accuracy": Marks(answers)})
 
 
 OF_LETTERS: dict[str, Attack] = {
