@@ -61,7 +61,7 @@ class Task(Strict):
     # VerbMem and KnowMem of the forget documents are at most so many points above those of the retrained model.
     target: dict[Literal["forget_accuracy", "points_above_retrained"], NonNegative]
     retain_documents: PositiveInt  # of the retain corpus, for bases and for Method B
-    # Of a document in tokens. Letters: the rest is left out; news: it becomes further documents.
+    # Tokens of a document. Of letters, the rest of a longer document is left out; of news, it makes further documents.
     max_length: PositiveInt
     strip_prompts: bool = False  # news: without the space that ends KnowMem's prompts
 
@@ -90,8 +90,8 @@ class Benchmark(Task):
     evaluation_batch_size: PositiveInt
     few_shot_questions: PositiveInt = 100  # letters: of the retain questions, asked below five solved ones
     rewrites: dict[Name, str] = {}  # letters: files of prompts, {"id", "prompt"} a line, for the prompt attacks
-    # Your own, "module:function" by name: of a `gripmoe.attacks.base.Setting` to its `Found`; and of a model, its
-    # tokenizer and the folder of the benchmark's data to a number.
+    # Functions of your own, "module:function" by name. An attack takes a `gripmoe.attacks.base.Setting` and returns a
+    # `Found`. A metric takes a model, its tokenizer and the folder of the benchmark's data, and returns a number.
     attacks: dict[Name, str] = {}
     metrics: dict[Name, str] = {}
 

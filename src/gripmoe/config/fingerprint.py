@@ -19,6 +19,7 @@ PACKAGE = SOURCE.name
 WITHOUT_EFFECT = {f"{PACKAGE}.config.provenance", f"{PACKAGE}.config.fingerprint"}  # on what a step computes
 DATA = (".yaml", ".json", ".jinja")
 NAMED = re.compile(rf"{PACKAGE}(\.\w+)+:\w+")  # code that is imported by its name: an entry of a registry
+LOOSE = ""  # statements of a module that define nothing: they run whatever is imported from it
 Reference = tuple[str, str | None]  # a module and a name in it; None for all of the module
 
 
@@ -54,9 +55,6 @@ def fingerprint_now(entry: str) -> str | None:
         return code_fingerprint(entry)
     except ValueError:
         return None
-
-
-LOOSE = ""  # statements of a module that define nothing: they run whatever is imported from it
 
 
 @dataclass

@@ -76,9 +76,9 @@ class Method(Strict):
                 raise Mistake(axis, f"without effect here; it is a choice of {choice}")
         if self.corrects and not self.correction:
             raise ValueError("`corrects` needs `correction: restore` or `correction: realign`")
-        if self.constraint == "null_space" and not (self.eps_null and self.basis):
-            raise ValueError("`constraint: null_space` needs `eps_null` and `basis`")
         if self.constraint == "null_space":
+            if not (self.eps_null and self.basis):
+                raise ValueError("`constraint: null_space` needs `eps_null` and `basis`")
             if self.form == "paper" and self.basis not in ("minibatch", "cached"):
                 raise ValueError("`form: paper` of the null space works with `basis: minibatch` or `basis: cached`")
             if self.form == "sound" and self.basis == "cached":

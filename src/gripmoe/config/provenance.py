@@ -46,7 +46,7 @@ def entry_of(step: Callable) -> str:
 
 
 def package_versions(names: Iterable[str]) -> dict[str, str | None]:
-    """None for what is not installed."""
+    """The version of each package; None if it is not installed."""
     versions: dict[str, str | None] = {}
     for name in names:
         try:

@@ -188,7 +188,7 @@ def rounded(x: Tensor, dim: int) -> Tensor:
 
 
 def _rounded_by_group(x_Sc: Tensor, offsets_E: Tensor) -> Tensor:
-    """The same along the rows of each group."""
+    """As `rounded`, with a scale for each column of a group of rows."""
     row_S = torch.arange(len(x_Sc), device=x_Sc.device, dtype=offsets_E.dtype)
     group_S = torch.searchsorted(offsets_E, row_S, right=True)
     largest_Ec = x_Sc.new_zeros(len(offsets_E), x_Sc.shape[1])

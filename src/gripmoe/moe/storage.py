@@ -112,7 +112,8 @@ def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerB
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no model can be read from here ({error}); save the model again") from error
     if missing := sorted(loaded["missing_keys"]):  # which transformers draws at random
-        raise ConfigError(f"{folder}: the weights lack {missing[0]} and {len(missing) - 1} others; save the model again")
+        lacking = f"{missing[0]} and {len(missing) - 1} others"
+        raise ConfigError(f"{folder}: the weights lack {lacking}; save the model again")
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers makes one up without files
         raise ConfigError(f"{folder}: the tokenizer is missing; save it there too, by `tokenizer.save_pretrained`")
     return tokenizer, model.eval()
