@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "evaluate": MODELS,
     "finetune_model": MODELS,
     "fit_basis": {"torch"},
+    "import_checkpoint": MODELS,
     "manifest": TABLES,
     "prepare_model": MODELS,
     "realign": MODELS,

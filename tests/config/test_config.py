@@ -114,7 +114,26 @@ def test_runs_of_the_tiny_world():
     assert sum(key[3] == "unconstrained" for key in keys) == len(project.world.objectives) * len(project.world.seeds)
 
 
+def test_an_external_checkpoint_is_a_run_of_its_original_model(folder):
+    world = {"extends": "tiny", "models": ["tiny_a", "tiny_b"], "external": {"mine": {"tiny_b": "saves/mine"}}}
+    write_yaml(folder / "two.yaml", world)
+    project = Project(folder, "two")
+    assert [key for key in project.run_keys() if key[3] == "mine"] == [("tiny_b", "wmdp_tiny", "none", "mine", 0)]
+    assert project.external == {"mine": {"tiny_b": "saves/mine"}} and "mine" in project.world.all_methods
+    run = project.run("tiny_b", "wmdp_tiny", "none", "mine", 0)
+    assert run.training is None and run.method.baseline == "external"
+    write_yaml(folder / "two.yaml", world | {"external": {"mine": "saves/mine"}})
+    with pytest.raises(ConfigError, match="two.yaml: external.mine: the world has 2 models; give {tiny_a: saves/mine}"):
+        Project(folder, "two")
+    edit(folder / "tiny.yaml", lambda c: c.update(external={"mine": "saves/mine"}))
+    assert Project(folder, "tiny").external == {"mine": {"tiny_a": "saves/mine"}}
+
+
 MISTAKES = [
+    ("tiny.yaml", lambda c: c.update(external={"anchored": "saves/mine"}), "tiny.yaml: external: anchored: there is a method of this name; give yours another"),
+    ("tiny.yaml", lambda c: c.update(external={"Mine": "saves/mine"}), "tiny.yaml: external.Mine"),
+    ("tiny.yaml", lambda c: c.update(external={"mine": {"tiny_c": "saves/mine"}}), "tiny.yaml: external.mine: unknown name 'tiny_c'; did you mean 'tiny_a'"),
+    ("tiny.yaml", lambda c: c.update(external={"mine": "m"}, overrides={"mine": {}}), "tiny.yaml: overrides.mine: 'mine' trains nothing; leave it out"),
     ("tiny.yaml", lambda c: c.update(metods=[]), "tiny.yaml: metods: unknown key; valid keys: models, benchmarks"),
     ("tiny.yaml", lambda c: c["methods"].append("expert_specfic"), "unknown name 'expert_specfic'; did you mean 'expert_specific'?"),
     ("tiny.yaml", lambda c: c["training"].update(learning_rate=-1), "training.learning_rate: Input should be greater than 0 (got -1)"),
@@ -188,6 +207,13 @@ def test_the_file_of_a_world_names_its_results(folder, tmp_path):
         Project(folder, "methods")
     with pytest.raises(ConfigError, match="nowhere: no worlds here; start where the Snakefile is"):
         Project(tmp_path / "nowhere", "tiny")
+
+
+def test_a_row_that_is_external_needs_its_folder_in_the_world(folder):
+    write_yaml(folder / "methods.yaml", {"odd": {"baseline": "external"}})
+    edit(folder / "tiny.yaml", lambda c: c["methods"].append("odd"))
+    with pytest.raises(ConfigError, match="tiny.yaml: methods: 'odd' is external; give its folder under `external`"):
+        Project(folder, "tiny")
 
 
 @pytest.mark.parametrize("file, change, message", MISTAKES, ids=[m[2][:40] for m in MISTAKES])

@@ -9,7 +9,8 @@ import yaml
 from tqdm import tqdm
 
 from gripmoe.cli.main import main
-from gripmoe.config.status import CLUSTER_LOGS
+from gripmoe.config.grid import Project
+from gripmoe.config.status import CLUSTER_LOGS, run_status
 from gripmoe.io.files import write_json
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
@@ -88,6 +89,14 @@ def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_run(cluster, lines):
     write_json(done / "attack.json", {})
     runs, total = lines()
     assert "unconstrained" not in runs and "1 done" in total
+
+
+def test_an_external_checkpoint_is_copied_first(tmp_path):
+    (tmp_path / "others.yaml").write_text("extends: tiny\nexternal: {mine: saves/mine}\n")
+    project, key = Project(CONFIG, str(tmp_path / "others.yaml")), (*KEY[:-1], "none", "mine", 0)
+    assert run_status(project, tmp_path, key) == ("copy", "waits")
+    write_json(tmp_path.joinpath(*map(str, key), "checkpoint.json"), {"status": "external"})
+    assert run_status(project, tmp_path, key) == ("evaluate", "waits")
 
 
 def test_what_slurm_ended_is_not_said_to_run(lines):

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from gripmoe.reporting.attacks import attack_matrix, component_restoration, relearning_curves
+from gripmoe.reporting.attacks import attack_matrix, component_restoration, forcing_vulnerability, relearning_curves
 from gripmoe.reporting.collect import COLUMNS, KEYS
 
 FACTS = 24
@@ -104,6 +104,17 @@ def test_curves_show_the_retrained_model_in_every_panel():
         drawn = [line for line in axes.lines if len(line.get_xdata())]
         assert {line.get_color() for line in drawn} == {"#d55e00", "#7f7f7f"}
         assert len([line for line in drawn if line.get_marker() != "None"]) == 4, "others lead to a name"
+
+
+def test_an_external_checkpoint_is_drawn_under_every_objective():
+    """At its own height; a method of one objective alone is not."""
+    runs = [("m", "b", objective, "unconstrained", 0) for objective in ("gd", "npo")]
+    runs += [("m", "b", "none", "theirs", 0), ("m", "b", "gd", "anchored", 0)]
+    figure = forcing_vulnerability(runs_of(runs, forget_accuracy=0.2, forced_forget_accuracy=0.6))
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    heights = [{y for line in axes.lines for y in line.get_ydata()} for axes in figure.axes]
+    assert [labels[2 - y] for y in range(3)] == ["Unconstrained", "Anchored (ours)", "theirs"]
+    assert heights == [{0, 1, 2}, {0, 2}]
 
 
 def test_curves_say_what_a_model_relearned_from():

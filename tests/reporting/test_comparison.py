@@ -121,6 +121,19 @@ def test_an_objective_and_a_method_that_nobody_has_named_are_shown(name):
     assert [block for block, _ in table.blocks].count("") == len(baselines), "who trained nothing has no objective"
 
 
+def test_external_checkpoints_are_marked_as_our_runs_are():
+    """One that has not forgotten, one that has, one that has kept nothing; no mark for what nobody has unlearned."""
+    runs, rows = synthetic(), []
+    for name, (fa, ra) in {"far": (0.5, 0.9), "near": (0.28, 0.9), "ruined": (0.25, 0.26)}.items():
+        measured = dict(forget_accuracy=fa, retain_accuracy=ra, reached=1.0, diverged=0.0, forget_accuracy_target=0.27)
+        rows += [("tiny_a", "wmdp_tiny", "none", name, 0, *each) for each in measured.items()]
+    table = comparison(pd.concat([runs, pd.DataFrame(rows, columns=COLUMNS)]), "main_results")
+    (entries,) = (entries for name, entries in table.blocks if name == "External")
+    assert [label for label, *_ in entries] == ["far *", "near", "ruined §"]
+    assert row(table, "Before unlearning")[0] == "Before unlearning"
+    assert "External" not in dict(comparison(runs, "main_results").blocks)
+
+
 def test_methods_that_need_it_are_explained_whatever_they_are_called_in_a_table():
     runs, seuf, trace = synthetic(), "the paper's SEUF is an L2 penalty", "our TRACE: implemented from"
     notes = comparison(runs.replace("frozen_router", "router_l2_single"), "factorial").notes[-1]

@@ -4,6 +4,7 @@
 import gc
 import json
 import os
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -163,6 +164,22 @@ def bases_flag(wildcards):
 def corrected_checkpoint(wildcards):
     corrected = PROJECT.methods[wildcards.method].corrects
     return f"{RUN}/checkpoint.json".format(**{**wildcards, "method": corrected})
+
+
+def external_source(wildcards):
+    """Folder or hub id of an external checkpoint."""
+    return PROJECT.external[wildcards.method][wildcards.model]
+
+
+def external_files(wildcards):
+    """The files of an external checkpoint; none of one on the hub."""
+    return [str(file) for file in sorted(Path(external_source(wildcards)).glob("[!.]*")) if file.is_file()]
+
+
+for name, folders in PROJECT.external.items():
+    for source in folders.values():
+        if not Path(source).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(@\S+)?", source):
+            raise WorkflowError(f"{PROJECT.world_file}: external.{name}: no folder {source}; correct it, or give a hub id")
 
 
 def artefact_files():

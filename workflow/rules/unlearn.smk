@@ -1,4 +1,4 @@
-# Training of a run, or correction of the routers of a finished run (Method B).
+# Training of a run, correction of the routers of a finished run (Method B), or a copy of a model unlearned elsewhere.
 
 
 rule unlearn:
@@ -76,3 +76,27 @@ rule realign:
     shell:
         "gripmoe realign --run {input.run} --model {input.model} --checkpoint {input.checkpoint}"
         " --retain-corpus {input.retain_corpus} --trace {input.trace} --output {output} > {log} 2>&1"
+
+
+rule import_checkpoint:
+    input:
+        model=MODEL,
+        files=external_files,
+    output:
+        f"{RUN}/checkpoint.json",
+    log:
+        f"{LOGS}/import_checkpoint/{RUN_NAME}.log",
+    wildcard_constraints:
+        method=any_of(PROJECT.external),
+        objective=NO_OBJECTIVE,
+    conda:
+        ENVIRONMENT
+    threads: 1
+    resources:
+        mem_mb=memory_for(1),
+        runtime=growing(60),
+    params:
+        external=external_source,
+        code=code_fingerprint("gripmoe.cli.import_checkpoint:import_checkpoint"),
+    shell:
+        "gripmoe import-checkpoint --model {input.model} --external {params.external:q} --output {output} > {log} 2>&1"

@@ -66,7 +66,7 @@ def find(name: str | Path, flag: str, *, original: Found | None = None, trust_re
     if "auto_map" in content and not trust_remote_code:
         raise ConfigError(
             f"{flag} {name}: config.json names code of its own (auto_map), which would run on this machine; read the "
-            "code, and give --trust-remote-code"
+            "code, and give it to `gripmoe audit --trust-remote-code`"
         )
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -29,6 +29,7 @@ COMMANDS = {
         "trace-routing": "Record the original routers on the retain and the forget documents.",
         "fit-basis": "Fit the retain bases of a method.",
         "unlearn": "Train a run until it has forgotten.",
+        "import-checkpoint": "Copy an unlearned model that others have made.",
         "realign": "Correct the routers of a finished run (Method B).",
         "evaluate": "Measure a run.",
         "attack": "Attack a run.",

@@ -46,6 +46,9 @@ class Project:
         self.objectives = _joined(OBJECTIVES, registered, "gripmoe has an objective", own)
         content, self.results_name = _world_content(folder, self.name, self.world_file)
         self.world = parse_as(World, content, self.world_file)
+        self.external = self._external()
+        external = dict.fromkeys(self.external, Method(baseline="external"))
+        self.methods = _joined(self.methods, external, "there is a method", f"{self.world_file}: external")
         for names, known, where in self._references():
             for name in names:
                 require_known(name, known, where)
@@ -76,7 +79,22 @@ class Project:
                 yield [config.base], self.models, f"{models}: {name}.base"
                 yield [config.benchmark], self.benchmarks, f"{models}: {name}.benchmark"
 
+    def _external(self) -> dict[str, dict[str, str]]:
+        """Folder or hub id of every external checkpoint, by its name and its original model."""
+        found, models = {}, self.world.models
+        for name, given in self.world.external.items():
+            where = f"{self.world_file}: external.{name}"
+            if isinstance(given, str) and len(models) > 1:
+                raise ConfigError(f"{where}: the world has {len(models)} models; give {{{models[0]}: {given}}}")
+            found[name] = {models[0]: given} if isinstance(given, str) else given
+            for model in found[name]:
+                require_known(model, models, where)
+        return found
+
     def _check_methods(self) -> None:
+        for name in self.world.all_methods:
+            if self.methods[name].baseline == "external" and name not in self.external:
+                raise ConfigError(f"{self.world_file}: methods: {name!r} is external; give its folder under `external`")
         for objective in self.world.objectives:
             listed = self.world.methods_of(objective)
             for name in listed:
@@ -245,11 +263,12 @@ class Project:
         )
 
     def run_keys(self) -> list[tuple[str, str, str, str, int]]:
-        """All (model, benchmark, objective, method, seed); baselines once per model and benchmark."""
+        """All (model, benchmark, objective, method, seed); what trains nothing stands once per model and benchmark."""
         world, keys = self.world, []
         for model in world.models:
             for benchmark in (name for name in world.benchmarks if self.fits(model, name)):
                 baselines = [name for name in world.methods if self.methods[name].baseline]
+                baselines += [name for name, folders in self.external.items() if model in folders]
                 keys += [(model, benchmark, NO_OBJECTIVE, name, 0) for name in baselines]
                 for objective in world.objectives:
                     others = [name for name in world.methods_of(objective) if not self.methods[name].baseline]
@@ -257,10 +276,10 @@ class Project:
         return keys
 
 
-def _joined(table: dict, added: dict, taken: str, file: Path) -> dict:
-    """The package's rows and those of a configuration folder, which need other names."""
+def _joined(table: dict, added: dict, taken: str, where: Path | str) -> dict:
+    """The rows of a table and those that a configuration adds, which need other names."""
     for name in added.keys() & table.keys():
-        raise ConfigError(f"{file}: {name}: {taken} of this name; give yours another")
+        raise ConfigError(f"{where}: {name}: {taken} of this name; give yours another")
     return {**table, **added}
 
 

@@ -30,6 +30,9 @@ class World(Strict):
     objectives: Names = Field(min_length=1)
     methods: Names = Field(min_length=1)  # under every objective
     extra_methods: dict[Name, Names] = {}  # under one objective only
+    # Models that others have unlearned, by the names that tables give them: a folder or hub id; of several models
+    # {model: folder}
+    external: dict[Name, str | dict[Name, str]] = {}
     seeds: Annotated[list[Seed], EachOnce] = Field(min_length=1)
     training: Training
     objective_training: dict[Name, dict[str, Any]]
@@ -45,9 +48,9 @@ class World(Strict):
 
     @property
     def all_methods(self) -> list[str]:
-        """Every method that any objective has, once."""
+        """Every method that any objective has, and every external checkpoint, once."""
         extra = [name for names in self.extra_methods.values() for name in names]
-        return list(dict.fromkeys([*self.methods, *extra]))
+        return list(dict.fromkeys([*self.methods, *extra, *self.external]))
 
     def methods_of(self, objective: str) -> list[str]:
         return list(dict.fromkeys([*self.methods, *self.extra_methods.get(objective, [])]))

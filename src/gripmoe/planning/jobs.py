@@ -150,7 +150,8 @@ def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
     for name in project.models_needed:
         if costs.of(Step(name, "evaluate")):
             sizes[name] = 2 * costs.parameters(Step(name, "evaluate")) / GB
-    keys = [key for key in project.run_keys() if key[0] in sizes and not project.methods[key[3]].baseline]
+    kept = [name for name, method in project.methods.items() if method.baseline in (None, "external")]
+    keys = [key for key in project.run_keys() if key[0] in sizes and key[3] in kept]
     for key in keys:
         if project.methods[key[3]].trains:
             cost = costs.of(Step(key[0], "unlearn", *key[1:4]))

@@ -91,7 +91,8 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
     original experts put back (the paper's Figure 1b). What random sets return is not the router's doing. The band is
     the range of the four for the retrained model: no method can be asked to stay below."""
     found = runs[runs.metric.isin(LOOKS)]
-    methods = names.ordered(set(found.method) - {"original", "retrained"})
+    methods = names.ordered(set(found.method) - {*names.ORIGINALS})
+    external = set(found.method[found.objective == NO_OBJECTIVE])
     marks = ""
     with house_style():
         figure, panels = panels_of(found, 0.9 + 0.17 * len(methods))
@@ -99,14 +100,15 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
             means = group.groupby(["objective", "method", "metric"]).value.mean().unstack("metric")
             of_kind = runs[runs.model.isin(group.model) & runs.benchmark.isin(group.benchmark)]
             for y, method in enumerate(reversed(methods)):
-                if (objective, method) not in means.index:
+                of = NO_OBJECTIVE if method in external else objective
+                if (of, method) not in means.index:
                     continue
-                row, colour = means.loc[(objective, method)], names.colour(method)
+                row, colour = means.loc[(of, method)], names.colour(method)
                 axes.plot([row.min(), row.max()], [y, y], color=colour, linewidth=0.8)
                 for metric, (marker, size, filled, _) in LOOKS.items():
                     look = dict(color=colour, markerfacecolor=colour if filled else "white", markersize=size)
                     axes.plot([row.get(metric)], [y], marker, clip_on=False, **look)
-                of_method = of_kind[(of_kind.objective == objective) & (of_kind.method == method)]
+                of_method = of_kind[(of_kind.objective == of) & (of_kind.method == method)]
                 marks += (marked := marks_of(of_method).replace(" ", ""))
                 axes.annotate(marked, (1.03, y), fontsize=6, va="center", annotation_clip=False)
             if (NO_OBJECTIVE, "retrained") in means.index:

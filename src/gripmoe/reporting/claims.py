@@ -17,7 +17,6 @@ from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
 
 RUN = ["model", "benchmark", "objective", "seed"]
 RETAINED = (*SHARED, "retain_accuracy_five_shot")
-ORIGINALS = ("original", "retrained")
 COLOURS = {"holds": "#0072b2", "does not hold": "#d55e00", "undecided": "#000000", "not measured": "#7f7f7f"}
 VERDICTS = tuple(COLOURS)
 
@@ -47,7 +46,7 @@ def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
     if not isinstance(claim["right"], str):
         return left - claim["right"]
     right = runs[(runs.metric == claim.get("right_metric", claim["metric"])) & (runs.method == claim["right"])]
-    if claim["right"] in ORIGINALS:  # one for all objectives and seeds
+    if claim["right"] in names.ORIGINALS:  # one for all objectives and seeds
         of_model = right.set_index(["model", "benchmark"]).value
         baseline = left.index.droplevel(["objective", "seed"]).map(of_model)
         return (left - pd.Series(baseline, index=left.index, dtype=float)).dropna()

@@ -112,10 +112,14 @@ def _groups(runs: pd.DataFrame, spec: dict) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
-    """The blocks of a table; if it shows all methods of all benchmarks, also one for each objective not listed."""
+    """The blocks of a table; if it shows all methods of all benchmarks, also one of external checkpoints, and one for
+    each objective not listed."""
     blocks = spec["blocks"]
     if not spec.get("all_methods") or any("benchmark" in block for block in blocks):
         return blocks
+    external = sorted({*runs.method[runs.objective == NO_OBJECTIVE]} - {*names.ORIGINALS})
+    rows = [{"objective": NO_OBJECTIVE, "method": name} for name in external]
+    blocks = blocks + [{"name": "External", "rows": rows}] * bool(rows)
     others = set(runs.objective) - {NO_OBJECTIVE} - {block.get("objective") for block in blocks}
     of_others = names.ordered(others, OBJECTIVES)
     return blocks + [{"name": names.objective_label(o), "objective": o, "rows": []} for o in of_others]
@@ -200,7 +204,8 @@ def unforgotten(runs: pd.DataFrame) -> pd.DataFrame:
 
 def collapsed(runs: pd.DataFrame) -> pd.DataFrame:
     """The retain accuracies of unlearned models that answer retain questions by chance."""
-    return runs[(runs.objective != NO_OBJECTIVE) & (runs.metric == "retain_accuracy") & (runs.value <= names.COLLAPSED)]
+    unlearned = runs[~runs.method.isin(names.ORIGINALS)]
+    return unlearned[(unlearned.metric == "retain_accuracy") & (unlearned.value <= names.COLLAPSED)]
 
 
 def _overshot(runs: pd.DataFrame) -> bool:

@@ -11,6 +11,7 @@ from gripmoe.config.training import OBJECTIVES
 from gripmoe.io.files import read_yaml
 
 CHANCE = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike
+ORIGINALS = ("original", "retrained")  # which nobody has unlearned
 COLLAPSED = 0.3  # of four-way questions to retain: no more than chance, with room for its noise
 MATCHED = {"forget_accuracy", "verbmem", "knowmem_forget"}  # between methods, by design
 MARKERS = "<sovD^PX*dhp"  # one per colour, from the start again where colours are more
