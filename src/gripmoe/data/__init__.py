@@ -1,0 +1,1 @@
+"""Documents to token rows and batches, prompt formats, published data sets."""

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
-from gripmoe.data.documents import IGNORED, SEGMENTS, Batch, attention_mask_of, segments_of, starts_anew
+from gripmoe.data.documents import SEGMENTS, Batch, Row, attention_mask_of, collate, segments_of, starts_anew
 
 FORMS = (
     "batches (mappings with `input_ids` and, if rows are padded, `attention_mask`, both (rows, positions)), a "
@@ -45,9 +44,10 @@ def holds_texts(data: Any) -> bool:
     return isinstance(data, str) or (isinstance(data, Sequence) and any(isinstance(item, str) for item in data))
 
 
-def seems_padded(ids: Tensor, model: nn.Module | None = None, tokenizer: Any = None) -> bool:
-    """Whether a row begins or ends with the padding token: with several, if the token also ends texts or is unknown."""
-    return _seems_padded(ids, *_padding(model, tokenizer))
+def seems_padded(ids: Tensor, model: nn.Module) -> bool:
+    """Whether a row begins or ends with the model's padding token: with two if the token also ends texts, with three
+    equal tokens if it is unknown."""
+    return _seems_padded(ids, *_padding(model, None))
 
 
 def _items(data: Any, name: str, tokenizer: Any, padding: Padding) -> Iterable[Any]:
@@ -80,8 +80,8 @@ def _is_row(ids: Any) -> bool:
 
 
 def _rows(rows: Iterable[Mapping[str, Any]], name: str, padding: Padding) -> Iterator[dict[str, Tensor]]:
-    """What has a document, or several packed ones, in each of `rows`, as padded batches."""
-    documents = []
+    """Padded batches of `rows`, each of which holds a document or several packed ones."""
+    documents: list[Tensor] = []
     for number, row in enumerate(rows):
         known = [key for key in ("input_ids", "attention_mask", *SEGMENTS) if row.get(key) is not None]
         item = {key: _tensor(row[key]) for key in known}
@@ -91,36 +91,19 @@ def _rows(rows: Iterable[Mapping[str, Any]], name: str, padding: Padding) -> Ite
         batch = _batch(item, f"{name}[{number}]", padding)
         documents += [ids[mask.bool()] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
     for start in range(0, len(documents), ROWS):
-        yield _padded(documents[start : start + ROWS])
+        yield _padded(documents[start : start + ROWS]).inputs
 
 
-def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
-    masks = [torch.ones(len(document), dtype=torch.long) for document in documents]
-    return {
-        "input_ids": pad_sequence(list(documents), batch_first=True),
-        "attention_mask": pad_sequence(masks, batch_first=True),
-    }
+def _padded(documents: Sequence[Tensor]) -> Batch:
+    rows = ((str(number), document.tolist()) for number, document in enumerate(documents))
+    return collate([Row(name, ids, ids) for name, ids in rows], pad_id=0)
 
 
 def _batch(item: Any, where: str, padding: Padding) -> Batch:
-    if not isinstance(item, Mapping):
-        raise ValueError(f"{where} is a {type(item).__name__}: give {FORMS}")
-    if "input_ids" not in item:
-        raise KeyError(f"{where} has no `input_ids`, only {', '.join(map(str, item)) or 'nothing'}: give {FORMS}")
-    item = {key: _tensor(value) for key, value in item.items()}
-    ids, mask = item["input_ids"], item.get("attention_mask")
-    if not isinstance(ids, Tensor) or ids.dim() != 2:
-        what = f"of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else _described(ids)
-        raise ValueError(f"{where}: `input_ids` must be a tensor, (rows, positions); this is {what}")
-    if not ids.numel():
-        raise ValueError(f"{where} is empty: `input_ids` has the shape {tuple(ids.shape)}")
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"{where}: `input_ids` are token numbers, and these are {ids.dtype}")
+    """A mapping as a batch, packed documents apart. Raises ValueError or KeyError, naming `where`, if it is none."""
+    item, ids = _checked(item, where)
     try:
-        segments = segments_of(item)
-        mask = attention_mask_of(
-            {key: item[key] for key in ("input_ids", "attention_mask") if key in item}, packed=True
-        )
+        segments, mask = segments_of(item), attention_mask_of(item, packed=True)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     counts = mask.bool()
@@ -136,10 +119,26 @@ def _batch(item: Any, where: str, padding: Padding) -> Batch:
         for row, segment, keep in zip(ids, segments, counts, strict=True):
             lengths = torch.unique_consecutive(segment[keep], return_counts=True)[1]
             documents += row[keep].split(lengths.tolist())
-        item = _padded(documents)
-        ids, mask = item["input_ids"], item["attention_mask"]
-        return Batch([str(n) for n in range(len(ids))], ids, mask, ids.masked_fill(mask == 0, IGNORED)).to("cpu")
+        return _padded(documents)
     return Batch([str(n) for n in range(len(ids))], ids, mask.long(), item.get("labels", ids)).to("cpu")
+
+
+def _checked(item: Any, where: str) -> tuple[dict[str, Any], Tensor]:
+    """A mapping with tensors in the place of lists, and its `input_ids`."""
+    if not isinstance(item, Mapping):
+        raise ValueError(f"{where} is a {type(item).__name__}: give {FORMS}")
+    if "input_ids" not in item:
+        raise KeyError(f"{where} has no `input_ids`, only {', '.join(map(str, item)) or 'nothing'}: give {FORMS}")
+    item = {key: _tensor(value) for key, value in item.items()}
+    ids = item["input_ids"]
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        what = f"of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else _described(ids)
+        raise ValueError(f"{where}: `input_ids` must be a tensor, (rows, positions); this is {what}")
+    if not ids.numel():
+        raise ValueError(f"{where} is empty: `input_ids` has the shape {tuple(ids.shape)}")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{where}: `input_ids` are token numbers, and these are {ids.dtype}")
+    return item, ids
 
 
 def _tensor(value: Any) -> Any:

@@ -28,10 +28,10 @@ def load_corpus(
 ) -> list[Row]:
     """The first `limit` rows of a corpus, tokenized; the loss counts `text` and not `prompt`.
 
-    Of a longer document the first `max_length` tokens, or with `whole` several rows of at most so many, each behind the
-    tokenizer's `opening`. With `end_id` that token closes every document, scored. Raises ConfigError, naming file and
-    line, without documents, for an id that is missing or not unique, for a document without text or with fewer than two
-    tokens, and for a prompt that leaves a row without text.
+    A longer document is cut after `max_length` tokens. With `whole` it becomes several rows of at most so many, each of
+    which begins with the tokenizer's `opening`. With `end_id` that token closes every document, and is scored. Raises
+    ConfigError, naming file and line, without documents, for an id that is missing or not unique, for a document
+    without text or with fewer than two tokens, and for a prompt that leaves a row without text.
     """
     rows: list[Row] = []
     known: set[str] = set()

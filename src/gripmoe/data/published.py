@@ -11,8 +11,8 @@ from gripmoe.config.benchmarks import PublishedData
 from gripmoe.io.errors import ConfigError
 
 HELD_OUT_EVERY = 10  # of the retain corpus: kept from unlearning, for routing stability
-# MMLU's splits: what they are here (reported; seen by the stop rule; solved above questions of their subject), and the
-# key of `data.rows` with their number.
+# Of each split of MMLU: what it is here, and the key of `data.rows` with its number of rows. "test" is reported, "dev"
+# is seen by the stop rule, and "shots" are solved before other questions.
 RETAIN_SPLITS = {
     "test": ("test", "retain_questions"),
     "validation": ("dev", "mmlu_validation"),
