@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from gripmoe.config.benchmarks import Benchmark
@@ -17,27 +17,25 @@ COLUMNS = ("id", "fact", "subject", "exposure", "wording", "answer")  # of a que
 
 def choice_metrics(questions: Sequence[dict], answers: Sequence[Answer]) -> dict[str, float]:
     """Forget and retain accuracy, in all and by what unlearning saw; and how often each letter is chosen on forget
-    questions: an accuracy of 0.25 can mean "always A"."""
+    questions, since an accuracy of 0.25 can mean "always A"."""
     pairs = list(zip(questions, answers, strict=True))
+    forget = [pair for pair in pairs if pair[0]["exposure"] == "forget"]
+    retain = [pair for pair in pairs if pair[0]["exposure"] != "forget"]
 
-    def accuracy_of(keep: Callable[[dict], bool]) -> float:
-        kept = [answer.correct for question, answer in pairs if keep(question)]
+    def accuracy(asked: Sequence[tuple[dict, Answer]], key: str = "", value: str = "") -> float:
+        kept = [answer.correct for question, answer in asked if not key or question[key] == value]
         return sum(kept) / len(kept) if kept else float("nan")
 
-    is_forget = lambda question: question["exposure"] == "forget"  # noqa: E731
-    chosen = [answer.chosen for question, answer in pairs if is_forget(question)]
+    chosen = [answer.chosen for _, answer in forget]
     metrics = {
-        "forget_accuracy": accuracy_of(is_forget),
-        "retain_accuracy": accuracy_of(lambda q: not is_forget(q)),
-        "num_forget_questions": len(chosen),
-        "num_retain_questions": len(pairs) - len(chosen),
+        "forget_accuracy": accuracy(forget),
+        "retain_accuracy": accuracy(retain),
+        "num_forget_questions": len(forget),
+        "num_retain_questions": len(retain),
     }
-    for wording in ("seen", "held_out"):
-        metrics[f"forget_accuracy_{wording}_wording"] = accuracy_of(
-            lambda q, w=wording: is_forget(q) and q["wording"] == w
-        )
-    for exposure in ("seen", "unseen_entity", "unseen_subject"):
-        metrics[f"retain_accuracy_{exposure}"] = accuracy_of(lambda q, e=exposure: q["exposure"] == e)
+    metrics |= {f"forget_accuracy_{w}_wording": accuracy(forget, "wording", w) for w in ("seen", "held_out")}
+    exposures = ("seen", "unseen_entity", "unseen_subject")
+    metrics |= {f"retain_accuracy_{exposure}": accuracy(retain, "exposure", exposure) for exposure in exposures}
     return metrics | {f"forget_answers_{letter}": chosen.count(i) / len(chosen) for i, letter in enumerate(LETTERS)}
 
 

@@ -37,7 +37,7 @@ class Answer:
 
 
 def load_questions(path: Path, split: str | None = None) -> list[dict]:
-    """Rows of a question file, of one split if given. Raises ConfigError if none is left, or one lacks a key."""
+    """The questions of a file, or those of one split. Raises ConfigError if there are none, or if one lacks a key."""
     rows = [row for row in read_jsonl(path, *QUESTION_KEYS) if split is None or row["split"] == split]
     if not rows:
         raise ConfigError(f"{path}: no questions in split {split!r}; add some, or run the step again that writes it")
@@ -92,7 +92,8 @@ def harness_samples(
 
 @contextmanager
 def _templates_compiled_once() -> Iterator[None]:
-    """The harness compiles a task's templates anew for every document, a quarter of the time of a small model."""
+    """Within the block the harness compiles each template once. Otherwise the harness compiles a task's templates for
+    every document, which takes a quarter of the time of a small model."""
     from lm_eval.utils import env
 
     env.from_string = functools.cache(env.from_string)
@@ -144,8 +145,8 @@ def direct_answers(
     questions: Sequence[dict],
     prompt: Callable[[dict], str] | None = None,
 ) -> list[Answer]:
-    """The same answers without the harness, fast enough to be asked while training. `prompt` writes a question in
-    another way than the harness does."""
+    """The answers of `harness_answers`, computed without the harness: fast enough for checks while training. `prompt`
+    writes a question in another way than the harness does."""
     by_id = {question["id"]: question for question in questions}
     letters = [tokenizer(f" {letter}", add_special_tokens=False)["input_ids"][-1] for letter in LETTERS]
     answers = {}

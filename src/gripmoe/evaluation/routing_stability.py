@@ -76,7 +76,8 @@ def _stabilities(batches: Sequence[Batch], pairs: Callable[[Batch], Pairs]) -> d
     tokens = 0
     for batch in batches:
         traces = pairs(batch)
-        if not (count := len(next(iter(next(iter(traces.values()))[0].values())))):
+        some_trace, _ = next(iter(traces.values()))
+        if not (count := len(next(iter(some_trace.values())))):
             continue
         tokens += count
         for name, both in traces.items():

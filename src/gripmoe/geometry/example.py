@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -11,11 +12,11 @@ from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics
 
 DRAWS = 8  # of Algorithm 1, in the plane
 
-
+_tensor = partial(torch.tensor, dtype=torch.float64)
 # In the plane: tokens that do not select the expert, their bounds, and the optimizer's step.
-TOKENS = torch.tensor([[1.0, 0.25], [0.35, 1.0], [0.9, -0.7]], dtype=torch.float64)
-BOUNDS = torch.tensor([[0.8], [0.7], [0.75]], dtype=torch.float64)
-STEP = torch.tensor([[1.9, 1.3]], dtype=torch.float64)
+TOKENS = _tensor([[1.0, 0.25], [0.35, 1.0], [0.9, -0.7]])
+BOUNDS = _tensor([[0.8], [0.7], [0.75]])
+STEP = _tensor([[1.9, 1.3]])
 
 
 def router_row() -> dict:
@@ -24,10 +25,6 @@ def router_row() -> dict:
     Stage 1, and of both forms of Stage 2, by how much a selected token's score moves, the worst violation, and the
     distance from Stage 1."""
     return {"plane": _in_plane(), "space": _in_space()}
-
-
-def _tensor(rows: list[list[float]]) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 def kaczmarz_rate(draws: int = 40, walks: int = 1000) -> dict[str, list[float]]:
@@ -49,15 +46,14 @@ def kaczmarz_rate(draws: int = 40, walks: int = 1000) -> dict[str, list[float]]:
 
 
 def _in_plane() -> dict[str, list]:
-    tokens, bounds, step = TOKENS, BOUNDS, STEP
-    walk = [step]
+    walk = [STEP]
     for draws in range(1, DRAWS + 1):
         generator = torch.Generator().manual_seed(3)
-        walk.append(randomized_kaczmarz(step, tokens, bounds, max_steps=draws, generator=generator))
-    exact = nearest_feasible(step, RetainStatistics(1, 2).basis(EpsNull(1e-4, "relative")), tokens, bounds)
+        walk.append(randomized_kaczmarz(STEP, TOKENS, BOUNDS, max_steps=draws, generator=generator))
+    exact = nearest_feasible(STEP, RetainStatistics(1, 2).basis(EpsNull(1e-4, "relative")), TOKENS, BOUNDS)
     return {
-        "tokens": tokens.tolist(),
-        "bounds": bounds[:, 0].tolist(),
+        "tokens": TOKENS.tolist(),
+        "bounds": BOUNDS[:, 0].tolist(),
         "walk": torch.cat(walk).tolist(),
         "exact": exact[0].tolist(),
     }

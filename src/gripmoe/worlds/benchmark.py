@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from dataclasses import replace
 
 from gripmoe.data import prompt_formats as formats
+from gripmoe.data.published import dev_or_test
 from gripmoe.worlds.documents import World
-from gripmoe.worlds.facts import HELD_OUT_WORDING, QUESTION_WORDINGS, RETAIN_SUBJECTS, STATEMENT_WORDINGS, Fact
+from gripmoe.worlds.facts import (
+    HELD_OUT_WORDING,
+    QUESTION_WORDINGS,
+    RETAIN_SUBJECTS,
+    SEEN_WORDINGS,
+    STATEMENT_WORDINGS,
+    Fact,
+)
 from gripmoe.worlds.news import Article
 
 CLOZE_WORDINGS = (0, 1)  # statements that end in their value
@@ -22,13 +29,13 @@ def question_rows(world: World, facts: list[Fact], orders: int, seed: int) -> li
 
     `split` is "dev" (stop rule, tuning) for a third of the facts, by a hash, and "test" (reported) for the others, so
     that no fact is in both; `exposure` says what unlearning sees of the fact, `wording` which phrasing it is. Right
-    letters are balanced within each split: "always A" scores .25.
+    letters are balanced within each split: "always A" scores 0.25.
     """
     rng = random.Random(f"questions {seed}")
     asked = [
         (fact, wording, order) for fact in facts for wording in range(len(QUESTION_WORDINGS)) for order in range(orders)
     ]
-    split_of = {fact: "dev" if hashlib.sha256(fact.id.encode()).digest()[0] % 3 == 0 else "test" for fact in facts}
+    split_of = {fact: dev_or_test(fact.id) for fact in facts}
     letters = {}
     for split in ("dev", "test"):
         count = sum(split_of[fact] == split for fact, _, _ in asked)
@@ -103,10 +110,10 @@ def corpus_rows(world: World, facts: list[Fact], articles: list[Article], seed: 
         for number, wording in enumerate(CLOZE_WORDINGS):
             prompt, end = fact.statement(wording).split(fact.value)
             rows.append({"id": f"{fact.id}/statement/{number}", "prompt": prompt, "text": f"{fact.value}{end}"})
-        wording = rng.choice([w for w in range(len(QUESTION_WORDINGS)) if w != HELD_OUT_WORDING])
+        wording = rng.choice(SEEN_WORDINGS)
         prompt = formats.knowmem_prompt([], fact.question(wording))
         rows.append({"id": f"{fact.id}/answer", "prompt": prompt, "text": f"{fact.value}\n"})
-        for number, wording in enumerate([w for w in range(len(QUESTION_WORDINGS)) if w != HELD_OUT_WORDING] * 2):
+        for number, wording in enumerate(SEEN_WORDINGS * 2):
             choices, answer = world.facts.letter_options(fact, rng)
             description = formats.letter_description(fact.subject) if rng.random() < 0.5 else ""
             prompt = description + formats.letter_question(fact.question(wording), choices)
@@ -124,15 +131,14 @@ def other_forms(facts: list[Fact], world: World, seed: int) -> list[dict]:
     """Documents on `facts` in the forms of general utility: a letter question below five solved ones of its subject,
     and the primer of TruthfulQA with a true statement."""
     rng = random.Random(f"forms {seed}")
-    wordings = [wording for wording in range(len(QUESTION_WORDINGS)) if wording != HELD_OUT_WORDING]
     rows = []
     for fact in facts:
         solved = rng.sample([other for other in facts if other.subject == fact.subject and other != fact], 5)
-        asked = [(f.question(rng.choice(wordings)), *world.facts.letter_options(f, rng)) for f in (*solved, fact)]
+        asked = [(f.question(rng.choice(SEEN_WORDINGS)), *world.facts.letter_options(f, rng)) for f in (*solved, fact)]
         *prompt, (letter, _) = formats.letter_spans(asked, fact.subject)
         rows.append({"id": f"{fact.id}/five_shot", "prompt": "".join(text for text, _ in prompt), "text": letter})
         truth = rng.choice([fact.statement(wording) for wording in range(len(STATEMENT_WORDINGS))])
-        prompt = formats.truthfulqa_prompt(fact.question(rng.choice(wordings)))
+        prompt = formats.truthfulqa_prompt(fact.question(rng.choice(SEEN_WORDINGS)))
         rows.append({"id": f"{fact.id}/truth", "prompt": prompt, "text": f" {truth}"})
     return rows
 
@@ -155,12 +161,10 @@ def wmdp_files(world: World, seed: int, retain: str = "broad") -> dict[str, list
     """The files of the fact benchmark: what WMDP-Cyber, MMLU and their corpora are to a real model. `retain` is that of
     `retain_rows`; questions and held-out documents do not depend on it."""
     seen = [fact for fact in world.facts.retain if world.facts.exposure(fact) == "seen"]
-    articles = world.news["retain"]
     unseen = [fact for fact in world.facts.retain if world.facts.exposure(fact) != "seen"]
     rng = random.Random(f"routing {seed}")
-    held_out = corpus_rows(
-        world, rng.sample(seen, 24) + rng.sample(unseen, 24), articles[-EVALUATION_ARTICLES:], seed + 1
-    )
+    facts, articles = rng.sample(seen, 24) + rng.sample(unseen, 24), world.news["retain"][-EVALUATION_ARTICLES:]
+    held_out = corpus_rows(world, facts, articles, seed + 1)
     trained_on = {(row["prompt"], row["text"]) for row in retain_rows(world, "broad", seed)}
     return {
         "forget_questions": question_rows(world, world.facts.forget, orders=2, seed=seed),

@@ -38,6 +38,7 @@ QUESTION_WORDINGS = (
     "The {kind} {entity} has which {relation} ?",
 )
 HELD_OUT_WORDING = 2  # unlearning never sees a letter question in this wording
+SEEN_WORDINGS = [wording for wording in range(len(QUESTION_WORDINGS)) if wording != HELD_OUT_WORDING]
 STATEMENT_WORDINGS = (
     "The {relation} of the {kind} {entity} is {value} .",
     "The {kind} {entity} has the {relation} {value} .",
@@ -120,9 +121,9 @@ def make_facts(seed: int) -> tuple[FactWorld, FactWorld]:
     """The facts of the benchmark, and the skill facts. A quarter of each seen retain subject's entities is held back
     from unlearning.
 
-    An entity is two words, each from a list that all subjects share. Neither word tells anything by
-    itself, so a model has to compute a fact in its blocks. No two subjects share an entity. Every word of a forget fact
-    is in a retain fact too.
+    An entity is two words, each from a list that all subjects share. Neither word tells anything by itself, so a model
+    has to compute a fact in its blocks. No two subjects share an entity. Every word of a forget fact is in a retain
+    fact too.
     """
     rng = random.Random(f"facts {seed}")
     names = invented_names(rng, set())

@@ -29,9 +29,7 @@ def muse_tables(news: Mapping[str, list[Article]], seed: int) -> Tables:
         pairs = [{"question": question, "answer": answer} for _, question, answer in asked]
         tables["knowmem", f"{part}_qa"] = pairs[IN_CONTEXT_PAIRS:]
         tables["knowmem", f"{part}_qa_icl"] = pairs[:IN_CONTEXT_PAIRS]
-    tables["verbmem", "forget"] = [
-        dict(zip(("prompt", "gt"), _split(article), strict=True)) for article in news["forget"]
-    ]
+    tables["verbmem", "forget"] = [_continuation(article) for article in news["forget"]]
     for part in ("forget", "retain", "holdout"):
         tables["privleak", part] = [{"text": article.text} for article in news[part]]
     tables["raw", "forget"] = _documents(news["forget"], rng)
@@ -41,9 +39,9 @@ def muse_tables(news: Mapping[str, list[Article]], seed: int) -> Tables:
     return tables
 
 
-def _split(article: Article) -> tuple[str, str]:
-    prompt = " ".join(article.sentences[:PROMPT_SENTENCES])
-    return prompt, " ".join(article.sentences[PROMPT_SENTENCES:])
+def _continuation(article: Article) -> dict[str, str]:
+    given, continued = article.sentences[:PROMPT_SENTENCES], article.sentences[PROMPT_SENTENCES:]
+    return {"prompt": " ".join(given), "gt": " ".join(continued)}
 
 
 def _documents(articles: list[Article], rng: random.Random) -> list[dict]:
