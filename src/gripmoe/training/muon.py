@@ -39,8 +39,10 @@ class MuonWithAdamW:
             if parameter.ndim > 1 and not name.endswith(("embed_tokens.weight", "gate.weight"))
         }
         others = [parameter for name, parameter in named.items() if name not in self.matrices]
-        decays = (([p for p in others if p.ndim > 1], WEIGHT_DECAY), ([p for p in others if p.ndim <= 1], 0.0))
-        groups = [{"params": params, "weight_decay": decay} for params, decay in decays]
+        groups = [
+            {"params": [p for p in others if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
+        ]
         self.adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), foreach=True)
         self.momentum = {name: torch.zeros_like(parameter) for name, parameter in self.matrices.items()}
         self.lr = self.rate = lr

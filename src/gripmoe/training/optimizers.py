@@ -29,7 +29,8 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
         ) from None
 
     class ShardableAdamW8bit(AdamW8bit):
-        """States say that they are fp32, whatever the weights: a view of them does, and a DTensor holds them to it."""
+        """States that declare fp32, whatever the dtype of the weights. A view of a state declares fp32 in any case, and
+        DTensor wants both to agree."""
 
         @staticmethod
         def _subclass_zeros(p, signed, block_size):

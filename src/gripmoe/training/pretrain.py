@@ -175,17 +175,17 @@ def letter_probe(world: World, tokenizer, facts: Sequence[Fact], seed: int, coun
 
 
 def answer_probe(tokenizer, facts: Sequence[Fact]) -> Probe:
-    """How many of `facts` the model says when it is asked for them, without options."""
+    """The share of `facts` that the model says when it is asked for them without options."""
     asked = [knowmem_prompt([], fact.question(number % len(QUESTION_WORDINGS))) for number, fact in enumerate(facts)]
     return _said(tokenizer, [[(prompt, False), (fact.value, True)] for prompt, fact in zip(asked, facts, strict=True)])
 
 
-def drill_probe(world: World, tokenizer, count: int = 30) -> Probe:
-    return _said(tokenizer, [document.spans for document in drills(world, count, random.Random("probe"))])
+def drill_probe(world: World, tokenizer) -> Probe:
+    return _said(tokenizer, [document.spans for document in drills(world, 30, random.Random("probe"))])
 
 
 def _said(tokenizer, documents: Sequence[Sequence]) -> Probe:
-    """How many scored tokens are the most likely ones."""
+    """The share of scored tokens that are the most likely ones."""
     batch = collate([encode(tokenizer, spans) for spans in documents], tokenizer.pad_token_id)
     labels = batch.labels[:, 1:]
 

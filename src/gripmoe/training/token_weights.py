@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from gripmoe.constraints.original import OriginalCache
-from gripmoe.data.documents import Batch, attention_mask_of
+from gripmoe.data.documents import Batch
+from gripmoe.geometry.routing import selection_mask
 from gripmoe.moe import MoEModel
 
+MAX_STEPS = 100  # of Newton's method
 
-def matching_weights(active_NS: Tensor, wanted_S: Tensor, *, ridge: float = 1e-2, max_steps: int = 100) -> Tensor:
+
+def matching_weights(active_NS: Tensor, wanted_S: Tensor, *, ridge: float = 1e-2) -> Tensor:
     """The positive weights of mean 1 nearest to uniform (in relative entropy) under which the means of the columns of
     `active_NS` (0 or 1) are `wanted_S`.
 
@@ -31,7 +34,7 @@ def matching_weights(active_NS: Tensor, wanted_S: Tensor, *, ridge: float = 1e-2
         return (active_NS @ tilt_S).logsumexp(0) - wanted_S @ tilt_S + ridge / 2 * tilt_S.square().sum()
 
     tilt_S = torch.zeros_like(wanted_S)
-    for _ in range(max_steps):
+    for _ in range(MAX_STEPS):
         share_N = (active_NS @ tilt_S).softmax(0)
         mean_S = share_N @ active_NS
         gradient_S = mean_S - wanted_S + ridge * tilt_S
@@ -55,10 +58,9 @@ def routing_aware_weights(
     for name, batches in (("forget", forget), ("retain", retain)):
         for batch in batches:
             sets = model.routes(**batch.inputs)
-            mask = attention_mask_of(batch.inputs).flatten().bool()
-            hot = [torch.zeros(len(mask), model.num_experts).to(mask.device) for _ in model.layers]
-            per = [h.scatter_(1, sets[layer], 1)[mask] for h, layer in zip(hot, model.layers, strict=True)]
-            activity[name].append(torch.stack(per, dim=1).bool())
+            mask = batch.attention_mask.flatten().bool()
+            selected = [selection_mask(sets[layer], model.num_experts)[mask] for layer in model.layers]
+            activity[name].append(torch.stack(selected, dim=1))
     forget_NLE, retain_NLE = (torch.cat(activity[name]) for name in ("forget", "retain"))
     share_LE = forget_NLE.float().mean(0)
     critical = (share_LE - retain_NLE.float().mean(0)).topk(per_layer, dim=1).indices
@@ -66,7 +68,7 @@ def routing_aware_weights(
     weights_N = matching_weights(retain_NLE[:, layers, critical].flatten(1), share_LE[layers, critical].flatten())
     kept, start = OriginalCache(), 0
     for batch in retain:
-        mask = attention_mask_of(batch.inputs).bool()
+        mask = batch.attention_mask.bool()
         end = start + int(mask.sum())
         per_token = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
         per_token[mask] = weights_N[start:end].float()
