@@ -100,8 +100,7 @@ def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> Re
     if 4 * served_Emd.shape[1] <= x_Nd.shape[1]:
         _, singular_Em, vectors_Emd = torch.linalg.svd(served_Emd, full_matrices=False)
         return _padded_basis(vectors_Emd.transpose(1, 2), eps_null.ranks(singular_Em**2))
-    served_ENd = torch.where(selected_NE.T[:, :, None], x_Nd, 0)
-    eigenvalues_Ed, vectors_Edd = torch.linalg.eigh(served_ENd.transpose(1, 2) @ served_ENd)
+    eigenvalues_Ed, vectors_Edd = torch.linalg.eigh(served_Emd.transpose(1, 2) @ served_Emd)
     return _padded_basis(vectors_Edd.flip(-1), eps_null.ranks(eigenvalues_Ed.flip(-1)))
 
 
