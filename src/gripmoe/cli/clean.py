@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +11,7 @@ import typer
 from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.config.grid import Project, world_files
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import remove as remove_path
 from gripmoe.io.locks import exclusive
 
 TABLES = ("runs", "histories", "answers", "attacks")
@@ -49,7 +50,8 @@ def clean(
     for path in paths:
         print(path)
         if remove:
-            _remove(path)
+            remove_path(path)
+            _remove_empty(path.parents[:-2])  # results and paper_figures stay
     print(f"{len(paths)} files and folders{' removed' if remove else '; --remove removes them'}")
 
 
@@ -72,13 +74,9 @@ def written(project: Project) -> set[str]:
     return {f"paper_figures/{name}", *(f"results/{project.results_name}/{pattern}" for pattern in patterns)}
 
 
-def _remove(path: Path) -> None:
-    """With the folders above that this leaves empty."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-    for parent in path.parents[:-2]:  # results and paper_figures stay
-        if any(parent.iterdir()):
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Removes the folders, from the innermost on, until one holds something."""
+    for folder in folders:
+        if any(folder.iterdir()):
             break
-        parent.rmdir()
+        folder.rmdir()

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """Within the block this process is in the group of those that torchrun has started, one per GPU where there are
-    GPUs."""
+    """Within the block the processes that torchrun has started are a group; where there are GPUs, each has one."""
     if not dist.is_torchelastic_launched() or int(os.environ["WORLD_SIZE"]) == 1:
         yield
         return
@@ -78,8 +77,8 @@ def average(value: float) -> float:
 
 
 def share(count: int) -> float:
-    """The factor of this process's mean over `count` things that makes the average over processes the mean over all
-    things: 1 if all processes have equally many."""
+    """What this process multiplies its mean over `count` things by, so that the average of all processes is the mean
+    over all things: 1 if all have equally many."""
     mean = average(float(count))
     return count / mean if mean else 1.0
 
@@ -97,7 +96,7 @@ def _number(value: float | list[float]) -> Tensor:
 
 @torch.no_grad()
 def from_first_(tensor: Tensor) -> Tensor:
-    """What the first process has, in place."""
+    """Gives every process the tensor of the first one, in place."""
     if processes() > 1:
         dist.broadcast(tensor, src=0)
     return tensor

@@ -50,7 +50,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         raise
     finally:
         _put_back(path)
-        _remove(temporary)
+        remove(temporary)
 
 
 def aside(path: Path) -> Path:
@@ -61,7 +61,7 @@ def aside(path: Path) -> Path:
 def _put_back(path: Path) -> None:
     """Ends a replacement: removes the old folder if the new one is in place, else moves the old one back."""
     if path.exists():
-        _remove(aside(path))
+        remove(aside(path))
     elif aside(path).exists():
         os.rename(aside(path), path)
 
@@ -79,7 +79,8 @@ def _sync(path: Path) -> None:
 
 
 def _says_no_room(error: BaseException | None) -> bool:
-    """Also if torch has raised an error of its own after the system's, or safetensors says the system's in words."""
+    """Whether the disk was full. torch raises an error of its own after the system's; safetensors gives the system's
+    in words."""
     return error is not None and (
         getattr(error, "errno", None) in NO_ROOM
         or any(f"(os error {code})" in str(error) for code in NO_ROOM)
@@ -87,7 +88,8 @@ def _says_no_room(error: BaseException | None) -> bool:
     )
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder with its content, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -100,7 +102,7 @@ def remove_halves(folder: Path, name: str = "*") -> None:
     for old in folder.glob(f".{name}{ASIDE}"):
         _put_back(folder / old.name[1 : -len(ASIDE)])
     for half in folder.glob(f".{name}.*.tmp"):
-        _remove(half)
+        remove(half)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -169,7 +171,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """JSON objects, one a line. Raises ConfigError also for one that lacks one of `keys`."""
+    """The JSON objects of a file, one a line. Raises ConfigError also for an object that lacks one of `keys`."""
     rows = []
     for line, text in enumerate(io.StringIO(read_text(path), newline="\n"), 1):  # strings may hold other line breaks
         rows.append(row := _from_json(path, text.rstrip("\n"), line))

@@ -61,7 +61,7 @@ def tensor_file(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """The same for tensors in memory."""
+    """Writes tensors that are in memory, as `tensor_file` does."""
     with tensor_file(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata) as put:
         for name, tensor in tensors.items():
             put(name, tensor)
@@ -84,7 +84,7 @@ def open_tensors(path: Path) -> Iterator[safe_open]:
 
 @contextmanager
 def open_checked(path: Path, metadata: Mapping[str, str]) -> Iterator[safe_open]:
-    """The same. Raises ConfigError also if an entry of `metadata` differs from the file's."""
+    """`open_tensors` of a file that has this `metadata`. Raises ConfigError also if one of its entries differs."""
     with open_tensors(path) as file:
         found = metadata_of(file)
         for key, wanted in metadata.items():
