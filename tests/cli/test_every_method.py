@@ -18,7 +18,7 @@ from gripmoe.attacks import run as suite
 from gripmoe.cli import fit_basis as fitting
 from gripmoe.cli import unlearn as commands
 from gripmoe.cli.attack import attack
-from gripmoe.cli.common import identity_of, measured
+from gripmoe.cli.common import identity_of, run_and_benchmark
 from gripmoe.cli.evaluate import evaluate
 from gripmoe.cli.fit_basis import fit_basis
 from gripmoe.cli.realign import realign
@@ -517,9 +517,9 @@ def test_a_run_is_measured_as_a_benchmark_of_its_own_task_has_it(tmp_path):
     write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
     assert "evaluation_batch_size" not in read_yaml(tmp_path / "run.yaml")["benchmark"]
     given = {name: PROJECT.benchmarks[name].model_dump_json() for name in ("wmdp_tiny", "wmdp_smoke")}
-    assert measured(tmp_path / "run.yaml", given["wmdp_tiny"]) == (run, PROJECT.benchmarks["wmdp_tiny"])
+    assert run_and_benchmark(tmp_path / "run.yaml", given["wmdp_tiny"]) == (run, PROJECT.benchmarks["wmdp_tiny"])
     with pytest.raises(ConfigError, match="of another task; give it as 'wmdp_tiny' has it"):
-        measured(tmp_path / "run.yaml", given["wmdp_smoke"])
+        run_and_benchmark(tmp_path / "run.yaml", given["wmdp_smoke"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

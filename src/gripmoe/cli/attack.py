@@ -9,7 +9,7 @@ from pathlib import Path
 from gripmoe.attacks.base import Letters, NewsItems, by_item
 from gripmoe.attacks.run import attacks_on, run_attacks
 from gripmoe.cli import options
-from gripmoe.cli.common import beside, identity_of, measured
+from gripmoe.cli.common import identity_of, provenance_of, run_and_benchmark
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.training import Relearning
@@ -44,10 +44,10 @@ def attack(
           --run run/run.yaml --model model/model.json --checkpoint run/checkpoint.json --data data \\
           --answers run/questions.csv --questions run/attack_questions.csv --output run/attack.json
     """
-    run, benchmark = measured(run_file, benchmark_settings)
+    run, benchmark = run_and_benchmark(run_file, benchmark_settings)
     finetuning = parse_settings(Relearning | None, settings)
     state_file = output.with_name("attack_state.json")
-    with exclusive(output.parent), recorded(beside(output), attack):
+    with exclusive(output.parent), recorded(provenance_of(output), attack):
         before = MoEModel(load_model(model_file.parent / "weights", device="cpu")[0])
         model, tokenizer = load_model(checkpoint_file.parent / "weights")
         after = MoEModel(model)

@@ -10,13 +10,10 @@ import typer
 from gripmoe.auditing import run
 from gripmoe.auditing.inputs import relearning_of
 from gripmoe.auditing.plan import ATTACKS, plan_of
+from gripmoe.cli.options import read_file
 from gripmoe.config.provenance import recorded
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.locks import exclusive
-
-
-def _input(flag: str, help: str):
-    return typer.Option(flag, exists=True, dir_okay=False, help=help)
 
 
 def audit(
@@ -26,11 +23,11 @@ def audit(
     output: Annotated[Path, typer.Option(file_okay=False, help="The folder to write to.")],
     retrained: Annotated[str | None, typer.Option(help="A model that never saw the forget data.")] = None,
     forget: Annotated[str | None, typer.Option(help="A benchmark by name: wmdp_cyber, wmdp_tiny.")] = None,
-    questions: Annotated[Path | None, _input("--questions", "Forget questions, JSON lines.")] = None,
-    retain_questions: Annotated[Path | None, _input("--retain-questions", "Retain questions, JSON lines.")] = None,
-    forget_text: Annotated[Path | None, _input("--forget-text", "Documents to forget: JSON lines or text.")] = None,
-    retain_text: Annotated[Path | None, _input("--retain-text", "Documents to retain: JSON lines or text.")] = None,
-    holdout_text: Annotated[Path | None, _input("--holdout-text", "Documents that no model has seen.")] = None,
+    questions: Annotated[Path | None, read_file("--questions", "Forget questions, JSON lines.")] = None,
+    retain_questions: Annotated[Path | None, read_file("--retain-questions", "Retain questions, JSON lines.")] = None,
+    forget_text: Annotated[Path | None, read_file("--forget-text", "Documents to forget: JSON lines or text.")] = None,
+    retain_text: Annotated[Path | None, read_file("--retain-text", "Documents to retain: JSON lines or text.")] = None,
+    holdout_text: Annotated[Path | None, read_file("--holdout-text", "Documents that no model has seen.")] = None,
     attacks: Annotated[str | None, typer.Option(help=f"Some of {','.join(ATTACKS)}; all without.")] = None,
     relearning: Annotated[str | None, typer.Option(metavar="JSON", help="Settings of finetuning as an attack.")] = None,
     budget: Annotated[float | None, typer.Option(help="Minutes; what would exceed them is not measured.")] = None,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gripmoe.cli.common import beside
-from gripmoe.cli.options import OutputFile
+from gripmoe.cli.common import provenance_of
+from gripmoe.cli.options import OutputFile, written_file
 from gripmoe.config.provenance import recorded
 from gripmoe.io.files import read_json, write_json
 from gripmoe.reporting.collect import collect_runs, computed_with
@@ -18,9 +18,9 @@ def collect(
     *,
     folders: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="The folders of the runs.")],
     output: OutputFile,
-    histories: Annotated[Path, typer.Option("--histories", dir_okay=False, help="The table to write of all checks.")],
-    answers: Annotated[Path, typer.Option("--answers", dir_okay=False, help="The table to write of all questions.")],
-    attacks: Annotated[Path, typer.Option("--attacks", dir_okay=False, help="The table to write of what attacks ask.")],
+    histories: Annotated[Path, written_file("--histories", "The table to write of all checks.")],
+    answers: Annotated[Path, written_file("--answers", "The table to write of all questions.")],
+    attacks: Annotated[Path, written_file("--attacks", "The table to write of what attacks ask.")],
 ) -> None:
     """Gather all runs in tidy tables.
 
@@ -31,7 +31,7 @@ def collect(
       gripmoe collect results/tiny/tiny_a/wmdp_tiny/gd/*/0 --output runs.csv \\
           --histories histories.csv --answers answers.csv --attacks attacks.csv
     """
-    record = beside(output)
+    record = provenance_of(output)
     with recorded(record, collect):
         collect_runs(folders, output, histories, answers, attacks)
     write_json(record, read_json(record) | {"runs": computed_with(folders)})  # what artefacts say of them

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gripmoe.cli import options
-from gripmoe.cli.common import beside, measured
+from gripmoe.cli.common import provenance_of, run_and_benchmark
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.provenance import recorded
 from gripmoe.evaluation.letters import letter_metrics
@@ -41,8 +41,8 @@ def evaluate(
           --run run/run.yaml --model model/model.json --checkpoint run/checkpoint.json --data data \\
           --questions run/questions.csv --output run/evaluation.json
     """
-    _, benchmark = measured(run_file, benchmark_settings)
-    with exclusive(output.parent), recorded(beside(output), evaluate):
+    _, benchmark = run_and_benchmark(run_file, benchmark_settings)
+    with exclusive(output.parent), recorded(provenance_of(output), evaluate):
         after, tokenizer = load_model(checkpoint_file.parent / "weights")
         if benchmark.is_news:
             metrics, items = _news(benchmark, after, tokenizer, data, retrained_file)

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from gripmoe.cli.options import OutputFile
+from gripmoe.cli.options import OutputFile, RunsFile
 
 
 def explore(
     *,
     folders: Annotated[list[Path], typer.Argument(exists=True, file_okay=False, help="The data of the benchmarks.")],
-    runs: Annotated[Path, typer.Option("--runs", exists=True, dir_okay=False, help="The tidy table of all runs.")],
+    runs: RunsFile,
     output: OutputFile,
 ) -> None:
     """Write one page of all runs, attacks and questions.

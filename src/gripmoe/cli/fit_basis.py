@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gripmoe.cli import options
-from gripmoe.cli.common import beside
+from gripmoe.cli.common import provenance_of
 from gripmoe.config.methods import Method
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
@@ -32,7 +32,7 @@ def fit_basis(
           --digest bases.json --output bases.safetensors
     """
     method = parse_settings(Method, settings)
-    with recorded(beside(output), fit_basis):
+    with recorded(provenance_of(output), fit_basis):
         weights = {"model": read_json(model_file)["weights"]}
         traces = StoredTrace(trace_file, weights), StoredTrace(forget_trace_file, weights)
         trace = constrained_trace(method, *traces)

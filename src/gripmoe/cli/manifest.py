@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gripmoe.cli.options import OutputFile
+from gripmoe.cli.options import OutputFile, RunsFile
 from gripmoe.io.files import write_json
 from gripmoe.reporting.manifest import manifest as manifest_of
 
@@ -15,7 +15,7 @@ from gripmoe.reporting.manifest import manifest as manifest_of
 def manifest(
     *,
     files: Annotated[list[Path], typer.Argument(exists=True, help="Tables, figures, notebooks and tidy tables.")],
-    runs: Annotated[Path, typer.Option("--runs", exists=True, dir_okay=False, help="The tidy table of all runs.")],
+    runs: RunsFile,
     output: OutputFile,
 ) -> None:
     """Write what tables and figures are made of.

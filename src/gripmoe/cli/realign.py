@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gripmoe.cli import options
-from gripmoe.cli.common import beside
+from gripmoe.cli.common import provenance_of
 from gripmoe.config.provenance import recorded
 from gripmoe.config.world import load_run
 from gripmoe.constraints.realignment import holdout_report, kaczmarz_report, make_correction
@@ -38,7 +38,7 @@ def realign(
     """
     run = load_run(run_file)
     folder = output.parent
-    with exclusive(folder), recorded(beside(output), realign):
+    with exclusive(folder), recorded(provenance_of(output), realign):
         model, tokenizer = load_model(checkpoint_file.parent / "weights")
         moe = MoEModel(model)
         theta_0 = load_routers(model_file.parent / "weights", moe)

@@ -9,7 +9,7 @@ import typer
 from tqdm import tqdm
 
 from gripmoe.attacks.prompts import INSTRUCTIONS, rewrites_by
-from gripmoe.cli.options import OutputFile
+from gripmoe.cli.options import OutputFile, read_file
 from gripmoe.config.models import PublishedModel
 from gripmoe.evaluation.questions import load_questions
 from gripmoe.io.errors import ConfigError
@@ -22,9 +22,7 @@ AT_ONCE = 32
 def rewrite(
     *,
     model_name: Annotated[str, typer.Option("--model", help="A folder, or an id of the hub.")],
-    questions_file: Annotated[
-        Path, typer.Option("--questions", exists=True, dir_okay=False, help="The forget questions of a benchmark.")
-    ],
+    questions_file: Annotated[Path, read_file("--questions", "The forget questions of a benchmark.")],
     output: OutputFile,
     style: Annotated[
         str, typer.Option("--style", help=f"An instruction, or one of these: {', '.join(INSTRUCTIONS)}.")

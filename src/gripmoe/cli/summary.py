@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
+from gripmoe.cli.options import RunsFile
 
 
-def summary(
-    *,
-    runs: Annotated[Path, typer.Option("--runs", exists=True, dir_okay=False, help="The tidy table of all runs.")],
-) -> None:
+def summary(*, runs: RunsFile) -> None:
     """Print the main table and the decided claims.
 
     \b

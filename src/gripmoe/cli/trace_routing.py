@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from gripmoe.cli import options
-from gripmoe.cli.common import beside
+from gripmoe.cli.common import provenance_of
 from gripmoe.config.benchmarks import Task
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
@@ -28,7 +26,7 @@ def trace_routing(
     digest: options.DigestFile,
     output: options.OutputFile,
     forget_output: Annotated[
-        Path, typer.Option("--forget-output", dir_okay=False, help="The file to write of the forget documents.")
+        Path, options.written_file("--forget-output", "The file to write of the forget documents.")
     ],
 ) -> None:
     """Record the original routers on the retain and the forget documents.
@@ -41,7 +39,7 @@ def trace_routing(
           --digest routing.json --output routing.safetensors --forget-output routing_forget.safetensors
     """
     task = parse_settings(Task, settings)
-    with recorded(beside(output), trace_routing):
+    with recorded(provenance_of(output), trace_routing):
         model, tokenizer = load_model(model_file.parent / "weights")
         moe = MoEModel(model)
         weights = {"model": read_json(model_file)["weights"]}

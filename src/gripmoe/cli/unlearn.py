@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gripmoe.cli import options
-from gripmoe.cli.common import beside, identity_of, start_together, training_together
+from gripmoe.cli.common import identity_of, provenance_of, start_together, training_together
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.provenance import entry_of
 from gripmoe.config.world import load_run
@@ -69,7 +69,7 @@ def unlearn(
     run = load_run(run_file)
     folder = output.parent
     state_file = folder / "state.pt"
-    with training_together(output, beside(output), unlearn):
+    with training_together(output, provenance_of(output), unlearn):
         fitted = (trace_file, bases_file)  # beside which a digest says what they hold
         digests = [file.with_suffix(".json") for file in fitted if file and file.with_suffix(".json").exists()]
         files = (run_file, model_file, retrained_file, *digests, *sorted(data.glob("*.jsonl")))

@@ -6,18 +6,12 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from gripmoe.cli.options import read_file
 from gripmoe.io.errors import ConfigError
 from gripmoe.reporting.manifest import mismatches, other_versions
 
 
-def verify(
-    *,
-    manifest: Annotated[
-        Path, typer.Option("--manifest", exists=True, dir_okay=False, help="manifest.json, beside the figures.")
-    ],
-) -> None:
+def verify(*, manifest: Annotated[Path, read_file("--manifest", "manifest.json, beside the figures.")]) -> None:
     """Compute the checksums of a manifest again.
 
     The command also names the packages whose versions differ here.
