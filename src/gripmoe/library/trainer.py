@@ -90,9 +90,9 @@ class ConstraintCallback(TrainerCallback):
         folder = Path(asked) if isinstance(asked, str | Path) else _checkpoint(args, state.global_step)
         saved = _state_in(folder, state.global_step)
         trained = _read_again(model, folder)
-        for name, now in model.state_dict().items():
-            unread = ".experts." in name if original is None else _is(now, original[name])
-            if not unread and not _is(now, trained[name]):
+        for name, now in model.state_dict().items():  # what `Trainer` has read, which leaves fused experts unread
+            unread = ".experts." in name if original is None else _equal(now, original[name])
+            if not unread and not _equal(now, trained[name]):
                 raise ValueError(f"the trainer resumes from another checkpoint than {folder}: {NAMED}")
         if original is not None and not hasattr(self, "handle"):
             model.load_state_dict(original)
@@ -119,7 +119,7 @@ def trainer_callback(retain: Data, **settings: Any) -> ConstraintCallback:
 
 
 def _listed(data: Data) -> Any:
-    """What can be read more than once."""
+    """`data` in a form that can be read more than once."""
     whole = Mapping | Batch | Tensor | str
     return data if isinstance(data, whole) or hasattr(data, "column_names") or data is None else list(data)
 
@@ -148,7 +148,7 @@ def _read_again(model: nn.Module, folder: Path) -> dict[str, Tensor]:
     return type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
-def _is(now: Tensor, then: Tensor) -> bool:
+def _equal(now: Tensor, then: Tensor) -> bool:
     return torch.equal(now.to("cpu", torch.float32), then.float())
 
 
@@ -157,7 +157,7 @@ def _reload(model: nn.Module, folder: str) -> None:
     if hasattr(model, "peft_config") or any(isinstance(tensor, DTensor) for tensor in model.parameters()):
         return
     best = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
-    left = [name for name, now in model.state_dict().items() if not _is(now, best[name].cpu())]
+    left = [name for name, now in model.state_dict().items() if not _equal(now, best[name].cpu())]
     if left:
         model.load_state_dict(best)
         warnings.warn(
