@@ -13,12 +13,13 @@ from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS, SHARED, of_kind
 from gripmoe.reporting.comparison import collapsed, unforgotten
-from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
+from gripmoe.reporting.tables import MISSING, Cell, Table, fixed, interval
 
 RUN = ["model", "benchmark", "objective", "seed"]
 RETAINED = (*SHARED, "retain_accuracy_five_shot")
 COLOURS = {"holds": "#0072b2", "does not hold": "#d55e00", "undecided": "#000000", "not measured": "#7f7f7f"}
 VERDICTS = tuple(COLOURS)
+MOST_RUNS = 100  # a number of runs above it is not told
 
 
 def load_claims() -> dict[str, dict]:
@@ -53,15 +54,14 @@ def differences(runs: pd.DataFrame, claim: dict) -> pd.Series:
     return (left - right.set_index(RUN).value).dropna()
 
 
-def judge(pairs: pd.Series, claim: dict, level: float = 0.95) -> tuple[str, float, float, float]:
-    """Verdict, mean difference and its t-interval over runs. A claim holds if the whole interval is on its side of the
-    margin, and does not hold if none of the interval is; with fewer than three runs the claim is undecided."""
+def judge(pairs: pd.Series, claim: dict) -> tuple[str, float, float, float]:
+    """Verdict, mean difference and its 95 % t-interval over runs. A claim holds if the whole interval is on its side of
+    the margin, and does not hold if none of the interval is. With fewer than three runs the claim is undecided."""
     if pairs.empty:
         return "not measured", nan, nan, nan
-    mean = float(pairs.mean())
+    mean, half = interval(pairs)
     if len(pairs) < 3:
         return "undecided", mean, float(pairs.min()), float(pairs.max())
-    half = float(stats.t.ppf((1 + level) / 2, len(pairs) - 1) * pairs.sem())
     low, high, margin = mean - half, mean + half, claim.get("margin", 0.0)
     if claim["relation"] == "~":
         inside, outside = -margin <= low and high <= margin, high < -margin or low > margin
@@ -72,14 +72,14 @@ def judge(pairs: pd.Series, claim: dict, level: float = 0.95) -> tuple[str, floa
     return ("holds" if inside else "does not hold" if outside else "undecided"), mean, low, high
 
 
-def runs_to_decide(pairs: pd.Series, claim: dict, most: int = 100) -> int | None:
+def runs_to_decide(pairs: pd.Series, claim: dict) -> int | None:
     """How many runs would decide an undecided claim if further runs were as these: the fewest whose t-interval of the
-    same mean and standard deviation misses the margin. None without a spread to go by, or beyond `most`."""
+    same mean and standard deviation misses the margin. None without a spread to go by, or above MOST_RUNS."""
     mean, deviation = pairs.mean(), pairs.std()
     margin = claim.get("margin", 0.0)
     limits = {"~": (-margin, margin), ">": (margin,), "<": (-margin,)}[claim["relation"]]
     gap = min(abs(mean - limit) for limit in limits)
-    enough = (n for n in range(len(pairs) + 1, most + 1) if stats.t.ppf(0.975, n - 1) * deviation < gap * n**0.5)
+    enough = (n for n in range(len(pairs) + 1, MOST_RUNS + 1) if stats.t.ppf(0.975, n - 1) * deviation < gap * n**0.5)
     return next(enough, None) if len(pairs) > 1 else None
 
 
@@ -89,16 +89,17 @@ def _to_decide(runs: pd.DataFrame, pairs: pd.Series, claim: dict, verdict: str) 
         measured = set(runs.method[runs.metric == claim["metric"]])
         missing = [side for side in (claim["left"], claim["right"]) if isinstance(side, str) and side not in measured]
         return f"runs of {' and '.join(missing)}" if missing else "runs that have forgotten"
-    if verdict == "undecided":
-        runs_needed = runs_to_decide(pairs, claim)
-        return f"about {runs_needed} runs" if runs_needed else "three runs or more" if len(pairs) < 3 else "> 100 runs"
-    return ""
+    if verdict != "undecided":
+        return ""
+    if needed := runs_to_decide(pairs, claim):
+        return f"about {needed} runs"
+    return "three runs or more" if len(pairs) < 3 else f"> {MOST_RUNS} runs"
 
 
 def judge_each(pairs: pd.Series, claim: dict) -> tuple[str, float, float, float]:
-    """As `judge`, but kinds of base models and benchmarks are judged apart, and so are objectives with
-    `each_objective`: a claim holds if it holds for all, and does not hold if it does not for one. The difference and
-    its interval are those of all runs together."""
+    """As `judge`, but kinds of base models and benchmarks are judged apart, and with `each_objective` also objectives.
+    A claim holds if it holds for all of them, and does not hold if it does not for one. The difference and its interval
+    are those of all runs together."""
     together = judge(pairs, claim)
     if pairs.empty:
         return together
@@ -146,12 +147,12 @@ def claims_table(runs: pd.DataFrame) -> Table:
     for name, group in (("The paper's statements", verdicts[~ours]), ("Ours", verdicts[ours])):
         entries = []
         for row in group.itertuples():
-            difference, interval = Cell(MISSING), Cell(MISSING)
+            difference, spread = Cell(MISSING), Cell(MISSING)
             if row.verdict != "not measured":
                 difference = Cell(_signed(row.difference), row.difference)
-                interval = Cell(f"{_signed(row.low)} .. {_signed(row.high)}", row.high - row.low)
+                spread = Cell(f"{_signed(row.low)} .. {_signed(row.high)}", row.high - row.low)
             verdict = Cell(row.verdict, best=row.verdict == "holds", colour=COLOURS[row.verdict])
-            shown = [Cell(str(row.line)), difference, interval, Cell(str(row.runs), row.runs), verdict]
+            shown = [Cell(str(row.line)), difference, spread, Cell(str(row.runs), row.runs), verdict]
             entries.append((row.text, [*shown, Cell(row.to_decide)], []))
         table.blocks.append((name, entries))
     counts = verdicts.verdict.value_counts()

@@ -20,7 +20,7 @@ RUN_KEYS = ["model", "benchmark_name", "objective", "method_name", "seed"]  # of
 COLUMNS = [*KEYS, "metric", "value"]
 HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
 ATTACK_COLUMNS = [*KEYS, "id", "fact"]  # and one per attack
-NEED_DATA = (  # that not every benchmark or world has: without, they cannot be measured
+NEED_DATA = (  # metrics that need data which not every benchmark or world has
     *("auc_loss", "auc_zlib", "auc_min_20", "auc_min_plus_20"),
     *("relearned_after_5", "relearned_after_20", "relearned_from_others_after_20"),
 )
@@ -66,7 +66,7 @@ def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers
 
 
 def _answer(row: dict[str, str]) -> dict[str, str]:
-    """A letter question, or an item of news: about itself, without a letter."""
+    """A row of questions.csv as the table of answers has it. An item of news is a fact of its own and has no letter."""
     if "criterion" in row:
         return {"id": row["id"], "fact": row["id"], "metric": row["criterion"], "chosen": "", "score": row["score"]}
     metric = "forget_accuracy" if row["exposure"] == "forget" else "retain_accuracy"
@@ -82,8 +82,9 @@ def _targets(target: dict[str, float], retrained: dict[str, float]) -> dict[str,
 
 
 def at_equal_forgetting(history: Sequence[dict[str, float]], targets: dict[str, float]) -> dict[str, float]:
-    """Retain scores on dev items where the last of the forget scores first meets its target, interpolated between two
-    checks: runs stop at the check after that, some further below than others. Empty if a score never meets it."""
+    """Retain scores on dev items at the moment when the last forget score meets its target, interpolated between two
+    checks. Runs stop at the check after that moment, some further below the target than others. Empty if a score never
+    meets its target."""
     for before, after in pairwise(history):
         if not targets or not all(after.get(name, inf) <= target for name, target in targets.items()):
             continue
@@ -187,7 +188,7 @@ def computed_with(folders: Sequence[Path]) -> dict[str, list[str]]:
 
 
 def _seconds(output: Path) -> float:
-    """What the step took that wrote `output`."""
+    """Seconds of the step that wrote `output`."""
     record = output.with_name(f"{output.stem}.provenance.json")
     return read_json(record)["seconds"] if record.exists() else float("nan")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pandas as pd
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.config.training import OBJECTIVES
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS, apart
@@ -106,7 +105,8 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured = _mean_of) -> 
 
 
 def _groups(runs: pd.DataFrame, spec: dict) -> list[tuple[str, pd.DataFrame]]:
-    """What must not be pooled, apart; where blocks or rows name benchmarks or models they say themselves."""
+    """The runs in groups within which they may be pooled. Models or benchmarks that blocks or rows of the table name
+    are apart already."""
     named = {key for block in spec["blocks"] for entry in (block, *block["rows"]) for key in entry}
     return apart(runs, [column for column in ("model", "benchmark") if column not in named])
 
@@ -120,9 +120,9 @@ def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
     external = sorted({*runs.method[runs.objective == NO_OBJECTIVE]} - {*names.ORIGINALS})
     rows = [{"objective": NO_OBJECTIVE, "method": name} for name in external]
     blocks = blocks + [{"name": "External", "rows": rows}] * bool(rows)
-    others = set(runs.objective) - {NO_OBJECTIVE} - {block.get("objective") for block in blocks}
-    of_others = names.ordered(others, OBJECTIVES)
-    return blocks + [{"name": names.objective_label(o), "objective": o, "rows": []} for o in of_others]
+    listed = {block.get("objective") for block in blocks}
+    others = [objective for objective in names.objectives_of(runs) if objective not in listed]
+    return blocks + [{"name": names.objective_label(o), "objective": o, "rows": []} for o in others]
 
 
 def _rows(block: dict, runs: pd.DataFrame, spec: dict, beside_paper: bool) -> list[tuple[dict, pd.DataFrame]]:
@@ -163,7 +163,7 @@ def _published(metric: str, value: float | None, news: bool) -> Cell:
 
 
 def absent(runs: pd.DataFrame, metric: str) -> Cell:
-    """In place of a value: not measured, or impossible (the routing of a dense model), or without a value (NaN)."""
+    """The cell of a metric without a value: not measured, impossible (the routing of a dense model) or NaN."""
     experts = runs.loc[runs.metric == "num_experts", "value"]
     if metric.startswith(tuple(names.NAMES["need_a_router"])) and (experts == 0).any():
         return Cell(NOT_APPLICABLE, reason="a dense model has no router")
@@ -222,7 +222,7 @@ def _overshot(runs: pd.DataFrame) -> bool:
 
 
 def _realigned(runs: pd.DataFrame) -> str:
-    """Of how many layers Method B has accepted its own router, where not of all."""
+    """In how many layers Method B has accepted its own router; empty if in all."""
     accepted = runs.value[runs.metric.str.fullmatch(r"accepted_layer_\d+")]
     if accepted.all():
         return ""

@@ -14,16 +14,12 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.config.provenance import package_versions
-from gripmoe.config.training import OBJECTIVES
 from gripmoe.io.files import atomic_path, file_digest, read_json
 from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.collect import KEYS, apart, expected_overlap
 
 PAPER_WIDTH = 5.5  # inches: the text width of the paper
-
-
 HOUSE_STYLE = {  # small sans type, thin axes without a box, fonts embedded as outlines that stay text
     **{"font.family": "DejaVu Sans", "font.size": 7, "axes.titlesize": 8, "axes.labelsize": 7, "axes.linewidth": 0.6},
     **{f"{axis}tick.{name}": size for axis in "xy" for name, size in (("major.width", 0.6), ("labelsize", 6.5))},
@@ -87,11 +83,7 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
     data = stability_by_layer(runs)
     floors = {kind: random_floor(group) for kind, group in apart(runs)}
     present = set(zip(data.kind, data.objective, strict=True))
-    shown = [
-        (k, o)
-        for k, o in product(floors, names.ordered(set(data.objective) - {NO_OBJECTIVE}, OBJECTIVES))
-        if (k, o) in present
-    ]
+    shown = [panel for panel in product(floors, names.objectives_of(data)) if panel in present]
     with house_style():
         columns = min(2, len(shown))
         rows = -(-len(shown) // columns)
@@ -128,10 +120,10 @@ def draw_line(axes: plt.Axes, line: pd.DataFrame, method: str, style: str) -> No
         axes.fill_between(line.index, line.least, line.greatest, color=names.colour(method), alpha=0.12, linewidth=0)
 
 
-def label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]], gap: float = 0.062) -> None:
+def label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]]) -> None:
     """Names each line at its right end, moved apart where they would overlap, with a thin leader."""
     ordered = sorted(ends.items(), key=lambda item: item[1][1])
-    heights = [y for _, (_, y) in ordered]
+    heights, gap = [y for _, (_, y) in ordered], 0.062
     for i in range(1, len(heights)):
         heights[i] = max(heights[i], heights[i - 1] + gap)
     overshoot = max(0.0, *heights, 1.0) - 1.0
@@ -162,8 +154,7 @@ Panel = tuple[plt.Axes, str, pd.DataFrame]
 def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, list[Panel]]:
     """Panels on common axes: a row per kind of base model, a column per objective, whose name stands above; each with
     its objective and the rows of its kind, `height` inches each."""
-    objectives = names.ordered(set(table.objective) - {NO_OBJECTIVE}, OBJECTIVES)
-    kinds = apart(table)
+    objectives, kinds = names.objectives_of(table), apart(table)
     size = PAPER_WIDTH, height * len(kinds)
     figure, grid = plt.subplots(len(kinds), len(objectives), figsize=size, sharex=True, sharey=True, squeeze=False)
     panels = []
@@ -183,8 +174,8 @@ ROW_OF_LEGEND = 0.135  # inches
 
 
 def legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4, note: str = "") -> None:
-    """What the lines of `axes` are called, in rows below all panels, and a note below that; in fewer columns and a
-    taller figure where so many would be wider than it is."""
+    """Names the lines of `axes` in rows below all panels, and writes a note below that. Where the legend is wider than
+    the figure, it gets fewer columns and the figure more height."""
     handles, shown = axes.get_legend_handles_labels()
     rows = -(-len(shown) // columns)
     foot = 0.12 * bool(note) / figure.get_figheight()

@@ -130,8 +130,8 @@ def mismatches(path: Path) -> list[str]:
 
 
 def other_versions(path: Path) -> list[str]:
-    """Versions of Python and packages that a manifest names and that are others here, one line each: of what drew, and
-    of what each step ran with. Results may well be the same. Raises ConfigError if the file is no manifest."""
+    """Where the versions of Python and packages here are not those of a manifest, one line each: those that drew, and
+    those that each step ran with. Results may well be the same. Raises ConfigError if the file is no manifest."""
     written = _written(path)
     records = [("drawn", written), *(step for run in written["runs"].values() for step in run["steps"].items())]
     found = []

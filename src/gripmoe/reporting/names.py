@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.config.training import OBJECTIVES
 from gripmoe.io.files import read_yaml
 
@@ -55,6 +56,11 @@ def ordered(names: Iterable[str], known: Iterable[str] = tuple(METHODS)) -> list
     return [name for name in known if name in names] + sorted(names - set(known))
 
 
+def objectives_of(table) -> list[str]:
+    """The objectives of a table under which something trains, in the package's order, then others by name."""
+    return ordered(set(table.objective) - {NO_OBJECTIVE}, OBJECTIVES)
+
+
 def method(name: str) -> Method:
     """The row of a method; of one that has none, its name. A row of a sweep names its threshold and layers."""
     if name in METHODS or not is_swept(name):
@@ -70,7 +76,9 @@ def method_label(name: str) -> str:
 
 def objective_label(objective: str) -> str:
     """The abbreviation of an objective of the package, the name of any other; nothing where nothing trains."""
-    return "" if objective == "none" else objective.upper() if objective in OBJECTIVES else objective.replace("_", " ")
+    if objective == NO_OBJECTIVE:
+        return ""
+    return objective.upper() if objective in OBJECTIVES else objective.replace("_", " ")
 
 
 def model_label(model: str) -> str:

@@ -10,7 +10,6 @@ import pandas as pd
 from scipy import stats
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.config.training import OBJECTIVES
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import apart, beside, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
@@ -26,9 +25,9 @@ def load_answers(runs: Path, kind: str = "letters") -> pd.DataFrame:
 
 
 def sign_test(differences: list[pd.Series]) -> float:
-    """Exact two-sided p that not in every run most facts differ in the direction of the mean: twice the largest
-    one-sided p of a run, in which each fact counts once. A run's series holds left minus right per item, indexed by
-    fact."""
+    """Exact two-sided p of the hypothesis that not in every run most facts differ in the direction of the mean: twice
+    the largest one-sided p of a run, in which each fact counts once. A run's series holds left minus right per item,
+    indexed by fact."""
     direction = np.sign(np.mean([difference.mean() for difference in differences]))
     p_values = []
     for difference in differences:
@@ -38,10 +37,10 @@ def sign_test(differences: list[pd.Series]) -> float:
     return min(1.0, 2 * float(max(p_values)))
 
 
-def paired_interval(differences: list[pd.Series], seed: int = 0, level: float = 0.95) -> tuple[float, float, float]:
+def paired_interval(differences: list[pd.Series], level: float = 0.95) -> tuple[float, float, float]:
     """Mean difference over runs and its bootstrap interval. A run's series holds left minus right per item, indexed
-    by the fact that it asks about: runs are drawn with replacement, and facts within each run drawn."""
-    generator = np.random.default_rng(seed)
+    by the fact that the item asks about. Runs are drawn with replacement, and facts within each run drawn."""
+    generator = np.random.default_rng(0)
     means = np.empty((len(differences), RESAMPLES))
     for row, difference in enumerate(differences):
         facts = difference.groupby(level=0)
@@ -80,8 +79,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     letters = bool(answers.chosen.notna().any())
     columns = [column for metric in metrics for column in (f"Δ {names.metric(metric).heading}", "p")]
     table = Table(columns + ["letter", "shuffled"] * letters)
-    objectives = [NO_OBJECTIVE] * letters
-    objectives += names.ordered(set(answers.objective) - {NO_OBJECTIVE}, OBJECTIVES)
+    objectives = [NO_OBJECTIVE] * letters + names.objectives_of(answers)
     for (kind, group), objective in product(apart(answers), objectives):
         entries = []
         of_objective = group[group.objective == objective]

@@ -73,15 +73,15 @@ class Table:
         return [row for _, rows in self.blocks for row in rows]
 
 
-def interval(values: pd.Series, level: float = 0.95) -> tuple[float, float | None]:
-    """Mean and half-width of an interval over runs: Student's t from three values on. Two values give half their
+def interval(values: pd.Series) -> tuple[float, float | None]:
+    """Mean and half-width of a 95 % interval over runs: Student's t from three values on. Two values give half their
     range, since their t-interval is wider than any measure here; one value gives none."""
     values = values.dropna()
     mean, half_width = float(values.mean()), None
     if len(values) == 2:
         half_width = float(values.max() - values.min()) / 2
     elif len(values) > 2:
-        half_width = float(stats.t.ppf((1 + level) / 2, len(values) - 1) * values.sem())
+        half_width = float(stats.t.ppf(0.975, len(values) - 1) * values.sem())
     return mean, half_width
 
 
