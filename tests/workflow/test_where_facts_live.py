@@ -63,5 +63,7 @@ def test_the_record_says_what_was_measured():
 def test_the_page_of_base_models_says_what_was_measured():
     folder = ROOT / "docs" / "record" / "base_models"
     table, page = pd.read_csv(folder / "where_facts_live.csv"), (folder / "README.md").read_text()
-    shown = re.findall(r"(\d\.\d\d) \| (\d\.\d\d) \|$", page.partition("## Where the facts live")[2], flags=re.MULTILINE)
+    shown = re.findall(
+        r"(\d\.\d\d) \| (\d\.\d\d) \|$", page.partition("## Where the facts live")[2], flags=re.MULTILINE
+    )
     assert shown == [(f"{row.forget_accuracy:.2f}", f"{row.retain_accuracy:.2f}") for row in table.itertuples()]
