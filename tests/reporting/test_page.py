@@ -91,6 +91,12 @@ def test_columns_of_few_values_get_a_drop_down(page):
     assert not any(column["filter"] for column in tables_of(page)["Summary"]["columns"])
 
 
+def test_a_column_of_one_truth_is_said_as_in_cells(tmp_path):
+    rows = pd.DataFrame({"counts": [True, True], "attack": ["noise", "verse"]})
+    write_page(tmp_path / "page.html", title="", verdicts=[], summary=rows, charts={}, tables={})
+    assert tables_of(tmp_path / "page.html")["Summary"]["common"] == ["counts yes"]
+
+
 @pytest.mark.parametrize("distinct, width", [(2, 1), (255, 1), (256, 2), (65_536, 4)])
 def test_codes_are_as_wide_as_they_must_be(distinct, width, tmp_path):
     values = pd.DataFrame({"id": [f"{number:06}" for number in range(distinct)] * 2})

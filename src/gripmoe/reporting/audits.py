@@ -9,6 +9,7 @@ import pandas as pd
 from gripmoe.reporting.collect import expected_overlap
 from gripmoe.reporting.paired import paired_interval
 
+WIDTH = 3.4  # inches: a telephone's, on which type stays readable
 MODELS = {"original": "#7f7f7f", "unlearned": "#d55e00", "retrained": "#0072b2"}
 
 
@@ -87,13 +88,13 @@ def charts_of(frame: pd.DataFrame, returned: pd.DataFrame) -> dict:
 def _returned(returned: pd.DataFrame):
     import matplotlib.pyplot as plt
 
-    from gripmoe.reporting.figures import PAPER_WIDTH, house_style
+    from gripmoe.reporting.figures import house_style
 
     if returned.empty:
         return None
     rows = returned.sort_values("returned").reset_index(drop=True)
     with house_style():
-        figure, axes = plt.subplots(figsize=(PAPER_WIDTH, 0.6 + 0.19 * len(rows)))
+        figure, axes = plt.subplots(figsize=(WIDTH, 0.6 + 0.27 * len(rows)))
         for counts, colour, label in (
             (True, "#d55e00", "counts"),
             (False, "#7f7f7f", "needs a retrained model to count"),
@@ -111,11 +112,13 @@ def _returned(returned: pd.DataFrame):
                     linewidth=0.8,
                     label=label,
                 )
-        axes.axvline(0, color="0.6", linewidth=0.6)
-        axes.set_yticks(range(len(rows)), rows.attack)
-        axes.set_xlabel("forget accuracy returned")
+        axes.axvline(0, color="0.8", linewidth=0.6, zorder=0)
+        for y, attack in enumerate(rows.attack):
+            axes.text(0, y + 0.25, attack, transform=axes.get_yaxis_transform(), fontsize=6, va="bottom")
+        axes.spines["left"].set_visible(False)
+        axes.set(yticks=[], ylim=(-0.6, len(rows) - 0.1), xlabel="forget accuracy returned")
         if not rows.counts.all():
-            axes.legend(frameon=False, loc="lower right")
+            axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.45 / figure.get_figheight()))
         figure.tight_layout()
     return figure
 
@@ -126,7 +129,7 @@ def _by_layer(
     """Lines of the measures that begin with a prefix and end in a number; a colour per model, a style per prefix."""
     import matplotlib.pyplot as plt
 
-    from gripmoe.reporting.figures import PAPER_WIDTH, house_style
+    from gripmoe.reporting.figures import house_style
 
     lines = {}
     for model, prefix in ((model, prefix) for model in MODELS for prefix in prefixes):
@@ -137,7 +140,8 @@ def _by_layer(
     if not lines:
         return None
     with house_style():
-        figure, axes = plt.subplots(figsize=(0.7 * PAPER_WIDTH, 2.3))
+        figure, axes = plt.subplots(figsize=(WIDTH, 2.3))
+        models = {model for model, _ in lines}
         for (model, prefix), line in lines.items():
             style, label = prefixes[prefix]
             axes.plot(
@@ -145,6 +149,6 @@ def _by_layer(
             )
         axes.set(xlabel=x, ylabel=y, xticks=sorted({step for line in lines.values() for step in line.index}))
         axes.set_ylim(0, top)
-        axes.legend(frameon=False, fontsize=6, loc="upper left", bbox_to_anchor=(1.01, 1))
+        axes.legend(frameon=False, fontsize=6, loc="upper center", bbox_to_anchor=(0.45, -0.28), ncols=len(models))
         figure.tight_layout()
     return figure

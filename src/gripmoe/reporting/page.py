@@ -31,6 +31,8 @@ VERDICTS_SHOWN = 12  # the others unfold
 MOST_CHOICES = 100  # of a drop-down
 LONGEST_CHOICE = 60  # characters
 WIDTH_OF_PHONES = 80  # characters: the rows of a wider table become cards
+MARGINS = 3  # characters: what lies between two columns
+SAID = {"True": "yes", "False": "no"}  # as in cells
 AVERAGED = ("correct", "score")  # columns whose mean over the rows found stands above a table
 
 
@@ -98,7 +100,7 @@ def _table(name: str, frame: pd.DataFrame) -> dict:
         "count": len(frame),
         "columns": shown,
         "common": [f"{column['name']} {column['constant']}" for column in columns if column not in shown],
-        "is_wide": sum(column["longest"] for column in shown) > WIDTH_OF_PHONES,
+        "is_wide": sum(column["longest"] + MARGINS for column in shown) > WIDTH_OF_PHONES,
     }
 
 
@@ -116,6 +118,7 @@ def _column(name: str, values: pd.Series) -> dict:
     is_number = pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
     is_whole = bool((codes >= 0).all())
     texts = [str(value) for value in distinct]
+    is_constant = len(texts) == 1 < len(values) and is_whole and not is_float
     longest = max(map(len, texts), default=0)
     is_choice = not is_float and (is_whole or not is_number) and len(texts) < len(values)
     width = np.min_scalar_type(len(distinct)).newbyteorder("<")
@@ -125,7 +128,7 @@ def _column(name: str, values: pd.Series) -> dict:
         "values": _packed(json.dumps([None, *in_json], ensure_ascii=False).encode()),
         "codes": _packed((codes + 1).astype(width).tobytes()),  # 0: no value
         "bytes": width.itemsize,
-        "constant": texts[0] if len(texts) == 1 < len(values) and is_whole and not is_float else None,
+        "constant": SAID.get(texts[0], texts[0]) if is_constant else None,
         "longest": longest,
         "filter": is_choice and 1 < len(texts) <= MOST_CHOICES and longest <= LONGEST_CHOICE,
         "number": is_number,
