@@ -496,6 +496,32 @@ class TestRun:
             assert (figures / name).stat().st_size > 500
         assert "Method A, sound & +" in (figures / "muse_paired_tests.tex").read_text()
 
+    def test_an_external_checkpoint_stands_beside_the_methods(self, finished):
+        """Here the weights of a run, so measured alike; its files and its path are what it depends on."""
+        runs, mine = finished / "results/smoke/smoke/wmdp_smoke", finished / "mine"
+        shutil.copytree(runs / "gd/unconstrained/0/weights", mine)
+        world = finished / "others.yaml"
+        world.write_text(
+            f"extends: {finished / 'smoke.yaml'}\nmethods: [original, retrained, unconstrained]\n"
+            f"external: {{graddiff: {mine}}}\nartefacts: [main_results, attack_matrix, forcing_vulnerability]\n"
+        )
+        only = dict(directory=finished, root=finished)
+        snakemake("--cores", 2, "--config", f"world={world}", **only)
+        for name in ("evaluation.json", "attack.json"):
+            found = [json.loads((runs / run / name).read_text()) for run in ("gd/unconstrained/0", "none/graddiff/0")]
+            assert found[0] == found[1] and len(found[0]) > 10
+        for table in ("main_results", "attack_matrix"):
+            assert "graddiff" in (finished / f"paper_figures/others/{table}.md").read_text()
+        assert planned(snakemake("-n", "--config", f"world={world}", **only)) == {}
+        affected = {"import_checkpoint", *MEASURING, *(f"render_{name}" for name in ("main_results", "attack_matrix"))}
+        weights = mine / "model.safetensors"
+        os.utime(weights, (weights.stat().st_mtime + 1e6,) * 2)
+        output = snakemake("-n", "--config", f"world={world}", **only)
+        assert planned(output) == dict.fromkeys(affected | {"render_forcing_vulnerability"}, 1)
+        weights.parent.rename(finished / "gone")
+        output = snakemake("-n", "--config", f"world={world}", check=False, **only)
+        assert f"others.yaml: external.graddiff: no folder {mine}; correct it, or give a hub id" in output
+
     def test_corrected_runs_follow_the_run_they_correct(self, finished):
         file = finished / "smoke.yaml"
         before = file.read_text()
