@@ -515,7 +515,9 @@ class TestRun:
         assert planned(snakemake("-n", "--config", f"world={world}", **only)) == {}
         affected = {"import_checkpoint", *MEASURING, *(f"render_{name}" for name in ("main_results", "attack_matrix"))}
         weights = mine / "model.safetensors"
-        os.utime(weights, (weights.stat().st_mtime + 1e6,) * 2)
+        weights.touch()
+        assert planned(snakemake("-n", "--config", f"world={world}", **only)) == {}
+        weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
         output = snakemake("-n", "--config", f"world={world}", **only)
         assert planned(output) == dict.fromkeys(affected | {"render_forcing_vulnerability"}, 1)
         weights.parent.rename(finished / "gone")
