@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gripmoe.config.grid import Project
 from gripmoe.moe import MoEModel
 from gripmoe.planning import Costs, Step
-from gripmoe.planning.fake import NotMeasurable, _grouped_product, measure
+from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, measure
 
 PAPER = Project(Path(__file__).parents[2] / "workflow" / "config", "paper")
 PUBLISHED = {  # as their config.json have them
@@ -159,6 +159,33 @@ def test_states_and_gradients_are_those_of_what_trains():
 def test_checkpointing_saves_activations_and_costs_operations():
     plain, checkpointed = (measure(unlearning(layers=4, gradient_checkpointing=on, length=512)) for on in (False, True))
     assert checkpointed["passes"] < plain["passes"] and checkpointed["flops"] > 1.1 * plain["flops"]
+
+
+def test_a_checkpointed_layer_leaves_its_input_alone():
+    """Until the update, of the documents of both passes, in bf16; nothing that the backward pass computes again."""
+    four, six = (measure(unlearning(layers=layers, gradient_checkpointing=True)) for layers in (4, 6))
+    kept = [found["passes"] - sum(found[name] for name in ("weights", "gradients", "states")) for found in (four, six)]
+    assert kept[1] - kept[0] == pytest.approx(2 * 2 * 32 * PUBLISHED["olmoe"]["hidden_size"] * 2, rel=0.1)
+
+
+def test_decompositions_count():
+    """Of each expert's even share of a step's retain tokens, in every layer; torch counts none of them."""
+    free, paper = (measure(unlearning(method=method))["flops"] for method in ("unconstrained", "expert_specific_paper"))
+    config = PUBLISHED["olmoe"]
+    share = 2 * 32 * config["num_experts_per_tok"] // config["num_experts"]
+    svd = 14 * share * config["hidden_size"] * share
+    assert paper - free == pytest.approx(SLOW * 2 * config["num_experts"] * svd, rel=0.02)
+
+
+def test_what_a_run_asks_once_is_no_part_of_a_step():
+    """KL and NPO ask the original model about all documents before the first step, and receive the experts of each
+    layer for that."""
+    gd, *others = (
+        measure(unlearning(objective=name, layers=3, processes=2))["received"] for name in ("gd", "kl", "npo")
+    )
+    config = PUBLISHED["olmoe"]
+    layer = config["num_experts"] * 3 * config["hidden_size"] * config["intermediate_size"]  # the other's half, in bf16
+    assert all(abs(received - gd) < 1.5 * layer for received in others) and gd > 6 * layer
 
 
 def test_processes_share_experts():

@@ -87,6 +87,8 @@ def test_a_step_costs_what_its_layers_do(tmp_path):
     assert (rmu.total, rmu.tflop) == (24 + 4 + 2 + 1, 8)
     bases = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "expert_specific"))
     assert bases.parts["bases"] == 16 and bases.host == 2 * (48 + 8 + 80), "what exceeds basis_memory is on the host"
+    cached = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "expert_specific_paper_cached"))
+    assert cached.parts["bases"] == 96 and cached.waiting == 0, "what grows with each step stays where the model is"
     evaluated, attacked = (costs.of(Step("qwen3_30b_a3b", what, "wmdp_cyber")) for what in ("evaluate", "attack"))
     assert (evaluated.total, attacked.total) == (48, 49), "two models, or one that answers"
 
@@ -98,6 +100,10 @@ def test_what_was_measured_is_kept_until_something_changes(tmp_path, measured):
 
     first, asked = total(), len(measured)
     assert total() == first and total(method="ptc_matched").total == first.total and len(measured) == asked
+    total(method="early_eps_1em4"), total(method="expert_specific")
+    asked = len(measured)
+    total(method="expert_specific_paper"), total(method="late_eps_1em1"), total(method="expert_specific_eps_1em1")
+    assert len(measured) == asked, "whatever the threshold of a null space"
     longer = changed("paper", training=Project(CONFIG, "paper").world.training.model_copy(update={"max_steps": 50}))
     assert total(longer).total == first.total and len(measured) == asked, "a step is a step"
     other = {"gd": {"objective": {"alpha": 1.0}, "optimizer": "adamw"}}

@@ -14,6 +14,7 @@ from gripmoe.cli.pin import unpinned
 from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
 from gripmoe.planning import (
+    TFLOPS,
     Cost,
     Costs,
     Job,
@@ -41,7 +42,7 @@ def plan(
     jobs_at_once: Annotated[int, typer.Option("--jobs", help="Jobs that run at once, for the disk.")] = 100,
     budget: Annotated[float | None, typer.Option(help="Hours; exit code 2 above them.")] = None,
     all_runs: Annotated[bool, typer.Option("--runs", help="List every run, not the most expensive alone.")] = False,
-    tflops: Annotated[float, typer.Option(help="Speed of a GPU, for hours without a record.")] = 98.9,
+    tflops: Annotated[float, typer.Option(help="Speed of a GPU, for hours without a record.")] = TFLOPS,
     methods_table: Annotated[
         bool, typer.Option("--methods-table", help="Print only a table of what a step of each method costs.")
     ] = False,

@@ -109,7 +109,9 @@ class Costs:
         fewer = {name: min(count, own) for name, count in question["fewer"].items()}
         card = self._extrapolated(question, {"layers": own, **fewer})
         known = {name: card[name] for name in ("weights", "gradients", "states")}
-        known["bases"] = min(card["basis"], world.basis_memory * GB)
+        cached = question.get("method", {}).get("basis") == "cached"  # which all stay where the model is
+        room = float("inf") if cached else world.basis_memory * GB
+        known["bases"] = min(card["basis"], room)
         peak = max(card["passes"], card["update"]) + known["bases"]
         if step.what == "unlearn" and processes == 1:  # several gather the model in host memory
             saving = self._extrapolated(self._reading(step), {"layers": own})["saving"]
@@ -121,9 +123,9 @@ class Costs:
         parts = {name: size / GB for name, size in known.items() if size > 0}
         host = question["models"] * 2 * whole["parameters"] / GB
         if step.what == "unlearn":
-            beyond = max(0, whole["basis"] - known["bases"]) / GB
+            beyond = max(0, whole["basis"] - room) / GB
             host += world.original_memory + min(beyond, world.basis_host_memory)
-        waiting = whole["received"] / LINK + max(0, whole["basis"] - world.basis_memory * GB) / HOST
+        waiting = whole["received"] / LINK + max(0, whole["basis"] - room) / HOST
         return Cost(step, gpus, processes, parts, processes * host, whole["flops"] / 1e12, waiting)
 
     def flops_per_token(self, step: Step) -> float:
@@ -141,30 +143,32 @@ class Costs:
     def _question(self, step: Step) -> dict[str, Any]:
         """What `measure` is asked of a step; and for how many `models`, and of which `fewer` layers some run or
         train."""
-        project, model, asked = self.project, self.project.models[step.model], self._reading(step)
+        project, model = self.project, self.project.models[step.model]
         if step.what == "unlearn":
-            asked |= self._unlearning(step) | {"models": 1}
-        elif step.what == "finetune_model":
+            return self._asked(step) | self._unlearning(step)
+        if step.what == "finetune_model":
             training = {"optimizer": model.optimizer, "gradient_checkpointing": model.gradient_checkpointing}
-            asked |= {"rows": [model.batch_size], "length": ARTICLE, "training": training, "models": 1}
-            asked["processes"] = project.processes(step.model)
+            rows, length, processes = [model.batch_size], ARTICLE, project.processes(step.model)
         elif step.what == "relearning":
-            training = project.world.relearning
+            training = project.world.relearning.model_dump()
             fitting = [name for name in project.world.benchmarks if project.fits(step.model, name)]
             length = max(project.benchmarks[name].max_length for name in fitting)
-            asked |= {"rows": [training.batch_size], "length": length, "training": training.model_dump(), "models": 1}
-        if step.what in ("unlearn", "finetune_model", "relearning"):
-            asked["what"] = step.what
-            del asked["news"]
-        return asked
+            rows, processes = [training["batch_size"]], 1
+        else:
+            return self._reading(step)
+        return self._asked(step) | {"rows": rows, "length": length, "training": training, "processes": processes}
+
+    def _asked(self, step: Step) -> dict[str, Any]:
+        model = self.project.trained_from(step.model).model_dump(mode="json")
+        return {"model": model, "what": step.what, "processes": 1, "models": 1, "fewer": {}}
 
     def _reading(self, step: Step) -> dict[str, Any]:
         """A pass of evaluation; in evaluation and attacks of two models, the original beside the unlearned one."""
         benchmark = self.project.benchmarks[step.benchmark or self.project.world.benchmarks[0]]
         rows, length = TEXTS if benchmark.is_news else (benchmark.evaluation_batch_size, PROMPT)
-        asked = {"model": self.project.trained_from(step.model).model_dump(mode="json"), "what": "evaluate"}
-        asked |= {"processes": 1, "rows": [rows], "length": length, "news": benchmark.is_news}
-        return asked | {"models": 2 if step.what in ("evaluate", "attack") else 1, "fewer": {}}
+        models = 2 if step.what in ("evaluate", "attack") else 1
+        asked = {"what": "evaluate", "rows": [rows], "length": length, "news": benchmark.is_news, "models": models}
+        return self._asked(step) | asked
 
     def _unlearning(self, step: Step) -> dict[str, Any]:
         project, method = self.project, self.project.methods[step.method]
@@ -175,7 +179,11 @@ class Costs:
         if training.trained_layers:
             fewer["trained"] = training.trained_layers
         settings = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1}
-        after = {"correction": None, "retain_tokens": None, "form": method.form if method.eps_null else "sound"}
+        same = {"correction": None, "retain_tokens": None, "training": {}}  # whatever a row says, a step costs the same
+        if method.eps_null:
+            same["eps_null"] = {"value": 1.0, "kind": method.eps_null.kind}
+        else:
+            same["form"] = "sound"
         return {
             "processes": processes,
             "rows": [passes * training.forget_batch_size, passes * training.retain_batch_size],
@@ -183,7 +191,7 @@ class Costs:
             "fewer": fewer,
             "traced": self._traced(step) if method.constraint == "null_space" else 1,
             "objective": project.objectives[step.objective].path,
-            "method": {**method.model_dump(mode="json"), **after, "training": {}},
+            "method": method.model_dump(mode="json") | same,
             "training": {**training.model_dump(mode="json"), **settings},
         }
 

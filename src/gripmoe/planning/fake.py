@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import logging
 
 from gripmoe.attacks import relearning as attack
 from gripmoe.config.methods import Method
@@ -33,6 +35,7 @@ from gripmoe.constraints.build import build
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, collate
 from gripmoe.evaluation.stop_rule import StopRule
+from gripmoe.geometry import nullspace
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting
 from gripmoe.io import distributed
@@ -44,6 +47,7 @@ from gripmoe.training.objectives import make_objective, sequence_logprobs
 
 aten = torch.ops.aten
 NOWHERE = Path("/nonexistent/state.pt")  # no state to resume from
+Spent = Callable[[], dict[str, float]]  # operations, and bytes received, since a measurement began
 
 
 def measure(question: Mapping[str, Any]) -> dict[str, float]:
@@ -70,9 +74,12 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
         shard_experts(moe)
         memory.track_external(moe.model)
         weights = sum(snapshot["Total"] for snapshot in memory.get_tracker_snapshot().values())
-        flops = FlopCounterMode(display=False, custom_mapping={aten._grouped_mm: _grouped_product})
+        flops = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+        # Its hooks on modules keep graphs alive, and with them what gradient checkpointing has computed again.
+        flops.mod_tracker._fw_pre_hook = flops.mod_tracker._fw_post_hook = lambda *_: None
         with fake, _Answers(), memory, flops:
-            taken = STEPS[question["what"]](moe, question, flops.get_total_flops)
+            spent = lambda: {"flops": flops.get_total_flops(), "received": memory.received}  # noqa: E731
+            taken = STEPS[question["what"]](moe, question, spent)
             if question["what"] == "evaluate":
                 memory.phase = "saving"
                 revert_weight_conversion(moe.model, moe.model.state_dict())
@@ -86,8 +93,7 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
         "update": memory.peaks.get("update", 0),
         "saving": memory.peaks.get("saving", 0),
         "basis": 0,
-        "flops": flops.get_total_flops(),
-        "received": memory.received,
+        **spent(),
         **(taken or {}),
     }
 
@@ -185,23 +191,37 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def _grouped_product(a_shape, b_shape, *_, out_shape=None, **__) -> int:
-    """Operations of aten._grouped_mm, for which torch's counter has no formula: of T tokens by their experts' (d, m)
-    matrices, or of the gradient of these, (d, T) by (T, m)."""
+    """Operations of T tokens by their experts' (d, m) matrices, or of the gradient of these, (d, T) by (T, m)."""
     return 2 * a_shape[-2] * a_shape[-1] * b_shape[-1]
+
+
+def _decomposition(each: int) -> Callable[..., int]:
+    """Operations of a decomposition of (m, n) matrices: `each` times m n min(m, n) (Golub and Van Loan)."""
+    return lambda a_shape, *_, **__: SLOW * each * prod(a_shape) * min(a_shape[-2:])
+
+
+# An operation of a decomposition counts as so many: a GPU decomposes many small matrices at about a hundredth of the
+# rate at which it multiplies (ours, not measured).
+SLOW = 100
+FORMULAS = {  # which torch's counter lacks
+    aten._grouped_mm: _grouped_product,
+    aten._linalg_svd: _decomposition(14),
+    aten._linalg_eigh: _decomposition(9),
+    aten.linalg_qr: _decomposition(2),
+}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Within the block there are neither progress bars nor warnings."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
     gc.disable()  # `_Memory` collects, at the same operations every time
     gc.freeze()
     try:
         with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
             yield
     finally:
-        logging.set_verbosity(verbosity)
+        logging.disable(logging.NOTSET)
         gc.unfreeze()
         gc.enable()
 
@@ -237,75 +257,69 @@ def _replaced() -> Iterator[_Memory]:
         yield memory
 
 
-class _Read(Mapping):
+class _Read(UserDict):
     """The content of a file for each layer, read anew on each access."""
 
-    def __init__(self, layers: list[int], read: Callable[[], Any]):
-        self._layers, self._read = layers, read
-
     def __getitem__(self, layer: int) -> Any:
-        return self._read()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
+        return self.data[layer]()
 
 
 def _rows(count: int, length: int) -> list[Row]:
     return [Row(str(number), [1] * length, [1] * length) for number in range(count)]
 
 
-def _unlearn(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int]) -> dict[str, float]:
+def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[str, float]:
     """The step of `objective` under `method`, as `gripmoe.training.loop` takes it."""
     method, training = Method(**question["method"]), Training(**question["training"])
     tokens, d, experts = question["traced"], moe.hidden_size, moe.num_experts
     shape = 1 if method.granularity == "layer" else experts, d, min(d, tokens, method.max_rank or d)
-    trace = _Read(
-        moe.layers,
-        lambda: LayerRouting(
-            torch.zeros(tokens, d), torch.zeros(tokens, experts), torch.zeros(tokens, moe.top_k, dtype=torch.long)
-        ),
-    )
-    bases = _Read(moe.layers, lambda: RetainBasis(torch.zeros(shape)))
+    sizes = ((tokens, d), torch.float), ((tokens, experts), torch.float), ((tokens, moe.top_k), torch.long)
+    seen = lambda: LayerRouting(*(torch.zeros(size, dtype=dtype) for size, dtype in sizes))  # noqa: E731
+    trace = _Read(dict.fromkeys(moe.layers, seen))
+    bases = _Read(dict.fromkeys(moe.layers, lambda: RetainBasis(torch.zeros(shape))))
     built = build(method, trace, trace, bases=lambda _: bases, seed=0)
-    done: list[int] = []  # operations before the step, and after it
+    before: dict[str, float] = {}
 
     def scores(_: MoEModel) -> dict[str, float]:
-        done.append(flops())
+        before.update(before or spent())  # the first check comes after what a run asks once
         return {"asked": 1.0}
 
-    unlearning.unlearn(
-        moe,
-        make_objective(question["objective"], training.objective, seed=0),
-        built.constraint,
-        Corpora(*(_rows(count, question["length"]) for count in question["rows"]), pad_id=0),
-        training,
-        StopRule({"asked": 0.0}, scores),
-        seed=0,
-        scope=built.scope,
-        replay=method.replay,
-        critical_experts=method.critical_experts,
-        state_file=NOWHERE,
-    )
+    def even_share(chosen_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, sharing = chosen_NE.shape
+        shape = sharing, tokens if sharing == 1 else ceil(tokens * moe.top_k / sharing)
+        return torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool)
+
+    with patch.object(nullspace, "padded_indices", even_share):
+        unlearning.unlearn(
+            moe,
+            make_objective(question["objective"], training.objective, seed=0),
+            built.constraint,
+            Corpora(*(_rows(count, question["length"]) for count in question["rows"]), pad_id=0),
+            training,
+            StopRule({"asked": 0.0}, scores),
+            seed=0,
+            scope=built.scope,
+            replay=method.replay,
+            critical_experts=method.critical_experts,
+            state_file=NOWHERE,
+        )
     basis = len(moe.layers) * _bytes([bases[0].U_ret_Edr]) if method.has_bases else 0
-    return {"flops": done[1] - done[0], "basis": basis}
+    return {name: value - before[name] for name, value in spent().items()} | {"basis": basis}
 
 
-def _finetune(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int]) -> None:
+def _finetune(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
     rows = _rows(*question["rows"], question["length"])
     settings = {"epochs": 1, "learning_rate": 1.0, "batch_size": len(rows), **question["training"]}
     finetune(moe.model, rows, **settings, pad_id=0, seed=0, state_file=NOWHERE)
 
 
-def _relearn(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int]) -> None:
+def _relearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
     rows = _rows(*question["rows"], question["length"])
     attack.relearning(moe, rows, lambda _: [], Relearning(**question["training"]), checks=(0, 1))
 
 
 @torch.no_grad()
-def _read(moe: MoEModel, question: Mapping[str, Any], flops: Callable[[], int]) -> None:
+def _read(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
     """Letter prompts as lm-evaluation-harness asks them, or texts of news whose membership is asked."""
     batch = collate(_rows(*question["rows"], question["length"]), pad_id=0)
     if question["news"]:
