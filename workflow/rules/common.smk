@@ -179,7 +179,9 @@ def external_files(wildcards):
 for name, folders in PROJECT.external.items():
     for source in folders.values():
         if not Path(source).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(@\S+)?", source):
-            raise WorkflowError(f"{PROJECT.world_file}: external.{name}: no folder {source}; correct it, or give a hub id")
+            raise WorkflowError(
+                f"{PROJECT.world_file}: external.{name}: no folder {source}; correct it, or give a hub id"
+            )
 
 
 def artefact_files():
