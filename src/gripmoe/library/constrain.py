@@ -95,7 +95,7 @@ def constrain(
             for name, data in (("retain", retain), ("forget", forget))
         )
         trace = moe.trace(to_retain)
-        if not len(trace[moe.layers[0]].x_Nd):
+        if not len(trace[moe.layers[0]]):
             raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
         if layers := [layer for layer, seen in trace.items() if not seen.x_Nd.isfinite().all()]:
             raise ValueError(
@@ -215,9 +215,9 @@ def checked_method(
             raise ValueError(f"`{name}` is {value!r}")
     if not isinstance(method, str | Method):
         raise ValueError(f"`method` is {method!r}: give the name of a method or a gripmoe.config.methods.Method")
-    name = repr(method) if isinstance(method, str) else "this one"
+    name = "this one"
     if isinstance(method, str):
-        method = ALIASES.get(method, method)
+        name, method = repr(method), ALIASES.get(method, method)
         if method not in method_table():
             raise ValueError(
                 f"unknown method {name}; one of {', '.join(methods_of_loops())}, or a gripmoe.config.methods.Method"
