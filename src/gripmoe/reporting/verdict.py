@@ -63,7 +63,8 @@ def judge(scores: Mapping[str, Scores], facts: Mapping[str, str], not_made: Coll
         return Verdict(NOT_DECIDED, f"{fell}, and no attack with a control was made: make some{absent}", returned)
     hiding, taught, most = counted[counted.low > margin], others[others.low > margin], _most(counted)
     if len(hiding):
-        more = f"; {len(hiding) - 1} other attacks return more than {margin:.2f}" * (len(hiding) > 1)
+        rest = "1 other attack returns" if len(hiding) == 2 else f"{len(hiding) - 1} other attacks return"
+        more = f"; {rest} more than {margin:.2f}" * (len(hiding) > 1)
         return Verdict(HIDES, f"{_returns(_most(hiding))} {of_lost}{more}", returned)
     if most.returned > margin:
         return Verdict(NOT_DECIDED, f"{_returns(most)} {of_lost}: more forget questions decide it{absent}", returned)
