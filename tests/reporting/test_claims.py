@@ -85,7 +85,7 @@ def test_every_claim_is_complete():
         assert not isinstance(claim["right"], str) or claim["right"] in names.METHODS, name
         assert claim["metric"] in names.METRICS, name
         assert claim.get("right_metric", claim["metric"]) in names.METRICS, name
-        of_methods = isinstance(claim["right"], str) and claim["right"] not in claims.ORIGINALS
+        of_methods = isinstance(claim["right"], str) and claim["right"] not in names.ORIGINALS
         assert of_methods <= ("margin" in claim), f"{name}: a negligible difference would do"
 
 

@@ -84,7 +84,7 @@ def test_a_trial_runs_once_and_what_it_has_left_is_not_thrown_away(tune, tmp_pat
     ("flags", "message"),
     [
         (["--objectives", "nope"], "--objectives: 'nope' is none of gd, kl, npo, rmu"),
-        (["--objectives", "gd", "--methods", "seuf"], "tries no such method under these objectives"),
+        (["--objectives", "gd", "--methods", "seuf"], "--methods: 'seuf' is none of anchored, expert_specific"),
     ],
 )
 def test_mistakes_are_named(tune, flags, message, monkeypatch, capsys):

@@ -123,7 +123,7 @@ def asked(folder: Path) -> pd.DataFrame:
             for row in read_jsonl(folder / f"{part}_questions.jsonl", "id", "question", "choices", "answer")
         ]
     frame = pd.DataFrame(rows, columns=["id", *TEXTS]).set_index("id")
-    return frame.map(lambda text: text and shorten(text, LONGEST_TEXT, placeholder=" …"))
+    return frame.map(lambda text: text and shorten(text, LONGEST_TEXT, placeholder=" ..."))
 
 
 def _lettered(choices: Sequence[str]) -> str:

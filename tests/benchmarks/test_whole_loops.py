@@ -1,4 +1,4 @@
-"""Tokens a second of whole training loops, side by side: `pytest -s tests/benchmarks/test_loops.py`.
+"""Tokens a second of whole training loops, side by side: `pytest -s tests/benchmarks/test_whole_loops.py`.
 
 Each loop trains the shipped model by gradient difference, on the same batches of its world and with the same settings.
 The loops run in threads of which one runs at a time, and take turns of a few steps. Times are those of the processor.
