@@ -84,7 +84,7 @@ rule explore:
         runtime=growing(30),
     params:
         folders=[DATA.format(benchmark=benchmark) for benchmark in WORLD.benchmarks],
-        code=code_fingerprint("gripmoe.cli.explore:explore"),
+        code=code_fingerprint("gripmoe.cli.explore:explore", "gripmoe.reporting.explorer", *RENDERING),
     shell:
         "gripmoe explore {params.folders} --runs {input.runs} --output {output} > {log} 2>&1"
 
