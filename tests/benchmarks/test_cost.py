@@ -23,36 +23,42 @@ STEP = """
 import json, resource, sys
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from gripmoe import unlearning
 from gripmoe.moe import MoEModel
 from gripmoe.planning.fake import STEPS
+from gripmoe.training import loop
 
 def step(**changes):
     config = AutoConfig.for_model(**{**question["model"]["config"], **changes})
-    STEPS["unlearn"](MoEModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)), question, lambda: 0)
+    STEPS["unlearn"](MoEModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)), question, dict)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 torch.set_num_threads(1)
-unlearning.TIMED_PAIRS = 0
+loop.TIMED_PAIRS = 0
 question = json.loads(sys.argv[1])
 before = step(num_hidden_layers=1, num_experts=4)  # with what is loaded on the way
 print(step() - before)
 """
 
 
-@pytest.mark.parametrize("method", ["none", "anchor"])
-def test_a_step_takes_what_is_said(method, benchmark):
+@pytest.mark.parametrize(("method", "checkpointing"), [("none", False), ("none", True), ("anchor", False)])
+def test_a_step_takes_what_is_said(method, checkpointing, benchmark):
+    rows = 32 if checkpointing else 2  # activations that stay would show
     question = {
         "model": {"id": "nobody/nothing", "revision": None, "config": CONFIG, "dtype": "bfloat16"},
         "layers": 4,
         "processes": 1,
         "what": "unlearn",
-        "rows": [2, 2],
+        "rows": [rows, rows],
         "length": 128,
         "traced": 1,
         "objective": "gd",
         "method": {"constraint": method},
-        "training": TRAINING,
+        "training": {
+            **TRAINING,
+            "gradient_checkpointing": checkpointing,
+            "forget_batch_size": rows,
+            "retain_batch_size": rows,
+        },
     }
     found = measure(question)
     said = max(found["passes"], found["update"])
@@ -62,5 +68,6 @@ def test_a_step_takes_what_is_said(method, benchmark):
     taken = int(result.stdout.split()[-1])
     benchmark.extra_info["said over taken"] = said / taken
     benchmark.pedantic(lambda: None)
-    print(f"\n{method}: {said / 1e6:.0f} MB said, {taken / 1e6:.0f} MB taken, {said / taken:.2f} of it")
+    step = f"{method}, {rows} rows"
+    print(f"\n{step}: {said / 1e6:.0f} MB said, {taken / 1e6:.0f} MB taken, {said / taken:.2f} of it")
     assert 0.8 < said / taken < 1.25

@@ -303,7 +303,7 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
             critical_experts=method.critical_experts,
             state_file=NOWHERE,
         )
-    basis = len(moe.layers) * _bytes([bases[0].U_ret_Edr]) if method.has_bases else 0
+    basis = len(moe.layers) * _bytes([bases[next(iter(moe.layers))].U_ret_Edr]) if method.has_bases else 0
     return {name: value - before[name] for name, value in spent().items()} | {"basis": basis}
 
 
