@@ -17,7 +17,7 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
     and rounds bf16 weights stochastically, since most would never move under rounding to nearest; "adamw_fp32" updates
     weights of any dtype as if they were in fp32. Raises ConfigError if "adamw_8bit" is asked for without torchao."""
     if kind == "adamw":
-        return torch.optim.AdamW(groups, foreach=True, **settings)
+        return torch.optim.AdamW(groups, fused=True, **settings)
     if kind == "adamw_fp32":
         return AdamWFp32(groups, **settings)
     try:
