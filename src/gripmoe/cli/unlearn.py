@@ -125,7 +125,7 @@ def unlearn(
         digest = save_model(model, tokenizer, folder / "weights")
         if distributed.is_first():
             write_json(folder / "history.json", outcome.history)
-            ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps}
+            ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps, "tokens": outcome.tokens}
             ended |= {f"effective_{kind}_batch": size for kind, size in outcome.documents.items()}
             write_json(output, {**ended, **outcome.costs, "constraint_megabytes": held_bytes(built.constraint) / 1e6})
         distributed.wait_for_all()

@@ -172,11 +172,13 @@ class Project:
                 raise ConfigError(f"{self.world_file}: {where}.layer: {valid}")
 
     def fits(self, model: str, benchmark: str) -> bool:
-        """News is for the models that were finetuned on it; every other benchmark is for all other models."""
-        config = self.models[model]
+        """News is for the models that were finetuned on it; every other benchmark is for all other models. The facts of
+        an embedded world are for the models that were trained on them."""
+        config, data = self.models[model], self.benchmarks[benchmark].data
         if config.source == "finetuned":
             return config.benchmark == benchmark
-        return not self.benchmarks[benchmark].is_news
+        of_another_world = config.source == data.source == "embedded" and config.world_seed != data.world_seed
+        return not self.benchmarks[benchmark].is_news and not of_another_world
 
     @property
     def models_needed(self) -> list[str]:

@@ -50,6 +50,7 @@ OBJECTIVES = {
     "kl": Objective("gripmoe.training.objectives:KullbackLeibler", RetainWeight),
     "npo": Objective("gripmoe.training.objectives:NegativePreference", PreferenceSettings),
     "rmu": Objective("gripmoe.training.objectives:RepresentationMisdirection", RepresentationSettings),
+    "unlikelihood": Objective("gripmoe.training.objectives:Unlikelihood", RetainWeight),
 }
 
 
@@ -90,11 +91,16 @@ class Training(Strict):
     trained_layers: PositiveInt | None = None  # the last so many MoE blocks that the losses look at; all if absent
     objective: dict[str, int | float] = {}
     alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight
+    adversary_steps: Annotated[int, Field(ge=0)] = 0  # of relearning, before each forget pass; 0: no attacker
+    adversary_rate: PositiveFloat = 0.5  # of its learning rate, as a multiple
+    adversary_restart: PositiveInt = 10  # steps after which the attacker starts from the model again
 
     @model_validator(mode="after")
     def _checkpoints_at_checks(self) -> Training:
         if self.checkpoint_every % self.check_every:
             raise ValueError("`checkpoint_every` must be a multiple of `check_every`")
+        if self.adversary_steps and self.checkpoint_every % self.adversary_restart:
+            raise ValueError("`checkpoint_every` must be a multiple of `adversary_restart`: resumed runs restart there")
         if self.max_steps % self.check_every:
             raise ValueError("`max_steps` must be a multiple of `check_every`: the last steps are to be checked too")
         return self

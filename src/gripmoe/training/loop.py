@@ -7,7 +7,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,13 +27,15 @@ from gripmoe.io.clock import now
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
+from gripmoe.training.adversary import RelearningAdversary
 from gripmoe.training.checkpoint import load_state, save_state
-from gripmoe.training.objectives import Objective
+from gripmoe.training.objectives import Objective, cross_entropy
 from gripmoe.training.optimizers import make_adamw, rate_zero
 from gripmoe.training.token_weights import routing_aware_weights
 
 TOKENS_PER_PASS = 4000  # padded, where nothing is trained
 TIMED_PAIRS = 8
+ATTACKER_SEED = 500_000  # added to a run's own: the attacker draws other documents than the step unlearns
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Outcome:
     history: list[dict[str, float]]
     seconds: tuple[float, float] | None
     documents: dict[str, int]  # of a step, over all processes and passes: "forget" and "retain"
+    tokens: int  # that training has passed forward and backward through the model, the attacker's too, in all processes
 
     @property
     def costs(self) -> dict[str, float]:
@@ -103,12 +107,20 @@ def unlearn(
     optimizer = _adamw(routers, experts, training)
     if training.gradient_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    adversary = None
+    if training.adversary_steps:
+        adversary = RelearningAdversary(experts, training.adversary_rate * training.learning_rate)
     restricted = model.restrict_experts(scope, optimizer) if scope else nullcontext()
-    progress = load_state(state_file, model.model, optimizer) or {"step": 0, "history": [], "constraint": {}}
+    progress = load_state(state_file, model.model, optimizer) or {
+        "step": 0,
+        "history": [],
+        "constraint": {},
+        "tokens": 0,
+    }
     with restricted, ConstraintHandle(model, optimizer, constraint) as handle:
         steps = _Steps(
             model, objective, batches, training, routers, experts, optimizer, in_linear_precision, original_sets,
-            weights, handle,
+            weights, adversary, handle, progress["tokens"],
         )  # fmt: skip
         handle.load_state_dict(progress["constraint"])
         step, history, sums = progress["step"], progress["history"], Counter()
@@ -137,7 +149,8 @@ def unlearn(
                 break
             if step % training.checkpoint_every == 0 and step > progress["step"]:
                 state = handle.state_dict()
-                save_state(state_file, model.model, optimizer, step=step, history=history, constraint=state)
+                kept = dict(step=step, history=history, constraint=state, tokens=steps.tokens)
+                save_state(state_file, model.model, optimizer, **kept)
             started = now()
             losses = steps.take(step)
             if losses is None:
@@ -147,13 +160,14 @@ def unlearn(
             sums.update({**losses, "seconds": now() - started, **constraint.observed(), "count": 1})
             bar.update()
         bar.close()
+        tokens = round(distributed.average(steps.tokens) * distributed.processes())
         times = None if status == "diverged" else steps.seconds_by_turns()
     if training.gradient_checkpointing:
         model.model.gradient_checkpointing_disable()
     if corrected:
         corrected(model)
     model.model.eval().requires_grad_(True)
-    return Outcome(status, step, history, times, {kind: batches.size(kind) for kind in ("forget", "retain")})
+    return Outcome(status, step, history, times, {kind: batches.size(kind) for kind in ("forget", "retain")}, tokens)
 
 
 @dataclass
@@ -170,7 +184,9 @@ class _Steps:
     in_linear_precision: Callable[[], AbstractContextManager[None]]
     original_sets: OriginalSets | None
     weights: OriginalCache | None
+    adversary: RelearningAdversary | None
     handle: ConstraintHandle
+    tokens: int
 
     def take(self, step: int) -> dict[str, float] | None:
         """Trains a step; returns its losses and gradients, or None if the run has diverged: a loss, a gradient or a
@@ -180,9 +196,11 @@ class _Steps:
         self.optimizer.zero_grad()
         try:
             alpha = self.training.alpha_multiplier * self.objective.alpha
-            forget_loss = self._backward("forget", self.objective.forget_loss, step, 1.0)
+            with self._relearned(step) as relearned:
+                forget_loss = self._backward("forget", self.objective.forget_loss, step, 1.0)
             retain_loss = self._backward("retain", self.objective.retain_loss, step, alpha)
             losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **self.objective.monitor}
+            losses |= relearned
             losses = {name: distributed.average(loss) for name, loss in losses.items()}
             gradients = {"router_gradient": _rms_gradient(self.routers), "expert_gradient": _rms_gradient(self.experts)}
             if not all(map(math.isfinite, (losses["forget_loss"], *gradients.values()))):
@@ -200,6 +218,7 @@ class _Steps:
         passes, losses = self.training.gradient_accumulation, []
         for number in range(passes):
             batch, marked = self.batches.of(kind, step, number), getattr(self.handle, kind)
+            self.tokens += int(batch.attention_mask.sum())
             if kind == "retain" and self.weights:
                 batch.weights = self.weights.of(**batch.inputs)
             with self._as_trained(batch):  # in the backward pass too, which may compute activations again
@@ -208,6 +227,24 @@ class _Steps:
                 ((weight * loss + self.handle.penalty()) / passes).backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
+
+    @contextmanager
+    def _relearned(self, step: int) -> Iterator[dict[str, float]]:
+        """Within the block the model has the weights of the attacker, who has relearned before it; without an attacker,
+        its own. Gives the attacker's last loss."""
+        if self.adversary is None:
+            yield {}
+            return
+        if step % self.training.adversary_restart == 0:
+            self.adversary.restart()
+        steps = self.training.adversary_steps
+        theirs = replace(self.batches, seed=self.batches.seed + ATTACKER_SEED)
+        with self.adversary.weights():
+            for number in range(steps):
+                batch = theirs.of("forget", step * steps + number)
+                self.tokens += int(batch.attention_mask.sum())
+                loss = self.adversary.relearn(partial(cross_entropy, self.model, batch))
+            yield {"attacker_loss": loss}
 
     @contextmanager
     def _as_trained(self, batch: Batch) -> Iterator[None]:

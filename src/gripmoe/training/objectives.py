@@ -34,6 +34,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.families import logits_scaling
 
 Batches = Sequence[Batch]
+EPSILON = 1e-2  # of unlikelihood: log(1 - p) of a certain token is not finite
 
 
 class Objective(Protocol):
@@ -87,6 +88,16 @@ class KullbackLeibler(GradientDifference):
         divergence_T = divergences(wanted_Td / scale, hidden_Td / scale, self._head, model.model.lm_head.weight)
         weights_T = torch.ones_like(divergence_T) if batch.weights is None else batch.weights[:, :-1][scored]
         return _token_mean(divergence_T, weights_T)
+
+
+class Unlikelihood(GradientDifference):
+    """Unlikelihood (Welleck et al. 2020): -log(1 + EPSILON - p) of each scored forget token, and cross-entropy on
+    retain tokens. The gradient is that of ascent times p / (1 + EPSILON - p): it ends where a token has become
+    unlikely."""
+
+    def forget_loss(self, model, batch) -> Tensor:
+        logprobs, scored = token_logprobs(model, batch), batch.labels[:, 1:] != IGNORED
+        return _token_mean(-torch.log1p(EPSILON - logprobs.exp()), scored)
 
 
 class NegativePreference(GradientDifference):

@@ -1,0 +1,53 @@
+"""An attacker who relearns while a model unlearns, as in TAR (Tamirisa et al. 2024) and MUDMAN (Sondej et al. 2025).
+
+Unlearning takes the gradient of its forget loss where relearning would bring the model, so that the loss holds there
+too. The attacker starts from the model's weights every `restart` steps and goes on from its own in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class RelearningAdversary:
+    """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each tensor by
+    `rate` times its root-mean-square-normalised gradient, which is about AdamW's first step and keeps no state."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], rate: float):
+        self._parameters, self._rate = parameters, rate
+        self._weights: list[Tensor] = []
+
+    def restart(self) -> None:
+        """The attacker takes the weights that the model has now."""
+        self._weights = [parameter.detach().clone() for parameter in self._parameters]
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Within the block the parameters have the attacker's weights. Gradients stay when it ends."""
+        own = [parameter.data for parameter in self._parameters]
+        for parameter, weight in zip(self._parameters, self._weights, strict=True):
+            parameter.data = weight
+        try:
+            yield
+        finally:
+            for parameter, weight in zip(self._parameters, own, strict=True):
+                parameter.data = weight
+
+    def relearn(self, loss_of: Callable[[], Tensor]) -> float:
+        """One step of descent on a loss, within `weights`; returns the loss. Gradients of earlier passes are kept."""
+        kept = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        loss = loss_of()
+        loss.backward()
+        with torch.no_grad():
+            for parameter, before in zip(self._parameters, kept, strict=True):
+                if (gradient := parameter.grad) is not None:
+                    size = gradient.square().mean().sqrt().clamp(min=torch.finfo(gradient.dtype).tiny)
+                    parameter.data.sub_(gradient / size, alpha=self._rate)
+                parameter.grad = before
+        return loss.item()

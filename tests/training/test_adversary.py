@@ -1,0 +1,104 @@
+"""Unlearning under attack: where the forget gradient is taken, what the attacker keeps, and that a run resumes."""
+
+import json
+
+import pytest
+import torch
+
+from conftest import random_batch, small_model
+from gripmoe.config.reading import parse_settings
+from gripmoe.config.training import Training
+from gripmoe.io.errors import ConfigError
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import weights_digest
+from gripmoe.training.adversary import RelearningAdversary
+from gripmoe.training.objectives import GradientDifference, cross_entropy
+from training.test_loop import TRAINING, run, without_seconds
+
+ATTACKED = TRAINING.model_copy(update={"adversary_steps": 2, "adversary_restart": 2})
+
+
+def experts_of(moe):
+    return [p for layer in moe.layers for p in moe.expert_parameters(layer)]
+
+
+def test_a_step_of_the_attacker_by_hand():
+    moe = MoEModel(small_model())
+    experts, batch = experts_of(moe), random_batch(seed=3)
+    before = [p.detach().clone() for p in experts]
+    gradients = torch.autograd.grad(cross_entropy(moe, batch), experts)
+    adversary = RelearningAdversary(experts, rate=0.01)
+    adversary.restart()
+    with adversary.weights():
+        first = adversary.relearn(lambda: cross_entropy(moe, batch))
+        for parameter, start, gradient in zip(experts, before, gradients, strict=True):
+            expected = start - 0.01 * gradient / gradient.square().mean().sqrt()
+            assert torch.allclose(parameter, expected, atol=1e-6)
+            assert not torch.equal(parameter, start)
+        assert adversary.relearn(lambda: cross_entropy(moe, batch)) < first
+    assert all(torch.equal(parameter, start) for parameter, start in zip(experts, before, strict=True))
+
+
+def test_relearning_leaves_the_gradients_of_earlier_passes():
+    moe = MoEModel(small_model())
+    experts, batch = experts_of(moe), random_batch(seed=3)
+    cross_entropy(moe, batch).backward()
+    before = [p.grad.clone() for p in experts]
+    adversary = RelearningAdversary(experts, rate=0.01)
+    adversary.restart()
+    with adversary.weights():
+        adversary.relearn(lambda: cross_entropy(moe, batch))
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(experts, before, strict=True))
+
+
+class Asked(GradientDifference):
+    """Gradient difference that keeps the first expert weights of every pass."""
+
+    def __init__(self):
+        super().__init__(alpha=1.0)
+        self.forget, self.retain = [], []
+
+    def forget_loss(self, model, batch):
+        self.forget.append(experts_of(model)[0].detach().clone())
+        return super().forget_loss(model, batch)
+
+    def retain_loss(self, model, batch):
+        self.retain.append(experts_of(model)[0].detach().clone())
+        return super().retain_loss(model, batch)
+
+
+@pytest.mark.parametrize("training", [TRAINING, ATTACKED], ids=["alone", "attacked"])
+def test_the_forget_loss_is_asked_of_the_attacker_and_the_retain_loss_of_the_model(tmp_path, training):
+    """The control: without an attacker both losses see the same weights."""
+    _, outcome = run(tmp_path / "state.pt", objective=(asked := Asked()), training=training)
+    steps = training.max_steps
+    same = [torch.equal(*pair) for pair in zip(asked.forget[:steps], asked.retain[:steps], strict=True)]
+    assert all(same) if training is TRAINING else not any(same)
+    assert ("attacker_loss" in outcome.history[-1]) == (training is ATTACKED)
+
+
+def test_the_attacker_goes_on_from_its_own_weights_until_it_restarts(tmp_path):
+    """Within two steps of a restart the attacker is nearer to the model than later."""
+    far = TRAINING.model_copy(update={"adversary_steps": 1, "adversary_restart": 6, "checkpoint_every": 6})
+    run(tmp_path / "state.pt", objective=(asked := Asked()), training=far)
+    pairs = zip(asked.forget[: far.max_steps], asked.retain[: far.max_steps], strict=True)
+    distance = [(forget - retain).norm().item() for forget, retain in pairs]
+    assert distance[0] < distance[5] > distance[6] < distance[11]
+
+
+def test_an_attacked_run_resumes_in_the_same_bytes(tmp_path):
+    whole, expected = run(tmp_path / "whole.pt", training=ATTACKED)
+    checks = iter(range(4))
+    with pytest.raises(StopIteration):
+        run(tmp_path / "state.pt", training=ATTACKED, accuracy=lambda moe: float(next(checks)))
+    resumed, outcome = run(tmp_path / "state.pt", training=ATTACKED)
+    assert weights_digest(resumed.model) == weights_digest(whole.model)
+    plain, _ = run(tmp_path / "plain.pt")
+    assert weights_digest(plain.model) != weights_digest(whole.model)
+    assert without_seconds(outcome.history)[-1] == without_seconds(expected.history)[-1]
+
+
+def test_a_restart_between_checkpoints_is_refused():
+    settings = TRAINING.model_dump() | {"adversary_steps": 1, "adversary_restart": 5}
+    with pytest.raises(ConfigError, match="adversary_restart"):
+        parse_settings(Training, json.dumps(settings))
