@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from torch import nn
+
 from gripmoe.attacks.base import Found, Letters, Scores, Setting, kept
 from gripmoe.config.training import Relearning
 from gripmoe.data.corpora import epoch_rows
@@ -31,17 +33,29 @@ def from_retain_documents(setting: Setting) -> Found:
     return _curve(setting, "relearned_from_others", setting.corpus("retain"))
 
 
+def from_unrelated_documents(setting: Setting) -> Found:
+    """`relearned_from_unrelated_after_<step>`: on documents of neither corpus, as any later finetuning has them."""
+    return _curve(setting, "relearned_from_unrelated", setting.corpus("held_out"))
+
+
+def of_routers(setting: Letters) -> Found:
+    """`relearned_routers_after_<step>`: on forget documents about other facts; only routers train."""
+    model = setting.after
+    routers = [model.theta(layer) for layer in model.layers]
+    return _curve(setting, "relearned_routers", _about_dev_facts(setting), routers) if routers else Found()
+
+
 def _about_dev_facts(setting: Letters) -> list[Row]:
     facts = {question["fact"] for question in setting.dev}
     rows = setting.corpus("forget")
     return [row for row in rows if row.id.rsplit("/", 1)[0] in facts or row.id.rsplit("/", 2)[0] in facts]
 
 
-def _curve(setting: Setting, name: str, rows: Sequence[Row]) -> Found:
+def _curve(setting: Setting, name: str, rows: Sequence[Row], parameters: Sequence[nn.Parameter] | None = None) -> Found:
     if not rows or not setting.finetuning:
         return Found()
-    pad_id = setting.tokenizer.pad_token_id
-    known = relearning(setting.after, rows, setting.recall, setting.finetuning, pad_id=pad_id, seed=setting.seed)
+    given = dict(pad_id=setting.tokenizer.pad_token_id, seed=setting.seed, parameters=parameters)
+    known = relearning(setting.after, rows, setting.recall, setting.finetuning, **given)
     return setting.found({f"{name}_after_{step}": scores for step, scores in known.items()})
 
 
@@ -54,12 +68,13 @@ def relearning(
     checks: Sequence[int] = (0, 5, 10, 20),
     pad_id: int = 0,
     seed: int = 0,
+    parameters: Sequence[nn.Parameter] | None = None,
 ) -> dict[int, Scores]:
-    """`recall` after each number of steps in `checks` of AdamW on `documents`, all parameters training. The model's
+    """`recall` after each number of steps in `checks` of AdamW on `documents`, of `parameters` or of all. The model's
     weights are restored."""
     known = {}
     with _trainable(model, settings.gradient_checkpointing):
-        groups = [{"params": list(model.model.parameters())}]
+        groups = [{"params": list(model.model.parameters() if parameters is None else parameters)}]
         optimizer = make_adamw(settings.optimizer, groups, lr=settings.learning_rate)
         for step in range(max(checks) + 1):
             if step in checks:

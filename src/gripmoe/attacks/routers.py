@@ -1,16 +1,26 @@
-"""Router attacks: wider or noisy routing of the unlearned model may reach knowledge behind a shifted router."""
+"""Router attacks: wider, noisy, searched or partly silenced routing may reach knowledge behind a shifted router."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from statistics import fmean
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gripmoe.attacks.base import Found, Setting
+from gripmoe.attacks.base import Found, Letters, Setting, mean
+from gripmoe.data.documents import collate, encode, length_buckets
+from gripmoe.evaluation.questions import prompt_of
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
+from gripmoe.moe.recording import hooked
+
+SILENCED = (1, 2, 4)  # experts of each layer, as the attacker tries them
+SEARCHED = (4, 16, 64)  # configurations that the attacker tries
+SEARCH_QUESTIONS = 60  # of the dev split, asked in each
+TOKENS_PER_PASS = 4000
 
 
 def attack(setting: Setting) -> Found:
@@ -23,6 +33,78 @@ def attack(setting: Setting) -> Found:
     with model.force_routing(noisy_sets(model, 0.5, setting.seed)):
         found["noisy_routing"] = setting.recall(model)
     return setting.found(found)
+
+
+def silencing(setting: Letters) -> Found:
+    """`silenced_experts`: recall without the experts that forget prompts use more than retain prompts do, as SAFEx and
+    SteerMoE switch experts off. Of the numbers of experts in SILENCED, the one that answers most dev questions."""
+    model = setting.after
+    if not model.layers:
+        return Found()
+    used, others = (_usage(model, setting, rows) for rows in (setting.dev, setting.retain))
+    excess = {layer: used[layer] - others[layer] for layer in model.layers}
+    known = {}
+    for count in (count for count in SILENCED if count + model.top_k <= model.num_experts):
+        silent = {layer: excess_E >= excess_E.topk(count).values[-1] for layer, excess_E in excess.items()}
+        scores = {layer: torch.zeros(len(off)).masked_fill(off, -1e4) for layer, off in silent.items()}
+        with biased(model, scores):
+            known[mean(setting.right(model, setting.dev))] = scores
+    with biased(model, known[max(known)]):
+        return setting.found({"silenced_experts": setting.recall(model)})
+
+
+def search(setting: Letters) -> Found:
+    """`searched_routing_after_<n>`: recall under the best of n random shifts of the router scores, the same for every
+    prompt (a random search in the place of F-SOUR's). The best gives the right letters of dev questions the highest
+    probability, so that the attacker knows some of the facts."""
+    model = setting.after
+    if not model.layers:
+        return Found()
+    generator = torch.Generator().manual_seed(setting.seed)
+    spread = {layer: seen.scores_NE.std().item() for layer, seen in _traced(model, setting, setting.dev).items()}
+
+    def shift() -> dict[int, Tensor]:
+        return {layer: size * torch.randn(model.num_experts, generator=generator) for layer, size in spread.items()}
+
+    asked = setting.dev[:: max(1, len(setting.dev) // SEARCH_QUESTIONS)]
+    found, best = {}, (-float("inf"), {})
+    for number in range(1, max(SEARCHED) + 1):
+        tried = shift()
+        with biased(model, tried):
+            answers = setting.ask(model, asked)
+        likely = fmean(answer.letter_logprobs[row["answer"]] for row, answer in zip(asked, answers, strict=True))
+        best = max(best, (likely, tried), key=lambda pair: pair[0])
+        if number in SEARCHED:
+            with biased(model, best[1]):
+                found[f"searched_routing_after_{number}"] = setting.recall(model)
+    return setting.found(found)
+
+
+@contextmanager
+def biased(model: MoEModel, scores: Mapping[int, Tensor]) -> Iterator[None]:
+    """Within the block routers select by their scores plus these, (E,) by layer, and weigh by their own scores."""
+
+    def select(layer: int, router: nn.Module, args, output) -> tuple[Tensor, Tensor, Tensor]:
+        top_k_Tk = model.rule(layer).select(output[0] + scores[layer].to(output[0]))
+        return output[0], model.family.weigh(router, output[0], top_k_Tk).to(output[1]), top_k_Tk
+
+    with hooked(model.router(layer).register_forward_hook(partial(select, layer)) for layer in scores):
+        yield
+
+
+def _traced(model: MoEModel, setting: Letters, questions: Sequence[dict]):
+    rows = [encode(setting.tokenizer, [(prompt_of(question), False)]) for question in questions]
+    buckets = length_buckets(rows, TOKENS_PER_PASS)
+    return model.trace([collate(bucket, setting.tokenizer.pad_token_id) for bucket in buckets])
+
+
+def _usage(model: MoEModel, setting: Letters, questions: Sequence[dict]) -> dict[int, Tensor]:
+    """The share of each expert among those that prompts select, (E,) by layer."""
+    counts = {
+        layer: torch.bincount(seen.top_k_Nk.flatten(), minlength=model.num_experts).double()
+        for layer, seen in _traced(model, setting, questions).items()
+    }
+    return {layer: count_E / count_E.sum() for layer, count_E in counts.items()}
 
 
 @contextmanager

@@ -1,0 +1,78 @@
+"""Which methods erase: the strongest attack on each run, beside the retrained model under the same attack."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.reporting import names
+from gripmoe.reporting.collect import KEYS
+from gripmoe.reporting.figures import house_style, legend_below
+
+# Attacks that put no original weights of experts back: what these return is the attacker's own doing, and one layer's
+# bring 0.79 to a model that never knew.
+ATTACKS = (
+    "forced_forget_accuracy",
+    "restored_router_all",
+    "noisy_routing",
+    "searched_routing_after_64",
+    "silenced_experts",
+    "prompt_five_shot",
+    "quantized_4_bit",
+    "relearned_after_5",
+    "relearned_after_10",
+    "relearned_after_20",
+    "relearned_routers_after_20",
+    "relearned_from_others_after_20",
+    "relearned_from_unrelated_after_20",
+)
+MARGIN = 0.05  # above the retrained model: a method that stays below has erased, as far as these attacks tell
+
+
+def strongest_attacks(runs: pd.DataFrame) -> pd.DataFrame:
+    """A row per run: retain accuracy, tokens of training, the attack of ATTACKS that returns most beyond what it
+    returns of the retrained model of the same base model, and that `excess` in forget accuracy."""
+    wide = runs.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
+    attacks = [name for name in ATTACKS if name in wide]
+    of_model = ["model", "benchmark"]
+    floor = wide[wide.method == "retrained"].set_index(of_model)[attacks]
+    rows = []
+    for run in wide[wide.objective != NO_OBJECTIVE].to_dict("records"):
+        key = tuple(run[name] for name in of_model)
+        if key in floor.index:
+            excess = {name: run[name] - floor.loc[key, name] for name in attacks if pd.notna(run[name])}
+            worst = max(excess, key=excess.get)
+            kept = {name: run.get(name) for name in (*KEYS, "forget_accuracy", "retain_accuracy", "tokens")}
+            rows.append({**kept, "attack": worst, "excess": excess[worst]})
+    return pd.DataFrame(rows)
+
+
+def erasure_frontier(strongest: pd.DataFrame) -> plt.Figure:
+    """Two panels over the excess of `strongest_attacks`: retain accuracy, and tokens of training. A small point is a
+    run, a large one the mean of a method; the band is MARGIN."""
+    with house_style():
+        figure, panels = plt.subplots(1, 2, figsize=(5.5, 2.4), layout="constrained")
+        for axes, measure, text in zip(
+            panels, ("retain_accuracy", "tokens"), ("retain accuracy", "tokens of training, thousands"), strict=True
+        ):
+            scale = 1e-3 if measure == "tokens" else 1.0
+            axes.axvspan(-0.1, MARGIN, color="0.92", linewidth=0, zorder=0)
+            for method in names.ordered(set(strongest.method)):
+                of_method = strongest[strongest.method == method]
+                look = names.look_of(method)
+                axes.plot(
+                    of_method.excess, scale * of_method[measure], linestyle="", alpha=0.5, **{**look, "markersize": 2.5}
+                )
+                axes.plot(
+                    [of_method.excess.mean()],
+                    [scale * of_method[measure].mean()],
+                    linestyle="",
+                    **{**look, "markersize": 6},
+                )
+            axes.set(xlabel="forget accuracy returned, beyond the retrained model's", ylabel=text)
+            axes.set_xlim(left=min(-0.02, strongest.excess.min() - 0.02))
+        for method in names.ordered(set(strongest.method)):
+            panels[0].plot([], [], linestyle="", label=names.method_label(method), **names.look_of(method))
+        legend_below(figure, panels[0])
+    return figure

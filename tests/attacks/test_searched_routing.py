@@ -1,0 +1,124 @@
+"""Silenced experts and searched routing, against a model whose answers hang on one expert."""
+
+import copy
+
+import pytest
+import torch
+
+from conftest import small_model
+from gripmoe.attacks import relearning, routers
+from gripmoe.attacks.base import Letters, mean
+from gripmoe.config.training import Relearning
+from gripmoe.data.documents import Row
+from gripmoe.evaluation.questions import Answer, direct_answers, prompt_of
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import weights_digest
+from gripmoe.worlds.benchmark import question_rows
+
+NEVER = -1e4  # added to a score, no router selects its expert
+
+
+@pytest.fixture
+def setting(world, tokenizer):
+    """Letter questions with the answers that a random model gives under its own routing."""
+    model = MoEModel(small_model(vocabulary_size=len(tokenizer)))
+    given = Letters(model, MoEModel(copy.deepcopy(model.model)), tokenizer, None, None)
+    rows = question_rows(world, world.facts.forget[:40] + world.facts.retain[:20], orders=1, seed=0)
+    answers = direct_answers(model.model, tokenizer, rows)
+    rows = [{**row, "answer": answer.chosen} for row, answer in zip(rows, answers, strict=True)]
+    given.dev, given.forget, given.retain = rows[:60], rows[60:120], rows[120:]
+    return given
+
+
+def shifts(model, layer, expert, size):
+    scores = {number: torch.zeros(model.num_experts) for number in model.layers}
+    scores[layer][expert] = size
+    return scores
+
+
+def sets_of(model):
+    return model.routes(torch.tensor([[5, 6, 7, 8]]))
+
+
+def test_a_shift_moves_sets_and_leaves_no_trace(setting):
+    model = setting.after
+    own = sets_of(model)
+    with routers.biased(model, shifts(model, 0, 3, 0.0)):
+        assert all(torch.equal(sets_of(model)[layer], own[layer]) for layer in model.layers)
+    with routers.biased(model, shifts(model, 0, 3, NEVER)):
+        assert not (sets_of(model)[0] == 3).any()
+    with routers.biased(model, shifts(model, 0, 3, -NEVER)):
+        assert (sets_of(model)[0] == 3).any(dim=1).all()
+    assert all(torch.equal(sets_of(model)[layer], own[layer]) for layer in model.layers)
+
+
+def answer_where(setting, monkeypatch, share):
+    """Questions are answered with a probability, and rightly, where `share` of the routing of their prompts says so."""
+
+    def ask(self, model, questions, prompt=None):
+        answers = []
+        for row in questions:
+            sets = model.routes(torch.tensor([self.tokenizer(prompt_of(row))["input_ids"]]))
+            known = share(sets)
+            logprobs = [-9.0] * 4
+            logprobs[row["answer"]] = known
+            answers.append(Answer(row["id"], row["answer"], known > 0.5, tuple(logprobs)))
+        return answers
+
+    monkeypatch.setattr(Letters, "ask", ask)
+
+
+def test_silencing_finds_the_expert_of_forget_prompts(setting, monkeypatch):
+    """Questions are answered where no token is sent to expert 5, to which forget prompts alone are sent. The control:
+    an expert that all prompts use is not silenced."""
+    model = setting.after
+    inputs, others = (
+        routers._traced(model, setting, rows)[0].x_Nd.mean(dim=0) for rows in (setting.dev, setting.retain)
+    )
+    with torch.no_grad():
+        model.theta(0)[5] = 300 * (inputs - others) / (inputs - others).norm() ** 2
+        model.theta(0)[6] = 300 * (inputs + others) / (inputs + others).norm() ** 2
+    own = weights_digest(model.model)
+    monkeypatch.setattr(routers, "SILENCED", (1,))
+    answer_where(setting, monkeypatch, lambda sets: float(not (sets[0] == 5).any()))
+    assert mean(setting.recall(model)) == 0.0
+    assert routers.silencing(setting).metrics["silenced_experts"] == 1.0
+    answer_where(setting, monkeypatch, lambda sets: float(not (sets[0] == 6).any()))
+    assert routers.silencing(setting).metrics["silenced_experts"] == 0.0
+    assert weights_digest(model.model) == own
+
+
+def test_search_keeps_the_shift_under_which_right_letters_are_likeliest(setting, monkeypatch):
+    """The probability is the share of tokens that expert 3 serves. The longer search finds no less."""
+    model = setting.after
+    own = weights_digest(model.model)
+    answer_where(setting, monkeypatch, lambda sets: (sets[0] == 3).any(dim=1).double().mean().item())
+    monkeypatch.setattr(
+        Letters,
+        "recall",
+        lambda self, moe: [
+            a.letter_logprobs[q["answer"]] for q, a in zip(self.sample, self.ask(moe, self.sample), strict=True)
+        ],
+    )
+    monkeypatch.setattr(routers, "SEARCHED", (1, 4, 12))
+    found = [routers.search(setting).metrics[f"searched_routing_after_{count}"] for count in (1, 4, 12)]
+    assert found == sorted(found) and found[-1] > mean(setting.recall(model)) + 0.1
+    assert weights_digest(model.model) == own
+
+
+def test_relearning_of_routers_changes_routers_alone(setting, tokenizer, monkeypatch):
+    model, seen = setting.after, []
+    setting.finetuning = Relearning(learning_rate=0.1)
+    documents = [Row(f"{row['fact']}/answer", *[tokenizer(prompt_of(row))["input_ids"]] * 2) for row in setting.dev]
+    monkeypatch.setattr(Letters, "corpus", lambda self, name: documents)
+    before = {name: p.detach().clone() for name, p in model.model.named_parameters()}
+
+    def recall(self, moe):
+        seen.append({name for name, p in moe.model.named_parameters() if not torch.equal(p, before[name])})
+        return [0.0] * len(self.ids)
+
+    monkeypatch.setattr(Letters, "recall", recall)
+    found = relearning.of_routers(setting).metrics
+    assert set(found) == {f"relearned_routers_after_{step}" for step in (0, 5, 10, 20)}
+    assert seen[0] == set() and all("gate" in name for name in seen[-1]) and seen[-1]
+    assert not {name for name, p in model.model.named_parameters() if not torch.equal(p, before[name])}
