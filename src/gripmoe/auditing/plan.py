@@ -14,6 +14,7 @@ from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.reading import require_known
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
+from gripmoe.moe.families import has_experts
 from gripmoe.planning.cost import FEWEST, GB, PROMPT, TFLOPS
 
 ATTACKS = {  # as --attacks names them; in this order, the most telling first
@@ -125,7 +126,7 @@ def plan_of(
     layers = found.config.num_hidden_layers
     shots, batch = (benchmark.few_shot_questions if benchmark else 100), relearning.batch_size
     sizes = Sizes(2 * forgotten // 3, retained, forgotten // 3, rows.get("truthfulqa", 0), 200, 0, shots, batch, layers)
-    dense = not models.has_experts(found.config)
+    dense = not has_experts(found.config)
     unfit = {"membership": "no texts that no model has seen", "relearning from other facts": "facts are not known"}
     listed, absent = measures_of(chosen, unfit, dense)
     turns = turns_of(listed, names)
