@@ -2,8 +2,8 @@
 
 `gripmoe.constrain` holds the routers in anybody's training loop (Method A and its relatives), `gripmoe.remember` and
 `gripmoe.realign` refit them afterwards (Method B), `gripmoe.save_model` and `gripmoe.load_model` leave them in fp32.
-`gripmoe.RelearningAdversary` makes forgetting hold under relearning. `gripmoe.audit` says of any unlearned model what it
-forgot and what it hides.
+`gripmoe.RelearningAdversary` makes forgetting hold under relearning. `gripmoe.audit` says of any unlearned model what
+it forgot and what it hides.
 Nothing heavy is imported until it is asked for.
 """
 

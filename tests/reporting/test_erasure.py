@@ -5,7 +5,7 @@ import pytest
 
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting.collect import KEYS
-from gripmoe.reporting.erasure import ATTACKS, erasure_frontier, strongest_attacks
+from gripmoe.reporting.erasure import ATTACKS, attack_quality, erasure_frontier, strongest_attacks
 
 
 def runs(**values):
@@ -13,7 +13,7 @@ def runs(**values):
     rows = []
     for key, metrics in values.items():
         model, method = key.split("__")
-        objective = NO_OBJECTIVE if method == "retrained" else "gd"
+        objective = NO_OBJECTIVE if method in ("original", "retrained") else "gd"
         for metric, value in metrics.items():
             rows.append(
                 dict(zip(KEYS, (model, "letters", objective, method, 0), strict=True), metric=metric, value=value)
@@ -66,3 +66,14 @@ def test_the_frontier_shows_each_run_and_each_method():
     drawn = [tuple(line.get_xdata()) for line in left.lines if len(line.get_xdata())]
     assert drawn == [pytest.approx((0.3, 0.5)), pytest.approx((0.4,))]
     assert right.get_ylabel().startswith("tokens")
+
+
+def test_an_attack_is_worth_what_tells_models_that_know_from_models_that_never_knew():
+    known = runs(
+        a__original={"relearned_after_5": 1.0, "restored_router_all": 1.0},
+        b__original={"relearned_after_5": 0.9, "restored_router_all": 1.0},
+    )
+    table = attack_quality(pd.concat([TABLE, known]))
+    values = {label: [cell.value for cell in cells] for label, cells, _ in table.rows}
+    assert values["learn 5"] == pytest.approx([0.95, 0.3, 0.65, 0.2 / 2**0.5, 0.2])
+    assert values["routers"] == pytest.approx([1.0, 0.3, 0.7, 0.4 / 2**0.5, 0.3])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import nan
+
 import matplotlib.pyplot as plt
 import pandas as pd
 
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS
 from gripmoe.reporting.figures import house_style, legend_below
+from gripmoe.reporting.tables import Cell, Table
 
 # Attacks that put no original weights of experts back: what these return is the attacker's own doing, and one layer's
 # bring 0.79 to a model that never knew.
@@ -45,9 +48,36 @@ def strongest_attacks(runs: pd.DataFrame) -> pd.DataFrame:
         excess = {name: run[name] - floor[name] for name in attacks if pd.notna(run[name]) and pd.notna(floor[name])}
         if excess:
             worst = max(excess, key=excess.get)
-            kept = {name: run.get(name) for name in (*KEYS, "forget_accuracy", "retain_accuracy", "tokens")}
+            kept = {name: run.get(name, nan) for name in (*KEYS, "forget_accuracy", "retain_accuracy", "tokens")}
             rows.append({**kept, "attack": worst, "excess": excess[worst]})
     return pd.DataFrame(rows, columns=[*KEYS, *COLUMNS])
+
+
+def attack_quality(runs: pd.DataFrame) -> Table:
+    """The attacks themselves: what each returns of models that know and of models that never knew, how far the latter
+    differ by luck, and what the attack finds in unlearned models beyond its own retrained model."""
+    wide = (
+        runs.pivot_table(index=KEYS, columns="metric", values="value").reset_index().set_index(["model", "benchmark"])
+    )
+    attacks = [name for name in (*ATTACKS, "restored_experts_worst_layer") if name in wide]
+    original, retrained = (wide[wide.method == name][attacks] for name in names.ORIGINALS)
+    unlearned = wide[~wide.method.isin(names.ORIGINALS)][attacks]
+    found = unlearned - retrained.reindex(unlearned.index)
+    table = Table(["knows", "never knew", "gap", "luck", "finds"], heading="Attack")
+    rows = []
+    for name in attacks:
+        values = original[name].mean(), retrained[name].mean(), (original - retrained)[name].mean()
+        values = *values, retrained[name].std(), found[name].mean()
+        cells = [Cell("" if pd.isna(value) else f"{value:.2f}", value) for value in values]
+        rows.append((names.metric(name).heading, cells, []))
+    table.blocks = [("", rows)]
+    table.notes = [
+        "Forget accuracy under each attack. Knows: of models before unlearning. Never knew: of retrained models. Gap: by "
+        "how much the attack tells both apart. Luck: standard deviation over retrained models. Finds: the mean over "
+        "unlearned models of what the attack returns beyond what it returns of the retrained model.",
+        *(f"{names.metric(name).heading}: {names.metric(name).note}." for name in attacks),
+    ]
+    return table
 
 
 def erasure_frontier(strongest: pd.DataFrame) -> plt.Figure:
