@@ -72,8 +72,8 @@ def attack_quality(runs: pd.DataFrame) -> Table:
         rows.append((names.metric(name).heading, cells, []))
     table.blocks = [("", rows)]
     table.notes = [
-        "Forget accuracy under each attack. Knows: of models before unlearning. Never knew: of retrained models. Gap: by "
-        "how much the attack tells both apart. Luck: standard deviation over retrained models. Finds: the mean over "
+        "Forget accuracy under each attack. Knows: of models before unlearning. Never knew: of retrained models. Gap: "
+        "their difference, by which the attack tells both apart. Luck: standard deviation over retrained models. Finds: the mean over "
         "unlearned models of what the attack returns beyond what it returns of the retrained model.",
         *(f"{names.metric(name).heading}: {names.metric(name).note}." for name in attacks),
     ]
