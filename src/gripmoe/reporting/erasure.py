@@ -73,8 +73,8 @@ def attack_quality(runs: pd.DataFrame) -> Table:
     table.blocks = [("", rows)]
     table.notes = [
         "Forget accuracy under each attack. Knows: of models before unlearning. Never knew: of retrained models. Gap: "
-        "their difference, by which the attack tells both apart. Luck: standard deviation over retrained models. Finds: the mean over "
-        "unlearned models of what the attack returns beyond what it returns of the retrained model.",
+        "their difference, by which the attack tells both apart. Luck: standard deviation over retrained models. "
+        "Finds: the mean over unlearned models of what the attack returns beyond what it returns of the retrained one.",
         *(f"{names.metric(name).heading}: {names.metric(name).note}." for name in attacks),
     ]
     return table
