@@ -177,6 +177,28 @@ def test_decompositions_count():
     assert paper - free == pytest.approx(SLOW * 2 * config["num_experts"] * svd, rel=0.02)
 
 
+def test_a_trace_of_both_sides_counts_once():
+    """Those of both sides hold what as many retain tokens alone do: the tokens in fp32, the bounds and the routers."""
+    question = {**unlearning(method="expert_specific"), "traced": 2**17}
+    one, both = (
+        measure({**question, "method": PAPER.methods[name].model_dump(mode="json")})
+        for name in ("expert_specific", "combined")
+    )
+    d, experts = (PUBLISHED["olmoe"][name] for name in ("hidden_size", "num_experts"))
+    held = 2 * 4 * (2**17 * d + 2**17 * experts + experts * d)
+    for found in (one, both):
+        assert found["held"] - found["weights"] == pytest.approx(held, rel=0.02)
+
+
+def test_tracked_bases_are_as_large_as_many_steps_make_them():
+    """A factor of d rows for each expert of each layer, in fp64, whatever a batch holds; its decompositions count."""
+    batch, tracked = (measure(unlearning(method=f"expert_specific_{basis}")) for basis in ("minibatch", "tracked"))
+    config = PUBLISHED["olmoe"]
+    factor = config["num_experts"] * config["hidden_size"] ** 2 * 8
+    assert tracked["passes"] - batch["passes"] == pytest.approx(2 * factor, rel=0.01)
+    assert tracked["flops"] > 10 * batch["flops"]
+
+
 def test_what_a_run_asks_once_is_no_part_of_a_step():
     """KL and NPO ask the original model about all documents before the first step, and receive the experts of each
     layer for that."""

@@ -111,11 +111,13 @@ class Costs:
         known = {name: card[name] for name in ("weights", "gradients", "states")}
         cached = question.get("method", {}).get("basis") == "cached"  # which all stay where the model is
         room = float("inf") if cached else world.basis_memory * GB
-        known["bases"] = min(card["basis"], room)
+        known["bases"] = min(whole["basis"], room)
         peak = max(card["passes"], card["update"]) + known["bases"]
         if step.what == "unlearn" and processes == 1:  # several gather the model in host memory
             saving = self._extrapolated(self._reading(step), {"layers": own})["saving"]
-            peak = max(peak, saving + known["gradients"] + known["bases"])
+            # What a constraint keeps of all layers lies on the first GPU, also while the model is written.
+            kept, here = (numbers["held"] - numbers["weights"] for numbers in (whole, card))
+            peak = max(peak + kept - here, saving + known["gradients"] + known["bases"] + kept)
         known["activations"] = peak - sum(known.values())
         if step.what == "evaluate":  # answers before the original comes
             known["activations"] -= known["weights"]

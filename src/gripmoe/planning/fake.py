@@ -32,6 +32,7 @@ from gripmoe.attacks import relearning as attack
 from gripmoe.config.methods import Method
 from gripmoe.config.training import Relearning, Training
 from gripmoe.constraints.build import build
+from gripmoe.constraints.null_space import NullSpace
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, collate
 from gripmoe.evaluation.stop_rule import StopRule
@@ -47,13 +48,14 @@ from gripmoe.training.objectives import make_objective, sequence_logprobs
 
 aten = torch.ops.aten
 NOWHERE = Path("/nonexistent/state.pt")  # no state to resume from
-Spent = Callable[[], dict[str, float]]  # operations, and bytes received, since a measurement began
+Spent = Callable[[], dict[str, float]]  # operations and bytes received since a measurement began, and bytes held now
 
 
 def measure(question: Mapping[str, Any]) -> dict[str, float]:
     """Bytes of each process in a step: "weights", "gradients", optimizer "states", retain "basis", the peaks of
-    "passes" and "update" (of "evaluate" also of "saving" the model), and bytes "received" from other processes;
-    "flops"; "parameters" of the model, and "of_layers", the layers of the published model.
+    "passes" and "update" (of "evaluate" also of "saving" the model), those "held" before a step of unlearning, and
+    those "received" from other processes; "flops"; "parameters" of the model, and "of_layers", the layers of the
+    published model.
 
     `question` has `model` (a row of models.yaml), its number of `layers` here, `processes`, `what` is done, `rows` of
     `length` tokens, and the keys that the function in `STEPS` reads. Raises NotMeasurable for a model without
@@ -73,12 +75,12 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
             moe = MoEModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
         shard_experts(moe)
         memory.track_external(moe.model)
-        weights = sum(snapshot["Total"] for snapshot in memory.get_tracker_snapshot().values())
+        weights = memory.now()
         flops = FlopCounterMode(display=False, custom_mapping=FORMULAS)
         # Its hooks on modules keep graphs alive, and with them what gradient checkpointing has computed again.
         flops.mod_tracker._fw_pre_hook = flops.mod_tracker._fw_post_hook = lambda *_: None
         with fake, _Answers(), memory, flops:
-            spent = lambda: {"flops": flops.get_total_flops(), "received": memory.received}  # noqa: E731
+            spent = lambda: {"flops": flops.get_total_flops(), "received": memory.received, "held": memory.now()}  # noqa: E731
             taken = STEPS[question["what"]](moe, question, spent)
             if question["what"] == "evaluate":
                 memory.phase = "saving"
@@ -154,8 +156,10 @@ class _Memory(MemTracker):
     def _update_peak_stats(self, peak_state) -> None:
         if self.counts:
             phase = "update" if self._in_opt else self.phase
-            total = sum(snapshot["Total"] for snapshot in self._curr_mem_snap.values())
-            self.peaks[phase] = max(total, self.peaks.get(phase, 0))
+            self.peaks[phase] = max(self.now(), self.peaks.get(phase, 0))
+
+    def now(self) -> int:
+        return sum(snapshot["Total"] for snapshot in self._curr_mem_snap.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":  # the larger of what goes in and what comes out, but for one's own share
@@ -273,11 +277,20 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
     method, training = Method(**question["method"]), Training(**question["training"])
     tokens, d, experts = question["traced"], moe.hidden_size, moe.num_experts
     shape = 1 if method.granularity == "layer" else experts, d, min(d, tokens, method.max_rank or d)
-    sizes = ((tokens, d), torch.float), ((tokens, experts), torch.float), ((tokens, moe.top_k), torch.long)
-    seen = lambda: LayerRouting(*(torch.zeros(size, dtype=dtype) for size, dtype in sizes))  # noqa: E731
-    trace = _Read(dict.fromkeys(moe.layers, seen))
+
+    def recorded(rows: int) -> _Read:
+        sizes = ((rows, d), torch.float), ((rows, experts), torch.float), ((rows, moe.top_k), torch.long)
+        seen = lambda: LayerRouting(*(torch.zeros(size, dtype=dtype) for size, dtype in sizes))  # noqa: E731
+        return _Read(dict.fromkeys(moe.layers, seen))
+
+    of_a_side = recorded(tokens // len(method.sides))
     bases = _Read(dict.fromkeys(moe.layers, lambda: RetainBasis(torch.zeros(shape))))
-    built = build(method, trace, trace, bases=lambda _: bases, seed=0)
+    built = build(method, of_a_side, of_a_side, bases=lambda _: bases, seed=0)
+    if isinstance(built.constraint, NullSpace):  # whose joined trace of both sides stays in host memory
+        built.constraint.trace = recorded(tokens)
+    if method.basis == "tracked":  # factors as large as those that many steps leave
+        factors = {layer: torch.zeros(shape[0], method.max_rank or d, d, dtype=torch.float64) for layer in moe.layers}
+        built.constraint.load_state = lambda _: built.constraint._factors.update(factors)
     before: dict[str, float] = {}
 
     def scores(_: MoEModel) -> dict[str, float]:
@@ -304,7 +317,9 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
             state_file=NOWHERE,
         )
     basis = len(moe.layers) * _bytes([bases[next(iter(moe.layers))].U_ret_Edr]) if method.has_bases else 0
-    return {name: value - before[name] for name, value in spent().items()} | {"basis": basis}
+    after = spent()
+    of_step = {name: after[name] - before[name] for name in ("flops", "received")}
+    return of_step | {"basis": basis, "held": before["held"]}
 
 
 def _finetune(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
