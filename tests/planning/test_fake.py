@@ -118,9 +118,25 @@ def test_operations_are_those_of_the_real_model():
         with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=mapping) as flops:
             model(torch.ones(2, 16, dtype=torch.long))
         real.append(flops.get_total_flops())
-    assert counted == real[0] > 1.5 * real[1]
+    attention = 2 * 2 * (2 * 16) * 16 * (64 + 64)  # of two layers, a product with keys and one with values
+    assert counted - attention == real[0] > 1.5 * real[1]
     tokens, experts = 2 * 16, 2 * 4 * (64 * 128 + 64 * 64)  # of two layers, for each token
     assert real[0] - real[1] == 2 * tokens * experts
+
+
+def test_attention_counts():
+    """Of each position with all others, two products forward and five backward: more in long documents than in short
+    ones of as many tokens."""
+
+    def layer(rows, length):
+        sizes = dict.fromkeys(("forget_batch_size", "retain_batch_size"), rows)
+        questions = [unlearning(layers=layers, length=length, **sizes) | {"rows": [rows, rows]} for layers in (2, 3)]
+        two, three = (measure(question)["flops"] for question in questions)
+        return three - two
+
+    tokens, both = 2 * 64, 2  # a pass of forget documents and one of retain documents
+    more = 2 * tokens * (64 - 32) * PUBLISHED["olmoe"]["hidden_size"]
+    assert layer(2, 64) - layer(4, 32) == both * (2 + 5) * more
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -199,6 +199,16 @@ def _grouped_product(a_shape, b_shape, *_, out_shape=None, **__) -> int:
     return 2 * a_shape[-2] * a_shape[-1] * b_shape[-1]
 
 
+def _attention(q_shape, k_shape, v_shape, *_, **__) -> int:
+    """Operations of queries by keys and of scores by values, of all positions with all."""
+    return 2 * prod(q_shape[:-1]) * k_shape[-2] * (q_shape[-1] + v_shape[-1])
+
+
+def _attention_backward(_, q_shape, k_shape, v_shape, *__, **___) -> int:
+    """Operations of the scores anew, and of the gradients of scores, values, queries and keys."""
+    return 2 * prod(q_shape[:-1]) * k_shape[-2] * (3 * q_shape[-1] + 2 * v_shape[-1])
+
+
 def _decomposition(each: int) -> Callable[..., int]:
     """Operations of a decomposition of (m, n) matrices: `each` times m n min(m, n) (Golub and Van Loan)."""
     return lambda a_shape, *_, **__: SLOW * each * prod(a_shape) * min(a_shape[-2:])
@@ -209,6 +219,8 @@ def _decomposition(each: int) -> Callable[..., int]:
 SLOW = 100
 FORMULAS = {  # which torch's counter lacks
     aten._grouped_mm: _grouped_product,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten._linalg_svd: _decomposition(14),
     aten._linalg_eigh: _decomposition(9),
     aten.linalg_qr: _decomposition(2),
