@@ -8,9 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gripmoe.config.grid import Project
+from gripmoe.constraints.build import build
+from gripmoe.geometry.routing import LayerRouting
 from gripmoe.moe import MoEModel
 from gripmoe.planning import Costs, Step
 from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, measure
+from gripmoe.training.loop import held_bytes
 
 PAPER = Project(Path(__file__).parents[2] / "workflow" / "config", "paper")
 PUBLISHED = {  # as their config.json have them
@@ -32,6 +35,10 @@ PUBLISHED = {  # as their config.json have them
         sliding_window=128, attention_bias=True, tie_word_embeddings=False,
     ),
 }  # fmt: skip
+SMALL = dict(
+    model_type="qwen3_moe", vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=4,
+)  # fmt: skip
 OBJECTIVES = ["gd", "kl", "npo", "rmu"]
 # A row for each kind of constraint, and one for each other path through the code.
 KINDS = [
@@ -46,6 +53,10 @@ OTHERS = [
 
 def row(config):
     return {"id": "nobody/nothing", "revision": None, "config": config, "dtype": "bfloat16"}
+
+
+def real_model():
+    return MoEModel(AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL), dtype=torch.bfloat16))
 
 
 def unlearning(model="olmoe", objective="gd", method="unconstrained", layers=2, processes=1, length=32, **change):
@@ -105,13 +116,9 @@ def test_parameters_are_as_many_as_published(tmp_path, model, parameters):
 
 def test_operations_are_those_of_the_real_model():
     """Of a small one's forward pass; without a formula for grouped products most are missing."""
-    config = dict(
-        model_type="qwen3_moe", vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=4,
-    )  # fmt: skip
-    question = {"model": row(config), "layers": 2, "processes": 1, "what": "evaluate", "rows": [2], "length": 16}
+    question = {"model": row(SMALL), "layers": 2, "processes": 1, "what": "evaluate", "rows": [2], "length": 16}
     counted = measure({**question, "news": False})["flops"]
-    model = MoEModel(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)).model
+    model = real_model().model
     formulas = {torch.ops.aten._grouped_mm: _grouped_product}
     real = []
     for mapping in (formulas, {torch.ops.aten._grouped_mm: lambda *_, **__: 0}):
@@ -206,6 +213,20 @@ def test_a_trace_of_both_sides_counts_once():
         assert found["held"] - found["weights"] == pytest.approx(held, rel=0.02)
 
 
+def test_a_real_null_space_keeps_what_is_said():
+    """Of both sides, on the GPU, once training has begun; the trace itself is in host memory."""
+    tokens, method = 2000, PAPER.methods["combined"]
+    said = measure({**unlearning(method="combined"), "model": row(SMALL), "traced": 2 * tokens})
+    moe = real_model()
+    sizes = (tokens, 64), (tokens, 8), (tokens, 4)
+    seen = LayerRouting(*(torch.zeros(size, dtype=torch.long if size[1] == 4 else torch.float) for size in sizes))
+    trace = dict.fromkeys(moe.layers, seen)
+    constraint = build(method, trace, trace, bases=lambda _: {}, seed=0).constraint
+    constraint.start(moe, [], [])
+    constraint.trace = None
+    assert said["held"] - said["weights"] == pytest.approx(held_bytes(constraint), rel=0.01)
+
+
 def test_tracked_bases_are_as_large_as_many_steps_make_them():
     """A factor of d rows for each expert of each layer, in fp64, whatever a batch holds; its decompositions count."""
     batch, tracked = (measure(unlearning(method=f"expert_specific_{basis}")) for basis in ("minibatch", "tracked"))
@@ -213,6 +234,20 @@ def test_tracked_bases_are_as_large_as_many_steps_make_them():
     factor = config["num_experts"] * config["hidden_size"] ** 2 * 8
     assert tracked["passes"] - batch["passes"] == pytest.approx(2 * factor, rel=0.01)
     assert tracked["flops"] > 10 * batch["flops"]
+
+
+def test_many_steps_make_real_tracked_bases_as_large():
+    """After eight steps of sixteen tokens or more for each expert, of 64 dimensions, and no larger after the ninth."""
+    moe, generator = real_model(), torch.Generator().manual_seed(0)
+    constraint = build(PAPER.methods["expert_specific_tracked"], {}, bases=lambda _: {}, seed=0).constraint
+    constraint.start(moe, [], [])
+    layer = moe.layers[0]
+    theta_Ed = moe.thetas()[layer].float()
+    for step in range(9):
+        seen = LayerRouting(torch.randn(32, 64, generator=generator), None, None)
+        constraint.constrain(layer, theta_Ed, theta_Ed + 1e-3, seen)
+        if step >= 7:
+            assert held_bytes(constraint._factors) == 8 * 64 * 64 * 8
 
 
 def test_what_a_run_asks_once_is_no_part_of_a_step():

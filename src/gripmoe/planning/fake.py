@@ -329,9 +329,8 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
             state_file=NOWHERE,
         )
     basis = len(moe.layers) * _bytes([bases[next(iter(moe.layers))].U_ret_Edr]) if method.has_bases else 0
-    after = spent()
-    of_step = {name: after[name] - before[name] for name in ("flops", "received")}
-    return of_step | {"basis": basis, "held": before["held"]}
+    of_step = {name: value - before[name] for name, value in spent().items()}
+    return of_step | {"basis": basis, "held": before.get("held", 0)}
 
 
 def _finetune(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
