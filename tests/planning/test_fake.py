@@ -229,10 +229,16 @@ def test_a_real_null_space_keeps_what_is_said():
 
 def test_tracked_bases_are_as_large_as_many_steps_make_them():
     """A factor of d rows for each expert of each layer, in fp64, whatever a batch holds; its decompositions count."""
-    batch, tracked = (measure(unlearning(method=f"expert_specific_{basis}")) for basis in ("minibatch", "tracked"))
+    batch, tracked, longer = (
+        measure(unlearning(method=f"expert_specific_{basis}", layers=layers))
+        for basis, layers in (("minibatch", 2), ("tracked", 2), ("tracked", 3))
+    )
     config = PUBLISHED["olmoe"]
     factor = config["num_experts"] * config["hidden_size"] ** 2 * 8
     assert tracked["passes"] - batch["passes"] == pytest.approx(2 * factor, rel=0.01)
+    kept = sum(longer[name] - tracked[name] for name in ("weights", "gradients", "states"))
+    more = longer["update"] - tracked["update"] - kept
+    assert more == pytest.approx(factor, rel=0.01), "a new factor takes the place of the last one"
     assert tracked["flops"] > 10 * batch["flops"]
 
 

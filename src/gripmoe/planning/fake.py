@@ -300,9 +300,10 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
     built = build(method, of_a_side, of_a_side, bases=lambda _: bases, seed=0)
     if isinstance(built.constraint, NullSpace):  # whose joined trace of both sides stays in host memory
         built.constraint.trace = recorded(tokens)
-    if method.basis == "tracked":  # factors as large as those that many steps leave
-        factors = {layer: torch.zeros(shape[0], method.max_rank or d, d, dtype=torch.float64) for layer in moe.layers}
-        built.constraint.load_state = lambda _: built.constraint._factors.update(factors)
+    if method.basis == "tracked":
+        shape_of_factor = shape[0], method.max_rank or d, d  # which many steps leave
+        zeros = lambda: torch.zeros(shape_of_factor, dtype=torch.float64)  # noqa: E731
+        built.constraint.load_state = lambda _: built.constraint._factors.update((n, zeros()) for n in moe.layers)
     before: dict[str, float] = {}
 
     def scores(_: MoEModel) -> dict[str, float]:
