@@ -15,7 +15,7 @@ from gripmoe.config.reading import require_known
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe.families import has_experts
-from gripmoe.planning.cost import FEWEST, GB, PROMPT, TFLOPS
+from gripmoe.planning.cost import FEWEST, GB, PROMPT, QUESTION, TFLOPS
 
 ATTACKS = {  # as --attacks names them; in this order, the most telling first
     "forcing": ("expert forcing",),
@@ -29,7 +29,6 @@ ATTACKS = {  # as --attacks names them; in this order, the most telling first
 }
 NEED_ROUTERS = ("routing", "expert forcing", "routers", "probes of single experts")
 SAMPLE = 240  # questions of attacks that ask many times
-PROMPT_TOKENS = 115  # of a letter question of WMDP and MMLU on average
 
 
 @dataclass(frozen=True)
@@ -132,10 +131,9 @@ def plan_of(
     turns = turns_of(listed, names)
     batch_size = benchmark.evaluation_batch_size if benchmark else OWN["evaluation_batch_size"]
     asked = {"model": {"id": str(found.folder), "revision": None, "config": None, "dtype": _name(found)}}
-    reading = _whole(
-        {**asked, "what": "evaluate", "processes": 1, "rows": [batch_size], "length": PROMPT, "news": False}
-    )
-    each = PROMPT_TOKENS * reading["flops"] / (batch_size * PROMPT) / 1e12 / TFLOPS
+    read = {**asked, "what": "evaluate", "processes": 1, "rows": [batch_size], "news": False}
+    reading = _whole({**read, "length": PROMPT})  # takes most memory
+    each = _whole({**read, "length": QUESTION})["flops"] / batch_size / 1e12 / TFLOPS
     seconds = {name: each * prompts_of(name, sizes) for name in listed}
     device = reading["weights"] + reading["passes"]
     parts = [f"{reading['weights'] / GB:.1f} GB of weights", f"{device / GB:.1f} GB to ask two models side by side"]
