@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
 from PIL import Image
 
 from gripmoe.config.fingerprint import code_fingerprint
@@ -26,7 +27,7 @@ from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load
 from gripmoe.reporting.claims import claims_table, load_claims
 from gripmoe.reporting.collect import KEYS, computed_with, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, marks_of, specification
-from gripmoe.reporting.erasure import ATTACKS, attack_quality
+from gripmoe.reporting.erasure import ATTACKS, attack_quality, erasure_frontier, strongest_attacks
 from gripmoe.reporting.figures import routing_stability_by_layer, save_figure
 from gripmoe.reporting.paired import load_answers, paired_table
 from gripmoe.reporting.tables import MISSING, Table, as_markdown, interval
@@ -108,6 +109,8 @@ class Record:
         """A table of what was measured, or None: without items some cannot be drawn."""
         news = name.startswith("muse")
         kind, runs = "news" if news else "letters", self.of_table(name)
+        if runs.empty:
+            return None
         if name in WORLDS and not set(runs.set_index(["model", "benchmark"]).index) - {("tiny_a", "wmdp_tiny")}:
             return None
         if name.endswith("paired_tests"):
@@ -115,9 +118,7 @@ class Record:
             return None if answers is None or answers.empty else paired_table(answers, runs)
         if name.endswith("attack_matrix"):
             return None if news and self.attacks is None else attack_matrix(runs, self.attacks, name)
-        if name == "attack_quality":
-            return None if runs.empty else attack_quality(runs)
-        return comparison(runs, name)
+        return attack_quality(runs) if name == "attack_quality" else comparison(runs, name)
 
 
 def _shown() -> set[str]:
@@ -204,19 +205,23 @@ def main() -> None:
     measured = Record(args.runs)
     measured.runs = load_runs(record, kind=None)  # so that the tables are what the record gives
     tidy = pd.concat([intervals(measured.of_table(name), name) for name in ("main_results", "muse_results")])
-    write_text(args.output / "main_results.csv", tidy.to_csv(index=False, float_format="%.4g"))
+    if not tidy.empty:
+        write_text(args.output / "main_results.csv", tidy.to_csv(index=False, float_format="%.4g"))
     parts = ["# Tables of the record\n"]
     for name, title in TABLES.items():
         table = measured.table(name)
         if table and (table := measured_only(table)):
             parts.append(f"## {title}\n\n{as_markdown(table)}")
     of_claims = pd.concat([measured.of_world(world) for world in ("record", "record_muse")])
-    statements = claims_table(of_claims)
-    write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
-    parts.append(f"## Statements\n\n{as_markdown(statements)}")
+    if not of_claims.empty:
+        statements = claims_table(of_claims)
+        write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
+        parts.append(f"## Statements\n\n{as_markdown(statements)}")
     write_text(args.output / "tables.md", "\n".join(parts))
     if args.output == OUTPUT:
         draw_pictures(measured)
+    if not (erasure := measured.of_world("tiny_erasure")).empty:
+        draw({"erasure_frontier": erasure_frontier(strongest_attacks(erasure))}, record)
     print(f"{len(runs[KEYS].drop_duplicates())} runs, {len(runs)} numbers in {args.output}")
 
 
@@ -229,8 +234,13 @@ def draw_pictures(record: Record) -> None:
     figures = {"forcing_vulnerability": forcing_vulnerability(letters)}
     if letters.metric.str.startswith("routing_stability_layer_").any():
         figures["routing_stability_by_layer"] = routing_stability_by_layer(letters)
+    draw(figures, OUTPUT / "runs.csv")
+
+
+def draw(figures: dict[str, Figure], runs: Path) -> None:
+    """Pictures of the documentation."""
     for name, figure in figures.items():
-        save_figure(figure, PICTURES / f"{name}.csv", OUTPUT / "runs.csv")
+        save_figure(figure, PICTURES / f"{name}.csv", runs)
         (PICTURES / f"{name}.pdf").unlink()
         few_colours(PICTURES / f"{name}.png")
 
