@@ -1,0 +1,75 @@
+"""The numbers of docs/erasure.md are those of its record."""
+
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from gripmoe.reporting.collect import load_runs
+from gripmoe.reporting.erasure import attack_quality, strongest_attacks
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "erasure.md").read_text(encoding="utf-8")
+RUNS = load_runs(ROOT / "docs" / "record" / "erasure" / "runs.csv")
+ATTEMPTS = pd.read_csv(ROOT / "docs" / "record" / "erasure" / "attempts.csv")
+METHODS = {
+    "frozen router": "frozen_router",
+    "anchored": "anchored",
+    "frozen router, under attack": "frozen_router_adversary",
+    "anchored, under attack": "anchored_adversary",
+}
+
+
+def rows(heading: str) -> list[list[str]]:
+    table = PAGE.partition(f"## {heading}")[2].partition("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("row", rows("What holds"), ids=lambda row: row[0])
+def test_the_table_is_the_records(row):
+    label, retain, routing, excess, tokens = row
+    objective, _, method = label.partition(", ")
+    named = METHODS.get(method, "retrained")
+    found = strongest_attacks(RUNS)
+    found = found[found.method == named]
+    found = found if named == "retrained" else found[found.objective == objective.lower()]
+    stability = RUNS[(RUNS.metric == "routing_stability") & RUNS.set_index(found.columns[:4].tolist()).index.isin(
+        found.set_index(found.columns[:4].tolist()).index
+    )].value  # fmt: skip
+    assert f"{found.retain_accuracy.mean():.2f}" == retain
+    assert f"{stability.mean():.2f}" == routing
+    assert f"{found.excess.mean():.2f}" == excess
+    assert tokens == ("–" if named == "retrained" else f"{found.tokens.mean() / 1e6:.2f} million")
+
+
+def test_paired_differences_are_the_records():
+    wide = strongest_attacks(RUNS).pivot(index=["model", "objective"], columns="method", values="excess")
+    frozen = (wide.frozen_router_adversary - wide.frozen_router).dropna()
+    anchored = (wide.anchored_adversary - wide.anchored).dropna().groupby("model").mean()
+    for difference, shown in (
+        (frozen, "falls by 0.06 (± 0.03)"),
+        (anchored, "three base models leave that undecided (± 0.20)"),
+    ):
+        assert len(difference) == 3 and shown in PAGE
+        half = 4.303 * difference.std() / 3**0.5
+        assert f"{half:.2f}" in shown
+    assert f"{-frozen.mean():.2f}" == "0.06" and f"{-anchored.mean():.2f}" == "0.09"
+    assert ((wide.anchored_adversary - wide.anchored) < 0).sum() == 5
+
+
+def test_attempts_are_counted_and_quoted():
+    assert f"has all {len(ATTEMPTS) - 1} attempts" in PAGE
+    known = ATTEMPTS[["forget_accuracy", "retain_accuracy", "relearned_after_10"]].map(lambda value: f"{value:.2f}")
+    known = set(known.itertuples(index=False, name=None))
+    assert not [row for row in rows("What was tried") if tuple(row[1:]) not in known]
+
+
+def test_attacks_tell_models_apart_as_the_page_says():
+    quality = {label: [cell.value for cell in cells] for label, cells, _ in attack_quality(RUNS).rows}
+    one_layer = quality.pop("1 layer")
+    assert f"{one_layer[1]:.2f}" in PAGE
+    assert f"{min(values[0] for values in quality.values()):.2f}" == "0.93"
+    assert f"{max(values[1] for values in quality.values()):.2f}" == "0.27"
+    assert re.search(r"0\.93 or more against 0\.27 or less", PAGE)
