@@ -29,8 +29,8 @@ AXES = {  # which axes have an effect in a row that has these words
 
 
 class EpsNullConfig(Strict):
-    value: PositiveFloat
-    kind: Literal["absolute", "relative", "energy"]
+    value: PositiveFloat  # eigenvalues below it count as zero
+    kind: Literal["absolute", "relative", "energy"]  # the last: the smallest that hold this share of their sum
     bands: dict[Literal["early", "middle", "late"], PositiveFloat] = {}  # other values for thirds of the layers
 
 

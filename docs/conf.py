@@ -1,0 +1,57 @@
+"""Configuration of Sphinx: `make docs` builds the site, which needs no network."""
+
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import generate  # noqa: E402
+
+from gripmoe import __version__ as release  # noqa: E402
+
+project = "gripmoe"
+author = "The gripmoe authors"
+project_copyright = "The gripmoe authors, MIT licence"
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+suppress_warnings = ["toc.empty_glob"]  # a place for pages that are still to be written
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+default_role = "code"  # docstrings have single backticks
+autodoc_member_order = "bysource"
+add_module_names = False
+python_maximum_signature_line_length = 88
+html_theme = "furo"
+html_title = f"gripmoe {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_show_search_summary = False  # summaries are fetched, which a page that is opened from a folder must not do
+html_math_renderer = "mathml"  # which browsers draw themselves, without a script
+highlight_language = "none"
+templates_path = []
+
+
+def fill(app, name: str, source: list[str]) -> None:
+    """Puts generated text into the pages of the reference: `<!-- generated: commands -->`."""
+    for part in generate.PARTS:
+        source[0] = source[0].replace(f"<!-- generated: {part.__name__} -->", part())
+
+
+def inline_math(writer, node: nodes.math) -> None:
+    writer.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def block_math(writer, node: nodes.math_block) -> None:
+    writer.body.append(f'<div class="formula">{tex2mathml(node.astext(), as_block=True)}</div>')
+    raise nodes.SkipNode
+
+
+def setup(app) -> None:
+    app.connect("source-read", fill)
+    app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))
