@@ -8,9 +8,9 @@ from docutils.utils.math.latex2mathml import tex2mathml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import generate  # noqa: E402
+import generate
 
-from gripmoe import __version__ as release  # noqa: E402
+from gripmoe import __version__ as release
 
 project = "gripmoe"
 author = "The gripmoe authors"
