@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gripmoe.moe.storage import load_model, save_model
     from gripmoe.worlds.shipped import tiny_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Diverged",
     "SelectionRule",

@@ -30,7 +30,7 @@ AXES = {  # which axes have an effect in a row that has these words
 
 class EpsNullConfig(Strict):
     value: PositiveFloat  # eigenvalues below it count as zero
-    kind: Literal["absolute", "relative", "energy"]  # the last: the smallest that hold this share of their sum
+    kind: Literal["absolute", "relative", "energy"]  # as it is, of the largest, or of the sum of all
     bands: dict[Literal["early", "middle", "late"], PositiveFloat] = {}  # other values for thirds of the layers
 
 
