@@ -1,5 +1,6 @@
 """Configuration of Sphinx: `make docs` builds the site, which needs no network."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings have single backticks
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 add_module_names = False
 python_maximum_signature_line_length = 88
 html_theme = "furo"
@@ -42,6 +44,11 @@ def fill(app, name: str, source: list[str]) -> None:
         source[0] = source[0].replace(f"<!-- generated: {part.__name__} -->", part())
 
 
+def link_pages(app, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Makes links of pages that docstrings name."""
+    lines[:] = [re.sub(r"\bdocs/(\w+)\.md", r":doc:`/\1`", line) for line in lines]
+
+
 def inline_math(writer, node: nodes.math) -> None:
     writer.body.append(tex2mathml(node.astext()))
     raise nodes.SkipNode
@@ -54,4 +61,5 @@ def block_math(writer, node: nodes.math_block) -> None:
 
 def setup(app) -> None:
     app.connect("source-read", fill)
+    app.connect("autodoc-process-docstring", link_pages)
     app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))

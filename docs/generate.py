@@ -120,8 +120,8 @@ def _keys(shown: type[types.Strict]) -> str:
         if schema.get("type") == "null":  # what only another source has
             continue
         default = "required" if field.is_required() else f"default {_default(field)}"
-        comment = comments.get(name, "")
-        rows.append(f"- `{key}`: {_kind(schema)}, {default}.{f' {_sentence(comment)}' if comment else ''}")
+        comment = comments.get(name)
+        rows.append(f"- `{key}` ({_kind(schema)}; {default}){f': {_as_markdown(comment)}' if comment else ''}")
     return f"### {shown.__name__}\n\n{inspect.cleandoc(shown.__doc__ or '')}\n\n" + "\n".join(rows) + "\n"
 
 
@@ -199,7 +199,8 @@ def _legend() -> dict[str, str]:
 def further_pages() -> str:
     """Pages that the index does not name, such as one on a further method."""
     index = (DOCS / "index.md").read_text(encoding="utf-8").splitlines()
-    return "\n".join(sorted({page.stem for page in DOCS.glob("*.md")} - {*index, "index"}))
+    named = {line.rpartition("<")[2].rstrip(">") for line in index}
+    return "\n".join(sorted({page.stem for page in DOCS.glob("*.md")} - named - {"index"}))
 
 
 def tables() -> str:
@@ -217,9 +218,8 @@ def _paragraphs(text: str) -> str:
     return f"\n\n{text.strip()}" if text.strip() else ""
 
 
-def _sentence(comment: str) -> str:
-    said = re.sub(r"(\w+(?: \| \w+)+):", r"`\1`:", comment)  # the legend of methods
-    return _escaped(said[0].upper() + said[1:].rstrip(".") + ".")
+def _as_markdown(comment: str) -> str:
+    return _escaped(re.sub(r"(\w+(?: \| \w+)+):", r"`\1`:", comment))  # values, in the legend of methods
 
 
 def _escaped(text: str) -> str:
