@@ -2,7 +2,8 @@
 
 `gripmoe.constrain` holds the routers in anybody's training loop (Method A and its relatives), `gripmoe.remember` and
 `gripmoe.realign` refit them afterwards (Method B), `gripmoe.save_model` and `gripmoe.load_model` leave them in fp32.
-`gripmoe.audit` says of any unlearned model what it forgot and what it hides.
+`gripmoe.RelearningAdversary` makes forgetting hold under relearning. `gripmoe.audit` says of any unlearned model what
+it forgot and what it hides.
 Nothing heavy is imported until it is asked for.
 """
 
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
     from gripmoe.moe.replay import replay_experts, routed_experts
     from gripmoe.moe.sharding import shard_experts
     from gripmoe.moe.storage import load_model, save_model
+    from gripmoe.training.adversary import RelearningAdversary
     from gripmoe.worlds.shipped import tiny_model
 
 __version__ = "0.2.0"
 __all__ = [
     "Diverged",
+    "RelearningAdversary",
     "SelectionRule",
     "audit",
     "constrain",
@@ -45,6 +48,7 @@ __all__ = [
 ]
 _HOMES = {
     "Diverged": "constraints.hooks",
+    "RelearningAdversary": "training.adversary",
     "SelectionRule": "geometry.routing",
     "audit": "auditing.run",
     "constrain": "library.constrain",

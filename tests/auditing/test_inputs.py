@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gripmoe.auditing.inputs import TABLE, Named, named, own, relearning_of
+from gripmoe.auditing.inputs import TABLE, Named, named, own
 from gripmoe.cli.main import main
 from gripmoe.config.grid import Project
 from gripmoe.config.reading import read_catalogue
@@ -118,7 +118,3 @@ def test_other_bad_inputs_are_refused(asked, files, tmp_path):
         own(twice, asked.retain)
     with pytest.raises(ConfigError, match="no question is of the split 'test'"):
         own([row | {"split": "dev"} for row in asked.forget], asked.retain)
-    with pytest.raises(ConfigError, match="--relearning: learning_rate"):
-        relearning_of('{"learning_rate": -1}')
-    with pytest.raises(ConfigError, match="--relearning: not valid JSON"):
-        relearning_of("fast")

@@ -66,6 +66,7 @@ def test_every_row_works_by_name_or_says_why_not():
         "retain_x10": "`training.alpha_multiplier`: hyperparameters of the loop; set them there",
         "expert_specific_router_x10": "`training.router_multiplier`: hyperparameters of the loop",
         "expert_specific_fp8": "`training.expert_precision`: hyperparameters of the loop",
+        "anchored_adversary": "`training.adversary_steps`: hyperparameters of the loop; set them there (an attacker: ",
         "ptc": "`corrects`: it is about a finished model; call gripmoe.realign after training",
         "ptc_matched": "`correction`: it comes after training; call gripmoe.realign",
         "routing_aware": "`critical_experts`: it weighs tokens in the loss",

@@ -8,9 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gripmoe.config.grid import Project
+from gripmoe.constraints.build import build
+from gripmoe.geometry.routing import LayerRouting
 from gripmoe.moe import MoEModel
 from gripmoe.planning import Costs, Step
 from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, measure
+from gripmoe.training.loop import held_bytes
 
 PAPER = Project(Path(__file__).parents[2] / "workflow" / "config", "paper")
 PUBLISHED = {  # as their config.json have them
@@ -32,6 +35,10 @@ PUBLISHED = {  # as their config.json have them
         sliding_window=128, attention_bias=True, tie_word_embeddings=False,
     ),
 }  # fmt: skip
+SMALL = dict(
+    model_type="qwen3_moe", vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=4,
+)  # fmt: skip
 OBJECTIVES = ["gd", "kl", "npo", "rmu"]
 # A row for each kind of constraint, and one for each other path through the code.
 KINDS = [
@@ -46,6 +53,10 @@ OTHERS = [
 
 def row(config):
     return {"id": "nobody/nothing", "revision": None, "config": config, "dtype": "bfloat16"}
+
+
+def real_model():
+    return MoEModel(AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL), dtype=torch.bfloat16))
 
 
 def unlearning(model="olmoe", objective="gd", method="unconstrained", layers=2, processes=1, length=32, **change):
@@ -105,22 +116,34 @@ def test_parameters_are_as_many_as_published(tmp_path, model, parameters):
 
 def test_operations_are_those_of_the_real_model():
     """Of a small one's forward pass; without a formula for grouped products most are missing."""
-    config = dict(
-        model_type="qwen3_moe", vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=4,
-    )  # fmt: skip
-    question = {"model": row(config), "layers": 2, "processes": 1, "what": "evaluate", "rows": [2], "length": 16}
+    question = {"model": row(SMALL), "layers": 2, "processes": 1, "what": "evaluate", "rows": [2], "length": 16}
     counted = measure({**question, "news": False})["flops"]
-    model = MoEModel(AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)).model
+    model = real_model().model
     formulas = {torch.ops.aten._grouped_mm: _grouped_product}
     real = []
     for mapping in (formulas, {torch.ops.aten._grouped_mm: lambda *_, **__: 0}):
         with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=mapping) as flops:
             model(torch.ones(2, 16, dtype=torch.long))
         real.append(flops.get_total_flops())
-    assert counted == real[0] > 1.5 * real[1]
+    attention = 2 * 2 * (2 * 16) * 16 * (64 + 64)  # of two layers, a product with keys and one with values
+    assert counted - attention == real[0] > 1.5 * real[1]
     tokens, experts = 2 * 16, 2 * 4 * (64 * 128 + 64 * 64)  # of two layers, for each token
     assert real[0] - real[1] == 2 * tokens * experts
+
+
+def test_attention_counts():
+    """Of each position with all others, two products forward and five backward: more in long documents than in short
+    ones of as many tokens."""
+
+    def layer(rows, length):
+        sizes = dict.fromkeys(("forget_batch_size", "retain_batch_size"), rows)
+        questions = [unlearning(layers=layers, length=length, **sizes) | {"rows": [rows, rows]} for layers in (2, 3)]
+        two, three = (measure(question)["flops"] for question in questions)
+        return three - two
+
+    tokens, both = 2 * 64, 2  # a pass of forget documents and one of retain documents
+    more = 2 * tokens * (64 - 32) * PUBLISHED["olmoe"]["hidden_size"]
+    assert layer(2, 64) - layer(4, 32) == both * (2 + 5) * more
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -175,6 +198,62 @@ def test_decompositions_count():
     share = 2 * 32 * config["num_experts_per_tok"] // config["num_experts"]
     svd = 14 * share * config["hidden_size"] * share
     assert paper - free == pytest.approx(SLOW * 2 * config["num_experts"] * svd, rel=0.02)
+
+
+def test_a_trace_of_both_sides_counts_once():
+    """Those of both sides hold what as many retain tokens alone do: the tokens in fp32, the bounds and the routers."""
+    question = {**unlearning(method="expert_specific"), "traced": 2**17}
+    one, both = (
+        measure({**question, "method": PAPER.methods[name].model_dump(mode="json")})
+        for name in ("expert_specific", "combined")
+    )
+    d, experts = (PUBLISHED["olmoe"][name] for name in ("hidden_size", "num_experts"))
+    held = 2 * 4 * (2**17 * d + 2**17 * experts + experts * d)
+    for found in (one, both):
+        assert found["held"] - found["weights"] == pytest.approx(held, rel=0.02)
+
+
+def test_a_real_null_space_keeps_what_is_said():
+    """Of both sides, on the GPU, once training has begun; the trace itself is in host memory."""
+    tokens, method = 2000, PAPER.methods["combined"]
+    said = measure({**unlearning(method="combined"), "model": row(SMALL), "traced": 2 * tokens})
+    moe = real_model()
+    sizes = (tokens, 64), (tokens, 8), (tokens, 4)
+    seen = LayerRouting(*(torch.zeros(size, dtype=torch.long if size[1] == 4 else torch.float) for size in sizes))
+    trace = dict.fromkeys(moe.layers, seen)
+    constraint = build(method, trace, trace, bases=lambda _: {}, seed=0).constraint
+    constraint.start(moe, [], [])
+    constraint.trace = None
+    assert said["held"] - said["weights"] == pytest.approx(held_bytes(constraint), rel=0.01)
+
+
+def test_tracked_bases_are_as_large_as_many_steps_make_them():
+    """A factor of d rows for each expert of each layer, in fp64, whatever a batch holds; its decompositions count."""
+    batch, tracked, longer = (
+        measure(unlearning(method=f"expert_specific_{basis}", layers=layers))
+        for basis, layers in (("minibatch", 2), ("tracked", 2), ("tracked", 3))
+    )
+    config = PUBLISHED["olmoe"]
+    factor = config["num_experts"] * config["hidden_size"] ** 2 * 8
+    assert tracked["passes"] - batch["passes"] == pytest.approx(2 * factor, rel=0.01)
+    kept = sum(longer[name] - tracked[name] for name in ("weights", "gradients", "states"))
+    more = longer["update"] - tracked["update"] - kept
+    assert more == pytest.approx(factor, rel=0.01), "a new factor takes the place of the last one"
+    assert tracked["flops"] > 10 * batch["flops"]
+
+
+def test_many_steps_make_real_tracked_bases_as_large():
+    """After eight steps of sixteen tokens or more for each expert, of 64 dimensions, and no larger after the ninth."""
+    moe, generator = real_model(), torch.Generator().manual_seed(0)
+    constraint = build(PAPER.methods["expert_specific_tracked"], {}, bases=lambda _: {}, seed=0).constraint
+    constraint.start(moe, [], [])
+    layer = moe.layers[0]
+    theta_Ed = moe.thetas()[layer].float()
+    for step in range(9):
+        seen = LayerRouting(torch.randn(32, 64, generator=generator), None, None)
+        constraint.constrain(layer, theta_Ed, theta_Ed + 1e-3, seen)
+        if step >= 7:
+            assert held_bytes(constraint._factors) == 8 * 64 * 64 * 8
 
 
 def test_what_a_run_asks_once_is_no_part_of_a_step():

@@ -29,11 +29,11 @@ def measured(monkeypatch):
         weights = 1e9 * layers / question["processes"]
         gradients = 1e9 * run / question["processes"] if training else 0
         states = gradients / (2 if training.get("optimizer") == "adamw_8bit" else 1)
-        kept = weights + gradients + states
+        kept, has_basis = weights + gradients + states, bool(question.get("method", {}).get("basis"))
         return {
             "of_layers": 48, "parameters": 5e8 * layers, "weights": weights, "gradients": gradients, "states": states,
             "passes": kept + 1e9 * (1 if training.get("gradient_checkpointing", True) else 10), "update": kept,
-            "saving": weights * 1.5, "basis": 2e9 * layers if question.get("method", {}).get("basis") else 0,
+            "saving": weights * 1.5, "basis": 2e9 * layers * has_basis, "held": weights + 5e8 * layers * has_basis,
             "flops": 1e12 * run, "received": 0,
         }  # fmt: skip
 
@@ -83,6 +83,8 @@ def test_a_step_costs_what_its_layers_do(tmp_path):
     assert (costs.of(step).total, costs.of(step).tflop, costs.of(step).processes) == (24 + 24 + 12 + 1, 48, 2)
     alone = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "seuf"))
     assert (alone.gpus, alone.processes, alone.parts["weights"]) == (2, 1, 24)
+    single = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "expert_specific_single"))
+    assert single.total == 36 + 24 + 16 + 24, "while it is written, with what the constraint keeps"
     rmu = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "rmu", "unconstrained"))
     assert (rmu.total, rmu.tflop) == (24 + 4 + 2 + 1, 8)
     bases = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "expert_specific"))

@@ -376,7 +376,7 @@ class TestRun:
         original = json.loads((runs / "none/original/0/evaluation.json").read_text())
         assert original["routing_stability"] == original["forget_routing_stability"] == 1.0
         attack = json.loads((runs / "none/original/0/attack.json").read_text())
-        assert attack["own_sets_change_answers"] == 0 and attack["recovery_rate"] == 0
+        assert attack["wrong_to_right"] == attack["right_to_wrong"] == attack["recovery_rate"] == 0
         sound = json.loads((runs / "gd/expert_specific/0/evaluation.json").read_text())
         free = json.loads((runs / "gd/unconstrained/0/evaluation.json").read_text())
         assert sound["routing_stability_router_only"] > free["routing_stability_router_only"]

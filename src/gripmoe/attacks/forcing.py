@@ -44,7 +44,7 @@ def expert_forcing(setting: Letters, answer_all: Callable[[MoEModel, Sequence[di
 
     `recovery_rate_paper` is forced accuracy on shifted questions minus normal accuracy on all (as the paper has it),
     `recovery_rate_shifted` the same difference on equal questions. Controls: the original gate weights too, random
-    sets, the original model under its own sets (which must change no answer), and forced retain accuracy.
+    sets, and forced retain accuracy. Of the original model itself forcing must change no answer.
     """
     before, after, forget = setting.before, setting.after, setting.forget
     with after.force_routing(before.routes):
@@ -54,9 +54,6 @@ def expert_forcing(setting: Letters, answer_all: Callable[[MoEModel, Sequence[di
         recorded_weights = setting.right(after, forget)
     with after.force_routing(random_sets(after, setting.seed)):
         random_forced = setting.right(after, forget)
-    original = setting.ask(before, forget)
-    with before.force_routing(before.routes):
-        original_forced = setting.ask(before, forget)
 
     own, ids = Marks(setting.own_answers(forget)), [question["id"] for question in forget]
     agreement = prompt_agreement(before, after, setting.tokenizer, forget)
@@ -69,8 +66,6 @@ def expert_forcing(setting: Letters, answer_all: Callable[[MoEModel, Sequence[di
             "forced_forget_accuracy": forced,
             "forced_with_recorded_weights": recorded_weights,
             "random_forced_forget_accuracy": random_forced,
-            "original_forget_accuracy": Marks(original),
-            "original_forced_with_own_sets": Marks(original_forced),
             "set_agreement": [agreement[name] for name in ids],
         },
         recovery_rate=mean(forced) - mean(own),
@@ -82,7 +77,6 @@ def expert_forcing(setting: Letters, answer_all: Callable[[MoEModel, Sequence[di
         wrong_to_right=sum(b > a for a, b in zip(own, forced, strict=True)),
         right_to_wrong=sum(b < a for a, b in zip(own, forced, strict=True)),
         forced_retain_accuracy=mean(forced_retain),
-        own_sets_change_answers=sum(a != b for a, b in zip(original, original_forced, strict=True)),
     )
 
 

@@ -21,6 +21,11 @@ from gripmoe.moe import MoEModel
 PARTS = ("experts", "router", "attention")
 
 
+def parts_of_model(model: MoEModel) -> tuple[str, ...]:
+    """PARTS; of a dense model, which has no routers, the others."""
+    return PARTS if model.layers else ("experts", "attention")
+
+
 def attack(setting: Setting) -> Found:
     before, after = setting.before, setting.after
     with before.brought_beside(after):
@@ -38,7 +43,7 @@ def restoration(
     ("transplanted"). Restored are experts, router or attention of each layer, of the layer that returns most, and of
     all layers; then the best of the single `experts` (by layer), and all of them. Transplanted are the parts of each
     layer, and of the layer that takes most."""
-    parts = PARTS if after.layers else ("experts", "attention")
+    parts = parts_of_model(after)
     found = {}
     for name, source, target in (("restored", before, after), ("transplanted", after, before)):
         recall_with = partial(_recall_with, source, target, recall, recall(target))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gripmoe.config.benchmarks import Benchmark, PublishedData
-from gripmoe.config.reading import parse_as, read_catalogue, require_known
+from gripmoe.config.reading import read_catalogue, require_known
 from gripmoe.config.training import Relearning
 from gripmoe.config.types import Strict
 from gripmoe.data.prompt_formats import LETTERS
@@ -118,16 +117,6 @@ def own(
     places = dict(forget_questions=place(forget), retain_questions=place(retain), forget_corpus="", retain_corpus="")
     benchmark = Benchmark(data=PublishedData(source="published", **places), **OWN)
     return Inputs(benchmark, relearning, files, absent)
-
-
-def relearning_of(text: str | None) -> Relearning | None:
-    """The settings of --relearning, JSON."""
-    if text is None:
-        return None
-    try:
-        return parse_as(Relearning, json.loads(text), Path("--relearning"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--relearning: not valid JSON: {error}") from None
 
 
 def _rows(source: Source, flag: str, *keys: str) -> tuple[str, list[Mapping[str, Any]]]:

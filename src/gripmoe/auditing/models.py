@@ -78,11 +78,6 @@ def find(name: str | Path, flag: str, *, original: Found | None = None, trust_re
     return Found(flag, folder, None, config, {name: tuple(p.shape) for name, p in model.named_parameters()})
 
 
-def has_experts(config: transformers.PretrainedConfig) -> bool:
-    """Whether a config.json gives a number of experts."""
-    return any(getattr(config, key, None) for key in NAMED["experts"])
-
-
 def _folder(name: str | Path, flag: str, patterns: list[str] | None) -> Path:
     if Path(name).is_dir():
         return Path(name)
@@ -187,7 +182,7 @@ def load(found: Found, name: str | Path, device: str | None = None, *, trust_rem
 def changes(before: MoEModel, after: MoEModel) -> dict[str, float]:
     """`changed_<part>`: the norm of what changed as a share of the norm before, of embeddings, attention with norms,
     routers and experts, whole and by layer; `changed_other` of all else."""
-    from gripmoe.attacks.restoration import PARTS, parameters_of
+    from gripmoe.attacks.restoration import parameters_of, parts_of_model
 
     squares: dict[str, list[float]] = {}
     counted: set[int] = set()
@@ -200,7 +195,7 @@ def changes(before: MoEModel, after: MoEModel) -> dict[str, float]:
             sums = squares.setdefault(name, [0.0, 0.0])
             sums[0], sums[1] = sums[0] + change, sums[1] + norm
 
-    for part in PARTS if after.layers else ("experts", "attention"):
+    for part in parts_of_model(after):
         for layer in after.all_layers:
             for pair in zip(parameters_of(before, layer, part), parameters_of(after, layer, part), strict=True):
                 add([f"changed_{part}", f"changed_{part}_layer_{layer}"], *pair)

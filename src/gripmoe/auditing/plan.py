@@ -14,7 +14,8 @@ from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.reading import require_known
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
-from gripmoe.planning.cost import FEWEST, GB, PROMPT, TFLOPS
+from gripmoe.moe.families import has_experts
+from gripmoe.planning.cost import FEWEST, GB, PROMPT, QUESTION, TFLOPS
 
 ATTACKS = {  # as --attacks names them; in this order, the most telling first
     "forcing": ("expert forcing",),
@@ -28,7 +29,6 @@ ATTACKS = {  # as --attacks names them; in this order, the most telling first
 }
 NEED_ROUTERS = ("routing", "expert forcing", "routers", "probes of single experts")
 SAMPLE = 240  # questions of attacks that ask many times
-PROMPT_TOKENS = 115  # of a letter question of WMDP and MMLU on average
 
 
 @dataclass(frozen=True)
@@ -125,16 +125,15 @@ def plan_of(
     layers = found.config.num_hidden_layers
     shots, batch = (benchmark.few_shot_questions if benchmark else 100), relearning.batch_size
     sizes = Sizes(2 * forgotten // 3, retained, forgotten // 3, rows.get("truthfulqa", 0), 200, 0, shots, batch, layers)
-    dense = not models.has_experts(found.config)
+    dense = not has_experts(found.config)
     unfit = {"membership": "no texts that no model has seen", "relearning from other facts": "facts are not known"}
     listed, absent = measures_of(chosen, unfit, dense)
     turns = turns_of(listed, names)
     batch_size = benchmark.evaluation_batch_size if benchmark else OWN["evaluation_batch_size"]
     asked = {"model": {"id": str(found.folder), "revision": None, "config": None, "dtype": _name(found)}}
-    reading = _whole(
-        {**asked, "what": "evaluate", "processes": 1, "rows": [batch_size], "length": PROMPT, "news": False}
-    )
-    each = PROMPT_TOKENS * reading["flops"] / (batch_size * PROMPT) / 1e12 / TFLOPS
+    read = {**asked, "what": "evaluate", "processes": 1, "rows": [batch_size], "news": False}
+    reading = _whole({**read, "length": PROMPT})  # takes most memory
+    each = _whole({**read, "length": QUESTION})["flops"] / batch_size / 1e12 / TFLOPS
     seconds = {name: each * prompts_of(name, sizes) for name in listed}
     device = reading["weights"] + reading["passes"]
     parts = [f"{reading['weights'] / GB:.1f} GB of weights", f"{device / GB:.1f} GB to ask two models side by side"]

@@ -57,9 +57,13 @@ class AuditReport:
 
     @cached_property
     def _measures(self) -> pd.DataFrame:
-        from gripmoe.reporting.audits import corrected, measures
+        from gripmoe.reporting.audits import measures
+        from gripmoe.reporting.collect import corrected_for_chance
 
-        parts = {name: (corrected(found.metrics), found.scores) for name, found in self.found.items()}
+        parts = {
+            name: (found.metrics | corrected_for_chance(found.metrics), found.scores)
+            for name, found in self.found.items()
+        }
         return measures(parts, self.facts)
 
     def to_frame(self) -> pd.DataFrame:

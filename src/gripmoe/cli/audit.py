@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from gripmoe.auditing import run
-from gripmoe.auditing.inputs import relearning_of
 from gripmoe.auditing.plan import ATTACKS, plan_of
 from gripmoe.cli.options import read_file
 from gripmoe.config.provenance import recorded
+from gripmoe.config.reading import parse_settings
+from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.locks import exclusive
 
@@ -48,7 +49,7 @@ def audit(
         raise ConfigError("--forget, --questions: give one of them, a benchmark's name or a file of questions")
     if forget and (retain_questions or forget_text or retain_text or holdout_text):
         raise ConfigError("--forget: a benchmark has questions and texts of its own; leave the files out")
-    settings = relearning_of(relearning)
+    settings = None if relearning is None else parse_settings(Relearning, relearning, "--relearning")
     chosen = None if attacks is None else attacks.split(",")
     if plan_only:
         names = ["original", "unlearned", *["retrained"] * bool(retrained)]

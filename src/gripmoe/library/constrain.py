@@ -258,7 +258,8 @@ def _unable(method: Method) -> str | None:
             return f"`{key}`: {reason}"
     if of_loop := sorted(method.training.keys() - {"router_weight_decay"}):  # of which `_warn_of_decay` warns
         keys = ", ".join(f"`training.{key}`" for key in of_loop)
-        return f"{keys}: hyperparameters of the loop; set them there, and give a Method without `training`"
+        attacker = " (an attacker: gripmoe.RelearningAdversary)" if "adversary_steps" in of_loop else ""
+        return f"{keys}: hyperparameters of the loop; set them there{attacker}, and give a Method without `training`"
     return None
 
 

@@ -244,10 +244,16 @@ def _missing(model: nn.Module) -> tuple[str] | tuple[str, str]:
     return ("a row; its routers return what they should, and must be linear",)
 
 
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configurations
+
+
+def has_experts(config: object) -> bool:
+    """Whether the configuration of a model gives a number of experts, of whatever family."""
+    return any(getattr(config, name, None) for name in NUMBERS_OF_EXPERTS)
+
+
 def is_moe(model: nn.Module) -> bool:
-    """Whether the model has experts, of whatever family."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(getattr(model.config, name, None) for name in names)
+    return has_experts(model.config)
 
 
 def router_class(model: nn.Module) -> type[nn.Module]:

@@ -25,11 +25,12 @@ TFLOPS = 98.9
 LINK, HOST = 2.0e11, 1.0e10
 FEWEST = 3  # layers that are measured: with two, FSDP does not yet hold what it holds of neighbours
 PROMPT = 3000  # tokens of the longest letter prompt: below five questions of MMLU
+QUESTION = 115  # tokens of a letter question of WMDP and MMLU on average
 TEXTS = (2, 2000)  # news: rows and tokens of a pass that asks for membership
 ARTICLE = 900  # tokens of an article that a model is finetuned on
 SAVING = ({"gradient_checkpointing": True}, {"optimizer": "adamw_8bit"})
 MORE_GPUS = ({"gpus": 2}, {"gpus": 4}, {"gpus": 8})
-VARIANTS = {  # what is tried where a step does not fit
+CHANGES = {  # what is tried where a step does not fit
     "unlearn": (*SAVING, {"trained_layers": 3}, {"forget_batch_size": 1, "retain_batch_size": 1}, {"basis_memory": 4})
     + MORE_GPUS,
     "relearning": (*SAVING, {"batch_size": 1}, *MORE_GPUS),
@@ -41,7 +42,7 @@ VARIANTS = {  # what is tried where a step does not fit
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a model: "unlearn" with benchmark, objective and method, or another key of `VARIANTS`."""
+    """A step of a model: "unlearn" with benchmark, objective and method, or another key of `CHANGES`."""
 
     model: str
     what: str
@@ -84,7 +85,7 @@ class Costs:
 
     def __init__(self, project: Project, results: Path):
         self.project, self._results, self._file = project, results, results / "cost.json"
-        self._known: dict[str, Any] = read_json(self._file) if self._file.exists() else {}
+        self._measured: dict[str, Any] = read_json(self._file) if self._file.exists() else {}
         self._code, self._costs = "", {}
 
     def varied(self, project: Project) -> Costs:
@@ -98,54 +99,69 @@ class Costs:
         if step not in self._costs:
             published = isinstance(self.project.trained_from(step.model), PublishedModel)
             question = self._question(step) if published else None
-            self._costs[step] = self._cost(step, question) if question and self._layers(question) else None
+            measurable = question and self._number_of_layers(question)
+            self._costs[step] = self._cost(step, question) if measurable else None
         return self._costs[step]
 
-    def _cost(self, step: Step, question: dict[str, Any]) -> Cost:
-        world, gpus, processes = self.project.world, self.project.gpus(step.model), question["processes"]
-        whole, own = self._whole(question), self._layers(question)
-        if processes == 1:  # whose layers are split over its GPUs
-            own = ceil(own / gpus)
-        fewer = {name: min(count, own) for name, count in question["fewer"].items()}
-        card = self._extrapolated(question, {"layers": own, **fewer})
-        known = {name: card[name] for name in ("weights", "gradients", "states")}
-        cached = question.get("method", {}).get("basis") == "cached"  # which all stay where the model is
-        room = float("inf") if cached else world.basis_memory * GB
-        known["bases"] = min(card["basis"], room)
-        peak = max(card["passes"], card["update"]) + known["bases"]
-        if step.what == "unlearn" and processes == 1:  # several gather the model in host memory
-            saving = self._extrapolated(self._reading(step), {"layers": own})["saving"]
-            peak = max(peak, saving + known["gradients"] + known["bases"])
-        known["activations"] = peak - sum(known.values())
-        if step.what == "evaluate":  # answers before the original comes
-            known["activations"] -= known["weights"]
-        known["weights"] *= question["models"]
-        parts = {name: size / GB for name, size in known.items() if size > 0}
-        host = question["models"] * 2 * whole["parameters"] / GB
-        if step.what == "unlearn":
-            beyond = max(0, whole["basis"] - room) / GB
-            host += world.original_memory + min(beyond, world.basis_host_memory)
-        waiting = whole["received"] / LINK + max(0, whole["basis"] - room) / HOST
-        return Cost(step, gpus, processes, parts, processes * host, whole["flops"] / 1e12, waiting)
-
     def flops_per_token(self, step: Step) -> float:
-        """Of a forward pass through all layers, in evaluation."""
-        question = self._reading(step)
-        return self._whole(question)["flops"] / (question["rows"][0] * question["length"])
+        """Of a forward pass through all layers, in evaluation: letter questions of average length, or texts of news."""
+        question = self._evaluation(step)
+        if not question["news"]:  # attention in the longest prompt would count for all
+            question["length"] = QUESTION
+        return self._of_model(question)["flops"] / (question["rows"][0] * question["length"])
 
     def parameters(self, step: Step) -> float:
-        return self._whole(self._reading(step))["parameters"]
+        return self._of_model(self._evaluation(step))["parameters"]
 
     def bases(self, step: Step) -> float:
         """GB of all bases of an "unlearn" step."""
-        return self._whole(self._question(step))["basis"] / GB
+        return self._of_model(self._question(step))["basis"] / GB
+
+    # From measurements to a cost
+
+    def _cost(self, step: Step, question: dict[str, Any]) -> Cost:
+        world, processes, models = self.project.world, question["processes"], question["models"]
+        of_model = self._of_model(question)
+        cached = question.get("method", {}).get("basis") == "cached"  # bases that grow stay where the model is
+        on_gpu = of_model["basis"] if cached else min(of_model["basis"], world.basis_memory * GB)
+        elsewhere = of_model["basis"] - on_gpu
+        parts = {name: size / GB for name, size in self._parts(step, question, on_gpu).items() if size > 0}
+        host = models * 2 * of_model["parameters"] / GB
+        if step.what == "unlearn":
+            host += world.original_memory + min(elsewhere / GB, world.basis_host_memory)
+        waiting = of_model["received"] / LINK + elsewhere / HOST
+        gpus = self.project.gpus(step.model)
+        return Cost(step, gpus, processes, parts, processes * host, of_model["flops"] / 1e12, waiting)
+
+    def _parts(self, step: Step, question: dict[str, Any], bases: float) -> dict[str, float]:
+        """Bytes on the first GPU at its peak, by what takes them. The first GPU has the `bases`, and in one process
+        what the constraint keeps of all layers."""
+        layers = self._number_of_layers(question)
+        if question["processes"] == 1:  # the GPUs share the layers
+            layers = ceil(layers / self.project.gpus(step.model))
+        in_part = {name: min(count, layers) for name, count in question["in_part"].items()}
+        of_gpu = self._extrapolated(question, {"layers": layers, **in_part})
+        parts = {name: of_gpu[name] for name in ("weights", "gradients", "states")} | {"bases": bases}
+        peak = max(of_gpu["passes"], of_gpu["update"]) + bases
+        if step.what == "unlearn" and question["processes"] == 1:  # several gather the model in host memory
+            of_model = self._of_model(question)
+            kept, kept_of_gpu = (numbers["held"] - numbers["weights"] for numbers in (of_model, of_gpu))
+            saving = self._extrapolated(self._evaluation(step), {"layers": layers})["saving"]
+            peak = max(peak + kept - kept_of_gpu, saving + parts["gradients"] + bases + kept)
+        parts["activations"] = peak - sum(parts.values())
+        if step.what == "evaluate":  # the unlearned model answers before the original one is loaded
+            parts["activations"] -= parts["weights"]
+        parts["weights"] *= question["models"]
+        return parts
+
+    # What is measured
 
     def _question(self, step: Step) -> dict[str, Any]:
-        """What `measure` is asked of a step; and for how many `models`, and of which `fewer` layers some run or
-        train."""
+        """What `measure` is asked of a step. Two keys are of this class alone: `models`, the number of models in
+        memory, and `in_part`, the number of layers that "run" or are "trained" where those are not all."""
         project, model = self.project, self.project.models[step.model]
         if step.what == "unlearn":
-            return self._asked(step) | self._unlearning(step)
+            return self._any_step(step) | self._unlearning(step)
         if step.what == "finetune_model":
             training = {"optimizer": model.optimizer, "gradient_checkpointing": model.gradient_checkpointing}
             rows, length, processes = [model.batch_size], ARTICLE, project.processes(step.model)
@@ -155,44 +171,45 @@ class Costs:
             length = max(project.benchmarks[name].max_length for name in fitting)
             rows, processes = [training["batch_size"]], 1
         else:
-            return self._reading(step)
-        return self._asked(step) | {"rows": rows, "length": length, "training": training, "processes": processes}
+            return self._evaluation(step)
+        return self._any_step(step) | {"rows": rows, "length": length, "training": training, "processes": processes}
 
-    def _asked(self, step: Step) -> dict[str, Any]:
+    def _any_step(self, step: Step) -> dict[str, Any]:
         model = self.project.trained_from(step.model).model_dump(mode="json")
-        return {"model": model, "what": step.what, "processes": 1, "models": 1, "fewer": {}}
+        return {"model": model, "what": step.what, "processes": 1, "models": 1, "in_part": {}}
 
-    def _reading(self, step: Step) -> dict[str, Any]:
-        """A pass of evaluation; in evaluation and attacks of two models, the original beside the unlearned one."""
+    def _evaluation(self, step: Step) -> dict[str, Any]:
+        """A forward pass; evaluation and attacks have the original model in memory beside the unlearned one."""
         benchmark = self.project.benchmarks[step.benchmark or self.project.world.benchmarks[0]]
         rows, length = TEXTS if benchmark.is_news else (benchmark.evaluation_batch_size, PROMPT)
         models = 2 if step.what in ("evaluate", "attack") else 1
         asked = {"what": "evaluate", "rows": [rows], "length": length, "news": benchmark.is_news, "models": models}
-        return self._asked(step) | asked
+        return self._any_step(step) | asked
 
     def _unlearning(self, step: Step) -> dict[str, Any]:
         project, method = self.project, self.project.methods[step.method]
         training = project.training_of(step.model, step.objective, step.method, step.benchmark)
         processes = project.processes(step.model, step.method)
         passes = processes * training.gradient_accumulation
-        fewer = {"run": training.objective["layer"] + 1} if "layer" in training.objective else {}
+        in_part = {"run": training.objective["layer"] + 1} if "layer" in training.objective else {}
         if training.trained_layers:
-            fewer["trained"] = training.trained_layers
-        settings = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1}
-        same = {"correction": None, "retain_tokens": None, "training": {}}  # whatever a row says, a step costs the same
+            in_part["trained"] = training.trained_layers
+        # Rows of methods.yaml that differ in these alone cost the same, and share a measurement.
+        one_step = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1}
+        alike = {"correction": None, "retain_tokens": None, "training": {}}
         if method.eps_null:
-            same["eps_null"] = {"value": 1.0, "kind": method.eps_null.kind}
+            alike["eps_null"] = {"value": 1.0, "kind": method.eps_null.kind}
         else:
-            same["form"] = "sound"
+            alike["form"] = "sound"
         return {
             "processes": processes,
             "rows": [passes * training.forget_batch_size, passes * training.retain_batch_size],
             "length": project.benchmarks[step.benchmark].max_length,
-            "fewer": fewer,
+            "in_part": in_part,
             "traced": self._traced(step) if method.constraint == "null_space" else 1,
             "objective": project.objectives[step.objective].path,
-            "method": method.model_dump(mode="json") | same,
-            "training": {**training.model_dump(mode="json"), **settings},
+            "method": method.model_dump(mode="json") | alike,
+            "training": {**training.model_dump(mode="json"), **one_step},
         }
 
     def _traced(self, step: Step) -> int:
@@ -204,49 +221,52 @@ class Costs:
         sides = self.project.methods[step.method].sides
         return sum(recorded.get(f"{side}_tokens", at_most) for side in sides)
 
-    def _layers(self, question: dict[str, Any]) -> int:
-        """Of the published model; 0 if it cannot be measured."""
-        return int(self._at(question, dict.fromkeys(["layers", *question["fewer"]], FEWEST)).get("of_layers", 0))
+    # Measurements at few layers
 
-    def _whole(self, question: dict[str, Any]) -> dict[str, float]:
-        """Of all layers."""
-        return self._extrapolated(question, {"layers": self._layers(question), **question["fewer"]})
+    def _number_of_layers(self, question: dict[str, Any]) -> int:
+        """Of the published model; 0 if it cannot be measured."""
+        return int(self._measure(question, dict.fromkeys(["layers", *question["in_part"]], FEWEST)).get("of_layers", 0))
+
+    def _of_model(self, question: dict[str, Any]) -> dict[str, float]:
+        """The numbers of all layers."""
+        return self._extrapolated(question, {"layers": self._number_of_layers(question), **question["in_part"]})
 
     def _extrapolated(self, question: dict[str, Any], wanted: dict[str, int]) -> dict[str, float]:
-        """The numbers of a model with so many layers, of which so many run and train: linear in each, by one more of
-        each after the other."""
-        point = dict.fromkeys(wanted, FEWEST)
-        before = self._at(question, point)
-        found = dict(before)
+        """The numbers of a model with so many `layers`, of which so many "run" and are "trained". Each number is linear
+        in each count: the counts grow by one, one count after the other, and each growth is continued to what is
+        wanted."""
+        counts = dict.fromkeys(wanted, FEWEST)
+        before = self._measure(question, counts)
+        extrapolated = dict(before)
         for name, count in wanted.items():
-            more = {**point, name: point[name] + 1}
-            after = self._at(question, more)
+            counts = {**counts, name: FEWEST + 1}
+            after = self._measure(question, counts)
             for key, value in after.items():
-                found[key] += (count - point[name]) * (value - before[key])
-            point, before = more, after
-        return found
+                extrapolated[key] += (count - FEWEST) * (value - before[key])
+            before = after
+        return extrapolated
 
-    def _at(self, question: dict[str, Any], point: dict[str, int]) -> dict[str, float]:
+    def _measure(self, question: dict[str, Any], counts: dict[str, int]) -> dict[str, float]:
         """What `measure` says of a model with so few layers, or has said; nothing if it cannot."""
-        asked = {key: value for key, value in question.items() if key not in ("models", "fewer")}
-        asked["layers"] = point["layers"]
-        if "run" in point:
-            objective = {**asked["training"]["objective"], "layer": point["run"] - 1}
+        asked = {key: value for key, value in question.items() if key not in ("models", "in_part")}
+        asked["layers"] = counts["layers"]
+        if "run" in counts:
+            objective = {**asked["training"]["objective"], "layer": counts["run"] - 1}
             asked["training"] = {**asked["training"], "objective": objective}
-        if "trained" in point:
-            asked["training"] = {**asked["training"], "trained_layers": point["trained"]}
+        if "trained" in counts:
+            asked["training"] = {**asked["training"], "trained_layers": counts["trained"]}
         entry = "gripmoe.planning.fake:measure"
         self._code = self._code or code_fingerprint(entry) + str(package_versions(("torch", "transformers", "torchao")))
         key = hashlib.sha256(json.dumps([self._code, asked], sort_keys=True).encode()).hexdigest()[:16]
-        if key not in self._known:
+        if key not in self._measured:
             from gripmoe.planning.fake import NotMeasurable, measure
 
             try:
-                self._known[key] = measure(asked)
+                self._measured[key] = measure(asked)
             except NotMeasurable:
                 return {}
-            write_json(self._file, self._known)
-        return self._known[key]
+            write_json(self._file, self._measured)
+        return self._measured[key]
 
 
 def steps_of(project: Project) -> list[Step]:
@@ -266,7 +286,7 @@ def steps_of(project: Project) -> list[Step]:
 
 def what_would_fit(costs: Costs, step: Step, gpu_memory: float, host_memory: float) -> Iterator[str]:
     """The changes, tried one at a time, with each of which a step that does not fit would."""
-    for change in VARIANTS[step.what]:
+    for change in CHANGES[step.what]:
         try:
             cost = costs.varied(_changed(costs.project, step, change)).of(step)
         except ValueError:  # processes that cannot share a batch, say

@@ -32,6 +32,7 @@ from gripmoe.attacks import relearning as attack
 from gripmoe.config.methods import Method
 from gripmoe.config.training import Relearning, Training
 from gripmoe.constraints.build import build
+from gripmoe.constraints.null_space import NullSpace
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, collate
 from gripmoe.evaluation.stop_rule import StopRule
@@ -47,13 +48,14 @@ from gripmoe.training.objectives import make_objective, sequence_logprobs
 
 aten = torch.ops.aten
 NOWHERE = Path("/nonexistent/state.pt")  # no state to resume from
-Spent = Callable[[], dict[str, float]]  # operations, and bytes received, since a measurement began
+Spent = Callable[[], dict[str, float]]  # operations and bytes received since a measurement began, and bytes held now
 
 
 def measure(question: Mapping[str, Any]) -> dict[str, float]:
     """Bytes of each process in a step: "weights", "gradients", optimizer "states", retain "basis", the peaks of
-    "passes" and "update" (of "evaluate" also of "saving" the model), and bytes "received" from other processes;
-    "flops"; "parameters" of the model, and "of_layers", the layers of the published model.
+    "passes" and "update" (of "evaluate" also of "saving" the model), those "held" before a step of unlearning, and
+    those "received" from other processes; "flops"; "parameters" of the model, and "of_layers", the layers of the
+    published model.
 
     `question` has `model` (a row of models.yaml), its number of `layers` here, `processes`, `what` is done, `rows` of
     `length` tokens, and the keys that the function in `STEPS` reads. Raises NotMeasurable for a model without
@@ -73,12 +75,12 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
             moe = MoEModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
         shard_experts(moe)
         memory.track_external(moe.model)
-        weights = sum(snapshot["Total"] for snapshot in memory.get_tracker_snapshot().values())
+        weights = memory.now()
         flops = FlopCounterMode(display=False, custom_mapping=FORMULAS)
         # Its hooks on modules keep graphs alive, and with them what gradient checkpointing has computed again.
         flops.mod_tracker._fw_pre_hook = flops.mod_tracker._fw_post_hook = lambda *_: None
         with fake, _Answers(), memory, flops:
-            spent = lambda: {"flops": flops.get_total_flops(), "received": memory.received}  # noqa: E731
+            spent = lambda: {"flops": flops.get_total_flops(), "received": memory.received, "held": memory.now()}  # noqa: E731
             taken = STEPS[question["what"]](moe, question, spent)
             if question["what"] == "evaluate":
                 memory.phase = "saving"
@@ -154,8 +156,10 @@ class _Memory(MemTracker):
     def _update_peak_stats(self, peak_state) -> None:
         if self.counts:
             phase = "update" if self._in_opt else self.phase
-            total = sum(snapshot["Total"] for snapshot in self._curr_mem_snap.values())
-            self.peaks[phase] = max(total, self.peaks.get(phase, 0))
+            self.peaks[phase] = max(self.now(), self.peaks.get(phase, 0))
+
+    def now(self) -> int:
+        return sum(snapshot["Total"] for snapshot in self._curr_mem_snap.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":  # the larger of what goes in and what comes out, but for one's own share
@@ -195,6 +199,16 @@ def _grouped_product(a_shape, b_shape, *_, out_shape=None, **__) -> int:
     return 2 * a_shape[-2] * a_shape[-1] * b_shape[-1]
 
 
+def _attention(q_shape, k_shape, v_shape, *_, **__) -> int:
+    """Operations of queries by keys and of scores by values, of all positions with all."""
+    return 2 * prod(q_shape[:-1]) * k_shape[-2] * (q_shape[-1] + v_shape[-1])
+
+
+def _attention_backward(_, q_shape, k_shape, v_shape, *__, **___) -> int:
+    """Operations of the scores anew, and of the gradients of scores, values, queries and keys."""
+    return 2 * prod(q_shape[:-1]) * k_shape[-2] * (3 * q_shape[-1] + 2 * v_shape[-1])
+
+
 def _decomposition(each: int) -> Callable[..., int]:
     """Operations of a decomposition of (m, n) matrices: `each` times m n min(m, n) (Golub and Van Loan)."""
     return lambda a_shape, *_, **__: SLOW * each * prod(a_shape) * min(a_shape[-2:])
@@ -205,6 +219,8 @@ def _decomposition(each: int) -> Callable[..., int]:
 SLOW = 100
 FORMULAS = {  # which torch's counter lacks
     aten._grouped_mm: _grouped_product,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten._linalg_svd: _decomposition(14),
     aten._linalg_eigh: _decomposition(9),
     aten.linalg_qr: _decomposition(2),
@@ -273,11 +289,21 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
     method, training = Method(**question["method"]), Training(**question["training"])
     tokens, d, experts = question["traced"], moe.hidden_size, moe.num_experts
     shape = 1 if method.granularity == "layer" else experts, d, min(d, tokens, method.max_rank or d)
-    sizes = ((tokens, d), torch.float), ((tokens, experts), torch.float), ((tokens, moe.top_k), torch.long)
-    seen = lambda: LayerRouting(*(torch.zeros(size, dtype=dtype) for size, dtype in sizes))  # noqa: E731
-    trace = _Read(dict.fromkeys(moe.layers, seen))
+
+    def recorded(rows: int) -> _Read:
+        sizes = ((rows, d), torch.float), ((rows, experts), torch.float), ((rows, moe.top_k), torch.long)
+        seen = lambda: LayerRouting(*(torch.zeros(size, dtype=dtype) for size, dtype in sizes))  # noqa: E731
+        return _Read(dict.fromkeys(moe.layers, seen))
+
+    of_a_side = recorded(tokens // len(method.sides))
     bases = _Read(dict.fromkeys(moe.layers, lambda: RetainBasis(torch.zeros(shape))))
-    built = build(method, trace, trace, bases=lambda _: bases, seed=0)
+    built = build(method, of_a_side, of_a_side, bases=lambda _: bases, seed=0)
+    if isinstance(built.constraint, NullSpace):  # whose joined trace of both sides stays in host memory
+        built.constraint.trace = recorded(tokens)
+    if method.basis == "tracked":
+        shape_of_factor = shape[0], method.max_rank or d, d  # which many steps leave
+        zeros = lambda: torch.zeros(shape_of_factor, dtype=torch.float64)  # noqa: E731
+        built.constraint.load_state = lambda _: built.constraint._factors.update((n, zeros()) for n in moe.layers)
     before: dict[str, float] = {}
 
     def scores(_: MoEModel) -> dict[str, float]:
@@ -304,7 +330,8 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
             state_file=NOWHERE,
         )
     basis = len(moe.layers) * _bytes([bases[next(iter(moe.layers))].U_ret_Edr]) if method.has_bases else 0
-    return {name: value - before[name] for name, value in spent().items()} | {"basis": basis}
+    of_step = {name: value - before[name] for name, value in spent().items()}
+    return of_step | {"basis": basis, "held": before.get("held", 0)}
 
 
 def _finetune(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:

@@ -6,26 +6,10 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from gripmoe.reporting.collect import expected_overlap
 from gripmoe.reporting.paired import paired_interval
 
 WIDTH = 3.4  # inches: a telephone's, on which type stays readable
 MODELS = {"original": "#7f7f7f", "unlearned": "#d55e00", "retrained": "#0072b2"}
-
-
-def corrected(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics, and `<name>_corrected` of routing stability, of its router's part and of its inputs': 0 where expert
-    sets agree as random ones do, 1 where they are equal."""
-    metrics = dict(metrics)
-    if metrics.get("num_experts", 0) <= metrics.get("top_k", 0):
-        return metrics
-    floor = expected_overlap(int(metrics["num_experts"]), int(metrics["top_k"]))
-    kinds = ("routing_stability", "forget_routing_stability")
-    for kind in kinds:
-        for name in (kind, f"{kind}_router_only", f"{kind}_representation_only"):
-            if name in metrics:
-                metrics[f"{name}_corrected"] = (metrics[name] - floor) / (1 - floor)
-    return metrics
 
 
 def measures(found: Mapping[str, tuple[Mapping[str, float], Mapping]], facts: Mapping[str, str]) -> pd.DataFrame:

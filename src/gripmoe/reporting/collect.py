@@ -3,7 +3,7 @@ that it was asked; per run and item that attacks ask."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import comb, inf
 from pathlib import Path
@@ -147,7 +147,7 @@ def _metrics(folder: Path, run: dict) -> dict[str, float]:
     settings = run.get("training") or {}
     metrics |= {f"setting_{name}": value for name, value in _numbers(settings | settings.get("objective", {})).items()}
     metrics["corrected_after"] = run["method"]["corrects"] is not None
-    return metrics | _above_chance(metrics) | _around_steered_layer(metrics)
+    return metrics | corrected_for_chance(metrics) | _around_steered_layer(metrics)
 
 
 def expected_overlap(num_experts: int, top_k: int) -> float:
@@ -156,12 +156,20 @@ def expected_overlap(num_experts: int, top_k: int) -> float:
     return sum(of_common) / comb(num_experts, top_k)
 
 
-def _above_chance(metrics: dict[str, float]) -> dict[str, float]:
-    """`routing_stability_corrected`: 0 where expert sets agree as random ones do, 1 where they are equal."""
-    if "routing_stability" not in metrics or not metrics["num_experts"] > metrics["top_k"]:
+OVERLAPS = [
+    kind + part
+    for kind in ("routing_stability", "forget_routing_stability")
+    for part in ("", "_router_only", "_representation_only")
+]
+
+
+def corrected_for_chance(metrics: Mapping[str, float]) -> dict[str, float]:
+    """`<name>_corrected` of each measure in OVERLAPS: 0 where expert sets agree as random ones do, 1 where they are
+    equal."""
+    if not metrics.get("num_experts", 0) > metrics.get("top_k", 0):
         return {}
     floor = expected_overlap(int(metrics["num_experts"]), int(metrics["top_k"]))
-    return {"routing_stability_corrected": (metrics["routing_stability"] - floor) / (1 - floor)}
+    return {f"{name}_corrected": (metrics[name] - floor) / (1 - floor) for name in OVERLAPS if name in metrics}
 
 
 def _numbers(values: dict) -> dict[str, float]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import nan
+
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS
 from gripmoe.reporting.figures import house_style, legend_below
+from gripmoe.reporting.tables import Cell, Table
 
 # Attacks that put no original weights of experts back: what these return is the attacker's own doing, and one layer's
 # bring 0.79 to a model that never knew.
@@ -27,32 +29,62 @@ ATTACKS = (
     "relearned_from_others_after_20",
     "relearned_from_unrelated_after_20",
 )
+COLUMNS = ("forget_accuracy", "retain_accuracy", "tokens", "attack", "excess")
 MARGIN = 0.05  # above the retrained model: a method that stays below has erased, as far as these attacks tell
 
 
 def strongest_attacks(runs: pd.DataFrame) -> pd.DataFrame:
     """A row per run: retain accuracy, tokens of training, the attack of ATTACKS that returns most beyond what it
-    returns of the retrained model of the same base model, and that `excess` in forget accuracy."""
+    returns of the retrained model of the same base model, and that `excess` in forget accuracy. The control is a
+    retrained model beside the retrained models of other base models of its benchmark: its excess is luck, the largest
+    of many noisy differences."""
     wide = runs.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
     attacks = [name for name in ATTACKS if name in wide]
-    of_model = ["model", "benchmark"]
-    floor = wide[wide.method == "retrained"].set_index(of_model)[attacks]
+    retrained = wide[wide.method == "retrained"]
     rows = []
-    for run in wide[wide.objective != NO_OBJECTIVE].to_dict("records"):
-        key = tuple(run[name] for name in of_model)
-        if key in floor.index:
-            excess = {name: run[name] - floor.loc[key, name] for name in attacks if pd.notna(run[name])}
+    for run in wide[wide.method != "original"].to_dict("records"):
+        alike = retrained[retrained.benchmark == run["benchmark"]]
+        floor = alike[(alike.model == run["model"]) ^ (run["method"] == "retrained")][attacks].mean()
+        excess = {name: run[name] - floor[name] for name in attacks if pd.notna(run[name]) and pd.notna(floor[name])}
+        if excess:
             worst = max(excess, key=excess.get)
-            kept = {name: run.get(name) for name in (*KEYS, "forget_accuracy", "retain_accuracy", "tokens")}
+            kept = {name: run.get(name, nan) for name in (*KEYS, "forget_accuracy", "retain_accuracy", "tokens")}
             rows.append({**kept, "attack": worst, "excess": excess[worst]})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=[*KEYS, *COLUMNS])
+
+
+def attack_quality(runs: pd.DataFrame) -> Table:
+    """The attacks themselves: what each returns of models that know and of models that never knew, how far the latter
+    differ by luck, and what the attack finds in unlearned models beyond its own retrained model."""
+    wide = (
+        runs.pivot_table(index=KEYS, columns="metric", values="value").reset_index().set_index(["model", "benchmark"])
+    )
+    attacks = [name for name in (*ATTACKS, "restored_experts_worst_layer") if name in wide]
+    original, retrained = (wide[wide.method == name][attacks] for name in names.ORIGINALS)
+    unlearned = wide[~wide.method.isin(names.ORIGINALS)][attacks]
+    found = unlearned - retrained.reindex(unlearned.index)
+    table = Table(["knows", "never knew", "gap", "luck", "finds"], heading="Attack")
+    rows = []
+    for name in attacks:
+        values = original[name].mean(), retrained[name].mean(), (original - retrained)[name].mean()
+        values = *values, retrained[name].std(), found[name].mean()
+        cells = [Cell("" if pd.isna(value) else f"{value:.2f}", value) for value in values]
+        rows.append((names.metric(name).heading, cells, []))
+    table.blocks = [("", rows)]
+    table.notes = [
+        "Forget accuracy under each attack. Knows: of models before unlearning. Never knew: of retrained models. Gap: "
+        "their difference, by which the attack tells both apart. Luck: standard deviation over retrained models. "
+        "Finds: the mean over unlearned models of what the attack returns beyond what it returns of the retrained one.",
+        *(f"{names.metric(name).heading}: {names.metric(name).note}." for name in attacks),
+    ]
+    return table
 
 
 def erasure_frontier(strongest: pd.DataFrame) -> plt.Figure:
     """Two panels over the excess of `strongest_attacks`: retain accuracy, and tokens of training. A small point is a
     run, a large one the mean of a method; the band is MARGIN."""
     with house_style():
-        figure, panels = plt.subplots(1, 2, figsize=(5.5, 2.4), layout="constrained")
+        figure, panels = plt.subplots(1, 2, figsize=(5.5, 2.4))
         for axes, measure, text in zip(
             panels, ("retain_accuracy", "tokens"), ("retain accuracy", "tokens of training, thousands"), strict=True
         ):
@@ -70,7 +102,7 @@ def erasure_frontier(strongest: pd.DataFrame) -> plt.Figure:
                     linestyle="",
                     **{**look, "markersize": 6},
                 )
-            axes.set(xlabel="forget accuracy returned, beyond the retrained model's", ylabel=text)
+            axes.set(xlabel="excess under the strongest attack", ylabel=text)
             axes.set_xlim(left=min(-0.02, strongest.excess.min() - 0.02))
         for method in names.ordered(set(strongest.method)):
             panels[0].plot([], [], linestyle="", label=names.method_label(method), **names.look_of(method))

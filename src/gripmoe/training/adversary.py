@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 
 class RelearningAdversary:
-    """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each tensor by
-    `rate` times its root-mean-square-normalised gradient, which is about AdamW's first step and keeps no state."""
+    """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
+    `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no state."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], rate: float):
         self._parameters, self._rate = parameters, rate
@@ -46,8 +46,7 @@ class RelearningAdversary:
         loss.backward()
         with torch.no_grad():
             for parameter, before in zip(self._parameters, kept, strict=True):
-                if (gradient := parameter.grad) is not None:
-                    size = gradient.square().mean().sqrt().clamp(min=torch.finfo(gradient.dtype).tiny)
-                    parameter.data.sub_(gradient / size, alpha=self._rate)
+                if parameter.grad is not None:
+                    parameter.data.sub_(parameter.grad.sign(), alpha=self._rate)
                 parameter.grad = before
         return loss.item()

@@ -19,21 +19,20 @@ from gripmoe.config.training import Training
 from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.hooks import ConstraintHandle, Diverged
 from gripmoe.constraints.original import OriginalCache, OriginalSets
-from gripmoe.data.corpora import Corpora, epoch_rows
-from gripmoe.data.documents import Batch, Row, collate, length_buckets
+from gripmoe.data.corpora import Corpora
+from gripmoe.data.documents import Batch
 from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.io import distributed
 from gripmoe.io.clock import now
-from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
 from gripmoe.training.adversary import RelearningAdversary
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.objectives import Objective, cross_entropy
 from gripmoe.training.optimizers import make_adamw, rate_zero
+from gripmoe.training.step_batches import StepBatches
 from gripmoe.training.token_weights import routing_aware_weights
 
-TOKENS_PER_PASS = 4000  # padded, where nothing is trained
 TIMED_PAIRS = 8
 ATTACKER_SEED = 500_000  # added to a run's own: the attacker draws other documents than the step unlearns
 
@@ -92,7 +91,7 @@ def unlearn(
     ones are printed. Raises ConfigError for what processes cannot share, for a corpus smaller than a batch, and for a
     state of another number of processes.
     """
-    batches = _Batches(corpora, training, seed, model.model.device)
+    batches = StepBatches(corpora, training, seed, model.model.device)
     batches.check(scope)
     if distributed.is_first():
         print(f"{description}: {batches}", file=sys.stderr, flush=True)
@@ -176,7 +175,7 @@ class _Steps:
 
     model: MoEModel
     objective: Objective
-    batches: _Batches
+    batches: StepBatches
     training: Training
     routers: list[nn.Parameter]
     experts: list[nn.Parameter]
@@ -278,57 +277,6 @@ class _Steps:
         started = now()
         # None for a step that diverges: a rate of zero does not keep what is not finite out of the weights
         return None if self.take(step=0) is None else now() - started
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """Batches of both corpora; each is a function of seed, step and number of the pass alone."""
-
-    corpora: Corpora
-    training: Training
-    seed: int
-    device: torch.device
-
-    def check(self, scope: dict[int, list[int]] | None) -> None:
-        processes = distributed.processes()
-        if scope and processes > 1:
-            raise ConfigError(
-                "`experts: top_attributed` trains one expert, which processes cannot share: start one process"
-            )
-        for kind in ("forget", "retain"):
-            name, size, rows = f"{kind}_batch_size", self.size(kind), getattr(self.corpora, kind)
-            if size > len(rows):
-                own, passes = size // (processes * self.training.gradient_accumulation), self._passes
-                raise ConfigError(
-                    f"{name} {own} in {passes} exceeds the {len(rows)} documents of the {kind} corpus; lower it"
-                )
-
-    @property
-    def _passes(self) -> str:
-        processes, accumulated = distributed.processes(), self.training.gradient_accumulation
-        return f"{processes} process{'es' * (processes > 1)} of {accumulated} pass{'es' * (accumulated > 1)}"
-
-    def __str__(self) -> str:
-        return f"{self.size('forget')} forget and {self.size('retain')} retain documents a step, in {self._passes}"
-
-    def of(self, kind: str, step: int, number: int = 0) -> Batch:
-        """The rows that this process has in a pass of a step."""
-        own = self._rows(kind, step)[distributed.rank() :: distributed.processes()]
-        return collate(own[number :: self.training.gradient_accumulation], self.corpora.pad_id).to(self.device)
-
-    def used(self, kind: str) -> list[Batch]:
-        """All documents that some step draws, by length."""
-        drawn = {row.id: row for step in range(self.training.max_steps) for row in self._rows(kind, step)}
-        buckets = length_buckets(list(drawn.values()), TOKENS_PER_PASS)
-        return [collate(bucket, self.corpora.pad_id).to(self.device) for bucket in buckets]
-
-    def _rows(self, kind: str, step: int) -> list[Row]:
-        return epoch_rows(getattr(self.corpora, kind), self.size(kind), self.seed, step)
-
-    def size(self, kind: str) -> int:
-        """Documents of a step: the effective batch size."""
-        passes = distributed.processes() * self.training.gradient_accumulation
-        return passes * getattr(self.training, f"{kind}_batch_size")
 
 
 def held_bytes(thing: object) -> int:

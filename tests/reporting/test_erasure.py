@@ -1,0 +1,79 @@
+"""The strongest attack on a run is read beside the retrained model of its own base model."""
+
+import pandas as pd
+import pytest
+
+from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.reporting.collect import KEYS
+from gripmoe.reporting.erasure import ATTACKS, attack_quality, erasure_frontier, strongest_attacks
+
+
+def runs(**values):
+    """Rows of the tidy table: of "model/method" the values of metrics."""
+    rows = []
+    for key, metrics in values.items():
+        model, method = key.split("__")
+        objective = NO_OBJECTIVE if method in ("original", "retrained") else "gd"
+        for metric, value in metrics.items():
+            rows.append(
+                dict(zip(KEYS, (model, "letters", objective, method, 0), strict=True), metric=metric, value=value)
+            )
+    return pd.DataFrame(rows)
+
+
+TABLE = runs(
+    a__retrained={"retain_accuracy": 1.0, "relearned_after_5": 0.2, "restored_router_all": 0.5},
+    b__retrained={"retain_accuracy": 1.0, "relearned_after_5": 0.4, "restored_router_all": 0.1},
+    a__anchored={"retain_accuracy": 0.9, "tokens": 1e5, "relearned_after_5": 0.5, "restored_router_all": 0.6},
+    b__anchored={"retain_accuracy": 0.8, "tokens": 3e5, "relearned_after_5": 0.5, "restored_router_all": 0.6},
+)
+
+
+def unlearned(table):
+    found = strongest_attacks(table).set_index("model")
+    return found[found.method != "retrained"]
+
+
+def test_the_control_is_a_retrained_model_beside_another_one():
+    found = strongest_attacks(TABLE)
+    control = found[found.method == "retrained"].set_index("model")
+    assert control.excess.to_dict() == pytest.approx({"a": 0.4, "b": 0.2})
+    alone = strongest_attacks(TABLE[TABLE.model == "a"])
+    assert set(alone.method) == {"anchored"}, "a single retrained model has no control"
+
+
+def test_the_excess_is_over_the_retrained_model_of_the_same_base_model():
+    found = unlearned(TABLE)
+    assert found.attack.to_dict() == {"a": "relearned_after_5", "b": "restored_router_all"}
+    assert found.excess.to_dict() == pytest.approx({"a": 0.3, "b": 0.5})
+    assert found.tokens.to_dict() == {"a": 1e5, "b": 3e5}
+
+
+def test_an_attack_that_was_not_made_does_not_count():
+    table = TABLE[~((TABLE.model == "a") & (TABLE.metric == "relearned_after_5"))]
+    found = unlearned(table)
+    assert found.loc["a", "attack"] == "restored_router_all" and found.loc["a", "excess"] == pytest.approx(0.1)
+    alone = strongest_attacks(TABLE[TABLE.method != "retrained"])
+    assert alone.empty, "without the retrained model nothing can be said"
+
+
+def test_attacks_that_put_original_experts_back_do_not_count():
+    assert not [name for name in ATTACKS if name.startswith("restored_experts")]
+
+
+def test_the_frontier_shows_each_run_and_each_method():
+    left, right = erasure_frontier(unlearned(TABLE)).axes
+    drawn = [tuple(line.get_xdata()) for line in left.lines if len(line.get_xdata())]
+    assert drawn == [pytest.approx((0.3, 0.5)), pytest.approx((0.4,))]
+    assert right.get_ylabel().startswith("tokens")
+
+
+def test_an_attack_is_worth_what_tells_models_that_know_from_models_that_never_knew():
+    known = runs(
+        a__original={"relearned_after_5": 1.0, "restored_router_all": 1.0},
+        b__original={"relearned_after_5": 0.9, "restored_router_all": 1.0},
+    )
+    table = attack_quality(pd.concat([TABLE, known]))
+    values = {label: [cell.value for cell in cells] for label, cells, _ in table.rows}
+    assert values["learn 5"] == pytest.approx([0.95, 0.3, 0.65, 0.2 / 2**0.5, 0.2])
+    assert values["routers"] == pytest.approx([1.0, 0.3, 0.7, 0.4 / 2**0.5, 0.3])
