@@ -39,9 +39,12 @@ templates_path = []
 
 
 def fill(app, name: str, source: list[str]) -> None:
-    """Puts generated text into the pages of the reference: `<!-- generated: commands -->`."""
+    """Puts generated text where a page says so, as `<!-- generated: commands -->`, and mends what only a site shows."""
     for part in generate.PARTS:
         source[0] = source[0].replace(f"<!-- generated: {part.__name__} -->", part())
+    source[0] = source[0].replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+    if found := re.fullmatch(r"record/(\w+)/tables", name):  # whose titles are alike
+        source[0] = source[0].replace("# Tables of the record\n", f"# Tables of the record: {found[1]}\n", 1)
 
 
 def link_pages(app, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
