@@ -26,6 +26,7 @@ from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load
 from gripmoe.reporting.claims import claims_table, load_claims
 from gripmoe.reporting.collect import KEYS, computed_with, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, marks_of, specification
+from gripmoe.reporting.erasure import ATTACKS, attack_quality
 from gripmoe.reporting.figures import routing_stability_by_layer, save_figure
 from gripmoe.reporting.paired import load_answers, paired_table
 from gripmoe.reporting.tables import MISSING, Table, as_markdown, interval
@@ -56,8 +57,16 @@ TABLES = {
     "muse_paired_tests": "Item by item",
     "seuf_comparison": "A model with a shared expert",
     "dense_baseline": "Mixture of experts and dense twin",
+    "erasure": "Which methods erase",
+    "attack_quality": "What the attacks are worth",
 }
-WORLDS = {"seuf_comparison": "tiny_shared", "dense_baseline": "tiny_dense", "retain_data": "tiny_retain"}
+WORLDS = {
+    "seuf_comparison": "tiny_shared",
+    "dense_baseline": "tiny_dense",
+    "retain_data": "tiny_retain",
+    "erasure": "tiny_erasure",
+    "attack_quality": "tiny_erasure",
+}
 OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "setting_max_steps", "num_experts", "top_k"} | {
     f"{measure}_{part}" for measure in names.MATCHED for part in ("target", "half_width")
 }
@@ -106,12 +115,14 @@ class Record:
             return None if answers is None or answers.empty else paired_table(answers, runs)
         if name.endswith("attack_matrix"):
             return None if news and self.attacks is None else attack_matrix(runs, self.attacks, name)
+        if name == "attack_quality":
+            return None if runs.empty else attack_quality(runs)
         return comparison(runs, name)
 
 
 def _shown() -> set[str]:
-    named = [name for name in TABLES if not name.endswith("paired_tests")]
-    return OF_MARKS | {claim["metric"] for claim in load_claims().values()} | {
+    named = [name for name in TABLES if not name.endswith("paired_tests") and name != "attack_quality"]
+    return OF_MARKS | set(ATTACKS) | {claim["metric"] for claim in load_claims().values()} | {
         metric for name in named for metric in specification(name)["measured"]
     }  # fmt: skip
 
