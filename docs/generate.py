@@ -198,9 +198,18 @@ def _legend() -> dict[str, str]:
 
 def further_pages() -> str:
     """Pages that the index does not name, such as one on a further method."""
+    return _not_named("*.md")
+
+
+def further_records() -> str:
+    return _not_named("record/**/*.md")
+
+
+def _not_named(pattern: str) -> str:
     index = (DOCS / "index.md").read_text(encoding="utf-8").splitlines()
     named = {line.rpartition("<")[2].rstrip(">") for line in index}
-    return "\n".join(sorted({page.stem for page in DOCS.glob("*.md")} - named - {"index"}))
+    there = {str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.glob(pattern)}
+    return "\n".join(sorted(there - named - {"index"}))
 
 
 def tables() -> str:
@@ -228,7 +237,7 @@ def _escaped(text: str) -> str:
     return "`".join(part if odd % 2 else re.sub(r"([*_<{\[|])", r"\\\1", part) for odd, part in enumerate(parts))
 
 
-PARTS = (public_names, returned_objects, commands, configuration, tables, further_pages)
+PARTS = (public_names, returned_objects, commands, configuration, tables, further_pages, further_records)
 
 
 def draw() -> None:
