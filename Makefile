@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 2147483648
 
-.PHONY: help setup gpu base figures figures-all record report quick test lint format clean
+.PHONY: help setup gpu base figures figures-all record report docs quick test lint format clean
 
 help:
 	@echo "make setup     the environment in $(VENV); commands that need it make it"
@@ -21,6 +21,7 @@ help:
 	@echo "make record    the same over seeds and base models; hours, resumes where it was"
 	@echo "make base      trains the base models of the package again and compares their scores; eight minutes"
 	@echo "make report    one HTML page of what has been rendered"
+	@echo "make docs      the site of docs/, into build/docs/index.html"
 	@echo "make gpu       adds to it what models that train in bf16 need"
 	@echo "make quick     lint, and the tests of geometry, configuration and constraints"
 	@echo "make test      does that too; unit tests, then the workflow on its tiniest configuration"
@@ -56,6 +57,12 @@ record: setup
 # One self-contained page of the tables and figures that are there.
 report: setup
 	snakemake --profile workflow/profiles/tiny --cores 1 --config world=$(WORLD) --report paper_figures/$(WORLD)/report.html
+
+# Warnings are errors, so a link to a page or heading that is not there fails.
+docs: setup
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/docs.lock
+	sphinx-build --quiet --fresh-env --fail-on-warning --builder html docs build/docs
+	@echo "The site: build/docs/index.html"
 
 gpu: setup
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/gpu.lock

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gripmoe.training.adversary import RelearningAdversary
     from gripmoe.worlds.shipped import tiny_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Diverged",
     "RelearningAdversary",

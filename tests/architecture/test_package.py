@@ -18,6 +18,7 @@ import gripmoe
 from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.realignment import Original
 from gripmoe.geometry.realignment import Realignment
+from gripmoe.io.imports import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +88,29 @@ def test_every_imported_package_is_declared():
                 if not providers & declared:
                     undeclared[module] = path.name
     assert not undeclared
+
+
+def test_what_is_imported_beyond_the_library_belongs_to_an_extra_that_errors_name():
+    """And an extra has no more than that. torchao and TransformerEngine have errors of their own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    brought = {re.match(r"[\w.-]+", line)[0].lower() for line in project["dependencies"]}
+    of_module = metadata.packages_distributions()
+    beyond = {
+        module
+        for path in (ROOT / "src").rglob("*.py")
+        for module in re.findall(r"^\s*(?:import|from) (\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        if module in of_module and not {name.lower().replace("_", "-") for name in of_module[module]} & brought
+    }
+    assert beyond - {"gripmoe", "torchao", "transformer_engine"} == set().union(*EXTRAS.values())
+
+
+def test_the_version_is_one():
+    """Of the package, the citation, and the newest entry of the changelog; each entry says what was renamed."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert version == gripmoe.__version__
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert newest.startswith(f"[{version}]") and "### Migration" in newest
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gripmoe.cli.main import COMMANDS, EXTRAS
+from gripmoe.cli.main import COMMANDS
+from gripmoe.io.imports import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,8 +127,13 @@ def test_a_command_names_the_extra_that_it_lacks(arguments, module, extra):
     assert f"needs {module}, which is not installed: pip install 'gripmoe[{extra}]'" in result.stderr
 
 
+def test_an_audit_in_python_names_the_extra_that_it_lacks_before_it_begins():
+    result = run_without("import gripmoe; gripmoe.audit('no model', 'none either', forget='wmdp_tiny')")
+    assert "ModuleNotFoundError: needs datasets, which is not installed: pip install 'gripmoe[eval]'" in result.stderr
+
+
 def test_extras_are_those_of_the_package():
-    """The command line names the extras of pyproject.toml, and the lock file pins them all."""
+    """Errors name the extras of pyproject.toml, and the lock files pin them all; what two pin would differ one day."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {extra: set(map(distribution, listed)) for extra, listed in project["optional-dependencies"].items()}
     modules = {"lm-eval": "lm_eval", "rouge-score": "rouge_score", "scikit-learn": "sklearn", "pillow": "PIL"}
@@ -137,6 +143,10 @@ def test_extras_are_those_of_the_package():
     locked = {distribution(line) for line in (ROOT / "envs" / "requirements.lock").read_text().splitlines() if line}
     everything = library.union(*(names[extra] for extra in ("eval", "report", "workflow", "dev")))
     assert everything - {"gripmoe", "torch"} <= locked, "the Makefile installs torch by itself"
+    for extra in ("docs", "gpu"):
+        lines = (ROOT / "envs" / f"{extra}.lock").read_text().splitlines()
+        pinned = {distribution(line) for line in lines if not line.startswith("#")}
+        assert names[extra] - {"gripmoe"} <= pinned and not pinned & locked
 
 
 def distribution(requirement: str) -> str:

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import gripmoe
+from commands import SUMMARIES, wrong_with
 from gripmoe.cli import configure as commands
 from gripmoe.cli.main import COMMANDS, load, main
 from gripmoe.config.grid import Project
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
-SUMMARIES = {name: summary for panel in COMMANDS.values() for name, summary in panel.items()}
 RULES = sorted(CONFIG.parent.joinpath("rules").glob("*.smk"))
 
 
@@ -140,16 +140,6 @@ def test_a_command_is_a_function_that_explains_itself(name):
 def test_commands_and_modules_are_the_same():
     modules = {file.stem.replace("_", "-") for file in Path(commands.__file__).parent.glob("[a-z]*.py")}
     assert modules - set(SUMMARIES) == {"common", "main", "options"} and set(SUMMARIES) < modules
-
-
-def wrong_with(line: str) -> list[str]:
-    """What a shell line calls that is not there, and the flags that it lacks."""
-    _, name, *rest = shlex.split(line)
-    if name not in SUMMARIES:
-        return [name]
-    known = {flag: option for option in load(name).params if option.param_type_name == "option" for flag in option.opts}
-    given = [part.partition("=")[0] for part in rest if part.startswith("--")]
-    return [f for f in given if f not in known] + [f for f in known if known[f].required and f not in given]
 
 
 def shell_lines(rules: str) -> list[str]:

@@ -32,6 +32,7 @@ from gripmoe.evaluation.questions import direct_answers, load_questions
 from gripmoe.evaluation.routing_stability import routing_metrics
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_csv
+from gripmoe.io.imports import require_extras
 from gripmoe.moe import MoEModel
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.storage import weights_digest
@@ -64,7 +65,9 @@ def audit(
     is the name of a benchmark ("wmdp_cyber"), or questions, a file or its rows, with questions to `retain` beside them;
     the texts are documents, likewise. `attacks` are keys of `ATTACKS`, all without; `budget` is in minutes.
     Measurements lie in `output`, from which a later audit of the same models continues. Raises ConfigError, a
-    ValueError, for inputs that cannot be used and for models that differ in more than weights."""
+    ValueError, for inputs that cannot be used and for models that differ in more than weights; ModuleNotFoundError
+    without the extras `eval` and `report`."""
+    require_extras("eval", "report")
     chosen = list(ATTACKS) if attacks is None else list(attacks)
     measures_of(chosen, {}, dense=False)  # which knows the names, before anything is read
     if retain is None and isinstance(forget, str):

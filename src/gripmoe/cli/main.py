@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from gripmoe import __version__
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.imports import extra_of, without
 
 COMMANDS = {
     "Models": {
@@ -49,12 +50,6 @@ COMMANDS = {
     "Data": {
         "rewrite": "Have a local language model rewrite forget questions, for the prompt attacks.",
     },
-}
-
-
-EXTRAS = {  # modules that only some commands need, by the extra of pyproject.toml that installs them
-    "eval": {"datasets", "jinja2", "lm_eval", "peft", "rouge_score", "sklearn"},
-    "report": {"itables", "jinja2", "matplotlib", "pandas", "PIL", "scipy"},
 }
 
 
@@ -114,11 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         called, message, code = f"gripmoe {arguments[0]}", str(error), 2
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
-        extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
-        if extra is None:
+        if extra_of(module) is None:
             raise
-        called, code = f"gripmoe {arguments[0]}", 2
-        message = f"needs {module}, which is not installed: pip install 'gripmoe[{extra}]'"
+        called, message, code = f"gripmoe {arguments[0]}", without(module), 2
     except typer.TyperException as error:  # of its parser
         context = getattr(error, "ctx", None)
         called, code = context.command_path if context else "gripmoe", error.exit_code

@@ -23,8 +23,8 @@ class PublishedNews(Strict):
     """MUSE-News by hub id, or a local folder of the same layout."""
 
     source: Literal["muse"]
-    repository: str
-    revision: str | None = None
+    repository: str  # hub id or folder
+    revision: str | None = None  # a commit of the hub
     rows: dict[str, PositiveInt] = {}  # "config/split": how many there have to be
     kind: Literal["news"] = "news"
 
@@ -40,13 +40,13 @@ class PublishedData(Strict):
 
     source: Literal["published"]
     kind: Literal["letters"] = "letters"
-    forget_questions: str
+    forget_questions: str  # hub id or folder, as the four below
     retain_questions: str
     forget_corpus: str
     retain_corpus: str
     truthfulqa: str = "truthfulqa/truthful_qa"
     forget_subject: str = "cybersecurity"  # as prompts name it: "... questions (with answers) about ..."
-    revisions: dict[str, str] = {}
+    revisions: dict[str, str] = {}  # commits of the hub, by hub id
     rows: dict[PublishedRows, PositiveInt] = {}  # how many each has to have; MMLU's test split is `retain_questions`
 
 
@@ -56,7 +56,7 @@ Data = Annotated[EmbeddedData | PublishedData | PublishedNews, Field(discriminat
 class Task(Strict):
     """What is forgotten and retained, and when it counts as forgotten: all that training reads of a benchmark."""
 
-    data: Data
+    data: Data  # where questions and documents come from
     # Training stops at the first check whose dev questions reach it. Letters: forget accuracy is at most this. News:
     # VerbMem and KnowMem of the forget documents are at most so many points above those of the retrained model.
     target: dict[Literal["forget_accuracy", "points_above_retrained"], NonNegative]
@@ -87,7 +87,7 @@ class Task(Strict):
 class Benchmark(Task):
     """A task and how it is measured; what stands here changes no trained model."""
 
-    evaluation_batch_size: PositiveInt
+    evaluation_batch_size: PositiveInt  # prompts in one forward pass
     few_shot_questions: PositiveInt = 100  # letters: of the retain questions, asked below five solved ones
     rewrites: dict[Name, str] = {}  # letters: files of prompts, {"id", "prompt"} a line, for the prompt attacks
     # Functions of your own, "module:function" by name. An attack takes a `gripmoe.attacks.base.Setting` and returns a

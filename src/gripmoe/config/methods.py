@@ -29,8 +29,8 @@ AXES = {  # which axes have an effect in a row that has these words
 
 
 class EpsNullConfig(Strict):
-    value: PositiveFloat
-    kind: Literal["absolute", "relative", "energy"]
+    value: PositiveFloat  # eigenvalues below it count as zero
+    kind: Literal["absolute", "relative", "energy"]  # as it is, of the largest, or of the sum of all
     bands: dict[Literal["early", "middle", "late"], PositiveFloat] = {}  # other values for thirds of the layers
 
 

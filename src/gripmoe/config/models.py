@@ -32,16 +32,16 @@ class EmbeddedModel(Strict):
 
     source: Literal["embedded"]
     family: Literal["qwen3_moe", "qwen2_moe", "qwen3"]
-    seed: int
-    world_seed: int = 0
-    trained_on: Literal["skills", "everything", "retain_only"] = "everything"
+    seed: int  # of weights and order
+    world_seed: int = 0  # of the facts and names that are invented
+    trained_on: Literal["skills", "everything", "retain_only"] = "everything"  # the last is the retrained model
     base: Name | None = None  # trained on skills; facts and news are put into its experts and routers
     retrained: Name | None = None  # of the same base, and never saw the forget data
     shipped: Name | None = None  # a model of the package, trained by this row: it is copied instead of trained
     size: EmbeddedSize = EmbeddedSize()
     max_skill_steps: PositiveInt = 2500  # at most
     last_skill_steps: PositiveInt = 200  # after the model answers letter questions; the learning rate falls within them
-    fact_steps: PositiveInt = 700
+    fact_steps: PositiveInt = 700  # on facts and news
     learning_rate: PositiveFloat = 1.5e-3  # of AdamW; Muon's is ten times as high
     required_accuracy: Fraction = 0.93  # in every format, of what it was trained on; below it nothing is measured
     allowed_without_experts: Fraction = 0.35  # of the questions, when experts add nothing or are drawn at random
@@ -68,8 +68,8 @@ class PublishedModel(Strict):
     """A checkpoint of the hub, or a local folder of the same layout."""
 
     source: Literal["published"]
-    id: str
-    revision: str | None = None
+    id: str  # of the hub, or a folder
+    revision: str | None = None  # a commit of the hub
     config: dict[str, Any] | None = None  # its dimensions, as its config.json has them: for plans without a network
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     retrained: None = None
@@ -86,8 +86,8 @@ class FinetunedModel(Strict):
     """A model of this catalogue, finetuned here on the documents of a news benchmark until it recites them."""
 
     source: Literal["finetuned"]
-    base: Name
-    benchmark: Name
+    base: Name  # a row of models.yaml
+    benchmark: Name  # a row of benchmarks.yaml, of news
     trained_on: Literal["everything", "retain_only"] = "everything"
     retrained: Name | None = None
     epochs: PositiveInt

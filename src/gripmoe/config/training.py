@@ -15,21 +15,21 @@ LinearPrecision = Literal["native", "te_fp8"]  # te_fp8: by TransformerEngine, o
 class RetainWeight(Strict):
     """Settings of GD and KL: the weight of the retain loss."""
 
-    alpha: NonNegative
+    alpha: NonNegative  # of the retain loss, beside 1 of the forget loss
 
 
 class PreferenceSettings(RetainWeight):
     """Settings of NPO."""
 
-    beta: PositiveFloat
+    beta: PositiveFloat  # inverse temperature
 
 
 class RepresentationSettings(RetainWeight):
     """Settings of RMU: the layer, and the length of the target, relative to retain states or absolute."""
 
-    layer: Annotated[int, Field(ge=0)]
-    kappa: PositiveFloat | None = None
-    steering: PositiveFloat | None = None
+    layer: Annotated[int, Field(ge=0)]  # whose hidden states are steered
+    kappa: PositiveFloat | None = None  # length of the target, as a multiple of the mean norm of retain states
+    steering: PositiveFloat | None = None  # length of the target, RMU's c
 
     @model_validator(mode="after")
     def _one_length(self) -> RepresentationSettings:
@@ -58,8 +58,8 @@ class OwnObjective(Strict):
     """A row of a configuration folder's objectives.yaml: a class on PYTHONPATH, and the names of its settings, numbers
     that a world gives and the class checks. One of them is `alpha`, the weight of the retain loss."""
 
-    path: Annotated[str, Field(alias="class", pattern=r"^[\w.]+:\w+$")]
-    settings: list[Name]
+    path: Annotated[str, Field(alias="class", pattern=r"^[\w.]+:\w+$")]  # "module:Class"
+    settings: list[Name]  # arguments of the class
 
     def registered(self) -> Objective:
         fields: dict[str, Any] = dict.fromkeys(self.settings, (int | float, ...))
@@ -69,27 +69,27 @@ class OwnObjective(Strict):
 class Training(Strict):
     """Every hyperparameter of an unlearning run; provenance of each value stands beside it in the world file."""
 
-    learning_rate: PositiveFloat
+    learning_rate: PositiveFloat  # constant over the run
     router_multiplier: NonNegative  # learning rate of the routers, as a multiple
-    betas: tuple[Fraction, Fraction]
-    adam_epsilon: PositiveFloat
-    optimizer: Optimizer = "adamw"
-    weight_decay: NonNegative
+    betas: tuple[Fraction, Fraction]  # of AdamW
+    adam_epsilon: PositiveFloat  # of AdamW
+    optimizer: Optimizer = "adamw"  # 8-bit states with stochastic rounding, or fp32 states, for bf16 weights
+    weight_decay: NonNegative  # of all parameters but the routers
     router_weight_decay: NonNegative
-    clip_norm: PositiveFloat
+    clip_norm: PositiveFloat  # the norm above which gradients are scaled down
     forget_batch_size: PositiveInt  # of each process, in each pass
-    retain_batch_size: PositiveInt
+    retain_batch_size: PositiveInt  # likewise
     gradient_accumulation: PositiveInt = 1  # passes of a step
-    max_steps: PositiveInt
-    check_every: PositiveInt
+    max_steps: PositiveInt  # a multiple of `check_every`
+    check_every: PositiveInt  # steps between checks of the stop rule
     checks_to_stop: PositiveInt = 1  # in a row, that meet the forget target
-    checkpoint_every: PositiveInt
+    checkpoint_every: PositiveInt  # steps, a multiple of `check_every`
     gradient_checkpointing: bool = False  # activations are computed again in the backward pass, for large models
     expert_precision: Precision = "native"  # of the experts' products in training steps; the paper: fp8
     linear_precision: LinearPrecision = "native"  # of nn.Linear layers in training steps; the paper: te_fp8
     loss_bound: PositiveFloat  # a retain loss that is higher, or not finite, ends the run as diverged
     trained_layers: PositiveInt | None = None  # the last so many MoE blocks that the losses look at; all if absent
-    objective: dict[str, int | float] = {}
+    objective: dict[str, int | float] = {}  # settings of the objective, such as `alpha`
     alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight
     adversary_steps: Annotated[int, Field(ge=0)] = 0  # of relearning, before each forget pass; 0: no attacker
     adversary_rate: PositiveFloat = 1.0  # of its learning rate, as a multiple

@@ -18,6 +18,7 @@ from gripmoe.io.files import read_yaml
 class Artefact(Strict):
     """A table or figure: `notebooks/<name>.ipynb` renders it into these formats."""
 
+    # Tables: csv, tex, html, md; figures: csv, pdf, png
     formats: list[Literal["csv", "tex", "html", "md", "pdf", "png"]] = Field(min_length=1)
 
 
@@ -25,26 +26,26 @@ class World(Strict):
     """What to run. `training` is changed by `objective_training`, then by `benchmark_training` (for "all" objectives,
     then for one), then by the method, then by `overrides` (for a method, then for "objective/method")."""
 
-    models: Names = Field(min_length=1)
-    benchmarks: Names = Field(min_length=1)
-    objectives: Names = Field(min_length=1)
+    models: Names = Field(min_length=1)  # rows of models.yaml
+    benchmarks: Names = Field(min_length=1)  # rows of benchmarks.yaml
+    objectives: Names = Field(min_length=1)  # gd, kl, npo, rmu, unlikelihood, and rows of objectives.yaml
     methods: Names = Field(min_length=1)  # under every objective
     extra_methods: dict[Name, Names] = {}  # under one objective only
     # Models that others have unlearned, by the names that tables give them: a folder or hub id; of several models
     # {model: folder}
     external: dict[Name, str | dict[Name, str]] = {}
-    seeds: Annotated[list[Seed], EachOnce] = Field(min_length=1)
-    training: Training
-    objective_training: dict[Name, dict[str, Any]]
-    benchmark_training: dict[Name, dict[Name, dict[str, Any]]] = {}
-    overrides: dict[str, dict[str, Any]] = {}
+    seeds: Annotated[list[Seed], EachOnce] = Field(min_length=1)  # every run is trained once with each
+    training: Training  # of every run
+    objective_training: dict[Name, dict[str, Any]]  # changes of `training` by objective
+    benchmark_training: dict[Name, dict[Name, dict[str, Any]]] = {}  # by benchmark, then by objective or "all"
+    overrides: dict[str, dict[str, Any]] = {}  # by "method" or "objective/method"
     relearning: Relearning | None = None  # an attack that is left out without it
     original_memory: PositiveInt = 8  # GB of host memory for answers of the original model; the others lie on disk
     basis_memory: PositiveInt = 16  # GB of each GPU for Method A's bases
     # GB of host memory of each process for further bases, which every step copies; the others are read from disk
     basis_host_memory: Annotated[int, Field(ge=0)] = 64
     gpus: dict[Name, PositiveInt] = {}  # how many a model takes, one if absent; a process on each trains the model
-    artefacts: Names
+    artefacts: Names  # rows of artefacts.yaml
 
     @property
     def all_methods(self) -> list[str]:

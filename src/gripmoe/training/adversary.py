@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 class RelearningAdversary:
     """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
-    `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no state."""
+    `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no state (ours, after TAR
+    and MUDMAN)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], rate: float):
         self._parameters, self._rate = parameters, rate

@@ -1,0 +1,68 @@
+"""Configuration of Sphinx: `make docs` builds the site, which needs no network."""
+
+import re
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import generate
+
+from gripmoe import __version__ as release
+
+project = "gripmoe"
+author = "The gripmoe authors"
+project_copyright = "The gripmoe authors, MIT licence"
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+suppress_warnings = ["toc.empty_glob"]  # a place for pages that are still to be written
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+default_role = "code"  # docstrings have single backticks
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+add_module_names = False
+python_maximum_signature_line_length = 88
+html_theme = "furo"
+html_title = f"gripmoe {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_show_search_summary = False  # summaries are fetched, which a page that is opened from a folder must not do
+html_math_renderer = "mathml"  # which browsers draw themselves, without a script
+highlight_language = "none"
+templates_path = []
+
+
+def fill(app, name: str, source: list[str]) -> None:
+    """Puts generated text where a page says so, as `<!-- generated: commands -->`, and mends what only a site shows."""
+    for part in generate.PARTS:
+        source[0] = source[0].replace(f"<!-- generated: {part.__name__} -->", part())
+    source[0] = source[0].replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+    if found := re.fullmatch(r"record/(\w+)/tables", name):  # whose titles are alike
+        source[0] = source[0].replace("# Tables of the record\n", f"# Tables of the record: {found[1]}\n", 1)
+
+
+def link_pages(app, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
+    """Makes links of pages that docstrings name."""
+    lines[:] = [re.sub(r"\bdocs/(\w+)\.md", r":doc:`/\1`", line) for line in lines]
+
+
+def inline_math(writer, node: nodes.math) -> None:
+    writer.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def block_math(writer, node: nodes.math_block) -> None:
+    writer.body.append(f'<div class="formula">{tex2mathml(node.astext(), as_block=True)}</div>')
+    raise nodes.SkipNode
+
+
+def setup(app) -> None:
+    app.connect("source-read", fill)
+    app.connect("autodoc-process-docstring", link_pages)
+    app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))

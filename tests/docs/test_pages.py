@@ -1,0 +1,151 @@
+"""The pages of docs/: their Python runs as pasted, and what they name is there."""
+
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import SUMMARIES, flags_of, wrong_with
+from gripmoe.config import benchmarks, methods, models, training, types, world
+from gripmoe.config.grid import Project
+from gripmoe.io.files import read_yaml
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CONFIG = ROOT / "workflow" / "config"
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
+    if "record" not in path.parts
+}
+FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", flags=re.MULTILINE)
+OF_THE_README = re.compile(r"^```\{literalinclude\} ../README.md\n(?:.*\n)*?```$", flags=re.MULTILINE)
+ELSEWHERE = {"README.md", "docs/library.md"}  # which have tests of their own
+OWN = {"mine", "NAME", "WORLD", "name"}  # worlds that a page makes up
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [text for info, text in FENCE.findall(PAGES[page]) if info == language]
+
+
+def with_python() -> list[str]:
+    return [page for page in PAGES if blocks(page, "python") and page not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("page", with_python())
+def test_the_python_of_a_page_runs_as_pasted(page, tmp_path, monkeypatch):
+    """In one go, in a folder that has docs/. A block that begins with the name of a file is that file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "docs").symlink_to(DOCS)
+    text, names = PAGES[page], {"__name__": "__main__"}
+    (of_the_readme,) = blocks("README.md", "python")
+    text = OF_THE_README.sub(lambda _: f"```python\n{of_the_readme}```", text)
+    for info, code in FENCE.findall(text):
+        if info != "python":
+            continue
+        if file := re.match(r"# (\w+)\.py\n", code):
+            (tmp_path / f"{file[1]}.py").write_text(code)
+            monkeypatch.delitem(sys.modules, file[1], raising=False)
+        else:
+            exec(compile(code, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "\n```yaml\n# workflow/config/" in PAGES[page]])
+def test_the_configuration_of_a_page_is_valid(page, tmp_path, monkeypatch):
+    """Rows are added to the catalogues that are there; the world `mine`, where a page has one, has runs."""
+    folder = tmp_path / "workflow" / "config"
+    shutil.copytree(CONFIG, folder)
+    for file in re.findall(r"^```python\n(# (\w+)\.py\n(?:.*\n)*?)```", PAGES[page], flags=re.MULTILINE):
+        (tmp_path / f"{file[1]}.py").write_text(file[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    added = {}
+    for text in blocks(page, "yaml"):
+        file = re.match(r"# workflow/config/(\w+\.yaml)\n", text)[1]
+        with (folder / file).open("a", encoding="utf-8") as stream:
+            stream.write(f"\n{text}")
+        added[file] = set(read_yaml(folder / file))
+    project = Project(folder, "mine" if "mine.yaml" in added else "tiny")
+    assert list(project.run_keys()) and "models.yaml" not in added
+    for file, rows in added.items():
+        if file != "mine.yaml":
+            assert rows <= set(getattr(project, file.removesuffix(".yaml")))
+
+
+def shell_lines(page: str) -> list[str]:
+    """Lines of blocks without a language, continued ones as one, without comments."""
+    text = "".join(blocks(page, "") + blocks(page, "bash")).replace("\\\n", " ")
+    return [line.partition(" #")[0].partition(" > ")[0].strip() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_calls_what_is_there(page):
+    """In blocks whole lines; in running text names and flags."""
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    inline = [code.replace("\n", " ") for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", FENCE.sub("", PAGES[page]))]
+    for line in shell_lines(page):
+        if line.startswith("gripmoe "):
+            assert not wrong_with(line), line
+    for line in [*shell_lines(page), *inline]:
+        if match := re.match(r"gripmoe ([a-z-]+)(.*)", line):
+            assert match[1] in SUMMARIES, line
+            assert set(re.findall(r" (--[a-z-]+)", match[2])) <= {"--help", *flags_of(match[1])}, line
+        if match := re.match(r"make ([a-z][a-z-]*)", line):
+            assert match[1] in targets, line
+        if re.match(r"(gripmoe|make|snakemake|python workflow)\b", line):
+            worlds = set(re.findall(r"(?:\bworld=|\bWORLD=|--world )(\w+)", line)) - OWN
+            assert worlds <= {path.stem for path in CONFIG.glob("*.yaml")}, line
+
+
+def test_the_controls():
+    assert wrong_with("gripmoe audit --orginal a --unlearned b --output c") == ["--orginal", "--original"]
+    assert "--methods-table" in flags_of("plan") and "--original" not in flags_of("plan")
+
+
+@pytest.fixture
+def generate(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    return runpy.run_path(DOCS / "generate.py")
+
+
+def test_the_index_names_every_page(generate):
+    """Or `make docs` fails. What it does not name stands under "How it works", or in the record."""
+    named = {line.rpartition("<")[2].rstrip(">") for line in PAGES["docs/index.md"].splitlines()}
+    there = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")} - {"index"}
+    further = {*generate["further_pages"]().split(), *generate["further_records"]().split()}
+    assert there == (there & named) | further and not further & named
+
+
+def test_the_reference_has_every_key(generate):
+    """Of every class that a configuration file may be made of; and the comment of a key, wherever it stands."""
+    defined = {
+        thing
+        for module in (benchmarks, methods, models, training, world)
+        for thing in vars(module).values()
+        if isinstance(thing, type) and issubclass(thing, types.Strict) and thing.__module__ == module.__name__
+    }
+    inside = {benchmarks.Task, world.Run, world.OwnClass}  # of Benchmark; of run.yaml, which the workflow writes
+    assert {shown for each in generate["FILES"].values() for shown in each} == defined - inside
+    said = generate["configuration"]()
+    for shown in defined - inside:
+        part = said.partition(f"### {shown.__name__}\n")[2].partition("\n### ")[0]
+        schema = shown.model_json_schema()["properties"]
+        assert set(re.findall(r"^- `(\w+)`", part, flags=re.MULTILINE)) == {
+            key for key in schema if schema[key].get("type") != "null"
+        }
+    assert generate["comments_of"](training.Training)["gradient_accumulation"] == "passes of a step"
+    assert generate["comments_of"](world.World)["external"].startswith("Models that others have unlearned, by the")
+    assert generate["comments_of"](methods.Method).keys() == methods.Method.model_fields.keys()
+
+
+def test_the_reference_has_every_command_and_public_name(generate):
+    said = generate["commands"]()
+    for name in SUMMARIES:
+        part = said.partition(f"### gripmoe {name}\n")[2].partition("\n### ")[0]
+        assert all(flag in part for flag in flags_of(name)), name
+    import gripmoe
+
+    assert set(re.findall(r":: gripmoe\.(\w+)\n", generate["public_names"]())) == set(gripmoe.__all__)
