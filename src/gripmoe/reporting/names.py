@@ -12,6 +12,7 @@ from gripmoe.config.training import OBJECTIVES
 from gripmoe.io.files import read_yaml
 
 CHANCE = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike
+ABBREVIATED = 3  # letters of GD, KL, NPO and RMU at most
 ORIGINALS = ("original", "retrained")  # which nobody has unlearned
 COLLAPSED = 0.3  # of four-way questions to retain: no more than chance, with room for its noise
 MATCHED = {"forget_accuracy", "verbmem", "knowmem_forget"}  # between methods, by design
@@ -78,7 +79,8 @@ def objective_label(objective: str) -> str:
     """The abbreviation of an objective of the package, the name of any other; nothing where nothing trains."""
     if objective == NO_OBJECTIVE:
         return ""
-    return objective.upper() if objective in OBJECTIVES else objective.replace("_", " ")
+    is_abbreviation = objective in OBJECTIVES and len(objective) <= ABBREVIATED
+    return objective.upper() if is_abbreviation else objective.replace("_", " ")
 
 
 def model_label(model: str) -> str:
