@@ -50,6 +50,7 @@ CASES = {
     "bf16_fp8": Method(constraint="none"),
     "bf16_8bit": Method(constraint="none"),
     "uneven": METHODS["expert_specific"],
+    "attacked": Method(constraint="none"),
 }
 CHANGES = {
     "adamw_8bit": {"optimizer": "adamw_8bit"},
@@ -57,6 +58,8 @@ CHANGES = {
     "bf16": {"optimizer": "adamw_fp32", "max_steps": 4},
     "bf16_fp8": {"optimizer": "adamw_fp32", "max_steps": 4, "expert_precision": "fp8_emulated"},
     "bf16_8bit": {"optimizer": "adamw_8bit", "max_steps": 4},
+    # The sign of a gradient near zero is decided by a rounding error, so the attacker's steps are short.
+    "attacked": {"adversary_steps": 2, "adversary_restart": 2, "adversary_rate": 0.3},
 }
 OBJECTIVES = {
     "gd": {"alpha": 1.0},

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 class RelearningAdversary:
     """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
-    `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no state (ours, after TAR
-    and MUDMAN)."""
+    `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no state (ours)."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], rate: float):
         self._parameters, self._rate = parameters, rate
@@ -24,19 +23,18 @@ class RelearningAdversary:
 
     def restart(self) -> None:
         """The attacker takes the weights that the model has now."""
-        self._weights = [parameter.detach().clone() for parameter in self._parameters]
+        self._weights = self._copies()
 
     @contextmanager
     def weights(self) -> Iterator[None]:
         """Within the block the parameters have the attacker's weights. Gradients stay when it ends."""
-        own = [parameter.data for parameter in self._parameters]
-        for parameter, weight in zip(self._parameters, self._weights, strict=True):
-            parameter.data = weight
+        own = self._copies()
+        self._write(self._weights)
         try:
             yield
         finally:
-            for parameter, weight in zip(self._parameters, own, strict=True):
-                parameter.data = weight
+            self._weights = self._copies()
+            self._write(own)
 
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
         """One step of descent on a loss, within `weights`; returns the loss. Gradients of earlier passes are kept."""
@@ -48,6 +46,15 @@ class RelearningAdversary:
         with torch.no_grad():
             for parameter, before in zip(self._parameters, kept, strict=True):
                 if parameter.grad is not None:
-                    parameter.data.sub_(parameter.grad.sign(), alpha=self._rate)
+                    parameter.sub_(parameter.grad.sign(), alpha=self._rate)
                 parameter.grad = before
         return loss.item()
+
+    def _copies(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def _write(self, weights: Sequence[Tensor]) -> None:
+        # In place: FSDP keeps the storage of a parameter, and would not see another tensor in its stead.
+        for parameter, weight in zip(self._parameters, weights, strict=True):
+            parameter.copy_(weight)
