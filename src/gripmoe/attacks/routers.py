@@ -39,12 +39,13 @@ def silencing(setting: Letters) -> Found:
     """`silenced_experts`: recall without the experts that forget prompts use more than retain prompts do, as SAFEx and
     SteerMoE switch experts off. Of the numbers of experts in SILENCED, the one that answers most dev questions."""
     model = setting.after
-    if not model.layers:
+    counts = [count for count in SILENCED if count + model.top_k <= model.num_experts]
+    if not counts:  # of a dense model too
         return Found()
     used, others = (_usage(model, setting, rows) for rows in (setting.dev, setting.retain))
     excess = {layer: used[layer] - others[layer] for layer in model.layers}
     known = {}
-    for count in (count for count in SILENCED if count + model.top_k <= model.num_experts):
+    for count in counts:
         silent = {layer: excess_E >= excess_E.topk(count).values[-1] for layer, excess_E in excess.items()}
         scores = {layer: torch.zeros(len(off)).masked_fill(off, -1e4) for layer, off in silent.items()}
         with biased(model, scores):

@@ -12,8 +12,7 @@ from gripmoe.reporting.collect import KEYS
 from gripmoe.reporting.figures import house_style, legend_below
 from gripmoe.reporting.tables import Cell, Table
 
-# Attacks that put no original weights of experts back: what these return is the attacker's own doing, and one layer's
-# bring 0.79 to a model that never knew.
+# Attacks that put no original experts back, which bring facts to a model that never knew them.
 ATTACKS = (
     "forced_forget_accuracy",
     "restored_router_all",
