@@ -18,6 +18,7 @@ FIRST, SECOND = torch.device("cpu:1"), torch.device("cpu:2")
 # What may see two devices.
 ACROSS = {"to", "copy_", "cpu", "__set__", "__get__", "backward", "_has_compatible_shallow_copy_type"}
 JOINS = {"stack", "cat"}  # unlike arithmetic take no number from the host
+SORTED = ("_foreach", "_fused")  # operations of optimizers, which sort tensors by their devices
 INDEXED = {"__getitem__", "__setitem__"}  # also by indices from the host
 
 
@@ -57,7 +58,7 @@ class PretendedDevices(TorchFunctionMode):
             return device_of(args[0]) == HOST
         if name == "numpy" and device_of(args[0]) != HOST:
             raise MixedDevices("numpy: of a tensor that is not in host memory")
-        if name not in ACROSS and not name.startswith("_foreach"):  # those sort tensors by their devices
+        if name not in ACROSS and not name.startswith(SORTED):
             self._check(name, args, tensors)
         where = self._result_device(name, args, kwargs, tensors)
         if name == "to":  # or a tensor that is there already would be copied

@@ -61,7 +61,7 @@ def test_an_audit_measures_what_the_workflow_measures(pair, files, tmp_path):
         output=folder / "attack.json",
     )
     workflow = read_json(folder / "attack.json") | read_json(folder / "evaluation.json")
-    assert len(workflow) > 100 and {"forced_forget_accuracy", "relearned_from_corpus_after_20"} <= workflow.keys()
+    assert len(workflow) > 90 and {"forced_forget_accuracy", "relearned_from_corpus_after_20"} <= workflow.keys()
     measured = audited["metrics"]["unlearned"]
     assert {name: measured[name] for name in workflow} == pytest.approx(workflow, abs=0, rel=0, nan_ok=True)
     assert (out / "state" / "unlearned_answers.csv").read_bytes() == (folder / "questions.csv").read_bytes()
