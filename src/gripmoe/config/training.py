@@ -92,7 +92,7 @@ class Training(Strict):
     objective: dict[str, int | float] = {}  # settings of the objective, such as `alpha`
     alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight
     adversary_steps: Annotated[int, Field(ge=0)] = 0  # of relearning, before each forget pass; 0: no attacker
-    adversary_rate: PositiveFloat = 1.0  # of its learning rate, as a multiple
+    adversary_rate: PositiveFloat = 1.0  # by which multiple of the learning rate a step of the attacker moves a weight
     adversary_restart: PositiveInt = 10  # steps after which the attacker starts from the model again
 
     @model_validator(mode="after")
