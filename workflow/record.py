@@ -1,6 +1,6 @@
 """Writes a record of measured runs: their numbers as one compact CSV, their tables as Markdown, the main tables and the
-statements as CSV too, and what the runs were computed with; for docs/record also the README's pictures. A record can be
-drawn again from its own CSV.
+statements as CSV too, checks, answers and attacked items compressed, the time of each step, and what the runs were
+computed with; for docs/record also the README's pictures. A record can be drawn again from its own CSV.
 
 python workflow/record.py results/tiny/runs_record.csv results/tiny/runs_tiny_shared.csv [more tables of runs]
 """
@@ -21,16 +21,17 @@ from PIL import Image
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import NO_OBJECTIVE, Project
 from gripmoe.config.provenance import package_versions
-from gripmoe.io.files import file_digest, read_json, write_json, write_text
+from gripmoe.io.files import atomic_path, file_digest, read_json, write_json, write_text
 from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
 from gripmoe.reporting.claims import claims_table, load_claims
-from gripmoe.reporting.collect import KEYS, computed_with, load_runs, of_kind
+from gripmoe.reporting.collect import KEYS, beside, computed_with, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, marks_of, specification
 from gripmoe.reporting.erasure import ATTACKS, attack_quality, erasure_frontier, strongest_attacks
 from gripmoe.reporting.figures import routing_stability_by_layer, save_figure
 from gripmoe.reporting.paired import load_answers, paired_table
-from gripmoe.reporting.tables import MISSING, Table, as_markdown, interval
+from gripmoe.reporting.tables import MISSING, Table, as_markdown
+from gripmoe.reporting.uncertainty import interval, of_runs
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "record"
@@ -62,12 +63,14 @@ TABLES = {
     "attack_quality": "What the attacks are worth",
 }
 WORLDS = {
-    "seuf_comparison": "tiny_shared",
-    "dense_baseline": "tiny_dense",
-    "retain_data": "tiny_retain",
-    "erasure": "tiny_erasure",
-    "attack_quality": "tiny_erasure",
+    "seuf_comparison": ("tiny_shared",),
+    "dense_baseline": ("tiny_dense",),
+    "retain_data": ("tiny_retain",),
+    "erasure": ("tiny_erasure",),
+    "attack_quality": ("tiny_erasure",),
 }
+ITEMS = ("histories", "answers", "attacks")
+MAIN = ("record_main", "record", "tiny")
 OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "setting_max_steps", "num_experts", "top_k"} | {
     f"{measure}_{part}" for measure in names.MATCHED for part in ("target", "half_width")
 }
@@ -92,18 +95,17 @@ class Record:
                 kept.append(load(path))
         return pd.concat(kept).drop_duplicates([*KEYS, "id"]) if kept else None
 
-    def of_world(self, world: str) -> pd.DataFrame:
-        """The runs that a world lists, without those that no other method of the world can be compared with."""
-        keys = pd.MultiIndex.from_tuples(Project(ROOT / "workflow" / "config", world).run_keys(), names=KEYS)
-        runs = self.runs[self.runs.set_index(KEYS).index.isin(keys)]
-        methods = runs.groupby(["model", "benchmark", "objective", "seed"]).method.transform("nunique")
-        return runs[(methods > 1) | (world != "record") | (runs.objective == NO_OBJECTIVE)]
+    def of_worlds(self, *worlds: str) -> pd.DataFrame:
+        """The runs that worlds list."""
+        keys = {key for world in worlds for key in Project(ROOT / "workflow" / "config", world).run_keys()}
+        listed = pd.MultiIndex.from_tuples(sorted(keys), names=KEYS)
+        return self.runs[self.runs.set_index(KEYS).index.isin(listed)]
 
     def of_table(self, name: str) -> pd.DataFrame:
         """The runs that a table shows."""
         news = name.startswith("muse")
-        world = WORLDS.get(name, "record_muse" if news else "record")
-        return of_kind(self.of_world(world), "news" if news else "letters")
+        worlds = WORLDS.get(name, ("record_muse",) if news else MAIN)
+        return of_kind(self.of_worlds(*worlds), "news" if news else "letters")
 
     def table(self, name: str) -> Table | None:
         """A table of what was measured, or None: without items some cannot be drawn."""
@@ -178,17 +180,38 @@ def provenance(paths: list[Path], output: Path) -> dict:
     }
 
 
+def keep_items(paths: list[Path], name: str, output: Path) -> None:
+    """Writes the tables of that name that lie beside tables of runs as one, compressed."""
+    found = [pd.read_csv(file) for path in paths if (file := beside(path, name)).exists()]
+    if found:
+        identified = [column for column in (*KEYS, "step", "metric", "id") if column in found[0]]
+        table = pd.concat(found).drop_duplicates(identified)
+        with atomic_path(output / f"{name}.csv.xz") as temporary:
+            table.to_csv(temporary, index=False, float_format="%.6g", compression="xz")
+
+
+def keep_times(paths: list[Path], output: Path) -> None:
+    """Writes the CPU-seconds of each kind of step, where Snakemake's benchmarks lie beside tables of runs."""
+    files = sorted({file for path in paths for file in (path.parent / "benchmarks").glob("*/*.tsv")})
+    if files:
+        rows = [(file.parent.name, pd.read_csv(file, sep="\t").cpu_time.iloc[-1]) for file in files]
+        of_steps = pd.DataFrame(rows, columns=["step", "cpu_seconds"]).groupby("step").cpu_seconds
+        times = of_steps.agg(jobs="count", cpu_seconds="mean", longest="max").round(1)
+        write_text(output, times.to_csv())
+
+
 def intervals(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     """The measured numbers of a table, a row each: mean, half-width of its interval, number of runs and their marks, by
     kind of base model, benchmark, objective, method and metric. Rows of a sweep are left out."""
     rows = []
     runs = runs[~runs.method.map(names.is_swept).astype(bool)]
-    for key, group in runs.groupby([runs.model.map(names.model_label), "benchmark", "objective", "method"]):
+    kinds = [runs.model.map(names.model_label), runs.benchmark.map(names.benchmark_label)]
+    for key, group in runs.groupby([*kinds, "objective", "method"]):
         marks = marks_of(group).replace(" ", "")
         for metric in specification(name)["measured"]:
-            values = group.loc[group.metric == metric, "value"].dropna()
-            if len(values):
-                rows.append([*key, metric, *interval(values), len(values), marks])
+            measured = group[(group.metric == metric) & group.value.notna()]
+            if len(measured):
+                rows.append([*key, metric, *interval(of_runs(measured)), len(measured), marks])
     table = pd.DataFrame(rows, columns=[*KEYS[:-1], "metric", "mean", "half_width", "n", "mark"])
     return table.astype({"half_width": float})
 
@@ -201,6 +224,9 @@ def main() -> None:
     runs = Record(args.runs).runs.sort_values([*KEYS, "metric"])
     record = args.output / "runs.csv"
     write_text(record, runs.to_csv(index=False, float_format="%.6g", na_rep="nan"))
+    for name in ITEMS:
+        keep_items(args.runs, name, args.output)
+    keep_times(args.runs, args.output / "step_times.csv")
     write_json(args.output / "provenance.json", provenance(args.runs, args.output))
     measured = Record(args.runs)
     measured.runs = load_runs(record, kind=None)  # so that the tables are what the record gives
@@ -212,7 +238,7 @@ def main() -> None:
         table = measured.table(name)
         if table and (table := measured_only(table)):
             parts.append(f"## {title}\n\n{as_markdown(table)}")
-    of_claims = pd.concat([measured.of_world(world) for world in ("record", "record_muse")])
+    of_claims = measured.of_worlds(*MAIN, "record_muse", "tiny_erasure")
     if not of_claims.empty:
         statements = claims_table(of_claims)
         write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
@@ -220,14 +246,14 @@ def main() -> None:
     write_text(args.output / "tables.md", "\n".join(parts))
     if args.output == OUTPUT:
         draw_pictures(measured)
-    if not (erasure := measured.of_world("tiny_erasure")).empty:
+    if not (erasure := measured.of_worlds("tiny_erasure")).empty:
         draw({"erasure_frontier": erasure_frontier(strongest_attacks(erasure))}, record)
     print(f"{len(runs[KEYS].drop_duplicates())} runs, {len(runs)} numbers in {args.output}")
 
 
 def draw_pictures(record: Record) -> None:
     """The README's, of the methods that every objective has."""
-    letters = record.of_world("record")
+    letters = record.of_worlds(*MAIN)
     measured = [set(found.method) for objective, found in letters.groupby("objective") if objective != NO_OBJECTIVE]
     common = set.intersection(*measured) | set(letters.method[letters.objective == NO_OBJECTIVE])
     letters = letters[letters.method.isin(common)]

@@ -1,6 +1,6 @@
 """Measures which parameters of an embedded base model hold its facts.
 
-    python workflow/where_facts_live.py --world record --results results/tiny --output docs/record/where_facts_live.csv
+    python workflow/where_facts_live.py --world record_main --results results/tiny --output where_facts_live.csv
 
 Parameters are replaced by random ones. Then the replaced experts and routers train as in stage B of base training, but
 without the forget facts; all other parameters are frozen. If forget accuracy returns, experts and routers did not hold

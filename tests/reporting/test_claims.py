@@ -15,10 +15,10 @@ from gripmoe.reporting.claims import (
     claims_table,
     differences,
     judge,
-    judge_each,
     judged,
     load_claims,
-    runs_to_decide,
+    primary_claims,
+    units_to_decide,
 )
 from gripmoe.reporting.collect import COLUMNS
 
@@ -136,14 +136,14 @@ def differences_of(claim, by):
 
 def test_how_many_runs_would_decide_a_claim():
     undecided = differences(runs(a=[0.9, 0.1, 0.6], b=[0.5, 0.5, 0.5]), ABOVE)
-    assert runs_to_decide(undecided, ABOVE) is None, "the mean is a sixth of a standard deviation from the margin"
+    assert units_to_decide(undecided, ABOVE) is None, "the mean is a sixth of a standard deviation from the margin"
     closer = differences(runs(a=[0.9, 0.5, 0.7], b=[0.5, 0.5, 0.5]), ABOVE)
-    needed = runs_to_decide(closer, ABOVE)
+    needed = units_to_decide(closer, ABOVE)
     assert judge(closer, ABOVE)[0] == "undecided" and needed > 3
     mean, deviation = closer.mean(), closer.std()
     for count, decided in ((needed, True), (needed - 1, False)):
         assert (mean > stats.t.ppf(0.975, count - 1) * deviation / count**0.5) == decided
-    assert runs_to_decide(closer, {**ABOVE, "margin": 0.195}) is None, "nearer to the margin than 100 runs resolve"
+    assert units_to_decide(closer, {**ABOVE, "margin": 0.195}) is None, "nearer to the margin than 100 runs resolve"
     told = judged(runs(unconstrained=[0.3, 0.7, 0.4])).set_index("claim").to_decide
     assert told["routing_collapses"].startswith(("about", "> 100")) and told["b_above_a"] == (
         "runs of ptc_paper and expert_specific_paper"
@@ -158,18 +158,21 @@ def test_the_table_counts_what_it_shows():
     assert set(verdicts) <= set(VERDICTS) and (verdicts == "holds").sum() >= 1
     shown = {cells[1].text for _, cells, _ in table.rows}
     assert "-0.20" in shown and claims._signed(-0.001) == "+0.00"
-    assert f"{(verdicts == 'not measured').sum()} not measured" in table.notes[1]
-    assert f"the {(judged(data).runs == 3).sum()} intervals are not corrected" in table.notes[0]
+    assert f"{(verdicts == 'not measured').sum()} not measured" in table.notes[2]
+    others = judged(data)[~judged(data).primary]
+    decided = others[others.verdict.isin(VERDICTS[:2])]
+    assert f"{decided.survives_holm.sum()} of their {len(decided)} verdicts survive" in table.notes[1]
     compared = judged(data).set_index("claim").comparison
     assert compared["a_above_frozen"] == "RS: expert_specific_paper > frozen_router + 0.13"
     assert compared["drift_caps_a"] == "RS: expert_specific ~ expert_specific (RS repr.) ± 0.05"
 
 
-def test_runs_that_have_not_forgotten_do_not_count_unless_it_is_about_them():
+def test_runs_that_have_not_forgotten_are_left_out_of_the_second_analysis_unless_it_is_about_them():
     data = runs(a=[0.9, 0.8, 0.1], b=[0.5, 0.4, 0.5])
     missed = data.assign(metric="reached", value=[1, 1, 0, 1, 1, 1])
-    assert len(differences(pd.concat([data, missed]), ABOVE)) == 2
-    assert len(differences(pd.concat([data, missed]), {**ABOVE, "unreached": True})) == 3
+    assert len(differences(pd.concat([data, missed]), ABOVE)) == 3, "where they ended"
+    assert len(differences(pd.concat([data, missed]), ABOVE, forgot=True)) == 2
+    assert len(differences(pd.concat([data, missed]), {**ABOVE, "unreached": True}, forgot=True)) == 3
 
 
 def test_a_correction_that_undid_forgetting_has_not_forgotten():
@@ -179,15 +182,15 @@ def test_a_correction_that_undid_forgetting_has_not_forgotten():
     target = data.assign(metric="forget_accuracy_target", value=0.27)
     forgot = data.assign(metric="forget_accuracy", value=[0.31, 0.9, 0.2, 0.25, 0.25, 0.25])
     together = pd.concat([data, reached, target, forgot])
-    assert len(differences(together, ABOVE)) == 2
-    assert len(differences(together, {**ABOVE, "unreached": True})) == 3
+    assert len(differences(together, ABOVE)) == 3
+    assert len(differences(together, ABOVE, forgot=True)) == 2
+    assert len(differences(together, {**ABOVE, "unreached": True}, forgot=True)) == 3
 
 
-def test_what_forcing_takes_away_is_no_resistance():
+def test_what_forcing_takes_away_counts_as_it_is():
     below = runs(a=[-0.4, 0.1, 0.1], b=[0.0, 0.0, 0.0]).assign(metric="recovery_rate")
     claim = {**ABOVE, "metric": "recovery_rate", "right": 0.0}
-    assert sorted(differences(below, claim).round(6)) == [0.0, 0.1, 0.1]
-    assert sorted(differences(runs(a=[-0.4, 0.1, 0.1]), {**ABOVE, "right": 0.0}).round(6)) == [-0.4, 0.1, 0.1]
+    assert sorted(differences(below, claim).round(6)) == [-0.4, 0.1, 0.1]
 
 
 def test_a_run_that_lost_everything_speaks_for_no_method():
@@ -195,25 +198,62 @@ def test_a_run_that_lost_everything_speaks_for_no_method():
     data = runs(a=[0.9, 0.8, 0.7], b=[0.5, 0.4, 0.5])
     retained = data.assign(metric="retain_accuracy", value=[0.9, 0.9, 0.25, 0.9, 0.9, 0.9])
     both = pd.concat([data, retained])
-    assert len(differences(both, ABOVE)) == 2 and len(differences(both, {**ABOVE, "unreached": True})) == 2
+    assert len(differences(both, ABOVE)) == 3 and len(differences(both, ABOVE, forgot=True)) == 2
+    assert len(differences(both, {**ABOVE, "unreached": True}, forgot=True)) == 2
     kept = differences(both, {**ABOVE, "metric": "retain_accuracy"})
     assert sorted(kept.round(6)) == [-0.65, 0.0, 0.0]
 
 
 def test_a_statement_must_hold_for_each_kind_of_base_model():
     good, bad = runs(a=[0.9, 0.8, 0.9], b=[0.1] * 3), runs(a=[0.1] * 3, b=[0.2] * 3)
-    kinds = differences(pd.concat([good, bad.assign(model="olmoe")]), ABOVE)
-    instances = differences(pd.concat([good, bad.assign(model="tiny_b")]), ABOVE)
-    assert judge_each(kinds, ABOVE)[0] == "does not hold" and judge_each(instances, ABOVE)[0] == "undecided"
-    assert judge_each(kinds, ABOVE)[1:] == judge_each(instances, ABOVE)[1:] == judge(kinds, ABOVE)[1:]
-    few = differences(pd.concat([good, runs(a=[0.9], b=[0.1]).assign(model="olmoe")]), ABOVE)
-    assert judge_each(few, ABOVE)[0] == "undecided" and judge(few, ABOVE)[0] == "holds", "one run of a kind"
+    kinds = judge(differences(pd.concat([good, bad.assign(model="olmoe")]), ABOVE), ABOVE)
+    instances = judge(differences(pd.concat([good, bad.assign(model="tiny_b")]), ABOVE), ABOVE)
+    assert kinds.verdict == "does not hold" and instances.verdict == "undecided"
+    assert kinds.part == names.model_label("olmoe") and kinds.mean == pytest.approx(-0.1), "the part that decides"
+    assert instances.part == "" and instances.units == 6
+    few = judge(differences(pd.concat([good, runs(a=[0.9], b=[0.1]).assign(model="olmoe")]), ABOVE), ABOVE)
+    assert few.verdict == "undecided" and few.units == 1, "one run of a kind"
 
 
 def test_a_statement_about_each_objective_needs_every_one():
     good, bad = runs(a=[0.9, 0.8, 0.9], b=[0.1] * 3), runs(a=[0.1] * 3, b=[0.2] * 3)
     pairs = differences(pd.concat([good, bad.assign(objective="gd")]), ABOVE)
-    assert judge_each(pairs, ABOVE)[0] != "does not hold", "all together it is not refuted"
-    assert judge_each(pairs, {**ABOVE, "each_objective": True})[0] == "does not hold"
+    assert judge(pairs, ABOVE).verdict != "does not hold", "all together it is not refuted"
+    each = judge(pairs, {**ABOVE, "each_objective": True})
+    assert each.verdict == "does not hold" and each.part == "GD"
     few = differences(pd.concat([good, runs(a=[0.9], b=[0.1]).assign(objective="gd")]), ABOVE)
-    assert judge_each(few, {**ABOVE, "each_objective": True})[0] == "undecided", "one run under gd"
+    assert judge(few, {**ABOVE, "each_objective": True}).verdict == "undecided", "one run under gd"
+
+
+def test_base_models_are_the_units_where_there_are_three():
+    """Many runs of three base models that disagree decide nothing; taken as independent they would."""
+    of = {"tiny_a": 0.6, "tiny_b": 0.55, "tiny_c": 0.1}
+    data = pd.concat([runs(a=[high, high - 0.01] * 4, b=[0.0] * 8).assign(model=m) for m, high in of.items()])
+    found = judge(differences(data, ABOVE), ABOVE)
+    assert found.units == 3 and found.verdict == "undecided"
+    assert judge(differences(data[data.model != "tiny_c"], ABOVE), ABOVE).verdict == "holds"
+    elsewhere = data.assign(benchmark=data.model.map({"tiny_c": "wmdp_tiny_1"}).fillna("wmdp_tiny"))
+    assert judge(differences(elsewhere, ABOVE), ABOVE) == found, "benchmarks of one kind are pooled"
+
+
+def test_the_shown_interval_is_that_of_the_verdict():
+    data = runs(a=[0.61, 0.57, 0.59], b=[0.5] * 3)
+    pairs = differences(data, ABOVE)
+    at = {alpha: judge(pairs, ABOVE, alpha) for alpha in (0.05, 0.05 / 8)}
+    assert at[0.05].verdict == "holds" and at[0.05].low > 0
+    assert at[0.05 / 8].verdict == "undecided" and at[0.05 / 8].low <= 0
+
+
+def test_the_primary_claims_are_a_family(monkeypatch):
+    data = runs(unconstrained=[0.42, 0.44, 0.46], frozen_router=[0.7, 0.72, 0.71])
+    alone = judged(data).set_index("claim").loc["routing_collapses"]
+    assert alone.primary and alone.verdict == "holds" and alone.level == 0.05
+    forced = data[data.method == "unconstrained"].assign(metric="recovery_rate", value=[0.05, 0.3, -0.1])
+    beside = judged(pd.concat([data, forced])).set_index("claim").loc["routing_collapses"]
+    assert beside.level == 0.025 and beside.verdict == ("holds" if beside.p <= 0.025 else "undecided")
+    assert beside.high > alone.high, "a wider interval at the stricter level"
+    assert 0.025 < beside.p < 0.05 and beside.verdict == "undecided"
+    changed = {**load_claims(), "routing_collapses": {**load_claims()["routing_collapses"], "right": 0.6}}
+    monkeypatch.setattr(claims, "load_claims", lambda: changed)
+    with pytest.raises(ValueError, match="a primary claim was changed"):
+        primary_claims()

@@ -20,9 +20,9 @@ from gripmoe.reporting.tables import (
     as_latex,
     as_markdown,
     as_tex,
-    interval,
     save,
 )
+from gripmoe.reporting.uncertainty import interval
 
 SPECIFICATIONS = yaml.safe_load(COMPARISONS.read_text(encoding="utf-8"))
 

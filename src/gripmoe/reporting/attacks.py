@@ -13,7 +13,8 @@ from gripmoe.reporting.collect import KEYS, beside
 from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
 from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, nothing, panels_of
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
-from gripmoe.reporting.tables import Cell, Table, interval, with_half_width
+from gripmoe.reporting.tables import Cell, Table, with_half_width
+from gripmoe.reporting.uncertainty import interval, units
 
 FULL_SHADE = 0.7  # what an attack returns at most of a model that knew nearly everything
 
@@ -46,8 +47,8 @@ def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name:
     if by_run:
         drawn = "items" if spec.get("kind") == "news" else "the facts that questions ask about"
         table.notes[0] = (
-            f"Mean over runs; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of runs and of {drawn}, paired"
-            f" by item. {spec['title']}."
+            f"Mean over runs; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of base models (of runs, below"
+            f" three) and of {drawn}, paired by item. {spec['title']}."
         )
     return table
 
@@ -56,15 +57,16 @@ Estimate = tuple[float | None, float | None]  # mean and half of its interval
 
 
 def _paired(by_run: dict, of_row: pd.DataFrame, metric: str, own: str) -> Estimate:
-    differences = []
+    differences, models = [], []
     for key in of_row[KEYS].drop_duplicates().itertuples(index=False, name=None):
         asked = by_run[key].set_index("fact") if key in by_run else pd.DataFrame()
         if metric in asked and asked[metric].notna().any():
             asked = asked[asked[metric].notna()]
             differences.append(asked[own] if metric == own else asked[metric] - asked[own])
+            models.append(key[0])
     if not differences:
         return None, None
-    mean, low, high = paired_interval(differences)
+    mean, low, high = paired_interval(differences, models)
     return mean, (high - low) / 2
 
 
@@ -74,7 +76,7 @@ def _over_runs(of_row: pd.DataFrame, metric: str, own: str) -> Estimate:
         return None, None
     # Forcing is asked about every question, the rest about the sample that the plain prompt is asked about too.
     base = own if metric == "forced_forget_accuracy" or "prompt_plain" not in wide else "prompt_plain"
-    mean, half = interval(wide[metric] if metric == own else wide[metric] - wide[base])
+    mean, half = interval(units(wide[metric] if metric == own else wide[metric] - wide[base]))
     return (None, None) if pd.isna(mean) else (mean, half)
 
 

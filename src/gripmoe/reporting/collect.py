@@ -24,6 +24,7 @@ NEED_DATA = (  # metrics that need data which not every benchmark or world has
     *("auc_loss", "auc_zlib", "auc_min_20", "auc_min_plus_20"),
     *("relearned_after_5", "relearned_after_20", "relearned_from_others_after_20"),
 )
+FOUR_WAY = 0.25  # chance of a four-way question
 ANSWER_COLUMNS = ["id", "fact", "metric", "chosen", "score"]  # the metric is the mean of its scores
 
 
@@ -43,7 +44,7 @@ def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers
         metrics |= {name: float("nan") for name in NEED_DATA if name not in metrics}
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
         targets = {name: metrics[f"{name}_target"] for name in names.MATCHED if f"{name}_target" in metrics}
-        metrics |= at_equal_forgetting(history, targets)
+        metrics |= at_equal_forgetting(history, targets) | tradeoff_area(history)
         asked = {item["id"]: item for item in map(_answer, read_csv(folder / "questions.csv"))}
         metrics |= _half_widths(asked)
         rows += [[*key, metric, float(value)] for metric, value in sorted(metrics.items())]
@@ -96,6 +97,21 @@ def at_equal_forgetting(history: Sequence[dict[str, float]], targets: dict[str, 
             if name in after
         }
     return {}
+
+
+def tradeoff_area(history: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Area under the curve of retain accuracy over forget accuracy, both on dev questions: the mean, over levels of
+    forget accuracy from chance to 1, of the best retain accuracy of a check at that level or below. Chance counts where
+    no check came so low. It depends on no stopping point but the last. Empty without both accuracies."""
+    checks = [check for check in history if {"forget_accuracy", "retain_accuracy"} <= check.keys()]
+    if not checks:
+        return {}
+    best, area, level = FOUR_WAY, 0.0, FOUR_WAY
+    for check in sorted(checks, key=lambda check: check["forget_accuracy"]):
+        reached = min(max(check["forget_accuracy"], level), 1.0)
+        area, level = area + best * (reached - level), reached
+        best = max(best, check["retain_accuracy"])
+    return {"tradeoff_area": (area + best * (1.0 - level)) / (1.0 - FOUR_WAY)}
 
 
 def _half_widths(asked: dict[str, dict[str, str]]) -> dict[str, float]:
@@ -204,7 +220,8 @@ def _seconds(output: Path) -> float:
 def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
     """The rows of base models of one kind on one benchmark (or one of the two, as `by` says), which may be pooled, and
     their name; the name is empty if all rows may be pooled."""
-    shown = pd.DataFrame({"model": table.model.map(names.model_label), "benchmark": table.benchmark})[list(by)]
+    labels = {"model": names.model_label, "benchmark": names.benchmark_label}
+    shown = pd.DataFrame({column: table[column].map(labels[column]) for column in by}, index=table.index)
     differ = [column for column in by if shown[column].nunique() > 1]
     if not differ:
         return [("", table)]
@@ -219,8 +236,11 @@ def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:
 
 
 def beside(runs: Path, name: str) -> Path:
-    """The table of that name ("histories", "answers", "attacks") that belongs to the table of `runs`."""
-    return runs.with_name(name + runs.name.removeprefix("runs"))
+    """The table of that name ("histories", "answers", "attacks") that belongs to the table of `runs`; of a record,
+    compressed."""
+    plain = runs.with_name(name + runs.name.removeprefix("runs"))
+    compressed = plain.with_name(f"{plain.name}.xz")
+    return compressed if compressed.exists() else plain
 
 
 def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:

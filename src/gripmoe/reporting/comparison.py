@@ -15,7 +15,8 @@ from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS, apart
-from gripmoe.reporting.tables import MISSING, Cell, Row, Table, fixed, interval
+from gripmoe.reporting.tables import MISSING, Cell, Row, Table, fixed
+from gripmoe.reporting.uncertainty import LEAST, interval, of_runs
 
 NOT_APPLICABLE = "n/a"
 PAPER_MODEL = "qwen3_30b_a3b"
@@ -51,10 +52,11 @@ def headings(spec: dict) -> dict[str, str]:
 
 
 def _mean_of(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
-    values = runs.loc[runs.metric == metric, "value"]
-    if values.dropna().empty:
+    measured = runs[runs.metric == metric]
+    if measured.value.dropna().empty:
         return absent(runs, metric)
-    mean, half_width = (values.iloc[0], None) if metric.startswith("setting_") else interval(values)
+    values = of_runs(measured)
+    mean, half_width = (measured.value.iloc[0], None) if metric.startswith("setting_") else interval(values)
     text = _text(metric, mean, news)
     if half_width is not None:
         unit = "×" * text.endswith("×")
@@ -256,6 +258,7 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], count
     runs_in_row = seeds * (1 if of_one_model else models)
     spread = {1: "", 2: " ± half the range,"}.get(runs_in_row, " ± 95 % t-interval,")
     spread += " where n = 2 half the range," if runs_in_row > 2 and 2 in counts else ""
+    spread = " ± 95 % t-interval over base models," if models >= LEAST and not of_one_model else spread
     cells = [cell for _, measured, _ in table.rows for cell in measured if cell.value is not None]
     spread += " without ± one run," if spread and any(cell.half_width is None for cell in cells) else ""
     notes = [

@@ -87,6 +87,11 @@ def model_label(model: str) -> str:
     return MODELS.get(model, model.replace("_", " "))
 
 
+def benchmark_label(benchmark: str) -> str:
+    """Benchmarks of one label ask alike about different facts, so that their runs may be pooled."""
+    return NAMES["benchmarks"].get(benchmark, benchmark)
+
+
 def metric(name: str) -> Metric:
     return METRICS.get(name, Metric(name.replace("_", " ")))
 

@@ -1,7 +1,9 @@
-"""Two methods on the same items: paired bootstrap intervals and sign tests, with runs as the outer level."""
+"""Two methods on the same items: paired bootstrap intervals and sign tests, with base models, or runs, as the outer
+level."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import apart, beside, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
+from gripmoe.reporting.uncertainty import LEAST
 
 RUN = ["model", "benchmark", "seed"]
 RESAMPLES = 4000
@@ -37,9 +40,12 @@ def sign_test(differences: list[pd.Series]) -> float:
     return min(1.0, 2 * float(max(p_values)))
 
 
-def paired_interval(differences: list[pd.Series], level: float = 0.95) -> tuple[float, float, float]:
-    """Mean difference over runs and its bootstrap interval. A run's series holds left minus right per item, indexed
-    by the fact that the item asks about. Runs are drawn with replacement, and facts within each run drawn."""
+def paired_interval(
+    differences: list[pd.Series], models: Sequence[str] = (), level: float = 0.95
+) -> tuple[float, float, float]:
+    """Mean difference over runs, of the base models `models`, and its bootstrap interval. A run's series holds left
+    minus right per item, indexed by the fact that the item asks about. Base models, or below three of them runs, are
+    drawn with replacement, and facts within each run."""
     generator = np.random.default_rng(0)
     means = np.empty((len(differences), RESAMPLES))
     for row, difference in enumerate(differences):
@@ -47,10 +53,13 @@ def paired_interval(differences: list[pd.Series], level: float = 0.95) -> tuple[
         sums, counts = facts.sum().to_numpy(), facts.count().to_numpy()
         drawn = generator.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), RESAMPLES)
         means[row] = (drawn @ sums) / (drawn @ counts)
-    chosen = generator.integers(len(differences), size=(len(differences), RESAMPLES))
+    observed = np.array([difference.mean() for difference in differences])
+    if len(set(models)) >= LEAST:
+        means, observed = (pd.DataFrame(values).groupby(list(models)).mean().to_numpy() for values in (means, observed))
+    chosen = generator.integers(len(means), size=(len(means), RESAMPLES))
     resampled = np.take_along_axis(means, chosen, axis=0).mean(axis=0)
     low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
-    return float(np.mean([difference.mean() for difference in differences])), float(low), float(high)
+    return float(observed.mean()), float(low), float(high)
 
 
 def compared(answers: pd.DataFrame, objective: str, method: str, against: str, metric: str) -> dict[str, float] | None:
@@ -58,14 +67,15 @@ def compared(answers: pd.DataFrame, objective: str, method: str, against: str, m
     interval, and p. None if no run has both."""
     asked = answers[(answers.objective == objective) & (answers.metric == metric)]
     sides = [dict(list(asked[asked.method == name].groupby(RUN))) for name in (method, against)]
-    differences = []
+    differences, models = [], []
     for run in sorted(set(sides[0]) & set(sides[1])):
         left, right = (side[run].set_index("id") for side in sides)
         both = left.join(right.score, rsuffix="_right", how="inner")
         differences.append(pd.Series((both.score - both.score_right).to_numpy(), index=both.fact))
+        models.append(run[0])
     if not differences:
         return None
-    mean, low, high = paired_interval(differences)
+    mean, low, high = paired_interval(differences, models)
     return dict(difference=mean, half_width=(high - low) / 2, p=sign_test(differences), runs=len(differences))
 
 
@@ -99,8 +109,8 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     explained = [f"{names.metric(metric).heading}: {names.metric(metric).note}" for metric in metrics]
     table.notes = [
         f"Differences to {names.method_label(against).lower()} on the same test {items}; ± half of a 95 % bootstrap"
-        f" interval, {RESAMPLES} resamples of runs and of {facts} within runs. The interval of a single run tells two"
-        " models apart, not two methods.",
+        f" interval, {RESAMPLES} resamples of base models (of runs, below three) and of {facts} within runs. The"
+        " interval of a single run tells two models apart, not two methods.",
         f"p: exact sign test over {facts}, the largest of a run: small where all runs differ in one direction. "
         + (
             "letter: share of the letter given most on forget questions; shuffled: FA with choices reordered."

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pandas as pd
 from pandas.io.formats.style import Styler
-from scipy import stats
 
 from gripmoe.io.files import write_text
 from gripmoe.reporting.figures import made_of
@@ -71,18 +70,6 @@ class Table:
     @property
     def rows(self) -> list[Row]:
         return [row for _, rows in self.blocks for row in rows]
-
-
-def interval(values: pd.Series) -> tuple[float, float | None]:
-    """Mean and half-width of a 95 % interval over runs: Student's t from three values on. Two values give half their
-    range, since their t-interval is wider than any measure here; one value gives none."""
-    values = values.dropna()
-    mean, half_width = float(values.mean()), None
-    if len(values) == 2:
-        half_width = float(values.max() - values.min()) / 2
-    elif len(values) > 2:
-        half_width = float(stats.t.ppf(0.975, len(values) - 1) * values.sem())
-    return mean, half_width
 
 
 def fixed(value: float, decimals: int) -> str:

@@ -1,0 +1,71 @@
+"""The numbers of README and documentation are those of the record, and one that is not is found."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from gripmoe.io.files import read_yaml
+
+ROOT = Path(__file__).parents[2]
+script = runpy.run_path(str(ROOT / "workflow" / "quote.py"))
+QUOTES = read_yaml(script["QUOTES"])
+DECIMAL = re.compile(r"(?<![\d.])[01]\.\d\d(?![\d.])")
+
+
+@pytest.mark.parametrize("page", QUOTES)
+def test_numbers_are_the_records(page):
+    assert script["quoted"](page, QUOTES[page]) == (ROOT / page).read_text(encoding="utf-8"), "run workflow/quote.py"
+
+
+@pytest.mark.parametrize("page", QUOTES)
+def test_a_wrong_number_is_found(page, monkeypatch):
+    """Every number that a quote enters is replaced by another one; the script mends all of them."""
+    text, entries = (ROOT / page).read_text(encoding="utf-8"), QUOTES[page]
+    wrong = text
+    for sentence, sources in entries.get("sentences", {}).items():
+        (found,) = script["pattern"](sentence).finditer(wrong)
+        for group in range(len(sources), 0, -1):
+            start, end = found.span(group)
+            wrong = f"{wrong[:start]}77{wrong[end:]}"
+    assert wrong != text
+    monkeypatch.setitem(script["quoted"].__globals__, "ROOT", Folder(page, wrong))
+    assert script["quoted"](page, entries) == text
+
+
+class Folder:
+    """A root in which one page reads otherwise."""
+
+    def __init__(self, page, text):
+        self.page, self.text = page, text
+
+    def __truediv__(self, page):
+        assert page == self.page
+        return self
+
+    def read_text(self, encoding):
+        return self.text
+
+
+def test_every_decimal_of_what_we_found_is_quoted():
+    """But for what the paper says, which stands beside the words "the paper's"."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = text.partition("## What we found")[2].partition("\n## ")[0]
+    prose = "\n".join(line for line in found.splitlines() if not line.startswith("|"))
+    for sentence in QUOTES["README.md"]["sentences"]:
+        prose = script["pattern"](sentence).sub("", prose)
+    prose = re.sub(r"the paper's [01]\.\d\d", "", prose)
+    assert DECIMAL.findall(prose) == ["0.25"], "a guess"
+
+
+def test_a_sentence_that_is_not_there_is_an_error():
+    with pytest.raises(ValueError, match="is there 0 times"):
+        script["with_sentence"]("Nothing.", "It keeps {} of it.", ["main claims all"])
+    with pytest.raises(ValueError, match="is no source"):
+        script["value_of"]("somewhere")
+
+
+def test_a_sentence_is_found_across_lines():
+    page = "It keeps\n  3 of it, and 4."
+    assert script["pattern"]("It keeps {} of it, and {}.").search(page).groups() == ("3", "4")

@@ -1,0 +1,55 @@
+"""What the record still lacks, in which order it is computed and how long it takes."""
+
+import runpy
+from itertools import islice
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from gripmoe.config.grid import NO_OBJECTIVE, Project
+
+ROOT = Path(__file__).parents[2]
+script = runpy.run_path(str(ROOT / "workflow" / "make_record.py"))
+PROJECT = Project(ROOT / "workflow" / "config", "record_main")
+
+
+def finish(results, keys):
+    for key in keys:
+        folder = script["folder"](results, key)
+        folder.mkdir(parents=True)
+        (folder / "attack.json").write_text("{}")
+
+
+def test_a_block_covers_all_base_models_and_all_blocks_cover_the_world():
+    found = list(script["blocks"](PROJECT))
+    for name, keys in found:
+        assert {key[0] for key in keys} == set(PROJECT.world.models), name
+        assert len({(key[2], key[4]) for key in keys if key[2] != NO_OBJECTIVE}) == 1, name
+    assert {key for _, keys in found for key in keys} == set(PROJECT.run_keys())
+    assert [name for name, _ in islice(found, 2)] == ["record_main, gd, seed 0", "record_main, kl, seed 0"]
+
+
+def test_what_is_there_is_not_missing_and_takes_no_time(tmp_path):
+    times = pd.Series({"unlearn": 40.0, "realign": 5.0, "evaluate": 10.0, "attack": 15.0, "prepare_model": 100.0})
+    runs = PROJECT.run_keys()
+    trained = [key for key in runs if PROJECT.methods[key[3]].trains]
+    corrected = [key for key in runs if PROJECT.methods[key[3]].corrects]
+    models = 100 * len(PROJECT.models_needed)
+    whole = 40 * len(trained) + 5 * len(corrected) + 25 * len(runs) + models
+    assert list(script["remaining"]([PROJECT], tmp_path, times)) == [pytest.approx(whole)]
+    assert list(script["remaining"]([PROJECT, PROJECT], tmp_path, times))[1] == 0.0, "of the first world"
+    finish(tmp_path, trained[:3])
+    assert set(script["missing"](PROJECT, tmp_path)) == set(runs) - set(trained[:3])
+    assert list(script["remaining"]([PROJECT], tmp_path, times)) == [pytest.approx(whole - 3 * 65)]
+
+
+def test_times_are_those_of_runs_that_are_there_before_those_of_the_record(tmp_path, monkeypatch):
+    of_record = tmp_path / "step_times.csv"
+    of_record.write_text("step,jobs,cpu_seconds,longest\nattack,3,15.0,16.0\nevaluate,3,10.0,11.0\n")
+    monkeypatch.setitem(script["step_times"].__globals__, "TIMES", of_record)
+    folder = tmp_path / "results" / "benchmarks" / "attack"
+    folder.mkdir(parents=True)
+    for name, seconds in (("a", 20), ("b", 30)):
+        (folder / f"{name}.tsv").write_text(f"s\tcpu_time\n1\t{seconds}\n")
+    assert script["step_times"](tmp_path / "results").to_dict() == {"attack": 25.0, "evaluate": 10.0}

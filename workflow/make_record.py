@@ -1,0 +1,142 @@
+"""Computes the runs of the record that are missing and writes what is there to docs/record.
+
+    python workflow/make_record.py [--cores 2] [--hours 2] [--worlds record_main record record_muse]
+
+It says first how long it takes, from docs/record/step_times.csv and the runs that are there. A block is one seed and
+objective over all base models, so that a record that is stopped early covers all base models. A finished step is not
+repeated. `--hours` ends it after that time, with the steps that then run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+from tqdm import tqdm
+
+from gripmoe.cli.main import main as command
+from gripmoe.config.grid import NO_OBJECTIVE, Project
+
+ROOT = Path(__file__).parents[1]
+TIMES = ROOT / "docs" / "record" / "step_times.csv"
+WORLDS = ("record_main", "record", "record_muse")
+LAST_STEP = "attack.json"
+TABLES = ("runs", "histories", "answers", "attacks")
+POLL_SECONDS = 5
+
+Key = tuple[str, str, str, str, int]
+
+
+def blocks(project: Project) -> Iterator[tuple[str, list[Key]]]:
+    """The runs of a world in the order in which they are computed: by seed, then objective. The runs without an
+    objective, of models that nobody unlearned, belong to every block."""
+    keys = project.run_keys()
+    originals = [key for key in keys if key[2] == NO_OBJECTIVE]
+    for seed in project.world.seeds:
+        for objective in project.world.objectives:
+            of_block = [key for key in keys if key[2] == objective and key[4] == seed]
+            yield f"{project.name}, {objective}, seed {seed}", originals + of_block
+
+
+def step_times(results: Path) -> pd.Series:
+    """Mean CPU-seconds of a step, by its name: of the steps under `results`, else of the record's."""
+    of_record = pd.read_csv(TIMES).set_index("step").cpu_seconds if TIMES.exists() else pd.Series(dtype=float)
+    files = (results / "benchmarks").glob("*/*.tsv")
+    rows = [(file.parent.name, pd.read_csv(file, sep="\t").cpu_time.iloc[-1]) for file in files]
+    measured = pd.DataFrame(rows, columns=["step", "cpu_seconds"]).groupby("step").cpu_seconds.mean()
+    return measured.combine_first(of_record)
+
+
+def folder(results: Path, key: Key) -> Path:
+    return results.joinpath(*map(str, key))
+
+
+def missing(project: Project, results: Path) -> list[Key]:
+    return [key for key in project.run_keys() if not (folder(results, key) / LAST_STEP).exists()]
+
+
+def remaining(projects: list[Project], results: Path, times: pd.Series) -> Iterator[float]:
+    """CPU-seconds of the missing runs and base models of each world, without those of the worlds before it."""
+    counted = set()
+    for project in projects:
+        seconds, runs = 0.0, set(missing(project, results)) - counted
+        for key in runs:
+            method = project.methods[key[3]]
+            own = ["unlearn"] * method.trains + ["realign"] * bool(method.corrects) + ["evaluate", "attack"]
+            seconds += sum(times.get(step, 0.0) for step in own)
+        models = {name for name in project.models_needed if not (results / "models" / name / "model.json").exists()}
+        yield seconds + len(models - counted) * times.get("prepare_model", 0.0)
+        counted |= runs | models
+
+
+def compute(world: str, targets: list[Path], cores: int, until: float | None, bar: tqdm) -> bool:
+    """Has Snakemake make the targets, and counts them on the bar. False if the time is up."""
+    log = ROOT / f"record_{world}.log"
+    arguments = ["snakemake", "--profile", str(ROOT / "workflow" / "profiles" / "tiny"), "--cores", str(cores)]
+    arguments += ["--config", f"world={world}", "--", *(str(target.relative_to(ROOT)) for target in targets)]
+    pending = [target for target in targets if not target.exists()]
+    with log.open("a", encoding="utf-8") as output:
+        process = subprocess.Popen(arguments, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            time.sleep(POLL_SECONDS)
+            done = [target for target in pending if target.exists()]
+            bar.update(len(done))
+            pending = [target for target in pending if target not in done]
+            if until and time.time() > until:
+                process.send_signal(signal.SIGTERM)  # Snakemake waits for the steps that run
+                process.wait()
+                return False
+    bar.update(sum(target.exists() for target in pending))
+    if process.returncode:
+        bar.write(f"some steps failed; {log.name} says which")
+    return True
+
+
+def collect(project: Project, results: Path) -> Path | None:
+    """Tables of the runs that are there."""
+    keys = [key for key in project.run_keys() if (folder(results, key) / LAST_STEP).exists()]
+    if not keys:
+        return None
+    paths = {name: results / f"{name}_{project.name}.csv" for name in TABLES}
+    flags = [part for name in TABLES[1:] for part in (f"--{name}", str(paths[name]))]
+    command(["collect", *(str(folder(results, key)) for key in keys), "--output", str(paths["runs"]), *flags])
+    return paths["runs"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--hours", type=float, help="as long as it takes if absent")
+    parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=WORLDS)
+    args = parser.parse_args()
+    projects = [Project(ROOT / "workflow" / "config", world) for world in args.worlds]
+    results = ROOT / "results" / projects[0].results_name
+    times = step_times(results)
+    until = time.time() + 3600 * args.hours if args.hours else None
+    for project, left in zip(projects, remaining(projects, results, times), strict=True):
+        said = (
+            f"about {left / args.cores / 3600:.1f} hours on {args.cores} cores" if len(times) else "no step was timed"
+        )
+        print(f"{project.name}: {len(missing(project, results))} of {len(project.run_keys())} runs are missing; {said}")
+    for project in projects:
+        total = len(project.run_keys())
+        with tqdm(total=total, initial=total - len(missing(project, results)), unit="run", desc=project.name) as bar:
+            for name, keys in blocks(project):
+                bar.set_postfix_str(name.partition(", ")[2])
+                targets = [folder(results, key) / LAST_STEP for key in keys]
+                if not compute(project.name, targets, args.cores, until, bar):
+                    break
+        if until and time.time() > until:
+            break
+    tables = [table for project in projects if (table := collect(project, results))]
+    subprocess.run([sys.executable, str(ROOT / "workflow" / "record.py"), *map(str, tables)], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""Sets the numbers of README and documentation to those of the record, or tells which differ.
+
+    python workflow/quote.py [--check]
+
+docs/quotes.yaml names each sentence and table with numbers and where its numbers come from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+from pathlib import Path
+
+import pandas as pd
+
+from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.io.files import read_yaml, write_text
+from gripmoe.reporting import names
+from gripmoe.reporting.collect import load_runs
+from gripmoe.reporting.erasure import strongest_attacks
+from gripmoe.reporting.uncertainty import of_runs
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "docs" / "record"
+QUOTES = ROOT / "docs" / "quotes.yaml"
+SLOT, NUMBER = "{}", r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?"
+ABSENT = "–"
+
+
+@functools.cache
+def runs_of(record: str) -> pd.DataFrame:
+    return load_runs(folder_of(record) / "runs.csv")
+
+
+@functools.cache
+def claims_of(record: str) -> pd.DataFrame:
+    return pd.read_csv(folder_of(record) / "claims.csv").set_index("claim")
+
+
+def folder_of(record: str) -> Path:
+    """Of the record of six base models, or of one beside it."""
+    return RECORD if record == "main" else RECORD / record
+
+
+def mean_of(record: str, objective: str, method: str, metric: str) -> float:
+    """Mean over base models, or over runs below three of them; of the original and retrained models too."""
+    runs = runs_of(record)
+    objective = NO_OBJECTIVE if method in names.ORIGINALS else objective
+    chosen = runs[(runs.objective == objective) & (runs.method == method) & (runs.metric == metric)]
+    return float(of_runs(chosen).mean())
+
+
+def excess_of(objective: str, method: str) -> float:
+    strongest = strongest_attacks(runs_of("erasure"))
+    return float(strongest[(strongest.objective == objective) & (strongest.method == method)].excess.mean())
+
+
+def value_of(source: str) -> str:
+    """The number that a source names, as text. Raises ValueError for an unknown source."""
+    match source.split():
+        case ["erasure", "excess", objective, method]:
+            return f"{excess_of(objective, method):.2f}"
+        case [record, "claims", "all"]:
+            return str(len(claims_of(record)))
+        case [record, "claims", verdict]:
+            return str(int((claims_of(record).verdict == verdict.replace("_", " ")).sum()))
+        case [record, "claim", name, column]:
+            return f"{claims_of(record).loc[name, column]:.2f}"
+        case [record, "count", column]:
+            return str(runs_of(record)[column].nunique())
+        case [record, objective, method, metric]:
+            return f"{mean_of(record, objective, method, metric):.2f}"
+    raise ValueError(f"{QUOTES.name}: {source!r} is no source")
+
+
+def pattern(text: str) -> re.Pattern:
+    """A sentence with its numbers open, wherever its lines break."""
+    parts = [r"\s+".join(map(re.escape, part.split(" "))) for part in text.split(SLOT)]
+    return re.compile(f"({NUMBER})".join(parts))
+
+
+def with_sentence(page: str, text: str, sources: list[str]) -> str:
+    """The page with the numbers of a sentence. Raises ValueError unless the sentence is there exactly once."""
+    found = list(pattern(text).finditer(page))
+    if len(found) != 1 or found[0].re.groups != len(sources):
+        raise ValueError(f"{QUOTES.name}: {text!r} is there {len(found)} times, with {len(sources)} sources")
+    for group in range(len(sources), 0, -1):
+        start, end = found[0].span(group)
+        page = page[:start] + value_of(sources[group - 1]) + page[end:]
+    return page
+
+
+def with_table(page: str, heading: str, record: str, objective: str, columns: dict[str, str]) -> str:
+    """The page with the cells of the table below a heading line; a row is a method, named by its label."""
+    labels = {names.method_label(name): name for name in runs_of(record).method.unique()}
+    start = page.index(heading)
+    end = page.index("\n\n", start)
+    lines = page[start:end].splitlines()
+    for i, line in enumerate(lines[2:], start=2):
+        label = line.strip("|").split("|")[0].strip()
+        cells = [mean_of(record, objective, labels[label], metric) for metric in columns.values()]
+        texts = [ABSENT if pd.isna(cell) else f"{cell:.2f}" for cell in cells]
+        lines[i] = f"| {' | '.join([label, *texts])} |"
+    return page[:start] + "\n".join(lines) + page[end:]
+
+
+def quoted(name: str, entries: dict) -> str:
+    """A page with the numbers of the record."""
+    page = (ROOT / name).read_text(encoding="utf-8")
+    for table in entries.get("tables", []):
+        page = with_table(page, **table)
+    for text, sources in entries.get("sentences", {}).items():
+        page = with_sentence(page, text, sources)
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page differs")
+    args = parser.parse_args()
+    pages = {name: quoted(name, entries) for name, entries in read_yaml(QUOTES).items()}
+    differ = [name for name, page in pages.items() if page != (ROOT / name).read_text(encoding="utf-8")]
+    for name in differ:
+        print(f"{name}: numbers differ from the record")
+        if not args.check:
+            write_text(ROOT / name, pages[name])
+    raise SystemExit(bool(differ) and args.check)
+
+
+if __name__ == "__main__":
+    main()
