@@ -62,7 +62,13 @@ def block_math(writer, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def explorer(app, exception: Exception | None) -> None:
+    if exception is None:
+        generate.explorer(Path(app.outdir) / "explorer.html")
+
+
 def setup(app) -> None:
     app.connect("source-read", fill)
     app.connect("autodoc-process-docstring", link_pages)
+    app.connect("build-finished", explorer)
     app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))

@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -238,6 +239,25 @@ def _escaped(text: str) -> str:
 
 
 PARTS = (public_names, returned_objects, commands, configuration, tables, further_pages, further_records)
+
+
+def explorer(output: Path) -> None:
+    """The page of all runs, attacks and questions of the record. Questions are generated again from their worlds."""
+    import pandas as pd
+
+    from gripmoe.config.grid import Project
+    from gripmoe.io.files import write_jsonl
+    from gripmoe.reporting.explorer import write_explorer
+    from gripmoe.worlds.files import files_of
+
+    runs = DOCS / "record" / "runs.csv"
+    benchmarks = Project(ROOT / "workflow" / "config", "record_main").benchmarks
+    with TemporaryDirectory() as temporary:
+        folders = [Path(temporary) / name for name in pd.read_csv(runs).benchmark.unique()]
+        for folder in folders:
+            for name, rows in files_of(benchmarks[folder.name].data).items():
+                write_jsonl(folder / f"{name}.jsonl", rows)
+        write_explorer(output, runs, folders, title="Runs of the record")
 
 
 def draw() -> None:
