@@ -99,9 +99,31 @@ def with_table(page: str, heading: str, record: str, objective: str, columns: di
     lines = page[start:end].splitlines()
     for i, line in enumerate(lines[2:], start=2):
         label = line.strip("|").split("|")[0].strip()
+        if label not in labels:
+            raise ValueError(f"{QUOTES.name}: the record has no method {label!r}, which a table names")
         cells = [mean_of(record, objective, labels[label], metric) for metric in columns.values()]
         texts = [ABSENT if pd.isna(cell) else f"{cell:.2f}" for cell in cells]
         lines[i] = f"| {' | '.join([label, *texts])} |"
+    return page[:start] + "\n".join(lines) + page[end:]
+
+
+def with_models(page: str, heading: str, record: str, columns: dict[str, str]) -> str:
+    """The page with the cells of a table of models, whose rows begin with their names. A column has one score, two with
+    a comma between them, or `retrained` and a score: that of the model's retrained one."""
+    scores = pd.read_csv(folder_of(record) / "base_models.csv").set_index("model")
+    start = page.index(heading)
+    end = page.index("\n\n", start)
+    lines = page[start:end].splitlines()
+    for i, line in enumerate(lines[2:], start=2):
+        model = line.strip("| ").split("|")[0].strip(" `")
+        texts = []
+        for measures in columns.values():
+            retrained = measures.startswith("retrained ")
+            row, shown = f"{model}_retrained" if retrained else model, measures.removeprefix("retrained ").split(", ")
+            values = [scores[name].get(row) for name in shown]
+            known = [ABSENT if pd.isna(value) else f"{value:.0f}" if value > 10 else f"{value:.2f}" for value in values]
+            texts.append(", ".join(dict.fromkeys(known)) if ABSENT in known else ", ".join(known))
+        lines[i] = f"| {' | '.join([f'`{model}`', *texts])} |"
     return page[:start] + "\n".join(lines) + page[end:]
 
 
@@ -110,6 +132,8 @@ def quoted(name: str, entries: dict) -> str:
     page = (ROOT / name).read_text(encoding="utf-8")
     for table in entries.get("tables", []):
         page = with_table(page, **table)
+    for table in entries.get("models", []):
+        page = with_models(page, **table)
     for text, sources in entries.get("sentences", {}).items():
         page = with_sentence(page, text, sources)
     return page

@@ -200,6 +200,19 @@ def keep_times(paths: list[Path], output: Path) -> None:
         write_text(output, times.to_csv())
 
 
+def keep_models(paths: list[Path], output: Path) -> None:
+    """Writes the scores of the base models and retrained models that lie beside tables of runs, and the CPU-seconds of
+    their training where Snakemake measured it."""
+    rows = []
+    for file in sorted({file for path in paths for file in (path.parent / "models").glob("*/model.json")}):
+        measured = {name: value for name, value in read_json(file).items() if isinstance(value, int | float)}
+        times = file.parents[2] / "benchmarks" / "prepare_model" / f"{file.parent.name}.tsv"
+        seconds = pd.read_csv(times, sep="\t").cpu_time.iloc[-1] if times.exists() else None
+        rows.append({"model": file.parent.name, **measured, "cpu_seconds": seconds})
+    if rows:
+        write_text(output, pd.DataFrame(rows).to_csv(index=False, float_format="%.4g"))
+
+
 def intervals(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     """The measured numbers of a table, a row each: mean, half-width of its interval, number of runs and their marks, by
     kind of base model, benchmark, objective, method and metric. Rows of a sweep are left out."""
@@ -227,6 +240,7 @@ def main() -> None:
     for name in ITEMS:
         keep_items(args.runs, name, args.output)
     keep_times(args.runs, args.output / "step_times.csv")
+    keep_models(args.runs, args.output / "base_models.csv")
     write_json(args.output / "provenance.json", provenance(args.runs, args.output))
     measured = Record(args.runs)
     measured.runs = load_runs(record, kind=None)  # so that the tables are what the record gives

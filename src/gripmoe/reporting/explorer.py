@@ -20,6 +20,7 @@ from gripmoe.reporting.claims import VERDICTS, judged
 from gripmoe.reporting.collect import KEYS, apart, beside, load_histories, load_runs
 from gripmoe.reporting.figures import forget_utility_tradeoff, made_of, routing_stability_by_layer
 from gripmoe.reporting.page import write_page
+from gripmoe.reporting.uncertainty import LEAST
 
 SUMMARY = (
     *("forget_accuracy", "retain_accuracy", "routing_stability", "forced_forget_accuracy"),
@@ -75,8 +76,9 @@ def verdicts(runs: pd.DataFrame) -> list[tuple[str, str]]:
     """The claims that were measured, those that are decided first."""
     said: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
     for row in judged(runs).itertuples():
-        interval = f" [{row.low:.2f}, {row.high:.2f}]" if row.runs > 2 else ""
+        interval = f" [{row.low:.2f}, {row.high:.2f}]" if row.units >= LEAST else ""
         runs_of = f"{row.runs} run{'s' * (row.runs > 1)}"
+        runs_of += f" of {row.units} base models" * (row.units < row.runs)
         to_decide = f" {row.to_decide.capitalize()} would decide it." if row.to_decide else ""
         said[row.verdict].append(f"{row.text} Difference {row.difference:.2f}{interval} in {runs_of}.{to_decide}")
     return [(verdict, sentence) for verdict in VERDICTS[:-1] for sentence in said[verdict]]
