@@ -75,8 +75,9 @@ def remaining(projects: list[Project], results: Path, times: pd.Series) -> Itera
         counted |= runs | models
 
 
-def compute(world: str, targets: list[Path], cores: int, until: float | None, bar: tqdm) -> bool:
-    """Has Snakemake make the targets, and counts them on the bar. False if the time is up."""
+def compute(world: str, targets: list[Path], cores: int, until: float | None, bar: tqdm) -> str:
+    """Has Snakemake make the targets, and counts them on the bar. Returns "done", "failed" or "stopped": the time is
+    up."""
     log = ROOT / f"record_{world}.log"
     arguments = ["snakemake", "--profile", str(ROOT / "workflow" / "profiles" / "tiny"), "--cores", str(cores)]
     arguments += ["--config", f"world={world}", "--", *(str(target.relative_to(ROOT)) for target in targets)]
@@ -91,11 +92,12 @@ def compute(world: str, targets: list[Path], cores: int, until: float | None, ba
             if until and time.time() > until:
                 process.send_signal(signal.SIGTERM)  # Snakemake waits for the steps that run
                 process.wait()
-                return False
+                return "stopped"
     bar.update(sum(target.exists() for target in pending))
     if process.returncode:
         bar.write(f"some steps failed; {log.name} says which")
-    return True
+        return "failed"
+    return "done"
 
 
 def collect(project: Project, results: Path) -> Path | None:
@@ -124,18 +126,25 @@ def main() -> None:
             f"about {left / args.cores / 3600:.1f} hours on {args.cores} cores" if len(times) else "no step was timed"
         )
         print(f"{project.name}: {len(missing(project, results))} of {len(project.run_keys())} runs are missing; {said}")
+    ended = "done"
     for project in projects:
         total = len(project.run_keys())
         with tqdm(total=total, initial=total - len(missing(project, results)), unit="run", desc=project.name) as bar:
             for name, keys in blocks(project):
                 bar.set_postfix_str(name.partition(", ")[2])
                 targets = [folder(results, key) / LAST_STEP for key in keys]
-                if not compute(project.name, targets, args.cores, until, bar):
+                of_block = compute(project.name, targets, args.cores, until, bar)
+                ended = of_block if of_block != "done" else ended
+                if of_block == "stopped":
                     break
-        if until and time.time() > until:
+        if ended == "stopped":
             break
-    tables = [table for project in projects if (table := collect(project, results))]
+    of_all = [Project(ROOT / "workflow" / "config", world) for world in WORLDS]  # a record holds all of them
+    tables = [table for project in of_all if (table := collect(project, results))]
+    if not tables:
+        raise SystemExit("no run has ended: there is nothing to record")
     subprocess.run([sys.executable, str(ROOT / "workflow" / "record.py"), *map(str, tables)], check=True)
+    raise SystemExit(ended == "failed")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from gripmoe.io.files import read_yaml, write_text
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import load_runs
 from gripmoe.reporting.erasure import strongest_attacks
+from gripmoe.reporting.tables import fixed
 from gripmoe.reporting.uncertainty import of_runs
 
 ROOT = Path(__file__).parents[1]
@@ -53,25 +54,28 @@ def mean_of(record: str, objective: str, method: str, metric: str) -> float:
 
 def excess_of(objective: str, method: str) -> float:
     strongest = strongest_attacks(runs_of("erasure"))
-    return float(strongest[(strongest.objective == objective) & (strongest.method == method)].excess.mean())
+    chosen = strongest[(strongest.objective == objective) & (strongest.method == method)]
+    return float(of_runs(chosen.rename(columns={"excess": "value"})).mean())
 
 
 def value_of(source: str) -> str:
     """The number that a source names, as text. Raises ValueError for an unknown source."""
     match source.split():
         case ["erasure", "excess", objective, method]:
-            return f"{excess_of(objective, method):.2f}"
-        case [record, "claims", "all"]:
-            return str(len(claims_of(record)))
-        case [record, "claims", verdict]:
-            return str(int((claims_of(record).verdict == verdict.replace("_", " ")).sum()))
+            return fixed(excess_of(objective, method), 2)
+        case [record, "claims" | "primary" as which, verdict]:
+            claims = claims_of(record)
+            claims = claims[claims.primary] if which == "primary" else claims
+            alike = claims.verdict == verdict.replace("_", " ")
+            return str(len(claims) if verdict == "all" else int(alike.sum()))
         case [record, "claim", name, column]:
-            return f"{claims_of(record).loc[name, column]:.2f}"
+            return fixed(claims_of(record).loc[name, column], 2)
         case [record, "count", column]:
-            return str(runs_of(record)[column].nunique())
-        case [record, objective, method, metric]:
-            return f"{mean_of(record, objective, method, metric):.2f}"
-    raise ValueError(f"{QUOTES.name}: {source!r} is no source")
+            runs = runs_of(record)
+            return str(runs[runs.objective != NO_OBJECTIVE][column].nunique())
+        case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):
+            return fixed(mean, 2)
+    raise ValueError(f"{QUOTES.name}: {source!r} is no source, or the record has no number of it")
 
 
 def pattern(text: str) -> re.Pattern:
@@ -102,7 +106,7 @@ def with_table(page: str, heading: str, record: str, objective: str, columns: di
         if label not in labels:
             raise ValueError(f"{QUOTES.name}: the record has no method {label!r}, which a table names")
         cells = [mean_of(record, objective, labels[label], metric) for metric in columns.values()]
-        texts = [ABSENT if pd.isna(cell) else f"{cell:.2f}" for cell in cells]
+        texts = [ABSENT if pd.isna(cell) else fixed(cell, 2) for cell in cells]
         lines[i] = f"| {' | '.join([label, *texts])} |"
     return page[:start] + "\n".join(lines) + page[end:]
 

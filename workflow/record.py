@@ -25,10 +25,10 @@ from gripmoe.io.files import atomic_path, file_digest, read_json, write_json, wr
 from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
 from gripmoe.reporting.claims import claims_table, load_claims
-from gripmoe.reporting.collect import KEYS, beside, computed_with, load_runs, of_kind
+from gripmoe.reporting.collect import KEYS, beside, computed_with, load_histories, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, marks_of, specification
 from gripmoe.reporting.erasure import ATTACKS, attack_quality, erasure_frontier, strongest_attacks
-from gripmoe.reporting.figures import routing_stability_by_layer, save_figure
+from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_figure
 from gripmoe.reporting.paired import load_answers, paired_table
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
 from gripmoe.reporting.uncertainty import interval, of_runs
@@ -266,14 +266,15 @@ def main() -> None:
 
 
 def draw_pictures(record: Record) -> None:
-    """The README's, of the methods that every objective has."""
+    """Those of README and documentation."""
     letters = record.of_worlds(*MAIN)
-    measured = [set(found.method) for objective, found in letters.groupby("objective") if objective != NO_OBJECTIVE]
-    common = set.intersection(*measured) | set(letters.method[letters.objective == NO_OBJECTIVE])
-    letters = letters[letters.method.isin(common)]
+    if letters[letters.objective != NO_OBJECTIVE].empty:
+        return
     figures = {"forcing_vulnerability": forcing_vulnerability(letters)}
     if letters.metric.str.startswith("routing_stability_layer_").any():
         figures["routing_stability_by_layer"] = routing_stability_by_layer(letters)
+    if beside(OUTPUT / "runs.csv", "histories").exists():
+        figures["forget_utility_tradeoff"] = forget_utility_tradeoff(load_histories(OUTPUT / "runs.csv"))
     draw(figures, OUTPUT / "runs.csv")
 
 

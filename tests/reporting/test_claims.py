@@ -210,9 +210,9 @@ def test_a_statement_must_hold_for_each_kind_of_base_model():
     instances = judge(differences(pd.concat([good, bad.assign(model="tiny_b")]), ABOVE), ABOVE)
     assert kinds.verdict == "does not hold" and instances.verdict == "undecided"
     assert kinds.part == names.model_label("olmoe") and kinds.mean == pytest.approx(-0.1), "the part that decides"
-    assert instances.part == "" and instances.units == 6
+    assert instances.part == "" and len(instances.values) == 2, "two base models are too few"
     few = judge(differences(pd.concat([good, runs(a=[0.9], b=[0.1]).assign(model="olmoe")]), ABOVE), ABOVE)
-    assert few.verdict == "undecided" and few.units == 1, "one run of a kind"
+    assert few.verdict == "undecided" and len(few.values) == 1, "one run of a kind"
 
 
 def test_a_statement_about_each_objective_needs_every_one():
@@ -230,10 +230,14 @@ def test_base_models_are_the_units_where_there_are_three():
     of = {"tiny_a": 0.6, "tiny_b": 0.55, "tiny_c": 0.1}
     data = pd.concat([runs(a=[high, high - 0.01] * 4, b=[0.0] * 8).assign(model=m) for m, high in of.items()])
     found = judge(differences(data, ABOVE), ABOVE)
-    assert found.units == 3 and found.verdict == "undecided"
-    assert judge(differences(data[data.model != "tiny_c"], ABOVE), ABOVE).verdict == "holds"
+    assert len(found.values) == 3 and found.unit == "base model" and found.verdict == "undecided"
+    two, one = (
+        judge(differences(data[data.model.isin(of)], ABOVE), ABOVE) for of in (["tiny_a", "tiny_b"], ["tiny_a"])
+    )
+    assert two.verdict == "undecided", "less data decides no more"
+    assert one.verdict == "holds" and one.unit == "run" and len(one.values) == 8
     elsewhere = data.assign(benchmark=data.model.map({"tiny_c": "wmdp_tiny_1"}).fillna("wmdp_tiny"))
-    assert judge(differences(elsewhere, ABOVE), ABOVE) == found, "benchmarks of one kind are pooled"
+    assert judge(differences(elsewhere, ABOVE), ABOVE)[3:] == found[3:], "benchmarks of one kind are pooled"
 
 
 def test_the_shown_interval_is_that_of_the_verdict():
@@ -244,16 +248,40 @@ def test_the_shown_interval_is_that_of_the_verdict():
     assert at[0.05 / 8].verdict == "undecided" and at[0.05 / 8].low <= 0
 
 
-def test_the_primary_claims_are_a_family(monkeypatch):
-    data = runs(unconstrained=[0.42, 0.44, 0.46], frozen_router=[0.7, 0.72, 0.71])
-    alone = judged(data).set_index("claim").loc["routing_collapses"]
-    assert alone.primary and alone.verdict == "holds" and alone.level == 0.05
-    forced = data[data.method == "unconstrained"].assign(metric="recovery_rate", value=[0.05, 0.3, -0.1])
-    beside = judged(pd.concat([data, forced])).set_index("claim").loc["routing_collapses"]
-    assert beside.level == 0.025 and beside.verdict == ("holds" if beside.p <= 0.025 else "undecided")
-    assert beside.high > alone.high, "a wider interval at the stricter level"
-    assert 0.025 < beside.p < 0.05 and beside.verdict == "undecided"
+def test_the_primary_claims_are_a_family_of_all_that_were_named(monkeypatch):
+    """An effect that 0.05 would let through is undecided, also while no other claim of the family has been measured."""
+    data = runs(unconstrained=[0.42, 0.44, 0.46])
+    found = judged(data).set_index("claim").loc["routing_collapses"]
+    assert found.primary and found.level == pytest.approx(0.05 / len(primary_claims()))
+    assert found.level < found.p < 0.05 and found.verdict == "undecided" and found.high > 0
+    assert found.to_decide.startswith("about ") and found.to_decide.endswith(" runs")
+    clear = judged(runs(unconstrained=[0.1, 0.101, 0.102])).set_index("claim").loc["routing_collapses"]
+    assert clear.verdict == "holds"
     changed = {**load_claims(), "routing_collapses": {**load_claims()["routing_collapses"], "right": 0.6}}
-    monkeypatch.setattr(claims, "load_claims", lambda: changed)
-    with pytest.raises(ValueError, match="a primary claim was changed"):
-        primary_claims()
+    for claims_now in (changed, {name: row for name, row in changed.items() if name != "a_stable"}):
+        monkeypatch.setattr(claims, "load_claims", lambda now=claims_now: now)
+        with pytest.raises(ValueError, match="a primary claim was changed"):
+            primary_claims()
+
+
+def test_of_several_parts_an_undecided_one_shows_its_interval_at_the_level_of_the_claim():
+    parts = pd.concat(
+        [runs(a=[0.6, 0.5, 0.9], b=[0.5] * 3), runs(a=[0.9, 0.8, 0.7], b=[0.1] * 3).assign(objective="gd")]
+    )
+    claim = {**ABOVE, "each_objective": True}
+    found = judge(differences(parts, claim), claim)
+    alone = judge(differences(runs(a=[0.6, 0.5, 0.9], b=[0.5] * 3), ABOVE), ABOVE)
+    assert found.verdict == "undecided" and found.part == "RMU"
+    assert (found.low, found.high) == pytest.approx((alone.low, alone.high))
+
+
+def test_what_would_decide_a_claim_that_was_not_measured():
+    data = runs(unconstrained=[0.3, 0.7, 0.4])
+    told = judged(data).set_index("claim").to_decide
+    assert (
+        told["drift_caps_a"] == "runs of expert_specific" and told["muse_routing_collapses"] == "runs of unconstrained"
+    )
+    apart = runs(expert_specific_paper=[0.6] * 3).assign(model="tiny_b")
+    assert judged(pd.concat([data, apart])).set_index("claim").to_decide["a_above_none"] == (
+        "runs of both on one base model"
+    )

@@ -5,7 +5,7 @@ import pytest
 
 from gripmoe.io.files import write_csv, write_json, write_yaml
 from gripmoe.reporting.attacks import load_attacks
-from gripmoe.reporting.collect import at_equal_forgetting, collect_runs, load_histories, load_runs
+from gripmoe.reporting.collect import at_equal_forgetting, collect_runs, load_histories, load_runs, tradeoff_area
 from gripmoe.reporting.paired import load_answers
 
 
@@ -140,3 +140,16 @@ def test_what_counts_as_forgotten_on_news_comes_from_the_retrained(tmp_path):
     assert load_answers(tmp_path / "runs_n.csv", "news").score.tolist() == [1.0] * 3
     attacked = load_attacks(tmp_path / "runs_n.csv")
     assert attacked[["verbmem", "forced_verbmem"]].values.tolist() == [[1.0, 2.0]] * 3, "beside what it adds to"
+
+
+def test_the_area_under_retain_over_forget_accuracy_by_hand():
+    def area(*checks):
+        history = [{"forget_accuracy": forget, "retain_accuracy": retain} for forget, retain in checks]
+        return tradeoff_area(history).get("tradeoff_area")
+
+    assert area((1.0, 1.0), (0.25, 1.0)) == pytest.approx(1.0)
+    assert area((1.0, 1.0), (0.2, 0.8)) == pytest.approx(0.8), "below chance nothing is gained"
+    assert area((1.0, 1.0), (0.625, 0.9)) == pytest.approx((0.25 + 0.9) / 2), "half of the levels were never reached"
+    assert area((1.0, 1.0), (0.25, 0.7), (0.25, 0.9), (0.4, 0.5)) == pytest.approx(0.9), "the best of what is reached"
+    assert area((1.0, 1.0)) == pytest.approx(0.25), "a run that never forgets"
+    assert tradeoff_area([{"verbmem": 50.0}]) == {}

@@ -57,7 +57,7 @@ def runs(tmp_path_factory):
 
     layers = invented({"metric": [f"{name}_layer_{layer}" for name in PER_LAYER for layer in range(4)]})
     corrected = invented({"metric": OF_CORRECTION})
-    pd.concat([record, layers, corrected]).to_csv(folder / "runs_record.csv", index=False)
+    pd.concat([record, layers, corrected]).to_csv(folder / "runs_record.csv", index=False, na_rep="nan")
     histories = invented({"step": [0, 10, 20], "metric": [*OF_NEWS, *OF_LETTERS, *OF_BOTH, *OF_METHOD_A]})
     of_the_other = histories.metric.isin(OF_LETTERS).where(
         histories.benchmark == "muse_tiny", histories.metric.isin(OF_NEWS)

@@ -38,6 +38,15 @@ def test_runs_are_the_outer_level():
     assert -0.2 < low < high < 0.2, "the control: the same answers, spread over questions"
 
 
+def test_from_three_base_models_on_they_are_the_units():
+    """Seeds of one base model are no further evidence."""
+    shares = {"a": 0.2, "b": 0.3, "c": 0.4}
+    runs = {model: series([1] * round(100 * share) + [0] * round(100 - 100 * share)) for model, share in shares.items()}
+    mean, low, high = paired_interval([*runs.values()] * 4, [*runs] * 4)
+    half = 4.302653 * 0.1 / 3**0.5
+    assert (mean, low, high) == pytest.approx((0.3, 0.3 - half, 0.3 + half), abs=1e-5)
+
+
 def test_questions_about_one_fact_count_as_one():
     random = np.random.default_rng(0)
     by_fact = np.repeat(random.choice([-1, 1], size=30), 10)

@@ -29,17 +29,25 @@ def test_the_interval_over_base_models_covers_the_mean_of_all_base_models_and_th
     assert covered["runs"] / 400 < 0.7
 
 
-def test_missing_objectives_do_not_move_a_base_model():
+def test_base_models_are_compared_under_the_same_objectives():
+    """Objectives differ by far more than base models; a plain mean would take the one for the other."""
     effects = np.tile(np.repeat([0.0, 1.0, 2.0, 5.0], SEEDS), 3)
     whole = values(np.array([0.1, 0.2, 0.3]), effects)
     part = whole.drop([("m0", "o3", 0), ("m0", "o3", 1), ("m1", "o0", 0)])
-    pd.testing.assert_series_equal(units(part), units(whole))
-    assert part.groupby("model").mean()["m0"] != pytest.approx(units(whole)["m0"]), "as a plain mean has it"
+    of_three = whole[whole.index.get_level_values("objective") != "o3"]
+    pd.testing.assert_series_equal(units(part), units(of_three))
+    assert part.groupby("model").mean()["m0"] < part.groupby("model").mean()["m1"] - 0.5
+    lacks_all = part[
+        (part.index.get_level_values("model") != "m0") | (part.index.get_level_values("objective") == "o3")
+    ]
+    assert set(units(lacks_all).index) == {"m1", "m2"}, "a base model without any of them is left out"
+    diagonal = whole.loc[[("m0", "o0", 0), ("m1", "o1", 0)]]
+    assert units(diagonal).tolist() == pytest.approx([0.1]), "none in common: the first objective"
 
 
-def test_below_three_base_models_the_runs_are_the_units():
-    two = values(np.array([0.1, 0.2]), np.zeros(100))
-    assert len(units(two)) == 2 * OBJECTIVES * SEEDS
+def test_the_runs_of_a_single_base_model_are_the_units():
+    one, two = values(np.array([0.1]), np.zeros(100)), values(np.array([0.1, 0.2]), np.zeros(100))
+    assert len(units(one)) == OBJECTIVES * SEEDS and units(two).tolist() == pytest.approx([0.1, 0.2])
     tidy = values(np.array([0.1, 0.2, 0.3]), np.zeros(100)).rename("value").reset_index()
     assert of_runs(tidy).tolist() == pytest.approx([0.1, 0.2, 0.3])
 

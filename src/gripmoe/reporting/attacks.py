@@ -47,8 +47,8 @@ def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name:
     if by_run:
         drawn = "items" if spec.get("kind") == "news" else "the facts that questions ask about"
         table.notes[0] = (
-            f"Mean over runs; ± half of a 95 % bootstrap interval, {RESAMPLES} resamples of base models (of runs, below"
-            f" three) and of {drawn}, paired by item. {spec['title']}."
+            f"Means; ± half of a 95 % interval: Student's over base models from three on, below a bootstrap of"
+            f" {RESAMPLES} resamples of runs and of {drawn}, paired by item. {spec['title']}."
         )
     return table
 

@@ -34,7 +34,7 @@ def load_claims() -> dict[str, dict]:
 def primary_claims() -> list[str]:
     """The claims that were named before the runs. Raises ValueError if one of them has been changed since."""
     named, claims = read_yaml(Path(__file__).with_name("primary.yaml")), load_claims()
-    rows = json.dumps({name: claims[name] for name in named["claims"]}, sort_keys=True)
+    rows = json.dumps({name: claims.get(name) for name in named["claims"]}, sort_keys=True)
     if (digest := hashlib.sha256(rows.encode()).hexdigest()[:16]) != named["digest"]:
         raise ValueError(f"primary.yaml: digest {named['digest']} is not {digest}: a primary claim was changed")
     return named["claims"]
@@ -103,17 +103,25 @@ def _p_values(values: pd.Series, claim: dict) -> tuple[float, float]:
 
 
 class Judgement(NamedTuple):
+    """A verdict, and the values of the part that gives it."""
+
     verdict: str
     part: str
-    units: int
+    values: pd.Series  # of base models, or of the runs of one
     mean: float
     low: float
     high: float
 
+    @property
+    def unit(self) -> str:
+        return "run" if isinstance(self.values.index, pd.MultiIndex) else "base model"
+
 
 def p_of(parts: list[Part]) -> float:
     """p of the verdict that is nearer. A claim holds if it holds for all parts, and does not hold if it does not for
-    one: that one's p is multiplied by the number of parts."""
+    one: that one's p is multiplied by the number of parts. Without parts 1."""
+    if not parts:
+        return 1.0
     return min(max(part.p_holds for part in parts), min(part.p_fails for part in parts) * len(parts))
 
 
@@ -121,73 +129,71 @@ def judge(pairs: pd.Series, claim: dict, alpha: float = ALPHA) -> Judgement:
     """Verdict, and the interval of the part that gives it: at the level of the verdict, or the range of fewer than
     three values."""
     if pairs.empty:
-        return Judgement("not measured", "", 0, nan, nan, nan)
+        return Judgement("not measured", "", pairs, nan, nan, nan)
     parts = _parts(pairs, claim)
-    weakest, worst = max(parts, key=lambda part: part.p_holds), min(parts, key=lambda part: part.p_fails)
-    if weakest.p_holds <= alpha:
-        verdict, part = "holds", weakest
-    elif worst.p_fails <= (alpha := alpha / len(parts)):
-        verdict, part = "does not hold", worst
-    else:
-        verdict, part = "undecided", weakest
+    part, worst = max(parts, key=lambda part: part.p_holds), min(parts, key=lambda part: part.p_fails)
+    verdict, level = "undecided", alpha
+    if part.p_holds <= alpha:
+        verdict = "holds"
+    elif worst.p_fails <= alpha / len(parts):
+        verdict, part, level = "does not hold", worst, alpha / len(parts)
     values = part.values
     mean, low, high = values.mean(), values.min(), values.max()
     if len(values) >= LEAST:
-        half = stats.t.ppf(1 - alpha / 2, len(values) - 1) * values.sem()
+        half = stats.t.ppf(1 - level / 2, len(values) - 1) * values.sem()
         low, high = mean - half, mean + half
-    return Judgement(verdict, part.name, len(values), float(mean), float(low), float(high))
+    return Judgement(verdict, part.name, values, float(mean), float(low), float(high))
 
 
-def units_to_decide(values: pd.Series, claim: dict) -> int | None:
-    """How many base models or runs would decide an undecided claim if further ones were as these: the fewest whose 95 %
-    t-interval of the same mean and standard deviation misses the margin. None without a spread, or above MOST_UNITS."""
+def units_to_decide(values: pd.Series, claim: dict, alpha: float = ALPHA) -> int | None:
+    """How many base models or runs would decide an undecided claim if further ones were as these: the fewest whose
+    t-interval of the same mean and standard deviation misses the margin. None for one value, or above MOST_UNITS."""
     mean, deviation = values.mean(), values.std()
     margin = claim.get("margin", 0.0)
     limits = {"~": (-margin, margin), ">": (margin,), "<": (-margin,)}[claim["relation"]]
     gap = min(abs(mean - limit) for limit in limits)
-    enough = (n for n in range(len(values) + 1, MOST_UNITS + 1) if stats.t.ppf(0.975, n - 1) * deviation < gap * n**0.5)
+    more = range(len(values) + 1, MOST_UNITS + 1)
+    enough = (n for n in more if stats.t.ppf(1 - alpha / 2, n - 1) * deviation < gap * n**0.5)
     return next(enough, None) if len(values) > 1 else None
 
 
-def _to_decide(runs: pd.DataFrame, pairs: pd.Series, claim: dict, verdict: str) -> str:
+def _to_decide(runs: pd.DataFrame, found: Judgement, claim: dict, alpha: float) -> str:
     """What would decide a claim that is not."""
-    if verdict == "not measured":
+    if found.verdict == "not measured":
+        runs = of_kind(runs, claim.get("kind", "letters"))
         measured = set(runs.method[runs.metric == claim["metric"]])
-        missing = [side for side in (claim["left"], claim["right"]) if isinstance(side, str) and side not in measured]
-        return f"runs of {' and '.join(missing)}" if missing else f"the metric {claim['metric']}"
-    if verdict != "undecided":
+        sides = dict.fromkeys(side for side in (claim["left"], claim["right"]) if isinstance(side, str))
+        missing = [side for side in sides if side not in measured]
+        return f"runs of {' and '.join(missing)}" if missing else "runs of both on one base model"
+    if found.verdict != "undecided":
         return ""
-    values = units(pairs)
-    name = "base models" if len(values) < len(pairs) else "runs"
-    if needed := units_to_decide(values, claim):
-        return f"about {needed} {name}"
-    return "three runs or more" if len(values) < LEAST else f"> {MOST_UNITS} {name}"
+    if needed := units_to_decide(found.values, claim, alpha):
+        return f"about {needed} {found.unit}s"
+    return f"three {found.unit}s or more" if len(found.values) < LEAST else f"> {MOST_UNITS} {found.unit}s"
 
 
 def judged(runs: pd.DataFrame) -> pd.DataFrame:
-    """All claims with their verdicts, one row each. The primary claims are judged as a family, by Holm's levels; every
-    other claim at 0.05. Columns `forgot_` are of the runs that forgot."""
+    """All claims with their verdicts, one row each. The primary claims are judged as a family, by Holm's levels,
+    measured or not; every other claim at 0.05. Columns `forgot_` are of the runs that forgot, at the same level."""
     claims, primary = load_claims(), primary_claims()
     pairs = {name: differences(runs, claim) for name, claim in claims.items()}
     p_values = pd.Series(
-        {name: p_of(_parts(found, claims[name])) for name, found in pairs.items() if not found.empty}, dtype=float
+        {name: p_of([] if found.empty else _parts(found, claims[name])) for name, found in pairs.items()}, dtype=float
     )
-    family = p_values.index.isin(primary)
-    levels = {group: holm(p_values[chosen], ALPHA) for group, chosen in ((True, family), (False, ~family))}
+    of_family = p_values.index.isin(primary)
+    holm_levels = pd.concat([holm(p_values[of_family], ALPHA), holm(p_values[~of_family], ALPHA)])
     rows = []
     for name, claim in claims.items():
-        is_primary = name in primary
-        level = levels[is_primary].get(name, ALPHA)
-        of_all = judge(pairs[name], claim, level if is_primary else ALPHA)
-        of_forgot = judge(forgot := differences(runs, claim, forgot=True), claim)
+        level = holm_levels[name] if name in primary else ALPHA
+        found = judge(pairs[name], claim, level)
+        of_forgot = judge(forgot := differences(runs, claim, forgot=True), claim, level)
         row = {"claim": name, "text": claim["text"], "line": claim["line"], "comparison": _formula(claim)}
-        row |= {"primary": is_primary, "runs": len(pairs[name]), "units": of_all.units, "of": of_all.part}
-        row |= {"objectives": " ".join(sorted(pairs[name].index.unique("objective")))}
-        row |= {"difference": of_all.mean, "low": of_all.low, "high": of_all.high, "verdict": of_all.verdict}
-        row |= {"p": p_values.get(name, nan), "level": level if is_primary else ALPHA}
-        row |= {"survives_holm": bool(p_values.get(name, 1.0) <= level)}
+        row |= {"primary": name in primary, "of": found.part, "unit": found.unit, "units": len(found.values)}
+        row |= {"runs": len(pairs[name]), "objectives": " ".join(sorted(pairs[name].index.unique("objective")))}
+        row |= {"difference": found.mean, "low": found.low, "high": found.high, "verdict": found.verdict}
+        row |= {"p": p_values[name], "level": level, "survives_holm": bool(p_values[name] <= holm_levels[name])}
         row |= {"forgot_runs": len(forgot), "forgot_difference": of_forgot.mean, "forgot_verdict": of_forgot.verdict}
-        rows.append(row | {"to_decide": _to_decide(runs, pairs[name], claim, of_all.verdict)})
+        rows.append(row | {"to_decide": _to_decide(runs, found, claim, level)})
     return pd.DataFrame(rows)
 
 
@@ -232,7 +238,7 @@ def claims_table(runs: pd.DataFrame) -> Table:
                 difference = Cell(_signed(row.difference), row.difference)
                 spread = Cell(f"{_signed(row.low)} .. {_signed(row.high)}", row.high - row.low)
             verdict = Cell(row.verdict, best=row.verdict == "holds", colour=COLOURS[row.verdict])
-            number = Cell(f"{row.units} ({row.runs})" if row.units != row.runs else f"{row.runs}", row.units)
+            number = Cell(f"{row.units} of {row.runs} runs" if row.unit == "base model" else f"{row.runs}", row.units)
             shown = [Cell(str(row.line)), difference, spread, Cell(_asked(claims[row.claim])), number, verdict]
             forgot = Cell(MISSING)
             if row.forgot_verdict != "not measured":
@@ -246,14 +252,15 @@ def claims_table(runs: pd.DataFrame) -> Table:
     survive = of_others.survives_holm.sum()
     table.notes = [
         "Differences, as the CSV tells them, are paired by base model, objective and seed, of all runs. Their unit "
-        "is the base model where at least three were measured (n: base models, and runs in brackets), else the "
-        "run. The interval is a t-interval at the level of the verdict, or the range of fewer than three values. "
-        "line: of the paper's source; asked for: between two methods a third of the paper's difference (ours: "
-        "0.05, or 5 points).",
-        "The primary statements are a family, corrected by Holm. The others have 95 % intervals, uncorrected: "
-        f"{survive} of their {len(of_others)} verdicts survive Holm over all of them. Of those that forgot: without "
-        "runs that missed the forget target or, where it is not about what is retained, kept no more than chance. "
-        "Kinds of base models are judged apart, and a row shows the part that decides.",
+        "(n) is the base model. Where a single one was measured, it is the run, and the verdict is about this base "
+        "model alone. The interval is a t-interval at the level of the verdict, or the range of fewer than three "
+        "values. line: of the paper's source; asked for: between two methods a third of the paper's difference "
+        "(ours: 0.05, or 5 points).",
+        "The primary statements are a family, corrected by Holm. The others are judged at 95 %, uncorrected: "
+        f"{survive} of their {len(of_others)} verdicts survive Holm over all of them. Of those that forgot: at the "
+        "same level, without runs that missed the forget target or, where it is not about what is retained, kept "
+        "no more than chance. Kinds of base models are judged apart, and a row shows the part that decides; of "
+        "several parts each is judged at a stricter level.",
         "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS) + ".",
     ]
     return table

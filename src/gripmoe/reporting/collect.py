@@ -102,7 +102,7 @@ def at_equal_forgetting(history: Sequence[dict[str, float]], targets: dict[str, 
 def tradeoff_area(history: Sequence[dict[str, float]]) -> dict[str, float]:
     """Area under the curve of retain accuracy over forget accuracy, both on dev questions: the mean, over levels of
     forget accuracy from chance to 1, of the best retain accuracy of a check at that level or below. Chance counts where
-    no check came so low. It depends on no stopping point but the last. Empty without both accuracies."""
+    no check came so low, so that a run that does not forget has a small area. Empty without both accuracies."""
     checks = [check for check in history if {"forget_accuracy", "retain_accuracy"} <= check.keys()]
     if not checks:
         return {}

@@ -254,11 +254,12 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], count
     seeds = runs.loc[runs.objective != NO_OBJECTIVE, "seed"].nunique()
     of_one_model = any("model" in row for block in spec["blocks"] for row in block["rows"])
     groups = _groups(runs, spec)
-    models = max(group.model.nunique() for _, group in groups)
+    models = max(group.model[~group.method.isin(names.ORIGINALS)].nunique() for _, group in groups) or 1
     runs_in_row = seeds * (1 if of_one_model else models)
     spread = {1: "", 2: " ± half the range,"}.get(runs_in_row, " ± 95 % t-interval,")
     spread += " where n = 2 half the range," if runs_in_row > 2 and 2 in counts else ""
-    spread = " ± 95 % t-interval over base models," if models >= LEAST and not of_one_model else spread
+    if models >= LEAST and not of_one_model:
+        spread = " ± 95 % t-interval over base models (of two half their range),"
     cells = [cell for _, measured, _ in table.rows for cell in measured if cell.value is not None]
     spread += " without ± one run," if spread and any(cell.half_width is None for cell in cells) else ""
     notes = [

@@ -1,4 +1,4 @@
-"""Two methods on the same items: paired bootstrap intervals and sign tests, with base models, or runs, as the outer
+"""Two methods on the same items: paired bootstrap intervals and sign tests, with base models or runs as the outer
 level."""
 
 from __future__ import annotations
@@ -43,9 +43,14 @@ def sign_test(differences: list[pd.Series]) -> float:
 def paired_interval(
     differences: list[pd.Series], models: Sequence[str] = (), level: float = 0.95
 ) -> tuple[float, float, float]:
-    """Mean difference over runs, of the base models `models`, and its bootstrap interval. A run's series holds left
-    minus right per item, indexed by the fact that the item asks about. Base models, or below three of them runs, are
-    drawn with replacement, and facts within each run."""
+    """Mean difference and its interval. A run's series holds left minus right per item, indexed by the fact that the
+    item asks about; `models` names the base model of each run. From three base models on the interval is Student's
+    over their means. Below, it is a bootstrap: runs are drawn with replacement, and facts within each run."""
+    observed = np.array([difference.mean() for difference in differences])
+    if len(set(models)) >= LEAST:
+        of_models = pd.Series(observed).groupby(list(models)).mean()
+        half = stats.t.ppf((1 + level) / 2, len(of_models) - 1) * of_models.sem()
+        return float(of_models.mean()), float(of_models.mean() - half), float(of_models.mean() + half)
     generator = np.random.default_rng(0)
     means = np.empty((len(differences), RESAMPLES))
     for row, difference in enumerate(differences):
@@ -53,10 +58,7 @@ def paired_interval(
         sums, counts = facts.sum().to_numpy(), facts.count().to_numpy()
         drawn = generator.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), RESAMPLES)
         means[row] = (drawn @ sums) / (drawn @ counts)
-    observed = np.array([difference.mean() for difference in differences])
-    if len(set(models)) >= LEAST:
-        means, observed = (pd.DataFrame(values).groupby(list(models)).mean().to_numpy() for values in (means, observed))
-    chosen = generator.integers(len(means), size=(len(means), RESAMPLES))
+    chosen = generator.integers(len(differences), size=(len(differences), RESAMPLES))
     resampled = np.take_along_axis(means, chosen, axis=0).mean(axis=0)
     low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
     return float(observed.mean()), float(low), float(high)
@@ -108,9 +110,9 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     items, facts = ("questions", "facts") if letters else ("items", "items")
     explained = [f"{names.metric(metric).heading}: {names.metric(metric).note}" for metric in metrics]
     table.notes = [
-        f"Differences to {names.method_label(against).lower()} on the same test {items}; ± half of a 95 % bootstrap"
-        f" interval, {RESAMPLES} resamples of base models (of runs, below three) and of {facts} within runs. The"
-        " interval of a single run tells two models apart, not two methods.",
+        f"Differences to {names.method_label(against).lower()} on the same test {items}; ± half of a 95 % interval:"
+        f" Student's over base models from three on, below a bootstrap of {RESAMPLES} resamples of runs and of {facts}"
+        " within runs. The interval of a single run tells two models apart, not two methods.",
         f"p: exact sign test over {facts}, the largest of a run: small where all runs differ in one direction. "
         + (
             "letter: share of the letter given most on forget questions; shuffled: FA with choices reordered."

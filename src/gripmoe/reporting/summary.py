@@ -33,9 +33,7 @@ def decided_claims(runs: pd.DataFrame) -> str:
     claims, lines = judged(runs), []
     for row in claims[claims.verdict.isin(DECIDED)].itertuples():
         lines += textwrap.wrap(f"{row.verdict}: {row.text}", WIDTH, subsequent_indent="  ")
-        lines.append(
-            f"  {row.comparison}: {row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}], {row.runs} runs"
-            + f" of {row.units} base models" * (row.units < row.runs)
-        )
+        interval = f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
+        lines.append(f"  {row.comparison}: {interval}, {row.units} {row.unit}s")
     counts = claims.verdict.value_counts()
     return "\n".join([*lines, "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS)])

@@ -3,11 +3,10 @@ one base model share what it has learned, so that more seeds of it say little ab
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 from scipy import stats
 
-LEAST = 3  # values that an interval needs, and base models from which they are the unit
+LEAST = 3  # values that an interval needs
 
 
 def interval(values: pd.Series) -> tuple[float, float | None]:
@@ -23,21 +22,20 @@ def interval(values: pd.Series) -> tuple[float, float | None]:
 
 
 def units(values: pd.Series) -> pd.Series:
-    """One value per base model where at least three were measured, else the values of the runs. The index of `values`
-    has the levels `model` and `objective`. A base model's value is the mean over objectives of its means over seeds.
-    Where base models lack different objectives, an additive model of both supplies the missing means."""
+    """One value per base model: the mean over objectives of its means over seeds. The values of a single base model
+    stay as they are: its runs are the units, and what they show is about this base model alone.
+
+    The index of `values` has the levels `model` and `objective`. Base models are compared under the same objectives: of
+    those that were measured on most base models, and without base models that lack one of them."""
     values = values.dropna()
-    if values.index.unique("model").size < LEAST:
+    if values.index.unique("model").size <= 1:
         return values
     cells = values.groupby(level=["model", "objective"]).mean().unstack("objective")
-    present = cells.notna().to_numpy()
-    if not present.all():
-        rows, columns = (np.indices(cells.shape)[axis].ravel() for axis in (0, 1))
-        design = np.hstack([np.eye(len(cells))[rows], np.eye(cells.shape[1])[columns]])
-        measured = present.ravel()
-        effects = np.linalg.lstsq(design[measured], cells.to_numpy().ravel()[measured], rcond=None)[0]
-        cells = cells.where(present, (design @ effects).reshape(cells.shape))
-    return cells.mean(axis=1)
+    measured = cells.notna().sum()
+    compared = cells.loc[:, measured == measured.max()].dropna()
+    if compared.empty:  # no base model has all of these objectives: the first of them remains
+        compared = cells[[measured.idxmax()]].dropna()
+    return compared.mean(axis=1)
 
 
 def of_runs(runs: pd.DataFrame) -> pd.Series:
