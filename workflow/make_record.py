@@ -78,10 +78,11 @@ def remaining(projects: list[Project], results: Path, times: pd.Series) -> Itera
 def compute(world: str, targets: list[Path], cores: int, until: float | None, bar: tqdm) -> str:
     """Has Snakemake make the targets, and counts them on the bar. Returns "done", "failed" or "stopped": the time is
     up."""
-    log = ROOT / f"record_{world}.log"
+    log = ROOT / "results" / f"record_{world}.log"
     arguments = ["snakemake", "--profile", str(ROOT / "workflow" / "profiles" / "tiny"), "--cores", str(cores)]
     arguments += ["--config", f"world={world}", "--", *(str(target.relative_to(ROOT)) for target in targets)]
     pending = [target for target in targets if not target.exists()]
+    log.parent.mkdir(exist_ok=True)
     with log.open("a", encoding="utf-8") as output:
         process = subprocess.Popen(arguments, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
@@ -95,7 +96,7 @@ def compute(world: str, targets: list[Path], cores: int, until: float | None, ba
                 return "stopped"
     bar.update(sum(target.exists() for target in pending))
     if process.returncode:
-        bar.write(f"some steps failed; {log.name} says which")
+        bar.write(f"some steps failed; {log.relative_to(ROOT)} says which")
         return "failed"
     return "done"
 
