@@ -45,7 +45,7 @@ def folder_of(record: str) -> Path:
 
 
 def mean_of(record: str, objective: str, method: str, metric: str) -> float:
-    """Mean over base models, or over runs below three of them; of the original and retrained models too."""
+    """Mean over base models, or over the runs of a single one; of the original and retrained models too."""
     runs = runs_of(record)
     objective = NO_OBJECTIVE if method in names.ORIGINALS else objective
     chosen = runs[(runs.objective == objective) & (runs.method == method) & (runs.metric == metric)]
@@ -68,11 +68,6 @@ def value_of(source: str) -> str:
             claims = claims[claims.primary] if which == "primary" else claims
             alike = claims.verdict == verdict.replace("_", " ")
             return str(len(claims) if verdict == "all" else int(alike.sum()))
-        case [record, "claim", name, column]:
-            return fixed(claims_of(record).loc[name, column], 2)
-        case [record, "count", column]:
-            runs = runs_of(record)
-            return str(runs[runs.objective != NO_OBJECTIVE][column].nunique())
         case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):
             return fixed(mean, 2)
     raise ValueError(f"{QUOTES.name}: {source!r} is no source, or the record has no number of it")
