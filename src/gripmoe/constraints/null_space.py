@@ -7,7 +7,8 @@ E experts, k experts per token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from gripmoe.constraints.base import RouterConstraint
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis, extended
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule, route
+from gripmoe.geometry.screening import ScreenedProjection
 
 
 class _Observed(RouterConstraint):
@@ -28,11 +30,11 @@ class _Observed(RouterConstraint):
         self._ranks: dict[int, float] = {}
         self._shrunk: dict[int, int] = {}
 
-    def _nearest(self, layer: int, *args, **options) -> Tensor:
-        """`nearest_feasible`, and how many rows of this layer it shrinks."""
+    def _nearest(self, layer: int, projected: Callable[..., Tensor], *args) -> Tensor:
+        """What `projected`, a form of `nearest_feasible`, gives, and how many rows of this layer it shrinks."""
         self._shrunk[layer] = 0
         on_shrunk = lambda rows: self._shrunk.update({layer: rows})  # noqa: E731
-        return nearest_feasible(*args, **options, tolerance=1e-6, on_shrunk=on_shrunk)
+        return projected(*args, tolerance=1e-6, on_shrunk=on_shrunk)
 
     def _observe(self, layer: int, basis: RetainBasis, update_Ed: Tensor, feasible_Ed: Tensor) -> None:
         self._calls[layer] += 1
@@ -79,29 +81,29 @@ class NullSpace(_Observed):
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()
         self._theta_0 = model.thetas()
-        if model.model.device.type == "cpu" and isinstance(self.bases, dict):  # else converted in every step
-            self.bases = {layer: RetainBasis(basis.U_ret_Edr.double()) for layer, basis in self.bases.items()}
-        self._x_Nd, self._bounds_NE = {}, {}
-        self._last: dict[int, tuple[Tensor, Tensor]] = {}  # the router that the last step ended at, and D x of its D
+        if model.model.device.type == "cpu":  # else converted in every step
+            self.bases = {layer: self.bases[layer].double().narrow() for layer in self.trace}
+        self._projections = {}
         for layer, recorded in self.trace.items():
             seen = recorded.to(model.model.device)
-            self._x_Nd[layer] = seen.x_Nd
-            self._bounds_NE[layer] = _bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0)
+            bounds_NE = _bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0)
+            self._projections[layer] = ScreenedProjection(self.bases[layer], seen.x_Nd, bounds_NE)
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         theta_0, basis = self._theta_0[layer], self.bases[layer]
-        constraints = basis, self._x_Nd[layer], self._bounds_NE[layer]
-        last_Ed, near_EN = self._last.pop(layer, (None, None))
-        if last_Ed is None or not torch.equal(last_Ed, before_Ed):
-            near_EN = None
-        reached: list[Tensor] = []
-        options = {"near_Ed": before_Ed - theta_0, "near_EN": near_EN, "on_reached": reached.append}
-        displacement_Ed = self._nearest(layer, after_Ed - theta_0, *constraints, **options)
+        projected = partial(self._projections[layer], basis=basis, near_Ed=before_Ed - theta_0)
+        displacement_Ed = self._nearest(layer, projected, after_Ed - theta_0)
         self._observe(layer, basis, after_Ed - theta_0, displacement_Ed)
-        feasible_Ed = theta_0 + displacement_Ed
-        if reached:
-            self._last[layer] = feasible_Ed, reached[0]
-        return feasible_Ed
+        return theta_0 + displacement_Ed
+
+    def state(self) -> dict:
+        return {**super().state(), "looked": {n: each.looked_from for n, each in self._projections.items()}}
+
+    def load_state(self, state: dict) -> None:
+        super().load_state(state)
+        for layer, looked in state.get("looked", {}).items():
+            if looked:
+                self._projections[layer].look(*looked)
 
 
 class NullSpaceReparameterized(_Observed):
@@ -118,7 +120,7 @@ class NullSpaceReparameterized(_Observed):
         model.freeze_router_biases()
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
-        basis = RetainBasis(self.bases[layer].U_ret_Edr.double())  # or what is left of small gradients is rounding
+        basis = self.bases[layer].double()  # or what is left of small gradients is rounding
         return before_Ed + basis.project(after_Ed.double() - before_Ed)
 
 
@@ -150,7 +152,7 @@ class NullSpaceMinibatch(_Observed):
         if method.basis == "tracked":
             self._factors[layer] = method.forgetting**0.5 * factor_Erd
         bounds_NE = _bounds(current, rule, method.safety_margin).clamp_min(0)
-        update_Ed = self._nearest(layer, after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE)
+        update_Ed = self._nearest(layer, nearest_feasible, after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE)
         self._observe(layer, basis, after_Ed - before_Ed, update_Ed)
         return before_Ed + update_Ed
 

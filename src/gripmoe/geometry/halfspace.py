@@ -27,10 +27,8 @@ def nearest_feasible(
     bounds_NE: Tensor,
     *,
     near_Ed: Tensor | None = None,
-    near_EN: Tensor | None = None,
     tolerance: float = 1e-9,
     max_rounds: int = 1000,
-    on_reached: Callable[[Tensor], object] | None = None,
     on_shrunk: Callable[[int], object] | None = None,
 ) -> Tensor:
     """The Euclidean projection of each row onto {u : U^T u = 0, <u, x_i> <= b_i}: both stages at once, (E, d) in the
@@ -39,8 +37,7 @@ def nearest_feasible(
     An active-set method: violated constraints become active, and the dual of the active ones is solved exactly in the
     Gram matrix of the *projected* tokens P x_i, so that the equalities of Stage 1 stay. `near_Ed`, a feasible point
     near the answer (that of the step before), names the first active constraints; it changes the time taken and nothing
-    else. `near_EN` are its scores <u_j, x_i>, if they are known; `on_reached` is called with those of the answer. An
-    excess below `tolerance`, or below what rounding of x_i changes in <u_j, x_i> (1e-6 of the product of their
+    else. An excess below `tolerance`, or below what rounding of x_i changes in <u_j, x_i> (1e-6 of the product of their
     norms, 1e-12 for fp64 tokens), is no violation. A row that `max_rounds` leaves violated is shrunk towards 0, with a
     warning; `on_shrunk` is called with the number of such rows. Raises ValueError for a negative bound: u = 0 must be
     feasible.
@@ -51,13 +48,12 @@ def nearest_feasible(
     x_Nd = _in_full_precision(x_Nd)
     x_norms_N = x_Nd.norm(dim=1)
     bounds_EN = bounds_NE.T.contiguous()
-    basis = RetainBasis(basis.U_ret_Edr.double())
+    basis = basis.double()
 
     active_EN = torch.zeros_like(bounds_EN, dtype=torch.bool)
     if near_Ed is not None:
         slack_E1 = (1e-3 * near_Ed.norm(dim=1, keepdim=True)).clamp_max(1e-6)
-        near_EN = _scores(near_Ed, x_Nd) if near_EN is None else near_EN
-        active_EN = (near_EN + slack_E1 > bounds_EN) & (slack_E1 > 0)  # none of a row that has not moved
+        active_EN = (_scores(near_Ed, x_Nd) + slack_E1 > bounds_EN) & (slack_E1 > 0)  # none of a row that has not moved
     entered_EN = active_EN.clone()  # the constraints that a row's latest solve was the first to have
     solved_E = active_EN.any(dim=1)
     start_Ed = update_Ed.to(torch.float64, copy=True)
@@ -84,8 +80,6 @@ def nearest_feasible(
         limits_EN = bounds_EN + (rounding * norms_EN).clamp_min(tolerance)
         excess_EN = reached_EN - limits_EN
         if excess_EN.amax() <= 0:
-            if on_reached:
-                on_reached(reached_EN)
             return u_Ed.to(update_Ed.dtype)
         # A constraint that the latest solve had cannot be solved better: its excess is rounding.
         excess_EN = excess_EN.masked_fill(active_EN | entered_EN, -torch.inf)

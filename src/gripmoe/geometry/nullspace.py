@@ -6,7 +6,8 @@ columns; the d x d projector is never formed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -39,18 +40,33 @@ class EpsNull:
 
 @dataclass(frozen=True)
 class RetainBasis:
-    """Orthonormal columns U_ret_Edr that span the retain inputs of each expert; E is 1 where all experts share one."""
+    """Orthonormal columns U_ret_Edr that span the retain inputs of each expert; E is 1 where all experts share one. Or,
+    with `is_complement`, columns that span what these inputs leave free: the same projection."""
 
     U_ret_Edr: Tensor
+    is_complement: bool = False
 
     def of(self, rows: slice | Tensor) -> RetainBasis:
         """The bases of some experts; a basis that all experts share is that of any of them."""
-        return self if len(self.U_ret_Edr) == 1 else RetainBasis(self.U_ret_Edr[rows])
+        return self if len(self.U_ret_Edr) == 1 else replace(self, U_ret_Edr=self.U_ret_Edr[rows])
 
-    @property
+    def double(self) -> RetainBasis:
+        return replace(self, U_ret_Edr=self.U_ret_Edr.double())
+
+    def narrow(self) -> RetainBasis:
+        """Itself, or its complement where that has fewer columns."""
+        size, width = self.U_ret_Edr.shape[1:]
+        if self.is_complement or size - int(self.ranks.min()) >= width:
+            return self
+        eye_dd = torch.eye(size, dtype=self.U_ret_Edr.dtype, device=self.U_ret_Edr.device)
+        shares_Ed, vectors_Edd = torch.linalg.eigh(eye_dd - self.U_ret_Edr @ self.U_ret_Edr.transpose(1, 2))  # 0 or 1
+        return replace(_padded_basis(vectors_Edd.flip(-1), (shares_Ed > 0.5).sum(dim=-1)), is_complement=True)
+
+    @cached_property
     def ranks(self) -> Tensor:
         """Directions fixed per expert, shape (E,)."""
-        return (self.U_ret_Edr != 0).any(dim=1).sum(dim=-1)
+        columns_E = (self.U_ret_Edr != 0).any(dim=1).sum(dim=-1)
+        return self.U_ret_Edr.shape[1] - columns_E if self.is_complement else columns_E
 
     def project(self, update_Ed: Tensor) -> Tensor:
         """P u = u - U (U^T u) for each router row (Eq. 19); twice, since U is orthonormal up to rounding only."""
@@ -59,7 +75,14 @@ class RetainBasis:
     def remainder(self, x_Emd: Tensor) -> Tensor:
         """One projection of m vectors per expert. U from the left: (x U) U^T takes CPUs three times as long."""
         coefficients_Erm = (x_Emd @ self.U_ret_Edr).transpose(1, 2)
-        return x_Emd - (self.U_ret_Edr @ coefficients_Erm).transpose(1, 2).contiguous()
+        spanned_Emd = (self.U_ret_Edr @ coefficients_Erm).transpose(1, 2)
+        return spanned_Emd.contiguous() if self.is_complement else x_Emd - spanned_Emd.contiguous()
+
+    def free_norms(self, x_Nd: Tensor) -> Tensor:
+        """|P x_i| of each expert, (E, N), in the dtype of `x_Nd`."""
+        spanned_EN = torch.stack([(x_Nd.double() @ U_dr.double()).square().sum(dim=1) for U_dr in self.U_ret_Edr])
+        squares_EN = spanned_EN if self.is_complement else x_Nd.double().square().sum(dim=1) - spanned_EN
+        return squares_EN.clamp_min(0).sqrt().to(x_Nd.dtype)
 
 
 class RetainStatistics:

@@ -1,0 +1,56 @@
+"""Safe screening (ours): which retain tokens can bind a router row near where the row is.
+
+A projection onto a convex set moves no point farther than its argument moves. So from a feasible point c, the
+projection of u is within |P u - c| of c, where P is Stage 1, and a token whose hyperplane is farther from c does not
+bind. A step of an optimizer has few tokens in reach.
+
+N tokens, d hidden size, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gripmoe.geometry.halfspace import nearest_feasible
+from gripmoe.geometry.nullspace import RetainBasis
+
+AHEAD = 8.0  # mean steps of the present length that the tokens in reach are looked up for
+ROUNDING = 1e-5  # of a score, and of the product of norms that it comes from: ten times what no violation is
+
+
+class ScreenedProjection:
+    """`nearest_feasible` onto one polyhedron, of many updates in turn, each near the one before. The answer is that over
+    all tokens, up to rounding. `basis`, `x_Nd` and `bounds_NE` as there."""
+
+    def __init__(self, basis: RetainBasis, x_Nd: Tensor, bounds_NE: Tensor):
+        self._x_Nd, self._bounds_EN = x_Nd, bounds_NE.T.contiguous()
+        self._norms_N = x_Nd.norm(dim=1)
+        self._free_norms_EN = basis.free_norms(x_Nd)
+        self.looked_from: tuple[Tensor, Tensor] | None = None  # a feasible point, and how far around it, (E,)
+
+    def __call__(self, update_Ed: Tensor, basis: RetainBasis, near_Ed: Tensor, **options) -> Tensor:
+        """The point nearest to `update_Ed`. `near_Ed` is that of the step before; `options` are of `nearest_feasible`.
+        The basis is given again, since a basis may lie on disk between two steps."""
+        free_Ed = basis.project(update_Ed.to(basis.U_ret_Edr))
+        if self.looked_from is None or self._leaves(free_Ed):
+            distance_E = (free_Ed - near_Ed).norm(dim=1)
+            self.look(near_Ed, AHEAD * distance_E.clamp_min(distance_E.mean()))
+        if not len(self._reached_Nd):
+            return free_Ed.to(update_Ed.dtype)
+        return nearest_feasible(update_Ed, basis, self._reached_Nd, self._reached_NE, near_Ed=near_Ed, **options)
+
+    def look(self, at_Ed: Tensor, radius_E: Tensor) -> None:
+        """Looks up the tokens with a hyperplane within `radius_E` of `at_Ed`. If `at_Ed` is not feasible, all tokens."""
+        at_Ed, radius_E = at_Ed.to(self._x_Nd), radius_E.to(self._x_Nd)
+        slack_EN = self._bounds_EN - at_Ed @ self._x_Nd.T
+        rounding_EN = ROUNDING * (1 + torch.outer(at_Ed.norm(dim=1), self._norms_N))
+        reached_N = (slack_EN <= radius_E[:, None] * self._free_norms_EN + rounding_EN).any(dim=0)
+        reached_N |= (slack_EN < -rounding_EN).any()
+        self._reached_Nd, self._reached_NE = self._x_Nd[reached_N], self._bounds_EN[:, reached_N].T
+        self.looked_from = at_Ed, radius_E
+
+    def _leaves(self, free_Ed: Tensor) -> bool:
+        at_Ed, radius_E = self.looked_from
+        return bool(((free_Ed - at_Ed).norm(dim=1) > radius_E).any())
+
