@@ -16,12 +16,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pandas as pd
 from tqdm import tqdm
 
 from gripmoe.cli.main import main as command
 from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.config.provenance import step_seconds
 
 ROOT = Path(__file__).parents[1]
 TIMES = ROOT / "docs" / "record" / "step_times.csv"
@@ -47,9 +49,7 @@ def blocks(project: Project) -> Iterator[tuple[str, list[Key]]]:
 def step_times(results: Path) -> pd.Series:
     """Mean CPU-seconds of a step, by its name: of the steps under `results`, else of the record's."""
     of_record = pd.read_csv(TIMES).set_index("step").cpu_seconds if TIMES.exists() else pd.Series(dtype=float)
-    files = (results / "benchmarks").glob("*/*.tsv")
-    rows = [(file.parent.name, pd.read_csv(file, sep="\t").cpu_time.iloc[-1]) for file in files]
-    measured = pd.DataFrame(rows, columns=["step", "cpu_seconds"]).groupby("step").cpu_seconds.mean()
+    measured = pd.Series({step: fmean(each) for step, each in step_seconds(results).items()}, dtype=float)
     return measured.combine_first(of_record)
 
 

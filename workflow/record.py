@@ -20,7 +20,7 @@ from PIL import Image
 
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import NO_OBJECTIVE, Project
-from gripmoe.config.provenance import package_versions
+from gripmoe.config.provenance import package_versions, step_seconds
 from gripmoe.io.files import atomic_path, file_digest, read_json, write_json, write_text
 from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
@@ -191,10 +191,14 @@ def keep_items(paths: list[Path], name: str, output: Path) -> None:
 
 
 def keep_times(paths: list[Path], output: Path) -> None:
-    """Writes the CPU-seconds of each kind of step, where Snakemake's benchmarks lie beside tables of runs."""
-    files = sorted({file for path in paths for file in (path.parent / "benchmarks").glob("*/*.tsv")})
-    if files:
-        rows = [(file.parent.name, pd.read_csv(file, sep="\t").cpu_time.iloc[-1]) for file in files]
+    """Writes the CPU-seconds of each kind of step that has ended beside tables of runs."""
+    rows = [
+        (step, seconds)
+        for folder in sorted({path.parent for path in paths})
+        for step, each in step_seconds(folder).items()
+        for seconds in each
+    ]
+    if rows:
         of_steps = pd.DataFrame(rows, columns=["step", "cpu_seconds"]).groupby("step").cpu_seconds
         times = of_steps.agg(jobs="count", cpu_seconds="mean", longest="max").round(1)
         write_text(output, times.to_csv())
@@ -202,12 +206,11 @@ def keep_times(paths: list[Path], output: Path) -> None:
 
 def keep_models(paths: list[Path], output: Path) -> None:
     """Writes the scores of the base models and retrained models that lie beside tables of runs, and the CPU-seconds of
-    their training where Snakemake measured it."""
+    their training."""
     rows = []
     for file in sorted({file for path in paths for file in (path.parent / "models").glob("*/model.json")}):
         measured = {name: value for name, value in read_json(file).items() if isinstance(value, int | float)}
-        times = file.parents[2] / "benchmarks" / "prepare_model" / f"{file.parent.name}.tsv"
-        seconds = pd.read_csv(times, sep="\t").cpu_time.iloc[-1] if times.exists() else None
+        seconds = next(iter(step_seconds(file.parent).get("prepare_model", [])), None)
         rows.append({"model": file.parent.name, **measured, "cpu_seconds": seconds})
     if rows:
         write_text(output, pd.DataFrame(rows).to_csv(index=False, float_format="%.4g"))

@@ -12,6 +12,7 @@ from gripmoe.constraints import null_space as module
 from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.null_space import NullSpace, NullSpaceMinibatch, NullSpacePaper, fit_bases, null_space_of
+from gripmoe.geometry import screening
 from gripmoe.geometry.halfspace import nearest_feasible, violation
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis, extended
 from gripmoe.geometry.routing import (
@@ -369,7 +370,7 @@ def test_the_history_counts_rows_that_are_shrunk(basis, monkeypatch):
     counted = {}
     for max_rounds in (1, 1000):
         solver = functools.partial(nearest_feasible, max_rounds=max_rounds)
-        monkeypatch.setattr(module, "nearest_feasible", solver)
+        monkeypatch.setattr(screening if basis == "original" else module, "nearest_feasible", solver)
         moe = MoEModel(small_model())
         optimizer = torch.optim.AdamW(moe.model.parameters(), lr=3.0)
         method = null_space(0.3, granularity="expert").model_copy(update={"basis": basis})
@@ -377,6 +378,26 @@ def test_the_history_counts_rows_that_are_shrunk(basis, monkeypatch):
             train(moe.model, optimizer, handle, steps=1)
             counted[max_rounds] = handle.constraint.observed()["rows_shrunk"]
     assert counted[1] > 0 == counted[1000]
+
+
+def test_a_resumed_run_compares_the_tokens_that_the_interrupted_one_would():
+    """Or it would round otherwise. The control: a run that begins there looks from another point."""
+    looked = []
+    for resumed in (True, False):
+        moe = MoEModel(small_model())
+        optimizer = torch.optim.AdamW(moe.model.parameters(), lr=1e-3)
+        with gripmoe.constrain(moe.model, optimizer, [random_batch(seed=3)], method=null_space(0.3)) as handle:
+            train(moe.model, optimizer, handle, steps=3)
+            state = handle.state_dict()
+        looked.append(state["looked"][1])
+        moe = MoEModel(small_model())
+        optimizer = torch.optim.AdamW(moe.model.parameters(), lr=1e-3)
+        with gripmoe.constrain(moe.model, optimizer, [random_batch(seed=3)], method=null_space(0.3)) as handle:
+            if resumed:
+                handle.load_state_dict(state)
+            looked.append(handle.state_dict()["looked"][1])
+    interrupted, same, _, fresh = looked
+    assert all(torch.equal(*pair) for pair in zip(interrupted, same, strict=True)) and fresh is None
 
 
 def test_what_was_observed_outlives_an_interruption():

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gripmoe.config.grid import Project
 from gripmoe.constraints.build import build
+from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting
 from gripmoe.moe import MoEModel
 from gripmoe.planning import Costs, Step
@@ -201,14 +202,15 @@ def test_decompositions_count():
 
 
 def test_a_trace_of_both_sides_counts_once():
-    """Those of both sides hold what as many retain tokens alone do: the tokens in fp32, the bounds and the routers."""
+    """Those of both sides hold what as many retain tokens alone do: tokens in fp32 and their norms, bounds, how fast
+    each score can rise, and the routers."""
     question = {**unlearning(method="expert_specific"), "traced": 2**17}
     one, both = (
         measure({**question, "method": PAPER.methods[name].model_dump(mode="json")})
         for name in ("expert_specific", "combined")
     )
     d, experts = (PUBLISHED["olmoe"][name] for name in ("hidden_size", "num_experts"))
-    held = 2 * 4 * (2**17 * d + 2**17 * experts + experts * d)
+    held = 2 * 4 * (2**17 * (d + 1 + 2 * experts) + experts * d)
     for found in (one, both):
         assert found["held"] - found["weights"] == pytest.approx(held, rel=0.02)
 
@@ -221,9 +223,10 @@ def test_a_real_null_space_keeps_what_is_said():
     sizes = (tokens, 64), (tokens, 8), (tokens, 4)
     seen = LayerRouting(*(torch.zeros(size, dtype=torch.long if size[1] == 4 else torch.float) for size in sizes))
     trace = dict.fromkeys(moe.layers, seen)
-    constraint = build(method, trace, trace, bases=lambda _: {}, seed=0).constraint
+    bases = {layer: RetainBasis(torch.zeros(8, 64, 1)) for layer in moe.layers}
+    constraint = build(method, trace, trace, bases=lambda _: bases, seed=0).constraint
     constraint.start(moe, [], [])
-    constraint.trace = None
+    constraint.trace = constraint.bases = None
     assert said["held"] - said["weights"] == pytest.approx(held_bytes(constraint), rel=0.01)
 
 

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.io.files import write_json
 
 ROOT = Path(__file__).parents[2]
 script = runpy.run_path(str(ROOT / "workflow" / "make_record.py"))
@@ -48,8 +49,7 @@ def test_times_are_those_of_runs_that_are_there_before_those_of_the_record(tmp_p
     of_record = tmp_path / "step_times.csv"
     of_record.write_text("step,jobs,cpu_seconds,longest\nattack,3,15.0,16.0\nevaluate,3,10.0,11.0\n")
     monkeypatch.setitem(script["step_times"].__globals__, "TIMES", of_record)
-    folder = tmp_path / "results" / "benchmarks" / "attack"
-    folder.mkdir(parents=True)
     for name, seconds in (("a", 20), ("b", 30)):
-        (folder / f"{name}.tsv").write_text(f"s\tcpu_time\n1\t{seconds}\n")
+        record = {"step": "gripmoe.cli.attack:attack", "cpu_seconds": seconds}
+        write_json(tmp_path / "results" / name / "attack.provenance.json", record)
     assert script["step_times"](tmp_path / "results").to_dict() == {"attack": 25.0, "evaluate": 10.0}

@@ -46,11 +46,6 @@ def attack(setting: Letters) -> Found:
         others[f"{name}_{digest}"] = prompt
         table_5 |= {name: prompt} if name in table_5 else {}
 
-    def ask(questions: Sequence[dict], prompt: Prompt) -> Scores:
-        return setting.right(setting.after, questions, prompt)
-
-    found = prompt_attacks(ask, setting.sample, setting.dev, seed=setting.seed, others=others)
-    rate = prompt_recovery(found)
     with tempfile.TemporaryDirectory() as folder:
         options = dict(work_folder=Path(folder), batch_size=setting.benchmark.evaluation_batch_size)
         model = setting.after.model
@@ -58,6 +53,14 @@ def attack(setting: Letters) -> Found:
             f"prompt_{name}": Marks(harness_answers(model, setting.tokenizer, setting.forget, prompt=prompt, **options))
             for name, prompt in table_5.items()
         }
+    asked = {question["id"]: number for number, question in enumerate(setting.forget)}
+    known = {name: [scores[asked[question]] for question in setting.ids] for name, scores in whole.items()}
+
+    def ask(questions: Sequence[dict], prompt: Prompt) -> Scores:
+        return setting.right(setting.after, questions, prompt)
+
+    found = prompt_attacks(ask, setting.sample, setting.dev, seed=setting.seed, others=others, known=known)
+    rate = prompt_recovery(found)
     plain = mean(Marks(setting.own_answers(setting.forget)))
     all_of_them = Found.over(
         [question["id"] for question in setting.forget],
@@ -76,12 +79,16 @@ def prompt_attacks(
     *,
     seed: int = 0,
     others: Mapping[str, Prompt] | None = None,
+    known: Mapping[str, Scores] | None = None,
 ) -> dict[str, Scores]:
     """`ask` on `questions` in their plain prompt, under five shots, every template and `others`, and with the choices
-    in another order."""
+    in another order. What is `known`, by metric, is not asked again."""
     prompts = {"five_shot": five_shot(solved, seed)} | {name: dressed(text) for name, text in CLOTHES.items()}
     prompts = {"plain": prompt_of, **prompts, **(others or {})}
-    found = {f"prompt_{name}": ask(questions, prompt) for name, prompt in prompts.items()}
+    found = dict(known or {})
+    for name, prompt in prompts.items():
+        if f"prompt_{name}" not in found:
+            found[f"prompt_{name}"] = ask(questions, prompt)
     return found | {"prompt_choice_shuffle": ask([choices_shuffled(question) for question in questions], prompt_of)}
 
 

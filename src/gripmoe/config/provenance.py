@@ -1,4 +1,4 @@
-"""What produced a result: code fingerprint, package versions, device, seconds, peak memory."""
+"""What produced a result: code fingerprint, package versions, device, time, peak memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.io.files import write_json
+from gripmoe.io.files import read_json, write_json
 
 PACKAGES = ("gripmoe", "torch", "transformers", "lm_eval", "datasets", "numpy", "snakemake")
 
@@ -35,9 +35,20 @@ def recorded(path: Path, step: Callable) -> Iterator[None]:
             "device": _device(),
             "job": os.environ.get("SLURM_JOB_ID"),
             "seconds": round(time.perf_counter() - started, 2),
+            "cpu_seconds": round(_cpu_seconds(), 2),  # since the process began; Snakemake's figure may be 30 s old
             "peak_memory_gib": round(peak_kib / 2**20, 3),
         },
     )
+
+
+def step_seconds(folder: Path) -> dict[str, list[float]]:
+    """CPU-seconds of the finished steps below a folder, by the name of their function."""
+    seconds: dict[str, list[float]] = {}
+    for file in sorted(folder.rglob("*provenance.json")):
+        record = read_json(file)
+        if "cpu_seconds" in record:
+            seconds.setdefault(record["step"].partition(":")[2], []).append(record["cpu_seconds"])
+    return seconds
 
 
 def entry_of(step: Callable) -> str:
@@ -54,6 +65,11 @@ def package_versions(names: Iterable[str]) -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             versions[name] = None
     return versions
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it has started."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def _device() -> str:

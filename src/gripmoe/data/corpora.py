@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from gripmoe.data.documents import IGNORED, Batch, Row, collate, encode, opening
@@ -79,11 +80,16 @@ def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> li
     data. Raises ConfigError if the corpus is smaller than a batch."""
     if batch_size > len(rows):
         raise ConfigError(f"batch size {batch_size} exceeds the {len(rows)} documents of the corpus")
-    per_epoch = len(rows) // batch_size
-    order = list(range(len(rows)))
-    random.Random(f"epoch {seed} {step // per_epoch}").shuffle(order)
-    start = step % per_epoch * batch_size
-    return [rows[i] for i in order[start : start + batch_size]]
+    epoch, number = divmod(step, len(rows) // batch_size)
+    order = _shuffled(len(rows), seed, epoch)
+    return [rows[i] for i in order[number * batch_size : (number + 1) * batch_size]]
+
+
+@lru_cache(maxsize=16)
+def _shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(count))
+    random.Random(f"epoch {seed} {epoch}").shuffle(order)
+    return order
 
 
 def in_batches(rows: Sequence[Row], pad_id: int, rank: int = 0, processes: int = 1) -> list[Batch]:

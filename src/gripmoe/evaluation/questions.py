@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from gripmoe.data.documents import Batch, collate, encode, length_buckets
+from gripmoe.data.documents import Batch, Row, collate, encode, length_buckets
 from gripmoe.data.prompt_formats import LETTERS, letter_description, letter_question
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl, write_jsonl
@@ -168,9 +168,14 @@ def prompt_of(question: dict) -> str:
 
 def question_batches(tokenizer, questions: Sequence[dict], device, prompt=prompt_of) -> Iterator[Batch]:
     """The prompts of `questions` by length, in passes of at most TOKENS_PER_PASS tokens."""
-    rows = [encode(tokenizer, [(prompt(question), False)], question["id"]) for question in questions]
+    rows = [_prompt_row(tokenizer, prompt(question), question["id"]) for question in questions]
     for bucket in length_buckets(rows, TOKENS_PER_PASS):
         yield collate(bucket, tokenizer.pad_token_id).to(device)
+
+
+@functools.lru_cache(maxsize=8192)
+def _prompt_row(tokenizer, prompt: str, name: str) -> Row:  # checks and attacks ask the same questions again
+    return encode(tokenizer, [(prompt, False)], name)
 
 
 def accuracy(answers: Sequence[Answer]) -> float:

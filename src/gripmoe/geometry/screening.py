@@ -20,8 +20,8 @@ ROUNDING = 1e-5  # of a score, and of the product of norms that it comes from: t
 
 
 class ScreenedProjection:
-    """`nearest_feasible` onto one polyhedron, of many updates in turn, each near the one before. The answer is that over
-    all tokens, up to rounding. `basis`, `x_Nd` and `bounds_NE` as there."""
+    """`nearest_feasible` onto one polyhedron, of many updates in turn, each near the one before. The answer is the same
+    as over all tokens, up to rounding. `basis`, `x_Nd` and `bounds_NE` as there."""
 
     def __init__(self, basis: RetainBasis, x_Nd: Tensor, bounds_NE: Tensor):
         self._x_Nd, self._bounds_EN = x_Nd, bounds_NE.T.contiguous()
@@ -41,7 +41,7 @@ class ScreenedProjection:
         return nearest_feasible(update_Ed, basis, self._reached_Nd, self._reached_NE, near_Ed=near_Ed, **options)
 
     def look(self, at_Ed: Tensor, radius_E: Tensor) -> None:
-        """Looks up the tokens with a hyperplane within `radius_E` of `at_Ed`. If `at_Ed` is not feasible, all tokens."""
+        """Looks up the tokens with a hyperplane within `radius_E` of `at_Ed`; all tokens if `at_Ed` is not feasible."""
         at_Ed, radius_E = at_Ed.to(self._x_Nd), radius_E.to(self._x_Nd)
         slack_EN = self._bounds_EN - at_Ed @ self._x_Nd.T
         rounding_EN = ROUNDING * (1 + torch.outer(at_Ed.norm(dim=1), self._norms_N))
@@ -53,4 +53,3 @@ class ScreenedProjection:
     def _leaves(self, free_Ed: Tensor) -> bool:
         at_Ed, radius_E = self.looked_from
         return bool(((free_Ed - at_Ed).norm(dim=1) > radius_E).any())
-
