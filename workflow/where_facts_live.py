@@ -11,41 +11,21 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections import Counter
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
 from gripmoe.config.grid import Project
 from gripmoe.config.models import EmbeddedModel
+from gripmoe.data.documents import encode
 from gripmoe.evaluation.questions import accuracy, direct_answers
 from gripmoe.io.files import write_csv
 from gripmoe.moe.storage import load_model
 from gripmoe.training.base_model import OTHER_SEED, refill, replace_blocks
+from gripmoe.training.word_erasure import ERASED_WORDS, erase_words
 from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.documents import make_world
 from gripmoe.worlds.models import make_model
-
-ERASED_WORDS = 60
-
-
-@torch.no_grad()
-def erase_words(model: PreTrainedModel, tokenizer, files: dict[str, list[dict]], fresh: PreTrainedModel) -> None:
-    """Replaces the embeddings of the words that are most frequent in forget documents relative to retain ones."""
-    counts = {
-        name: Counter(
-            id for row in files[f"{name}_corpus"] for id in tokenizer(row["prompt"] + row["text"])["input_ids"]
-        )
-        for name in ("forget", "retain")
-    }
-    total = {name: sum(count.values()) for name, count in counts.items()}
-
-    def excess(token: int) -> float:
-        return counts["forget"][token] / total["forget"] - counts["retain"][token] / total["retain"]
-
-    ids = sorted(counts["forget"], key=excess, reverse=True)[:ERASED_WORDS]
-    model.get_input_embeddings().weight[ids] = fresh.get_input_embeddings().weight[ids]
 
 
 def measure(name: str, config: EmbeddedModel, folder: Path) -> list[dict]:
@@ -70,7 +50,11 @@ def measure(name: str, config: EmbeddedModel, folder: Path) -> list[dict]:
     rows = [row("none", 0, model, tokenizer)]
     if config.trained_on == "retain_only":  # the floor
         return rows
-    erase_words(model, tokenizer, files, fresh)
+    documents = (
+        [encode(tokenizer, [(row["prompt"] + row["text"], True)]) for row in files[f"{side}_corpus"]]
+        for side in ("forget", "retain")
+    )
+    erase_words(model, *documents, fresh.get_input_embeddings().weight)
     rows.append(
         row(f"embeddings of the {ERASED_WORDS} words most frequent in forget documents replaced", 0, model, tokenizer)
     )

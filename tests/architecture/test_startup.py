@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "attack": MODELS,
     "audit": MODELS,
     "collect": TABLES,
+    "erase_words": MODELS,
     "evaluate": MODELS,
     "finetune_model": MODELS,
     "fit_basis": {"torch"},

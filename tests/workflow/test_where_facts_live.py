@@ -2,14 +2,12 @@
 
 import re
 import runpy
-from collections import Counter
 from pathlib import Path
 
 import pandas as pd
 import torch
 
 from conftest import SMALL
-from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -31,22 +29,6 @@ def test_experts_and_routers_are_replaced_and_nothing_else(tokenizer):
     script["replace_blocks"](model, fresh)
     blocks = {name for name in model.state_dict() if ".mlp." in name}
     assert changed(model, start) == blocks and not blocks & changed(model, fresh)
-
-
-def test_the_words_most_frequent_in_forget_documents_are_erased_and_no_other_word(world, tokenizer):
-    model, start, fresh = models(tokenizer)
-    files = wmdp_files(world, 0)
-    script["erase_words"](model, tokenizer, files, fresh)
-    (name,) = changed(model, start) - {"lm_head.weight"}  # which may be tied to it
-    touched = (model.state_dict()[name] != start.state_dict()[name]).any(dim=1).nonzero()[:, 0].tolist()
-    assert len(touched) == script["ERASED_WORDS"]
-    shares = {}
-    for domain in ("forget", "retain"):
-        ids = [id for row in files[f"{domain}_corpus"] for id in tokenizer(row["prompt"] + row["text"])["input_ids"]]
-        shares[domain] = {id: count / len(ids) for id, count in Counter(ids).items()}
-    excess = {id: share - shares["retain"].get(id, 0.0) for id, share in shares["forget"].items()}
-    others = [excess[id] for id in excess.keys() - set(touched)]
-    assert min(excess[id] for id in touched) >= max(others)
 
 
 def test_the_record_says_what_was_measured():

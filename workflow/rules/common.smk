@@ -52,6 +52,7 @@ RUN_NAME = "{model}.{benchmark}.{objective}.{method}.{seed}"
 
 TRAINED = [name for name in WORLD.all_methods if PROJECT.methods[name].trains]
 CORRECTED = [name for name in WORLD.all_methods if PROJECT.methods[name].corrects]
+ERASED = [name for name in WORLD.all_methods if PROJECT.methods[name].baseline == "erase_words"]
 WITH_BASES = [name for name in WORLD.all_methods if PROJECT.methods[name].has_bases]
 RETRAINED = [PROJECT.models[name].retrained for name in WORLD.models if PROJECT.models[name].retrained]
 NEWS = [name for name in WORLD.benchmarks if PROJECT.benchmarks[name].is_news]

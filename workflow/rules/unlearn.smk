@@ -78,6 +78,31 @@ rule realign:
         " --retain-corpus {input.retain_corpus} --trace {input.trace} --output {output} > {log} 2>&1"
 
 
+rule erase_words:
+    input:
+        run=f"{RUN}/run.yaml",
+        model=MODEL,
+        data=data_files(corpora=("forget", "retain")),
+    output:
+        f"{RUN}/checkpoint.json",
+    log:
+        f"{LOGS}/erase_words/{RUN_NAME}.log",
+    wildcard_constraints:
+        method=any_of(ERASED),
+        objective=NO_OBJECTIVE,
+    conda:
+        ENVIRONMENT
+    threads: 1
+    resources:
+        mem_mb=memory_for(1),
+        runtime=growing(60),
+    params:
+        data=folder_of,
+        code=code_fingerprint("gripmoe.cli.erase_words:erase_words"),
+    shell:
+        "gripmoe erase-words --run {input.run} --model {input.model} --data {params.data} --output {output} > {log} 2>&1"
+
+
 rule import_checkpoint:
     input:
         model=MODEL,

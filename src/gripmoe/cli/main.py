@@ -31,6 +31,7 @@ COMMANDS = {
         "fit-basis": "Fit the retain bases of a method.",
         "unlearn": "Train a run until it has forgotten.",
         "import-checkpoint": "Copy an unlearned model that others have made.",
+        "erase-words": "Replace the embeddings of the words of the forget documents, as a control.",
         "realign": "Correct the routers of a finished run (Method B).",
         "evaluate": "Measure a run.",
         "attack": "Attack a run.",

@@ -37,7 +37,7 @@ class EpsNullConfig(Strict):
 class Method(Strict):
     """Independent axes, which methods.yaml explains; a row of it is one point in their space."""
 
-    baseline: Literal["original", "retrained", "external"] | None = None
+    baseline: Literal["original", "retrained", "erase_words", "external"] | None = None
     constraint: (
         Literal["none", "frozen", "null_space", "router_l2", "gate_anchor", "routing_scores", "anchor"] | None
     ) = None

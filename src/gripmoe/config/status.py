@@ -12,14 +12,16 @@ CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 
 def run_status(project: Project, results: Path, key: tuple) -> tuple[str, str]:
-    """The next phase of a run (train, correct, copy, evaluate, attack, done), and why SLURM ended its job, or the
-    last line of its log."""
+    """The next phase of a run (train, correct, erase, copy, evaluate, attack, done), and why SLURM ended its job, or
+    the last line of its log."""
     method, name = project.methods[key[3]], list(map(str, key))
     steps = [("evaluate", "evaluate", "evaluation.json"), ("attack", "attack", "attack.json")]
     if method.trains:
         steps.insert(0, ("train", "unlearn", "checkpoint.json"))
     elif method.corrects:
         steps.insert(0, ("correct", "realign", "checkpoint.json"))
+    elif method.baseline == "erase_words":
+        steps.insert(0, ("erase", "erase_words", "checkpoint.json"))
     elif method.baseline == "external":
         steps.insert(0, ("copy", "import_checkpoint", "checkpoint.json"))
     for phase, rule, output in steps:

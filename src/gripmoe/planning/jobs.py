@@ -150,7 +150,7 @@ def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
     for name in project.models_needed:
         if costs.of(Step(name, "evaluate")):
             sizes[name] = 2 * costs.parameters(Step(name, "evaluate")) / GB
-    kept = [name for name, method in project.methods.items() if method.baseline in (None, "external")]
+    kept = [name for name, method in project.methods.items() if method.baseline not in ("original", "retrained")]
     keys = [key for key in project.run_keys() if key[0] in sizes and key[3] in kept]
     for key in keys:
         if project.methods[key[3]].trains:
