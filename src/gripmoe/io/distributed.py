@@ -125,8 +125,11 @@ def by_sharding(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return [part for part in (whole, sharded) if part]
 
 
-def clip_gradients(parameters: list[nn.Parameter], clip_norm: float) -> None:
-    """Scales gradients so that their norm, over all processes' shards, is at most `clip_norm`."""
-    norm = total_norm([p.grad for p in parameters if p.grad is not None])
+def clip_gradients(parameters: list[nn.Parameter], clip_norm: float, norm: float | None = None) -> None:
+    """Scales gradients so that their norm, over all processes' shards, is at most `clip_norm`. `norm` is theirs, if known."""
+    if norm is None:
+        norm = total_norm([p.grad for p in parameters if p.grad is not None]).item()
+    if norm <= clip_norm:
+        return
     for alike in by_sharding(parameters):
-        nn.utils.clip_grads_with_norm_(alike, clip_norm, norm)
+        nn.utils.clip_grads_with_norm_(alike, clip_norm, torch.tensor(norm))

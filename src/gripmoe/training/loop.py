@@ -201,12 +201,14 @@ class _Steps:
             losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **self.objective.monitor}
             losses |= relearned
             losses = {name: distributed.average(loss) for name, loss in losses.items()}
-            gradients = {"router_gradient": _rms_gradient(self.routers), "expert_gradient": _rms_gradient(self.experts)}
+            norms = [_gradient_norm(parameters) for parameters in (self.routers, self.experts)]
+            gradients = dict(zip(("router_gradient", "expert_gradient"), (rms for _, rms in norms), strict=True))
             if not all(map(math.isfinite, (losses["forget_loss"], *gradients.values()))):
                 return None
             if not losses["retain_loss"] <= self.training.loss_bound:
                 return None
-            distributed.clip_gradients(self.routers + self.experts, self.training.clip_norm)
+            norm = math.hypot(*(norm for norm, _ in norms))
+            distributed.clip_gradients(self.routers + self.experts, self.training.clip_norm, norm)
             self.optimizer.step()  # whose hooks keep the routers feasible
         except Diverged:
             return None
@@ -345,8 +347,10 @@ def _temporarily(model: MoEModel, corrected: Callable[[MoEModel], object] | None
         model.set_thetas(thetas)
 
 
-def _rms_gradient(parameters: list[nn.Parameter]) -> float:
+def _gradient_norm(parameters: list[nn.Parameter]) -> tuple[float, float]:
+    """The norm of all gradients, and their root mean square."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
-        return 0.0
-    return distributed.total_norm(gradients).item() / math.sqrt(sum(g.numel() for g in gradients))
+        return 0.0, 0.0
+    norm = distributed.total_norm(gradients).item()
+    return norm, norm / math.sqrt(sum(g.numel() for g in gradients))

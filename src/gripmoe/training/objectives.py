@@ -177,11 +177,10 @@ def make_objective(name: str, settings: dict, seed: int) -> Objective:
 
 def token_logprobs(model: MoEModel, batch: Batch) -> Tensor:
     """Log-probability of each next token, (rows, positions - 1), 0 where it is not scored."""
-    logits = model.model(**batch.inputs).logits[:, :-1].float()
-    losses = F.cross_entropy(
-        logits.flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="none"
-    )
-    return -losses.view(logits.shape[:2])
+    logits = model.model(**batch.inputs).logits.float()
+    wanted = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED)  # a slice of the logits would be a copy of them
+    losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="none")
+    return -losses.view(wanted.shape)[:, :-1]
 
 
 def sequence_logprobs(model: MoEModel, batch: Batch) -> Tensor:
