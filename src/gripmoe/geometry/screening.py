@@ -1,8 +1,8 @@
 """Safe screening (ours): which retain tokens can bind a router row near where the row is.
 
 A projection onto a convex set moves no point farther than its argument moves. So from a feasible point c, the
-projection of u is within |P u - c| of c, where P is Stage 1, and a token whose hyperplane is farther from c does not
-bind. A step of an optimizer has few tokens in reach.
+projection of u is within |u - c| of c, and a token whose hyperplane is farther from c, along the directions that Stage
+1 leaves free, does not bind. A step of an optimizer has few tokens in reach.
 
 N tokens, d hidden size, E experts.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from gripmoe.geometry.halfspace import nearest_feasible
 from gripmoe.geometry.nullspace import RetainBasis
 
-AHEAD = 8.0  # mean steps of the present length that the tokens in reach are looked up for
+AHEAD = 4.0  # steps of the present length that the tokens in reach are looked up for
 ROUNDING = 1e-5  # of a score, and of the product of norms that it comes from: ten times what no violation is
 
 
@@ -32,12 +32,11 @@ class ScreenedProjection:
     def __call__(self, update_Ed: Tensor, basis: RetainBasis, near_Ed: Tensor, **options) -> Tensor:
         """The point nearest to `update_Ed`. `near_Ed` is that of the step before; `options` are of `nearest_feasible`.
         The basis is given again, since a basis may lie on disk between two steps."""
-        free_Ed = basis.project(update_Ed.to(basis.U_ret_Edr))
-        if self.looked_from is None or self._leaves(free_Ed):
-            distance_E = (free_Ed - near_Ed).norm(dim=1)
+        if self.looked_from is None or self._leaves(update_Ed):
+            distance_E = (update_Ed - near_Ed).norm(dim=1)
             self.look(near_Ed, AHEAD * distance_E.clamp_min(distance_E.mean()))
         if not len(self._reached_Nd):
-            return free_Ed.to(update_Ed.dtype)
+            return basis.project(update_Ed.to(basis.U_ret_Edr)).to(update_Ed.dtype)
         return nearest_feasible(update_Ed, basis, self._reached_Nd, self._reached_NE, near_Ed=near_Ed, **options)
 
     def look(self, at_Ed: Tensor, radius_E: Tensor) -> None:
@@ -50,6 +49,6 @@ class ScreenedProjection:
         self._reached_Nd, self._reached_NE = self._x_Nd[reached_N], self._bounds_EN[:, reached_N].T
         self.looked_from = at_Ed, radius_E
 
-    def _leaves(self, free_Ed: Tensor) -> bool:
+    def _leaves(self, update_Ed: Tensor) -> bool:
         at_Ed, radius_E = self.looked_from
-        return bool(((free_Ed - at_Ed).norm(dim=1) > radius_E).any())
+        return bool(((update_Ed - at_Ed).norm(dim=1) > radius_E).any())

@@ -126,7 +126,8 @@ def by_sharding(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def clip_gradients(parameters: list[nn.Parameter], clip_norm: float, norm: float | None = None) -> None:
-    """Scales gradients so that their norm, over all processes' shards, is at most `clip_norm`. `norm` is theirs, if known."""
+    """Scales gradients so that their norm, over all processes' shards, is at most `clip_norm`; `norm`, if known, is
+    theirs."""
     if norm is None:
         norm = total_norm([p.grad for p in parameters if p.grad is not None]).item()
     if norm <= clip_norm:
