@@ -26,8 +26,9 @@ from gripmoe.io import distributed
 from gripmoe.io.clock import now
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
-from gripmoe.training.adversary import RelearningAdversary
+from gripmoe.training.adversary import RelearningAdversary, uphill
 from gripmoe.training.checkpoint import load_state, save_state
+from gripmoe.training.forget_gradient import ComponentFilter, WeightDistance
 from gripmoe.training.objectives import Objective, cross_entropy
 from gripmoe.training.optimizers import make_adamw, rate_zero
 from gripmoe.training.step_batches import StepBatches
@@ -109,6 +110,8 @@ def unlearn(
     adversary = None
     if training.adversary_steps:
         adversary = RelearningAdversary(experts, training.adversary_rate * training.learning_rate)
+    selected = ComponentFilter(experts, training.dropped_components) if training.dropped_components else None
+    distance = WeightDistance(experts, training.distance_weight) if training.distance_weight else None
     restricted = model.restrict_experts(scope, optimizer) if scope else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {
         "step": 0,
@@ -119,7 +122,7 @@ def unlearn(
     with restricted, ConstraintHandle(model, optimizer, constraint) as handle:
         steps = _Steps(
             model, objective, batches, training, routers, experts, optimizer, in_linear_precision, original_sets,
-            weights, adversary, handle, progress["tokens"],
+            weights, adversary, selected, distance, handle, progress["tokens"],
         )  # fmt: skip
         handle.load_state_dict(progress["constraint"])
         step, history, sums = progress["step"], progress["history"], Counter()
@@ -184,6 +187,8 @@ class _Steps:
     original_sets: OriginalSets | None
     weights: OriginalCache | None
     adversary: RelearningAdversary | None
+    selected: ComponentFilter | None
+    distance: WeightDistance | None
     handle: ConstraintHandle
     tokens: int
 
@@ -195,11 +200,14 @@ class _Steps:
         self.optimizer.zero_grad()
         try:
             alpha = self.training.alpha_multiplier * self.objective.alpha
-            with self._relearned(step) as relearned:
+            with self._elsewhere(step) as relearned:
                 forget_loss = self._backward("forget", self.objective.forget_loss, step, 1.0)
+            if self.selected:
+                self.selected.apply()
+            moved = {"weight_distance": self.distance.apply()} if self.distance else {}
             retain_loss = self._backward("retain", self.objective.retain_loss, step, alpha)
             losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **self.objective.monitor}
-            losses |= relearned
+            losses |= relearned | moved
             losses = {name: distributed.average(loss) for name, loss in losses.items()}
             gradients = {"router_gradient": _rms_gradient(self.routers), "expert_gradient": _rms_gradient(self.experts)}
             if not all(map(math.isfinite, (losses["forget_loss"], *gradients.values()))):
@@ -212,11 +220,13 @@ class _Steps:
             return None
         return {**losses, **gradients}
 
-    def _backward(self, kind: str, loss_of: Callable[[MoEModel, Batch], Tensor], step: int, weight: float) -> Tensor:
-        """The loss, mean over the passes of the step."""
+    def _backward(
+        self, kind: str, loss_of: Callable[[MoEModel, Batch], Tensor], step: int, weight: float, marks: bool = True
+    ) -> Tensor:
+        """The loss, mean over the passes of the step; without `marks` the constraint does not see them."""
         passes, losses = self.training.gradient_accumulation, []
         for number in range(passes):
-            batch, marked = self.batches.of(kind, step, number), getattr(self.handle, kind)
+            batch, marked = self.batches.of(kind, step, number), getattr(self.handle, kind) if marks else nullcontext
             self.tokens += int(batch.attention_mask.sum())
             if kind == "retain" and self.weights:
                 batch.weights = self.weights.of(**batch.inputs)
@@ -228,9 +238,14 @@ class _Steps:
         return torch.stack(losses).mean()
 
     @contextmanager
-    def _relearned(self, step: int) -> Iterator[dict[str, float]]:
-        """Within the block the model has the weights of the attacker, who has relearned before it; without an attacker,
-        its own. Gives the attacker's last loss."""
+    def _elsewhere(self, step: int) -> Iterator[dict[str, float]]:
+        """Within the block the model has the weights where the forget gradient is taken: those of the attacker, who has
+        relearned before it, those uphill of its own (SAM), or its own. Gives the attacker's last loss."""
+        if radius := self.training.sharpness_radius:
+            self._backward("forget", self.objective.forget_loss, step, 1.0, marks=False)
+            with uphill(self.routers + self.experts, radius):
+                yield {}
+            return
         if self.adversary is None:
             yield {}
             return
