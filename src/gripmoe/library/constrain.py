@@ -34,6 +34,7 @@ ALIASES = {"freeze_moe_router": "frozen_router"}
 SAMPLED = 256  # entries of a weight that name the model
 UNABLE = {  # keys of a row, and why a loop of one's own cannot have them
     "baseline": "it trains nothing; leave `constrain` out",
+    "undo": "it distils a finished model; `gripmoe realign` does so to a run",
     "corrects": "it is about a finished model; call gripmoe.realign after training",
     "correction": "it comes after training; call gripmoe.realign",
     "critical_experts": "it weighs tokens in the loss, which is the loop's own",
