@@ -22,7 +22,17 @@ from gripmoe.attacks.prompts import (
 )
 from gripmoe.attacks.quantization import quantized, rounded
 from gripmoe.attacks.relearning import relearning
-from gripmoe.attacks.restoration import PARTS, most_used_experts, pairs_of, replaced, restoration, restored_experts
+from gripmoe.attacks.restoration import (
+    PARTS,
+    SHARES,
+    interpolated,
+    linear_connectivity,
+    most_used_experts,
+    pairs_of,
+    replaced,
+    restoration,
+    restored_experts,
+)
 from gripmoe.attacks.routers import noisy_sets, widened
 from gripmoe.config.training import Relearning
 from gripmoe.data.documents import encode
@@ -61,6 +71,26 @@ def test_restoring_everything_is_the_original_model_and_leaves_no_trace(setting)
     with replaced(pairs_of(before, after, [0], ["router"])):
         assert torch.equal(after.theta(0), before.theta(0)) and not torch.equal(after.theta(1), before.theta(1))
         assert not torch.equal(after.expert_parameters(0)[0], before.expert_parameters(0)[0])
+
+
+def test_the_straight_line_to_the_original_model(setting):
+    """Its end is the original model; half of the way is half of the distance; and the model comes back."""
+    before, after, questions, ask = setting
+    own = weights_digest(after.model)
+    with interpolated(before, after, 1.0):
+        for name, value in after.model.state_dict().items():
+            torch.testing.assert_close(value, before.model.state_dict()[name])
+    with interpolated(before, after, 0.5):
+        halfway = [parameter.detach().clone() for parameter in after.expert_parameters(0)]
+    for middle, old, new in zip(halfway, before.expert_parameters(0), after.expert_parameters(0), strict=True):
+        torch.testing.assert_close(middle, (old + new) / 2)
+    given = Setting(before, after, None, None, None)
+    given.ids, asked = [q["id"] for q in questions], []
+    given.recall = lambda moe: asked.append(weights_digest(moe.model)) or Marks(ask(moe, questions))
+    found = linear_connectivity(given).metrics
+    assert {"interpolated_25", "interpolated_50", "interpolated_75"} < set(found)
+    assert len({*asked, own}) == len(SHARES) + 1 and weights_digest(after.model) == own
+    assert found["changed_experts"] > 0 < found["changed_router"] and found["changed_attention"] == 0
 
 
 def test_single_experts_come_back_and_go(setting):
