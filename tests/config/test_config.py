@@ -149,6 +149,7 @@ MISTAKES = [
     ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
     ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific_paper"] | {"max_rank": 64}), "odd.max_rank: without effect here; it is a choice of `constraint: null_space with form: sound`"),
     ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"kaczmarz_steps": 10}), "odd.kaczmarz_steps: without effect here; it is a choice of `constraint: null_space with form: paper`"),
+    ("methods.yaml", lambda c: c.update(odd={"constraint": "frozen", "experts": "null_space"}), "methods.yaml: odd: `experts: null_space` needs `eps_null`"),
     ("methods.yaml", lambda c: c.update(odd={}), "methods.yaml: odd: give exactly one of"),
     ("methods.yaml", lambda c: c.update(odd={"corrects": "unconstrained"}), "methods.yaml: odd: `corrects` needs `correction:"),
     ("methods.yaml", lambda c: c.update(odd={"constraint": "none", "correction": "undo", "undo": ROWS["undo"]["undo"]}), "odd: `correction: undo` needs `corrects`, a finished run, and"),

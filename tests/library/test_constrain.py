@@ -71,6 +71,7 @@ def test_every_row_works_by_name_or_says_why_not():
         "repselect": "`training.dropped_components`: hyperparameters of the loop; set them there",
         "weight_distance": "`training.distance_weight`: hyperparameters of the loop; set them there",
         "undo": "`undo`: it distils a finished model; `gripmoe realign` does so to a run",
+        "expert_null_space": "`experts: null_space`: it moves experts, which the loop trains",
         "ptc": "`corrects`: it is about a finished model; call gripmoe.realign after training",
         "ptc_matched": "`correction`: it comes after training; call gripmoe.realign",
         "routing_aware": "`critical_experts`: it weighs tokens in the loss",

@@ -15,6 +15,7 @@ from gripmoe.config.types import Fraction, Name, NonNegative, Strict
 TABLE = Path(__file__).with_name("methods.yaml")
 AXES = {  # which axes have an effect in a row that has these words
     "constraint": {"experts", "replay", "critical_experts", "correction", "training"},
+    "experts: null_space": {"eps_null"},
     "corrects": {"correction"},
     "correction: realign": {"form", "retain_tokens"},
     "correction: undo": {"undo"},
@@ -50,7 +51,7 @@ class Method(Strict):
     constraint: (
         Literal["none", "frozen", "null_space", "router_l2", "gate_anchor", "routing_scores", "anchor"] | None
     ) = None
-    experts: Literal["all", "top_attributed"] = "all"
+    experts: Literal["all", "top_attributed", "null_space"] = "all"
     replay: bool = False
     critical_experts: PositiveInt | None = None
     form: Literal["sound", "paper"] = "sound"
@@ -88,6 +89,8 @@ class Method(Strict):
             raise ValueError("`corrects` needs `correction: restore`, `correction: realign` or `correction: undo`")
         if self.correction == "undo" and not (self.corrects and self.undo):
             raise ValueError("`correction: undo` needs `corrects`, a finished run, and `undo`")
+        if self.experts == "null_space" and not self.eps_null:
+            raise ValueError("`experts: null_space` needs `eps_null`")
         if self.constraint == "null_space":
             if not (self.eps_null and self.basis):
                 raise ValueError("`constraint: null_space` needs `eps_null` and `basis`")

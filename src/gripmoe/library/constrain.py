@@ -257,6 +257,8 @@ def _unable(method: Method) -> str | None:
     for key, reason in UNABLE.items():
         if getattr(method, key) != Method.model_fields[key].default:
             return f"`{key}`: {reason}"
+    if method.experts == "null_space":
+        return "`experts: null_space`: it moves experts, which the loop trains; the workflow does so"
     if of_loop := sorted(method.training.keys() - {"router_weight_decay"}):  # of which `_warn_of_decay` warns
         keys = ", ".join(f"`training.{key}`" for key in of_loop)
         attacker = " (an attacker: gripmoe.RelearningAdversary)" if "adversary_steps" in of_loop else ""

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from gripmoe.config.methods import EpsNullConfig
 from gripmoe.config.training import Training
 from gripmoe.constraints.base import RouterConstraint
+from gripmoe.constraints.expert_null_space import ExpertNullSpace
 from gripmoe.constraints.hooks import ConstraintHandle, Diverged
 from gripmoe.constraints.original import OriginalCache, OriginalSets
 from gripmoe.data.corpora import Corpora
@@ -75,6 +77,7 @@ def unlearn(
     scope: dict[int, list[int]] | None = None,
     replay: bool = False,
     critical_experts: int | None = None,
+    expert_eps: EpsNullConfig | None = None,
     corrected: Callable[[MoEModel], object] | None = None,
     state_file: Path,
     description: str = "unlearn",
@@ -83,7 +86,8 @@ def unlearn(
 
     Expert blocks train, or only the experts of `scope` by layer, and routers as the constraint lets them; everything
     else is frozen. With `replay` training passes use the original model's expert sets, with live weights. With
-    `critical_experts` retain tokens have the weights of `routing_aware_weights`. With `corrected` (Method B, or the
+    `critical_experts` retain tokens have the weights of `routing_aware_weights`. With `expert_eps` experts move outside
+    the span of their retain inputs (`ExpertNullSpace`). With `corrected` (Method B, or the
     original routers) the check looks at corrected routers and the model ends corrected, while training goes on
     uncorrected. Resumes from `state_file`; on CPU the result is the same to the bit as without the interruption.
 
@@ -104,6 +108,10 @@ def unlearn(
     constraint.start(model, *used)
     original_sets = OriginalSets(model, [*used[0], *used[1]]) if replay else None
     weights = routing_aware_weights(model, *used, critical_experts) if critical_experts else None
+    held = ExpertNullSpace(model, used[1], expert_eps) if expert_eps else None
+    ranks = {"expert_rank": held.rank} if held else {}
+    if held:
+        held.freeze_others(experts)
     optimizer = _adamw(routers, experts, training)
     if training.gradient_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -113,13 +121,14 @@ def unlearn(
     selected = ComponentFilter(experts, training.dropped_components) if training.dropped_components else None
     distance = WeightDistance(experts, training.distance_weight) if training.distance_weight else None
     restricted = model.restrict_experts(scope, optimizer) if scope else nullcontext()
+    projecting = optimizer.register_step_post_hook(lambda *_: held.project()) if held else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {
         "step": 0,
         "history": [],
         "constraint": {},
         "tokens": 0,
     }
-    with restricted, ConstraintHandle(model, optimizer, constraint) as handle:
+    with restricted, projecting, ConstraintHandle(model, optimizer, constraint) as handle:
         steps = _Steps(
             model, objective, batches, training, routers, experts, optimizer, in_linear_precision, original_sets,
             weights, adversary, selected, distance, handle, progress["tokens"],
@@ -159,10 +168,12 @@ def unlearn(
                 status = "diverged"
                 break
             step += 1
-            sums.update({**losses, "seconds": now() - started, **constraint.observed(), "count": 1})
+            sums.update({**losses, "seconds": now() - started, **constraint.observed(), **ranks, "count": 1})
             bar.update()
         bar.close()
         tokens = round(distributed.average(steps.tokens) * distributed.processes())
+        if held:
+            projecting.remove()  # timed steps leave experts as they are, to the bit
         times = None if status == "diverged" else steps.seconds_by_turns()
     if training.gradient_checkpointing:
         model.model.gradient_checkpointing_disable()
