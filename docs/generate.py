@@ -40,7 +40,7 @@ FILES: dict[str, tuple[type[types.Strict], ...]] = {  # the first stands at the 
         training.RepresentationSettings,
         training.Relearning,
     ),
-    "A method: a row of `methods.yaml`": (methods.Method, methods.EpsNullConfig),
+    "A method: a row of `methods.yaml`": (methods.Method, methods.EpsNullConfig, methods.UndoConfig),
     "A model: a row of `models.yaml`": (
         models.EmbeddedModel,
         models.EmbeddedSize,

@@ -51,6 +51,9 @@ CASES = {
     "bf16_8bit": Method(constraint="none"),
     "uneven": METHODS["expert_specific"],
     "attacked": Method(constraint="none"),
+    "sam": Method(constraint="none"),
+    "repselect": Method(constraint="none"),
+    "weight_distance": Method(constraint="none"),
 }
 CHANGES = {
     "adamw_8bit": {"optimizer": "adamw_8bit"},
@@ -60,6 +63,10 @@ CHANGES = {
     "bf16_8bit": {"optimizer": "adamw_8bit", "max_steps": 4},
     # The sign of a gradient near zero is decided by a rounding error, so the attacker's steps are short.
     "attacked": {"adversary_steps": 2, "adversary_restart": 2, "adversary_rate": 0.3},
+    "sam": {"sharpness_radius": 0.05},
+    # What is left of a gradient of few tokens is near zero, of which AdamW makes whole steps.
+    "repselect": {"dropped_components": 2, "adam_epsilon": 1e-5},
+    "weight_distance": {"distance_weight": 0.5},
 }
 OBJECTIVES = {
     "gd": {"alpha": 1.0},

@@ -21,8 +21,18 @@ from gripmoe.attacks.prompts import (
     without_terms,
 )
 from gripmoe.attacks.quantization import quantized, rounded
-from gripmoe.attacks.relearning import relearning
-from gripmoe.attacks.restoration import PARTS, most_used_experts, pairs_of, replaced, restoration, restored_experts
+from gripmoe.attacks.relearning import low_rank_experts, relearning
+from gripmoe.attacks.restoration import (
+    PARTS,
+    SHARES,
+    interpolated,
+    linear_connectivity,
+    most_used_experts,
+    pairs_of,
+    replaced,
+    restoration,
+    restored_experts,
+)
 from gripmoe.attacks.routers import noisy_sets, widened
 from gripmoe.config.training import Relearning
 from gripmoe.data.documents import encode
@@ -61,6 +71,26 @@ def test_restoring_everything_is_the_original_model_and_leaves_no_trace(setting)
     with replaced(pairs_of(before, after, [0], ["router"])):
         assert torch.equal(after.theta(0), before.theta(0)) and not torch.equal(after.theta(1), before.theta(1))
         assert not torch.equal(after.expert_parameters(0)[0], before.expert_parameters(0)[0])
+
+
+def test_the_straight_line_to_the_original_model(setting):
+    """Its end is the original model; half of the way is half of the distance; and the model comes back."""
+    before, after, questions, ask = setting
+    own = weights_digest(after.model)
+    with interpolated(before, after, 1.0):
+        for name, value in after.model.state_dict().items():
+            torch.testing.assert_close(value, before.model.state_dict()[name])
+    with interpolated(before, after, 0.5):
+        halfway = [parameter.detach().clone() for parameter in after.expert_parameters(0)]
+    for middle, old, new in zip(halfway, before.expert_parameters(0), after.expert_parameters(0), strict=True):
+        torch.testing.assert_close(middle, (old + new) / 2)
+    given = Setting(before, after, None, None, None)
+    given.ids, asked = [q["id"] for q in questions], []
+    given.recall = lambda moe: asked.append(weights_digest(moe.model)) or Marks(ask(moe, questions))
+    found = linear_connectivity(given).metrics
+    assert {"interpolated_25", "interpolated_50", "interpolated_75"} < set(found)
+    assert len({*asked, own}) == len(SHARES) + 1 and weights_digest(after.model) == own
+    assert found["changed_experts"] > 0 < found["changed_router"] and found["changed_attention"] == 0
 
 
 def test_single_experts_come_back_and_go(setting):
@@ -294,3 +324,29 @@ def test_relearning_starts_at_the_models_own_accuracy_and_does_not_touch_it(sett
     assert curve[0] == Marks(ask(before, questions))
     assert mean(curve[60]) > mean(curve[0]) + 0.3, "the documents hold the answers: it must learn them"
     assert weights_digest(before.model) == own
+
+
+def test_low_rank_updates_of_experts_relearn_and_leave_no_trace(setting, tokenizer):
+    """Each matrix moves by a rank of two, which is less than it could; nothing else trains."""
+    before, _, questions, ask = setting
+    own, names = weights_digest(before.model), [name for name, _ in before.model.named_parameters()]
+    rows = [encode(tokenizer, [(prompt_of(q), False), (f" {'ABCD'[q['answer']]}", True)], q["id"]) for q in questions]
+    plain = [answer.letter_logprobs for answer in ask(before, questions)]
+    ranks: list[int] = []
+
+    def recall(moe):
+        moved = [module.gate_up_proj - weight for module, weight in zip(modules, originals, strict=True)]
+        ranks.extend(int(torch.linalg.matrix_rank(each.detach(), rtol=1e-3).max()) for each in moved)
+        return Marks(ask(moe, questions))
+
+    modules = [before.block(layer).experts for layer in before.layers]
+    originals = [module.gate_up_proj.detach().clone() for module in modules]
+    with low_rank_experts(before, rank=2, seed=0) as parameters:
+        assert [answer.letter_logprobs for answer in ask(before, questions)] == plain, "an update is zero at first"
+        others = {id(p): p.detach().clone() for p in before.model.parameters()}
+        given = dict(checks=(0, 60), parameters=parameters)
+        curve = relearning(before, rows, recall, Relearning(learning_rate=3e-2, batch_size=24), **given)
+        assert all(torch.equal(p, others[id(p)]) for p in before.model.parameters())
+    assert mean(curve[60]) > mean(curve[0]) + 0.3, "the documents hold the answers: it must learn them"
+    assert set(ranks[: len(modules)]) == {0} and set(ranks[len(modules) :]) == {2}
+    assert weights_digest(before.model) == own and [name for name, _ in before.model.named_parameters()] == names

@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from conftest import small_model
+from gripmoe.attacks.restoration import changes
 from gripmoe.auditing import models
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
@@ -144,7 +145,7 @@ def test_an_adapter_is_merged_into_the_original(pair, tokenizer, tmp_path):
     models.compare(original, found)
     model, _ = models.load(found, tmp_path / "adapter")
     before, _ = models.load(original, pair / "original")
-    moved = models.changes(MoEModel(before), MoEModel(model))
+    moved = changes(MoEModel(before), MoEModel(model))
     assert moved["changed_attention"] > 0 and moved["changed_experts"] == moved["changed_router"] == 0
     assert sum("lora" in name for name, _ in model.named_parameters()) == 0
     with pytest.raises(ConfigError, match="this is an adapter; give the model that it adapts"):
@@ -157,7 +158,7 @@ def test_a_model_in_shards_is_the_same(pair, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "shards")
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
     again, _ = models.load(models.find(tmp_path / "shards", "--unlearned"), tmp_path / "shards")
-    assert set(models.changes(MoEModel(model), MoEModel(again)).values()) == {0.0}
+    assert set(changes(MoEModel(model), MoEModel(again)).values()) == {0.0}
     next((tmp_path / "shards").glob("model-*.safetensors")).unlink()
     with pytest.raises(ConfigError, match="no model can be read from here"):
         models.load(models.find(tmp_path / "shards", "--unlearned"), tmp_path / "shards")

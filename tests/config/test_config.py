@@ -149,8 +149,11 @@ MISTAKES = [
     ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
     ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific_paper"] | {"max_rank": 64}), "odd.max_rank: without effect here; it is a choice of `constraint: null_space with form: sound`"),
     ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"kaczmarz_steps": 10}), "odd.kaczmarz_steps: without effect here; it is a choice of `constraint: null_space with form: paper`"),
+    ("methods.yaml", lambda c: c.update(odd={"constraint": "frozen", "experts": "null_space"}), "methods.yaml: odd: `experts: null_space` needs `eps_null`"),
     ("methods.yaml", lambda c: c.update(odd={}), "methods.yaml: odd: give exactly one of"),
     ("methods.yaml", lambda c: c.update(odd={"corrects": "unconstrained"}), "methods.yaml: odd: `corrects` needs `correction:"),
+    ("methods.yaml", lambda c: c.update(odd={"constraint": "none", "correction": "undo", "undo": ROWS["undo"]["undo"]}), "odd: `correction: undo` needs `corrects`, a finished run, and"),
+    ("methods.yaml", lambda c: c.update(odd={"corrects": "unconstrained", "correction": "undo"}), "odd: `correction: undo` needs `corrects`, a finished run, and `undo`"),
     ("models.yaml", lambda c: c["tiny_a"].pop("retrained"), "needs `retrained:` in models.yaml for 'tiny_a'"),
     ("models.yaml", lambda c: c["tiny_a"].update(family="gpt2"), "models.yaml: tiny_a.family: Input should be 'qwen3_moe'"),
     ("tiny.yaml", lambda c: c.update(overrides={"gd/ptc": {"learning_rate": 1}}), "overrides.gd/ptc: 'ptc' trains nothing; it corrects what 'unconstrained' has trained"),
@@ -326,6 +329,7 @@ WITHOUT_EFFECT = [
         "`correction: realign` or `constraint: null_space`",
     ),
     ({"corrects": "unconstrained", "correction": "realign", "replay": True}, "replay", "`constraint`"),
+    (ROWS["ptc"] | {"undo": ROWS["undo"]["undo"]}, "undo", "`correction: undo`"),
     (ROWS["expert_specific_tracked"] | {"basis": "minibatch", "forgetting": 0.5}, "forgetting", "`basis: tracked`"),
 ]
 

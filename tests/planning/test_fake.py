@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from gripmoe.config.grid import Project
+from gripmoe.config.training import Training
 from gripmoe.constraints.build import build
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting
@@ -49,6 +50,7 @@ KINDS = [
 OTHERS = [
     "gate_anchor", "anchored_tracked", "full_null_space", "combined", "expert_specific_minibatch",
     "expert_specific_tracked", "expert_specific_paper_gradient", "routing_aware", "routing_replay",
+    "expert_null_space",
 ]  # fmt: skip
 
 
@@ -63,7 +65,7 @@ def real_model():
 def unlearning(model="olmoe", objective="gd", method="unconstrained", layers=2, processes=1, length=32, **change):
     """What `measure` is asked of a step of the paper's world, with shorter documents."""
     training = PAPER.training(objective, "unconstrained", "wmdp_cyber").model_dump(mode="json")
-    training |= {"max_steps": 1, "check_every": 1, "checkpoint_every": 1, "optimizer": "adamw"}
+    training |= {"max_steps": 1, "check_every": 1, "checkpoint_every": 1, "adversary_restart": 1, "optimizer": "adamw"}
     sizes = dict.fromkeys(("forget_batch_size", "retain_batch_size"), 2 // processes)
     training |= {"gradient_checkpointing": False, **sizes, **change}
     if objective == "rmu":
@@ -90,6 +92,20 @@ def test_every_method_takes_a_step_under_every_objective(objective, method):
     found = measure(unlearning(objective=objective, method=method))
     assert found["flops"] > 0 and 0 < found["gradients"] < found["weights"] < found["passes"]
     assert (found["basis"] > 0) == PAPER.methods[method].has_bases
+
+
+def test_one_step_of_an_attacked_method_can_be_planned(tmp_path):
+    """Whose attacker restarts at checkpoints."""
+    question = Costs(PAPER, tmp_path)._unlearning(Step("olmoe", "unlearn", "wmdp_cyber", "gd", "anchored_adversary"))
+    assert Training(**question["training"]).adversary_steps == 2
+
+
+@pytest.mark.parametrize("name", ["frozen_router_adversary", "sam", "repselect", "weight_distance"])
+def test_what_becomes_of_the_forget_gradient_costs(name):
+    """The control: none of it is free of operations, or of memory."""
+    changes = PAPER.methods[name].training
+    plain, found = (measure(unlearning(method="frozen_router", **change)) for change in ({}, changes))
+    assert found["flops"] > 1.2 * plain["flops"] or found["passes"] > 1.2 * plain["passes"]
 
 
 @pytest.mark.parametrize("model", [name for name in PUBLISHED if name != "olmoe"])

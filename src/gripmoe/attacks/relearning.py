@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from gripmoe.attacks.base import Found, Letters, Scores, Setting, kept
 from gripmoe.config.training import Relearning
@@ -14,6 +17,9 @@ from gripmoe.data.documents import Row, collate
 from gripmoe.moe import MoEModel
 from gripmoe.training.objectives import cross_entropy
 from gripmoe.training.optimizers import make_adamw
+
+RANK = 8  # of updates to experts that an attacker trains in the place of whole weights
+LORA_RATE = 10.0  # their learning rate, as a multiple
 
 
 def from_other_facts(setting: Letters) -> Found:
@@ -43,6 +49,49 @@ def of_routers(setting: Letters) -> Found:
     model = setting.after
     routers = [model.theta(layer) for layer in model.layers]
     return _curve(setting, "relearned_routers", _about_dev_facts(setting), routers) if routers else Found()
+
+
+def of_low_rank_experts(setting: Letters) -> Found:
+    """`relearned_lora_after_<step>`: on forget documents about other facts; low-rank updates of experts train, which
+    have ten times the rate."""
+    if not setting.after.layers or not setting.finetuning:
+        return Found()
+    faster = setting.finetuning.model_copy(update={"learning_rate": LORA_RATE * setting.finetuning.learning_rate})
+    with low_rank_experts(setting.after, RANK, setting.seed) as parameters:
+        changed = replace(setting, finetuning=faster)
+        return _curve(changed, "relearned_lora", _about_dev_facts(setting), parameters)
+
+
+@contextmanager
+def low_rank_experts(model: MoEModel, rank: int, seed: int) -> Iterator[list[nn.Parameter]]:
+    """Within the block every fused expert matrix has an update of that rank beside it, zero at first (LoRA); gives the
+    parameters of the updates."""
+    generator, added = torch.Generator().manual_seed(seed), []
+    modules = [model.block(layer).experts for layer in model.layers]
+    try:
+        for module in modules:
+            for name, weight in list(module.named_parameters(recurse=False)):
+                if weight.ndim == 3:
+                    added.append((module, name, LowRankUpdate(weight, rank, generator)))
+                    parametrize.register_parametrization(module, name, added[-1][-1])
+        yield [parameter for *_, update in added for parameter in update.parameters()]
+    finally:
+        for module, name, _ in added:
+            parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+
+
+class LowRankUpdate(nn.Module):
+    """Adds the product of two factors, (E, m, r) and (E, r, n), to each expert's matrix."""
+
+    def __init__(self, weight_Emn: Tensor, rank: int, generator: torch.Generator):
+        super().__init__()
+        experts, m, n = weight_Emn.shape
+        right_Ern = torch.randn(experts, rank, n, generator=generator) / n**0.5
+        self.right_Ern = nn.Parameter(right_Ern.to(weight_Emn))
+        self.left_Emr = nn.Parameter(weight_Emn.new_zeros(experts, m, rank))
+
+    def forward(self, weight_Emn: Tensor) -> Tensor:
+        return weight_Emn + self.left_Emr @ self.right_Ern
 
 
 def _about_dev_facts(setting: Letters) -> list[Row]:

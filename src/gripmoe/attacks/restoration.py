@@ -19,6 +19,7 @@ from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.moe import MoEModel
 
 PARTS = ("experts", "router", "attention")
+SHARES = (0.25, 0.5, 0.75)  # of the way from the unlearned weights back to the original ones
 
 
 def parts_of_model(model: MoEModel) -> tuple[str, ...]:
@@ -31,6 +32,54 @@ def attack(setting: Setting) -> Found:
     with before.brought_beside(after):
         experts = most_used_experts(before, setting.tokenizer, setting.prompts) if after.layers else {}
         return setting.found(restoration(before, after, setting.recall, experts))
+
+
+def linear_connectivity(setting: Setting) -> Found:
+    """`interpolated_<n>`: recall on the straight line from the unlearned weights to the original ones, n per cent of
+    the way; and `changes`, how long the way is. A diagnostic (From Dormant to Deleted, arXiv 2505.22310): an attacker
+    has no original."""
+    before, after = setting.before, setting.after
+    found = {}
+    with before.brought_beside(after):
+        for share in SHARES:
+            with interpolated(before, after, share):
+                found[f"interpolated_{share:.0%}".rstrip("%")] = setting.recall(after)
+        return setting.found(found, **changes(before, after))
+
+
+@contextmanager
+def interpolated(before: MoEModel, after: MoEModel, share: float) -> Iterator[None]:
+    """Within the block `after` is that share of the way to `before`."""
+    with kept(after.model.parameters()):
+        with torch.no_grad():
+            for current, original in zip(after.model.parameters(), before.model.parameters(), strict=True):
+                current.lerp_(original.to(current), share)
+        yield
+
+
+def changes(before: MoEModel, after: MoEModel) -> dict[str, float]:
+    """`changed_<part>`: the norm of what changed as a share of the norm before, of embeddings, attention with norms,
+    routers and experts, whole and by layer; `changed_other` of all else."""
+    squares: dict[str, list[float]] = {}
+    counted: set[int] = set()
+
+    def add(names: list[str], old: Tensor, new: Tensor) -> None:
+        old = old.detach().float()
+        change, norm = (new.detach().to(old.device).float() - old).square().sum().item(), old.square().sum().item()
+        counted.add(id(new))
+        for name in names:
+            sums = squares.setdefault(name, [0.0, 0.0])
+            sums[0], sums[1] = sums[0] + change, sums[1] + norm
+
+    for part in parts_of_model(after):
+        for layer in after.all_layers:
+            for pair in zip(parameters_of(before, layer, part), parameters_of(after, layer, part), strict=True):
+                add([f"changed_{part}", f"changed_{part}_layer_{layer}"], *pair)
+    add(["changed_embeddings"], *(moe.model.get_input_embeddings().weight for moe in (before, after)))
+    for old, new in zip(before.model.parameters(), after.model.parameters(), strict=True):
+        if id(new) not in counted:
+            add(["changed_other"], old, new)
+    return {name: (change / norm) ** 0.5 if norm else 0.0 for name, (change, norm) in squares.items()}
 
 
 def restoration(

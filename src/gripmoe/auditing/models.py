@@ -16,7 +16,6 @@ from huggingface_hub.errors import HFValidationError
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json
-from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
 
 ADAPTER = "adapter_config.json"
@@ -177,30 +176,3 @@ def load(found: Found, name: str | Path, device: str | None = None, *, trust_rem
             tokenizer = transformers.AutoTokenizer.from_pretrained(found.adapter)
             tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return model, tokenizer
-
-
-def changes(before: MoEModel, after: MoEModel) -> dict[str, float]:
-    """`changed_<part>`: the norm of what changed as a share of the norm before, of embeddings, attention with norms,
-    routers and experts, whole and by layer; `changed_other` of all else."""
-    from gripmoe.attacks.restoration import parameters_of, parts_of_model
-
-    squares: dict[str, list[float]] = {}
-    counted: set[int] = set()
-
-    def add(names: list[str], old: torch.Tensor, new: torch.Tensor) -> None:
-        old = old.detach().float()
-        change, norm = (new.detach().to(old.device).float() - old).square().sum().item(), old.square().sum().item()
-        counted.add(id(new))
-        for name in names:
-            sums = squares.setdefault(name, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + change, sums[1] + norm
-
-    for part in parts_of_model(after):
-        for layer in after.all_layers:
-            for pair in zip(parameters_of(before, layer, part), parameters_of(after, layer, part), strict=True):
-                add([f"changed_{part}", f"changed_{part}_layer_{layer}"], *pair)
-    add(["changed_embeddings"], *(moe.model.get_input_embeddings().weight for moe in (before, after)))
-    for old, new in zip(before.model.parameters(), after.model.parameters(), strict=True):
-        if id(new) not in counted:
-            add(["changed_other"], old, new)
-    return {name: (change / norm) ** 0.5 if norm else 0.0 for name, (change, norm) in squares.items()}

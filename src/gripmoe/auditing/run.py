@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from gripmoe.attacks import restoration
 from gripmoe.attacks.base import Found, Letters, Marks
 from gripmoe.attacks.run import OF_LETTERS, made_once
 from gripmoe.auditing import models
@@ -192,7 +193,7 @@ def accuracy(setting: Letters, answers: Path) -> Found:
 
 def changes(setting: Letters) -> Found:
     """What moved: norms by component."""
-    return Found(models.changes(setting.before, setting.after))
+    return Found(restoration.changes(setting.before, setting.after))
 
 
 def routing(setting: Letters) -> Found:

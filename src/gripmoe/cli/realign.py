@@ -1,4 +1,4 @@
-"""`gripmoe realign`: Method B, or the original router put back, on a finished run."""
+"""`gripmoe realign`: Method B, the original router put back, or UNDO, on a finished run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, load_routers, save_model
 from gripmoe.moe.traces import StoredTrace
+from gripmoe.training.undo import undo
 
 
 def realign(
@@ -29,7 +30,7 @@ def realign(
     """Correct the routers of a finished run (Method B).
 
     The command reads the routers of the original model alone, and what they saw from the trace.
-    The method of the run may put the original routers back instead.
+    The method of the run may put the original routers back instead, or distil the model into noised experts (UNDO).
 
     \b
     Example:
@@ -53,11 +54,17 @@ def realign(
         if run.method.form == "paper":
             report |= holdout_report(moe, theta_0, trace, batch)
         started = now()
-        report |= make_correction(run.method, theta_0, trace, batch)(moe)
+        if run.method.correction == "undo":
+            every = load_corpus(retain_corpus, tokenizer, **benchmark.reading)
+            report |= undo(moe, every, run.method.undo, pad_id=tokenizer.pad_token_id, seed=run.seed)
+        else:
+            report |= make_correction(run.method, theta_0, trace, batch)(moe)
         seconds = now() - started
         digest = save_model(model, tokenizer, folder / "weights")
         corrected = read_json(checkpoint_file)
         outcome = {"status": corrected["status"], "steps": corrected["steps"], "correction_seconds": seconds}
+        if "tokens" in report:
+            report["tokens"] += corrected.get("tokens", 0)
         if "seconds_per_step" in corrected:  # what the correction adds to the whole run
             trained = corrected["seconds_per_step"] * corrected["steps"]
             outcome |= {"time_ratio": (trained + seconds) / trained}

@@ -118,6 +118,7 @@ def unlearn(
             scope=built.scope,
             replay=method.replay,
             critical_experts=method.critical_experts,
+            expert_eps=method.eps_null if method.experts == "null_space" else None,
             corrected=make_correction(method, theta_0, trace, batch) if method.correction else None,
             state_file=state_file,
             description=f"{run.objective}/{run.method_name}/{run.seed}",

@@ -213,8 +213,8 @@ class Project:
 
     def processes(self, model: str, method: str | None = None) -> int:
         """How many processes train a run together, or finetune a model: one on each GPU, or a single one if the method
-        trains one expert."""
-        return 1 if method and self.methods[method].experts == "top_attributed" else self.gpus(model)
+        trains one expert, or projects the updates of all."""
+        return 1 if method and self.methods[method].experts != "all" else self.gpus(model)
 
     def training(self, objective: str, method_name: str, benchmark: str) -> Training | None:
         """Training of a run: the world's, changed by its objective, benchmark, method, and the overrides, in that

@@ -9,13 +9,16 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from gripmoe.config.reading import Mistake, read_catalogue
+from gripmoe.config.training import Relearning
 from gripmoe.config.types import Fraction, Name, NonNegative, Strict
 
 TABLE = Path(__file__).with_name("methods.yaml")
 AXES = {  # which axes have an effect in a row that has these words
     "constraint": {"experts", "replay", "critical_experts", "correction", "training"},
+    "experts: null_space": {"eps_null"},
     "corrects": {"correction"},
     "correction: realign": {"form", "retain_tokens"},
+    "correction: undo": {"undo"},
     "constraint: null_space": {"form", "basis", "granularity", "eps_null", "safety_margin", "projects"},
     "constraint: null_space with form: sound": {"max_rank"},
     "constraint: null_space with form: paper": {"surface", "kaczmarz_steps", "kaczmarz_tolerance"},
@@ -34,6 +37,13 @@ class EpsNullConfig(Strict):
     bands: dict[Literal["early", "middle", "late"], PositiveFloat] = {}  # other values for thirds of the layers
 
 
+class UndoConfig(Relearning):
+    """Distillation on retain documents, of experts that are partly noise."""
+
+    noise: Fraction  # UNDO's alpha: the share of noise in the weights of experts
+    steps: PositiveInt  # of distillation
+
+
 class Method(Strict):
     """Independent axes, which methods.yaml explains; a row of it is one point in their space."""
 
@@ -41,7 +51,7 @@ class Method(Strict):
     constraint: (
         Literal["none", "frozen", "null_space", "router_l2", "gate_anchor", "routing_scores", "anchor"] | None
     ) = None
-    experts: Literal["all", "top_attributed"] = "all"
+    experts: Literal["all", "top_attributed", "null_space"] = "all"
     replay: bool = False
     critical_experts: PositiveInt | None = None
     form: Literal["sound", "paper"] = "sound"
@@ -60,9 +70,10 @@ class Method(Strict):
     anchor_floor: NonNegative = 1.0
     final_only: bool = False
     tracked: bool = False
-    correction: Literal["restore", "realign"] | None = None
+    correction: Literal["restore", "realign", "undo"] | None = None
     corrects: Name | None = None
     retain_tokens: PositiveInt | None = None
+    undo: UndoConfig | None = None
     training: dict[str, Any] = {}
 
     @model_validator(mode="after")
@@ -75,7 +86,11 @@ class Method(Strict):
                 choice = " or ".join(f"`{words}`" for words in rows)
                 raise Mistake(axis, f"without effect here; it is a choice of {choice}")
         if self.corrects and not self.correction:
-            raise ValueError("`corrects` needs `correction: restore` or `correction: realign`")
+            raise ValueError("`corrects` needs `correction: restore`, `correction: realign` or `correction: undo`")
+        if self.correction == "undo" and not (self.corrects and self.undo):
+            raise ValueError("`correction: undo` needs `corrects`, a finished run, and `undo`")
+        if self.experts == "null_space" and not self.eps_null:
+            raise ValueError("`experts: null_space` needs `eps_null`")
         if self.constraint == "null_space":
             if not (self.eps_null and self.basis):
                 raise ValueError("`constraint: null_space` needs `eps_null` and `basis`")

@@ -94,6 +94,9 @@ class Training(Strict):
     adversary_steps: Annotated[int, Field(ge=0)] = 0  # of relearning, before each forget pass; 0: no attacker
     adversary_rate: PositiveFloat = 1.0  # by which multiple of the learning rate a step of the attacker moves a weight
     adversary_restart: PositiveInt = 10  # steps after which the attacker starts from the model again
+    sharpness_radius: NonNegative = 0.0  # SAM's rho: how far up the forget loss its gradient is taken; 0: not moved
+    dropped_components: Annotated[int, Field(ge=0)] = 0  # RepSelect: that each expert's forget gradient loses
+    distance_weight: NonNegative = 0.0  # of the relative distance from the original weights, which the loss rewards
 
     @model_validator(mode="after")
     def _checkpoints_at_checks(self) -> Training:
@@ -101,6 +104,10 @@ class Training(Strict):
             raise ValueError("`checkpoint_every` must be a multiple of `check_every`")
         if self.adversary_steps and self.checkpoint_every % self.adversary_restart:
             raise ValueError("`checkpoint_every` must be a multiple of `adversary_restart`: resumed runs restart there")
+        if self.adversary_steps and self.sharpness_radius:
+            raise ValueError(
+                "give one of `adversary_steps` and `sharpness_radius`: both say where the gradient is taken"
+            )
         if self.max_steps % self.check_every:
             raise ValueError("`max_steps` must be a multiple of `check_every`: the last steps are to be checked too")
         return self

@@ -34,6 +34,7 @@ ALIASES = {"freeze_moe_router": "frozen_router"}
 SAMPLED = 256  # entries of a weight that name the model
 UNABLE = {  # keys of a row, and why a loop of one's own cannot have them
     "baseline": "it trains nothing; leave `constrain` out",
+    "undo": "it distils a finished model; `gripmoe realign` does so to a run",
     "corrects": "it is about a finished model; call gripmoe.realign after training",
     "correction": "it comes after training; call gripmoe.realign",
     "critical_experts": "it weighs tokens in the loss, which is the loop's own",
@@ -256,6 +257,8 @@ def _unable(method: Method) -> str | None:
     for key, reason in UNABLE.items():
         if getattr(method, key) != Method.model_fields[key].default:
             return f"`{key}`: {reason}"
+    if method.experts == "null_space":
+        return "`experts: null_space`: it moves experts, which the loop trains; the workflow does so"
     if of_loop := sorted(method.training.keys() - {"router_weight_decay"}):  # of which `_warn_of_decay` warns
         keys = ", ".join(f"`training.{key}`" for key in of_loop)
         attacker = " (an attacker: gripmoe.RelearningAdversary)" if "adversary_steps" in of_loop else ""

@@ -195,7 +195,7 @@ class Costs:
         if training.trained_layers:
             in_part["trained"] = training.trained_layers
         # Rows of methods.yaml that differ in these alone cost the same, and share a measurement.
-        one_step = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1}
+        one_step = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1, "adversary_restart": 1}
         alike = {"correction": None, "retain_tokens": None, "training": {}}
         if method.eps_null:
             alike["eps_null"] = {"value": 1.0, "kind": method.eps_null.kind}

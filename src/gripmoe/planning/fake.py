@@ -327,6 +327,7 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
             scope=built.scope,
             replay=method.replay,
             critical_experts=method.critical_experts,
+            expert_eps=method.eps_null if method.experts == "null_space" else None,
             state_file=NOWHERE,
         )
     basis = len(moe.layers) * _bytes([bases[next(iter(moe.layers))].U_ret_Edr]) if method.has_bases else 0

@@ -24,6 +24,7 @@ ATTACKS = (
     "relearned_after_5",
     "relearned_after_10",
     "relearned_after_20",
+    "relearned_lora_after_20",
     "relearned_routers_after_20",
     "relearned_from_others_after_20",
     "relearned_from_unrelated_after_20",

@@ -1,7 +1,9 @@
-"""An attacker who relearns while a model unlearns, as in TAR (Tamirisa et al. 2024) and MUDMAN (Sondej et al. 2025).
+"""Where the forget gradient is taken, if not at the model's own weights.
 
+An attacker relearns while a model unlearns, as in TAR (Tamirisa et al. 2024) and MUDMAN (Sondej et al. 2025).
 Unlearning takes the gradient of its forget loss where relearning would bring the model, so that the loss holds there
-too. The attacker starts from the model's weights every `restart` steps and goes on from its own in between.
+too. The attacker starts from the model's weights every `restart` steps and goes on from its own in between. SAM (Fan et
+al. 2025) takes the gradient at the worst of the weights nearby, to first order.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from gripmoe.io import distributed
 
 
 class RelearningAdversary:
@@ -23,18 +27,18 @@ class RelearningAdversary:
 
     def restart(self) -> None:
         """The attacker takes the weights that the model has now."""
-        self._weights = self._copies()
+        self._weights = _copies(self._parameters)
 
     @contextmanager
     def weights(self) -> Iterator[None]:
         """Within the block the parameters have the attacker's weights. Gradients stay when it ends."""
-        own = self._copies()
-        self._write(self._weights)
+        own = _copies(self._parameters)
+        _write(self._parameters, self._weights)
         try:
             yield
         finally:
-            self._weights = self._copies()
-            self._write(own)
+            self._weights = _copies(self._parameters)
+            _write(self._parameters, own)
 
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
         """One step of descent on a loss, within `weights`; returns the loss. Gradients of earlier passes are kept."""
@@ -50,11 +54,31 @@ class RelearningAdversary:
                 parameter.grad = before
         return loss.item()
 
-    def _copies(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self._parameters]
 
-    @torch.no_grad()
-    def _write(self, weights: Sequence[Tensor]) -> None:
-        # In place: FSDP keeps the storage of a parameter, and would not see another tensor in its stead.
-        for parameter, weight in zip(self._parameters, weights, strict=True):
-            parameter.copy_(weight)
+@contextmanager
+def uphill(parameters: Sequence[nn.Parameter], radius: float) -> Iterator[None]:
+    """Within the block those of `parameters` that have gradients are moved along them, by `radius` in the 2-norm of all
+    together: up the loss that the gradients are of (SAM). The gradients are cleared before it."""
+    moved = [parameter for parameter in parameters if parameter.grad is not None]
+    own = _copies(moved)
+    with torch.no_grad():
+        if moved and (norm := distributed.total_norm([parameter.grad for parameter in moved]).item()):
+            for parameter in moved:
+                parameter.add_(parameter.grad, alpha=radius / norm)
+    for parameter in moved:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        _write(moved, own)
+
+
+def _copies(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+@torch.no_grad()
+def _write(parameters: Sequence[nn.Parameter], weights: Sequence[Tensor]) -> None:
+    # In place: FSDP keeps the storage of a parameter, and would not see another tensor in its stead.
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.copy_(weight)

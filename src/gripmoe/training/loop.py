@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from gripmoe.config.methods import EpsNullConfig
 from gripmoe.config.training import Training
 from gripmoe.constraints.base import RouterConstraint
+from gripmoe.constraints.expert_null_space import ExpertNullSpace
 from gripmoe.constraints.hooks import ConstraintHandle, Diverged
 from gripmoe.constraints.original import OriginalCache, OriginalSets
 from gripmoe.data.corpora import Corpora
@@ -26,8 +28,9 @@ from gripmoe.io import distributed
 from gripmoe.io.clock import now
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
-from gripmoe.training.adversary import RelearningAdversary
+from gripmoe.training.adversary import RelearningAdversary, uphill
 from gripmoe.training.checkpoint import load_state, save_state
+from gripmoe.training.forget_gradient import ComponentFilter, WeightDistance
 from gripmoe.training.objectives import Objective, cross_entropy
 from gripmoe.training.optimizers import make_adamw, rate_zero
 from gripmoe.training.step_batches import StepBatches
@@ -74,6 +77,7 @@ def unlearn(
     scope: dict[int, list[int]] | None = None,
     replay: bool = False,
     critical_experts: int | None = None,
+    expert_eps: EpsNullConfig | None = None,
     corrected: Callable[[MoEModel], object] | None = None,
     state_file: Path,
     description: str = "unlearn",
@@ -82,7 +86,8 @@ def unlearn(
 
     Expert blocks train, or only the experts of `scope` by layer, and routers as the constraint lets them; everything
     else is frozen. With `replay` training passes use the original model's expert sets, with live weights. With
-    `critical_experts` retain tokens have the weights of `routing_aware_weights`. With `corrected` (Method B, or the
+    `critical_experts` retain tokens have the weights of `routing_aware_weights`. With `expert_eps` experts move outside
+    the span of their retain inputs (`ExpertNullSpace`). With `corrected` (Method B, or the
     original routers) the check looks at corrected routers and the model ends corrected, while training goes on
     uncorrected. Resumes from `state_file`; on CPU the result is the same to the bit as without the interruption.
 
@@ -103,23 +108,30 @@ def unlearn(
     constraint.start(model, *used)
     original_sets = OriginalSets(model, [*used[0], *used[1]]) if replay else None
     weights = routing_aware_weights(model, *used, critical_experts) if critical_experts else None
+    held = ExpertNullSpace(model, used[1], expert_eps) if expert_eps else None
+    ranks = {"expert_rank": held.rank} if held else {}
+    if held:
+        held.freeze_others(experts)
     optimizer = _adamw(routers, experts, training)
     if training.gradient_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     adversary = None
     if training.adversary_steps:
         adversary = RelearningAdversary(experts, training.adversary_rate * training.learning_rate)
+    selected = ComponentFilter(experts, training.dropped_components) if training.dropped_components else None
+    distance = WeightDistance(experts, training.distance_weight) if training.distance_weight else None
     restricted = model.restrict_experts(scope, optimizer) if scope else nullcontext()
+    projecting = optimizer.register_step_post_hook(lambda *_: held.project()) if held else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {
         "step": 0,
         "history": [],
         "constraint": {},
         "tokens": 0,
     }
-    with restricted, ConstraintHandle(model, optimizer, constraint) as handle:
+    with restricted, projecting, ConstraintHandle(model, optimizer, constraint) as handle:
         steps = _Steps(
             model, objective, batches, training, routers, experts, optimizer, in_linear_precision, original_sets,
-            weights, adversary, handle, progress["tokens"],
+            weights, adversary, selected, distance, handle, progress["tokens"],
         )  # fmt: skip
         handle.load_state_dict(progress["constraint"])
         step, history, sums = progress["step"], progress["history"], Counter()
@@ -156,10 +168,12 @@ def unlearn(
                 status = "diverged"
                 break
             step += 1
-            sums.update({**losses, "seconds": now() - started, **constraint.observed(), "count": 1})
+            sums.update({**losses, "seconds": now() - started, **constraint.observed(), **ranks, "count": 1})
             bar.update()
         bar.close()
         tokens = round(distributed.average(steps.tokens) * distributed.processes())
+        if held:
+            projecting.remove()  # timed steps leave experts as they are, to the bit
         times = None if status == "diverged" else steps.seconds_by_turns()
     if training.gradient_checkpointing:
         model.model.gradient_checkpointing_disable()
@@ -184,6 +198,8 @@ class _Steps:
     original_sets: OriginalSets | None
     weights: OriginalCache | None
     adversary: RelearningAdversary | None
+    selected: ComponentFilter | None
+    distance: WeightDistance | None
     handle: ConstraintHandle
     tokens: int
 
@@ -195,11 +211,14 @@ class _Steps:
         self.optimizer.zero_grad()
         try:
             alpha = self.training.alpha_multiplier * self.objective.alpha
-            with self._relearned(step) as relearned:
+            with self._elsewhere(step) as relearned:
                 forget_loss = self._backward("forget", self.objective.forget_loss, step, 1.0)
+            if self.selected:
+                self.selected.apply()
+            moved = {"weight_distance": self.distance.apply()} if self.distance else {}
             retain_loss = self._backward("retain", self.objective.retain_loss, step, alpha)
             losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **self.objective.monitor}
-            losses |= relearned
+            losses |= relearned | moved
             losses = {name: distributed.average(loss) for name, loss in losses.items()}
             norms = [_gradient_norm(parameters) for parameters in (self.routers, self.experts)]
             gradients = dict(zip(("router_gradient", "expert_gradient"), (rms for _, rms in norms), strict=True))
@@ -214,11 +233,13 @@ class _Steps:
             return None
         return {**losses, **gradients}
 
-    def _backward(self, kind: str, loss_of: Callable[[MoEModel, Batch], Tensor], step: int, weight: float) -> Tensor:
-        """The loss, mean over the passes of the step."""
+    def _backward(
+        self, kind: str, loss_of: Callable[[MoEModel, Batch], Tensor], step: int, weight: float, marks: bool = True
+    ) -> Tensor:
+        """The loss, mean over the passes of the step; without `marks` the constraint does not see them."""
         passes, losses = self.training.gradient_accumulation, []
         for number in range(passes):
-            batch, marked = self.batches.of(kind, step, number), getattr(self.handle, kind)
+            batch, marked = self.batches.of(kind, step, number), getattr(self.handle, kind) if marks else nullcontext
             self.tokens += int(batch.attention_mask.sum())
             if kind == "retain" and self.weights:
                 batch.weights = self.weights.of(**batch.inputs)
@@ -230,9 +251,14 @@ class _Steps:
         return torch.stack(losses).mean()
 
     @contextmanager
-    def _relearned(self, step: int) -> Iterator[dict[str, float]]:
-        """Within the block the model has the weights of the attacker, who has relearned before it; without an attacker,
-        its own. Gives the attacker's last loss."""
+    def _elsewhere(self, step: int) -> Iterator[dict[str, float]]:
+        """Within the block the model has the weights where the forget gradient is taken: those of the attacker, who has
+        relearned before it, those uphill of its own (SAM), or its own. Gives the attacker's last loss."""
+        if radius := self.training.sharpness_radius:
+            self._backward("forget", self.objective.forget_loss, step, 1.0, marks=False)
+            with uphill(self.routers + self.experts, radius):
+                yield {}
+            return
         if self.adversary is None:
             yield {}
             return

@@ -1,0 +1,63 @@
+"""What baselines against relearning make of the forget gradient, before the retain gradient is added to it.
+
+E experts, whose matrices are (m, n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
+
+
+class ComponentFilter:
+    """RepSelect (Sondej et al. 2026): the gradient of each expert matrix loses its `count` leading principal
+    components, which carry what other tokens need too. Parameters that are no fused expert tensors keep theirs.
+
+    Raises ConfigError where no expert tensor would have a gradient left.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], count: int):
+        self._tensors = [parameter for parameter in parameters if parameter.ndim == 3]
+        self._count = count
+        ranks = [min(parameter.shape[1:]) for parameter in self._tensors]
+        if not ranks:
+            raise ConfigError("`dropped_components` is about matrices of experts: a dense model has none")
+        if count >= min(ranks):
+            raise ConfigError(f"`dropped_components` {count} leaves nothing of matrices of rank {min(ranks)}; lower it")
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        for parameter in self._tensors:
+            if parameter.grad is not None:
+                # Of a shard the experts of this process, each of which is whole.
+                gradient_Emn = getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)()
+                u_Emr, s_Er, v_Ern = torch.linalg.svd(gradient_Emn.float(), full_matrices=False)
+                s_Er[:, : self._count] = 0
+                gradient_Emn.copy_((u_Emr * s_Er[:, None]) @ v_Ern)
+
+
+class WeightDistance:
+    """From Dormant to Deleted (Siddiqui et al. 2025): the loss has the term -`weight` times the distance from the
+    original weights, relative to their norm, mean over tensors. The term has no gradient where nothing has moved."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], weight: float):
+        self._weight = weight
+        self._pairs = [(parameter, parameter.detach().clone()) for parameter in parameters]
+
+    @torch.no_grad()
+    def apply(self) -> float:
+        """Adds the gradient of the term where the forget loss has one; returns the mean relative distance."""
+        distances = []
+        trained = [(parameter, original) for parameter, original in self._pairs if parameter.grad is not None]
+        for parameter, original in trained:
+            moved = parameter - original
+            length, scale = (distributed.total_norm([tensor]).item() for tensor in (moved, original))
+            distances.append(length / scale if scale else 0.0)  # of biases that are zero
+            if distances[-1]:
+                parameter.grad.sub_(moved, alpha=self._weight / (len(trained) * length * scale))
+        return sum(distances) / max(1, len(distances))

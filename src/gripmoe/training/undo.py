@@ -1,0 +1,61 @@
+"""UNDO (Lee et al. 2025): an unlearned model is distilled into a copy of itself that is partly noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from tqdm import trange
+
+from gripmoe.config.methods import UndoConfig
+from gripmoe.data.corpora import epoch_rows
+from gripmoe.data.documents import Row, collate, length_buckets
+from gripmoe.io import distributed
+from gripmoe.moe import MoEModel
+from gripmoe.training.objectives import KullbackLeibler
+from gripmoe.training.optimizers import make_adamw
+from gripmoe.training.step_batches import TOKENS_PER_PASS
+
+
+def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id: int, seed: int) -> dict[str, float]:
+    """Corrects in place: weights W of experts become (1 - noise) W + noise N, with N of Xavier's initialisation, and
+    then learn the predictions that the model made before on retain documents. Everything else is held, routers too.
+    Returns the last `distillation_loss`, and the `tokens` that were passed forward and backward."""
+    rows = [epoch_rows(retain, min(settings.batch_size, len(retain)), seed, step) for step in range(settings.steps)]
+    buckets = length_buckets(list({row.id: row for drawn in rows for row in drawn}.values()), TOKENS_PER_PASS)
+    device, training, tokens = model.model.device, KullbackLeibler(alpha=1.0), 0
+    model.model.eval().requires_grad_(False)
+    training.start(model, [], [collate(bucket, pad_id).to(device) for bucket in buckets])  # asks the teacher
+    routers = {id(parameter) for layer in model.layers for parameter in model.router_parameters(layer)}
+    blocks = [parameter for layer in model.all_layers for parameter in model.block(layer).parameters()]
+    experts = [parameter.requires_grad_(True) for parameter in blocks if id(parameter) not in routers]
+    mix_in_noise(experts, settings.noise, seed)
+    optimizer = make_adamw(settings.optimizer, [{"params": experts}], lr=settings.learning_rate, weight_decay=0.0)
+    if settings.gradient_checkpointing:
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.model.train()
+    for step in trange(settings.steps, desc="undo"):
+        torch.manual_seed(1_000_000 * seed + step)
+        batch = collate(rows[step], pad_id).to(device)
+        tokens += int(batch.attention_mask.sum())
+        optimizer.zero_grad()
+        loss = training.retain_loss(model, batch)
+        loss.backward()
+        distributed.clip_gradients(experts, 1.0)
+        optimizer.step()
+    if settings.gradient_checkpointing:
+        model.model.gradient_checkpointing_disable()
+    model.model.eval().requires_grad_(True)
+    return {"distillation_loss": loss.item(), "tokens": tokens}
+
+
+@torch.no_grad()
+def mix_in_noise(parameters: Sequence[nn.Parameter], share: float, seed: int) -> None:
+    """Each becomes (1 - share) of itself plus `share` of Xavier's noise, which is none for vectors."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.mul_(1 - share)
+        if parameter.ndim > 1:
+            noise = torch.randn(parameter.shape, generator=generator) * (2 / sum(parameter.shape[-2:])) ** 0.5
+            parameter.add_(noise.to(parameter), alpha=share)
