@@ -85,7 +85,7 @@ def test_the_filter_drops_the_leading_components_alone():
     experts = experts_of(moe)
     cross_entropy(moe, random_batch(seed=3)).backward()
     before, of_shared = [p.grad.clone() for p in experts], shared.grad.clone()
-    ComponentFilter([*experts, shared], count=3).apply()
+    ComponentFilter([*experts, shared], count=3)()
     assert torch.equal(shared.grad, of_shared)
     for parameter, gradient in zip(experts, before, strict=True):
         kept, whole = (torch.linalg.svdvals(tensor) for tensor in (parameter.grad, gradient))
@@ -117,7 +117,7 @@ def test_the_gradient_of_the_distance_is_autograds():
         weight.grad = torch.ones_like(weight)
     relative = sum((w - o).norm() / o.norm() for w, o in zip(weights, originals, strict=True)) / 4
     expected = torch.autograd.grad(-0.5 * relative, weights)
-    assert distance.apply() == pytest.approx(relative.item(), rel=1e-5)
+    assert distance()["weight_distance"] == pytest.approx(relative.item(), rel=1e-5)
     for weight, gradient in zip(weights, expected, strict=True):
         torch.testing.assert_close(weight.grad, 1 + gradient)
     assert torch.equal(zero.grad, torch.ones(4)) and torch.equal(still.grad, torch.ones(4)) and untrained.grad is None

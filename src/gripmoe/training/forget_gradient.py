@@ -5,13 +5,16 @@ E experts, whose matrices are (m, n).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from gripmoe.config.training import Training
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
+
+ForgetGradientEdit = Callable[[], dict[str, float]]  # changes gradients in place, and gives numbers for the history
 
 
 class ComponentFilter:
@@ -31,7 +34,7 @@ class ComponentFilter:
             raise ConfigError(f"`dropped_components` {count} leaves nothing of matrices of rank {min(ranks)}; lower it")
 
     @torch.no_grad()
-    def apply(self) -> None:
+    def __call__(self) -> dict[str, float]:
         for parameter in self._tensors:
             if parameter.grad is not None:
                 # Of a shard the experts of this process, each of which is whole.
@@ -39,6 +42,7 @@ class ComponentFilter:
                 u_Emr, s_Er, v_Ern = torch.linalg.svd(gradient_Emn.float(), full_matrices=False)
                 s_Er[:, : self._count] = 0
                 gradient_Emn.copy_((u_Emr * s_Er[:, None]) @ v_Ern)
+        return {}
 
 
 class WeightDistance:
@@ -50,8 +54,8 @@ class WeightDistance:
         self._pairs = [(parameter, parameter.detach().clone()) for parameter in parameters]
 
     @torch.no_grad()
-    def apply(self) -> float:
-        """Adds the gradient of the term where the forget loss has one; returns the mean relative distance."""
+    def __call__(self) -> dict[str, float]:
+        """Adds the gradient of the term where the forget loss has one; gives the mean relative distance."""
         distances = []
         trained = [(parameter, original) for parameter, original in self._pairs if parameter.grad is not None]
         for parameter, original in trained:
@@ -60,4 +64,14 @@ class WeightDistance:
             distances.append(length / scale if scale else 0.0)  # of biases that are zero
             if distances[-1]:
                 parameter.grad.sub_(moved, alpha=self._weight / (len(trained) * length * scale))
-        return sum(distances) / max(1, len(distances))
+        return {"weight_distance": sum(distances) / max(1, len(distances))}
+
+
+def forget_gradient_edits(parameters: Sequence[nn.Parameter], training: Training) -> list[ForgetGradientEdit]:
+    """What a run does to its forget gradient, in order."""
+    edits: list[ForgetGradientEdit] = []
+    if training.dropped_components:
+        edits.append(ComponentFilter(parameters, training.dropped_components))
+    if training.distance_weight:
+        edits.append(WeightDistance(parameters, training.distance_weight))
+    return edits

@@ -30,7 +30,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
 from gripmoe.training.adversary import RelearningAdversary, uphill
 from gripmoe.training.checkpoint import load_state, save_state
-from gripmoe.training.forget_gradient import ComponentFilter, WeightDistance
+from gripmoe.training.forget_gradient import ForgetGradientEdit, forget_gradient_edits
 from gripmoe.training.objectives import Objective, cross_entropy
 from gripmoe.training.optimizers import make_adamw, rate_zero
 from gripmoe.training.step_batches import StepBatches
@@ -118,8 +118,7 @@ def unlearn(
     adversary = None
     if training.adversary_steps:
         adversary = RelearningAdversary(experts, training.adversary_rate * training.learning_rate)
-    selected = ComponentFilter(experts, training.dropped_components) if training.dropped_components else None
-    distance = WeightDistance(experts, training.distance_weight) if training.distance_weight else None
+    forget_edits = forget_gradient_edits(experts, training)  # before a state is loaded: they know the original weights
     restricted = model.restrict_experts(scope, optimizer) if scope else nullcontext()
     projecting = optimizer.register_step_post_hook(lambda *_: held.project()) if held else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {
@@ -131,7 +130,7 @@ def unlearn(
     with restricted, projecting, ConstraintHandle(model, optimizer, constraint) as handle:
         steps = _Steps(
             model, objective, batches, training, routers, experts, optimizer, in_linear_precision, original_sets,
-            weights, adversary, selected, distance, handle, progress["tokens"],
+            weights, adversary, forget_edits, handle, progress["tokens"],
         )  # fmt: skip
         handle.load_state_dict(progress["constraint"])
         step, history, sums = progress["step"], progress["history"], Counter()
@@ -198,8 +197,7 @@ class _Steps:
     original_sets: OriginalSets | None
     weights: OriginalCache | None
     adversary: RelearningAdversary | None
-    selected: ComponentFilter | None
-    distance: WeightDistance | None
+    forget_edits: list[ForgetGradientEdit]
     handle: ConstraintHandle
     tokens: int
 
@@ -213,12 +211,10 @@ class _Steps:
             alpha = self.training.alpha_multiplier * self.objective.alpha
             with self._elsewhere(step) as relearned:
                 forget_loss = self._backward("forget", self.objective.forget_loss, step, 1.0)
-            if self.selected:
-                self.selected.apply()
-            moved = {"weight_distance": self.distance.apply()} if self.distance else {}
+            edited = {name: number for edit in self.forget_edits for name, number in edit().items()}
             retain_loss = self._backward("retain", self.objective.retain_loss, step, alpha)
             losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **self.objective.monitor}
-            losses |= relearned | moved
+            losses |= relearned | edited
             losses = {name: distributed.average(loss) for name, loss in losses.items()}
             norms = [_gradient_norm(parameters) for parameters in (self.routers, self.experts)]
             gradients = dict(zip(("router_gradient", "expert_gradient"), (rms for _, rms in norms), strict=True))
