@@ -218,15 +218,14 @@ def _seconds(output: Path) -> float:
 
 
 def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
-    """The rows of base models of one kind on one benchmark (or one of the two, as `by` says), which may be pooled, and
+    """The rows of base models of one kind on one benchmark (or of other columns, as `by` says), which may be pooled, and
     their name; the name is empty if all rows may be pooled."""
-    labels = {"model": names.model_label, "benchmark": names.benchmark_label}
-    shown = pd.DataFrame({column: table[column].map(labels[column]) for column in by}, index=table.index)
-    differ = [column for column in by if shown[column].nunique() > 1]
-    if not differ:
+    labels = {"model": names.model_label, "benchmark": names.benchmark_label, "objective": names.objective_label}
+    shown = pd.DataFrame({column: table[column].map(labels[column]) for column in by})
+    differ = shown.columns[shown.nunique() > 1]
+    if differ.empty:
         return [("", table)]
-    together = shown[differ].agg(", ".join, axis=1)
-    return [(name, table[together == name]) for name in together.unique()]
+    return list(table.groupby(shown[differ].agg(", ".join, axis=1), sort=False))
 
 
 def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:

@@ -122,7 +122,7 @@ def _series(scores: Mapping[str, float]) -> pd.Series:
 
 
 def _interval(values: pd.Series, facts: Mapping[str, str], level: float = 0.95) -> tuple[float, float, float]:
-    return paired_interval([values.set_axis(values.index.map(facts))], level=level)
+    return paired_interval([values.rename(facts)], level=level)
 
 
 def _with(value: float, low: float, high: float) -> str:
