@@ -134,19 +134,16 @@ def measured_only(table: Table) -> Table | None:
     """Without the rows and columns in which nothing was measured, and without groups of a single row, which compare
     nothing; None if no unlearned model is left."""
     baselines = {names.method_label("original"), names.method_label("retrained")}
-    rows = [(block, [row for row in rows if any(c.text != MISSING for c in row[1])]) for block, rows in table.blocks]
-    table.blocks = [
-        (block, entries) for block, entries in rows if len(entries) > 1 or {label for label, *_ in entries} & baselines
-    ]
-    entries = [row for _, entries in table.blocks for row in entries]
-    if all(label in baselines for label, _, _ in entries):
+    found = [(block, [row for row in rows if any(c.text != MISSING for c in row[1])]) for block, rows in table.blocks]
+    table.blocks = [(block, rows) for block, rows in found if len(rows) > 1 or {row[0] for row in rows} & baselines]
+    if all(label in baselines for label, *_ in table.rows):
         return None
-    kept = [i for i in range(len(table.columns)) if any(cells[i].text != MISSING for _, cells, _ in entries)]
+    kept = [i for i in range(len(table.columns)) if any(cells[i].text != MISSING for _, cells, _ in table.rows)]
     dropped = {name for i, name in enumerate(table.columns) if i not in kept}
     table.columns = [table.columns[i] for i in kept]
     table.blocks = [
-        (block, [(label, [cells[i] for i in kept], paper) for label, cells, paper in entries])
-        for block, entries in table.blocks
+        (block, [(label, [cells[i] for i in kept], paper) for label, cells, paper in rows])
+        for block, rows in table.blocks
     ]
     table.notes = [
         "; ".join(n for n in note.split("; ") if n.partition(": ")[0] not in dropped) for note in table.notes
@@ -237,7 +234,8 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="tables that `gripmoe collect` wrote, or a record's")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="another folder than docs/record")
     args = parser.parse_args()
-    runs = Record(args.runs).runs.sort_values([*KEYS, "metric"])
+    measured = Record(args.runs)
+    runs = measured.runs.sort_values([*KEYS, "metric"])
     record = args.output / "runs.csv"
     write_text(record, runs.to_csv(index=False, float_format="%.6g", na_rep="nan"))
     for name in ITEMS:
@@ -245,7 +243,6 @@ def main() -> None:
     keep_times(args.runs, args.output / "step_times.csv")
     keep_models(args.runs, args.output / "base_models.csv")
     write_json(args.output / "provenance.json", provenance(args.runs, args.output))
-    measured = Record(args.runs)
     measured.runs = load_runs(record, kind=None)  # so that the tables are what the record gives
     tidy = pd.concat([intervals(measured.of_table(name), name) for name in ("main_results", "muse_results")])
     if not tidy.empty:

@@ -218,8 +218,8 @@ def _seconds(output: Path) -> float:
 
 
 def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
-    """The rows of base models of one kind on one benchmark (or of other columns, as `by` says), which may be pooled, and
-    their name; the name is empty if all rows may be pooled."""
+    """The rows that may be pooled, and their name: those of base models of one kind on one benchmark, or of other
+    columns, as `by` says. The name is empty if all rows may be pooled."""
     labels = {"model": names.model_label, "benchmark": names.benchmark_label, "objective": names.objective_label}
     shown = pd.DataFrame({column: table[column].map(labels[column]) for column in by})
     differ = shown.columns[shown.nunique() > 1]
