@@ -18,6 +18,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
+from gripmoe.planning.cost import GB
 
 ADAPTER = "adapter_config.json"
 DESCRIPTIONS = ["*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]  # of a repository, without its weights
@@ -29,7 +30,6 @@ NAMED = {  # what a config.json calls what an error names
     "experts per token": ("num_experts_per_tok", "moe_topk"),
     "hidden size": ("hidden_size",),
 }
-GB = 1e9
 
 
 @dataclass(frozen=True)
