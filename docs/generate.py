@@ -216,12 +216,8 @@ def tables() -> str:
     for name, row in artefacts.items():
         notebook = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))
         title, _, text = "".join(notebook["cells"][0]["source"]).removeprefix("# ").partition("\n")
-        said.append(f"## {title}\n\n`{name}`: {', '.join(row['formats'])}.{_paragraphs(text)}\n")
+        said.append(f"## {title}\n\n" + f"`{name}`: {', '.join(row['formats'])}.\n\n{text.strip()}".rstrip() + "\n")
     return "\n".join(said)
-
-
-def _paragraphs(text: str) -> str:
-    return f"\n\n{text.strip()}" if text.strip() else ""
 
 
 def _as_markdown(comment: str) -> str:

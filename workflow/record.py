@@ -36,7 +36,7 @@ from gripmoe.reporting.uncertainty import interval, of_runs
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "record"
 PICTURES = OUTPUT.with_name("images")
-COLOURS = 128  # of a picture
+COLOURS = 128  # of a picture: as many as lines and text need, a quarter of the bytes
 TABLES = {
     "main_results": "Main results",
     "drift_decomposition": "Where routing stability goes",
@@ -281,16 +281,12 @@ def draw_pictures(record: Record) -> None:
 def draw(figures: dict[str, Figure], runs: Path) -> None:
     """Pictures of the documentation."""
     for name, figure in figures.items():
-        save_figure(figure, PICTURES / f"{name}.csv", runs)
-        (PICTURES / f"{name}.pdf").unlink()
-        few_colours(PICTURES / f"{name}.png")
-
-
-def few_colours(picture: Path) -> None:
-    """A palette of as many as lines and text need: a quarter of the bytes."""
-    with Image.open(picture) as image:
-        reduced = image.convert("RGB").quantize(COLOURS)
-    reduced.save(picture, optimize=True)
+        picture = PICTURES / f"{name}.png"
+        save_figure(figure, picture, runs)
+        picture.with_suffix(".pdf").unlink()
+        with Image.open(picture) as image:
+            reduced = image.convert("RGB").quantize(COLOURS)
+        reduced.save(picture, optimize=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,20 +143,15 @@ def needed(found: Found, relearning: Relearning | None, models: int) -> tuple[fl
 def check_memory(found: Found, relearning: Relearning | None, models: int) -> str:
     """What the models need and the machine has, in a line. Raises ConfigError if they do not fit."""
     devices, host = needed(found, relearning, models)
-    page = os.sysconf("SC_PAGE_SIZE")
-    has = [os.sysconf("SC_PHYS_PAGES") * page]
-    needs = [devices + host]
-    where = ["this machine"]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    places = [("this machine", devices + host, memory)]
     if torch.cuda.is_available():
         cards = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
-        has, needs, where = [sum(cards), *has], [devices, host], [f"{len(cards)} GPUs", *where]
-    parts = [
-        f"{need / GB:.1f} GB of {there / GB:.1f} of {name}" for need, there, name in zip(needs, has, where, strict=True)
-    ]
+        places = [(f"{len(cards)} GPUs", devices, sum(cards)), ("this machine", host, memory)]
+    parts = [f"{need / GB:.1f} GB of {there / GB:.1f} of {name}" for name, need, there in places]
     line = f"{models} models of {found.size / GB:.1f} GB take {' and '.join(parts)}"
-    if any(need > there for need, there in zip(needs, has, strict=True)):
-        least = needed(found, None, models)
-        fits = sum(least) <= sum(has) if relearning else False
+    if any(need > there for _, need, there in places):
+        fits = relearning and sum(needed(found, None, models)) <= sum(there for *_, there in places)
         remedy = "choose --attacks without relearning" if fits else "take a larger machine, or more GPUs"
         raise ConfigError(f"{found.flag}: too large: {line}; {remedy}")
     return line
@@ -184,16 +180,17 @@ def changes(before: MoEModel, after: MoEModel) -> dict[str, float]:
     routers and experts, whole and by layer; `changed_other` of all else."""
     from gripmoe.attacks.restoration import parameters_of, parts_of_model
 
-    squares: dict[str, list[float]] = {}
+    changed: dict[str, float] = defaultdict(float)  # squared norms
+    whole: dict[str, float] = defaultdict(float)
     counted: set[int] = set()
 
     def add(names: list[str], old: torch.Tensor, new: torch.Tensor) -> None:
-        old = old.detach().float()
-        change, norm = (new.detach().to(old.device).float() - old).square().sum().item(), old.square().sum().item()
+        old, moved = old.detach().float(), new.detach().to(old.device).float()
+        change, norm = (moved - old).square().sum().item(), old.square().sum().item()
         counted.add(id(new))
         for name in names:
-            sums = squares.setdefault(name, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + change, sums[1] + norm
+            changed[name] += change
+            whole[name] += norm
 
     for part in parts_of_model(after):
         for layer in after.all_layers:
@@ -203,4 +200,4 @@ def changes(before: MoEModel, after: MoEModel) -> dict[str, float]:
     for old, new in zip(before.model.parameters(), after.model.parameters(), strict=True):
         if id(new) not in counted:
             add(["changed_other"], old, new)
-    return {name: (change / norm) ** 0.5 if norm else 0.0 for name, (change, norm) in squares.items()}
+    return {name: (changed[name] / norm) ** 0.5 if norm else 0.0 for name, norm in whole.items()}

@@ -19,7 +19,6 @@ KEYS = ["model", "benchmark", "objective", "method", "seed"]
 RUN_KEYS = ["model", "benchmark_name", "objective", "method_name", "seed"]  # of run.yaml
 COLUMNS = [*KEYS, "metric", "value"]
 HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
-ATTACK_COLUMNS = [*KEYS, "id", "fact"]  # and one per attack
 NEED_DATA = (  # metrics that need data which not every benchmark or world has
     *("auc_loss", "auc_zlib", "auc_min_20", "auc_min_plus_20"),
     *("relearned_after_5", "relearned_after_20", "relearned_from_others_after_20"),
@@ -58,7 +57,7 @@ def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers
             attack_rows.append({**of_run, item["metric"]: item["score"], **row})
     tables = {
         output: pd.DataFrame(rows, columns=COLUMNS),
-        attacks: pd.DataFrame(attack_rows) if attack_rows else pd.DataFrame(columns=ATTACK_COLUMNS),
+        attacks: pd.DataFrame(attack_rows),
         answers: pd.DataFrame(answer_rows, columns=[*KEYS, *ANSWER_COLUMNS]),
         histories: pd.DataFrame(history_rows, columns=HISTORY_COLUMNS),
     }
