@@ -12,6 +12,7 @@ import platform
 import subprocess
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -83,9 +84,7 @@ class Record:
         self.paths = paths
         runs = pd.concat([load_runs(path, kind=None) for path in paths]).drop_duplicates([*KEYS, "metric"])
         self.runs = runs[runs.metric.isin(_shown()) | runs.metric.str.match("(routing_stability|accepted)_layer_")]
-        self.answers = {
-            kind: self._items(lambda path, kind=kind: load_answers(path, kind)) for kind in ("letters", "news")
-        }
+        self.answers = {kind: self._items(partial(load_answers, kind=kind)) for kind in ("letters", "news")}
         self.attacks = self._items(load_attacks)
 
     def _items(self, load) -> pd.DataFrame | None:

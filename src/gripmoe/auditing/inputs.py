@@ -82,7 +82,6 @@ def named(name: str, relearning: Relearning | None = None) -> Inputs:
 def own(
     forget: Source,
     retain: Source,
-    *,
     forget_text: Source | None = None,
     retain_text: Source | None = None,
     holdout_text: Source | None = None,
