@@ -7,6 +7,7 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
@@ -76,20 +77,21 @@ def _job(costs: Costs, results: Path, rule: str, key: tuple, tflops: float) -> J
     step = Step(name, rule, *(key[1:4] if rule == "unlearn" else key[1:2]))
     embedded, cost = project.trained_from(name).source == "embedded", costs.of(step)
     recorded = _benchmarks(results, rule, key, embedded or cost is None)
-    on_gpu = cost is not None and rule not in ("prepare_model", "fit_basis")
+    gpus = cost.gpus if cost and rule not in ("prepare_model", "fit_basis") else 0
     if recorded:
-        hours = (cost.gpus if on_gpu else 1) * sum(float(row["s"]) for row in recorded) / len(recorded) / 3600
+        hours = max(gpus, 1) * fmean(float(row["s"]) for row in recorded) / 3600
     elif embedded:
         hours = TINY_SECONDS[rule] / 3600
     else:
-        hours = cost.gpus * _seconds(costs, cost, tflops) / 3600 if on_gpu else UNKNOWN_HOURS
-    memory = cost and (cost.total if on_gpu else cost.host)
-    if cost and rule == "fit_basis":
-        memory = costs.bases(Step(name, "unlearn", key[1], project.world.objectives[0], key[2]))
+        hours = gpus * _seconds(costs, cost, tflops) / 3600 if gpus else UNKNOWN_HOURS
     if embedded:
         peaks = [float(row["max_rss"]) / 1e3 for row in recorded if row.get("max_rss", "-") not in ("-", "NA")]
         memory = max(peaks, default=TINY_MEMORY)
-    return Job(rule, ".".join(map(str, key)), hours, bool(recorded), cost.gpus if on_gpu else 0, memory)
+    elif cost and rule == "fit_basis":
+        memory = costs.bases(Step(name, "unlearn", key[1], project.world.objectives[0], key[2]))
+    else:
+        memory = cost and (cost.total if gpus else cost.host)
+    return Job(rule, ".".join(map(str, key)), hours, bool(recorded), gpus, memory)
 
 
 def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
