@@ -9,6 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,15 +22,15 @@ from gripmoe.config import benchmarks, methods, models, training, types, world
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 RETURNED = (  # by public functions, or given to functions of your own
-    "constraints.hooks.ConstraintHandle",
-    "auditing.report.AuditReport",
-    "constraints.realignment.Original",
-    "geometry.realignment.Realignment",
-    "config.methods.Method",
-    "training.objectives.Objective",
-    "attacks.base.Setting",
-    "attacks.base.Letters",
-    "attacks.base.Found",
+    "gripmoe.constraints.hooks.ConstraintHandle",
+    "gripmoe.auditing.report.AuditReport",
+    "gripmoe.constraints.realignment.Original",
+    "gripmoe.geometry.realignment.Realignment",
+    "gripmoe.config.methods.Method",
+    "gripmoe.training.objectives.Objective",
+    "gripmoe.attacks.base.Setting",
+    "gripmoe.attacks.base.Letters",
+    "gripmoe.attacks.base.Found",
 )
 FILES: dict[str, tuple[type[types.Strict], ...]] = {  # the first stands at the top level of a file, or of a row of it
     "A world: `workflow/config/NAME.yaml`": (
@@ -65,12 +66,7 @@ def public_names() -> str:
 
 
 def returned_objects() -> str:
-    found = []
-    for path in RETURNED:
-        module, _, name = path.rpartition(".")
-        home = __import__(f"gripmoe.{module}", fromlist=[name])
-        found.append(_autodoc(f"gripmoe.{path}", getattr(home, name)))
-    return "\n".join(found)
+    return "\n".join(_autodoc(path, resolve_name(path)) for path in RETURNED)
 
 
 def _autodoc(path: str, thing: Any) -> str:
@@ -220,12 +216,8 @@ def tables() -> str:
     for name, row in artefacts.items():
         notebook = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))
         title, _, text = "".join(notebook["cells"][0]["source"]).removeprefix("# ").partition("\n")
-        said.append(f"## {title}\n\n`{name}`: {', '.join(row['formats'])}.{_paragraphs(text)}\n")
+        said.append(f"## {title}\n\n" + f"`{name}`: {', '.join(row['formats'])}.\n\n{text.strip()}".rstrip() + "\n")
     return "\n".join(said)
-
-
-def _paragraphs(text: str) -> str:
-    return f"\n\n{text.strip()}" if text.strip() else ""
 
 
 def _as_markdown(comment: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -90,40 +91,41 @@ def with_sentence(page: str, text: str, sources: list[str]) -> str:
     return page
 
 
-def with_table(page: str, heading: str, record: str, objective: str, columns: dict[str, str]) -> str:
-    """The page with the cells of the table below a heading line; a row is a method, named by its label."""
-    labels = {names.method_label(name): name for name in runs_of(record).method.unique()}
+def with_rows(page: str, heading: str, row_of: Callable[[str], list[str]]) -> str:
+    """The page with the cells of the table below a heading line; `row_of` gives those beside the first one's text."""
     start = page.index(heading)
     end = page.index("\n\n", start)
-    lines = page[start:end].splitlines()
-    for i, line in enumerate(lines[2:], start=2):
-        label = line.strip("|").split("|")[0].strip()
+    names_of_columns, rule, *rows = page[start:end].splitlines()
+    firsts = [row.strip("|").split("|")[0].strip() for row in rows]
+    rows = [f"| {' | '.join([first, *row_of(first)])} |" for first in firsts]
+    return page[:start] + "\n".join([names_of_columns, rule, *rows]) + page[end:]
+
+
+def with_table(page: str, heading: str, record: str, objective: str, columns: dict[str, str]) -> str:
+    """The page with the cells of a table of methods, each named by its label."""
+    labels = {names.method_label(name): name for name in runs_of(record).method.unique()}
+
+    def row_of(label: str) -> list[str]:
         if label not in labels:
             raise ValueError(f"{QUOTES.name}: the record has no method {label!r}, which a table names")
         cells = [mean_of(record, objective, labels[label], metric) for metric in columns.values()]
-        texts = [ABSENT if pd.isna(cell) else fixed(cell, 2) for cell in cells]
-        lines[i] = f"| {' | '.join([label, *texts])} |"
-    return page[:start] + "\n".join(lines) + page[end:]
+        return [ABSENT if pd.isna(cell) else fixed(cell, 2) for cell in cells]
+
+    return with_rows(page, heading, row_of)
 
 
 def with_models(page: str, heading: str, record: str, columns: dict[str, str]) -> str:
-    """The page with the cells of a table of models, whose rows begin with their names. A column has one score, two with
-    a comma between them, or `retrained` and a score: that of the model's retrained one."""
+    """The page with the cells of a table of models, each named as code. A column has one score, two with a comma
+    between them, or `retrained` and a score: that of the model's retrained one."""
     scores = pd.read_csv(folder_of(record) / "base_models.csv").set_index("model")
-    start = page.index(heading)
-    end = page.index("\n\n", start)
-    lines = page[start:end].splitlines()
-    for i, line in enumerate(lines[2:], start=2):
-        model = line.strip("| ").split("|")[0].strip(" `")
-        texts = []
-        for measures in columns.values():
-            retrained = measures.startswith("retrained ")
-            row, shown = f"{model}_retrained" if retrained else model, measures.removeprefix("retrained ").split(", ")
-            values = [scores[name].get(row) for name in shown]
-            known = [ABSENT if pd.isna(value) else f"{value:.0f}" if value > 10 else f"{value:.2f}" for value in values]
-            texts.append(", ".join(dict.fromkeys(known)) if ABSENT in known else ", ".join(known))
-        lines[i] = f"| {' | '.join([f'`{model}`', *texts])} |"
-    return page[:start] + "\n".join(lines) + page[end:]
+
+    def cell_of(model: str, measures: str) -> str:
+        row = f"{model}_retrained" if measures.startswith("retrained ") else model
+        values = [scores[name].get(row) for name in measures.removeprefix("retrained ").split(", ")]
+        known = [ABSENT if pd.isna(value) else f"{value:.0f}" if value > 10 else f"{value:.2f}" for value in values]
+        return ", ".join(dict.fromkeys(known) if ABSENT in known else known)
+
+    return with_rows(page, heading, lambda model: [cell_of(model.strip("`"), each) for each in columns.values()])
 
 
 def quoted(name: str, entries: dict) -> str:

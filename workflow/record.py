@@ -12,6 +12,7 @@ import platform
 import subprocess
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -36,7 +37,7 @@ from gripmoe.reporting.uncertainty import interval, of_runs
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "record"
 PICTURES = OUTPUT.with_name("images")
-COLOURS = 128  # of a picture
+COLOURS = 128  # of a picture: as many as lines and text need, a quarter of the bytes
 TABLES = {
     "main_results": "Main results",
     "drift_decomposition": "Where routing stability goes",
@@ -83,9 +84,7 @@ class Record:
         self.paths = paths
         runs = pd.concat([load_runs(path, kind=None) for path in paths]).drop_duplicates([*KEYS, "metric"])
         self.runs = runs[runs.metric.isin(_shown()) | runs.metric.str.match("(routing_stability|accepted)_layer_")]
-        self.answers = {
-            kind: self._items(lambda path, kind=kind: load_answers(path, kind)) for kind in ("letters", "news")
-        }
+        self.answers = {kind: self._items(partial(load_answers, kind=kind)) for kind in ("letters", "news")}
         self.attacks = self._items(load_attacks)
 
     def _items(self, load) -> pd.DataFrame | None:
@@ -134,19 +133,16 @@ def measured_only(table: Table) -> Table | None:
     """Without the rows and columns in which nothing was measured, and without groups of a single row, which compare
     nothing; None if no unlearned model is left."""
     baselines = {names.method_label("original"), names.method_label("retrained")}
-    rows = [(block, [row for row in rows if any(c.text != MISSING for c in row[1])]) for block, rows in table.blocks]
-    table.blocks = [
-        (block, entries) for block, entries in rows if len(entries) > 1 or {label for label, *_ in entries} & baselines
-    ]
-    entries = [row for _, entries in table.blocks for row in entries]
-    if all(label in baselines for label, _, _ in entries):
+    found = [(block, [row for row in rows if any(c.text != MISSING for c in row[1])]) for block, rows in table.blocks]
+    table.blocks = [(block, rows) for block, rows in found if len(rows) > 1 or {row[0] for row in rows} & baselines]
+    if all(label in baselines for label, *_ in table.rows):
         return None
-    kept = [i for i in range(len(table.columns)) if any(cells[i].text != MISSING for _, cells, _ in entries)]
+    kept = [i for i in range(len(table.columns)) if any(cells[i].text != MISSING for _, cells, _ in table.rows)]
     dropped = {name for i, name in enumerate(table.columns) if i not in kept}
     table.columns = [table.columns[i] for i in kept]
     table.blocks = [
-        (block, [(label, [cells[i] for i in kept], paper) for label, cells, paper in entries])
-        for block, entries in table.blocks
+        (block, [(label, [cells[i] for i in kept], paper) for label, cells, paper in rows])
+        for block, rows in table.blocks
     ]
     table.notes = [
         "; ".join(n for n in note.split("; ") if n.partition(": ")[0] not in dropped) for note in table.notes
@@ -237,7 +233,8 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="tables that `gripmoe collect` wrote, or a record's")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="another folder than docs/record")
     args = parser.parse_args()
-    runs = Record(args.runs).runs.sort_values([*KEYS, "metric"])
+    measured = Record(args.runs)
+    runs = measured.runs.sort_values([*KEYS, "metric"])
     record = args.output / "runs.csv"
     write_text(record, runs.to_csv(index=False, float_format="%.6g", na_rep="nan"))
     for name in ITEMS:
@@ -245,7 +242,6 @@ def main() -> None:
     keep_times(args.runs, args.output / "step_times.csv")
     keep_models(args.runs, args.output / "base_models.csv")
     write_json(args.output / "provenance.json", provenance(args.runs, args.output))
-    measured = Record(args.runs)
     measured.runs = load_runs(record, kind=None)  # so that the tables are what the record gives
     tidy = pd.concat([intervals(measured.of_table(name), name) for name in ("main_results", "muse_results")])
     if not tidy.empty:
@@ -284,16 +280,12 @@ def draw_pictures(record: Record) -> None:
 def draw(figures: dict[str, Figure], runs: Path) -> None:
     """Pictures of the documentation."""
     for name, figure in figures.items():
-        save_figure(figure, PICTURES / f"{name}.csv", runs)
-        (PICTURES / f"{name}.pdf").unlink()
-        few_colours(PICTURES / f"{name}.png")
-
-
-def few_colours(picture: Path) -> None:
-    """A palette of as many as lines and text need: a quarter of the bytes."""
-    with Image.open(picture) as image:
-        reduced = image.convert("RGB").quantize(COLOURS)
-    reduced.save(picture, optimize=True)
+        picture = PICTURES / f"{name}.png"
+        save_figure(figure, picture, runs)
+        picture.with_suffix(".pdf").unlink()
+        with Image.open(picture) as image:
+            reduced = image.convert("RGB").quantize(COLOURS)
+        reduced.save(picture, optimize=True)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,8 @@ def test_other_bad_inputs_are_refused(asked, files, tmp_path):
         own(files["forget"], files["retain"], retain_text=empty)
     with pytest.raises(ConfigError, match="none.jsonl: cannot be read"):
         own(tmp_path / "none.jsonl", files["retain"])
+    with pytest.raises(ConfigError, match="`text` of document 'retain/1' is no text"):
+        own(files["forget"], files["retain"], retain_text=[{"text": "A fact."}, {"text": None}])
     twice = [row | {"id": "q"} for row in asked.forget]
     with pytest.raises(ConfigError, match="row 2: the id 'q' stands twice"):
         own(twice, asked.retain)

@@ -7,6 +7,7 @@ it back is the control that changes nothing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -60,16 +61,17 @@ def interpolated(before: MoEModel, after: MoEModel, share: float) -> Iterator[No
 def changes(before: MoEModel, after: MoEModel) -> dict[str, float]:
     """`changed_<part>`: the norm of what changed as a share of the norm before, of embeddings, attention with norms,
     routers and experts, whole and by layer; `changed_other` of all else."""
-    squares: dict[str, list[float]] = {}
+    changed: dict[str, float] = defaultdict(float)  # squared norms
+    whole: dict[str, float] = defaultdict(float)
     counted: set[int] = set()
 
     def add(names: list[str], old: Tensor, new: Tensor) -> None:
-        old = old.detach().float()
-        change, norm = (new.detach().to(old.device).float() - old).square().sum().item(), old.square().sum().item()
+        old, moved = old.detach().float(), new.detach().to(old.device).float()
+        change, norm = (moved - old).square().sum().item(), old.square().sum().item()
         counted.add(id(new))
         for name in names:
-            sums = squares.setdefault(name, [0.0, 0.0])
-            sums[0], sums[1] = sums[0] + change, sums[1] + norm
+            changed[name] += change
+            whole[name] += norm
 
     for part in parts_of_model(after):
         for layer in after.all_layers:
@@ -79,7 +81,7 @@ def changes(before: MoEModel, after: MoEModel) -> dict[str, float]:
     for old, new in zip(before.model.parameters(), after.model.parameters(), strict=True):
         if id(new) not in counted:
             add(["changed_other"], old, new)
-    return {name: (change / norm) ** 0.5 if norm else 0.0 for name, (change, norm) in squares.items()}
+    return {name: (changed[name] / norm) ** 0.5 if norm else 0.0 for name, norm in whole.items()}
 
 
 def restoration(

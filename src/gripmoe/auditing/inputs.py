@@ -22,8 +22,6 @@ from gripmoe.worlds.files import files_of
 TABLE = Path(__file__).parents[1] / "config" / "audits.yaml"
 FEWEST = 20  # questions: an interval of fewer says nothing
 SUBJECT = "general knowledge"  # of a question that names none
-OWN = dict(target={"forget_accuracy": 0.27}, retain_documents=64, max_length=512, evaluation_batch_size=8)
-RELEARNING = Relearning(learning_rate=1e-5, batch_size=4)
 
 Source = str | Path | Sequence[Any]  # a file, or its rows
 
@@ -33,6 +31,20 @@ class Named(Strict):
 
     benchmark: Benchmark
     relearning: Relearning
+
+
+OWN = Named(  # with questions of one's own
+    benchmark=Benchmark(
+        data=PublishedData(
+            source="published", forget_questions="", retain_questions="", forget_corpus="", retain_corpus=""
+        ),
+        target={"forget_accuracy": 0.27},
+        retain_documents=64,
+        max_length=512,
+        evaluation_batch_size=8,
+    ),
+    relearning=Relearning(learning_rate=1e-5, batch_size=4),
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,6 @@ def named(name: str, relearning: Relearning | None = None) -> Inputs:
 def own(
     forget: Source,
     retain: Source,
-    *,
     forget_text: Source | None = None,
     retain_text: Source | None = None,
     holdout_text: Source | None = None,
@@ -79,7 +90,7 @@ def own(
     """Questions (`question`, four `choices`, `answer`) to forget and to retain; documents to forget and to retain, and
     such that no model has seen. Each is a file or its rows. Raises ConfigError, naming file and row, for what is
     missing or wrong."""
-    relearning = relearning or RELEARNING
+    relearning = relearning or OWN.relearning
     forget_rows = _questions(forget, "--questions", "forget")
     retain_rows = _questions(retain, "--retain-questions", "retain")
     forget_texts = _texts(forget_text, "--forget-text", "forget")
@@ -108,15 +119,16 @@ def own(
     if not membership:
         absent["membership"] = "--forget-text and --holdout-text are needed"
     dev = [row for row in forget_rows if row["split"] == "dev"]
-    least = min(Counter(row["subject"] for row in dev).get(row["subject"], 0) for row in forget_rows)
+    of_subject = Counter(row["subject"] for row in dev)
+    least = min(of_subject[row["subject"]] for row in forget_rows)
     if least < 6:
         absent["prompts"] = f"a subject has {least} questions of the split dev, and five are solved before each"
     if len({row["answer"] for row in dev}) < 2:
         absent["probes"] = absent["probes of single experts"] = "the questions of the split dev have one letter alone"
-    place = lambda source: str(source) if isinstance(source, str | Path) else "rows"  # noqa: E731
-    places = dict(forget_questions=place(forget), retain_questions=place(retain), forget_corpus="", retain_corpus="")
-    benchmark = Benchmark(data=PublishedData(source="published", **places), **OWN)
-    return Inputs(benchmark, relearning, files, absent)
+    sources = {"forget_questions": forget, "retain_questions": retain}
+    sources = {name: str(given) if isinstance(given, str | Path) else "rows" for name, given in sources.items()}
+    data = OWN.benchmark.data.model_copy(update=sources)
+    return Inputs(OWN.benchmark.model_copy(update={"data": data}), relearning, files, absent)
 
 
 def _rows(source: Source, flag: str, *keys: str) -> tuple[str, list[Mapping[str, Any]]]:
@@ -134,8 +146,8 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
     questions, known = [], set()
     for number, row in enumerate(rows):
         where, choices, answer = f"{name}: row {number + 1}", row["choices"], row["answer"]
-        if not isinstance(choices, Sequence) or isinstance(choices, str) or len(choices) != CHOICES:
-            count = len(choices) if isinstance(choices, Sequence) and not isinstance(choices, str) else "no list of"
+        count = len(choices) if isinstance(choices, Sequence) and not isinstance(choices, str) else "no list of"
+        if count != CHOICES:
             raise ConfigError(
                 f"{where} has {count} choices; a question has a list of {CHOICES}, for the letters A to D"
             )
@@ -184,8 +196,10 @@ def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
     documents = [
         {"id": str(row.get("id", f"{kind}/{number}")), "prompt": row.get("prompt", ""), "text": row["text"]}
         for number, row in enumerate(rows)
-        if str(row["text"]).strip()
+        if row["text"] is None or str(row["text"]).strip()
     ]
+    if wrong := [row["id"] for row in documents if not isinstance(row["text"], str)]:
+        raise ConfigError(f"{name}: `text` of document {wrong[0]!r} is no text; give a string, or leave the row out")
     if not documents:
         raise ConfigError(f"{name}: there is no text in it; give documents, or leave the flag out")
     return documents

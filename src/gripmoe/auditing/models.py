@@ -17,6 +17,7 @@ from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json
 from gripmoe.moe.storage import load_model
+from gripmoe.planning.cost import GB
 
 ADAPTER = "adapter_config.json"
 DESCRIPTIONS = ["*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]  # of a repository, without its weights
@@ -28,7 +29,6 @@ NAMED = {  # what a config.json calls what an error names
     "experts per token": ("num_experts_per_tok", "moe_topk"),
     "hidden size": ("hidden_size",),
 }
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -141,20 +141,15 @@ def needed(found: Found, relearning: Relearning | None, models: int) -> tuple[fl
 def check_memory(found: Found, relearning: Relearning | None, models: int) -> str:
     """What the models need and the machine has, in a line. Raises ConfigError if they do not fit."""
     devices, host = needed(found, relearning, models)
-    page = os.sysconf("SC_PAGE_SIZE")
-    has = [os.sysconf("SC_PHYS_PAGES") * page]
-    needs = [devices + host]
-    where = ["this machine"]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    places = [("this machine", devices + host, memory)]
     if torch.cuda.is_available():
         cards = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
-        has, needs, where = [sum(cards), *has], [devices, host], [f"{len(cards)} GPUs", *where]
-    parts = [
-        f"{need / GB:.1f} GB of {there / GB:.1f} of {name}" for need, there, name in zip(needs, has, where, strict=True)
-    ]
+        places = [(f"{len(cards)} GPUs", devices, sum(cards)), ("this machine", host, memory)]
+    parts = [f"{need / GB:.1f} GB of {there / GB:.1f} of {name}" for name, need, there in places]
     line = f"{models} models of {found.size / GB:.1f} GB take {' and '.join(parts)}"
-    if any(need > there for need, there in zip(needs, has, strict=True)):
-        least = needed(found, None, models)
-        fits = sum(least) <= sum(has) if relearning else False
+    if any(need > there for _, need, there in places):
+        fits = relearning and sum(needed(found, None, models)) <= sum(there for *_, there in places)
         remedy = "choose --attacks without relearning" if fits else "take a larger machine, or more GPUs"
         raise ConfigError(f"{found.flag}: too large: {line}; {remedy}")
     return line

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from gripmoe.auditing import models
-from gripmoe.auditing.inputs import OWN, RELEARNING, named_row
+from gripmoe.auditing.inputs import OWN, named_row
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.reading import require_known
 from gripmoe.config.training import Relearning
@@ -112,25 +112,25 @@ def plan_of(
     Without the name of a benchmark, `forget`, of 1000 questions to forget and 1000 to retain. Raises ConfigError for a
     model in fp32, of which torch has no fake products."""
     found = models.find(original, "--original", trust_remote_code=trust_remote_code)
-    row = named_row(forget) if forget else None
-    benchmark = row.benchmark if row else None
-    relearning = relearning or (row.relearning if row else RELEARNING)
+    row = named_row(forget) if forget else OWN
+    benchmark, relearning = row.benchmark, relearning or row.relearning
     if found.dtype == torch.float32:
         raise ConfigError(
             "--plan-only: the model is in fp32, of which torch has no fake products; start the audit itself"
         )
     chosen = list(ATTACKS) if attacks is None else attacks
-    rows = getattr(benchmark.data, "rows", {}) if benchmark else {}
+    rows = getattr(benchmark.data, "rows", {})  # which invented data do not state
     forgotten, retained = rows.get("forget_questions", 1000), rows.get("retain_questions", 1000)
     layers = found.config.num_hidden_layers
-    shots, batch = (benchmark.few_shot_questions if benchmark else 100), relearning.batch_size
+    shots, batch = benchmark.few_shot_questions, relearning.batch_size
     sizes = Sizes(2 * forgotten // 3, retained, forgotten // 3, rows.get("truthfulqa", 0), 200, 0, shots, batch, layers)
     dense = not has_experts(found.config)
     unfit = {"membership": "no texts that no model has seen", "relearning from other facts": "facts are not known"}
     listed, absent = measures_of(chosen, unfit, dense)
     turns = turns_of(listed, names)
-    batch_size = benchmark.evaluation_batch_size if benchmark else OWN["evaluation_batch_size"]
-    asked = {"model": {"id": str(found.folder), "revision": None, "config": None, "dtype": _name(found)}}
+    batch_size = benchmark.evaluation_batch_size
+    dtype = str(found.dtype).removeprefix("torch.")
+    asked = {"model": {"id": str(found.folder), "revision": None, "config": None, "dtype": dtype}}
     read = {**asked, "what": "evaluate", "processes": 1, "rows": [batch_size], "news": False}
     reading = _whole({**read, "length": PROMPT})  # takes most memory
     each = _whole({**read, "length": QUESTION})["flops"] / batch_size / 1e12 / TFLOPS
@@ -138,9 +138,8 @@ def plan_of(
     device = reading["weights"] + reading["passes"]
     parts = [f"{reading['weights'] / GB:.1f} GB of weights", f"{device / GB:.1f} GB to ask two models side by side"]
     if "relearning" in chosen:
-        length = benchmark.max_length if benchmark else OWN["max_length"]
-        step = {"what": "relearning", "rows": [batch], "length": length, "training": relearning.model_dump()}
-        training = _whole({**asked, **step, "processes": 1})
+        step = {"what": "relearning", "rows": [batch], "length": benchmark.max_length, "processes": 1}
+        training = _whole({**asked, **step, "training": relearning.model_dump()})
         steps = [name for name in listed if name.startswith("relearning")]
         seconds |= {name: each * 4 * SAMPLE + 20 * training["flops"] / 1e12 / TFLOPS for name in steps}
         parts.append(
@@ -150,10 +149,6 @@ def plan_of(
     lines[-1] += f" on one GPU of {TFLOPS:g} TFLOP a second, without loading"
     host = len(names) * found.size
     return "\n".join([*lines, f"on the GPU: {', '.join(parts)}; in the machine: {host / GB:.1f} GB"])
-
-
-def _name(found: models.Found) -> str:
-    return str(found.dtype).removeprefix("torch.")
 
 
 def _whole(question: dict) -> dict[str, float]:

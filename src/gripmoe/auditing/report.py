@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,15 +79,16 @@ class AuditReport:
 
         from gripmoe.reporting.verdict import COUNTED
 
+        conditions = {metric: row["label"] for metric, row in COUNTED.items()} | dict.fromkeys(ACCURACY, AS_IT_IS)
+        asked = {question["id"]: question for question in self.questions}
         rows = []
         for model, found in self.found.items():
             for metric, scores in found.scores.items():
-                if metric not in ACCURACY and metric not in COUNTED:
+                if metric not in conditions:
                     continue
-                label = AS_IT_IS if metric in ACCURACY else COUNTED[metric]["label"]
                 given = found.answers.get(metric, {})
                 for question_id, score in scores.items():
-                    question = self._by_id[question_id]
+                    question = asked[question_id]
                     letter, probability = given.get(question_id, (None, None))
                     if letter is not None and metric == "prompt_choice_shuffle":
                         letter = ORDER[letter]
@@ -101,17 +103,13 @@ class AuditReport:
                             ),
                             "answer": LETTERS[question["answer"]],
                             "model": model,
-                            "condition": label,
+                            "condition": conditions[metric],
                             "given": "" if letter is None else LETTERS[letter],
                             "correct": bool(score),
                             "probability": probability,
                         }
                     )
         return pd.DataFrame(rows)
-
-    @cached_property
-    def _by_id(self) -> dict[str, dict]:
-        return {question["id"]: question for question in self.questions}
 
     def to_summary(self) -> pd.DataFrame:
         """The rows of `to_frame` that a reader wants first."""
@@ -158,8 +156,6 @@ class AuditReport:
         return f"{self.verdict.word}: {self.verdict.sentence}"
 
     def _repr_html_(self) -> str:
-        from html import escape
-
         summary = self.to_summary().to_html(index=False, float_format="{:.2f}".format, na_rep="", border=0)
         return f"<p><b>{self.verdict.word}</b>: {escape(self.verdict.sentence)}</p>{summary}"
 

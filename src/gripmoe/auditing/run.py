@@ -76,8 +76,7 @@ def audit(
     elif retain is None:
         raise ConfigError("--retain-questions: questions to retain are needed beside those to forget")
     else:
-        texts = dict(forget_text=forget_text, retain_text=retain_text, holdout_text=holdout_text)
-        inputs = own(forget, retain, relearning=relearning, **texts)
+        inputs = own(forget, retain, forget_text, retain_text, holdout_text, relearning)
     names = {"original": original, "unlearned": unlearned} | ({"retrained": retrained} if retrained is not None else {})
     with ExitStack() as stack:
         finetuning = inputs.relearning if "relearning" in chosen else None

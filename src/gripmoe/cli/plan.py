@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,8 +83,9 @@ def plan(
         )
 
 
-def _grouped(things: Iterable[Any], key: Callable[[Any], str]) -> dict[str, list]:
-    groups = defaultdict(list)
+def _grouped(things: Iterable[Any], attribute: str) -> dict[str, list]:
+    """The things by their attribute, which may be an attribute's attribute."""
+    groups, key = defaultdict(list), attrgetter(attribute)
     for thing in things:
         groups[key(thing)].append(thing)
     return groups
@@ -91,7 +93,7 @@ def _grouped(things: Iterable[Any], key: Callable[[Any], str]) -> dict[str, list
 
 def _print_rules(jobs: Sequence[Job]) -> None:
     print(f"{'rule':<16}{'jobs':>6}{'hours each':>12}{'hours':>9}  from")
-    for rule, listed in _grouped(jobs, lambda job: job.rule).items():
+    for rule, listed in _grouped(jobs, "rule").items():
         hours, recorded = sum(job.hours for job in listed), sum(job.recorded for job in listed)
         sources = ["recorded benchmarks"] * (recorded > 0) + ["estimate"] * (recorded < len(listed))
         print(f"{rule:<16}{len(listed):>6}{hours / len(listed):>12.3f}{hours:>9.2f}  {' and '.join(sources)}")
@@ -102,7 +104,7 @@ def _print_rules(jobs: Sequence[Job]) -> None:
 
 def _print_runs(jobs: Sequence[Job], shown: int | None) -> None:
     """Hours of each run, of all its GPUs; and the most that one of its steps needs: GPUs, and GB on each of them."""
-    by_run = _grouped(jobs, lambda job: job.run)
+    by_run = _grouped(jobs, "run")
     hours = {run: sum(job.hours for job in listed) for run, listed in by_run.items()}
     chosen = sorted(hours, key=lambda run: -hours[run])[:shown] if shown else hours
     unit = "GPU-hours" if any(job.gpus for job in jobs) else "hours"
@@ -120,7 +122,7 @@ def _print_runs(jobs: Sequence[Job], shown: int | None) -> None:
 
 def _print_memory(needs: Sequence[Cost], gpu_memory: float, host_memory: float) -> None:
     """A line for each objective and each other step of a model, under the method that needs most."""
-    for kind, listed in _grouped(needs, lambda cost: cost.step.kind).items():
+    for kind, listed in _grouped(needs, "step.kind").items():
         need, host = max(listed, key=lambda need: need.total), max(need.host for need in listed)
         parts = " + ".join(f"{size:.1f} {what}" for what, size in need.parts.items())
         under = f" under {need.step.method}" * bool(need.step.method)
@@ -134,7 +136,7 @@ def _print_memory(needs: Sequence[Cost], gpu_memory: float, host_memory: float) 
 def _what_would_fit(costs: Costs, too_large: Sequence[Cost], gpu_memory: float, host_memory: float) -> str:
     """A line for each model and objective, with what was tried under the method that needs most."""
     lines = []
-    for kind, listed in _grouped(too_large, lambda cost: cost.step.kind).items():
+    for kind, listed in _grouped(too_large, "step.kind").items():
         most = max(listed, key=lambda cost: cost.total).step
         found = " or ".join(what_would_fit(costs, most, gpu_memory, host_memory))
         methods = f" ({', '.join(cost.step.method for cost in listed)})" * bool(most.method)

@@ -7,6 +7,7 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
@@ -22,6 +23,8 @@ TINY_SECONDS = {
     "realign": 5,
     "evaluate": 20,
     "attack": 45,
+    "erase_words": 5,
+    "import_checkpoint": 5,
 }  # two laptop cores
 UNKNOWN_HOURS = 0.5  # of what needs no GPU, and of a published model that cannot be measured
 # Tokens that the published benchmarks pass through a model; of news, those that are written count as 50 read ones.
@@ -45,6 +48,9 @@ class Job:
     memory: float | None  # unknown, of a published model that cannot be measured
 
 
+COPIED = {"erase_words": "erase_words", "external": "import_checkpoint"}  # rules that change weights without training
+
+
 def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Costs | None = None) -> list[Job]:
     """The jobs whose output is missing: base models, traces, bases, and of every run of the world training or
     correction, evaluation and attack. Which outputs are out of date only Snakemake knows (`snakemake -n`)."""
@@ -66,6 +72,8 @@ def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Co
             if method.has_bases:
                 add("fit_basis", (*key[:2], key[3]), recorded / "bases" / f"{key[3]}.json")
             add("unlearn" if method.trains else "realign", key, folder / "checkpoint.json")
+        elif method.baseline in COPIED:
+            add(COPIED[method.baseline], key, folder / "checkpoint.json")
         add("evaluate", key, folder / "evaluation.json")
         add("attack", key, folder / "attack.json")
     return list(left.values())
@@ -74,22 +82,24 @@ def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Co
 def _job(costs: Costs, results: Path, rule: str, key: tuple, tflops: float) -> Job:
     project, name = costs.project, key[0]
     step = Step(name, rule, *(key[1:4] if rule == "unlearn" else key[1:2]))
-    embedded, cost = project.trained_from(name).source == "embedded", costs.of(step)
+    embedded = project.trained_from(name).source == "embedded"
+    cost = None if rule in COPIED.values() else costs.of(step)
     recorded = _benchmarks(results, rule, key, embedded or cost is None)
-    on_gpu = cost is not None and rule not in ("prepare_model", "fit_basis")
+    gpus = cost.gpus if cost and rule not in ("prepare_model", "fit_basis") else 0
     if recorded:
-        hours = (cost.gpus if on_gpu else 1) * sum(float(row["s"]) for row in recorded) / len(recorded) / 3600
+        hours = max(gpus, 1) * fmean(float(row["s"]) for row in recorded) / 3600
     elif embedded:
         hours = TINY_SECONDS[rule] / 3600
     else:
-        hours = cost.gpus * _seconds(costs, cost, tflops) / 3600 if on_gpu else UNKNOWN_HOURS
-    memory = cost and (cost.total if on_gpu else cost.host)
-    if cost and rule == "fit_basis":
-        memory = costs.bases(Step(name, "unlearn", key[1], project.world.objectives[0], key[2]))
+        hours = gpus * _seconds(costs, cost, tflops) / 3600 if gpus else UNKNOWN_HOURS
     if embedded:
         peaks = [float(row["max_rss"]) / 1e3 for row in recorded if row.get("max_rss", "-") not in ("-", "NA")]
         memory = max(peaks, default=TINY_MEMORY)
-    return Job(rule, ".".join(map(str, key)), hours, bool(recorded), cost.gpus if on_gpu else 0, memory)
+    elif cost and rule == "fit_basis":
+        memory = costs.bases(Step(name, "unlearn", key[1], project.world.objectives[0], key[2]))
+    else:
+        memory = cost and (cost.total if gpus else cost.host)
+    return Job(rule, ".".join(map(str, key)), hours, bool(recorded), gpus, memory)
 
 
 def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from math import nan
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,10 +15,10 @@ from scipy import stats
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import KEYS, SHARED, of_kind
+from gripmoe.reporting.collect import KEYS, SHARED, apart, of_kind
 from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
-from gripmoe.reporting.uncertainty import LEAST, holm, p_above, units
+from gripmoe.reporting.uncertainty import LEAST, holm, p_above, student, units
 
 RUN = ["model", "benchmark", "objective", "seed"]
 RETAINED = (*SHARED, "retain_accuracy_five_shot")
@@ -77,16 +78,10 @@ class Part(NamedTuple):
 
 def _parts(pairs: pd.Series, claim: dict) -> list[Part]:
     """Kinds of base models and benchmarks are judged apart, and with `each_objective` also objectives."""
-    labels = {
-        "model": pairs.index.get_level_values("model").map(names.model_label),
-        "benchmark": pairs.index.get_level_values("benchmark").map(names.benchmark_label),
-    }
-    if claim.get("each_objective"):
-        labels["objective"] = pairs.index.get_level_values("objective").map(names.objective_label)
-    of = pd.DataFrame({key: list(values) for key, values in labels.items()}, index=pairs.index)
-    apart = [key for key in of if of[key].nunique() > 1]
-    groups = pairs.groupby(of[apart].agg(", ".join, axis=1)) if apart else [("", pairs)]
-    return [Part(name, values := units(part), *_p_values(values, claim)) for name, part in groups]
+    by = ["model", "benchmark", *["objective"] * claim.get("each_objective", False)]
+    groups = sorted(apart(pairs.rename("value").reset_index(), by), key=itemgetter(0))
+    of_groups = [(name, units(group.set_index(RUN).value)) for name, group in groups]
+    return [Part(name, values, *_p_values(values, claim)) for name, values in of_groups]
 
 
 def _p_values(values: pd.Series, claim: dict) -> tuple[float, float]:
@@ -140,7 +135,7 @@ def judge(pairs: pd.Series, claim: dict, alpha: float = ALPHA) -> Judgement:
     values = part.values
     mean, low, high = values.mean(), values.min(), values.max()
     if len(values) >= LEAST:
-        half = stats.t.ppf(1 - level / 2, len(values) - 1) * values.sem()
+        half = student(values, 1 - level)
         low, high = mean - half, mean + half
     return Judgement(verdict, part.name, values, float(mean), float(low), float(high))
 

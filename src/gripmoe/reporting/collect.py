@@ -19,7 +19,6 @@ KEYS = ["model", "benchmark", "objective", "method", "seed"]
 RUN_KEYS = ["model", "benchmark_name", "objective", "method_name", "seed"]  # of run.yaml
 COLUMNS = [*KEYS, "metric", "value"]
 HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
-ATTACK_COLUMNS = [*KEYS, "id", "fact"]  # and one per attack
 NEED_DATA = (  # metrics that need data which not every benchmark or world has
     *("auc_loss", "auc_zlib", "auc_min_20", "auc_min_plus_20"),
     *("relearned_after_5", "relearned_after_20", "relearned_from_others_after_20"),
@@ -58,7 +57,7 @@ def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers
             attack_rows.append({**of_run, item["metric"]: item["score"], **row})
     tables = {
         output: pd.DataFrame(rows, columns=COLUMNS),
-        attacks: pd.DataFrame(attack_rows) if attack_rows else pd.DataFrame(columns=ATTACK_COLUMNS),
+        attacks: pd.DataFrame(attack_rows),
         answers: pd.DataFrame(answer_rows, columns=[*KEYS, *ANSWER_COLUMNS]),
         histories: pd.DataFrame(history_rows, columns=HISTORY_COLUMNS),
     }
@@ -218,15 +217,14 @@ def _seconds(output: Path) -> float:
 
 
 def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
-    """The rows of base models of one kind on one benchmark (or one of the two, as `by` says), which may be pooled, and
-    their name; the name is empty if all rows may be pooled."""
-    labels = {"model": names.model_label, "benchmark": names.benchmark_label}
-    shown = pd.DataFrame({column: table[column].map(labels[column]) for column in by}, index=table.index)
-    differ = [column for column in by if shown[column].nunique() > 1]
-    if not differ:
+    """The rows that may be pooled, and their name: those of base models of one kind on one benchmark, or of other
+    columns, as `by` says. The name is empty if all rows may be pooled."""
+    labels = {"model": names.model_label, "benchmark": names.benchmark_label, "objective": names.objective_label}
+    shown = pd.DataFrame({column: table[column].map(labels[column]) for column in by})
+    differ = shown.columns[shown.nunique() > 1]
+    if differ.empty:
         return [("", table)]
-    together = shown[differ].agg(", ".join, axis=1)
-    return [(name, table[together == name]) for name in together.unique()]
+    return list(table.groupby(shown[differ].agg(", ".join, axis=1), sort=False))
 
 
 def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:

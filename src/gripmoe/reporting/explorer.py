@@ -11,7 +11,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.config.training import OBJECTIVES
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
 from gripmoe.reporting import names
@@ -156,10 +155,9 @@ def words(metric: str) -> str:
 
 def _readable(frame: pd.DataFrame) -> pd.DataFrame:
     """Objectives and methods in the project's order, methods by their labels."""
-    objectives = [NO_OBJECTIVE, *names.ordered({*frame.objective.unique()} - {NO_OBJECTIVE}, OBJECTIVES)]
     methods = [*names.ordered(frame.method.unique()), *sorted(filter(names.is_swept, frame.method.unique()))]
     labels = {method: names.method_label(method) for method in methods}
     return frame.assign(
-        objective=pd.Categorical(frame.objective, objectives),
+        objective=pd.Categorical(frame.objective, [NO_OBJECTIVE, *names.objectives_of(frame)]),
         method=pd.Categorical(frame.method, methods).rename_categories(labels),
     )

@@ -17,7 +17,7 @@ from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.provenance import package_versions
 from gripmoe.io.files import atomic_path, file_digest, read_json
 from gripmoe.reporting import RENDERING, names
-from gripmoe.reporting.collect import KEYS, apart, expected_overlap
+from gripmoe.reporting.collect import FOUR_WAY, KEYS, apart, expected_overlap
 
 PAPER_WIDTH = 5.5  # inches: the text width of the paper
 HOUSE_STYLE = {  # small sans type, thin axes without a box, fonts embedded as outlines that stay text
@@ -222,7 +222,7 @@ def forget_utility_tradeoff(
                 axes.plot(line[forget], line[retain], shown[method], alpha=0.8, color=names.colour(method))
                 axes.plot(*line.iloc[-1], **names.look_of(method, 4))
             if forget == "forget_accuracy":
-                axes.axvline(0.25, color="0.6", linewidth=0.7, linestyle=":")
+                axes.axvline(FOUR_WAY, color="0.6", linewidth=0.7, linestyle=":")
             axes.set_xlabel(f"{names.metric(forget).note} (dev)")
         first = panels[0][0]
         for method, style in shown.items():

@@ -15,7 +15,7 @@ from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import apart, beside, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
-from gripmoe.reporting.uncertainty import LEAST
+from gripmoe.reporting.uncertainty import LEAST, student
 
 RUN = ["model", "benchmark", "seed"]
 RESAMPLES = 4000
@@ -49,8 +49,8 @@ def paired_interval(
     observed = np.array([difference.mean() for difference in differences])
     if len(set(models)) >= LEAST:
         of_models = pd.Series(observed).groupby(list(models)).mean()
-        half = stats.t.ppf((1 + level) / 2, len(of_models) - 1) * of_models.sem()
-        return float(of_models.mean()), float(of_models.mean() - half), float(of_models.mean() + half)
+        mean, half = float(of_models.mean()), student(of_models, level)
+        return mean, mean - half, mean + half
     generator = np.random.default_rng(0)
     means = np.empty((len(differences), RESAMPLES))
     for row, difference in enumerate(differences):

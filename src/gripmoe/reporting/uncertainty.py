@@ -3,6 +3,7 @@ one base model share what it has learned, so that more seeds of it say little ab
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 from scipy import stats
 
@@ -13,12 +14,14 @@ def interval(values: pd.Series) -> tuple[float, float | None]:
     """Mean and half-width of a 95 % interval: Student's t from three values on. Two values give half their range, since
     their t-interval is wider than any measure here; one value gives none."""
     values = values.dropna()
-    mean, half_width = float(values.mean()), None
-    if len(values) == 2:
-        half_width = float(values.max() - values.min()) / 2
-    elif len(values) >= LEAST:
-        half_width = float(stats.t.ppf(0.975, len(values) - 1) * values.sem())
-    return mean, half_width
+    if len(values) >= LEAST:
+        return float(values.mean()), student(values)
+    return float(values.mean()), float(values.max() - values.min()) / 2 if len(values) == 2 else None
+
+
+def student(values: pd.Series, level: float = 0.95) -> float:
+    """Half-width of Student's interval of the mean."""
+    return float(stats.t.ppf((1 + level) / 2, len(values) - 1) * values.sem())
 
 
 def units(values: pd.Series) -> pd.Series:
@@ -53,10 +56,6 @@ def p_above(values: pd.Series, limit: float) -> float:
 def holm(p_values: pd.Series, alpha: float = 0.05) -> pd.Series:
     """By hypothesis the level that its p is compared with, so that one false verdict or more in the family has a
     probability of at most `alpha` (Holm 1979). After the first p above its level, the level stays."""
-    ordered, level, levels = p_values.sort_values(), alpha, {}
-    stopped = False
-    for rank, (name, p) in enumerate(ordered.items()):
-        level = level if stopped else alpha / (len(ordered) - rank)
-        stopped = stopped or p > level
-        levels[name] = level
-    return pd.Series(levels, dtype=float)
+    ordered = p_values.sort_values()
+    levels = pd.Series(alpha / np.arange(len(ordered), 0, -1), ordered.index)
+    return levels.clip(upper=levels[ordered > levels].min())

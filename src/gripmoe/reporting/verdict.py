@@ -9,10 +9,10 @@ from pathlib import Path
 import pandas as pd
 
 from gripmoe.io.files import read_yaml
+from gripmoe.reporting.collect import FOUR_WAY
 from gripmoe.reporting.paired import paired_interval
 
 ERASED, HIDES, NOT_FORGOTTEN, NOT_DECIDED = "erased", "hides", "not forgotten", "not decided"
-GUESSING = 0.25  # accuracy on four-way questions
 REMAINS = 0.2  # of what could be forgotten: a model that keeps more has not forgotten
 RETURNS = 0.1  # of what was lost: an attack that returns more shows that it was hidden
 COUNTED = read_yaml(Path(__file__).with_name("verdict.yaml"))
@@ -35,7 +35,7 @@ def judge(scores: Mapping[str, Scores], facts: Mapping[str, str], not_made: Coll
 
     Intervals are those of `paired_interval`, over facts; those of what attacks return hold together at 95 %."""
     before, own = (_series(scores[name]["forget_accuracy"]) for name in ("original", "unlearned"))
-    floor = GUESSING
+    floor = FOUR_WAY
     if "retrained" in scores:
         floor = max(floor, _series(scores["retrained"]["forget_accuracy"]).mean())
     known, known_low, _ = _interval(before - floor, facts)
@@ -114,7 +114,7 @@ def _gain(scores: Scores, metric: str) -> pd.Series:
     """By question, what is added to the accuracy without attack, or to guessing if that is more."""
     attacked = _series(scores[metric])
     own = _series(scores["forget_accuracy"])[attacked.index]
-    return attacked - own - max(0.0, GUESSING - own.mean())
+    return attacked - own - max(0.0, FOUR_WAY - own.mean())
 
 
 def _series(scores: Mapping[str, float]) -> pd.Series:
@@ -122,7 +122,7 @@ def _series(scores: Mapping[str, float]) -> pd.Series:
 
 
 def _interval(values: pd.Series, facts: Mapping[str, str], level: float = 0.95) -> tuple[float, float, float]:
-    return paired_interval([values.set_axis(values.index.map(facts))], level=level)
+    return paired_interval([values.rename(facts)], level=level)
 
 
 def _with(value: float, low: float, high: float) -> str:
