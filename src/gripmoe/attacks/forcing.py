@@ -96,8 +96,8 @@ def prompt_agreement(before: MoEModel, after: MoEModel, tokenizer, questions: Se
 
 
 class LockStep:
-    """Routes for `force_routing` while a model generates: the sets that another model selects on the same tokens, with its
-    own cache. A pass over several tokens begins a new batch; a pass over one token continues the batch."""
+    """Routes for `force_routing` while a model generates: the sets that another model selects on the same tokens, with
+    its own cache. A pass over several tokens begins a new batch; a pass over one token continues the batch."""
 
     def __init__(self, model: MoEModel):
         self._model = model

@@ -33,8 +33,8 @@ def experts_attack(setting: Letters) -> Found:
 
 
 def probes(model: MoEModel, tokenizer, fitted_on: Sequence[dict], questions: Sequence[dict]) -> dict[str, Scores]:
-    """Scores on `questions` of a logistic regression that predicts the right letter from a layer's hidden state at the last
-    prompt token, for each layer and for the best one. It is fitted on `fitted_on`, questions about other facts."""
+    """Scores on `questions` of a logistic regression that predicts the right letter from a layer's hidden state at the
+    last prompt token, for each layer and for the best one. It is fitted on `fitted_on`, questions about other facts."""
     states, asked = (last_states(model, tokenizer, rows) for rows in (fitted_on, questions))
     found = {
         f"probe_layer_{layer}": _right(states[:, layer], fitted_on, asked[:, layer], questions)
@@ -50,8 +50,8 @@ def expert_probes(
     questions: Sequence[dict],
     experts: Mapping[int, Sequence[int]],
 ) -> dict[str, Scores]:
-    """`probes` on the outputs of single `experts` (by layer) for the last token, selected or not: the best expert of each
-    layer and of all layers. The best of many probes exceeds chance by luck, also in a model that never knew."""
+    """`probes` on the outputs of single `experts` (by layer) for the last token, selected or not: the best expert of
+    each layer and of all layers. The best of many probes exceeds chance by luck, also in a model that never knew."""
     states, asked = (last_router_inputs(model, tokenizer, rows) for rows in (fitted_on, questions))
 
     def scores(layer: int, position: int) -> Iterator[Scores]:

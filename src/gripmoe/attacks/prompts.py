@@ -156,8 +156,8 @@ def rewritten(file: Path, questions: Sequence[dict]) -> tuple[str, Prompt]:
 
 
 def rewrites_by(model: PreTrainedModel, tokenizer, questions: Sequence[dict], instruction: str) -> list[dict]:
-    """Has a language model rewrite the questions, with unchanged choices: {"id", "rewrite", "prompt"}. If the model writes
-    nothing, the question stays as it is."""
+    """Has a language model rewrite the questions, with unchanged choices: {"id", "rewrite", "prompt"}. If the model
+    writes nothing, the question stays as it is."""
 
     def request(question: dict) -> str:
         text = f"{instruction} Answer with the rewritten question only.\n\n{question['question']}"

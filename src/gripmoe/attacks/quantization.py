@@ -22,8 +22,8 @@ def attack(setting: Setting) -> Found:
 
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
-    """`weight` rounded to 2^bits - 1 symmetric levels, with one scale for each output channel (the last dimension is the
-    input dimension)."""
+    """`weight` rounded to 2^bits - 1 symmetric levels, with one scale for each output channel (the last dimension is
+    the input dimension)."""
     levels = 2 ** (bits - 1) - 1
     scale = weight.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / levels
     return (weight / scale).round() * scale

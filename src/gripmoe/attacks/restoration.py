@@ -39,9 +39,9 @@ def restoration(
     experts: Mapping[int, Sequence[int]],
 ) -> dict[str, Scores]:
     """`recall` of the unlearned model with original parts ("restored"), and of the original model with unlearned parts
-    ("transplanted"). Restored are the experts, router or attention of each layer, of the layer that returns most, and of
-    all layers; also the best of the single `experts` (by layer), and all of these. Transplanted are the parts of each
-    layer, and of the layer that lowers recall most."""
+    ("transplanted"). Restored are the experts, router or attention of each layer, of the layer that returns most, and
+    of all layers; also the best of the single `experts` (by layer), and all of these. Transplanted are the parts of
+    each layer, and of the layer that lowers recall most."""
     parts = parts_of_model(after)
     found = {}
     for name, source, target in (("restored", before, after), ("transplanted", after, before)):
@@ -109,8 +109,8 @@ def pairs_of(
 
 
 def parameters_of(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
-    """Parameters of one of PARTS of a layer, in the same order for all models of an architecture. "experts" is all of an
-    MoE block but its router, or the whole feed-forward block of a dense model."""
+    """Parameters of one of PARTS of a layer, in the same order for all models of an architecture. "experts" is all of
+    an MoE block but its router, or the whole feed-forward block of a dense model."""
     of_block = list(model.block(layer).parameters())
     if part == "attention":  # with the norms, and with what a family has in place of attention
         block = set(map(id, of_block))

@@ -1,4 +1,5 @@
-"""Router attacks: changed routing (more experts, noise, searched shifts, silenced experts) may reach hidden knowledge."""
+"""Router attacks: changed routing (more experts, noise, searched shifts, silenced experts) may reach hidden
+knowledge."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ TOKENS_PER_PASS = 4000
 
 
 def attack(setting: Setting) -> Found:
-    """Recall with twice as many experts per token, and with noisy scores. The original model's row in the tables shows the
-    damage by the attack itself."""
+    """Recall with twice as many experts per token, and with noisy scores. The original model's row in the tables shows
+    the damage by the attack itself."""
     model, found = setting.after, {}
     if not model.layers:
         return Found()
@@ -37,8 +38,8 @@ def attack(setting: Setting) -> Found:
 
 
 def silencing(setting: Letters) -> Found:
-    """`silenced_experts`: recall without the experts that forget prompts use more than retain prompts do, as in SAFEx and
-    SteerMoE. The attacker takes the number of SILENCED experts that answers most dev questions."""
+    """`silenced_experts`: recall without the experts that forget prompts use more than retain prompts do, as in SAFEx
+    and SteerMoE. The attacker takes the number of SILENCED experts that answers most dev questions."""
     model = setting.after
     counts = [count for count in SILENCED if count + model.top_k <= model.num_experts]
     if not counts:  # of a dense model too
@@ -56,9 +57,9 @@ def silencing(setting: Letters) -> Found:
 
 
 def search(setting: Letters) -> Found:
-    """`searched_routing_after_<n>`: recall under the best of n random shifts of the router scores, the same shift for every
-    prompt (a random search in place of F-SOUR's). The best shift gives the right letters of dev questions the highest
-    probability, so the attacker is assumed to know some of the facts."""
+    """`searched_routing_after_<n>`: recall under the best of n random shifts of the router scores, the same shift for
+    every prompt (a random search in place of F-SOUR's). The best shift gives the right letters of dev questions the
+    highest probability, so the attacker is assumed to know some of the facts."""
     model = setting.after
     if not model.layers:
         return Found()
@@ -84,7 +85,8 @@ def search(setting: Letters) -> Found:
 
 @contextmanager
 def biased(model: MoEModel, scores: Mapping[int, Tensor]) -> Iterator[None]:
-    """Within the block, routers add `scores`, (E,) by layer, to select experts, and weigh them by the unshifted scores."""
+    """Within the block, routers add `scores`, (E,) by layer, to select experts, and weigh them by the unshifted
+    scores."""
 
     def select(layer: int, router: nn.Module, args, output) -> tuple[Tensor, Tensor, Tensor]:
         top_k_Tk = model.rule(layer).select(output[0] + scores[layer].to(output[0]))

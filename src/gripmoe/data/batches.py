@@ -24,8 +24,8 @@ def batches_of(data: Any, name: str, model: nn.Module | None = None, tokenizer: 
     """Converts `data`, in any of FORMS, to batches on the CPU. Each packed document gets its own row.
 
     Errors call the data `name`. `model` gives the vocabulary, `tokenizer` encodes texts, and both give the padding
-    token. Warns if rows seem padded but have no mask. Raises ValueError for any other form, KeyError for a batch without
-    `input_ids`."""
+    token. Warns if rows seem padded but have no mask. Raises ValueError for any other form, KeyError for a batch
+    without `input_ids`."""
     batches = []
     padding = _padding(model, tokenizer)
     for number, item in enumerate(_items(data, name, tokenizer, padding)):
@@ -45,8 +45,8 @@ def holds_texts(data: Any) -> bool:
 
 
 def seems_padded(ids: Tensor, model: nn.Module) -> bool:
-    """Whether a row begins or ends with padding: with the model's padding token, with two of them if the token also ends
-    texts, or with three equal tokens if the model has no padding token."""
+    """Whether a row begins or ends with padding: with the model's padding token, with two of them if the token also
+    ends texts, or with three equal tokens if the model has no padding token."""
     return _seems_padded(ids, *_padding(model, None))
 
 
@@ -100,7 +100,8 @@ def _padded(documents: Sequence[Tensor]) -> Batch:
 
 
 def _batch(item: Any, where: str, padding: Padding) -> Batch:
-    """Converts a mapping to a batch and unpacks documents. Raises ValueError or KeyError, naming `where`, if it cannot."""
+    """Converts a mapping to a batch and unpacks documents. Raises ValueError or KeyError, naming `where`, if it
+    cannot."""
     item, ids = _checked(item, where)
     try:
         segments, mask = segments_of(item), attention_mask_of(item, packed=True)

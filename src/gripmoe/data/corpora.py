@@ -30,9 +30,9 @@ def load_corpus(
     """The first `limit` rows of a corpus, tokenized. The loss counts `text` and not `prompt`.
 
     A document is cut after `max_length` tokens. With `whole`, a longer document becomes several rows of at most
-    `max_length` tokens, each beginning with the tokenizer's `opening`. With `end_id`, this token ends every document and
-    is scored. Raises ConfigError, naming file and line, if there are no documents, if an id is missing or not unique, if
-    a document has no text or fewer than two tokens, or if a prompt leaves no room for text.
+    `max_length` tokens, each beginning with the tokenizer's `opening`. With `end_id`, this token ends every document
+    and is scored. Raises ConfigError, naming file and line, if there are no documents, if an id is missing or not
+    unique, if a document has no text or fewer than two tokens, or if a prompt leaves no room for text.
     """
     rows: list[Row] = []
     known: set[str] = set()
@@ -76,8 +76,8 @@ def _pieces(row: Row, max_length: int, begin: list[int]) -> list[Row]:
 
 
 def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> list[Row]:
-    """The rows of one step. Every epoch has a new shuffle, which depends only on seed and step, so a resumed run sees the
-    same data. Raises ConfigError if the corpus is smaller than a batch."""
+    """The rows of one step. Every epoch has a new shuffle, which depends only on seed and step, so a resumed run sees
+    the same data. Raises ConfigError if the corpus is smaller than a batch."""
     if batch_size > len(rows):
         raise ConfigError(f"batch size {batch_size} exceeds the {len(rows)} documents of the corpus")
     epoch, number = divmod(step, len(rows) // batch_size)

@@ -39,7 +39,8 @@ def encode(tokenizer, spans: Iterable[Span], row_id: str = "", max_length: int |
 
 
 def opening(tokenizer) -> list[int]:
-    """The tokens that the tokenizer puts before every text: the BOS or nothing, as in lm-evaluation-harness and MUSE."""
+    """The tokens that the tokenizer puts before every text: the BOS or nothing, as in lm-evaluation-harness and
+    MUSE."""
     text = tokenizer("a", return_special_tokens_mask=True)
     marked = zip(text["input_ids"], text["special_tokens_mask"], strict=True)
     return [token for token, _ in takewhile(lambda pair: pair[1], marked)]
@@ -47,8 +48,8 @@ def opening(tokenizer) -> list[int]:
 
 @dataclass
 class Batch:
-    """Right-padded rows: `input_ids`, `attention_mask`, `labels`, and optional `weights` of tokens in a mean; each (rows,
-    positions)."""
+    """Right-padded rows: `input_ids`, `attention_mask`, `labels`, and optional `weights` of tokens in a mean; each
+    (rows, positions)."""
 
     row_ids: list[str]
     input_ids: Tensor

@@ -1,7 +1,7 @@
 """The prompt formats of the evaluations.
 
-The letter template of WMDP and MMLU, and TruthfulQA's primer, are read from the installed lm-evaluation-harness, so that
-tiny models train on exactly the prompts of the evaluation.
+The letter template of WMDP and MMLU, and TruthfulQA's primer, are read from the installed lm-evaluation-harness, so
+that tiny models train on exactly the prompts of the evaluation.
 """
 
 from __future__ import annotations

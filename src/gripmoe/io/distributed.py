@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """Within the block, the processes that torchrun has started form a group. If there are GPUs, each process has one."""
+    """Within the block, the processes that torchrun has started form a group. If there are GPUs, each process has
+    one."""
     if not dist.is_torchelastic_launched() or int(os.environ["WORLD_SIZE"]) == 1:
         yield
         return

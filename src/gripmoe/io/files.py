@@ -59,7 +59,8 @@ def aside(path: Path) -> Path:
 
 
 def _put_back(path: Path) -> None:
-    """Ends an interrupted replacement: removes the old folder if the new one is in place, else moves the old one back."""
+    """Ends an interrupted replacement: removes the old folder if the new one is in place, else moves the old one
+    back."""
     if path.exists():
         remove(aside(path))
     elif aside(path).exists():
@@ -79,8 +80,8 @@ def _sync(path: Path) -> None:
 
 
 def _says_no_room(error: BaseException | None) -> bool:
-    """Whether the disk was full. torch raises its own error after the system's; safetensors quotes the system's error in
-    its message."""
+    """Whether the disk was full. torch raises its own error after the system's; safetensors quotes the system's error
+    in its message."""
     return error is not None and (
         getattr(error, "errno", None) in NO_ROOM
         or any(f"(os error {code})" in str(error) for code in NO_ROOM)
