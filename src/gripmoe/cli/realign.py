@@ -28,8 +28,8 @@ def realign(
 ) -> None:
     """Correct the routers of a finished run (Method B).
 
-    The command reads the routers of the original model alone, and what they saw from the trace.
-    The method of the run may put the original routers back instead.
+    The command reads only the routers of the original model, and their inputs from the trace.
+    For the method restore_router, the command puts the original routers back instead.
 
     \b
     Example:
@@ -58,7 +58,7 @@ def realign(
         digest = save_model(model, tokenizer, folder / "weights")
         corrected = read_json(checkpoint_file)
         outcome = {"status": corrected["status"], "steps": corrected["steps"], "correction_seconds": seconds}
-        if "seconds_per_step" in corrected:  # what the correction adds to the whole run
+        if "seconds_per_step" in corrected:  # the correction adds to the time of the run
             trained = corrected["seconds_per_step"] * corrected["steps"]
             outcome |= {"time_ratio": (trained + seconds) / trained}
             outcome |= {name: corrected[name] for name in ("seconds_per_step", "plain_seconds_per_step")}

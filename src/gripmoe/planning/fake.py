@@ -214,8 +214,8 @@ def _decomposition(each: int) -> Callable[..., int]:
     return lambda a_shape, *_, **__: SLOW * each * prod(a_shape) * min(a_shape[-2:])
 
 
-# The weight of an operation of a decomposition: a GPU decomposes many small matrices at about a hundredth of the rate at
-# which it multiplies (our assumption, not measured).
+# The weight of an operation of a decomposition: a GPU decomposes many small matrices at about a hundredth of the rate
+# at which it multiplies (our assumption, not measured).
 SLOW = 100
 FORMULAS = {  # formulas that torch's counter lacks
     aten._grouped_mm: _grouped_product,

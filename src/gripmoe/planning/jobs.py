@@ -146,7 +146,7 @@ def check_budget(jobs: Sequence[Job], budget: float | None) -> None:
 
 def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
     """GB by use: weights of finished runs, base models, retain bases, and the largest checkpoints of `at_once` training
-    jobs. Checkpoints count twice, because a job writes the next beside the last. Zero for embedded models."""
+    jobs. Checkpoints count twice, because a job writes the next beside the last. Embedded models are left out."""
     project, sizes, bases, states = costs.project, {}, {}, []
     for name in project.models_needed:
         if costs.of(Step(name, "evaluate")):
