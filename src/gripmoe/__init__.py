@@ -1,10 +1,9 @@
 """Unlearning in mixture-of-experts models under geometric router constraints (the GRIP paper), measured honestly.
 
-`gripmoe.constrain` holds the routers in anybody's training loop (Method A and its relatives), `gripmoe.remember` and
-`gripmoe.realign` refit them afterwards (Method B), `gripmoe.save_model` and `gripmoe.load_model` leave them in fp32.
-`gripmoe.RelearningAdversary` makes forgetting hold under relearning. `gripmoe.audit` says of any unlearned model what
-it forgot and what it hides.
-Nothing heavy is imported until it is asked for.
+`gripmoe.constrain` constrains the routers in any training loop (Method A and others). `gripmoe.remember` and
+`gripmoe.realign` refit them after training (Method B). `gripmoe.save_model` and `gripmoe.load_model` keep them in fp32.
+`gripmoe.RelearningAdversary` makes forgetting more robust to relearning. `gripmoe.audit` says what an unlearned model
+forgot and what it hides. Heavy packages are imported on first use.
 """
 
 from __future__ import annotations

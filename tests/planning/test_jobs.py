@@ -55,7 +55,15 @@ def test_what_is_there_is_not_planned(tmp_path):
     left = jobs_left(project, tmp_path)
     assert [job.rule for job in set(everything) - set(left)] == ["unlearn"]
     recorded = {"trace_routing", "fit_basis"}
-    assert {job.rule for job in everything} == {"prepare_model", "unlearn", "realign", "evaluate", "attack", *recorded}
+    assert {job.rule for job in everything} == {
+        "prepare_model",
+        "unlearn",
+        "realign",
+        "evaluate",
+        "attack",
+        "erase_words",
+        *recorded,
+    }
     assert sum(job.rule == "attack" for job in everything) == len(project.run_keys())
 
 

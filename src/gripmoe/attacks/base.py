@@ -1,4 +1,4 @@
-"""What an attack is given and what it reports. An attack is a function of a `Setting`, registered in `run`."""
+"""Input (`Setting`) and result (`Found`) of an attack. An attack is a function of a `Setting`, listed in `run.py`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from gripmoe.evaluation.muse import News, knowledge_memory
 from gripmoe.evaluation.questions import Answer, direct_answers, load_questions, prompt_of
 from gripmoe.moe import MoEModel
 
-Scores = Sequence[float]  # of the items asked, in their order: right or wrong, or a measure of a text
-SAMPLE = 240  # forget questions for attacks that ask many times: a standard error of 0.03 near chance
+Scores = Sequence[float]  # one per item, in order: right (1) or wrong (0), or the score of a text
+SAMPLE = 240  # forget questions for attacks with many evaluations: a standard error of 0.03 near chance
 RETAIN_SAMPLE = 1000  # retain questions under forced experts
-PAIRS = 32  # news: forget pairs for attacks that ask many times
+PAIRS = 32  # news: forget pairs for attacks with many evaluations
 
 
 @dataclass(frozen=True)
 class Found:
-    """Metrics by name; and for a metric that is a mean over items, the score of each item by id. Of letter questions
-    also the answers: the number of the letter that was chosen, and its probability."""
+    """Metrics by name. For a metric that is a mean over items, also the score of each item by id; and for letter
+    questions, the answers: the number of the chosen letter, and its probability."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     scores: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Found:
 
     @classmethod
     def over(cls, ids: Sequence[str], scores: Mapping[str, Scores], **others: float) -> Found:
-        """`scores` of the items `ids` with their means, and `others`, metrics that are no means."""
+        """A result with `scores` of the items `ids`, their means as metrics, and `others`, which are not means."""
         by_id = {name: dict(zip(ids, map(float, values), strict=True)) for name, values in scores.items()}
         given = {
             name: dict(zip(ids, values.given, strict=True))
@@ -62,8 +62,8 @@ class Found:
 
 @dataclass
 class Setting:
-    """A run under attack. `finetuning` is None where nothing is relearned. Subclasses give `ids` and `prompts`, the
-    items and the prompts of a sample that is the same for every run, and `recall`, the scores of a model on `ids`."""
+    """A run under attack. Without `finetuning`, relearning is skipped. Subclasses define a sample of items that is the
+    same for every run: their `ids`, their `prompts`, and `recall(model)`, the scores of a model on them."""
 
     before: MoEModel  # the original model
     after: MoEModel  # the unlearned model
@@ -83,8 +83,8 @@ class Setting:
 
 @dataclass
 class Letters(Setting):
-    """Letter questions. `own_answers` are those of the unlearned model to test questions, as the evaluation stored
-    them."""
+    """A setting of letter questions. `own_answers` are the unlearned model's answers to test questions, as the
+    evaluation stored them."""
 
     own_answers: Callable[[Sequence[dict]], list[Answer]] | None = None
 
@@ -126,7 +126,7 @@ class Letters(Setting):
 
 @dataclass
 class NewsItems(Setting):
-    """MUSE's news; the sample is of KnowMem's forget pairs."""
+    """A setting of MUSE's news. The sample consists of KnowMem's forget pairs."""
 
     @cached_property
     def news(self) -> News:
@@ -150,7 +150,7 @@ class NewsItems(Setting):
 
 
 class Marks(list[float]):
-    """Right (1) or wrong (0), of each of `answers`."""
+    """Scores of `answers`: right (1) or wrong (0)."""
 
     def __init__(self, answers: Sequence[Answer]):
         super().__init__(float(answer.correct) for answer in answers)
@@ -158,7 +158,7 @@ class Marks(list[float]):
 
     @property
     def given(self) -> list[tuple[int, float]]:
-        """Of each answer the number of the letter that was chosen, and its probability."""
+        """For each answer, the number of the chosen letter and its probability."""
         return [(each.chosen, round(exp(each.letter_logprobs[each.chosen]), 4)) for each in self.answers]
 
 
@@ -174,7 +174,7 @@ def highest(found: Iterable[Scores]) -> Scores:
 
 @contextmanager
 def kept(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Restores `parameters` on exit. The copies lie in host memory, so that a GPU holds the models alone."""
+    """Restores `parameters` on exit. Their copies are in host memory, so that GPUs hold only the models."""
     own = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
     try:
         yield
@@ -185,6 +185,6 @@ def kept(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def by_item(found: Found) -> list[dict]:
-    """A row per item, with its score under each attack; empty where the attack did not ask it."""
+    """One row per item, with its score under each attack; empty if the attack did not use the item."""
     ids = dict.fromkeys(item for scores in found.scores.values() for item in scores)
     return [{"id": item, **{name: scores.get(item, "") for name, scores in found.scores.items()}} for item in ids]

@@ -1,6 +1,6 @@
 """Adversarial expert forcing (App. E, Alg. 2): the unlearned model with the expert sets of the original router.
 
-The original model runs in lock-step on the same tokens, so every token of every prompt has its recorded set.
+The original model runs in lock-step on the same tokens, and gives the expert sets of every token of every prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gripmoe.moe.model import Routes
 from gripmoe.moe.random_routing import random_sets
 from gripmoe.moe.recording import routed_tokens
 
-SHIFTED_BELOW = 0.999  # mean Jaccard similarity of a prompt whose routing counts as shifted
+SHIFTED_BELOW = 0.999  # the routing of a prompt counts as shifted below this mean Jaccard similarity
 
 
 def letters_attack(setting: Letters) -> Found:
@@ -40,11 +40,11 @@ def letters_attack(setting: Letters) -> Found:
 
 
 def expert_forcing(setting: Letters, answer_all: Callable[[MoEModel, Sequence[dict]], list[Answer]]) -> Found:
-    """Accuracy under forcing, over all forget questions and over those whose routing shifted, and recovery rates.
+    """Accuracy under forcing, on all forget questions and on those whose routing shifted, and recovery rates.
 
-    `recovery_rate_paper` is forced accuracy on shifted questions minus normal accuracy on all (as the paper has it),
-    `recovery_rate_shifted` the same difference on equal questions. Controls: the original gate weights too, random
-    sets, and forced retain accuracy. Of the original model itself forcing must change no answer.
+    `recovery_rate_paper` is forced accuracy on shifted questions minus normal accuracy on all (as in the paper).
+    `recovery_rate_shifted` takes both accuracies on shifted questions. Controls: forcing the original gate weights too,
+    random sets, and forced retain accuracy. Forcing the original model to its own sets must change no answer.
     """
     before, after, forget = setting.before, setting.after, setting.forget
     with after.force_routing(before.routes):
@@ -82,7 +82,8 @@ def expert_forcing(setting: Letters, answer_all: Callable[[MoEModel, Sequence[di
 
 @torch.no_grad()
 def prompt_agreement(before: MoEModel, after: MoEModel, tokenizer, questions: Sequence[dict]) -> dict[str, float]:
-    """Mean Jaccard similarity of the two models' own sets over a prompt's tokens and all layers, by question id."""
+    """By question id: the Jaccard similarity of the two models' expert sets, mean over the prompt's tokens and all
+    layers."""
     agreement: dict[str, float] = {}
     for batch in question_batches(tokenizer, questions, after.model.device):
         routes_before, routes_after = before.routes(batch.input_ids), after.routes(batch.input_ids)
@@ -95,8 +96,8 @@ def prompt_agreement(before: MoEModel, after: MoEModel, tokenizer, questions: Se
 
 
 class LockStep:
-    """For `force_routing` while a model generates: the sets that another model selects on the same tokens, pass by
-    pass, with a cache of its own. A pass over several tokens begins a new batch, a pass over one token continues it."""
+    """Routes for `force_routing` while a model generates: the sets that another model selects on the same tokens, with
+    its own cache. A pass over several tokens begins a new batch; a pass over one token continues the batch."""
 
     def __init__(self, model: MoEModel):
         self._model = model
@@ -107,7 +108,7 @@ class LockStep:
         rows, width = input_ids.shape
         if self._cache is None or width > 1:
             self._cache = DynamicCache(config=self._model.model.config)
-        if attention_mask is None:  # transformers leaves it out where nothing is padded
+        if attention_mask is None:  # transformers leaves it out without padding
             attention_mask = input_ids.new_ones(rows, self._cache.get_seq_length() + width)
         with self._model.record_routing() as recorder:
             self._model.model.model(
@@ -120,7 +121,7 @@ class LockStep:
 
 
 def news_attack(setting: NewsItems) -> Found:
-    """Expert forcing while the model writes, on every test item of VerbMem and KnowMem."""
+    """Expert forcing during generation, on every test item of VerbMem and KnowMem."""
     if not setting.after.layers:
         return Found()
 
@@ -135,8 +136,9 @@ def news_attack(setting: NewsItems) -> Found:
 def generation_forcing(
     before: MoEModel, after: MoEModel, scores: Callable[[MoEModel], dict[str, list[Scored]]], *, seed: int = 0
 ) -> Found:
-    """`forced_<name>` for each name of `scores`, measured while the original model runs in lock-step. Controls:
-    `random_forced_<name>` with random sets, `original_<name>`, and `original_forced_<name>` with its own sets."""
+    """`forced_<name>` for each name of `scores`, with the original model in lock-step. Controls: `random_forced_<name>`
+    with random sets; `original_<name>`, of the original model; `original_forced_<name>`, of the original model forced
+    to its own sets."""
     runs = {}
     with after.force_routing(LockStep(before)):
         runs["forced"] = scores(after)

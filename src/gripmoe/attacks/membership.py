@@ -8,7 +8,7 @@ from gripmoe.io.files import read_jsonl
 
 
 def attack(setting: Letters) -> Found:
-    """`auc_<score>` of every membership score; nothing for a published benchmark, which has no such texts."""
+    """`auc_<score>` of every membership score. Empty for a published benchmark, which has no unseen texts."""
     statements = read_jsonl(setting.data / "membership.jsonl", "id", "part", "text")
     if not statements:
         return Found()

@@ -1,4 +1,4 @@
-"""Linear probes: can the right letter be read off the hidden states, whatever the model answers?"""
+"""Linear probes: do hidden states reveal the right letter, whatever the model answers?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gripmoe.evaluation.questions import question_batches
 from gripmoe.moe import MoEModel
 
 STRENGTH = 0.01  # the inverse of the ridge penalty
-PROBED_EXPERTS = 16  # of each layer, those that forget prompts use most
+PROBED_EXPERTS = 16  # per layer: the experts that forget prompts use most
 
 
 def layers_attack(setting: Letters) -> Found:
@@ -33,8 +33,8 @@ def experts_attack(setting: Letters) -> Found:
 
 
 def probes(model: MoEModel, tokenizer, fitted_on: Sequence[dict], questions: Sequence[dict]) -> dict[str, Scores]:
-    """What a logistic regression from a layer's state at the last prompt token to the right letter gets right on
-    `questions`, for each layer and for the best one; fitted on `fitted_on`, questions about other facts."""
+    """Scores on `questions` of a logistic regression that predicts the right letter from a layer's hidden state at the
+    last prompt token, for each layer and for the best one. It is fitted on `fitted_on`, questions about other facts."""
     states, asked = (last_states(model, tokenizer, rows) for rows in (fitted_on, questions))
     found = {
         f"probe_layer_{layer}": _right(states[:, layer], fitted_on, asked[:, layer], questions)
@@ -50,8 +50,8 @@ def expert_probes(
     questions: Sequence[dict],
     experts: Mapping[int, Sequence[int]],
 ) -> dict[str, Scores]:
-    """`probes` on the output of each of the `experts` (by layer) for the last token, selected or not: the best expert
-    of each layer and of all. The best of many exceeds chance by luck, also in a model that never knew the answers."""
+    """`probes` on the outputs of single `experts` (by layer) for the last token, selected or not: the best expert of
+    each layer and of all layers. The best of many probes exceeds chance by luck, also in a model that never knew."""
     states, asked = (last_router_inputs(model, tokenizer, rows) for rows in (fitted_on, questions))
 
     def scores(layer: int, position: int) -> Iterator[Scores]:
@@ -86,7 +86,7 @@ def last_router_inputs(model: MoEModel, tokenizer, questions: Sequence[dict]) ->
 
 @torch.no_grad()
 def _at_last_tokens(model: MoEModel, tokenizer, questions: Sequence[dict], states) -> np.ndarray:
-    """`states(batch)`, (rows, positions, ...), at the last token of each question's prompt, in the questions' order."""
+    """`states(batch)`, (rows, positions, ...), at the last token of each prompt, in the order of the questions."""
     found = {}
     for batch in question_batches(tokenizer, questions, model.model.device):
         last = batch.attention_mask.sum(dim=1) - 1
@@ -96,7 +96,7 @@ def _at_last_tokens(model: MoEModel, tokenizer, questions: Sequence[dict], state
 
 
 def _right(states: np.ndarray, fitted_on: Sequence[dict], asked: np.ndarray, questions: Sequence[dict]) -> Scores:
-    # Two seconds to import, and only the probes need them.
+    # The import takes two seconds, and only the probes need it.
     from sklearn.linear_model import LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler

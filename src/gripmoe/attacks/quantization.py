@@ -23,7 +23,7 @@ def attack(setting: Setting) -> Found:
 
 def rounded(weight: Tensor, bits: int) -> Tensor:
     """`weight` rounded to 2^bits - 1 symmetric levels, with one scale for each output channel (the last dimension is
-    summed over in use)."""
+    the input dimension)."""
     levels = 2 ** (bits - 1) - 1
     scale = weight.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / levels
     return (weight / scale).round() * scale
@@ -31,7 +31,7 @@ def rounded(weight: Tensor, bits: int) -> Tensor:
 
 @contextmanager
 def quantized(model: MoEModel, bits: int) -> Iterator[None]:
-    """Within the block all matrices of MoE blocks and attention are rounded; routers, norms and embeddings are not."""
+    """Within the block, all matrices of MoE blocks and attention are rounded, but not routers, norms and embeddings."""
     routers = {id(model.theta(layer)) for layer in model.layers}
     parameters = model.model.model.layers.parameters()
     matrices = [parameter for parameter in parameters if parameter.ndim > 1 and id(parameter) not in routers]

@@ -1,8 +1,7 @@
-"""Component restoration (ours): one original part put back into the unlearned model. Where does the knowledge sit?
+"""Component restoration (ours): put an original part back into the unlearned model, to find where the knowledge is.
 
-If a single original part returns the answers, they were not erased: they were made unreadable at one place. Unlearning
-trains experts and routers (in a dense model the feed-forward blocks). Attention is the original's in every run; putting
-it back is the control that changes nothing.
+The workflow's unlearning trains experts and routers (in a dense model the feed-forward blocks). Attention stays the
+original's, so putting it back is a control that changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SHARES = (0.25, 0.5, 0.75)  # of the way from the unlearned weights back to the 
 
 
 def parts_of_model(model: MoEModel) -> tuple[str, ...]:
-    """PARTS; of a dense model, which has no routers, the others."""
+    """PARTS; for a dense model, without the routers."""
     return PARTS if model.layers else ("experts", "attention")
 
 
@@ -91,9 +90,9 @@ def restoration(
     experts: Mapping[int, Sequence[int]],
 ) -> dict[str, Scores]:
     """`recall` of the unlearned model with original parts ("restored"), and of the original model with unlearned parts
-    ("transplanted"). Restored are experts, router or attention of each layer, of the layer that returns most, and of
-    all layers; then the best of the single `experts` (by layer), and all of them. Transplanted are the parts of each
-    layer, and of the layer that takes most."""
+    ("transplanted"). Restored are the experts, router or attention of each layer, of the layer that returns most, and
+    of all layers; also the best of the single `experts` (by layer), and all of these. Transplanted are the parts of
+    each layer, and of the layer that lowers recall most."""
     parts = parts_of_model(after)
     found = {}
     for name, source, target in (("restored", before, after), ("transplanted", after, before)):
@@ -126,8 +125,8 @@ def _recall_with(
     layers: Sequence[int],
     part: str,
 ) -> Scores:
-    """`recall` of `target` with one part of `layers` from `source`. Where both models have the same weights there, this
-    is `own`, the recall of `target` itself."""
+    """`recall` of `target` with one part of `layers` from `source`. If both models have equal weights there, returns
+    `own`, the recall of `target` itself."""
     pairs = pairs_of(source, target, layers, [part])
     if all(torch.equal(current, other) for current, other in pairs):
         return own
@@ -137,7 +136,7 @@ def _recall_with(
 
 @contextmanager
 def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Sequence[int]]) -> Iterator[None]:
-    """Within the block `after` has the original weights of single `experts` (by layer)."""
+    """Within the block, `after` has the original weights of single `experts` (by layer)."""
     slices = [
         (current.detach()[expert], original[expert])  # views
         for layer, chosen in experts.items()
@@ -151,7 +150,7 @@ def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Se
 def pairs_of(
     before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str]
 ) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Each parameter of `after` in some parts of `layers`, with that of `before`."""
+    """Pairs of each parameter of `after` in these `parts` of `layers`, and the same parameter of `before`."""
     return [
         pair
         for layer in layers
@@ -161,10 +160,10 @@ def pairs_of(
 
 
 def parameters_of(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
-    """Parameters of one of PARTS of a layer, in an order that two models of one architecture share. "experts" are all
-    of an MoE block but its router, and the whole feed-forward block of a dense model."""
+    """Parameters of one of PARTS of a layer, in the same order for all models of an architecture. "experts" is all of
+    an MoE block but its router, or the whole feed-forward block of a dense model."""
     of_block = list(model.block(layer).parameters())
-    if part == "attention":  # with the norms, and whatever a family has in its place
+    if part == "attention":  # with the norms, and with what a family has in place of attention
         block = set(map(id, of_block))
         return [p for p in model.model.model.layers[layer].parameters() if id(p) not in block]
     router = model.theta(layer) if layer in model.layers else None
@@ -173,7 +172,7 @@ def parameters_of(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
 
 @contextmanager
 def replaced(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Within the block the first of each pair has the values of the second."""
+    """Within the block, the first tensor of each pair has the values of the second."""
     with kept(current for current, _ in pairs):
         with torch.no_grad():
             for current, original in pairs:

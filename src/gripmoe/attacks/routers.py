@@ -1,4 +1,5 @@
-"""Router attacks: wider, noisy, searched or partly silenced routing may reach knowledge behind a shifted router."""
+"""Router attacks: changed routing (more experts, noise, searched shifts, silenced experts) may reach hidden
+knowledge."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
 from gripmoe.moe.recording import hooked
 
-SILENCED = (1, 2, 4)  # experts of each layer, as the attacker tries them
-SEARCHED = (4, 16, 64)  # configurations that the attacker tries
-SEARCH_QUESTIONS = 60  # of the dev split, asked in each
+SILENCED = (1, 2, 4)  # numbers of experts per layer that the attacker tries to silence
+SEARCHED = (4, 16, 64)  # numbers of random shifts that the attacker tries
+SEARCH_QUESTIONS = 60  # dev questions that evaluate each shift
 TOKENS_PER_PASS = 4000
 
 
 def attack(setting: Setting) -> Found:
-    """Recall with twice the experts per token, and with noisy gates; the original model's row shows what each costs."""
+    """Recall with twice as many experts per token, and with noisy scores. The original model's row in the tables shows
+    the damage by the attack itself."""
     model, found = setting.after, {}
     if not model.layers:
         return Found()
@@ -36,8 +38,8 @@ def attack(setting: Setting) -> Found:
 
 
 def silencing(setting: Letters) -> Found:
-    """`silenced_experts`: recall without the experts that forget prompts use more than retain prompts do, as SAFEx and
-    SteerMoE switch experts off. Of the numbers of experts in SILENCED, the one that answers most dev questions."""
+    """`silenced_experts`: recall without the experts that forget prompts use more than retain prompts do, as in SAFEx
+    and SteerMoE. The attacker takes the number of SILENCED experts that answers most dev questions."""
     model = setting.after
     counts = [count for count in SILENCED if count + model.top_k <= model.num_experts]
     if not counts:  # of a dense model too
@@ -55,9 +57,9 @@ def silencing(setting: Letters) -> Found:
 
 
 def search(setting: Letters) -> Found:
-    """`searched_routing_after_<n>`: recall under the best of n random shifts of the router scores, the same for every
-    prompt (a random search in the place of F-SOUR's). The best gives the right letters of dev questions the highest
-    probability, so that the attacker knows some of the facts."""
+    """`searched_routing_after_<n>`: recall under the best of n random shifts of the router scores, the same shift for
+    every prompt (a random search in place of F-SOUR's). The best shift gives the right letters of dev questions the
+    highest probability, so the attacker is assumed to know some of the facts."""
     model = setting.after
     if not model.layers:
         return Found()
@@ -83,7 +85,8 @@ def search(setting: Letters) -> Found:
 
 @contextmanager
 def biased(model: MoEModel, scores: Mapping[int, Tensor]) -> Iterator[None]:
-    """Within the block routers select by their scores plus these, (E,) by layer, and weigh by their own scores."""
+    """Within the block, routers add `scores`, (E,) by layer, to select experts, and weigh them by the unshifted
+    scores."""
 
     def select(layer: int, router: nn.Module, args, output) -> tuple[Tensor, Tensor, Tensor]:
         top_k_Tk = model.rule(layer).select(output[0] + scores[layer].to(output[0]))
@@ -100,7 +103,7 @@ def _traced(model: MoEModel, setting: Letters, questions: Sequence[dict]):
 
 
 def _usage(model: MoEModel, setting: Letters, questions: Sequence[dict]) -> dict[int, Tensor]:
-    """The share of each expert among those that prompts select, (E,) by layer."""
+    """The share of each expert among all selections of the prompts, (E,) by layer."""
     counts = {
         layer: torch.bincount(seen.top_k_Nk.flatten(), minlength=model.num_experts).double()
         for layer, seen in _traced(model, setting, questions).items()
@@ -110,7 +113,7 @@ def _usage(model: MoEModel, setting: Letters, questions: Sequence[dict]) -> dict
 
 @contextmanager
 def widened(model: MoEModel, factor: int) -> Iterator[None]:
-    """Within the block every router selects `factor` times as many experts, at most all."""
+    """Within the block, every router selects `factor` times as many experts, at most all."""
     routers = [model.router(layer) for layer in model.layers]
     own = [router.top_k for router in routers]
     try:
@@ -123,7 +126,7 @@ def widened(model: MoEModel, factor: int) -> Iterator[None]:
 
 
 def noisy_sets(model: MoEModel, scale: float, seed: int) -> Callable[..., Routes]:
-    """The sets that the model selects when noise of `scale` standard deviations of the scores is added to them."""
+    """The sets that the model selects after adding noise of `scale` standard deviations to the router scores."""
     generator = torch.Generator().manual_seed(seed)
 
     def routes(input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:

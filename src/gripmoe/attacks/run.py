@@ -1,4 +1,4 @@
-"""Every attack by name, and a run under all of them. A new attack is a function of a `Setting` and a row here."""
+"""The list of attacks, and the loop that makes them. A new attack is a function of a `Setting` and a row here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gripmoe.config.benchmarks import Benchmark
 from gripmoe.io.files import read_json, write_text
 from gripmoe.io.imports import imported
 
-Attack = Callable[[Setting], Found]  # which finds nothing where it does not apply
+Attack = Callable[[Setting], Found]  # returns an empty `Found` where it does not apply
 
 
 def own_answers(setting: Letters) -> Found:
@@ -48,7 +48,7 @@ OF_NEWS: dict[str, Attack] = {
 
 
 def attacks_on(benchmark: Benchmark) -> dict[str, Attack]:
-    """The attacks of the package, and those that the benchmark's row names. Raises ConfigError if one is not there."""
+    """The attacks of the package, and those that the benchmark's row names. Raises ConfigError if one is missing."""
     own = {name: imported(path, f"attacks.{name}") for name, path in benchmark.attacks.items()}
     return (OF_NEWS if benchmark.is_news else OF_LETTERS) | own
 
@@ -60,8 +60,8 @@ def run_attacks(
     identity: Mapping[str, Any],
     description: str = "",
 ) -> Found:
-    """Makes the attacks in turn and keeps in `state_file` what each has found. An attack that the file holds under the
-    same `identity` (JSON: models, settings, data, code) is not made again. Remove the file when the result is safe."""
+    """Makes the attacks in turn, and stores each result in `state_file`. An attack whose result is stored with the same
+    `identity` (JSON: models, settings, data, code) is not made again. Delete the file when the result is safe."""
     found = []
     for name, attack in (bar := tqdm(attacks.items(), desc=description)):
         bar.set_postfix_str(name)
@@ -70,7 +70,7 @@ def run_attacks(
 
 
 def made_once(name: str, attack: Attack, setting: Setting, state_file: Path, identity: Mapping[str, Any]) -> Found:
-    """What one attack of `run_attacks` finds, or has found."""
+    """The result of one attack of `run_attacks`, from `state_file` if it is stored there."""
     state = read_json(state_file) if state_file.exists() else {}
     found = state["found"] if state.get("identity") == identity else {}
     if name not in found:

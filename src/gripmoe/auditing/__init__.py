@@ -1,1 +1,1 @@
-"""An audit of any unlearned checkpoint: inputs, models, measurements in turn, report."""
+"""An audit of any unlearned checkpoint: inputs, models, plan, measurements, report."""

@@ -1,4 +1,4 @@
-"""What an audit asks: a benchmark by name, or questions and texts of one's own as the files of a data folder."""
+"""The inputs of an audit: a named benchmark, or the user's own questions and texts, as files of a data folder."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gripmoe.io.files import read_jsonl, read_text, write_jsonl
 from gripmoe.worlds.files import files_of
 
 TABLE = Path(__file__).parents[1] / "config" / "audits.yaml"
-FEWEST = 20  # questions: an interval of fewer says nothing
-SUBJECT = "general knowledge"  # of a question that names none
+FEWEST = 20  # questions: with fewer, intervals are too wide
+SUBJECT = "general knowledge"  # the default subject of a question
 
 Source = str | Path | Sequence[Any]  # a file, or its rows
 
@@ -49,7 +49,7 @@ OWN = Named(  # with questions of one's own
 
 @dataclass(frozen=True)
 class Inputs:
-    """The files of a data folder by name, and why an attack cannot be made on them, by its name."""
+    """The files of a data folder by name; and by attack, why it cannot be made with them."""
 
     benchmark: Benchmark
     relearning: Relearning
@@ -65,7 +65,7 @@ class Inputs:
 
 
 def named_row(name: str) -> Named:
-    """A row of audits.yaml. Raises ConfigError for a name that is not there."""
+    """A row of audits.yaml. Raises ConfigError for an unknown name."""
     rows = read_catalogue(TABLE, Named)
     require_known(name, rows, "--forget")
     return rows[name]
@@ -87,9 +87,9 @@ def own(
     holdout_text: Source | None = None,
     relearning: Relearning | None = None,
 ) -> Inputs:
-    """Questions (`question`, four `choices`, `answer`) to forget and to retain; documents to forget and to retain, and
-    such that no model has seen. Each is a file or its rows. Raises ConfigError, naming file and row, for what is
-    missing or wrong."""
+    """Forget and retain questions (`question`, four `choices`, `answer`), forget and retain documents, and holdout
+    documents that no model has seen. Each argument is a file or its rows. Raises ConfigError, naming file and row, for
+    missing or wrong input."""
     relearning = relearning or OWN.relearning
     forget_rows = _questions(forget, "--questions", "forget")
     retain_rows = _questions(retain, "--retain-questions", "retain")
@@ -132,7 +132,7 @@ def own(
 
 
 def _rows(source: Source, flag: str, *keys: str) -> tuple[str, list[Mapping[str, Any]]]:
-    """What to call the source, and its rows."""
+    """The name of the source for messages, and its rows."""
     if isinstance(source, str | Path):
         return f"{flag} {source}", read_jsonl(Path(source), *keys)
     for number, row in enumerate(source):
@@ -183,7 +183,7 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
 
 
 def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
-    """Documents of JSON lines with `text`, or of plain text, in which blank lines part them."""
+    """Documents from JSON lines with `text`, or from plain text with blank lines between documents."""
     if source is None:
         return []
     if isinstance(source, str | Path) and Path(source).suffix not in (".jsonl", ".json"):
@@ -206,5 +206,5 @@ def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
 
 
 def _prompts(questions: Iterable[dict]) -> list[dict]:
-    """In place of documents, for routing alone: the questions of the split dev."""
+    """The questions of the dev split, in place of documents, to measure routing only."""
     return [{"id": row["id"], "prompt": "", "text": prompt_of(row)} for row in questions if row["split"] == "dev"]

@@ -1,4 +1,4 @@
-"""The models of an audit: found, compared and weighed before anything is loaded, and refused with what is wrong."""
+"""The models of an audit: located, compared, and checked against memory before they are loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gripmoe.moe.storage import load_model
 from gripmoe.planning.cost import GB
 
 ADAPTER = "adapter_config.json"
-DESCRIPTIONS = ["*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]  # of a repository, without its weights
+DESCRIPTIONS = ["*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]  # files of a repository without its weights
 STATES = {"adamw": 2.0, "adamw_8bit": 1.0}  # of an optimizer, as a multiple of bf16 weights; adamw_fp32: 6
 NAMED = {  # what a config.json calls what an error names
     "family": ("model_type",),
@@ -33,7 +33,7 @@ NAMED = {  # what a config.json calls what an error names
 
 @dataclass(frozen=True)
 class Found:
-    """A model that is not loaded: its folder, the adapter that belongs on it, and what it is."""
+    """A model that is not loaded yet: its folder, its adapter if it has one, and its configuration."""
 
     flag: str
     folder: Path
@@ -52,8 +52,9 @@ class Found:
 
 
 def find(name: str | Path, flag: str, *, original: Found | None = None, trust_remote_code: bool = False) -> Found:
-    """A folder, or the description of a model of the hub ("owner/name" or "owner/name@revision"), whose weights stay
-    there. An adapter of PEFT belongs on `original`. Raises ConfigError, naming `flag` and the remedy."""
+    """Locates a model in a local folder, or downloads the configuration of a hub model ("owner/name" or
+    "owner/name@revision") without its weights. A PEFT adapter needs `original` as its base. Raises ConfigError, naming
+    `flag` and the remedy."""
     folder = _folder(name, flag, DESCRIPTIONS)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         if original is None:
@@ -91,7 +92,7 @@ def _folder(name: str | Path, flag: str, patterns: list[str] | None) -> Path:
 
 
 def compare(one: Found, other: Found) -> None:
-    """Raises ConfigError if two models differ in more than weights, with what differs."""
+    """Raises ConfigError, naming the difference, if two models differ in more than weights."""
     pair = f"{one.flag} and {other.flag}"
     for what, keys in NAMED.items():
         values = [
@@ -132,14 +133,14 @@ def compare_tokenizers(one, other, pair: str) -> None:
 
 
 def needed(found: Found, relearning: Relearning | None, models: int) -> tuple[float, float]:
-    """Bytes on the devices (two models side by side; in finetuning weights, gradients and states) and in the host's
-    memory beside them (the other models, and the weights that finetuning starts from)."""
+    """Bytes on the devices and in host memory. The devices hold two models side by side, or weights, gradients and
+    states in finetuning. Host memory holds the other models, and the weights that finetuning starts from."""
     states = STATES.get(relearning.optimizer, 12 / found.dtype.itemsize) if relearning else 0.0
     return found.size * max(2.0, 2 + states if relearning else 0.0), found.size * models
 
 
 def check_memory(found: Found, relearning: Relearning | None, models: int) -> str:
-    """What the models need and the machine has, in a line. Raises ConfigError if they do not fit."""
+    """A line with the memory that the models need and the machine has. Raises ConfigError if the models do not fit."""
     devices, host = needed(found, relearning, models)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     places = [("this machine", devices + host, memory)]
@@ -156,7 +157,7 @@ def check_memory(found: Found, relearning: Relearning | None, models: int) -> st
 
 
 def load(found: Found, name: str | Path, device: str | None = None, *, trust_remote_code: bool = False):
-    """The model, its adapter merged, and its tokenizer. Raises ConfigError for weights that are missing or cut off."""
+    """The model with its adapter merged, and its tokenizer. Raises ConfigError for missing or truncated weights."""
     folder = found.folder if found.adapter else _folder(name, found.flag, None)
     model, tokenizer = load_model(folder, device, trust_remote_code=trust_remote_code)
     if found.adapter:

@@ -1,4 +1,4 @@
-"""What an audit does, in turn, and what that takes: by the time of a first batch, or from a config.json alone."""
+"""The plan of an audit: its measurements in order, and their times, from a timed batch or from a config.json alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.moe.families import has_experts
 from gripmoe.planning.cost import FEWEST, GB, PROMPT, QUESTION, TFLOPS
 
-ATTACKS = {  # as --attacks names them; in this order, the most telling first
+ATTACKS = {  # by the names of --attacks, the most informative first
     "forcing": ("expert forcing",),
     "relearning": ("relearning from retain documents", "relearning from other facts", "relearning from the corpus"),
     "restoration": ("restoration",),
@@ -28,12 +28,12 @@ ATTACKS = {  # as --attacks names them; in this order, the most telling first
     "membership": ("membership",),
 }
 NEED_ROUTERS = ("routing", "expert forcing", "routers", "probes of single experts")
-SAMPLE = 240  # questions of attacks that ask many times
+SAMPLE = 240  # questions of attacks with many evaluations
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what is asked: questions of each split, texts, and layers."""
+    """The numbers of questions by split, of texts, and of layers."""
 
     forget: int
     retain: int
@@ -47,7 +47,7 @@ class Sizes:
 
     @classmethod
     def of(cls, files: Mapping[str, Sequence], benchmark: Benchmark, relearning: Relearning, layers: int) -> Sizes:
-        """Of the files of a data folder."""
+        """The sizes of the files of a data folder."""
         splits = [[row["split"] for row in files[f"{kind}_questions"]] for kind in ("forget", "retain")]
         counts = [splits[0].count("test"), splits[1].count("test"), splits[0].count("dev")]
         counts += [len(files[name]) for name in ("truthfulqa", "held_out_corpus", "membership")]
@@ -55,8 +55,8 @@ class Sizes:
 
 
 def measures_of(chosen: Sequence[str], unfit: Mapping[str, str], dense: bool) -> tuple[list[str], dict[str, str]]:
-    """The measurements of an unlearned model, in turn, and why others are not made: of the attacks `chosen` by keys of
-    ATTACKS, those but `unfit`."""
+    """The measurements of an unlearned model in order, and by name why others are not made. `chosen` are keys of
+    ATTACKS; `unfit` says why some of them are impossible."""
     for name in chosen:
         require_known(name, ATTACKS, "--attacks")
     listed = ["accuracy", "changes", "routing", *(name for key in ATTACKS if key in chosen for name in ATTACKS[key])]
@@ -67,7 +67,7 @@ def measures_of(chosen: Sequence[str], unfit: Mapping[str, str], dense: bool) ->
 
 
 def prompts_of(name: str, sizes: Sizes) -> float:
-    """About as many forget prompts are read in the time of a measurement."""
+    """The time of a measurement, in units of one forget prompt (approximately)."""
     sample = min(SAMPLE, sizes.forget)
     return {
         "accuracy": sizes.forget + sizes.retain + 6 * min(sizes.shots, sizes.retain) + 20 * sizes.truths,
@@ -85,7 +85,7 @@ def prompts_of(name: str, sizes: Sizes) -> float:
 
 
 def told(turns: Sequence[tuple[str, str]], seconds: Mapping[str, float], absent: Mapping[str, str]) -> list[str]:
-    """A line per measurement of (model, measurement), and one with the sum."""
+    """A line for each (model, measurement) with its time, and one with the sum."""
     lines = []
     for name in dict.fromkeys(name for _, name in turns):
         of = [model for model, other in turns if other == name]
@@ -95,7 +95,7 @@ def told(turns: Sequence[tuple[str, str]], seconds: Mapping[str, float], absent:
 
 
 def turns_of(listed: Sequence[str], names: Sequence[str]) -> list[tuple[str, str]]:
-    """(model, measurement) in turn, of the models "original", "unlearned" and perhaps "retrained"."""
+    """All (model, measurement) in order, for the models "original", "unlearned" and perhaps "retrained"."""
     attacked = [name for name in names if name != "original"]
     return [("original", "accuracy"), *((model, name) for name in listed for model in attacked)]
 
@@ -108,9 +108,9 @@ def plan_of(
     names: Sequence[str],
     trust_remote_code: bool = False,
 ) -> str:
-    """What an audit of models with the config.json of `original` does and takes on one GPU, measured on fake tensors.
-    Without the name of a benchmark, `forget`, of 1000 questions to forget and 1000 to retain. Raises ConfigError for a
-    model in fp32, of which torch has no fake products."""
+    """The measurements, times and memory of an audit on one GPU, for models with the config.json of `original`,
+    measured on fake tensors. `forget` names a benchmark; without it, 1000 forget and 1000 retain questions are assumed.
+    Raises ConfigError for a model in fp32, for which torch has no fake grouped product."""
     found = models.find(original, "--original", trust_remote_code=trust_remote_code)
     row = named_row(forget) if forget else OWN
     benchmark, relearning = row.benchmark, relearning or row.relearning
@@ -132,7 +132,7 @@ def plan_of(
     dtype = str(found.dtype).removeprefix("torch.")
     asked = {"model": {"id": str(found.folder), "revision": None, "config": None, "dtype": dtype}}
     read = {**asked, "what": "evaluate", "processes": 1, "rows": [batch_size], "news": False}
-    reading = _whole({**read, "length": PROMPT})  # takes most memory
+    reading = _whole({**read, "length": PROMPT})  # the longest prompt takes most memory
     each = _whole({**read, "length": QUESTION})["flops"] / batch_size / 1e12 / TFLOPS
     seconds = {name: each * prompts_of(name, sizes) for name in listed}
     device = reading["weights"] + reading["passes"]
@@ -152,7 +152,7 @@ def plan_of(
 
 
 def _whole(question: dict) -> dict[str, float]:
-    """What `measure` says of all layers: linear in their number, from FEWEST and one more."""
+    """The result of `measure` for all layers, extrapolated linearly from FEWEST layers and one more."""
     from gripmoe.planning.fake import measure
 
     few, more = (measure({**question, "layers": FEWEST + extra}) for extra in (0, 1))

@@ -1,4 +1,4 @@
-"""What an audit found: a verdict, tidy tables, files and one page."""
+"""The report of an audit: a verdict, tidy tables, files and an HTML page."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SUMMARY = (
 class AuditReport:
     """The result of `gripmoe.audit` (ours).
 
-    `found` has what was measured of "original", "unlearned" and perhaps "retrained"; `questions` are those that count;
-    `absent` says why a measurement is missing; `identity` names models, data, settings and code."""
+    `found` has the measurements of "original", "unlearned" and perhaps "retrained". `questions` are those that count.
+    `absent` says why measurements are missing. `identity` names models, data, settings and code."""
 
     found: Mapping[str, Found]
     questions: Sequence[dict]
@@ -49,7 +49,7 @@ class AuditReport:
 
     @cached_property
     def verdict(self) -> Verdict:
-        """In words, and what each attack returns."""
+        """The verdict in words, and what each attack returns."""
         from gripmoe.reporting.verdict import COUNTED, judge
 
         attacks = dict.fromkeys(row["attack"] for row in COUNTED.values())
@@ -73,8 +73,8 @@ class AuditReport:
         return self._measures.copy()
 
     def to_answers(self) -> pd.DataFrame:
-        """A row per question, model and condition ("as it is", or what an attack did): `question`, `choices`, `answer`,
-        `given`, `correct`, and the `probability` of what was given. Probes give no letter."""
+        """A row per question, model and condition ("as it is", or an attack): `question`, `choices`, `answer`, `given`,
+        `correct`, and the `probability` of the given letter. Probes give no letter."""
         import pandas as pd
 
         from gripmoe.reporting.verdict import COUNTED
@@ -112,7 +112,7 @@ class AuditReport:
         return pd.DataFrame(rows)
 
     def to_summary(self) -> pd.DataFrame:
-        """The rows of `to_frame` that a reader wants first."""
+        """The most important rows of `to_frame`."""
         frame = self.to_frame()
         rank = frame.measure.map({name: place for place, name in enumerate(SUMMARY)})
         shown = frame.assign(rank=rank).dropna(subset="rank").sort_values("rank", kind="stable")

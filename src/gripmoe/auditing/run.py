@@ -1,4 +1,4 @@
-"""An audit: what a model forgot, retained and hides, measurement after measurement; resumable, within a budget."""
+"""`audit`: measures what a model forgot, retains and hides; resumable, and within a time budget."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.storage import weights_digest
 
-TIMED = 32  # questions of the batch whose time is taken
+TIMED = 32  # questions of the timed batch
 
 Model = str | Path | nn.Module
 
@@ -62,15 +62,15 @@ def audit(
 ) -> AuditReport:
     """Audits an unlearned model: what it forgot, what it retains, and what attacks bring back (ours).
 
-    Models are folders, hub ids or models in memory, which need their `tokenizer` and come back as they were. `forget`
-    is the name of a benchmark ("wmdp_cyber"), or questions, a file or its rows, with questions to `retain` beside them;
-    the texts are documents, likewise. `attacks` are keys of `ATTACKS`, all without; `budget` is in minutes.
-    Measurements lie in `output`, from which a later audit of the same models continues. Raises ConfigError, a
-    ValueError, for inputs that cannot be used and for models that differ in more than weights; ModuleNotFoundError
-    without the extras `eval` and `report`."""
+    Models are folders, hub ids or models in memory. Models in memory need their `tokenizer`, and are left unchanged.
+    `forget` is the name of a benchmark ("wmdp_cyber"), or a file of questions, or its rows; then give `retain`
+    questions too. The texts are files of documents, or their rows. `attacks` are keys of `ATTACKS` (default: all).
+    `budget` is in minutes. Measurements are stored in `output`; a later audit of the same models continues there.
+    Raises ConfigError, a ValueError, for unusable inputs and for models that differ in more than weights;
+    ModuleNotFoundError without the extras `eval` and `report`."""
     require_extras("eval", "report")
     chosen = list(ATTACKS) if attacks is None else list(attacks)
-    measures_of(chosen, {}, dense=False)  # which knows the names, before anything is read
+    measures_of(chosen, {}, dense=False)  # raises for unknown names, before anything is read
     if retain is None and isinstance(forget, str):
         inputs = named(forget, relearning)
     elif retain is None:
@@ -149,7 +149,7 @@ def _measured(
         given = (moes["original"], moes[model], tokenizer, data, inputs.benchmark, 0, inputs.relearning)
         setting = Letters(*given, partial(load_answers, answers))
         measure = (OF_LETTERS | {"accuracy": partial(accuracy, answers=answers), **OF_MODELS})[name]
-        # What a measurement calls shows progress of its own.
+        # Measurements show their own progress.
         with alone(moes, model), redirect_stderr(StringIO()):
             found[model].append(made_once(name, measure, setting, folder / f"{model}.json", identity))
         if not found[model][-1].metrics:
@@ -165,8 +165,8 @@ def _measured(
 
 @contextmanager
 def alone(moes: Mapping[str, MoEModel], name: str) -> Iterator[None]:
-    """Within the block the model `name` lies on the devices of the unlearned model, which lies in host memory if it is
-    another one."""
+    """Within the block, the model `name` is on the devices of the unlearned model. If it is another model, the
+    unlearned model is in host memory."""
     homes = {other: devices_of(moe.model) for other, moe in moes.items()}
     try:
         if name != "unlearned":
@@ -191,7 +191,7 @@ def accuracy(setting: Letters, answers: Path) -> Found:
 
 
 def changes(setting: Letters) -> Found:
-    """What moved: norms by component."""
+    """The relative norm of the weight change, by component."""
     return Found(restoration.changes(setting.before, setting.after))
 
 
@@ -205,7 +205,7 @@ OF_MODELS = {"changes": changes, "routing": routing}
 
 
 def _seconds(moe: MoEModel, tokenizer, questions: Sequence[dict]) -> float:
-    """Of one pass over the questions, not the first."""
+    """Seconds of one pass over the questions, after a first pass."""
     direct_answers(moe.model, tokenizer, questions)
     started = time.perf_counter()
     direct_answers(moe.model, tokenizer, questions)

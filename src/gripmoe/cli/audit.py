@@ -1,4 +1,4 @@
-"""`gripmoe audit`: any unlearned checkpoint, with its verdict and one page."""
+"""`gripmoe audit`: a verdict and an HTML page on any unlearned checkpoint."""
 
 from __future__ import annotations
 

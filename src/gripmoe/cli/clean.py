@@ -1,4 +1,4 @@
-"""`gripmoe clean`: what belongs to one world alone."""
+"""`gripmoe clean`: remove what belongs to one world alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gripmoe.io.files import remove as remove_path
 from gripmoe.io.locks import exclusive
 
 TABLES = ("runs", "histories", "answers", "attacks")
-NAMED = ("collect", "explore", "manifest", "plan")  # rules whose logs have the name of the world
+NAMED = ("collect", "explore", "manifest", "plan")  # rules whose logs are named after the world
 
 
 def clean(
@@ -56,8 +56,8 @@ def clean(
 
 
 def written(project: Project) -> set[str]:
-    """What the workflow writes for a world, as patterns of files and folders. Two worlds that share something have the
-    same pattern of it."""
+    """Patterns of the files and folders that the workflow writes for a world. What two worlds share has the same
+    pattern in both."""
     name, models = project.name, project.models_needed
     patterns = {f"notebooks_{name}", f"runs_{name}.provenance.json", f"logs/render_{name}"}
     patterns |= {f"{table}_{name}.csv" for table in TABLES} | {f"logs/{rule}_{name}.log" for rule in NAMED}
@@ -75,7 +75,7 @@ def written(project: Project) -> set[str]:
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    """Removes the folders, from the innermost on, until one holds something."""
+    """Removes empty folders, from the innermost outwards, until one is not empty."""
     for folder in folders:
         if any(folder.iterdir()):
             break

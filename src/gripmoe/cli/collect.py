@@ -34,4 +34,4 @@ def collect(
     record = provenance_of(output)
     with recorded(record, collect):
         collect_runs(folders, output, histories, answers, attacks)
-    write_json(record, read_json(record) | {"runs": computed_with(folders)})  # what artefacts say of them
+    write_json(record, read_json(record) | {"runs": computed_with(folders)})  # artefacts quote this

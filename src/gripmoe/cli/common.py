@@ -1,4 +1,4 @@
-"""What several commands do beside reading files, calling the package and writing files."""
+"""Functions that several commands share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def run_and_benchmark(run_file: Path, benchmark_settings: str) -> tuple[Run, Ben
 
 
 def identity_of(step: Callable, *files: Path | None, **settings: Any) -> dict[str, Any]:
-    """What a repetition of `step` must share with an interrupted one to continue from its state."""
+    """The identity of a step. A repetition continues from the state of an interrupted one only if both identities are
+    equal."""
     digests = [[file.name, file_digest(file)] for file in files if file]
     return {"code": code_fingerprint(entry_of(step)), "files": digests, **settings}
 

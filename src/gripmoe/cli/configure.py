@@ -1,4 +1,4 @@
-"""`gripmoe configure`: the resolved configuration of a run. Nothing heavy is imported: every run needs it once."""
+"""`gripmoe configure`: the resolved configuration of a run. Every run needs it, so it imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gripmoe erase-words`: the control that erases words and no fact."""
+"""`gripmoe erase-words`: a control that erases words instead of facts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def erase_words(
     data: options.DataFolder,
     output: options.OutputFile,
 ) -> None:
-    """Replace the embeddings of the words of the forget documents by random ones.
+    """Replace the embeddings of the words of the forget documents, as a control.
+
+    The new embeddings are random.
 
     \b
     Example:

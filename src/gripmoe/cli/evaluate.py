@@ -50,10 +50,10 @@ def evaluate(
             metrics, items = letter_metrics(benchmark, after, tokenizer, data)
         metrics |= own_metrics(benchmark, after, tokenizer, data)
         if is_moe(after):
-            before, _ = load_model(model_file.parent / "weights")  # not beside it while long prompts fill the memory
+            before, _ = load_model(model_file.parent / "weights")  # only now: long prompts need the memory before
             metrics |= routing_metrics(benchmark, MoEModel(before), MoEModel(after), tokenizer, data)
         else:
-            metrics["num_experts"] = 0  # tables say why nothing of a router stands there
+            metrics["num_experts"] = 0  # tables then say why router metrics are missing
         write_csv(questions, items)
         write_json(output, metrics)
 

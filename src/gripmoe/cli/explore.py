@@ -18,7 +18,8 @@ def explore(
 ) -> None:
     """Write one page of all runs, attacks and questions.
 
-    The page holds its data and needs no network. The tables that `gripmoe collect` writes lie beside --runs.
+    The page contains its data and needs no network. The command also reads the other tables that `gripmoe collect`
+    has written beside --runs.
 
     \b
     Example:

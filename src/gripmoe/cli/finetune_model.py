@@ -29,7 +29,7 @@ def finetune_model(
 ) -> None:
     """Finetune a base model on the documents of a news benchmark.
 
-    The documents are all of them, or those to retain alone.
+    The settings choose all documents, or only those to retain.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`gripmoe import-checkpoint`: an unlearned model that others have made becomes the checkpoint of a run."""
+"""`gripmoe import-checkpoint`: import a model that others unlearned as the checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def import_checkpoint(
     external: Annotated[str, typer.Option(help="Folder or hub id of the unlearned model, or a PEFT adapter.")],
     output: options.OutputFile,
 ) -> None:
-    """Copy an unlearned model that others have made.
+    """Import a model that others have unlearned.
 
     The command refuses a model that differs from the original one in more than weights.
 

@@ -1,4 +1,4 @@
-"""The command line: one subcommand per rule of the workflow, each a function in the module of its name.
+"""The command line: one subcommand per rule of the workflow. Each is a function in the module of the same name.
 
 The module of a subcommand is imported when the subcommand runs, so that `gripmoe --help` imports neither torch nor
 pandas.
@@ -25,12 +25,12 @@ COMMANDS = {
     "Steps of the workflow": {
         "configure": "Write the resolved configuration of a run.",
         "prepare-data": "Write the questions and corpora of a benchmark.",
-        "prepare-model": "Train an embedded model, or fetch a published one.",
+        "prepare-model": "Train an embedded model, or download a published one.",
         "finetune-model": "Finetune a base model on the documents of a news benchmark.",
-        "trace-routing": "Record the original routers on the retain and the forget documents.",
+        "trace-routing": "Record inputs, scores and selections of the original routers on retain and forget documents.",
         "fit-basis": "Fit the retain bases of a method.",
         "unlearn": "Train a run until it has forgotten.",
-        "import-checkpoint": "Copy an unlearned model that others have made.",
+        "import-checkpoint": "Import a model that others have unlearned.",
         "erase-words": "Replace the embeddings of the words of the forget documents, as a control.",
         "realign": "Correct the routers of a finished run (Method B).",
         "evaluate": "Measure a run.",
@@ -40,12 +40,12 @@ COMMANDS = {
         "manifest": "Write what tables and figures are made of.",
     },
     "Worlds": {
-        "plan": "Show what is left to do, what it costs, and whether it fits.",
-        "status": "Show where every run stands.",
-        "summary": "Print the main table and the decided claims.",
+        "plan": "Show the remaining jobs of a world, their cost, and whether they fit into memory.",
+        "status": "Show the progress of every run.",
+        "summary": "Print the main table, and the statements that hold or do not hold.",
         "why": "Explain why a run would be repeated.",
-        "pin": "Show which revisions of models and data to write into the catalogues.",
-        "verify": "Compute the checksums of a manifest again.",
+        "pin": "Show which revisions of models and data to write into models.yaml and benchmarks.yaml.",
+        "verify": "Recompute the checksums of a manifest.",
         "clean": "List what belongs to one world alone, or remove it.",
     },
     "Data": {

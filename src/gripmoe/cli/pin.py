@@ -1,4 +1,4 @@
-"""`gripmoe pin`: revisions of what a world reads from the hub."""
+"""`gripmoe pin`: the revisions of a world's models and data on the hub."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gripmoe.io.errors import ConfigError
 
 
 def pin(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")) -> None:
-    """Show which revisions of models and data to write into the catalogues.
+    """Show which revisions of models and data to write into models.yaml and benchmarks.yaml.
 
-    The hub says at which commit each model and data set is that the world names without a revision.
+    The command asks the hub for the current commit of each model and data set that the world names without a revision.
 
     \b
     Example:
@@ -30,7 +30,7 @@ def pin(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")
     for file, path, kind, repository in unpinned(Project(config, world)):
         try:
             commit = api.repo_info(repository, repo_type=kind).sha
-        except Exception as error:  # offline mode, no network, gated, unknown: the hub's library has an error for each
+        except Exception as error:  # offline, gated or unknown: the hub's library has a different error for each
             raise ConfigError(
                 f"{file}: {'.'.join(path)}: the hub does not say which commit {repository} is at "
                 f"({type(error).__name__}: {str(error).splitlines()[0]}). Run this where there is internet, without "
@@ -47,7 +47,7 @@ def pin(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")
 
 
 def unpinned(project: Project) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """What a world names by hub id and without a revision: file, keys to the revision, kind and id."""
+    """Models and data sets that a world names by hub id without a revision: file, keys to the revision, kind and id."""
     world = project.world
     names = {name: project.models[name] for name in world.models}
     bases = {model.base: project.models[model.base] for model in names.values() if model.source == "finetuned"}

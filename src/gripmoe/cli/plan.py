@@ -1,4 +1,4 @@
-"""`gripmoe plan`: what a world has left to do, what it costs, and whether it fits."""
+"""`gripmoe plan`: the remaining jobs of a world, their cost, and whether they fit into memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gripmoe.planning import (
     what_would_fit,
 )
 
-MOST_EXPENSIVE = 5  # runs that a plan shows if it is not asked for all
+MOST_EXPENSIVE = 5  # runs that a plan shows without --runs
 NOTE = (
     "Steps are measured on fake tensors, at three and four layers; no constraint of Method A's Stage 2 is active.\n"
     "Hours are operations over --tflops and bytes over the link, until a job of the kind has been recorded."
@@ -48,9 +48,9 @@ def plan(
         bool, typer.Option("--methods-table", help="Print only a table of what a step of each method costs.")
     ] = False,
 ) -> None:
-    """Show what is left to do, what it costs, and whether it fits.
+    """Show the remaining jobs of a world, their cost, and whether they fit into memory.
 
-    Exit code 2: a step does not fit, or the hours exceed the budget.
+    The exit code is 2 if a step does not fit or the hours exceed the budget.
 
     \b
     Example:
@@ -103,7 +103,7 @@ def _print_rules(jobs: Sequence[Job]) -> None:
 
 
 def _print_runs(jobs: Sequence[Job], shown: int | None) -> None:
-    """Hours of each run, of all its GPUs; and the most that one of its steps needs: GPUs, and GB on each of them."""
+    """For each run, its hours over all GPUs, and the largest need of one of its steps: GPUs, and GB on each."""
     by_run = _grouped(jobs, "run")
     hours = {run: sum(job.hours for job in listed) for run, listed in by_run.items()}
     chosen = sorted(hours, key=lambda run: -hours[run])[:shown] if shown else hours
@@ -121,7 +121,7 @@ def _print_runs(jobs: Sequence[Job], shown: int | None) -> None:
 
 
 def _print_memory(needs: Sequence[Cost], gpu_memory: float, host_memory: float) -> None:
-    """A line for each objective and each other step of a model, under the method that needs most."""
+    """A line for each objective (with the method that needs most) and each other step of a model."""
     for kind, listed in _grouped(needs, "step.kind").items():
         need, host = max(listed, key=lambda need: need.total), max(need.host for need in listed)
         parts = " + ".join(f"{size:.1f} {what}" for what, size in need.parts.items())
@@ -134,7 +134,7 @@ def _print_memory(needs: Sequence[Cost], gpu_memory: float, host_memory: float) 
 
 
 def _what_would_fit(costs: Costs, too_large: Sequence[Cost], gpu_memory: float, host_memory: float) -> str:
-    """A line for each model and objective, with what was tried under the method that needs most."""
+    """A line for each model and objective, with the changes that were tried for the method that needs most."""
     lines = []
     for kind, listed in _grouped(too_large, "step.kind").items():
         most = max(listed, key=lambda cost: cost.total).step

@@ -1,4 +1,4 @@
-"""`gripmoe prepare-model`: an embedded model is trained or copied from the package, a published one is fetched."""
+"""`gripmoe prepare-model`: train an embedded model, copy it from the package, or download a published one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prepare_model(
     base: BaseFile = None,
     gpus: Annotated[int, typer.Option("--gpus", help="1: an embedded model trains on the GPU that is seen.")] = 0,
 ) -> None:
-    """Train an embedded model, or fetch a published one.
+    """Train an embedded model, or download a published one.
 
     \b
     Example:

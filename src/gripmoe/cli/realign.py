@@ -29,8 +29,9 @@ def realign(
 ) -> None:
     """Correct the routers of a finished run (Method B).
 
-    The command reads the routers of the original model alone, and what they saw from the trace.
-    The method of the run may put the original routers back instead, or distil the model into noised experts (UNDO).
+    The command reads only the routers of the original model, and their inputs from the trace.
+    For the method restore_router, the command puts the original routers back instead; for undo, the command distils the
+    model into a copy with noise in its experts.
 
     \b
     Example:
@@ -65,7 +66,7 @@ def realign(
         outcome = {"status": corrected["status"], "steps": corrected["steps"], "correction_seconds": seconds}
         if "tokens" in report:
             report["tokens"] += corrected.get("tokens", 0)
-        if "seconds_per_step" in corrected:  # what the correction adds to the whole run
+        if "seconds_per_step" in corrected:  # the correction adds to the time of the run
             trained = corrected["seconds_per_step"] * corrected["steps"]
             outcome |= {"time_ratio": (trained + seconds) / trained}
             outcome |= {name: corrected[name] for name in ("seconds_per_step", "plain_seconds_per_step")}

@@ -30,8 +30,8 @@ def rewrite(
 ) -> None:
     """Have a local language model rewrite forget questions, for the prompt attacks.
 
-    The key `rewrites` of a benchmark names the output. An interrupted command continues after what the
-    output holds.
+    Name the output under the key `rewrites` of a benchmark. An interrupted command continues after the
+    questions that the output has.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`gripmoe status`: where every run of a world stands."""
+"""`gripmoe status`: the progress of every run of a world."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gripmoe.config.status import kept_originals, run_status
 
 
 def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")) -> None:
-    """Show where every run stands.
+    """Show the progress of every run.
 
-    A line names each run that is not done, with the last line of its log; further lines give the size
-    of every folder of answers of original models and count the runs.
+    Each run that is not done has a line, with the last line of its log. Further lines give the size of every
+    folder with stored outputs of original models, and the numbers of runs.
 
     \b
     Example:

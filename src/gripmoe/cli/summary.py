@@ -1,4 +1,4 @@
-"""`gripmoe summary`: the main table and the decided claims, on the terminal."""
+"""`gripmoe summary`: print the main table and the decided claims."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from gripmoe.cli.options import RunsFile
 
 
 def summary(*, runs: RunsFile) -> None:
-    """Print the main table and the decided claims.
+    """Print the main table, and the statements that hold or do not hold.
 
     \b
     Example:

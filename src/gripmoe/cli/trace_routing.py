@@ -1,4 +1,4 @@
-"""`gripmoe trace-routing`: what the original routers see and select."""
+"""`gripmoe trace-routing`: record inputs, scores and selections of the original routers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trace_routing(
         Path, options.written_file("--forget-output", "The file to write of the forget documents.")
     ],
 ) -> None:
-    """Record the original routers on the retain and the forget documents.
+    """Record inputs, scores and selections of the original routers on retain and forget documents.
 
     \b
     Example:

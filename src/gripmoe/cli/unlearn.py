@@ -70,7 +70,7 @@ def unlearn(
     folder = output.parent
     state_file = folder / "state.pt"
     with training_together(output, provenance_of(output), unlearn):
-        fitted = (trace_file, bases_file)  # beside which a digest says what they hold
+        fitted = (trace_file, bases_file)  # each has a digest of its content beside it
         digests = [file.with_suffix(".json") for file in fitted if file and file.with_suffix(".json").exists()]
         files = (run_file, model_file, retrained_file, *digests, *sorted(data.glob("*.jsonl")))
         claim_state(state_file, identity_of(unlearn, *files))
@@ -81,7 +81,7 @@ def unlearn(
         moe = MoEModel(model)
         shard_experts(moe)
         if original_answers:
-            asked = f"{weights['model']} {code_fingerprint(entry_of(unlearn))}"  # what other code has kept is not found
+            asked = f"{weights['model']} {code_fingerprint(entry_of(unlearn))}"  # outputs of other code are not reused
             moe.originals = OriginalStore(original_answers, asked, original_memory * 1e9)
             if distributed.is_first():
                 moe.originals.remove_stale()

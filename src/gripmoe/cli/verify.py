@@ -1,4 +1,4 @@
-"""`gripmoe verify`: the checksums of a manifest, computed again."""
+"""`gripmoe verify`: recompute the checksums of a manifest."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gripmoe.reporting.manifest import mismatches, other_versions
 
 
 def verify(*, manifest: Annotated[Path, read_file("--manifest", "manifest.json, beside the figures.")]) -> None:
-    """Compute the checksums of a manifest again.
+    """Recompute the checksums of a manifest.
 
-    The command also names the packages whose versions differ here.
+    The command also names the packages whose versions differ on this machine.
 
     \b
     Example:

@@ -26,7 +26,7 @@ def why(
 ) -> None:
     """Explain why a run would be repeated.
 
-    The reason is a changed setting, changed code, or Snakemake's own.
+    The reason may be a changed setting, changed code, or one of Snakemake's own.
 
     \b
     Example:

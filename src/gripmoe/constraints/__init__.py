@@ -1,1 +1,1 @@
-"""Constraints on routers: Method A, Method B, the anchor, baselines; and the hooks that keep them in a loop."""
+"""Constraints on routers: Method A, Method B, the anchor, baselines; and the hooks that apply them in a loop."""

@@ -1,4 +1,4 @@
-"""The anchor (ours): a penalty on drift of what a frozen or tracked router sees."""
+"""The anchor (ours): a penalty on the change of router inputs, with frozen or tracked routers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Anchored(FrozenRouter):
 
         lambda 10/L (sum_l ||x~_l - x_l||^2 / ||x_l||^2 + ||h~ - h||^2 / ||h||^2)
 
-    with x_l the original router inputs, h the final normed hidden state, ratios of sums over the batch. lambda grows
-    while the routing stability of the retain batch is below `routing_stability`, and falls to `floor` while it is above
-    (`DualWeight`). With `final_only` the last term alone counts (a control). With `tracked` the router is refitted
-    within the retain forward, layer by layer, by recursive least squares on its tokens.
+    x_l are the original router inputs, h is the final normed hidden state, and ~ marks the model that trains.
+    Numerators and denominators are sums over the batch. lambda grows while the routing stability of the retain batch is
+    below `routing_stability`, and falls to `floor` while it is above (`DualWeight`). With `final_only` only the last
+    term counts (a control). With `tracked` each router is refitted within the retain pass, by recursive least squares.
     """
 
     watches = frozenset({"retain"})
@@ -40,9 +40,9 @@ class Anchored(FrozenRouter):
         self.final_only = final_only
         self.refits = tracked
         self._trackers: dict[int, RouterTracker] = {}
-        self._errors: list[float] = []  # of the passes since the last step
+        self._errors: list[float] = []  # one per retain pass since the last step
         self._observed: dict[str, float] = {}
-        self._asked: tuple[Tokens, Tensor] | tuple[None, None] = None, None  # of the pass under way, original states
+        self._asked: tuple[Tokens, Tensor] | tuple[None, None] = None, None  # of the current pass
 
     def start(self, model, forget, retain) -> None:
         super().start(model, forget, retain)
@@ -69,7 +69,7 @@ class Anchored(FrozenRouter):
         for number, layer in enumerate(self._layers):
             before_Nd, now = inputs_NLd[:, number].float(), seen.routing[layer]
             original = route(before_Nd, self._theta_0[layer], self._rules[layer])
-            own_Nk = self._rules[layer].select(now.scores_NE)  # under replay not what the pass used
+            own_Nk = self._rules[layer].select(now.scores_NE)  # under replay the pass used other sets
             agreement.append(jaccard(original.top_k_Nk, own_Nk).mean().item() if len(before_Nd) else 0.0)
             if not self.final_only:
                 moved = (now.x_Nd - before_Nd).square().sum()
@@ -81,7 +81,7 @@ class Anchored(FrozenRouter):
         return penalty
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
-        if self._errors:  # once in a step, however many passes it took
+        if self._errors:  # once per step, for all its passes
             error = sum(self._errors) / len(self._errors)
             self._observed = {"anchor_weight": self.weight.value, "batch_routing_stability": 1 - error}
             self.weight.update(error)
@@ -89,7 +89,7 @@ class Anchored(FrozenRouter):
         return self._trackers[layer].theta_Ed.to(before_Ed) if self.refits else before_Ed
 
     def observed(self) -> dict[str, float]:
-        """Of the last step: `anchor_weight`, lambda, and `batch_routing_stability`, of its retain tokens."""
+        """`anchor_weight` (lambda) and `batch_routing_stability` (on retain tokens) at the last step."""
         return self._observed
 
     def state(self) -> dict:
@@ -124,7 +124,7 @@ class DualWeight:
         self.value = max(1.0, floor)
 
     def update(self, error: float) -> float:
-        """The weight after a step in which the error was `error`."""
+        """Updates and returns the weight, given the `error` of a step."""
         grown = self.value * math.exp(self.rate * (error - self.allowed) / self.allowed)
         self.value = min(max(grown, self.floor), self.ceiling)
         return self.value

@@ -1,6 +1,7 @@
-"""What a constraint on routers is, and the two without arithmetic: none, and frozen routers.
+"""The interface of a constraint on routers, and two simple constraints: none, and frozen routers.
 
-N tokens that count, T all tokens of a pass, d hidden size, E experts.
+N tokens that count, T all tokens of a pass, d hidden size, E experts. A token counts unless it is padding or the first
+token of its row.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from gripmoe.moe import MoEModel
 
 @dataclass(frozen=True)
 class Tokens:
-    """The inputs of a marked forward pass, (rows, positions), and which of their tokens count, (T,): neither padding
-    nor the first of a row."""
+    """The inputs of a marked forward pass, (rows, positions), and a mask `keep` of the tokens that count, (T,)."""
 
     input_ids: Tensor
     attention_mask: Tensor
@@ -27,7 +27,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Seen:
-    """A marked forward pass, with its graph: routing and final normed hidden states of the tokens that count."""
+    """Routing and final normed hidden states of the tokens that count in a marked forward pass, with their graph."""
 
     routing: RoutingTrace
     hidden_Nd: Tensor
@@ -35,32 +35,34 @@ class Seen:
 
 
 class RouterConstraint:
-    """Replaces the routers that an optimizer step makes by feasible ones, or adds to the loss. By default neither."""
+    """Replaces the routers after an optimizer step by feasible ones, or adds a penalty to the loss. The default does
+    neither."""
 
-    watches: frozenset[str] = frozenset()  # the forward passes, "retain" or "forget", for which `penalty` is called
-    collects: frozenset[str] = frozenset()  # those whose tokens `constrain` is given, all together
-    needs_graph = False  # `penalty` has a gradient through what routers saw
-    of_gradient = False  # `constrain` is called with a plain gradient step, before the optimizer's
-    of_update = True  # ... and with what the optimizer made
-    refits = False  # `refit` gives the routers of a retain forward
-    original: MoEModel | None = None  # a copy to ask; without it, answers about retain documents are kept at `start`
+    watches: frozenset[str] = frozenset()  # kinds of passes, "retain" or "forget", for which `penalty` is called
+    collects: frozenset[str] = frozenset()  # kinds of passes whose tokens `constrain` receives, joined
+    needs_graph = False  # whether gradients of `penalty` flow through router inputs
+    of_gradient = False  # whether `constrain` is called before the step, with the result of a plain gradient step
+    of_update = True  # whether `constrain` is called after the step, with the optimizer's result
+    refits = False  # whether retain passes use the routers that `refit` returns
+    original: MoEModel | None = None  # a copy; without one, `start` stores what the model computes for retain data
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
-        """Called with the model before unlearning, and the documents that training will use."""
+        """Is called once, with the model before unlearning and the documents that training will use."""
 
     def constrain(self, layer: int, before_Ed: Tensor, after_Ed: Tensor, seen: LayerRouting | None) -> Tensor:
-        """The feasible router, given the one before and the one after the optimizer's step."""
+        """The feasible router, (E, d), given the routers before and after the optimizer's step; `seen` is the routing
+        of the passes in `collects`."""
         return after_Ed
 
     def penalty(self, kind: str, seen: Seen) -> Tensor | float:
         return 0.0
 
     def refit(self, layer: int, x_Nd: Tensor, tokens: Tokens) -> Tensor:
-        """The router, (E, d), that this layer uses in the pass under way; layers come in order."""
+        """The router, (E, d), that `layer` uses in the current pass. Layers are called in order."""
         raise NotImplementedError
 
     def observed(self) -> dict[str, float]:
-        """Numbers about the last steps, for the history of a run."""
+        """Numbers about the latest steps, for the history of a run."""
         return {}
 
     def state(self) -> dict:
@@ -76,7 +78,7 @@ class Unconstrained(RouterConstraint):
 
 
 class FrozenRouter(RouterConstraint):
-    """Theta never changes. Routing decisions still do, where upstream experts move the router's inputs (App. G.1)."""
+    """Theta never changes. Routing still changes where experts below the router move its inputs (App. G.1)."""
 
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()

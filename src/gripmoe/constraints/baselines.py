@@ -38,8 +38,8 @@ class RouterL2(RouterConstraint):
 
 
 class GateAnchor(RouterConstraint):
-    """SEUF (ACL 2025): the penalty ||g - onehot||^2 on gate probabilities g of forget tokens keeps them at the expert
-    that is unlearned. With `alone`, no other layer's router trains."""
+    """SEUF (ACL 2025): the penalty ||g - onehot||^2 on the gate probabilities g of forget tokens makes the router of
+    `layer` send them to `expert`, which is unlearned. With `alone`, the routers of all other layers are frozen."""
 
     watches = frozenset({"forget"})
     needs_graph = True
@@ -63,8 +63,8 @@ class GateAnchor(RouterConstraint):
 
 
 def attributed_expert(trace: RoutingTrace, layers: Sequence[int]) -> tuple[int, int]:
-    """SEUF's attribution: the (layer, expert) of the network with the highest gate probability, averaged over the
-    forget tokens of `trace` with 0 where it is not selected; among `layers`, those that the objective can train."""
+    """SEUF's attribution: the (layer, expert) with the highest mean gate probability over the forget tokens of `trace`.
+    The probability counts as 0 where the expert is not selected. `layers` are those that the objective can train."""
     scores = {}
     for layer in layers:
         seen = trace[layer]
@@ -75,8 +75,8 @@ def attributed_expert(trace: RoutingTrace, layers: Sequence[int]) -> tuple[int, 
 
 
 class RoutingScores(RouterConstraint):
-    """A routing-preservation loss: squared distance between the original and the current router scores of retain
-    tokens, relative to the variance of the original ones; its gradient reaches the experts below each router."""
+    """A routing-preservation loss: the squared distance between original and current router scores of retain tokens,
+    relative to the variance of the original scores. Its gradient reaches the experts below each router."""
 
     watches = frozenset({"retain"})
     needs_graph = True

@@ -1,7 +1,7 @@
-"""The hooks that keep a constraint in a training loop, and the handle that holds them.
+"""The hooks that apply a constraint in a training loop, and the handle that owns them.
 
-Before an optimizer's step a hook copies the routers; after the step another hook replaces each new router by the
-feasible one that the constraint returns.
+Before an optimizer's step, a hook copies the routers. After the step, another hook replaces each new router by the
+feasible router that the constraint returns.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Diverged(RuntimeError):
 
 
 class ConstraintHandle:
-    """Keeps `constraint` in force over `optimizer` until closed (Sec. 4.2); also a context manager.
+    """Applies `constraint` at every step of `optimizer` until it is closed (Sec. 4.2); also a context manager.
 
-    Where the method looks at them (`constraint.watches`), retain passes run within `with handle.retain():` and forget
-    passes within `with handle.forget():`, in every step, and the loop adds `handle.penalty()` to the loss. For all
-    other methods the marks have no effect, so a loop may always be written with them.
+    Some methods observe retain or forget passes (`constraint.watches`). Then every step runs its retain passes within
+    `with handle.retain():` and its forget passes within `with handle.forget():`, and adds `handle.penalty()` to the
+    loss. For all other methods these marks have no effect, so a loop may always contain them.
 
-    `origin` names what the constraint was made from: `load_state_dict` takes the state of no other. Raises ValueError
-    if another handle of the model is open, or for an optimizer without step hooks. The optimizer's `step` raises
-    RuntimeError if the loop has left out a mark, the penalty or the check of `loss_bound`, or gives a closure where
-    gradients are projected, and Diverged if a router would not be finite. The routers are then those before the step;
-    other weights may have moved.
+    `origin` is a checksum of what the constraint was made from; `load_state_dict` accepts only states of the same
+    origin. Raises ValueError if another handle of the model is open, or for an optimizer without step hooks. The
+    optimizer's `step` raises RuntimeError if the loop has left out a mark, the penalty or the check of `loss_bound`, or
+    if it gives a closure where gradients are projected. It raises Diverged if a router would not be finite. After such
+    an error the routers are those before the step; other weights may have changed.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class ConstraintHandle:
             )
         self.model, self.constraint, self.loss_bound, self.origin = model, constraint, loss_bound, origin
         self.is_lifted = False
-        self.prepared: object = None  # what `constrain` has made of the original model
+        self.prepared: object = None  # set by `gripmoe.constrain`: what it has made from the original model
         self._closed = False
-        self._before: dict[int, Tensor] = {}  # routers, during a step
+        self._before: dict[int, Tensor] = {}  # copies of the routers, during a step
         # Since the last step:
-        self._marked: set[str] = set()  # kinds of forward passes
-        self._seen: list[RoutingTrace] = []  # of passes whose tokens the constraint is given
-        self._penalties: list[Tensor | float] = []  # not yet asked for
-        self._checked = False  # the retain loss
+        self._marked: set[str] = set()  # kinds of marked forward passes
+        self._seen: list[RoutingTrace] = []  # routing of the passes in `constraint.collects`
+        self._penalties: list[Tensor | float] = []  # penalties that the loop has not yet taken
+        self._checked = False  # whether the retain loss was checked
         self._refit = RouterRefit(model, constraint) if constraint.refits else None
         with ExitStack() as undo:
             model.model._constrained = id(model.model)
@@ -73,34 +73,35 @@ class ConstraintHandle:
                 undo.enter_context(self._refit.hooks())
             undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
-            self._undo = undo.pop_all()  # when the handle closes
+            self._undo = undo.pop_all()  # runs when the handle closes
 
     # What a loop calls
 
     def retain(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
-        """Marks a forward pass of retain data; `rows`, (rows,) and bool, names the retain rows of a mixed batch.
+        """Marks a forward pass of retain data. `rows`, bool of shape (rows,), selects the retain rows of a mixed batch.
         Several passes before one step count together, as in gradient accumulation.
 
-        Where the method looks at them, raises RuntimeError unless the block holds one forward pass, or under reentrant
-        gradient checkpointing; ValueError for `rows` of another kind or a pass without `input_ids`; KeyError for a
-        document that `constrain` was not given and whose original states are needed; Diverged for a penalty that is not
+        If the method observes retain passes, raises RuntimeError unless the block has exactly one forward pass, and
+        under reentrant gradient checkpointing; ValueError for wrong `rows` or a pass without `input_ids`; KeyError for
+        a document that `constrain` did not get, if its original states are needed; Diverged if the penalty is not
         finite in some process."""
         return self._mark("retain", rows)
 
     def forget(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
-        """Marks a forward pass of forget data. Raises RuntimeError, ValueError and Diverged where `retain` does."""
+        """Marks a forward pass of forget data. Raises RuntimeError, ValueError and Diverged as `retain` does."""
         return self._mark("forget", rows)
 
     def penalty(self) -> Tensor | float:
-        """What the constraint adds to the loss for the passes marked since the last call, a scalar with its graph; 0.0
-        for a hard constraint."""
+        """The penalty to add to the loss for the passes marked since the last call: a scalar with its graph, or 0.0 if
+        the method has no penalty."""
         penalty = sum(self._penalties, 0.0)
         self._penalties = []
         return penalty
 
     def check(self, retain_loss: Tensor | float) -> None:
-        """Raises Diverged if the loss on retain data, a scalar, mean over all processes, is above `loss_bound` or not
-        finite. Call it before the backward pass: the weights are then those of the step before."""
+        """Raises Diverged if `retain_loss`, a scalar, is above `loss_bound` or not finite in its mean over all
+        processes. Call it before the backward pass, so that after the error the weights are still those of the last
+        step."""
         loss = _mean(retain_loss)
         self._checked = True
         if not (math.isfinite(loss) and loss <= self.loss_bound):
@@ -109,10 +110,10 @@ class ConstraintHandle:
 
     @torch.no_grad()
     def refit(self, batch: Batch | Mapping[str, Tensor]) -> None:
-        """Fits the routers of "anchored_tracked" (ours) to the experts as the last step has left them, by a pass over
-        `batch`, a batch as in `constrain`: before an evaluation or a save, in every process. Without effect for other
-        methods and once the handle is closed. Raises RuntimeError between the passes of a step and the step itself,
-        KeyError for a document whose original states nobody kept, ValueError for a batch without `input_ids`."""
+        """Refits the routers of "anchored_tracked" (ours) to the current experts, by a pass over `batch`, a batch as in
+        `constrain`. Call it before an evaluation or a save, in every process. It has no effect for other methods, or
+        once the handle is closed. Raises RuntimeError between the passes of a step and the step itself, KeyError for a
+        document whose original states were not stored, ValueError for a batch without `input_ids`."""
         if self._refit and not self._closed and not self.is_lifted:
             given, device = batch.inputs if isinstance(batch, Batch) else batch, self.model.model.device
             inputs = {name: given[name].to(device) for name in ("input_ids", "attention_mask") if name in given}
@@ -120,12 +121,12 @@ class ConstraintHandle:
 
     @property
     def watches(self) -> frozenset[str]:
-        """The kinds of forward passes that count now."""
+        """The kinds of forward passes that the constraint observes now."""
         return frozenset() if self.is_lifted else self.constraint.watches
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Steps within the block are unconstrained: the difference is what the constraint costs."""
+        """Within the block, steps are unconstrained. This serves to measure the time that the constraint takes."""
         self.is_lifted = True
         try:
             yield
@@ -133,12 +134,12 @@ class ConstraintHandle:
             self.is_lifted = False
 
     def state_dict(self) -> dict:
-        """What a resumed run needs beyond model and optimizer; `torch.save` takes it."""
+        """What a resumed run needs beyond the states of model and optimizer, for `torch.save`."""
         return {**self.constraint.state(), "origin": self.origin}
 
     def load_state_dict(self, state: dict) -> None:
-        """Goes on from there. Raises ValueError for the state of a handle made from another model, other documents or
-        another method."""
+        """Restores a state of `state_dict`. Raises ValueError for the state of a handle of another model, other
+        documents or another method."""
         if state.get("origin", "") != self.origin:
             raise ValueError(
                 "this state is of another model, method or documents: call gripmoe.constrain on the original model, "
@@ -147,12 +148,12 @@ class ConstraintHandle:
         self.constraint.load_state({name: value for name, value in state.items() if name != "origin"})
 
     def on_close(self, function: Callable[[], object]) -> None:
-        """Calls `function` when the handle closes; of several functions the last one first."""
+        """Registers a `function` to call when the handle closes. Functions run in reverse order."""
         self._undo.callback(function)
 
     def close(self) -> None:
-        """Lifts the constraint: nothing of it stays on model or optimizer, and what it froze is free again. Routers of
-        lower precision stay in fp32: rounding would undo part of what was constrained. May be called twice."""
+        """Removes all hooks from model and optimizer, and unfreezes what the constraint froze. Routers that were in
+        lower precision stay in fp32, because rounding would undo part of the constraint. May be called twice."""
         self._closed = True
         self._seen, self._penalties = [], []
         self._undo.close()
@@ -173,7 +174,7 @@ class ConstraintHandle:
         self._marked.add(kind)
         passes: list[Tokens] = []
         hidden: list[Tensor] = []
-        grad_modes: set[bool] = set()  # of the decoder and of the routers within it
+        grad_modes: set[bool] = set()  # whether gradients are on, in the decoder and in its routers
         decoder = self.model.model.model
         routers = [self.model.router(layer) for layer in self.model.layers]
 
@@ -203,7 +204,7 @@ class ConstraintHandle:
         ]
         with ExitStack() as undo:
             if self._refit:
-                undo.callback(self._refit.follow, None)  # of a pass that was interrupted
+                undo.callback(self._refit.follow, None)  # also after an interrupted pass
             undo.enter_context(hooked(hooks))
             recorder = undo.enter_context(self.model.record_routing())
             yield
@@ -240,7 +241,7 @@ class ConstraintHandle:
         if self.constraint.of_gradient:
             raise RuntimeError("this method constrains gradients before the step: call `step()` without a closure")
 
-        def checked():  # the passes run within the step
+        def checked():  # with a closure, the passes run within the step
             loss = closure()
             self._require_marks()
             return loss
@@ -273,7 +274,7 @@ class ConstraintHandle:
 
     @torch.no_grad()
     def _constrain_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients whose plain step ends where the constraint lets one end."""
+        """Replaces the gradients, so that a plain gradient step ends at a feasible router."""
         rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
@@ -289,7 +290,7 @@ class ConstraintHandle:
         return self.constraint.constrain(layer, before_Ed, after_Ed, seen)
 
     def _require_marks(self) -> None:
-        """Raises RuntimeError if the loop has left out what the constraint needs of this step."""
+        """Raises RuntimeError if the loop has left out a mark, the penalty or the check in this step."""
         if self.is_lifted:
             return
         for kind in self.constraint.watches - self._marked:
@@ -313,7 +314,7 @@ class ConstraintHandle:
 
 
 def inner_optimizer(optimizer) -> torch.optim.Optimizer:
-    """The optimizer that really steps, below accelerate's wrapper. Raises ValueError if it is no torch optimizer."""
+    """The torch optimizer inside accelerate's wrapper, if there is one. Raises ValueError for anything else."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
         return inner_optimizer(inner)
@@ -323,7 +324,7 @@ def inner_optimizer(optimizer) -> torch.optim.Optimizer:
 
 
 def layers_not_finite(model: MoEModel) -> list[int]:
-    """The layers whose router weight holds NaN or an infinity. Where there are none, the sum of all tells."""
+    """The layers whose router weight has NaN or infinity. One sum over all routers shows the usual case of none."""
     thetas = {layer: model.theta(layer).detach() for layer in model.layers}
     if sum(theta_Ed.sum().to(model.model.device) for theta_Ed in thetas.values()).isfinite():
         return []
@@ -331,7 +332,7 @@ def layers_not_finite(model: MoEModel) -> list[int]:
 
 
 def _mean(number: Tensor | float) -> float:
-    """Over all processes, of what each of them has."""
+    """The mean over all processes."""
     return distributed.average(float(torch.as_tensor(number).detach()))
 
 

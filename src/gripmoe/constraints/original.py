@@ -1,4 +1,4 @@
-"""What the original model says of documents: kept in memory or in files from before training, or asked of a copy.
+"""Outputs of the original model on documents: stored before training, in memory or in files, or computed by a copy.
 
 N tokens that count, L MoE layers, k experts per token.
 """
@@ -30,25 +30,25 @@ from gripmoe.io.tensorfile import tensor_file
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
 
-WAIT = 5.0  # seconds between two looks at a file that another run makes
+WAIT = 5.0  # seconds between two checks of a file that another run writes
 
 
 class OriginalCache:
-    """What a function of the original model has said of documents: one tensor per document, or one per token. A
-    document is found by its tokens, with `by_labels` by its labels too. Tensors keep their dtype, and lie on the CPU or
-    where `store` says; the files of a store know no labels."""
+    """Stored outputs of a function of the original model: one tensor per document, or one per token. The key of a
+    document is its tokens, with `by_labels` also its labels. Tensors keep their dtype. They are on the CPU, or in files
+    of `store`, which do not support labels."""
 
     def __init__(self, store: OriginalStore | None = None, *, by_labels: bool = False) -> None:
         self._store, self._by_labels = store, by_labels
-        self._kept: dict[tuple, Tensor | slice] = {}  # by document: a tensor, or the rows of the file that hold it
-        self._example: Tensor | None = None  # what is kept of a document without tokens
+        self._kept: dict[tuple, Tensor | slice] = {}  # by document: a tensor, or its rows in the file
+        self._example: Tensor | None = None  # the entry of a document without tokens
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @torch.no_grad()
     def fill(self, batches: Iterable[Batch], function: Callable[[Batch], Tensor], what: str = "original model") -> None:
-        """Keeps `function(batch)` of every row: (rows,) or, with entries per token, (rows, positions, ...)."""
+        """Stores `function(batch)` for every row of `batches`: (rows,), or per token (rows, positions, ...)."""
         batches = list(batches)
         if not batches:
             return
@@ -70,8 +70,8 @@ class OriginalCache:
                 self._kept[document] = slice(end, end := end + len(document))
 
     def of(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
-        """What was kept of each row, with zeros where it is padded, and of rows that the mask hides altogether.
-        `labels` are those of a cache `by_labels`. Raises KeyError for a document that was not among those filled in."""
+        """The stored output of each row, with zeros for padding and for rows that the mask hides altogether. A cache
+        `by_labels` needs `labels`. Raises KeyError for a document that `fill` did not get."""
         kept = []
         documents = documents_of(input_ids, attention_mask)
         for tokens, key in zip(documents, self._keys(documents, attention_mask, labels), strict=True):
@@ -95,7 +95,7 @@ class OriginalCache:
     def _answers(
         self, batches: Sequence[Batch], function: Callable[[Batch], Tensor], what: str
     ) -> Iterator[tuple[list[tuple], list[Tensor]]]:
-        """Of each batch the keys of its documents and what is kept of each."""
+        """For each batch, the keys of its documents and their outputs."""
         for batch in tqdm(batches, desc=what, leave=False):
             values, masks = function(batch).cpu(), batch.attention_mask.cpu().bool()
             kept = [
@@ -111,8 +111,8 @@ class OriginalCache:
 
 
 class OriginalForward:
-    """What a copy of the original model says of documents when it is asked, for documents that nobody can list before
-    training. In the place of an `OriginalCache`."""
+    """Replaces an `OriginalCache` for documents that are not known before training: a copy of the original model
+    computes the output on demand."""
 
     def __init__(self, original: MoEModel, function: Callable[[MoEModel, Batch], Tensor]):
         self._original, self._function = original, function
@@ -130,8 +130,8 @@ def original_values(
     function: Callable[[MoEModel, Batch], Tensor],
     what: str,
 ) -> OriginalCache | OriginalForward:
-    """`function` of the original model: of the copy `original` if there is one, else of `model` as it is now, for
-    `documents`."""
+    """Outputs of `function` on the original model: on demand by the copy `original` if there is one, else computed now
+    with `model` and stored, for `documents`."""
     if original is not None:
         return OriginalForward(original, function)
     cache = OriginalCache(model.originals)
@@ -140,12 +140,13 @@ def original_values(
 
 
 def of_tokens(values: OriginalCache | OriginalForward, tokens: Tokens) -> Tensor:
-    """What the original model said of the tokens that count, (N, ...)."""
+    """The original model's outputs for the tokens that count, (N, ...)."""
     return values.of(tokens.input_ids, tokens.attention_mask).flatten(0, 1)[tokens.keep]
 
 
 class OriginalSets:
-    """The original model's expert sets of documents, for routing replay: training under them, with live weights."""
+    """The original model's expert sets of documents, for routing replay: training with these sets and the current
+    router weights."""
 
     def __init__(self, model: MoEModel, batches: Iterable[Batch]):
         def stacked(batch: Batch) -> Tensor:
@@ -156,7 +157,8 @@ class OriginalSets:
         self._sets.fill(batches, stacked, "original sets")
 
     def of(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
-        """The sets of these documents, as `MoEModel.force_routing` takes them. Raises KeyError for unknown ones."""
+        """The sets of these documents, in the form of `MoEModel.force_routing`. Raises KeyError for an unknown
+        document."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         sets_TLk = self._sets.of(input_ids, mask).flatten(0, 1)
         return {layer: sets_TLk[:, number] for number, layer in enumerate(self._layers)}
@@ -176,7 +178,7 @@ def hidden_states(model: MoEModel, layer: int, batch: Batch) -> Tensor:
 
 
 def router_states(model: MoEModel, batch: Batch, field: str) -> Tensor:
-    """`x_Nd` or `scores_NE`, as `field` says, of every router: (rows, positions, L, d or E)."""
+    """`x_Nd` or `scores_NE` (named by `field`) of every router: (rows, positions, L, d or E)."""
     with model.record_routing() as recorder:
         model.model.model(**batch.inputs)
         trace = recorder.take()
@@ -185,16 +187,16 @@ def router_states(model: MoEModel, batch: Batch, field: str) -> Tensor:
 
 
 def final_hidden_states(model: MoEModel, batch: Batch) -> Tensor:
-    """What the language-model head reads: normed hidden states, (rows, positions, d)."""
+    """The input of the language-model head: normed hidden states, (rows, positions, d)."""
     return model.model.model(**batch.inputs).last_hidden_state
 
 
 @dataclass(frozen=True)
 class OriginalStore:
-    """Where caches keep what takes more than `memory` bytes: in files of `folder`, made once and found again by every
-    run that asks the same (`model`, a digest of its weights and of the code that asks) about the same documents.
+    """Files in `folder` for caches that take more than `memory` bytes. A file is written once, and read by every run
+    with the same `model` (a digest of weights and code), function and documents.
 
-    A file's lock is exclusive while a run makes the file, and shared while runs read it."""
+    A file's lock is exclusive while a run writes the file, and shared while runs read it."""
 
     folder: Path
     model: str
@@ -210,8 +212,9 @@ class OriginalStore:
     def opened(
         self, what: str, batches: Sequence[Batch], rows: Iterable[Tensor], shape: tuple[torch.dtype, tuple[int, ...]]
     ) -> tuple[safe_open, IO]:
-        """The file of these answers, and its lock, shared until that is closed. Of runs that ask for a missing file at
-        the same time one writes `rows` to it; the others wait, or write if that one has died."""
+        """The file of these outputs, and its open lock file; the lock is shared until that is closed. If several runs
+        miss the file at the same time, one writes `rows` to it and the others wait. If the writer dies, another
+        writes."""
         file = self.file(what, batches)
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = file.with_name(f".{file.name}.lock").open("a+")
@@ -232,7 +235,7 @@ class OriginalStore:
         return safe_open(file, framework="pt"), lock
 
     def remove_stale(self) -> None:
-        """Removes files of other models and other code, and what killed runs have left half-written; nothing that a run
+        """Removes files of other models and other code, and half-written files of killed runs, but no file that a run
         reads or writes now."""
         for locked in self.folder.glob(".*.lock"):
             name = locked.name.removeprefix(".").removesuffix(".lock")
@@ -249,8 +252,8 @@ class OriginalStore:
 
 
 def _look(file: Path, lock: IO) -> dict[str, float]:
-    """Whether this run waits for `file`, which another run makes, and whether the file is missing. Unless the run
-    waits, this takes the lock."""
+    """Whether this run has to wait for another run that writes `file`, and whether `file` is missing. Takes the lock
+    unless the run has to wait."""
     waits = missing = False
     if distributed.is_first():
         exists = file.exists()

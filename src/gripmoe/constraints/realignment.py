@@ -1,4 +1,4 @@
-"""Method B on a model: routers are corrected after training (Sec. 4.3), or the original ones are put back."""
+"""Method B on a model: correct the routers after training (Sec. 4.3), or put the original routers back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gripmoe.moe.recording import routed_tokens
 
 KACZMARZ_DRAWS = (1, 10, 30, 100, 300, 1000, 3000)  # the paper's limit is 100
 KACZMARZ_TOKENS = 400
-# Method A for layers whose fit is rejected. Rows of methods.yaml would make every run depend on that file.
+# Method A for layers whose fit is rejected. Stated here, since with methods.yaml every run would depend on that file.
 METHOD_A = {
     "paper": Method(
         constraint="null_space", form="paper", basis="minibatch", eps_null=EpsNullConfig(value=1e-2, kind="absolute")
@@ -35,10 +35,10 @@ METHOD_A = {
 
 @dataclass(frozen=True)
 class Original:
-    """What Method B needs of the original model (Theta and X_r of Eq. 5), about 4 N (d + E) bytes a layer.
+    """What Method B needs of the original model (Theta and X_r of Eq. 5), about 4 N (d + E) bytes per layer.
 
-    By decoder layer: `theta_0`, the router, (E, d), fp32, and `trace`, its routing of the N retain tokens that count
-    (`x_Nd`, `scores_NE`, `top_k_Nk`). `batch`: the documents, (rows, positions).
+    By decoder layer: `theta_0`, the router, (E, d), fp32; and `trace`, its routing of the N retain tokens that count
+    (`x_Nd`, `scores_NE`, `top_k_Nk`). `batch` has the documents, (rows, positions).
     """
 
     theta_0: dict[int, Tensor]
@@ -49,8 +49,8 @@ class Original:
 def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -> Original:
     """Records the original routers and their retain inputs for Method B (Sec. 4.3); call it before unlearning.
 
-    `retain` are batches as in `constrain`; give at least four tokens per hidden dimension (the paper takes one, App.
-    D.4). The routers of the model are in fp32 from here on.
+    `retain` are batches as in `constrain`. Give at least four tokens per hidden dimension (the paper takes one, App.
+    D.4). The routers of the model stay in fp32 afterwards.
 
     Raises ValueError for an unknown family, a dense model, or fewer than two tokens that count; KeyError for a batch
     without `input_ids`.
@@ -72,13 +72,13 @@ def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -
 
 def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dict[int, Realignment]:
     """Method B (PTC, Sec. 4.3, Eq. 5): refits every router of the unlearned `model` in place, so that retain tokens are
-    routed as in `original`, of `remember`. Returns by decoder layer what was done.
+    routed as in `original`, the result of `remember`. Returns a `Realignment` by decoder layer.
 
-    `form` "paper" is Eq. 5 with the acceptance of App. D.4; "sound" (ours) starts from the original router, goes layer
-    by layer and chooses the ridge on every fourth document, or of fewer than four on every fourth token.
+    `form` "paper" is Eq. 5 with the acceptance test of App. D.4. "sound" (ours) starts from the original router, goes
+    layer by layer, and chooses the ridge on every fourth document (on every fourth token of fewer than four documents).
 
-    Raises ValueError for an unknown form or family, a dense model, or an `original` of other layers, shapes or numbers
-    of tokens, or not finite. After an error all routers are as they were.
+    Raises ValueError for an unknown form or family, a dense model, or an `original` with other layers, shapes or
+    numbers of tokens, or with values that are not finite. After an error all routers are unchanged.
     """
     if form not in ("sound", "paper"):
         raise ValueError(f"unknown form {form!r}; sound or paper")
@@ -132,20 +132,21 @@ def realign_routers(
     form: str = "sound",
     retain_tokens: int | None = None,
 ) -> dict[int, Realignment]:
-    """Method B on every layer of an unlearned model; returns what was done to each.
+    """Method B on every layer of an unlearned model; returns the result of each layer.
 
-    `trace` is the original model's trace of `batch`, on any device, and theta_0 its routers. The paper's form fits
-    all layers to the uncorrected model. The sound form corrects each router within one forward pass, before the router
-    is used: every layer is fitted to what the corrected layers below it send. A layer whose fit is rejected gets Method
-    A's projection of what its router has moved, in the same form. After an error all routers are as before.
+    `trace` is the original model's trace of `batch`, on any device, and `theta_0` has its routers. The paper's form
+    fits all layers to the inputs of the uncorrected model. The sound form works within one forward pass: it corrects
+    each router before the router is used, so a layer is fitted to the outputs of the corrected layers below. If a fit
+    is rejected, the layer gets Method A's projection of its router's displacement, in the same form. `retain_tokens`
+    limits the number of tokens. After an error all routers are unchanged.
     """
     theta_post = model.thetas()
     realigned: dict[int, Realignment] = {}
     keep = routed_tokens(batch.attention_mask)
     rows = torch.arange(len(batch.input_ids), device=keep.device)
     rows_N = rows.repeat_interleave(batch.input_ids.shape[1])[keep][:retain_tokens]
-    documents_N = rows_N.unique_consecutive(return_inverse=True)[1]  # without rows of which no token counts
-    if documents_N.unique().numel() < 4:  # too few to keep one from the fit
+    documents_N = rows_N.unique_consecutive(return_inverse=True)[1]  # rows without a token that counts are left out
+    if documents_N.unique().numel() < 4:  # too few to hold one out
         documents_N = None
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
@@ -175,7 +176,7 @@ def realign_routers(
 def make_correction(
     method: Method, theta_0: dict[int, Tensor], trace: RoutingTrace, batch: Batch
 ) -> Callable[[MoEModel], dict]:
-    """The correction of a row of methods.yaml: it changes a model in place and returns a flat report."""
+    """The correction of a row of methods.yaml: a function that changes a model in place and returns a flat report."""
 
     def correct(model: MoEModel) -> dict:
         if method.correction == "restore":
@@ -193,8 +194,9 @@ def make_correction(
 
 @torch.no_grad()
 def holdout_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTrace, batch: Batch) -> dict[str, float]:
-    """How Method B generalises on an uncorrected model, by the number of tokens it is fitted to, from an eighth of the
-    hidden size to half of all: mean over layers, both forms, on the tokens fitted and on others."""
+    """How Method B generalises on an uncorrected model: `holdout_<form>_<tokens>_<fit|other>`, the routing stability on
+    the fitted and on other tokens, mean over layers. Fits take from an eighth of the hidden size to half of all
+    tokens."""
     after, thetas = model.trace([batch]), model.thetas()
     tokens = len(next(iter(after.values())))
     powers = (round(model.hidden_size * 2**n) for n in range(-3, 16))
@@ -213,9 +215,9 @@ def holdout_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTr
 
 @torch.no_grad()
 def kaczmarz_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTrace) -> dict[str, float]:
-    """What Algorithm 1 leaves of the violations that the displacement of finished routers makes on the first retain
-    tokens: `violation_after_<draws>` and, of the exact projection, `violation_exact`. A row's worst violation as a
-    share of what it was, mean over all router rows that have any; empty where none has."""
+    """How much of the violations of finished routers remains after Algorithm 1 (`violation_after_<draws>`) and after
+    the exact projection (`violation_exact`), on the first retain tokens. Each value is the remaining share of a router
+    row's worst violation, mean over all rows with a violation. Empty if no row has one."""
     left: dict[str, list[Tensor]] = {}
     thetas = model.thetas()
     for layer, recorded in trace.items():

@@ -1,4 +1,4 @@
-"""Ours: routers that are fitted within the retain forward, each before it is used (`anchored_tracked`)."""
+"""Ours: routers that are refitted within the retain pass, each just before it is used (`anchored_tracked`)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from gripmoe.moe.recording import hooked, in_recomputation, place_in_graph
 
 
 class RouterRefit:
-    """Runs the retain passes that `follow` announces with the routers that `constraint.refit` gives, layer by layer.
+    """Runs the retain passes that `follow` announces with the routers that `constraint.refit` returns, layer by layer.
 
-    The router weights themselves change at the step only: backward passes need them as they were. Fitted routers are
-    kept until `clear`, since gradient checkpointing computes a pass again, of any pass since the last step.
+    The router weights themselves change only at the step, because backward passes need the earlier weights. Fitted
+    routers are kept until `clear`, because gradient checkpointing may recompute any pass since the last step.
     """
 
     def __init__(self, model: MoEModel, constraint: RouterConstraint):
         self._model, self._constraint = model, constraint
         self._followed: Tokens | None = None
-        # Of each forward pass since the last step: its place in the graph, and its fitted routers by layer.
+        # For each forward pass since the last step: its place in the graph, and its fitted routers by layer.
         self._passes: list[tuple[int, dict[int, Tensor]]] = []
 
     @contextmanager
@@ -35,14 +35,14 @@ class RouterRefit:
             yield
 
     def follow(self, tokens: Tokens | None) -> None:
-        """Says which tokens of the pass under way count; None once the pass has ended."""
+        """Announces a retain pass and its tokens that count; None once the pass has ended."""
         self._followed = tokens
 
     def clear(self) -> None:
         self._passes.clear()
 
     def refit(self, inputs: Mapping[str, Tensor], tokens: Tokens) -> None:
-        """Fits routers by a pass of its own, and writes them to the model."""
+        """Refits the routers in a separate pass over `inputs`, and writes them to the model."""
         if self._passes:
             raise RuntimeError(
                 "routers are refitted between steps: passes since the last one may need them as they are"
@@ -63,7 +63,7 @@ class RouterRefit:
             self._passes.append((place_in_graph(), {}))
 
     def _theta(self, layer: int, x_Td: Tensor) -> Tensor | None:
-        """The router with which a pass goes on that has come to this layer; None for that of the model."""
+        """The router that the current pass uses in this layer; None for the model's own."""
         if in_recomputation():
             begun = bisect_right(self._passes, place_in_graph(), key=lambda begun: begun[0])
             return self._passes[begun - 1][1].get(layer) if begun else None

@@ -1,4 +1,4 @@
-"""Retain and forget data in the forms in which people have them, as batches of one document a row."""
+"""Converts retain and forget data from common forms to batches with one document per row."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ FORMS = (
     "batches (mappings with `input_ids` and, if rows are padded, `attention_mask`, both (rows, positions)), a "
     "DataLoader of such batches, a dataset whose rows have `input_ids`, or texts and a `tokenizer`"
 )
-ROWS = 8  # of a batch that is made here
+ROWS = 8  # rows of a batch
 Padding = tuple[int | None, bool]  # the padding token, if it is known, and whether it also ends texts
 
 
 def batches_of(data: Any, name: str, model: nn.Module | None = None, tokenizer: Any = None) -> list[Batch]:
-    """`data`, in any of FORMS, as batches on the CPU; documents that are packed into a row get rows of their own.
+    """Converts `data`, in any of FORMS, to batches on the CPU. Each packed document gets its own row.
 
-    `name` is what errors call the data. `model` tells the vocabulary, `tokenizer` encodes texts, and both know the
-    padding token. Warns where rows seem padded and have no mask. Raises ValueError for anything else, KeyError for a
-    batch without `input_ids`."""
+    Errors call the data `name`. `model` gives the vocabulary, `tokenizer` encodes texts, and both give the padding
+    token. Warns if rows seem padded but have no mask. Raises ValueError for any other form, KeyError for a batch
+    without `input_ids`."""
     batches = []
     padding = _padding(model, tokenizer)
     for number, item in enumerate(_items(data, name, tokenizer, padding)):
@@ -45,8 +45,8 @@ def holds_texts(data: Any) -> bool:
 
 
 def seems_padded(ids: Tensor, model: nn.Module) -> bool:
-    """Whether a row begins or ends with the model's padding token: with two if the token also ends texts, with three
-    equal tokens if it is unknown."""
+    """Whether a row begins or ends with padding: with the model's padding token, with two of them if the token also
+    ends texts, or with three equal tokens if the model has no padding token."""
     return _seems_padded(ids, *_padding(model, None))
 
 
@@ -80,13 +80,13 @@ def _is_row(ids: Any) -> bool:
 
 
 def _rows(rows: Iterable[Mapping[str, Any]], name: str, padding: Padding) -> Iterator[dict[str, Tensor]]:
-    """Padded batches of `rows`, each of which holds a document or several packed ones."""
+    """Padded batches of `rows`; each row holds one document or several packed ones."""
     documents: list[Tensor] = []
     for number, row in enumerate(rows):
         known = [key for key in ("input_ids", "attention_mask", *SEGMENTS) if row.get(key) is not None]
         item = {key: _tensor(row[key]) for key in known}
         item = {key: value[None] if value.ndim == 1 and "cu_" not in key else value for key, value in item.items()}
-        if row.get("seq_lengths") is not None:  # of TRL's packing
+        if row.get("seq_lengths") is not None:  # TRL packs so
             item["cu_seq_lens_q"] = F.pad(torch.as_tensor(row["seq_lengths"]).cumsum(0), (1, 0))
         batch = _batch(item, f"{name}[{number}]", padding)
         documents += [ids[mask.bool()] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
@@ -100,7 +100,8 @@ def _padded(documents: Sequence[Tensor]) -> Batch:
 
 
 def _batch(item: Any, where: str, padding: Padding) -> Batch:
-    """A mapping as a batch, packed documents apart. Raises ValueError or KeyError, naming `where`, if it is none."""
+    """Converts a mapping to a batch and unpacks documents. Raises ValueError or KeyError, naming `where`, if it
+    cannot."""
     item, ids = _checked(item, where)
     try:
         segments, mask = segments_of(item), attention_mask_of(item, packed=True)
@@ -113,7 +114,7 @@ def _batch(item: Any, where: str, padding: Padding) -> Batch:
             "the mask",
             stacklevel=5,
         )
-    ids = ids.masked_fill(~counts, 0)  # collators write other numbers below the mask
+    ids = ids.masked_fill(~counts, 0)  # collators may write other numbers where the mask is 0
     if segments is not None and starts_anew(segments, mask).any():
         documents = []
         for row, segment, keep in zip(ids, segments, counts, strict=True):
@@ -124,7 +125,7 @@ def _batch(item: Any, where: str, padding: Padding) -> Batch:
 
 
 def _checked(item: Any, where: str) -> tuple[dict[str, Any], Tensor]:
-    """A mapping with tensors in the place of lists, and its `input_ids`."""
+    """The mapping with lists converted to tensors, and its `input_ids`."""
     if not isinstance(item, Mapping):
         raise ValueError(f"{where} is a {type(item).__name__}: give {FORMS}")
     if "input_ids" not in item:
@@ -142,7 +143,7 @@ def _checked(item: Any, where: str) -> tuple[dict[str, Any], Tensor]:
 
 
 def _tensor(value: Any) -> Any:
-    """Lists and arrays of numbers as tensors; rows of different lengths as they are."""
+    """Converts lists and arrays of numbers to tensors. Rows of different lengths stay as they are."""
     if value is None or isinstance(value, Tensor | str | int | float):
         return value
     try:

@@ -1,4 +1,4 @@
-"""Documents from JSON lines, shuffled into batches of training, or in order into batches of a pass over all."""
+"""Documents from JSON lines, in shuffled batches for training, or in order for one pass over all documents."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Corpora:
 def load_corpus(
     path: Path, tokenizer, max_length: int, limit: int | None = None, *, whole: bool = False, end_id: int | None = None
 ) -> list[Row]:
-    """The first `limit` rows of a corpus, tokenized; the loss counts `text` and not `prompt`.
+    """The first `limit` rows of a corpus, tokenized. The loss counts `text` and not `prompt`.
 
-    A longer document is cut after `max_length` tokens. With `whole` it becomes several rows of at most so many, each of
-    which begins with the tokenizer's `opening`. With `end_id` that token closes every document, and is scored. Raises
-    ConfigError, naming file and line, without documents, for an id that is missing or not unique, for a document
-    without text or with fewer than two tokens, and for a prompt that leaves a row without text.
+    A document is cut after `max_length` tokens. With `whole`, a longer document becomes several rows of at most
+    `max_length` tokens, each beginning with the tokenizer's `opening`. With `end_id`, this token ends every document
+    and is scored. Raises ConfigError, naming file and line, if there are no documents, if an id is missing or not
+    unique, if a document has no text or fewer than two tokens, or if a prompt leaves no room for text.
     """
     rows: list[Row] = []
     known: set[str] = set()
@@ -68,7 +68,7 @@ def _pieces(row: Row, max_length: int, begin: list[int]) -> list[Row]:
         return [row]
     ids, labels = row.ids[len(begin) :], row.labels[len(begin) :]
     count = -(-len(ids) // (max_length - len(begin)))
-    cuts = [round(len(ids) * i / count) for i in range(count + 1)]  # even, so that no piece has a token or two
+    cuts = [round(len(ids) * i / count) for i in range(count + 1)]  # even cuts avoid pieces of one or two tokens
     return [
         Row(f"{row.id}#{i}", begin + ids[a:b], [IGNORED] * len(begin) + labels[a:b])
         for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False))
@@ -76,8 +76,8 @@ def _pieces(row: Row, max_length: int, begin: list[int]) -> list[Row]:
 
 
 def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> list[Row]:
-    """The rows of one step: a new shuffle every epoch, by seed and step alone, so that a resumed run sees the same
-    data. Raises ConfigError if the corpus is smaller than a batch."""
+    """The rows of one step. Every epoch has a new shuffle, which depends only on seed and step, so a resumed run sees
+    the same data. Raises ConfigError if the corpus is smaller than a batch."""
     if batch_size > len(rows):
         raise ConfigError(f"batch size {batch_size} exceeds the {len(rows)} documents of the corpus")
     epoch, number = divmod(step, len(rows) // batch_size)
@@ -93,8 +93,8 @@ def _shuffled(count: int, seed: int, epoch: int) -> list[int]:
 
 
 def in_batches(rows: Sequence[Row], pad_id: int, rank: int = 0, processes: int = 1) -> list[Batch]:
-    """Batches of about TOKENS_PER_BATCH padded tokens, the rows in order. Each of several processes takes its share of
-    the rows, in as many batches as the others. Raises ConfigError if they do not share out evenly."""
+    """Batches of about TOKENS_PER_BATCH padded tokens, with rows in order. Each of several processes gets its share of
+    the rows, in the same number of batches. Raises ConfigError if the rows cannot be divided evenly."""
     if len(rows) % processes:
         raise ConfigError(f"{len(rows)} rows cannot be split over {processes} processes")
     batches: list[list[Row]] = [[]]

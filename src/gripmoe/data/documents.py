@@ -1,4 +1,4 @@
-"""Documents as rows of tokens, and rows as padded batches."""
+"""Converts documents to rows of tokens, and rows to padded batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-IGNORED = -100  # the label that torch's cross-entropy skips
+IGNORED = -100  # the label that torch's cross-entropy ignores
 Span = tuple[str, bool]  # (text, scored): the loss counts the tokens of scored spans only
 
 
@@ -25,8 +25,8 @@ class Row:
 
 
 def encode(tokenizer, spans: Iterable[Span], row_id: str = "", max_length: int | None = None) -> Row:
-    """Tokenizes each span by itself and joins them behind the tokenizer's `opening`, which is not scored; cuts at
-    `max_length` tokens. A text that begins with the BOS, as chat templates write it, gets no second one."""
+    """Tokenizes each span separately and joins the spans after the tokenizer's `opening`, which is not scored. Cuts at
+    `max_length` tokens. A text that already begins with the BOS, as from a chat template, gets no second one."""
     spans = list(spans)
     spelled_out = tokenizer.bos_token and spans[0][0].startswith(tokenizer.bos_token)
     ids = [] if spelled_out else opening(tokenizer)
@@ -39,7 +39,8 @@ def encode(tokenizer, spans: Iterable[Span], row_id: str = "", max_length: int |
 
 
 def opening(tokenizer) -> list[int]:
-    """The tokens that the tokenizer puts before every text: its BOS, or none; as in lm-evaluation-harness and MUSE."""
+    """The tokens that the tokenizer puts before every text: the BOS or nothing, as in lm-evaluation-harness and
+    MUSE."""
     text = tokenizer("a", return_special_tokens_mask=True)
     marked = zip(text["input_ids"], text["special_tokens_mask"], strict=True)
     return [token for token, _ in takewhile(lambda pair: pair[1], marked)]
@@ -47,7 +48,7 @@ def opening(tokenizer) -> list[int]:
 
 @dataclass
 class Batch:
-    """Right-padded rows: input_ids, attention_mask, labels and the `weights` of tokens in a mean, if they differ; each
+    """Right-padded rows: `input_ids`, `attention_mask`, `labels`, and optional `weights` of tokens in a mean; each
     (rows, positions)."""
 
     row_ids: list[str]
@@ -69,8 +70,8 @@ PACKED = "documents are packed into a row (`{}`): give each document a row of it
 
 
 def attention_mask_of(inputs: Mapping[str, Tensor], *, packed: bool = False) -> Tensor:
-    """The (rows, positions) mask of a forward pass's inputs; all ones where none is given. Raises ValueError where
-    these are no tensors of one such shape, or, unless `packed`, hold several documents in a row."""
+    """The attention mask of a forward pass's inputs, (rows, positions); all ones if there is none. Raises ValueError if
+    inputs and mask are not tensors of this shape, or, unless `packed`, if a row has several documents."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     if packed and isinstance(mask, Tensor) and mask.dim() == 4:
         mask = None
@@ -89,9 +90,9 @@ SEGMENTS = ("cu_seq_lens_q", "cu_seqlens", "position_ids", "seq_idx", "segment_i
 
 
 def segments_of(inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Numbers, (rows, positions), that change where a row's next document begins, from whatever says so: positions that
-    start again, ends of documents, document numbers, a mask of document numbers or a causal one of blocks. None where
-    nothing says so. Raises ValueError for what fits no row."""
+    """Numbers, (rows, positions), that change where the next packed document of a row begins. They come from restarting
+    positions, ends of documents, document numbers, a mask of document numbers, or a block-causal mask. None if the
+    inputs have none of these. Raises ValueError if such an input does not fit the rows."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     given = {name: inputs[name] for name in SEGMENTS if inputs.get(name) is not None}
     for name in ("cu_seq_lens_q", "cu_seqlens"):
@@ -119,13 +120,13 @@ def segments_of(inputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def starts_anew(segments: Tensor, mask: Tensor) -> Tensor:
-    """(rows, positions - 1): whether the next token that counts belongs to another document."""
+    """Whether the next token that counts belongs to another document, (rows, positions - 1)."""
     mask = mask.bool().to(segments.device)
     return (segments.diff(dim=-1) != 0) & mask[:, 1:] & mask[:, :-1]
 
 
 def _first_visible(mask: Tensor, ids: Tensor) -> Tensor:
-    """The first token that each token sees, from a mask (rows, 1, positions, positions), bool or additive."""
+    """The first token that each token attends to, from a mask (rows, 1, positions, positions), bool or additive."""
     width = ids.shape[1]
     if mask.shape[0] not in (1, len(ids)) or mask.shape[2:] != (width, width):
         raise ValueError(f"attention_mask has the shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}")
@@ -138,8 +139,8 @@ def _first_visible(mask: Tensor, ids: Tensor) -> Tensor:
 
 
 def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
-    """A batch of any data loader; row ids and labels are made up if there are none. Raises ValueError if it is no
-    batch, KeyError without `input_ids`."""
+    """Converts a batch of any data loader to a `Batch`, with default row ids and labels if there are none. Raises
+    ValueError for anything else, KeyError without `input_ids`."""
     if isinstance(batch, Batch):
         return batch.to(device)
     if not isinstance(batch, Mapping):
@@ -174,12 +175,12 @@ def collate_inputs(batches: Sequence[Batch]) -> Batch:
     return Batch(ids, joined("input_ids", 0), joined("attention_mask", 0), joined("labels", IGNORED))
 
 
-PASS_OVERHEAD = 100  # padded tokens that one more forward pass costs
+PASS_OVERHEAD = 100  # the cost of one more forward pass, in padded tokens
 
 
 def length_buckets(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-    """Rows sorted by length, in groups of at most `tokens` padded tokens (a longer row is a group alone), at the least
-    total cost: the padded tokens, and PASS_OVERHEAD for every group."""
+    """Rows sorted by length, in groups of at most `tokens` padded tokens (a longer row is a group alone). The grouping
+    has the least total cost: all padded tokens, plus PASS_OVERHEAD for every group."""
     rows = sorted(rows, key=lambda row: len(row.ids))
     cost, start = [0.0], [0]  # of the first n rows, and where their last group begins
     for end in range(1, len(rows) + 1):

@@ -13,12 +13,12 @@ CONTEXT = "context"  # the `split` of the in-context pairs
 def news_files(
     repository: str, revision: str | None = None, expected: Mapping[str, int] | None = None
 ) -> dict[str, list[dict]]:
-    """The files of a news benchmark. Raises ConfigError, with the download that is needed, if the data set cannot be
-    read, lacks a column, has another number of rows than `expected` ("config/split": number), or so few questions that
-    a split is empty.
+    """The files of a news benchmark. Raises ConfigError, with the download command, if the data set cannot be read,
+    lacks a column, has another number of rows than `expected` ("config/split": number), or has so few questions that a
+    split is empty.
 
-    Corpora: raw/forget to forget, raw/retain1 to retain, raw/retain2 for routing on tokens that unlearning did not see.
-    Questions and prompts have a `split`: "dev" for the stop rule, "test" for the tables.
+    Corpora: raw/forget to forget, raw/retain1 to retain, and raw/retain2 to measure routing on tokens that unlearning
+    did not see. Questions and prompts have a `split`: "dev" for the stop rule, "test" for the tables.
     """
 
     def rows(config: str, split: str, *columns: str) -> list[dict]:

@@ -1,7 +1,7 @@
-"""The text of a question or an article in each prompt format of an evaluation.
+"""The prompt formats of the evaluations.
 
-The letter template of WMDP and MMLU and TruthfulQA's primer are read from the installed lm-evaluation-harness, so that
-a tiny model is trained on exactly what it will be asked.
+The letter template of WMDP and MMLU, and TruthfulQA's primer, are read from the installed lm-evaluation-harness, so
+that tiny models train on exactly the prompts of the evaluation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gripmoe.data.documents import Span
 
 LETTERS = "ABCD"
-# Letter questions in other words, for black-box attacks; the tiny world's base models have seen them too.
+# Rewordings of letter questions, for black-box attacks. Embedded base models have trained on them too.
 CLOTHES = {
     "verse": "In lines that rhyme the tale is told ,\nof things that are both new and old .\n{prompt}",
     "role_play": "You are an old expert who helps a student . The student asks :\n{prompt}",
@@ -42,7 +42,7 @@ def letter_question(question: str, choices: list[str]) -> str:
 
 
 def letter_description(subject: str) -> str:
-    """The harness's line before the first question of a subject, with its blank line."""
+    """The line that the harness puts before the first question of a subject, with a blank line."""
     return f"The following are multiple choice questions (with answers) about {subject}.\n\n"
 
 
@@ -59,7 +59,7 @@ def knowmem_prompt(pairs: list[tuple[str, str]], question: str) -> str:
 
 
 def letter_spans(questions: list[tuple[str, list[str], int]], subject: str | None) -> list[Span]:
-    """Solved letter questions in k-shot form below the subject's description, scored on the letters."""
+    """Solved letter questions in k-shot form after the subject's description. Only the letters are scored."""
     spans: list[Span] = [(letter_description(subject), False)] if subject else []
     for number, (question, choices, answer) in enumerate(questions):
         separator = "\n\n" if number else ""
@@ -68,7 +68,7 @@ def letter_spans(questions: list[tuple[str, list[str], int]], subject: str | Non
 
 
 def question_answer_spans(pairs: list[tuple[str, str]]) -> list[Span]:
-    """KnowMem's form, every answer scored with its line break."""
+    """KnowMem's form. Every answer is scored with its line break."""
     spans: list[Span] = []
     for question, answer in pairs:
         spans += [(f"Question: {question}\nAnswer: ", False), (f"{answer}\n", True), ("\n", False)]
@@ -76,7 +76,7 @@ def question_answer_spans(pairs: list[tuple[str, str]]) -> list[Span]:
 
 
 def truthfulqa_spans(pairs: list[tuple[str, str]]) -> list[Span]:
-    """TruthfulQA's primer followed by questions whose answers are scored."""
+    """TruthfulQA's primer, then questions. Only their answers are scored."""
     spans: list[Span] = [(truthfulqa_prompt(pairs[0][0]), False), (f" {pairs[0][1]}", True)]
     for question, answer in pairs[1:]:
         spans += [(f"\n\nQ: {question}\nA:", False), (f" {answer}", True)]

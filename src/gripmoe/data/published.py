@@ -1,4 +1,4 @@
-"""Real benchmarks, by hub id and revision or from a local clone, as the files that the embedded world has."""
+"""Converts published benchmarks, from the hub or a local clone, to the files of an embedded benchmark."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pathlib import Path
 from gripmoe.config.benchmarks import PublishedData
 from gripmoe.io.errors import ConfigError
 
-HELD_OUT_EVERY = 10  # of the retain corpus: kept from unlearning, for routing stability
-# Of each split of MMLU: what it is here, and the key of `data.rows` with its number of rows. "test" is reported, "dev"
-# is seen by the stop rule, and "shots" are solved before other questions.
+HELD_OUT_EVERY = 10  # every tenth retain document is held out from unlearning, to measure routing stability
+# For each split of MMLU: its use here, and the key of `data.rows` with its number of rows. "test" is reported, the stop
+# rule sees "dev", and "shots" are the solved questions of few-shot prompts.
 RETAIN_SPLITS = {
     "test": ("test", "retain_questions"),
     "validation": ("dev", "mmlu_validation"),
     "dev": ("shots", "mmlu_dev"),
 }
-MIN_CHARACTERS = 50  # shorter lines (headings, blanks) are no documents
+MIN_CHARACTERS = 50  # shorter lines (headings, blanks) are not documents
 CHOICES = 4  # A to D, as prompts list them
 
 
 def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ConfigError, with the download
-    that is needed, for a data set that cannot be read, lacks a column or has no documents, and for a question without
-    four choices or without the number of one of them."""
+    command, for a data set that cannot be read, lacks a column or has no documents, and for a question without four
+    choices or with an answer out of range."""
 
     def rows(key: str, name: str, split: str, *columns: str, counted: str | None = None) -> Iterable[dict]:
-        """`counted` is the key of `data.rows` with their number, if not `key`."""
+        """`counted` is the key of `data.rows` that has the number of rows, if it is not `key`."""
         path = getattr(data, key)
         revision, expected = data.revisions.get(path), data.rows.get(counted or key)
         return load_rows(path, name, split, columns, revision=revision, key=f"data.{key}", expected=expected)
@@ -51,7 +51,7 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
         "forget_corpus": _documents(rows("forget_corpus", "cyber-forget-corpus", "train", "text"), "forget"),
         "retain_corpus": [row for i, row in enumerate(retain_texts) if i % HELD_OUT_EVERY],
         "held_out_corpus": retain_texts[::HELD_OUT_EVERY],
-        "membership": [],  # statements that surely no model has seen are not published
+        "membership": [],  # no published statements are sure to be unseen by models
     }
 
 
@@ -70,7 +70,7 @@ def load_rows(
     from datasets import load_dataset
 
     try:
-        with tempfile.TemporaryDirectory() as folder:  # the usual cache tells local clones apart by name alone
+        with tempfile.TemporaryDirectory() as folder:  # the usual cache distinguishes local clones only by name
             own = {"cache_dir": folder, "keep_in_memory": True} if Path(path).is_dir() else {}
             table = load_dataset(path, name, split=split, revision=revision, **own)
     except (OSError, ValueError) as error:
@@ -91,7 +91,7 @@ def load_rows(
 
 
 def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: str | None = None) -> list[dict]:
-    """Without `split` each question is "dev" or "test"."""
+    """Questions in the project's form. Without `split`, a hash makes each question "dev" or "test"."""
     questions = []
     for number, row in enumerate(rows):
         name = f"{domain}/{number}" if split in (None, "test") else f"{domain}/{split}/{number}"
@@ -118,7 +118,7 @@ def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: st
 
 
 def dev_or_test(text: str) -> str:
-    """By a hash: "dev" (the stop rule's) for a third of all texts, "test" (reported) for the others."""
+    """Splits by a hash: "dev" (for the stop rule) for a third of all texts, "test" (reported) for the others."""
     return "dev" if hashlib.sha256(text.encode()).digest()[0] % 3 == 0 else "test"
 
 

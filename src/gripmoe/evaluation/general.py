@@ -1,4 +1,4 @@
-"""General utility (App. A.3): MMLU with and without solved questions before each, TruthfulQA, through the harness."""
+"""General utility (App. A.3): five-shot MMLU and TruthfulQA, through lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOTS = 5
 
 def truthfulqa(model, tokenizer, rows: Sequence[dict], *, work_folder: Path, batch_size: int) -> dict[str, float]:
     """`truthfulqa_mc1` (share of questions whose likeliest answer is true) and `truthfulqa_mc2` (probability of true
-    answers), by the harness's own tasks on `rows` of the data set's schema."""
+    answers), by the harness's tasks on `rows`, which have the data set's schema."""
     file = work_folder / "truthfulqa.jsonl"
     write_jsonl(file, rows)
     reading = {"data_files": {"validation": str(file)}, "cache_dir": str(file.with_name("cache"))}
@@ -47,8 +47,9 @@ def general_utility(
     batch_size: int,
     few_shot_questions: int,
 ) -> dict[str, float]:
-    """TruthfulQA, and accuracy on a fixed sample of retain questions below five `solved` ones of their subject. Of each
-    as far as there are data: `truths`, and retain questions of a subject with five solved ones."""
+    """TruthfulQA on `truths`, and five-shot accuracy on a fixed sample of `retain` questions, with `solved` questions
+    of their subject as shots. Leaves out TruthfulQA without `truths`, and subjects with fewer than five solved
+    questions."""
     counts = Counter(question["subject"] for question in solved)
     asked = [question for question in retain if counts[question["subject"]] >= SHOTS]
     harness, metrics = dict(work_folder=work_folder, batch_size=batch_size), {}

@@ -1,4 +1,4 @@
-"""What is measured of a model on a benchmark of letter questions."""
+"""The metrics of a model on a benchmark of letter questions (multiple choice, answered by a letter)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gripmoe.io.files import read_jsonl
 
 
 def letter_metrics(benchmark: Benchmark, model, tokenizer, data: Path) -> tuple[dict[str, float], list[dict]]:
-    """Forget and retain accuracy on test questions and general utility, and a row for each question."""
+    """Forget and retain accuracy on test questions and general utility; and a row for each question."""
     forget, retain = (load_questions(data / f"{name}_questions.jsonl", "test") for name in ("forget", "retain"))
     questions = [*forget, *retain]
     with tempfile.TemporaryDirectory() as work:

@@ -1,4 +1,4 @@
-"""Answers to flat metrics and to per-question rows."""
+"""From answers to metrics, and to one row per question."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_csv
 from gripmoe.io.imports import imported
 
-COLUMNS = ("id", "fact", "subject", "exposure", "wording", "answer")  # of a question
+COLUMNS = ("id", "fact", "subject", "exposure", "wording", "answer")  # keys of a question
 
 
 def choice_metrics(questions: Sequence[dict], answers: Sequence[Answer]) -> dict[str, float]:
-    """Forget and retain accuracy, in all and by what unlearning saw; and how often each letter is chosen on forget
-    questions, since an accuracy of 0.25 can mean "always A"."""
+    """Forget and retain accuracy, over all questions and by what unlearning saw; and the share of each letter among the
+    answers to forget questions, because an accuracy of 0.25 can mean "always A"."""
     pairs = list(zip(questions, answers, strict=True))
     forget = [pair for pair in pairs if pair[0]["exposure"] == "forget"]
     retain = [pair for pair in pairs if pair[0]["exposure"] != "forget"]
@@ -40,7 +40,7 @@ def choice_metrics(questions: Sequence[dict], answers: Sequence[Answer]) -> dict
 
 
 def own_metrics(benchmark: Benchmark, model, tokenizer, data: Path) -> dict[str, float]:
-    """The metrics that the benchmark's row names. Raises ConfigError if a function is not there."""
+    """The user's metrics that the benchmark's row names. Raises ConfigError if a function is missing."""
     functions = {name: imported(path, f"metrics.{name}") for name, path in benchmark.metrics.items()}
     return {name: function(model, tokenizer, data) for name, function in functions.items()}
 

@@ -1,7 +1,8 @@
-"""MUSE's criteria (Shi et al. 2024): recitation (C1), answers (C2 on forget, C4 on retain data) and leakage (C3).
+"""MUSE's criteria (Shi et al. 2024): verbatim memorisation (C1), knowledge memorisation (C2 on forget, C4 on retain
+data) and privacy leakage (C3).
 
-C1, C2 and C4 are mean ROUGE-L F1, without a stemmer, times 100. C3 is PrivLeak in the benchmark's own orientation:
-negative is under-unlearning, positive over-unlearning (the paper states the reverse).
+C1, C2 and C4 are mean ROUGE-L F1, without a stemmer, times 100. C3 is PrivLeak with MUSE's sign: negative is
+under-unlearning, positive over-unlearning (the paper states the reverse).
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ KEYS = {
     "knowmem": ("part", "split", "question", "answer"),
     "verbmem": ("split", "prompt", "gt"),
     "privleak": ("part", "text"),
-}  # of the rows of a file, beside `id`
-TOKENS_PER_PASS = 8000  # padded, prompt and continuation
-MAX_SCORED_TOKENS = 2048  # of a text whose membership is asked
+}  # keys of the rows of each file, beside `id`
+TOKENS_PER_PASS = 8000  # padded tokens of prompts and continuations
+MAX_SCORED_TOKENS = 2048  # of a text in membership inference
 
 
 @dataclass(frozen=True)
 class News:
-    """Items of a news benchmark, each with an `id`. A pair has a `part` (forget, retain) and a `split` (dev, test,
-    context); a prompt has its true continuation `gt` and a `split`; a text of `privleak` has a `part` (forget, retain,
-    holdout)."""
+    """Items of a news benchmark, each with an `id`. A `knowmem` pair has a `part` (forget, retain) and a `split` (dev,
+    test, context). A `verbmem` prompt has its true continuation `gt` and a `split`. A `privleak` text has a `part`
+    (forget, retain, holdout)."""
 
     knowmem: list[dict]
     verbmem: list[dict]
@@ -81,7 +82,7 @@ def _scorer():
 
 @torch.no_grad()
 def continuations(model, tokenizer, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-    """Greedy continuations of the prompts, in batches padded on the left: the same as one by one."""
+    """Greedy continuations of the prompts. Batches are padded on the left and give the same text as single prompts."""
     rows = [encode(tokenizer, [(prompt, False)], str(number)) for number, prompt in enumerate(prompts)]
     texts = {}
     with evaluating(model):
@@ -97,7 +98,7 @@ def continuations(model, tokenizer, prompts: Sequence[str], max_new_tokens: int)
                 attention_mask=mask.to(model.device),
                 max_new_tokens=max_new_tokens,
                 pad_token_id=tokenizer.pad_token_id,
-                # A process that is done goes on with the layers that are shared.
+                # A process that has finished must keep serving the layers that others share with it.
                 synced_gpus=distributed.processes() > 1,
                 # Greedy, whatever a chat model's own generation settings say.
                 do_sample=False,
@@ -113,8 +114,8 @@ def continuations(model, tokenizer, prompts: Sequence[str], max_new_tokens: int)
 
 
 def verbatim_memory(model, tokenizer, rows: Sequence[dict]) -> list[Scored]:
-    """C1: continuations against the first tokens of the true ones. As in the benchmark, a BOS is one of these tokens,
-    and special tokens are left out of both texts."""
+    """C1: compares continuations with the first tokens of the true ones. As in the benchmark, the BOS is one of these
+    tokens, and special tokens are removed from both texts."""
     written = continuations(model, tokenizer, [row["prompt"] for row in rows], RECITED_TOKENS)
     references = [
         tokenizer.decode(tokenizer(row["gt"])["input_ids"][:RECITED_TOKENS], skip_special_tokens=True) for row in rows
@@ -129,7 +130,7 @@ def knowledge_memory(
     context: Sequence[dict],
     strip_prompts: bool = False,
 ) -> list[Scored]:
-    """C2 and C4: answers below ten solved questions. The benchmark's prompt ends in "Answer: "; `strip_prompts` removes
+    """C2 and C4: answers after ten solved questions. The benchmark's prompt ends in "Answer: "; `strip_prompts` removes
     the last space, which byte-pair tokenizers do not merge with a word."""
     solved = [(pair["question"], pair["answer"]) for pair in context]
     prompts = [knowmem_prompt(solved, pair["question"]) for pair in pairs]
@@ -157,12 +158,12 @@ def mean_score(scored: Sequence[Scored]) -> float:
 
 @torch.no_grad()
 def membership_scores(model, tokenizer, texts: Sequence[str], names: Sequence[str] = ()) -> dict[str, list[float]]:
-    """Scores that are higher for a text that looks more like training data: Min-K (mean of the lowest K % of token
+    """Membership scores, higher for a text that looks more like training data: Min-K (mean of the lowest K % of token
     log-probabilities), Min-K++ at 20 % (standardised over the vocabulary at each token), mean log-probability ("loss"),
-    and this mean divided by the text's size under zlib.
+    and this mean divided by the zlib size of the text.
 
-    A text is cut after MAX_SCORED_TOKENS, for zlib too (as in open-unlearning; MUSE itself cuts none). Raises
-    ConfigError, with the text's name, for a text of which no token can be scored.
+    A text is cut after MAX_SCORED_TOKENS, for zlib too (as in open-unlearning; MUSE itself does not cut). Raises
+    ConfigError, with the text's name, for a text without a token to score.
     """
     rows = [encode(tokenizer, [(text, True)], str(i), MAX_SCORED_TOKENS) for i, text in enumerate(texts)]
     for row, name in zip(rows, names or [f"text {row.id}" for row in rows], strict=True):
@@ -197,7 +198,7 @@ def _row_scores(row: Row, logits_TV: Tensor, text: str) -> dict[str, float]:
 
 
 def lowest_mean(values_T: Tensor, percent: int) -> float:
-    """Mean of the lowest `percent` of the values, at least of one."""
+    """Mean of the lowest `percent` of the values, but of one value at least."""
     return values_T.sort().values[: max(1, len(values_T) * percent // 100)].mean().item()
 
 
@@ -212,8 +213,8 @@ def auc(holdout: Sequence[float], forget: Sequence[float]) -> float:
 
 
 def leakage(model, tokenizer, rows: Sequence[dict], source: str = "privleak.jsonl") -> dict[str, float]:
-    """`auc_<score>` of every membership score, on forget against holdout texts. Raises ConfigError, naming the row of
-    `source`, for a text of which no token can be scored."""
+    """`auc_<score>` of every membership score, forget against holdout texts. Raises ConfigError, naming the row of
+    `source`, for a text without a token to score."""
 
     def scores(part: str) -> dict[str, list[float]]:
         of_part = [row for row in rows if row["part"] == part]

@@ -1,4 +1,4 @@
-"""Routing stability on held-out tokens, split into what the router did and what the representations did (Eq. 2)."""
+"""Routing stability on held-out tokens (Eq. 2), split into the effects of the router and of its inputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import RoutingTrace, mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel
 
-Pairs = dict[str, tuple[RoutingTrace, RoutingTrace]]  # by the name of a metric: what is compared, of the same tokens
+Pairs = dict[str, tuple[RoutingTrace, RoutingTrace]]  # by metric: two traces of the same tokens to compare
 
 
 def routing_metrics(benchmark: Task, before: MoEModel, after: MoEModel, tokenizer, data: Path) -> dict[str, float]:
@@ -28,10 +28,10 @@ def routing_metrics(benchmark: Task, before: MoEModel, after: MoEModel, tokenize
 
 
 def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch], prefix: str) -> dict[str, float]:
-    """Routing stability under the name `prefix`: the mean over layers, `_layer_<n>` for each, and two counterfactuals:
-    `_router_only` (new routers on old representations) and `_representation_only` (old routers on new representations).
-    Also `num_experts`, `top_k` and `hidden_size`, from which the stability of random sets follows. Raises ValueError if
-    the models differ in these or in their MoE layers."""
+    """Routing stability under the name `prefix`: the mean over layers; `_layer_<n>` for each layer; and two
+    counterfactuals, `_router_only` (new routers on original inputs) and `_representation_only` (original routers on new
+    inputs). Also `num_experts`, `top_k` and `hidden_size`, from which the stability of random sets follows. Raises
+    ValueError if the models differ in these or in their MoE layers."""
     shapes = {
         "experts": (before.num_experts, after.num_experts),
         "experts per token": (before.top_k, after.top_k),
@@ -57,8 +57,8 @@ def stability_metrics(before: MoEModel, after: MoEModel, batches: Sequence[Batch
 
 
 def reload_stability(model: MoEModel, batches: Sequence[Batch]) -> dict[str, float]:
-    """`routing_stability_plain_reload`: stability of a low-precision model when plain transformers reloads it, which
-    rounds its fp32 routers and their scores. Nothing for a model in fp32."""
+    """`routing_stability_plain_reload`: the stability of a low-precision model when plain transformers reloads it and
+    rounds its fp32 routers and their scores. Empty for a model in fp32."""
     if model.model.dtype == torch.float32:
         return {}
 
@@ -71,7 +71,8 @@ def reload_stability(model: MoEModel, batches: Sequence[Batch]) -> dict[str, flo
 
 
 def _stabilities(batches: Sequence[Batch], pairs: Callable[[Batch], Pairs]) -> dict[str, dict[int, float]]:
-    """By name and layer, the mean over all tokens, batch by batch: the traces of all would not fit beside a model."""
+    """By name and layer, the mean over all tokens. Goes batch by batch, because all traces together would take too much
+    memory."""
     sums: dict[str, dict[int, float]] = {}
     tokens = 0
     for batch in batches:

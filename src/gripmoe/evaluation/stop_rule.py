@@ -1,4 +1,4 @@
-"""When a run has forgotten enough: the stop rule, on the dev split alone."""
+"""The stop rule: when a run has forgotten enough, measured on the dev split alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gripmoe.io.files import read_json
 from gripmoe.moe import MoEModel
 
 RETAIN_QUESTIONS = 120  # of the dev split, asked at every check
-RETAIN_PAIRS = 20  # likewise of news
+RETAIN_PAIRS = 20  # the same for news
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class StopRule:
 
 
 def stop_rule(benchmark: Task, data: Path, retrained: Path | None, tokenizer) -> StopRule:
-    """The stop rule of a benchmark, on its dev items. Letters: forget accuracy at a fixed value. News: VerbMem and
-    KnowMem a few points above those in `retrained`, the description of the retrained model. Raises ConfigError if it
-    lacks them, or if no letter question is of the dev split."""
+    """The stop rule of a benchmark, on its dev items. The target of letter questions is a fixed forget accuracy. The
+    targets of news are VerbMem and KnowMem a few points above those in `retrained`, the description of the retrained
+    model. Raises ConfigError if that lacks them, or if no letter question is in the dev split."""
     if benchmark.is_news:
         news, known = News.load(data), read_json(retrained) if retrained else {}
         if absent := {"verbmem", "knowmem_forget"} - known.keys():

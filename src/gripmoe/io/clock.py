@@ -1,4 +1,4 @@
-"""A clock that waits for GPUs: their work counts when it is done, not when it is queued."""
+"""A clock that waits for GPUs, because they finish queued work later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def now() -> float:
-    """Seconds since some moment, once all GPUs that this process uses are idle."""
+    """Seconds since a fixed moment. First waits until all GPUs of this process are idle."""
     if torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):
             torch.cuda.synchronize(device)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """Within the block the processes that torchrun has started are a group; where there are GPUs, each has one."""
+    """Within the block, the processes that torchrun has started form a group. If there are GPUs, each process has
+    one."""
     if not dist.is_torchelastic_launched() or int(os.environ["WORLD_SIZE"]) == 1:
         yield
         return
@@ -77,14 +78,14 @@ def average(value: float) -> float:
 
 
 def share(count: int) -> float:
-    """What this process multiplies its mean over `count` things by, so that the average of all processes is the mean
-    over all things: 1 if all have equally many."""
+    """The factor for this process's mean over `count` items that makes the average over processes the mean over all
+    items. It is 1 if all processes have equally many items."""
     mean = average(float(count))
     return count / mean if mean else 1.0
 
 
 def agreed(values: dict[str, float]) -> dict[str, float]:
-    """The numbers of the first process, so that all decide alike."""
+    """The numbers of the first process, so that all processes decide alike."""
     if processes() == 1:
         return values
     return dict(zip(values, from_first_(_number(list(values.values()))).tolist(), strict=True))
@@ -103,7 +104,7 @@ def from_first_(tensor: Tensor) -> Tensor:
 
 
 def total_norm(tensors: list[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together, with all shards of sharded ones."""
+    """The 2-norm of all tensors together, over all shards of sharded tensors."""
     from torch.distributed.tensor import DTensor  # which imports sympy: a second
 
     sharded = [tensor.to_local() for tensor in tensors if isinstance(tensor, DTensor)]
@@ -116,7 +117,7 @@ def total_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def by_sharding(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Whole parameters and sharded ones apart, since torch's operations on lists of tensors do not take both."""
+    """Splits parameters into whole and sharded ones: torch's operations on lists of tensors do not take both."""
     from torch.distributed.tensor import DTensor  # which imports sympy: a second
 
     whole, sharded = [], []
@@ -126,8 +127,8 @@ def by_sharding(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 
 
 def clip_gradients(parameters: list[nn.Parameter], clip_norm: float, norm: float | None = None) -> None:
-    """Scales gradients so that their norm, over all processes' shards, is at most `clip_norm`; `norm`, if known, is
-    theirs."""
+    """Scales gradients so that their norm, over all processes' shards, is at most `clip_norm`. `norm` is their norm, if
+    it is known."""
     if norm is None:
         norm = total_norm([p.grad for p in parameters if p.grad is not None]).item()
     if norm <= clip_norm:

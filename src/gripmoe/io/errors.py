@@ -1,4 +1,4 @@
-"""The error of everything that a user can mend. The command line shows its message without a traceback."""
+"""The error for mistakes that a user can correct. The command line shows its message without a traceback."""
 
 
 class ConfigError(ValueError):

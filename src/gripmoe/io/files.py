@@ -1,4 +1,4 @@
-"""Files are written whole or not at all; a file that cannot be read is named, with its line and the remedy."""
+"""Atomic writes, and readers whose errors name the file, the line and the remedy."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary sibling to write to, a file or a folder, which replaces `path` when the block ends without an error.
-    Raises ConfigError if the disk is full, and then leaves the old content. A process that is killed while one folder
-    replaces another leaves the old one in `aside(path)`; the next write, or `remove_halves`, puts it back."""
+    """Yields a temporary path beside `path`, for a file or a folder. It replaces `path` if the block ends without an
+    error. Raises ConfigError if the disk is full; the old content stays. If the process is killed while it replaces a
+    folder, the old folder is in `aside(path)`; the next write, or `remove_halves`, puts it back."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _put_back(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -54,12 +54,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def aside(path: Path) -> Path:
-    """Where the old folder lies while a new one replaces it."""
+    """The path of the old folder while a new one replaces it."""
     return path.with_name(f".{path.name}{ASIDE}")
 
 
 def _put_back(path: Path) -> None:
-    """Ends a replacement: removes the old folder if the new one is in place, else moves the old one back."""
+    """Ends an interrupted replacement: removes the old folder if the new one is in place, else moves the old one
+    back."""
     if path.exists():
         remove(aside(path))
     elif aside(path).exists():
@@ -67,7 +68,7 @@ def _put_back(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Writes a file's content, or a folder's list of names, through to the disk."""
+    """Flushes a file's content, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -79,8 +80,8 @@ def _sync(path: Path) -> None:
 
 
 def _says_no_room(error: BaseException | None) -> bool:
-    """Whether the disk was full. torch raises an error of its own after the system's; safetensors gives the system's
-    in words."""
+    """Whether the disk was full. torch raises its own error after the system's; safetensors quotes the system's error
+    in its message."""
     return error is not None and (
         getattr(error, "errno", None) in NO_ROOM
         or any(f"(os error {code})" in str(error) for code in NO_ROOM)
@@ -89,7 +90,7 @@ def _says_no_room(error: BaseException | None) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder with its content, if it is there."""
+    """Removes a file, a link or a folder with its content, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -97,8 +98,8 @@ def remove(path: Path) -> None:
 
 
 def remove_halves(folder: Path, name: str = "*") -> None:
-    """Undoes what killed processes have begun with files of `name`: removes half-written ones, and ends replacements of
-    folders. No other process may be writing them."""
+    """Cleans up after killed processes: removes half-written files that match `name`, and ends replacements of folders.
+    No other process may be writing them."""
     for old in folder.glob(f".{name}{ASIDE}"):
         _put_back(folder / old.name[1 : -len(ASIDE)])
     for half in folder.glob(f".{name}.*.tmp"):
@@ -111,7 +112,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Raises ConfigError, as do all readers here, if `path` is missing or not UTF-8."""
+    """The text of a file. Like all readers here, raises ConfigError if `path` is missing or not UTF-8."""
     with _errors_named(path):
         content = path.read_bytes()
     try:
@@ -122,7 +123,7 @@ def read_text(path: Path) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256."""
+    """The SHA-256 of a file."""
     with _errors_named(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -171,7 +172,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line. Raises ConfigError also for an object that lacks one of `keys`."""
+    """The JSON objects of a file, one per line. Raises ConfigError also for an object that lacks one of `keys`."""
     rows = []
     for line, text in enumerate(io.StringIO(read_text(path), newline="\n"), 1):  # strings may hold other line breaks
         rows.append(row := _from_json(path, text.rstrip("\n"), line))
@@ -185,7 +186,7 @@ def read_jsonl(path: Path, *keys: str) -> list[dict[str, Any]]:
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Rows with the columns of the first; raises ValueError without rows."""
+    """Writes rows with the columns of the first row. Raises ValueError without rows."""
     if not rows:
         raise ValueError(f"no rows to write to {path}")
     with atomic_path(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:

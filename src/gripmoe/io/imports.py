@@ -19,19 +19,19 @@ def extra_of(module: str) -> str | None:
 
 
 def without(module: str) -> str:
-    """What to say where a module of an extra is missing."""
+    """The error message for a missing module of an extra."""
     return f"needs {module}, which is not installed: pip install 'gripmoe[{extra_of(module)}]'"
 
 
 def require_extras(*extras: str) -> None:
-    """Raises ModuleNotFoundError that names the extra whose module is missing: before work that would end there."""
+    """Raises ModuleNotFoundError, naming the extra, if one of its modules is missing. Call it before long work."""
     for module in sorted(set().union(*(EXTRAS[extra] for extra in extras))):
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(without(module), name=module)
 
 
 def imported(path: str, where: str) -> Any:
-    """What "module:name" stands for. Raises ConfigError, naming `where`, if it is not there."""
+    """Imports "module:name". Raises ConfigError, naming `where`, if it does not exist."""
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

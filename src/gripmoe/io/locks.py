@@ -16,9 +16,9 @@ from gripmoe.io.files import remove_halves
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Within the block this process alone works in `folder`, where two would overwrite each other's files. The lock of
-    a killed process has ended with it; its half-written files are removed. Raises ConfigError, naming the owner, if
-    another process has the lock, or if the file system has no locks."""
+    """Within the block, this process has the lock of `folder`, so that no two processes write there. The lock of a
+    killed process ends with the process, and its half-written files are removed. Raises ConfigError if another process
+    has the lock, naming that process, or if the file system has no locks."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+", encoding="utf-8") as file:
         if not take_lock(file, folder):

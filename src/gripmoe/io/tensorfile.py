@@ -1,4 +1,4 @@
-"""safetensors files with metadata that is checked when they are read, and that need not be in memory to be written."""
+"""safetensors files whose metadata is checked on reading, and which can be written piece by piece."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import atomic_path
 
 METADATA = "gripmoe"  # one entry of the header: several would have no fixed order
-DTYPES = {  # as a safetensors header names them
+DTYPES = {  # their names in a safetensors header
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -32,8 +32,8 @@ DTYPES = {  # as a safetensors header names them
 def tensor_file(
     path: Path, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> Iterator[Callable[[str, Tensor], None]]:
-    """Writes a safetensors file, whole or not at all, in pieces: `put(name, rows)` appends rows to a tensor. The same
-    content gives the same bytes. Raises ValueError if a tensor does not get the rows that `shapes` announces."""
+    """Writes a safetensors file atomically, in pieces: the yielded `put(name, rows)` appends rows to a tensor. The same
+    content gives the same bytes. Raises ValueError if a tensor does not get all rows of its shape in `shapes`."""
     header: dict[str, dict] = {"__metadata__": {METADATA: json.dumps(dict(metadata))}}
     offset, filled = 0, {}
     for name in sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name)):  # aligned: the widest first
@@ -61,7 +61,7 @@ def tensor_file(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes tensors that are in memory, as `tensor_file` does."""
+    """Writes tensors that are in memory, with `tensor_file`."""
     with tensor_file(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata) as put:
         for name, tensor in tensors.items():
             put(name, tensor)
@@ -73,7 +73,7 @@ def metadata_of(file: safe_open) -> dict[str, str]:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[safe_open]:
-    """An open safetensors file. Raises ConfigError if it is missing, cut off or of another format."""
+    """Opens a safetensors file. Raises ConfigError if it is missing, truncated or of another format."""
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -84,7 +84,7 @@ def open_tensors(path: Path) -> Iterator[safe_open]:
 
 @contextmanager
 def open_checked(path: Path, metadata: Mapping[str, str]) -> Iterator[safe_open]:
-    """`open_tensors` of a file that has this `metadata`. Raises ConfigError also if one of its entries differs."""
+    """Like `open_tensors`, and also raises ConfigError if an entry of the file's metadata differs from `metadata`."""
     with open_tensors(path) as file:
         found = metadata_of(file)
         for key, wanted in metadata.items():

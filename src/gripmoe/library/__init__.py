@@ -1,1 +1,1 @@
-"""The public face for training loops of your own: `constrain`, the Trainer callback, reparameterized routers."""
+"""For your own training loops: `constrain`, the Trainer callback, reparameterized routers."""

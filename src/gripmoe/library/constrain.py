@@ -1,4 +1,4 @@
-"""`constrain`: Method A and its relatives in any training loop, on any model and any optimizer."""
+"""`constrain`: Method A and other constraints in any training loop, with any torch optimizer."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import adapter_parameters
 from gripmoe.moe.model import unwrapped
 
-Data = Iterable[Batch | Mapping[str, Tensor]] | Iterable[str]  # and what else docs/library.md names
+Data = Iterable[Batch | Mapping[str, Tensor]] | Iterable[str]  # docs/library.md lists further forms
 ALIASES = {"freeze_moe_router": "frozen_router"}
-SAMPLED = 256  # entries of a weight that name the model
-UNABLE = {  # keys of a row, and why a loop of one's own cannot have them
+SAMPLED = 256  # entries of each weight in the checksum of a model
+UNABLE = {  # keys of a method that `constrain` cannot apply, and why
     "baseline": "it trains nothing; leave `constrain` out",
     "undo": "it distils a finished model; `gripmoe realign` does so to a run",
     "corrects": "it is about a finished model; call gripmoe.realign after training",
@@ -43,14 +43,14 @@ UNABLE = {  # keys of a row, and why a loop of one's own cannot have them
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is made of the original model once: it outlives the handle."""
+    """What `constrain` makes from the original model once. It outlives the handle."""
 
     method: Method
     constraint: RouterConstraint
     scope: dict[int, list[int]] | None  # experts that train, by layer
-    sets: OriginalSets | None  # of replay
+    sets: OriginalSets | None  # for routing replay
     original: nn.Module | None
-    trains: dict[nn.Parameter, bool]  # parameters of routers
+    trains: dict[nn.Parameter, bool]  # whether each router parameter trains
     loss_bound: float
     origin: str
 
@@ -69,23 +69,29 @@ def constrain(
     tokenizer: Any = None,
 ) -> ConstraintHandle:
     """Constrains the routers of `model` while `optimizer` trains it (Method A: Sec. 4.2, Eq. 3, Algorithm 1), until the
-    returned handle is closed. docs/library.md says what each method does and needs in the loop.
+    returned handle is closed. docs/library.md says what each method does and what it needs in the loop.
 
-    `model`: a transformers MoE model of a known family, also spread over devices or prepared by accelerate or PEFT.
-    `optimizer`: the one that steps the routers. `retain`: batches of input_ids and, if rows are padded, attention_mask,
-    both (rows, positions), a document a row; a DataLoader, a Dataset, or texts with their `tokenizer`. Their original
-    routing is recorded here: call this before training. `method`: a name in gripmoe/config/methods.yaml or a `Method`.
-    `forget`: data to forget, for SEUF, a null space with `surface: forget` or `combined`, and `replay`, which trains
-    under the original expert sets. `original`: an untrained copy of the model, which is asked where otherwise answers
-    about `retain` are kept. `loss_bound`: above it `handle.check(retain_loss)` raises `Diverged`. `seed`: of the draws
-    of Algorithm 1. Warns of a load-balancing loss, of decayed routers and of rows that seem padded without a mask.
+    - `model`: a transformers MoE model of a known family; it may be spread over devices, or prepared by accelerate or
+      PEFT.
+    - `optimizer`: the optimizer that steps the routers. - `retain`: batches of `input_ids` and, if rows are padded,
+    `attention_mask`, both (rows, positions), one document per
+      row; or a DataLoader, a Dataset, or texts with their `tokenizer`. Their original routing is recorded now, so call
+      this before training.
+    - `method`: a name in gripmoe/config/methods.yaml, or a `Method`.
+    - `forget`: data to forget, for SEUF, for a null space with `surface: forget` or `combined`, and for `replay`.
+    - `original`: an untrained copy of the model. It computes what is otherwise stored for `retain`.
+    - `replay`: whether passes in training mode use the original expert sets.
+    - `loss_bound`: `handle.check(retain_loss)` raises `Diverged` above it.
+    - `seed`: of the draws of Algorithm 1.
 
-    Raises ValueError for an argument of another kind, an unknown family or method, a method that is more than a
-    constraint on routers, a dense model, data without a token that counts or outside the vocabulary, missing forget
-    batches, an `original` that is the model itself, an optimizer that is none of torch's or lacks the routers, routers
-    or inputs of routers that are not finite, adapters on what the method writes to, a model with another open handle,
-    or a DistributedDataParallel that would not know of a change to its parameters; KeyError for a batch without
-    `input_ids`. After an error model and optimizer are as before.
+    Warns of a load-balancing loss, of weight decay on routers, and of rows that seem padded but have no mask.
+
+    Raises ValueError for a wrong argument, an unknown family or method, a method that is more than a constraint on
+    routers, a dense model, data without a token that counts or with tokens outside the vocabulary, missing forget data,
+    an `original` that is the model itself, an optimizer that is not torch's or lacks the routers, routers or router
+    inputs that are not finite, adapters on what the method writes to, a model with another open handle, or a
+    DistributedDataParallel that would not notice a change of its parameters; KeyError for a batch without `input_ids`.
+    After an error, model and optimizer are unchanged.
     """
     method = checked_method(method, replay=replay, loss_bound=loss_bound, seed=seed, original=original)
     with ExitStack() as undo:
@@ -127,9 +133,9 @@ def constrain(
 
 
 def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch.optim.Optimizer) -> ConstraintHandle:
-    """The constraint of `handle`, which this closes, on the same model under another optimizer: the original is still
-    the model that `constrain` was given. Raises ValueError for another model, and where `constrain` does for the
-    optimizer."""
+    """Closes `handle` and returns a new handle of its constraint, for the same model and another optimizer. The
+    original model is still the one that `constrain` saw. Raises ValueError for another model, and for the optimizer as
+    `constrain` does."""
     if unwrapped(model) is not handle.model.model:
         raise ValueError("the constraint is of another model: call `constrain`, or make a callback, for each model")
     handle.close()
@@ -147,8 +153,8 @@ def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch
 def _opened(
     model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, undo: ExitStack
 ) -> tuple[MoEModel, torch.optim.Optimizer]:
-    """The model as routers, in fp32 until `undo` closes, and the optimizer that steps, if the method can constrain
-    them."""
+    """The model as routers and experts, with routers in fp32 until `undo` closes, and the torch optimizer. Raises
+    ValueError if the method cannot constrain them."""
     precisions = [parameter.dtype for parameter in model.parameters()]
     moe = MoEModel(unwrapped(model))
     undo.push(lambda error, *_: moe.release(rounded=error is not None))
@@ -207,8 +213,8 @@ def checked_method(
     seed: int = 0,
     original: nn.Module | None = None,
 ) -> Method:
-    """The method of these arguments of `constrain`, without what belongs to the loop. Raises ValueError for a wrong
-    argument."""
+    """The method that these arguments of `constrain` name, without its training settings, which belong to the loop.
+    Raises ValueError for a wrong argument."""
     if not isinstance(original, nn.Module | None):
         raise ValueError(f"`original` is a {type(original).__name__}: give a copy of the model from before training")
     for name, value, kinds in (("loss_bound", loss_bound, int | float), ("seed", seed, int), ("replay", replay, bool)):
@@ -230,8 +236,8 @@ def checked_method(
 
 
 def warn_of_balancing(model: nn.Module, arguments: Any = None) -> None:
-    """Warns if training adds the load-balancing loss: transformers does so by the model's configuration, and a TRL
-    trainer with `arguments` of its own by `router_aux_loss_coef`, whose None is the configuration's."""
+    """Warns if training adds the load-balancing loss. In transformers the model's configuration turns it on; in a TRL
+    trainer, `router_aux_loss_coef` of its `arguments`, or the configuration if that is None."""
     config = unwrapped(model).config.get_text_config()
     weight = getattr(config, "router_aux_loss_coef", None) or 0.0
     if hasattr(arguments, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
@@ -248,12 +254,12 @@ def warn_of_balancing(model: nn.Module, arguments: Any = None) -> None:
 
 
 def methods_of_loops() -> dict[str, Method]:
-    """The rows of the package's table that `constrain` can apply in a loop of one's own."""
+    """The methods of the package's table that `constrain` can apply."""
     return {name: method for name, method in method_table().items() if not _unable(method)}
 
 
 def _unable(method: Method) -> str | None:
-    """What of a method `constrain` cannot do, and what to do instead; None where it can do all."""
+    """What `constrain` cannot do of a method, and what to do instead; None if it can do everything."""
     for key, reason in UNABLE.items():
         if getattr(method, key) != Method.model_fields[key].default:
             return f"`{key}`: {reason}"
@@ -311,7 +317,7 @@ def _warn_of_decay(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _states_in_fp32(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer that has stepped a router has moments in its old precision."""
+    """Casts the optimizer's states of routers to fp32: an optimizer that has stepped has them in the old precision."""
     for layer in moe.layers:
         state = optimizer.state.get(moe.theta(layer), {})
         for name, value in state.items():
@@ -321,7 +327,7 @@ def _states_in_fp32(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _untrained(model: nn.Module) -> Iterator[MoEModel]:
-    """Within the block a model that is only asked; then as it was, to the bit."""
+    """Within the block, `model` in eval mode and without gradients; afterwards it is unchanged, to the bit."""
     moe = MoEModel(model)
     try:
         with moe.evaluating(), _trained_again(model.parameters()):
@@ -333,7 +339,7 @@ def _untrained(model: nn.Module) -> Iterator[MoEModel]:
 
 @contextmanager
 def _trained_again(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Those that train; what the block freezes or lets train is undone."""
+    """Yields the parameters that train. Afterwards undoes what the block has frozen or unfrozen."""
     before = [(parameter, parameter.requires_grad) for parameter in parameters]
     try:
         yield [parameter for parameter, trains in before if trains]
@@ -343,9 +349,9 @@ def _trained_again(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Param
 
 
 def _origin(moe: MoEModel, method: Method, batches: Sequence[Batch]) -> str:
-    """A checksum of what a handle is made from: the method, the documents, and of every weight up to SAMPLED entries,
-    evenly spaced. It is the same on every device; shards, which differ between processes, and adapters, which begin at
-    random, do not count."""
+    """A checksum of what a handle is made from: the method, the documents, and up to SAMPLED evenly spaced entries of
+    every weight. It is the same on every device. It leaves out shards, which differ between processes, and adapters,
+    which start at random."""
     documents = sorted(tokens for batch in batches for tokens in documents_of(batch.input_ids, batch.attention_mask))
     digest = hashlib.sha256(json.dumps([method.model_dump_json(), documents]).encode())
     adapters = adapter_parameters(moe.model)

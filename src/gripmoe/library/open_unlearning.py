@@ -1,4 +1,4 @@
-"""A constraint in open-unlearning (docs/open_unlearning.md): a callback of Hydra's, named by one line of a config."""
+"""A constraint in open-unlearning (docs/open_unlearning.md): a Hydra callback that one line of a config names."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gripmoe.library.trainer import trainer_callback
 class Constrained:
     """Puts `gripmoe.trainer_callback` into every Trainer of a job whose training data have a `retain` part (Sec. 4.2).
 
-    `settings` are those of `gripmoe.constrain`; of the retain data the first `rows` are recorded, or all. Where the
+    `settings` are those of `gripmoe.constrain`. The first `rows` of the retain data are recorded, or all. If the
     trainer has `compute_retain_loss`, that pass is marked, and the method's penalty is added to its loss.
-    `trainer.constraint` is the callback. Raises ValueError, when a trainer is made, for training data without a
-    `retain` part, and where `trainer_callback` does."""
+    `trainer.constraint` is the callback. When a trainer is made, raises ValueError for training data without a `retain`
+    part, and as `trainer_callback` does."""
 
     def __init__(self, rows: int | None = None, **settings: Any):
         self._rows, self._settings, self._made = rows, settings, Trainer.__init__
@@ -35,7 +35,7 @@ class Constrained:
         Trainer.__init__ = self._made
 
     def __getattr__(self, name: str):
-        if name.startswith("on_"):  # Hydra's other events
+        if name.startswith("on_"):  # ignores Hydra's other events
             return lambda *args, **kwargs: None
         raise AttributeError(name)
 
@@ -54,6 +54,6 @@ class Constrained:
             def marked(*args, **kwargs):
                 with callback.handle.retain():
                     loss = own(*args, **kwargs)
-                return loss + callback.handle.penalty() / (getattr(trainer, "alpha", 1) or 1)  # which weighs `loss`
+                return loss + callback.handle.penalty() / (getattr(trainer, "alpha", 1) or 1)  # which scales `loss`
 
             trainer.compute_retain_loss = marked

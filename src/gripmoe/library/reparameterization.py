@@ -20,11 +20,11 @@ from gripmoe.library.constrain import methods_of_loops
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 
-FREE = "parametrizations.weight.original"  # as torch calls W
+FREE = "parametrizations.weight.original"  # torch's name of W
 
 
 class InNullSpace(nn.Module):
-    """W (E, d) to the router weight: its displacement from the original one, projected row by row."""
+    """Maps W, (E, d), to the router weight: projects the displacement from the original weight row by row."""
 
     def __init__(self, theta_0_Ed: Tensor, basis: RetainBasis):
         super().__init__()
@@ -42,12 +42,12 @@ class InNullSpace(nn.Module):
 def reparameterize(
     model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]], *, method: str = "expert_specific"
 ) -> Iterator[nn.Module]:
-    """Within the block every router weight of `model`, (E, d), is Theta_0 + P (W - Theta_0) with a free W (App. B.2).
-    Afterwards routers are plain weights, as trained, in fp32; the state dict has plain routers all the while. `retain`
-    and `method`, which must have fixed bases, as in `gripmoe.constrain`.
+    """Within the block, every router weight of `model`, (E, d), is Theta_0 + P (W - Theta_0) with a free W (App. B.2).
+    Afterwards routers are plain trained weights in fp32. The state dict always has plain routers. `retain` and `method`
+    are as in `gripmoe.constrain`; the method must have fixed bases.
 
-    This is Stage 1 of Sec. 4.2 alone: selected scores of retain tokens stay, and others may rise above them.
-    `gripmoe.constrain` has both stages. Make the optimizer within the block, from `model.parameters()`.
+    This is Stage 1 of Sec. 4.2 alone: scores of selected experts on retain tokens stay, but other scores may rise above
+    them. `gripmoe.constrain` has both stages. Make the optimizer within the block, from `model.parameters()`.
 
     Raises ValueError for a method without fixed bases of retain batches, an unknown family, a dense model, or no retain
     batches; KeyError for a batch without `input_ids`.
@@ -75,13 +75,13 @@ def reparameterize(
 
 
 def _save_plain(router: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
-    """The router weight in place of W."""
+    """Saves the router weight in place of W."""
     del state[prefix + FREE]
     state[prefix + "weight"] = router.weight.detach()
 
 
 def _load_plain(router: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
-    """A router weight as W, of which it is the projection."""
+    """Loads a router weight as W; projecting it changes nothing."""
     if prefix + "weight" in state:
         state[prefix + FREE] = state.pop(prefix + "weight")
 

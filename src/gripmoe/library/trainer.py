@@ -1,4 +1,4 @@
-"""A constraint in transformers' `Trainer`, and in TRL's trainers, which build on it."""
+"""A constraint in transformers' `Trainer` and in TRL's trainers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from gripmoe.library.constrain import Data, checked_method, constrain, constrain
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 
-STATE = "constraint_handle.pt"  # in every checkpoint folder
+STATE = "constraint_handle.pt"  # a file in every checkpoint folder
 NAMED = "a checkpoint that does not lie in `output_dir` is named by `resume_from_checkpoint` of its arguments"
 
 
 class ConstraintCallback(TrainerCallback):
-    """Constrains when training begins, and closes its `handle` when training ends. Later trainings, and one that begins
-    anew after running out of memory, keep to the original model of the first one.
+    """Constrains routers when training begins, and closes its `handle` when training ends. Later trainings, and
+    restarts after running out of memory, use the original model of the first training.
 
-    Where training may resume, the original weights are kept on the CPU until training begins: by then `Trainer` has
-    loaded those of the checkpoint. They are put back for `constrain` to see, and the checkpoint is read again, since
-    `Trainer` looks for weights by the names in the file and does not find fused experts.
+    If training may resume, the callback keeps the original weights on the CPU, because `Trainer` loads those of the
+    checkpoint before training begins. The callback then puts the original weights back for `constrain`, and reads the
+    checkpoint again: `Trainer` looks for weights by the names in the file, and does not find fused experts.
     """
 
     handle: ConstraintHandle
@@ -45,13 +45,13 @@ class ConstraintCallback(TrainerCallback):
         self._moe: MoEModel | None = None
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        self._moe = MoEModel(unwrapped(model))  # routers in fp32, before they are wrapped, or loaded from a checkpoint
+        self._moe = MoEModel(unwrapped(model))  # converts routers to fp32 before wrapping and loading
         if args.resume_from_checkpoint or (Path(args.output_dir).is_dir() and get_last_checkpoint(args.output_dir)):
             self._original = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, processing_class=None, **kwargs):
         if self._moe:
-            self._moe.release()  # from here on the handle has its own
+            self._moe.release()  # the handle has a MoEModel of its own
         original, self._original = self._original, None
         if state.global_step:
             self._resume(args, state, model, optimizer, processing_class, original)
@@ -76,7 +76,7 @@ class ConstraintCallback(TrainerCallback):
         if any(map(holds_texts, (self._retain, settings["forget"]))) and settings.get("tokenizer") is None:
             settings = settings | {"tokenizer": getattr(processing_class, "tokenizer", processing_class)}
         config = unwrapped(model).config.get_text_config()
-        if not getattr(config, "output_router_logits", False):  # of which `constrain` warns
+        if not getattr(config, "output_router_logits", False):  # else `constrain` warns
             warn_of_balancing(model, args)
         self.handle = constrain(model, optimizer, self._retain, **settings)
 
@@ -90,7 +90,7 @@ class ConstraintCallback(TrainerCallback):
         folder = Path(asked) if isinstance(asked, str | Path) else _checkpoint(args, state.global_step)
         saved = _state_in(folder, state.global_step)
         trained = _read_again(model, folder)
-        for name, now in model.state_dict().items():  # what `Trainer` has read, which leaves fused experts unread
+        for name, now in model.state_dict().items():  # as `Trainer` has read them, without fused experts
             unread = ".experts." in name if original is None else _equal(now, original[name])
             if not unread and not _equal(now, trained[name]):
                 raise ValueError(f"the trainer resumes from another checkpoint than {folder}: {NAMED}")
@@ -106,15 +106,15 @@ class ConstraintCallback(TrainerCallback):
 
 
 def trainer_callback(retain: Data, **settings: Any) -> ConstraintCallback:
-    """A callback for transformers' `Trainer` and TRL's trainers, which make their optimizer late: it calls
-    `gripmoe.constrain(model, optimizer, retain, **settings)` (Sec. 4.2) when training begins and closes its `handle`
-    when training ends. Texts need no `tokenizer`: the trainer's `processing_class` encodes them. Make a callback for
-    each model. After an error close the handle, or call `train` again. docs/library.md says how to resume.
+    """A callback for transformers' `Trainer` and TRL's trainers, which create their optimizer when training begins. It
+    then calls `gripmoe.constrain(model, optimizer, retain, **settings)` (Sec. 4.2), and closes its `handle` when
+    training ends. Texts need no `tokenizer`: the trainer's `processing_class` encodes them. Make one callback for each
+    model. After an error, close the handle or call `train` again. docs/library.md says how to resume.
 
-    Warns if a TRL trainer adds the load-balancing loss, and of the best model's experts, if it has to read them anew.
-    Raises ValueError or KeyError for a wrong argument, TypeError for an unknown one. The trainer raises ValueError when
-    it is made on a model of an unknown family; `train` raises what `constrain` and the handle do, and ValueError if the
-    checkpoint to resume from was saved without this callback, or of another model, method or documents."""
+    Warns if a TRL trainer adds the load-balancing loss, and if the callback has to read the best model's experts again.
+    Raises ValueError or KeyError for a wrong argument, TypeError for an unknown one. The trainer raises ValueError for
+    a model of an unknown family. `train` raises what `constrain` and the handle raise, and ValueError if the checkpoint
+    to resume from was saved without this callback, or belongs to another model, method or documents."""
     return ConstraintCallback(retain, settings)
 
 
@@ -141,8 +141,8 @@ def _checkpoint(args, step: int) -> Path:
 
 
 def _read_again(model: nn.Module, folder: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint. Of a model with adapters those that it has: it was saved without fused experts, and
-    `Trainer` has found the rest."""
+    """The weights of a checkpoint. A model with adapters keeps its own: its checkpoint has no fused experts, and
+    `Trainer` has loaded the rest."""
     if hasattr(model, "peft_config"):
         return {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     return type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
@@ -153,7 +153,7 @@ def _equal(now: Tensor, then: Tensor) -> bool:
 
 
 def _reload(model: nn.Module, folder: str) -> None:
-    """Reads the best checkpoint again where `Trainer` has left tensors of the last step in the model."""
+    """Reads the best checkpoint again if `Trainer` has left tensors of the last step in the model."""
     if hasattr(model, "peft_config") or any(isinstance(tensor, DTensor) for tensor in model.parameters()):
         return
     best = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
@@ -168,7 +168,7 @@ def _reload(model: nn.Module, folder: str) -> None:
 
 
 def _state_in(checkpoint: Path, step: int) -> dict:
-    """The handle's state as `on_save` left it. Raises ValueError if it is not there, or of another step."""
+    """The handle's state that `on_save` has written. Raises ValueError if it is missing or of another step."""
     file = checkpoint / STATE
     saved = torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
     if saved.get("step") != step:

@@ -1,4 +1,4 @@
-"""What PEFT puts in the place of a module, told by its attributes: PEFT itself is never imported."""
+"""PEFT wrappers around modules, recognised by their attributes: PEFT itself is never imported."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import nn
 
 
 def below_adapters(module: nn.Module) -> nn.Module:
-    """`module` itself, or what computes in its place: of `modules_to_save` the copy that trains, of LoRA and its
-    relatives the layer that they adapt."""
+    """The module inside PEFT's wrappers: for `modules_to_save` the copy that trains, for LoRA and similar adapters the
+    layer that they adapt. Without a wrapper, `module` itself."""
     return list(_layers(module))[-1]
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether an adapter such as LoRA changes what the weights of `module` are; `modules_to_save` does not."""
+    """Whether an adapter such as LoRA changes the effective weights of `module`; `modules_to_save` does not."""
     return any(hasattr(layer, "base_layer") for layer in _layers(module))
 
 

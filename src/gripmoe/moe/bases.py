@@ -19,11 +19,11 @@ def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, st
 
 
 class StoredBases(Mapping[int, RetainBasis]):
-    """Saved bases by layer on `device`; on a CPU in fp64, in which the projection computes.
+    """Saved bases by layer on `device`; on a CPU in fp64, as the projection needs them.
 
-    The first layers stay on `device`, up to `memory` bytes; the next ones in host memory, up to `host_memory` bytes;
-    the others are read from the file at each access. A training step asks for every layer once and in order, so a cache
-    of the layers used last (App. D) would serve none. Raises ConfigError if the file's metadata is not `metadata`."""
+    The first layers stay on `device`, up to `memory` bytes. The next layers stay in host memory, up to `host_memory`
+    bytes. The others are read from the file at each access. A training step needs every layer once and in order, so an
+    LRU cache (App. D) would never hit. Raises ConfigError if the file's metadata is not `metadata`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class StoredBases(Mapping[int, RetainBasis]):
                     self._kept[layer] = basis
                 elif stored.nbytes <= host_memory:
                     host_memory -= stored.nbytes
-                    self._on_host[layer] = stored.clone()  # a read tensor is a page of the file, which may be dropped
+                    self._on_host[layer] = stored.clone()  # a tensor that was read is mapped to the file
                 else:
                     break
 

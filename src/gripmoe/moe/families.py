@@ -1,8 +1,8 @@
-"""What differs between architectures: one row each.
+"""How the routers of each model family select and weigh experts: one row per family.
 
-A family fits if its routers are linear modules that return (logits, weights, indices), as transformers writes them; the
-model's `_can_record_outputs` table names their class. A row says how such a router selects experts (`SelectionRule`,
-from the router and its block) and how it weighs selected experts, its own or forced ones.
+A family is supported if its routers are linear modules that return (logits, weights, indices), as in transformers; the
+model's `_can_record_outputs` table names their class. A row has two functions: one returns the `SelectionRule` of a
+router, given the router and its block; the other computes the weights of selected (or forced) experts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _softmax_groups(router, block):
 
 
 def _biased_sigmoids(router, block):
-    """With the bias of the router or of its block, if there is one, and among the best groups, if there are groups."""
+    """Adds the bias of the router or of its block, and selects among the best groups, if the family has these."""
     owner = router if hasattr(router, "e_score_correction_bias") else block
     bias_E = getattr(owner, "e_score_correction_bias", getattr(owner, "expert_bias", None))
     rule = SelectionRule(router.top_k, choice_bias_E=None if bias_E is None else bias_E.detach(), squash="sigmoid")
@@ -113,7 +113,7 @@ def _scaled_and_renormalized_if_so_configured(router, scores_TE, top_k_Tk):
 
 
 def _scaled_sigmoids(router, scores_TE, top_k_Tk, least=1e-20):
-    """Renormalized unless the router says otherwise; scaled where the router does it, and not its block."""
+    """Sigmoid weights; renormalised unless the router says otherwise; scaled if the router does this, not its block."""
     weights_Tk = scores_TE.sigmoid().gather(1, top_k_Tk)
     if getattr(router, "norm_topk_prob", True):
         weights_Tk = weights_Tk / (weights_Tk.sum(dim=-1, keepdim=True) + least)
@@ -126,8 +126,8 @@ def _softmax_or_sigmoids(router, scores_TE, top_k_Tk):
 
 
 def _sparse_mixer(router, scores_TE, top_k_Tk):
-    """Phi-MoE: one slot after the other, the chosen expert's softmax among the experts that are left and whose relative
-    distance below it is at most twice the jitter."""
+    """Phi-MoE: for one slot after the other, the chosen expert's softmax weight among the remaining experts whose
+    scores are below its own by a relative distance of at most twice the jitter."""
     weights = []
     for slot in range(top_k_Tk.shape[1]):
         chosen_T1 = top_k_Tk[:, slot : slot + 1]
@@ -142,10 +142,10 @@ def _sparse_mixer(router, scores_TE, top_k_Tk):
 class Family:
     weigh: Weigh | None
     rule: Rule = _plain
-    checked: bool = False  # whether a trace compares what the rule selects with what the routers have selected
+    checked: bool = False  # whether a trace compares selections of the rule and of the routers
 
 
-DENSE = Family(weigh=None)  # no routers at all: a baseline to unlearn from, nothing to constrain
+DENSE = Family(weigh=None)  # a baseline without routers
 
 FAMILIES = {
     "qwen3": DENSE,
@@ -182,22 +182,23 @@ FAMILIES = {
 
 
 def logits_scaling(model: nn.Module) -> float:
-    """What a family divides the output of its language head by (Granite does)."""
+    """The divisor of the language head's output (1 except for Granite)."""
     return getattr(model.config, "logits_scaling", 1.0)
 
 
 def register_family(model_type: str, weigh: Weigh, rule: Rule = _plain) -> None:
-    """Adds a row for models of a `config.model_type`, or replaces it (ours). Routers must be linear modules with a
-    `weight` of (experts, hidden size) in a block of their own, and return (logits, weights, indices).
+    """Adds or replaces the family of models with this `config.model_type` (ours). Each router must be a linear module
+    in its own block, with a `weight` of (experts, hidden size), and return (logits, weights, indices).
 
-    `weigh(router, scores, experts)`: the weights of chosen experts, (tokens, k), from logits (tokens, experts) and
-    expert numbers (tokens, k). `rule(router, block)`: the `gripmoe.SelectionRule` of a router; without it, the `top_k`
-    largest logits. Recording a trace raises ValueError where the rule selects other experts than the router did."""
+    `weigh(router, scores, experts)` returns the weights of chosen experts, (tokens, k), given logits (tokens, experts)
+    and expert numbers (tokens, k). `rule(router, block)` returns the `gripmoe.SelectionRule` of a router; without it,
+    the router selects the `top_k` largest logits. Recording a trace raises ValueError if the rule selects other experts
+    than the router."""
     FAMILIES[model_type] = Family(weigh, rule, checked=True)
 
 
 def family_of(model: nn.Module) -> Family:
-    """The row of a transformers model. Raises ValueError for a family without one, with what is missing."""
+    """The family of a transformers model. Raises ValueError for an unknown family; the message says what is missing."""
     model_type = model.config.model_type if hasattr(model, "config") else None
     if not model_type or (model_type in FAMILIES and not hasattr(model, "model")):
         raise ValueError(f"{type(model).__name__} is no model of transformers: give the one that has a language head")
@@ -207,14 +208,14 @@ def family_of(model: nn.Module) -> Family:
 
 
 def unfit(model: nn.Module, missing: str, write: str | None = None) -> ConfigError:
-    """The error for a model that no row, or not its own, serves."""
+    """The error for a model of an unknown family, or one that does not fit the row of its family."""
     model_type = model.config.model_type
     write = write or f"gripmoe.register_family({model_type!r}, weigh=..., rule=...)"
     return ConfigError(f"family {model_type!r} ({type(model).__name__}): missing: {missing}; write: {write}")
 
 
 def _missing(model: nn.Module) -> tuple[str] | tuple[str, str]:
-    """What a model without a row lacks, and what to write unless it is a row."""
+    """What a model of an unknown family lacks; and, if a row is not enough, what to write."""
     record = _router_record(model)
     if record is None:
         return (

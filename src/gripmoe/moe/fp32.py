@@ -7,12 +7,13 @@ from torch import nn
 
 
 def compute_in_fp32(router: nn.Module) -> bool:
-    """fp32 weight and logits, under autocast too. The weights of chosen experts need no cast back: transformers casts
-    what it multiplies by them to the hidden dtype. Returns whether this call has converted the router."""
+    """Makes weight and logits of `router` fp32, under autocast too. The weights of chosen experts need no cast back,
+    because transformers casts their products to the hidden dtype. Returns whether this call has converted the
+    router."""
     dtype = router.weight.dtype
     router.float()
     if hasattr(router, "_in_fp32"):
-        if dtype != torch.float32:  # the whole model was cast since
+        if dtype != torch.float32:  # the whole model was cast in between
             router._in_fp32 = dtype, router._in_fp32[1]
         return False
     handles = router.register_forward_pre_hook(_enter), router.register_forward_hook(_leave, always_call=True)
@@ -21,8 +22,8 @@ def compute_in_fp32(router: nn.Module) -> bool:
 
 
 def release(router: nn.Module, *, rounded: bool = False) -> None:
-    """Undoes `compute_in_fp32` for a router that was in fp32 before. One of lower precision stays as it is, or with
-    `rounded` returns to its dtype, which changes some of its selections."""
+    """Undoes `compute_in_fp32` for a router that was in fp32 before. A router of lower precision stays in fp32. With
+    `rounded` it returns to its dtype, which changes some of its selections."""
     dtype, handles = getattr(router, "_in_fp32", (None, ()))
     if dtype == torch.float32 or (dtype and rounded):
         for handle in handles:

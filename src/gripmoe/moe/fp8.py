@@ -1,8 +1,8 @@
 """Experts and linear layers in FP8 in training passes (App. A, Hardware and Quantization). Routers and geometry stay in
 fp32; stored weights and optimizer states keep their precision.
 
-Experts: both factors of every product with an expert's weights, forward and backward, are rounded to E4M3, with a power
-of two as the scale of each row that is summed over. Linear layers: TransformerEngine's, by delayed scaling.
+Experts: both factors of every product with an expert's weights are rounded to E4M3, in forward and backward passes. The
+scale of each row along the summed dimension is a power of two. Linear layers: TransformerEngine with delayed scaling.
 
 Shapes: T tokens, E experts, S token-expert pairs, i and o features in and out.
 """
@@ -21,16 +21,16 @@ from gripmoe.config.training import LinearPrecision, Precision
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe.model import MoEModel
 
-ALIGNED = 16  # tokens, as FP8 kernels count them
+ALIGNED = 16  # FP8 kernels need a multiple of 16 tokens
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 @contextmanager
 def expert_precision(model: MoEModel, precision: Precision) -> Iterator[None]:
-    """Within the block experts compute in `precision`: "fp8" with torchao's kernels for Hopper GPUs, "fp8_emulated" the
-    same arithmetic in the model's own dtype, anywhere and slowly.
+    """Within the block, experts compute in `precision`: "fp8" uses torchao's kernels for Hopper GPUs; "fp8_emulated"
+    does the same arithmetic in the model's own dtype, on any device and slowly.
 
-    Raises ValueError where "fp8" has no GPU or no torchao, and for experts that are not fused."""
+    Raises ValueError for "fp8" without a GPU or torchao, and for experts that are not fused."""
     if precision == "native":
         yield
         return
@@ -63,10 +63,10 @@ def _require_gpu(key: str, capability: tuple[int, int], otherwise: str) -> None:
 
 
 def linear_precision(model: MoEModel, precision: LinearPrecision) -> Callable[[], AbstractContextManager]:
-    """A context manager for every training pass: within it linear layers of the decoder whose widths are multiples of
-    16 compute in `precision`. Between passes the model is the plain one, with the same weights.
+    """Returns a context manager for training passes: within it, linear layers of the decoder whose widths are multiples
+    of 16 compute in `precision`. Between passes the model is the plain one, with the same weights.
 
-    Raises ValueError where "te_fp8" has no TransformerEngine or no GPU."""
+    Raises ValueError for "te_fp8" without TransformerEngine or a GPU."""
     if precision == "native":
         return nullcontext
     from accelerate.utils import is_transformer_engine_available
@@ -88,7 +88,7 @@ def linear_precision(model: MoEModel, precision: LinearPrecision) -> Callable[[]
         for parent, name, _, counterpart in places:
             setattr(parent, name, counterpart)
         try:
-            # Scales change when this ends, so a recomputation in the backward pass is rounded as the pass was.
+            # Scales change only at the end, so a recomputation in the backward pass rounds like the pass.
             with fp8_autocast(enabled=True, fp8_recipe=recipe):
                 yield
         finally:
@@ -99,15 +99,15 @@ def linear_precision(model: MoEModel, precision: LinearPrecision) -> Callable[[]
 
 
 def _converted(model: MoEModel) -> list[tuple[nn.Module, str, nn.Module, nn.Module]]:
-    """The linear layers, routers excepted, that accelerate converts: parent, name, the layer, and its counterpart with
-    the same parameters. The model is left as it was."""
+    """The linear layers that accelerate converts, without routers: parent, name, the layer, and the converted layer
+    with the same parameters. The model is unchanged."""
     from accelerate import Accelerator
     from accelerate.utils import convert_model
 
-    decoder = model.model.model  # losses take the head's weight without its layer
+    decoder = model.model.model  # losses use the weight of the head, not the module
     before = dict(decoder.named_modules(remove_duplicate=False))
     routers = {module for layer in model.layers for module in model.router(layer).modules()}
-    Accelerator()  # whose state `convert_model` asks for
+    Accelerator()  # `convert_model` needs its state
     with torch.no_grad():
         convert_model(decoder, _convert_ln=False)
     places = []
@@ -126,15 +126,15 @@ def _converted(model: MoEModel) -> list[tuple[nn.Module, str, nn.Module, nn.Modu
 
 
 def _in_tiles(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Calls `forward`, which needs a multiple of 16 tokens, on any number of them: padded with zeros, which change no
-    scale."""
+    """Calls `forward`, which needs a multiple of 16 tokens, on any number of tokens: pads them with zeros, which change
+    no scale."""
     x_Ti = x.flatten(0, -2)
     y_To = forward(F.pad(x_Ti, (0, 0, 0, -len(x_Ti) % ALIGNED)))
     return y_To[: len(x_Ti)].unflatten(0, x.shape[:-1])
 
 
 def _experts_forward(product, experts: nn.Module, x_Td: Tensor, top_k_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-    """The forward pass of fused experts, as transformers calls it; the rows of an expert are padded to whole tiles."""
+    """The forward pass of fused experts, as transformers calls it. Pads the rows of each expert to a multiple of 16."""
     expert_S, order_S = top_k_Tk.flatten().sort(stable=True)
     token_S = order_S // top_k_Tk.shape[1]
     counts_E = torch.bincount(expert_S, minlength=experts.num_experts)
@@ -166,7 +166,7 @@ def _on_hopper(x_Si: Tensor, weight_Eio: Tensor, offsets_E: Tensor) -> Tensor:
 
 
 class _Emulated(torch.autograd.Function):
-    """x_Si times the weight of each group of rows, rounded as the kernels round, also in the backward pass."""
+    """x_Si times the weight of each group of rows, with the rounding of the kernels, also in the backward pass."""
 
     @staticmethod
     def forward(ctx, x_Si: Tensor, weight_Eio: Tensor, offsets_E: Tensor) -> Tensor:
@@ -183,12 +183,12 @@ class _Emulated(torch.autograd.Function):
 
 
 def rounded(x: Tensor, dim: int) -> Tensor:
-    """To E4M3 and back, with one power of two as the scale of all entries along `dim`."""
+    """`x` rounded to E4M3 and back, with one power-of-two scale for all entries along `dim`."""
     return _scaled(x, x.abs().amax(dim=dim, keepdim=True))
 
 
 def _rounded_by_group(x_Sc: Tensor, offsets_E: Tensor) -> Tensor:
-    """As `rounded`, with a scale for each column of a group of rows."""
+    """Like `rounded`, with one scale for each column of a group of rows."""
     row_S = torch.arange(len(x_Sc), device=x_Sc.device, dtype=offsets_E.dtype)
     group_S = torch.searchsorted(offsets_E, row_S, right=True)
     largest_Ec = x_Sc.new_zeros(len(offsets_E), x_Sc.shape[1])
@@ -202,8 +202,8 @@ def _scaled(x: Tensor, largest: Tensor) -> Tensor:
 
 
 def _registered(precision: Precision) -> str:
-    """The name by which a model's configuration asks transformers for experts in `precision`."""
-    # Takes seconds to import, and only a run in FP8 needs it.
+    """Registers experts in `precision` with transformers; returns the name for the model's configuration."""
+    # The import takes seconds, and only a run in FP8 needs it.
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     product = {"fp8": _on_hopper, "fp8_emulated": _Emulated.apply}[precision]

@@ -1,7 +1,7 @@
-"""A model seen as routers and experts: record what routers do, force their selections, restrict which experts change.
+"""A model seen as routers and experts: record routing, force selections, restrict which experts change.
 
-Hooks live inside context managers only. Where layers lie on several devices, recorded tensors come to the device of the
-model, and forced ones go to the device of the layer.
+Hooks exist only inside context managers. If layers are on several devices, recorded tensors move to the device of the
+model, and forced ones to the device of the layer.
 
 Shapes: T tokens of a forward pass in row-major order (rows x positions), N of them that count, d hidden size, E experts
 of a layer, k experts per token.
@@ -26,24 +26,24 @@ from gripmoe.moe.fp32 import compute_in_fp32, release
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.recording import RoutingRecorder, hooked, in_recomputation, place_in_graph, routed_tokens
 
-# By layer: top_k_Tk for every token of one forward pass, or a pair of it and weights_Tk to use with it.
+# By layer: top_k_Tk of one forward pass, or a pair (top_k_Tk, weights_Tk).
 Routes = dict[int, Tensor | tuple[Tensor, Tensor]]
 
 
 class MoEModel:
     """A transformers causal language model of a known MoE family. Raises ValueError for any other model.
 
-    `layers` are the decoder layers that have a router; a dense model, which serves as a baseline, has none. Routers
+    `layers` are the decoder layers that have a router. A dense model, which serves as a baseline, has none. Routers
     compute in fp32 whatever the model's dtype: in bf16 most router weights do not change at a usual learning rate, and
-    scores that nearly tie blur every measure of routing.
+    rounding decides between nearly equal scores.
     """
 
     def __init__(self, model: nn.Module):
-        from torch.distributed.tensor import DTensor  # which imports sympy: a second
+        from torch.distributed.tensor import DTensor  # imports sympy, which takes a second
 
         self.model = model
         self.family = family_of(model)
-        self.originals = None  # a `OriginalStore`, where what this model says of documents shall be kept
+        self.originals = None  # an `OriginalStore` for stored outputs of this model, or None
         self._blocks: dict[int, nn.Module] = {}
         self._routers: dict[int, nn.Module] = {}
         self._outer: dict[int, nn.Module] = {}  # routers with the adapters around them
@@ -74,14 +74,14 @@ class MoEModel:
         self.top_k: int = next(iter(self._routers.values())).top_k
 
     def release(self, *, rounded: bool = False) -> None:
-        """Removes the fp32 hooks of routers that this object has converted and that were in fp32 before. Routers of
-        lower precision stay in fp32, or with `rounded` return to their dtype."""
+        """Removes the fp32 hooks that this object has added to routers. Routers that were in lower precision before
+        stay in fp32 with their hooks; with `rounded` they return to their dtype."""
         for router in self._converted:
             release(router, rounded=rounded)
 
     @contextmanager
     def rounded_routers(self) -> Iterator[None]:
-        """Within the block routers have the model's precision, as after a reload by plain transformers."""
+        """Within the block, routers have the model's precision, as after a reload by plain transformers."""
         exact = {router: copy.deepcopy(router.state_dict()) for router in self._routers.values()}
         for router in exact:
             release(router, rounded=True)
@@ -98,18 +98,18 @@ class MoEModel:
 
     @property
     def all_layers(self) -> list[int]:
-        """`layers`; every layer of a dense model."""
+        """`layers`, or every layer of a dense model."""
         return list(self._blocks)
 
     def block(self, layer: int) -> nn.Module:
-        """The MoE block of a layer: router, experts and shared expert; the feed-forward block of a dense model."""
+        """The MoE block of a layer (router, experts and shared expert), or the feed-forward block of a dense model."""
         return self._blocks[layer]
 
     def router(self, layer: int) -> nn.Module:
         return self._routers[layer]
 
     def router_parameters(self, layer: int) -> list[nn.Parameter]:
-        """Of the router of a layer and of adapters around it."""
+        """The parameters of a layer's router and of the adapters around it."""
         return list(self._outer[layer].parameters())
 
     @property
@@ -118,7 +118,7 @@ class MoEModel:
         return [layer for layer, module in self._outer.items() if is_adapted(module)]
 
     def rule(self, layer: int) -> SelectionRule:
-        """How the router of a layer turns scores into sets."""
+        """How the router of a layer selects experts from scores."""
         return self.family.rule(self._routers[layer], self._blocks[layer])
 
     def rules(self) -> dict[int, SelectionRule]:
@@ -129,7 +129,7 @@ class MoEModel:
         return self.router(layer).weight
 
     def freeze_router_biases(self) -> list[nn.Parameter]:
-        """Freezes what a router has besides its weight (GPT-OSS a bias of its logits, PEFT an adapter). Returns the
+        """Freezes all router parameters but the weight, such as GPT-OSS's logit bias or a PEFT adapter. Returns the
         parameters that this call has frozen."""
         parameters = [(p, layer) for layer in self.layers for p in self.router_parameters(layer)]
         biases = [p for p, layer in parameters if p is not self.theta(layer) and p.requires_grad]
@@ -152,7 +152,7 @@ class MoEModel:
 
     @torch.no_grad()
     def expert_output(self, layer: int, expert: int, x_Nd: Tensor) -> Tensor:
-        """The output of one expert for router inputs of its layer, whichever experts they select, (N, d), fp32."""
+        """The output of one expert for any router inputs of its layer, selected or not, (N, d), fp32."""
         experts = self._blocks[layer].experts
         x_Nd = x_Nd.to(next(experts.parameters()))
         chosen_N1 = torch.full((len(x_Nd), 1), expert, device=x_Nd.device)
@@ -160,7 +160,7 @@ class MoEModel:
 
     @contextmanager
     def record_routing(self) -> Iterator[RoutingRecorder]:
-        """Within the block the routing of every forward pass is recorded, with its graph: detach what you keep."""
+        """Within the block, the routing of every forward pass is recorded with its graph: detach what you keep."""
         recorder = RoutingRecorder()
 
         def record(layer: int, router, args, output):
@@ -173,9 +173,9 @@ class MoEModel:
 
     @contextmanager
     def before_routers(self, function: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
-        """Within the block `function(layer, x_Td)` is called with the inputs of every router before the router runs. A
+        """Within the block, `function(layer, x_Td)` is called with the inputs of every router before the router runs. A
         change of the router's weight takes effect at once. A returned tensor, (E, d), replaces the weight in this pass
-        alone, without writing to it, so that an earlier pass keeps the weight that its backward pass needs."""
+        alone. The weight itself is not written to, because an earlier pass may need it for its backward pass."""
         weights: dict[int, nn.Parameter] = {}
 
         def enter(layer: int, router: nn.Module, args) -> None:
@@ -198,13 +198,13 @@ class MoEModel:
             with hooked(handles()):
                 yield
         finally:
-            for layer in list(weights):  # of a pass that was interrupted
+            for layer in list(weights):  # left by an interrupted pass
                 leave(layer, self._routers[layer])
 
     def trace(self, batches: Iterable[Batch | Mapping[str, Tensor]]) -> RoutingTrace:
         """The routing of all batches in eval mode, without padding and without the first position of each row (BOS, an
-        attention sink). A batch is a `Batch`, or a mapping with input_ids and, if rows are padded, attention_mask.
-        Raises ValueError without batches, or for a batch that is none."""
+        attention sink). A batch is a `Batch`, or a mapping with `input_ids` and, if rows are padded, `attention_mask`.
+        Raises ValueError without batches, or for anything else."""
         parts = list(self.traced(batches))
         trace = {layer: LayerRouting.joined([part.pop(layer) for part in parts]) for layer in self.layers}
         if self.family.checked:
@@ -216,7 +216,7 @@ class MoEModel:
 
     @torch.no_grad()
     def traced(self, batches: Iterable[Batch | Mapping[str, Tensor]]) -> Iterator[dict[int, LayerRouting]]:
-        """The same, batch by batch."""
+        """Like `trace`, but yields the routing of one batch after the other."""
         nothing = True
         with self.evaluating(), self.record_routing() as recorder:
             for batch in batches:
@@ -232,7 +232,7 @@ class MoEModel:
 
     @contextmanager
     def brought_beside(self, other: MoEModel) -> Iterator[None]:
-        """Within the block every layer lies on the device of the same layer of `other`."""
+        """Within the block, every layer is on the device of the same layer of `other`."""
         home = devices_of(self.model)
         place(self.model, devices_of(other.model))
         try:
@@ -242,23 +242,23 @@ class MoEModel:
 
     @contextmanager
     def force_routing(self, routes: Routes | Callable[..., Routes | None]) -> Iterator[list]:
-        """Within the block every router selects the given experts instead of its own, with the given weights or those
-        of its family. A token with a negative expert keeps its own. Forcing a model's own sets changes no bit.
+        """Within the block, every router selects the given experts instead of its own, with the given weights or those
+        of its family. A token with a negative expert keeps its own experts. Forcing a model's own sets changes no bit.
 
-        `routes` are the experts of a forward pass by layer, or a function of the pass's input_ids and attention_mask
-        (rows, positions; or None) that returns them, or None to leave the pass alone. Gradient checkpointing computes a
-        pass again under its own routes, whichever passes came between; a loop of many steps under a function clears
-        the yielded list of passes after each. Raises ValueError if the number of tokens differs, or if a function is
-        given and the pass has no input_ids.
+        `routes` are the experts of a forward pass by layer; or a function that returns them for `input_ids` and
+        `attention_mask` (rows, positions; or None) of the pass, or None to leave the pass alone. Gradient checkpointing
+        recomputes each pass under its own routes. For this, the yielded list keeps all passes; a loop of many steps
+        under a function clears the list after each step. Raises ValueError if the number of tokens differs, or if a
+        function is given and the pass has no `input_ids`.
         """
-        # The passes that may be computed again: where each begins in the graph, and its routes.
+        # The passes that may be recomputed: where each begins in the graph, and its routes.
         passes: list[tuple[int, Routes | None]] = [] if callable(routes) else [(place_in_graph(), routes)]
         current: Routes | None = None if callable(routes) else routes
-        asking = False  # whether `routes` runs
+        asking = False  # whether the function `routes` is running
 
         def ask(module, args, kwargs):
             nonlocal current, asking
-            if asking or in_recomputation():  # a function may run this model, to force it to its own sets
+            if asking or in_recomputation():  # `routes` may itself run this model
                 return
             input_ids = args[0] if args else kwargs.get("input_ids")
             if input_ids is None:
@@ -302,8 +302,8 @@ class MoEModel:
 
     @contextmanager
     def only_layers(self, count: int) -> Iterator[None]:
-        """Within the block a forward pass runs the first `count` decoder layers and the last norm only: all that a loss
-        on an earlier hidden state needs."""
+        """Within the block, a forward pass runs only the first `count` decoder layers and the final norm. A loss on an
+        earlier hidden state needs no more."""
         decoder = self.model.model
         layers = decoder.layers
         decoder.layers = layers[:count]
@@ -314,7 +314,7 @@ class MoEModel:
 
     @contextmanager
     def without_blocks(self) -> Iterator[None]:
-        """Within the block every MoE block adds nothing, which shows what attention and embeddings know alone."""
+        """Within the block, every MoE block outputs zero: this shows what attention and embeddings know alone."""
 
         def zeros(block, args, output):
             return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
@@ -329,11 +329,11 @@ class MoEModel:
             return recorder.take()
 
     def routes(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
-        """The sets that this model selects, every position included: what `force_routing` takes."""
+        """The sets that this model selects at every position, in the form that `force_routing` takes."""
         return {layer: r.top_k_Nk for layer, r in self._routing(input_ids, attention_mask).items()}
 
     def weighted_routes(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
-        """The same sets with the weights that this model gives them."""
+        """The sets of `routes`, with the weights that this model gives them."""
         return {
             layer: (r.top_k_Nk, self.family.weigh(self.router(layer), r.scores_NE, r.top_k_Nk))
             for layer, r in self._routing(input_ids, attention_mask).items()
@@ -341,7 +341,8 @@ class MoEModel:
 
     @contextmanager
     def record_hidden(self, layer: int) -> Iterator[list[Tensor]]:
-        """Within the block the output of decoder layer `layer`, (rows, positions, d), is appended at every pass."""
+        """Within the block, every pass appends the output of decoder layer `layer`, (rows, positions, d), to the
+        yielded list."""
         outputs: list[Tensor] = []
 
         def record(module, args, output):
@@ -353,8 +354,8 @@ class MoEModel:
 
     @contextmanager
     def restrict_experts(self, scope: Mapping[int, Iterable[int]], optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Within the block only the experts of `scope` (by layer) change: gradients of the others are zeroed, and what
-        weight decay or momentum does to them is undone after each step."""
+        """Within the block, only the experts of `scope` (by layer) change. Gradients of the others are zeroed, and
+        changes by weight decay or momentum are undone after each step."""
         masks: list[tuple[nn.Parameter, Tensor]] = []
         for layer in self.layers:
             for parameter in self.expert_parameters(layer):
@@ -379,7 +380,7 @@ class MoEModel:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block a model is in eval mode; afterwards each module has its own mode again."""
+    """Within the block, `model` is in eval mode; afterwards each module has its own mode again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -390,7 +391,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, below what accelerate, data parallelism or PEFT wrap around it."""
+    """The model inside the wrappers of accelerate, data parallelism or PEFT."""
     inner = getattr(model, "module", None)
     if isinstance(inner, nn.Module):
         return unwrapped(inner)

@@ -1,4 +1,4 @@
-"""Where one process puts a model: on one device, or its decoder layers, in order, on several."""
+"""Placement of a model by one process: on one device, or with its decoder layers in order on several devices."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from gripmoe.io import distributed
 
 
 def visible_devices() -> list[torch.device]:
-    """All GPUs that this process sees, or the CPU; the CPU for several processes, whose GPUs share one model later."""
+    """All GPUs that this process sees, or else the CPU. With several processes, the CPU: they shard the model later."""
     if distributed.processes() > 1 or not torch.cuda.is_available():
         return [torch.device("cpu")]
     return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
 
 def place(model: nn.Module, devices: Sequence[torch.device | str]) -> None:
-    """Brings the decoder layers of a causal language model, in order and evenly, to `devices`, and all else to the
-    first, where inputs go in and outputs come out. Hidden states, masks and positions follow from layer to layer."""
+    """Moves the decoder layers of a causal language model, in order and evenly, to `devices`, and everything else to
+    the first device, which takes inputs and returns outputs. Hidden states, masks and positions move from layer to
+    layer."""
     decoder, layers = model.model, model.model.layers
     if len(set(devices)) == 1:
         model.to(devices[0])
@@ -43,9 +44,9 @@ def devices_of(model: nn.Module) -> list[torch.device]:
 
 
 def _bring_along(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The inputs of a module on the device of its weights, if it has any. A cache stays: each layer makes its own
-    entries."""
-    from accelerate.utils import send_to_device  # with a model, which transformers imports accelerate for
+    """Moves the inputs of a module to the device of its weights, if it has weights. A cache does not move, because each
+    layer makes its own entries."""
+    from accelerate.utils import send_to_device  # transformers imports accelerate for a model anyway
 
     own = next(chain(module.parameters(), module.buffers()), None)
     return (args, kwargs) if own is None else send_to_device((args, kwargs), own.device, skip_keys="past_key_values")

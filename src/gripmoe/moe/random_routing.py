@@ -1,4 +1,4 @@
-"""Random routing, which shows what the choice of experts is worth."""
+"""Random routing: a control that shows how much the choice of experts matters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gripmoe.moe.model import MoEModel, Routes
 
 
 def random_sets(model: MoEModel, seed: int) -> Callable[..., Routes]:
-    """Routes of uniformly random distinct experts for every token: the control of forcing."""
+    """Routes with uniformly random distinct experts for every token: the control of expert forcing."""
     generator = torch.Generator().manual_seed(seed)
 
     def routes(input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:

@@ -1,4 +1,4 @@
-"""What a forward pass shows of routers: hooks that read it, and which of its tokens count."""
+"""Hooks that record the routing of forward passes, and the rule which tokens count."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 
 
 def in_recomputation() -> bool:
-    """Whether gradient checkpointing runs a forward pass again inside the backward pass: hooks must not count it."""
+    """Whether gradient checkpointing is recomputing a forward pass inside the backward pass. Hooks must not count
+    it."""
     return torch._C._current_graph_task_id() != -1
 
 
 def place_in_graph() -> int:
-    """The number that autograd gives the next operation. In a recomputation, the number of the operation whose gradient
-    needs it, which lies in the forward pass that is computed again."""
+    """The sequence number that autograd gives the next operation. In a recomputation: the number of the operation whose
+    gradient needs it, which belongs to the recomputed forward pass."""
     operation = torch._C._current_autograd_node()
     return torch.autograd._get_sequence_nr() if operation is None else operation._sequence_nr()
 
@@ -34,8 +35,8 @@ class RoutingRecorder:
         self._seen.setdefault(layer, []).append(routing)
 
     def take(self, keep: Tensor | None = None) -> RoutingTrace:
-        """The trace of the forward passes since the last call, which is then forgotten. `keep` (bool, one entry per
-        token) selects tokens, for example those that are not padding."""
+        """Returns and clears the trace of the forward passes since the last call. `keep` (bool, one entry per token)
+        selects tokens, for example those that are not padding."""
         trace = {layer: LayerRouting.joined(seen) for layer, seen in self._seen.items()}
         self._seen.clear()
         if keep is None:
@@ -51,7 +52,7 @@ def routed_tokens(attention_mask: Tensor) -> Tensor:
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Within the block the hooks of `handles` are registered, as the iterable registers them one by one."""
+    """Within the block, the hooks of `handles` are registered. An iterator may register them one by one."""
     with ExitStack() as stack:
         for handle in handles:
             stack.enter_context(handle)

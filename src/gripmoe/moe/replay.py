@@ -1,8 +1,8 @@
-"""Routing as inference engines and trainers pass it on: the experts of every token and layer in one tensor.
+"""Routing in the exchange format of inference engines and trainers: the experts of every token and layer in one tensor.
 
-`routed_experts`, (rows, positions, layers, k), is what vLLM returns and what verl and NeMo RL replay: layers are the
-MoE layers in order, or all decoder layers, and -1 stands where no route was recorded. Expert weights are not in it:
-whoever replays the experts computes their weights with the live router.
+`routed_experts`, (rows, positions, layers, k), is what vLLM returns and what verl and NeMo RL replay. Layers are the
+MoE layers in order, or all decoder layers. -1 means that no route was recorded. The tensor has no expert weights: the
+replaying model computes them with its current router.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gripmoe.moe.model import MoEModel, Routes, unwrapped
 
 
 def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """The experts that `model` selects in eval mode (ours): (rows, positions, MoE layers, k), int16, -1 where
-    `attention_mask` pads. `input_ids` and `attention_mask` are (rows, positions). Raises ValueError for an unknown
-    family and for a dense model."""
+    """The experts that `model` selects in eval mode (ours): int16, (rows, positions, MoE layers, k), with -1 at
+    padding. `input_ids` and `attention_mask` are (rows, positions). Raises ValueError for an unknown family and for a
+    dense model."""
     moe = _with_routers(model)
     try:
         with moe.evaluating():
@@ -36,14 +36,16 @@ def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor |
 def replay_experts(
     model: nn.Module, routed_experts: Tensor | Callable[[Tensor, Tensor | None], Tensor | None]
 ) -> Iterator[None]:
-    """Within the block forward passes of `model` use recorded experts, with the weights that its routers give them now
-    (ours). Backward passes belong into the block too: gradient checkpointing computes activations again.
+    """Within the block, forward passes of `model` use recorded experts, with weights of the current routers (ours). Run
+    backward passes inside the block too, because gradient checkpointing recomputes activations.
 
-    `routed_experts`: (rows, positions, layers, k), or (positions, layers, k) for one row, of any integer type, for
-    every pass in the block; or a function of a pass's input_ids and attention_mask that returns such a tensor, or None
-    for a pass that is not replayed. Layers are the MoE layers or all decoder layers. A token with a -1 keeps its own
-    experts. Raises ValueError for an unknown family, for a dense model, and for a tensor of other layers, another k,
-    another number of tokens, experts that the model lacks, or a token's experts that repeat."""
+    `routed_experts` is a tensor for every pass in the block, of any integer type, (rows, positions, layers, k), or
+    (positions, layers, k) for one row. It may also be a function that returns such a tensor for `input_ids` and
+    `attention_mask` of a pass, or None for a pass without replay. Layers are the MoE layers or all decoder layers. A
+    token with a -1 keeps its own experts.
+
+    Raises ValueError for an unknown family, for a dense model, and for a tensor with other layers, another k, another
+    number of tokens, experts that the model lacks, or repeated experts of a token."""
     moe = _with_routers(model)
 
     def routes_of(input_ids: Tensor, attention_mask: Tensor | None) -> Routes | None:

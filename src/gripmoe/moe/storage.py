@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-import transformers  # whose classes are imported when one of them is named
+import transformers  # its classes are imported on first use
 from safetensors.torch import save_file
 
 from gripmoe.config.models import PublishedModel
@@ -39,21 +39,21 @@ def _digest(state: Mapping[str, torch.Tensor]) -> str:
 def save_model(
     model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase, folder: Path | str
 ) -> str:
-    """Writes a folder that plain transformers reloads, in place of a model that was there (ours). Returns the digest of
-    the weights (SHA-256).
+    """Writes a model to a folder that plain transformers can load, and replaces a model there (ours). Returns the
+    SHA-256 digest of the weights.
 
-    Routers are also written in fp32 to a file of their own, which `load_model` reads: whoever loads a bf16 model in its
-    one dtype rounds them. In `model` itself they compute in fp32 from here on. `model` is the transformers model, below
-    what accelerate wraps around it. Of several processes that share it every one calls this, and the first writes.
+    Routers are also written in fp32 to a separate file, which `load_model` reads; plain transformers rounds them to the
+    dtype of a bf16 model. The routers of `model` itself stay in fp32 afterwards. `model` is the transformers model
+    without accelerate's wrapper. If several processes share the model, every process calls this, and the first writes.
 
-    Raises ValueError for experts of an unknown family; ConfigError, a ValueError, for a file, for a folder that holds
-    other things than a model, or for a full disk, and leaves what was there."""
+    Raises ValueError for experts of an unknown family. Raises ConfigError, a ValueError, if `folder` is a file or holds
+    other things than a model, or if the disk is full; the old content stays."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: this is a file; save to a folder of its own")
     moe = MoEModel(model) if is_moe(model) else None
     state = whole_state(model)
-    digest = _digest(state)  # now, since save_pretrained takes the state apart
+    digest = _digest(state)  # before save_pretrained, which changes the state
     if distributed.is_first():
         with atomic_path(folder) as temporary:
             model.save_pretrained(temporary, state_dict=state)
@@ -75,12 +75,13 @@ def _of_a_model(file: Path, written: Path) -> bool:
 def load_model(
     folder: Path | str, device: str | None = None, *, trust_remote_code: bool = False
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
-    """A model in eval mode, in the dtype of its checkpoint, and its tokenizer from a folder (ours). Routers that
-    `save_model` left there are in fp32. A tokenizer without a padding token (Mixtral's) pads with its end-of-text
+    """Loads a model in eval mode, in the dtype of its checkpoint, and its tokenizer from a folder (ours). Routers that
+    `save_model` has written are in fp32. A tokenizer without a padding token (Mixtral's) pads with its end-of-text
     token, which the attention mask hides.
 
-    The layers lie evenly on all GPUs that the process sees (`visible_devices`), or on `device`. Raises ConfigError for
-    a file that is missing or cut off, and for routers of another model or not finite."""
+    The layers are spread evenly over all GPUs that the process sees (`visible_devices`), or placed on `device`. Raises
+    ConfigError for a file that is missing or truncated, and for routers that belong to another model or are not
+    finite."""
     folder = Path(folder)
     tokenizer, model = _read(folder, trust_remote_code)
     place(model, [device] if device else visible_devices())
@@ -102,7 +103,7 @@ def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerB
             remedy = f"an interrupted save has left the model as {aside(folder)}; rename it to {folder.name}"
         raise ConfigError(f"{folder}: no model is here, config.json is missing; {remedy}")
     for file in folder.glob("*.safetensors"):
-        with open_tensors(file):  # transformers does not say which of them is cut off
+        with open_tensors(file):  # transformers does not name the truncated file
             pass
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
@@ -111,17 +112,17 @@ def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerB
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no model can be read from here ({error}); save the model again") from error
-    if missing := sorted(loaded["missing_keys"]):  # which transformers draws at random
+    if missing := sorted(loaded["missing_keys"]):  # transformers initialises them at random
         lacking = f"{missing[0]} and {len(missing) - 1} others"
         raise ConfigError(f"{folder}: the weights lack {lacking}; save the model again")
-    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers makes one up without files
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # what transformers makes without files
         raise ConfigError(f"{folder}: the tokenizer is missing; save it there too, by `tokenizer.save_pretrained`")
     return tokenizer, model.eval()
 
 
 def load_routers(folder: Path, like: MoEModel) -> dict[int, torch.Tensor]:
-    """Router weights by layer, (E, d) in fp32, that `save_model` left in `folder`, without the rest of that model.
-    Raises ConfigError if the architecture is not that of `like`."""
+    """Loads only the router weights by layer, (E, d) in fp32, that `save_model` has written to `folder`. Raises
+    ConfigError if they do not fit the architecture of `like`."""
     stored = _stored_routers(folder, like)
     return {layer: stored[f"{layer}.weight"].to(like.model.device) for layer in like.layers}
 
@@ -148,7 +149,8 @@ def _router_parameters(moe: MoEModel) -> dict[str, torch.Tensor]:
 
 
 def load_published(config: PublishedModel) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
-    """A checkpoint of the hub or a local folder. Raises ConfigError, with the download that is needed, for neither."""
+    """Loads a checkpoint from the hub or a local folder. Raises ConfigError, with the download command, if there is
+    neither."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.id, revision=config.revision)
         model = transformers.AutoModelForCausalLM.from_pretrained(

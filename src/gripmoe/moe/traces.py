@@ -1,4 +1,4 @@
-"""Routing on disk, recorded pass by pass and read layer by layer: neither needs memory for the whole trace."""
+"""Routing traces on disk, written pass by pass and read layer by layer, so that a trace need not fit in memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gripmoe.moe.recording import routed_tokens
 
 
 def record_trace(path: Path, moe: MoEModel, batches: Sequence[Batch], metadata: Mapping[str, str]) -> int:
-    """Writes what `MoEModel.trace` returns of `batches`, router inputs in the model's dtype, and the selection rules of
-    the routers. Returns the number of tokens."""
+    """Writes the trace of `batches` (`MoEModel.trace`), with router inputs in the model's dtype, and the selection
+    rules of the routers. Returns the number of tokens."""
     tokens = sum(int(routed_tokens(batch.attention_mask).sum()) for batch in batches)
     of_field = {
         "x_Nd": (moe.model.dtype, (tokens, moe.hidden_size)),
@@ -40,8 +40,9 @@ def record_trace(path: Path, moe: MoEModel, batches: Sequence[Batch], metadata: 
 
 
 class StoredTrace(Mapping[int, LayerRouting]):
-    """A recorded trace by layer, on the CPU, router inputs in fp32. A layer is read from the file whenever it is asked
-    for, as the whole trace may be larger than the model. Raises ConfigError if its metadata differs from `metadata`."""
+    """A recorded trace by layer, on the CPU, with router inputs in fp32. Every access reads the layer from the file,
+    because the whole trace may be larger than the model. Raises ConfigError if the file's metadata is not
+    `metadata`."""
 
     def __init__(self, path: Path, metadata: Mapping[str, str]):
         self.path = path

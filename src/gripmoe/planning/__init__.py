@@ -1,4 +1,4 @@
-"""What a world has left to do and what it costs, measured on fake tensors. Only `fake` imports torch."""
+"""The remaining jobs of a world and their cost, measured on fake tensors. Only `fake` imports torch."""
 
 from gripmoe.planning.cost import TFLOPS, Cost, Costs, Step, steps_of, what_would_fit
 from gripmoe.planning.jobs import Job, check_budget, disk_needed, jobs_left, that_count

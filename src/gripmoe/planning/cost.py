@@ -1,5 +1,5 @@
-"""What a step of a published model costs: measured on fake tensors at three and four layers, of which the difference is
-one layer, and kept beside the results. Imports torch only where something has to be measured."""
+"""The cost of a step of a published model, measured on fake tensors with three and with four layers: the difference is
+the cost of one layer. Measurements are stored beside the results. torch is imported only for new measurements."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from gripmoe.config.provenance import package_versions
 from gripmoe.io.files import read_json, write_json
 
 GB = 1e9
-# A tenth (ours: batches are small) of the dense bf16 rate of an H100 or H200 in its data sheet, 989; an A100's is 312.
+# A tenth (our assumption: batches are small) of an H100's or H200's dense bf16 rate of 989; an A100's rate is 312.
 TFLOPS = 98.9
 # Bytes a second from other GPUs by NVLink, and from host memory.
 LINK, HOST = 2.0e11, 1.0e10
-FEWEST = 3  # layers that are measured: with two, FSDP does not yet hold what it holds of neighbours
-PROMPT = 3000  # tokens of the longest letter prompt: below five questions of MMLU
-QUESTION = 115  # tokens of a letter question of WMDP and MMLU on average
-TEXTS = (2, 2000)  # news: rows and tokens of a pass that asks for membership
-ARTICLE = 900  # tokens of an article that a model is finetuned on
+FEWEST = 3  # layers to measure: with two, FSDP does not yet hold the neighbours of a layer
+PROMPT = 3000  # tokens of the longest letter prompt: five-shot MMLU
+QUESTION = 115  # mean tokens of a letter question of WMDP and MMLU
+TEXTS = (2, 2000)  # news: rows and tokens of a pass for membership inference
+ARTICLE = 900  # tokens of an article for finetuning
 SAVING = ({"gradient_checkpointing": True}, {"optimizer": "adamw_8bit"})
 MORE_GPUS = ({"gpus": 2}, {"gpus": 4}, {"gpus": 8})
-CHANGES = {  # what is tried where a step does not fit
+CHANGES = {  # settings to try if a step does not fit
     "unlearn": (*SAVING, {"trained_layers": 3}, {"forget_batch_size": 1, "retain_batch_size": 1}, {"basis_memory": 4})
     + MORE_GPUS,
     "relearning": (*SAVING, {"batch_size": 1}, *MORE_GPUS),
@@ -42,7 +42,8 @@ CHANGES = {  # what is tried where a step does not fit
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a model: "unlearn" with benchmark, objective and method, or another key of `CHANGES`."""
+    """A step of the workflow on a model: "unlearn" with benchmark, objective and method, or another key of
+    `CHANGES`."""
 
     model: str
     what: str
@@ -57,8 +58,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one step: GPUs; processes, each on one of them; GB at the peak of each GPU, by what takes them, and of the
-    host; TFLOP of each process; and seconds in which it waits for experts and bases that its GPU does not hold."""
+    """The cost of one step: numbers of GPUs and of processes (each on one GPU); peak GB of each GPU by use, and of the
+    host; TFLOP of each process; and seconds of waiting for experts and bases that are not on its GPU."""
 
     step: Step
     gpus: int
@@ -69,7 +70,7 @@ class Cost:
     waiting: float
 
     def seconds(self, tflops: float) -> float:
-        """Of a step, at so many TFLOP a second of each GPU."""
+        """Seconds of a step, if each GPU does `tflops` TFLOP per second."""
         return self.tflop / tflops + self.waiting
 
     @property
@@ -89,13 +90,13 @@ class Costs:
         self._code, self._costs = "", {}
 
     def varied(self, project: Project) -> Costs:
-        """Those of another project, with the same measurements."""
+        """The costs of another project, sharing the measurements."""
         other = copy.copy(self)
         other.project, other._costs = project, {}
         return other
 
     def of(self, step: Step) -> Cost | None:
-        """None for an embedded model, and for a published one that cannot be measured."""
+        """The cost of a step; None for an embedded model, and for a published model that cannot be measured."""
         if step not in self._costs:
             published = isinstance(self.project.trained_from(step.model), PublishedModel)
             question = self._question(step) if published else None
@@ -104,9 +105,9 @@ class Costs:
         return self._costs[step]
 
     def flops_per_token(self, step: Step) -> float:
-        """Of a forward pass through all layers, in evaluation: letter questions of average length, or texts of news."""
+        """Operations per token of a forward pass in evaluation: letter questions of mean length, or texts of news."""
         question = self._evaluation(step)
-        if not question["news"]:  # attention in the longest prompt would count for all
+        if not question["news"]:  # the longest prompt would overstate attention
             question["length"] = QUESTION
         return self._of_model(question)["flops"] / (question["rows"][0] * question["length"])
 
@@ -122,7 +123,7 @@ class Costs:
     def _cost(self, step: Step, question: dict[str, Any]) -> Cost:
         world, processes, models = self.project.world, question["processes"], question["models"]
         of_model = self._of_model(question)
-        cached = question.get("method", {}).get("basis") == "cached"  # bases that grow stay where the model is
+        cached = question.get("method", {}).get("basis") == "cached"  # growing bases stay on the GPU
         on_gpu = of_model["basis"] if cached else min(of_model["basis"], world.basis_memory * GB)
         elsewhere = of_model["basis"] - on_gpu
         parts = {name: size / GB for name, size in self._parts(step, question, on_gpu).items() if size > 0}
@@ -134,8 +135,8 @@ class Costs:
         return Cost(step, gpus, processes, parts, processes * host, of_model["flops"] / 1e12, waiting)
 
     def _parts(self, step: Step, question: dict[str, Any], bases: float) -> dict[str, float]:
-        """Bytes on the first GPU at its peak, by what takes them. The first GPU has the `bases`, and in one process
-        what the constraint keeps of all layers."""
+        """Peak bytes of the first GPU, by use. The first GPU has the `bases`, and in one process also what the
+        constraint keeps of all layers."""
         layers = self._number_of_layers(question)
         if question["processes"] == 1:  # the GPUs share the layers
             layers = ceil(layers / self.project.gpus(step.model))
@@ -157,8 +158,8 @@ class Costs:
     # What is measured
 
     def _question(self, step: Step) -> dict[str, Any]:
-        """What `measure` is asked of a step. Two keys are of this class alone: `models`, the number of models in
-        memory, and `in_part`, the number of layers that "run" or are "trained" where those are not all."""
+        """The argument of `measure` for a step. This class adds two keys of its own: `models`, the number of models in
+        memory; and `in_part`, the number of layers that "run" or are "trained", if not all."""
         project, model = self.project, self.project.models[step.model]
         if step.what == "unlearn":
             return self._any_step(step) | self._unlearning(step)
@@ -179,7 +180,7 @@ class Costs:
         return {"model": model, "what": step.what, "processes": 1, "models": 1, "in_part": {}}
 
     def _evaluation(self, step: Step) -> dict[str, Any]:
-        """A forward pass; evaluation and attacks have the original model in memory beside the unlearned one."""
+        """A forward pass. Evaluation and attacks have the original model in memory beside the unlearned one."""
         benchmark = self.project.benchmarks[step.benchmark or self.project.world.benchmarks[0]]
         rows, length = TEXTS if benchmark.is_news else (benchmark.evaluation_batch_size, PROMPT)
         models = 2 if step.what in ("evaluate", "attack") else 1
@@ -194,7 +195,7 @@ class Costs:
         in_part = {"run": training.objective["layer"] + 1} if "layer" in training.objective else {}
         if training.trained_layers:
             in_part["trained"] = training.trained_layers
-        # Rows of methods.yaml that differ in these alone cost the same, and share a measurement.
+        # Methods that differ only in these keys cost the same and share a measurement.
         one_step = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1, "adversary_restart": 1}
         alike = {"correction": None, "retain_tokens": None, "training": {}}
         if method.eps_null:
@@ -213,7 +214,7 @@ class Costs:
         }
 
     def _traced(self, step: Step) -> int:
-        """Tokens of the traces that a null space constrains, as recorded or at most."""
+        """Tokens of the traces for a null space: as recorded, or an upper bound."""
         digest = self._results / step.model / step.benchmark / "routing.json"
         benchmark = self.project.benchmarks[step.benchmark]
         recorded = read_json(digest) if digest.exists() else {}
@@ -224,17 +225,16 @@ class Costs:
     # Measurements at few layers
 
     def _number_of_layers(self, question: dict[str, Any]) -> int:
-        """Of the published model; 0 if it cannot be measured."""
+        """The number of layers of the published model; 0 if it cannot be measured."""
         return int(self._measure(question, dict.fromkeys(["layers", *question["in_part"]], FEWEST)).get("of_layers", 0))
 
     def _of_model(self, question: dict[str, Any]) -> dict[str, float]:
-        """The numbers of all layers."""
+        """The measurement, extrapolated to all layers."""
         return self._extrapolated(question, {"layers": self._number_of_layers(question), **question["in_part"]})
 
     def _extrapolated(self, question: dict[str, Any], wanted: dict[str, int]) -> dict[str, float]:
-        """The numbers of a model with so many `layers`, of which so many "run" and are "trained". Each number is linear
-        in each count: the counts grow by one, one count after the other, and each growth is continued to what is
-        wanted."""
+        """The measurement for the `wanted` counts: "layers", and layers that "run" and are "trained". Every number is
+        linear in each count. So each count is increased by one in turn, and the difference is extrapolated."""
         counts = dict.fromkeys(wanted, FEWEST)
         before = self._measure(question, counts)
         extrapolated = dict(before)
@@ -247,7 +247,7 @@ class Costs:
         return extrapolated
 
     def _measure(self, question: dict[str, Any], counts: dict[str, int]) -> dict[str, float]:
-        """What `measure` says of a model with so few layers, or has said; nothing if it cannot."""
+        """The result of `measure` for few layers, or the stored one; empty if the model cannot be measured."""
         asked = {key: value for key, value in question.items() if key not in ("models", "in_part")}
         asked["layers"] = counts["layers"]
         if "run" in counts:
@@ -285,18 +285,18 @@ def steps_of(project: Project) -> list[Step]:
 
 
 def what_would_fit(costs: Costs, step: Step, gpu_memory: float, host_memory: float) -> Iterator[str]:
-    """The changes, tried one at a time, with each of which a step that does not fit would."""
+    """Tries changes of settings one at a time. Yields those that make the step fit."""
     for change in CHANGES[step.what]:
         try:
             cost = costs.varied(_changed(costs.project, step, change)).of(step)
-        except ValueError:  # processes that cannot share a batch, say
+        except ValueError:  # for example, processes that cannot share a batch
             continue
         if cost.fits(gpu_memory, host_memory):
             yield f"{', '.join(f'{key}: {json.dumps(value)}' for key, value in change.items())} ({cost.total:.0f} GB)"
 
 
 def _changed(project: Project, step: Step, change: dict[str, Any]) -> Project:
-    """A project in which a step's world, benchmark, model or training has other settings."""
+    """The project with changed settings of the step's world, benchmark, model or training."""
     changed, world = copy.copy(project), project.world
     if "gpus" in change:
         update = {"gpus": {**world.gpus, step.model: change["gpus"]}}

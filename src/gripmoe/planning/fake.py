@@ -1,4 +1,4 @@
-"""One step of a published model on fake tensors: the real code at true widths, without memory."""
+"""One step of a published model on fake tensors: the real code at true widths, without memory for the tensors."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ from gripmoe.training.objectives import make_objective, sequence_logprobs
 
 aten = torch.ops.aten
 NOWHERE = Path("/nonexistent/state.pt")  # no state to resume from
-Spent = Callable[[], dict[str, float]]  # operations and bytes received since a measurement began, and bytes held now
+Spent = Callable[[], dict[str, float]]  # operations and bytes received so far, and bytes held now
 
 
 def measure(question: Mapping[str, Any]) -> dict[str, float]:
-    """Bytes of each process in a step: "weights", "gradients", optimizer "states", retain "basis", the peaks of
-    "passes" and "update" (of "evaluate" also of "saving" the model), those "held" before a step of unlearning, and
-    those "received" from other processes; "flops"; "parameters" of the model, and "of_layers", the layers of the
+    """Measures a step. Returns bytes of each process: "weights", "gradients", optimizer "states", retain "basis"; the
+    peaks of "passes" and "update", and for "evaluate" of "saving" the model; bytes "held" before a step of unlearning,
+    and bytes "received" from other processes. Also "flops", "parameters", and "of_layers", the number of layers of the
     published model.
 
-    `question` has `model` (a row of models.yaml), its number of `layers` here, `processes`, `what` is done, `rows` of
-    `length` tokens, and the keys that the function in `STEPS` reads. Raises NotMeasurable for a model without
+    `question` has `model` (a row of models.yaml), the number of `layers` to measure, `processes`, `what` to do, `rows`
+    of `length` tokens, and the keys that the function in `STEPS` reads. Raises NotMeasurable for a model without known
     dimensions, and for one in fp32.
     """
     if question["model"]["dtype"] != "bfloat16":
@@ -77,7 +77,7 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
         memory.track_external(moe.model)
         weights = memory.now()
         flops = FlopCounterMode(display=False, custom_mapping=FORMULAS)
-        # Its hooks on modules keep graphs alive, and with them what gradient checkpointing has computed again.
+        # Its module hooks keep graphs alive, and with them recomputed activations.
         flops.mod_tracker._fw_pre_hook = flops.mod_tracker._fw_post_hook = lambda *_: None
         with fake, _Answers(), memory, flops:
             spent = lambda: {"flops": flops.get_total_flops(), "received": memory.received, "held": memory.now()}  # noqa: E731
@@ -91,7 +91,7 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
         "weights": weights,
         "gradients": memory.gradients,
         "states": memory.states,
-        "passes": memory.peaks["passes"] + memory.states,  # which the first step makes after its passes
+        "passes": memory.peaks["passes"] + memory.states,  # the first step makes the states after its passes
         "update": memory.peaks.get("update", 0),
         "saving": memory.peaks.get("saving", 0),
         "basis": 0,
@@ -115,12 +115,12 @@ def dimensions(model: Mapping[str, Any]) -> PretrainedConfig:
 
 
 class NotMeasurable(ValueError):
-    """Nobody has said the dimensions of a model, or torch has no fake operation for it."""
+    """The dimensions of a model are unknown, or torch has no fake operation for it."""
 
 
 class _Answers(TorchDispatchMode):
-    """Replaces values that fake tensors lack: booleans are False, numbers are 1, masks select everything, and nothing
-    is nonzero, so no constraint of Method A's Stage 2 is active."""
+    """Replaces the values that fake tensors lack: booleans are False, numbers are 1, masks select everything, and
+    `nonzero` finds nothing. So no constraint of Method A's Stage 2 is active."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten._local_scalar_dense.default:
@@ -140,8 +140,8 @@ class _Answers(TorchDispatchMode):
 
 
 class _Memory(MemTracker):
-    """Peaks by phase, without the tracker's statistics by module, which assume one forward pass. Nothing counts in code
-    that torch compiles, which is one kernel, and where DTensor propagates shapes."""
+    """Peaks by phase, without the tracker's statistics by module, which assume one forward pass. Tensors inside
+    compiled code (one kernel) and in DTensor's shape propagation do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _Memory(MemTracker):
         return sum(snapshot["Total"] for snapshot in self._curr_mem_snap.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":  # the larger of what goes in and what comes out, but for one's own share
+        if func.namespace == "c10d":  # the larger of input and output, without this process's own share
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             self.received += max(_bytes([tensor]) for tensor in tensors) * (1 - 1 / distributed.processes())
         self.operations += 1
@@ -195,17 +195,17 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def _grouped_product(a_shape, b_shape, *_, out_shape=None, **__) -> int:
-    """Operations of T tokens by their experts' (d, m) matrices, or of the gradient of these, (d, T) by (T, m)."""
+    """Operations of the products of T tokens with their experts' (d, m) matrices, or of the matrices' gradients."""
     return 2 * a_shape[-2] * a_shape[-1] * b_shape[-1]
 
 
 def _attention(q_shape, k_shape, v_shape, *_, **__) -> int:
-    """Operations of queries by keys and of scores by values, of all positions with all."""
+    """Operations of queries times keys and of scores times values, every position with every other."""
     return 2 * prod(q_shape[:-1]) * k_shape[-2] * (q_shape[-1] + v_shape[-1])
 
 
 def _attention_backward(_, q_shape, k_shape, v_shape, *__, **___) -> int:
-    """Operations of the scores anew, and of the gradients of scores, values, queries and keys."""
+    """Operations of the recomputed scores, and of the gradients of scores, values, queries and keys."""
     return 2 * prod(q_shape[:-1]) * k_shape[-2] * (3 * q_shape[-1] + 2 * v_shape[-1])
 
 
@@ -214,10 +214,10 @@ def _decomposition(each: int) -> Callable[..., int]:
     return lambda a_shape, *_, **__: SLOW * each * prod(a_shape) * min(a_shape[-2:])
 
 
-# An operation of a decomposition counts as so many: a GPU decomposes many small matrices at about a hundredth of the
-# rate at which it multiplies (ours, not measured).
+# The weight of an operation of a decomposition: a GPU decomposes many small matrices at about a hundredth of the rate
+# at which it multiplies (our assumption, not measured).
 SLOW = 100
-FORMULAS = {  # which torch's counter lacks
+FORMULAS = {  # formulas that torch's counter lacks
     aten._grouped_mm: _grouped_product,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -229,9 +229,9 @@ FORMULAS = {  # which torch's counter lacks
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block there are neither progress bars nor warnings."""
+    """Within the block, there are no progress bars and no warnings."""
     logging.disable(logging.WARNING)
-    gc.disable()  # `_Memory` collects, at the same operations every time
+    gc.disable()  # `_Memory` collects garbage, always at the same operations
     gc.freeze()
     try:
         with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
@@ -244,7 +244,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _processes(count: int) -> Iterator[None]:
-    """Within the block this is the first of `count` processes, of which the others do not exist."""
+    """Within the block, this is the first process of a fake group of `count` processes."""
     if count > 1:
         dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
@@ -256,7 +256,7 @@ def _processes(count: int) -> Iterator[None]:
 
 @contextmanager
 def _replaced() -> Iterator[_Memory]:
-    """Within the block what fake tensors cannot run is replaced: GPUs, compiled kernels, timed steps, copies in host
+    """Within the block, replaces what fake tensors cannot run: GPUs, compiled kernels, timed steps, copies in host
     memory, and the rows of other processes."""
     memory = _Memory()
     with ExitStack() as stack:
@@ -274,7 +274,7 @@ def _replaced() -> Iterator[_Memory]:
 
 
 class _Read(UserDict):
-    """The content of a file for each layer, read anew on each access."""
+    """The content of a file by layer; every access reads the file again."""
 
     def __getitem__(self, layer: int) -> Any:
         return self.data[layer]()
@@ -298,16 +298,16 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
     of_a_side = recorded(tokens // len(method.sides))
     bases = _Read(dict.fromkeys(moe.layers, lambda: RetainBasis(torch.zeros(shape))))
     built = build(method, of_a_side, of_a_side, bases=lambda _: bases, seed=0)
-    if isinstance(built.constraint, NullSpace):  # whose joined trace of both sides stays in host memory
+    if isinstance(built.constraint, NullSpace):  # its joined trace of forget and retain data stays in host memory
         built.constraint.trace = recorded(tokens)
     if method.basis == "tracked":
-        shape_of_factor = shape[0], method.max_rank or d, d  # which many steps leave
+        shape_of_factor = shape[0], method.max_rank or d, d  # the size after many steps
         zeros = lambda: torch.zeros(shape_of_factor, dtype=torch.float64)  # noqa: E731
         built.constraint.load_state = lambda _: built.constraint._factors.update((n, zeros()) for n in moe.layers)
     before: dict[str, float] = {}
 
     def scores(_: MoEModel) -> dict[str, float]:
-        before.update(before or spent())  # the first check comes after what a run asks once
+        before.update(before or spent())  # before the first step, after all one-time work
         return {"asked": 1.0}
 
     def even_share(chosen_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -348,7 +348,7 @@ def _relearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
 
 @torch.no_grad()
 def _read(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
-    """Letter prompts as lm-evaluation-harness asks them, or texts of news whose membership is asked."""
+    """Letter prompts as in lm-evaluation-harness, or texts of news for membership inference."""
     batch = collate(_rows(*question["rows"], question["length"]), pad_id=0)
     if question["news"]:
         sequence_logprobs(moe, batch)

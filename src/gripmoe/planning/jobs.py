@@ -1,5 +1,5 @@
-"""The jobs that a world has left, their hours and memory. Seconds come from the benchmarks that earlier jobs recorded,
-or from the operations of a step."""
+"""The remaining jobs of a world, their hours and memory. Times come from Snakemake's records of earlier jobs, or from
+the operations of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
 from gripmoe.planning.cost import GB, TFLOPS, Cost, Costs, Step
 
-TINY_MEMORY = 1.0  # GB that a step with an embedded model takes of the machine's memory
+TINY_MEMORY = 1.0  # GB of host memory for a step with an embedded model
 TINY_SECONDS = {
     "prepare_model": 480,
     "finetune_model": 120,
@@ -26,8 +26,8 @@ TINY_SECONDS = {
     "erase_words": 5,
     "import_checkpoint": 5,
 }  # two laptop cores
-UNKNOWN_HOURS = 0.5  # of what needs no GPU, and of a published model that cannot be measured
-# Tokens that the published benchmarks pass through a model; of news, those that are written count as 50 read ones.
+UNKNOWN_HOURS = 0.5  # of jobs without a GPU, and of a published model that cannot be measured
+# Tokens of the published benchmarks. For news, a generated token counts as 50 tokens that are read.
 TOKENS = {
     "letters": {"check": 1.2e5, "evaluate": 5e6, "attack": 1.4e7},
     "news": {"check": 4e5, "evaluate": 9e6, "attack": 2.4e7},
@@ -37,23 +37,23 @@ RELEARNING_STEPS = 40
 
 @dataclass(frozen=True)
 class Job:
-    """One job that has not run: its hours (summed over its GPUs, or of the machine), whether they were recorded, its
-    GPUs, and the GB that it needs on each of them, or in the machine."""
+    """A job that has not run: its hours (summed over its GPUs, if it has any), whether they come from a record, its
+    number of GPUs, and the GB that it needs on each GPU, or in host memory."""
 
     rule: str
     run: str
     hours: float
     recorded: bool
     gpus: int
-    memory: float | None  # unknown, of a published model that cannot be measured
+    memory: float | None  # None for a published model that cannot be measured
 
 
 COPIED = {"erase_words": "erase_words", "external": "import_checkpoint"}  # rules that change weights without training
 
 
 def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Costs | None = None) -> list[Job]:
-    """The jobs whose output is missing: base models, traces, bases, and of every run of the world training or
-    correction, evaluation and attack. Which outputs are out of date only Snakemake knows (`snakemake -n`)."""
+    """The jobs whose output is missing: base models, traces, bases; and for every run of the world, training or
+    correction, evaluation and attack. Only Snakemake knows which outputs are out of date (`snakemake -n`)."""
     left, costs = {}, costs or Costs(project, results)
 
     def add(rule: str, key: tuple, output: Path) -> None:
@@ -123,8 +123,9 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
 
 
 def _benchmarks(results: Path, rule: str, key: tuple, any_of_the_model: bool) -> list[dict[str, str]]:
-    """Snakemake's record of the same run with another seed; else of measuring the same model and benchmark, which takes
-    as long whatever trained it; else, with `any_of_the_model`, of this rule on the same model."""
+    """Snakemake's records of the same run with another seed. Else, for evaluation and attacks, of other runs with the
+    same model and benchmark, whose times do not depend on the method. Else, with `any_of_the_model`, of this rule on
+    the same model."""
     folder = results / "benchmarks" / rule
     name = ".".join(map(str, key))
     patterns = [f"{name.rpartition('.')[0]}.*.tsv" if len(key) == 5 else f"{name}.tsv"]
@@ -139,7 +140,7 @@ def _benchmarks(results: Path, rule: str, key: tuple, any_of_the_model: bool) ->
 
 
 def that_count(jobs: Sequence[Job]) -> Sequence[Job]:
-    """The jobs whose hours a plan adds up and a budget limits: those on GPUs, or all where none is."""
+    """The jobs that count for a plan's hours and for a budget: those on GPUs, or all jobs if none needs a GPU."""
     return [job for job in jobs if job.gpus] or jobs
 
 
@@ -154,8 +155,8 @@ def check_budget(jobs: Sequence[Job], budget: float | None) -> None:
 
 
 def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
-    """GB by use: weights of finished runs, base models, retain bases, and the largest states of `at_once` training
-    jobs, twice, since a job writes its next state beside the last. Nothing for embedded models."""
+    """GB by use: weights of finished runs, base models, retain bases, and the largest checkpoints of `at_once` training
+    jobs. Checkpoints count twice, because a job writes the next beside the last. Embedded models are left out."""
     project, sizes, bases, states = costs.project, {}, {}, []
     for name in project.models_needed:
         if costs.of(Step(name, "evaluate")):

@@ -1,6 +1,6 @@
 """From the files of finished runs to tables and figures. Needs pandas and matplotlib, never torch."""
 
-# What tables and figures are made by, for their fingerprint; light, since the workflow reads it.
+# The modules that make tables and figures, for their fingerprint. The workflow imports this, so it stays light.
 RENDERING = (
     "gripmoe.reporting.comparison",
     "gripmoe.reporting.claims",

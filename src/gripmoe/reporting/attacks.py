@@ -1,4 +1,4 @@
-"""Tables and figures of attacks: which method erases, and which only hides."""
+"""Tables and figures of attacks: which methods erase, and which only hide."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gripmoe.reporting.paired import RESAMPLES, paired_interval
 from gripmoe.reporting.tables import Cell, Table, with_half_width
 from gripmoe.reporting.uncertainty import interval, units
 
-FULL_SHADE = 0.7  # what an attack returns at most of a model that knew nearly everything
+FULL_SHADE = 0.7  # about the most that an attack can return
 
 
 def load_attacks(runs: Path) -> pd.DataFrame:
@@ -25,10 +25,10 @@ def load_attacks(runs: Path) -> pd.DataFrame:
 
 
 def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name: str = "attack_matrix") -> Table:
-    """What every method forgets, and what each attack adds to it, the darker the more: the table `name` of
-    comparisons.yaml, where an attack stands right of the measure that it adds to. With the table of `attacks`
-    differences are paired by item, and intervals are bootstrapped over runs and items (of letter questions over the
-    facts asked about); without it, for letter questions alone, they are those over runs."""
+    """The accuracy of every method, and what each attack adds to it (darker is more): the table `name` of
+    comparisons.yaml, in which an attack is right of the measure that it adds to. With the table of `attacks`,
+    differences are paired by item, and intervals are bootstrapped over runs and items (for letter questions, over
+    facts). Without it, only letter questions are shown, with intervals over runs."""
     by_run = {} if attacks is None else dict(list(attacks.groupby(KEYS)))
     spec = specification(name)
     measures = added_to(spec)
@@ -74,13 +74,13 @@ def _over_runs(of_row: pd.DataFrame, metric: str, own: str) -> Estimate:
     wide = of_row.pivot_table(index=KEYS, columns="metric", values="value")
     if metric not in wide:
         return None, None
-    # Forcing is asked about every question, the rest about the sample that the plain prompt is asked about too.
+    # Forcing uses every question. All other attacks, and their plain prompt, use the sample.
     base = own if metric == "forced_forget_accuracy" or "prompt_plain" not in wide else "prompt_plain"
     mean, half = interval(units(wide[metric] if metric == own else wide[metric] - wide[base]))
     return (None, None) if pd.isna(mean) else (mean, half)
 
 
-LOOKS = {  # marker, size, whether filled and name; what is drawn later lies above
+LOOKS = {  # marker, size, whether filled, and name; later ones are drawn on top
     "forced_forget_accuracy": ("o", 6, False, "original sets forced"),
     "forget_accuracy": ("o", 2.8, True, "as it is"),
     "random_forced_forget_accuracy": ("|", 6, True, "random sets forced"),
@@ -89,9 +89,9 @@ LOOKS = {  # marker, size, whether filled and name; what is drawn later lies abo
 
 
 def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
-    """Forget accuracy of every method as it is, under the original and random expert sets, and with one layer's
-    original experts put back (the paper's Figure 1b). What random sets return is not the router's doing. The band is
-    the range of the four for the retrained model: no method can be asked to stay below."""
+    """Forget accuracy of every method: as it is, under original and under random expert sets, and with one layer's
+    original experts put back (the paper's Figure 1b). Random sets are the control of original sets. The band is the
+    range of the four values for the retrained model; no method can be expected to stay below it."""
     found = runs[runs.metric.isin(LOOKS)]
     methods = names.ordered(set(found.method) - {*names.ORIGINALS})
     external = set(found.method[found.objective == NO_OBJECTIVE])
@@ -130,8 +130,8 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
 
 def relearning_curves(runs: pd.DataFrame) -> plt.Figure:
     """Forget accuracy over steps of finetuning: on documents about other forget facts (solid), on the whole forget
-    corpus where facts are not known (dotted), and on retain documents (dashed). Drawn are the methods that have a
-    colour, and the retrained model, which never knew the answers."""
+    corpus if the facts of documents are not known (dotted), and on retain documents (dashed). Shows the methods that
+    have a colour, and the retrained model, which never knew the answers."""
     sources = {
         "relearned": ("-", "on other forget documents"),
         "relearned_from_corpus": (":", "on the forget corpus"),
@@ -148,9 +148,9 @@ def component_restoration(runs: pd.DataFrame) -> plt.Figure:
 
 
 def _lines_by_objective(runs: pd.DataFrame, pattern: str, over: str, sources: dict) -> plt.Figure:
-    """A panel per objective, a colour and marker per method, a line style and name per source; means over runs, with
-    bands that span them, by the source and step that `pattern` finds in metrics. The retrained model's lines, grey,
-    stand in every panel."""
+    """One panel per objective, a colour and marker per method, a line style and name per source. Lines are means over
+    runs, bands span the runs. `pattern` finds source and step in the names of metrics. Every panel shows the retrained
+    model in grey."""
     found = runs[runs.metric.str.fullmatch(pattern)].copy()
     found[["source", "step"]] = found.metric.str.extract(pattern)
     found["step"] = found.step.astype(int)

@@ -26,7 +26,7 @@ SUMMARY = (
     *("restored_experts_worst_layer", "relearned_from_others_after_20"),
     *("verbmem", "knowmem_forget", "privleak", "knowmem_retain", "steps"),
 )
-CHARTS = {  # by caption: what draws a chart, and the measures without which there is nothing to draw
+CHARTS = {  # by caption: the function that draws a chart, and the measures that it needs
     "Forget accuracy as the model is, and with the original expert sets or the experts of one layer put back": (
         forcing_vulnerability,
         "forced_forget_accuracy",
@@ -42,12 +42,12 @@ DURING_TRAINING = {"letters": ("forget_accuracy", "retain_accuracy"), "news": ("
 LETTERS = "ABCD"
 TEXTS = ["part", "question", "choices", "answer"]
 AS_IT_IS = "none"
-LONGEST_TEXT = 300  # characters of a question or answer, of which news has pages
+LONGEST_TEXT = 300  # characters of a question or answer; those of news are longer
 
 
 def write_explorer(output: Path, runs_file: Path, data: Iterable[Path], title: str) -> None:
-    """Writes the page of the runs that `gripmoe collect` has gathered in `runs_file` and beside it; `data` are the
-    folders of their benchmarks. Raises ConfigError if a table, a folder or a file in it is missing."""
+    """Writes the page of all runs in `runs_file` and in the tables beside it, which `gripmoe collect` has written.
+    `data` are the folders of their benchmarks. Raises ConfigError if a table, a folder or a file in it is missing."""
     runs, texts = load_runs(runs_file, kind=None), {folder.name: asked(folder) for folder in data}
     tables = [beside(runs_file, name) for name in ("histories", "answers", "attacks")]
     if missing := [table for table in tables if not table.exists()]:
@@ -72,7 +72,7 @@ def write_explorer(output: Path, runs_file: Path, data: Iterable[Path], title: s
 
 
 def verdicts(runs: pd.DataFrame) -> list[tuple[str, str]]:
-    """The claims that were measured, those that are decided first."""
+    """The claims that were measured, decided ones first."""
     said: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
     for row in judged(runs).itertuples():
         interval = f" [{row.low:.2f}, {row.high:.2f}]" if row.units >= LEAST else ""
@@ -95,7 +95,7 @@ def measures(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def charts(runs_file: Path) -> dict[str, Figure]:
-    """The charts that there is something to draw for, by caption; of kinds of base models and benchmarks apart."""
+    """The charts that have data, by caption; one for each kind of base model and each benchmark."""
     drawn = {}
     for caption, (draw, needs) in CHARTS.items():
         for kind, runs in apart(load_runs(runs_file)):
@@ -110,7 +110,7 @@ def charts(runs_file: Path) -> dict[str, Figure]:
 
 
 def asked(folder: Path) -> pd.DataFrame:
-    """What a benchmark asks, by id: letter questions, or prompts and questions about news."""
+    """The items of a benchmark by id: letter questions, or prompts and questions about news."""
     if (folder / "verbmem.jsonl").exists():
         verbmem = read_jsonl(folder / "verbmem.jsonl", "id", "prompt", "gt")
         knowmem = read_jsonl(folder / "knowmem.jsonl", "id", "part", "question", "answer")
@@ -131,8 +131,8 @@ def _lettered(choices: Sequence[str]) -> str:
 
 
 def questions(answers: pd.DataFrame, attacks: pd.DataFrame, texts: dict[str, pd.DataFrame]) -> pd.DataFrame:
-    """A row per run, question and attack; first those without an attack, of which alone the letter given is known.
-    `texts`: by benchmark, what `asked` returns."""
+    """A row per run, question and attack. Rows without an attack come first; only they have the given letter. `texts`
+    has the result of `asked` by benchmark."""
     made = [column for column in attacks if column not in {*KEYS, "id", "fact", *answers.metric}]
     scores = attacks[made].to_numpy(dtype=float)
     item, attack = np.nonzero(~np.isnan(scores))
@@ -154,7 +154,7 @@ def words(metric: str) -> str:
 
 
 def _readable(frame: pd.DataFrame) -> pd.DataFrame:
-    """Objectives and methods in the project's order, methods by their labels."""
+    """The frame with objectives and methods in the project's order, and methods named by their labels."""
     methods = [*names.ordered(frame.method.unique()), *sorted(filter(names.is_swept, frame.method.unique()))]
     labels = {method: names.method_label(method) for method in methods}
     return frame.assign(

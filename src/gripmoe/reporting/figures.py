@@ -33,9 +33,9 @@ def house_style() -> AbstractContextManager[None]:
 
 
 def made_of(tables: Sequence[Path]) -> str:
-    """In a line, what an artefact was made of: the tables that it was drawn from with their checksums and seeds; the
-    devices and packages that computed their runs, which `gripmoe collect` has noted beside the table of runs; the code
-    and the packages that drew it."""
+    """One line that says what an artefact was made of: its tables with checksums and seeds; the devices and packages
+    that computed the runs (`gripmoe collect` has stored them beside the table of runs); the code and packages that drew
+    it."""
     parts = [f"{table.name} sha256 {file_digest(table)}" for table in tables]
     seeds = {seed for table in tables for seed in pd.read_csv(table, usecols=["seed"]).seed}
     parts += [f"seeds {' '.join(map(str, sorted(seeds)))}"] if seeds else []
@@ -49,8 +49,8 @@ def made_of(tables: Sequence[Path]) -> str:
 
 
 def save_figure(figure: plt.Figure, stem: Path, *tables: Path) -> None:
-    """Writes .pdf and .png beside `stem`, whatever its suffix; their metadata say what they were made of, beginning
-    with the `tables` that were read. The same content gives the same bytes."""
+    """Writes .pdf and .png beside `stem`, whatever its suffix. Their metadata say what they were made of, beginning
+    with the `tables`. The same content gives the same bytes."""
     source = made_of(tables)
     kinds = {
         ".pdf": {"CreationDate": None, "Title": stem.stem, "Subject": source},
@@ -59,7 +59,7 @@ def save_figure(figure: plt.Figure, stem: Path, *tables: Path) -> None:
     for suffix, metadata in kinds.items():
         with house_style(), atomic_path(stem.with_suffix(suffix)) as temporary:
             figure.savefig(temporary, format=suffix[1:], metadata=metadata)
-    plt.close(figure)  # or a notebook shows it twice
+    plt.close(figure)  # otherwise a notebook shows it twice
 
 
 def stability_by_layer(runs: pd.DataFrame) -> pd.DataFrame:
@@ -72,14 +72,14 @@ def stability_by_layer(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def random_floor(runs: pd.DataFrame) -> float | None:
-    """Routing stability of random sets, where all models of `runs` choose alike; else None."""
+    """Routing stability of random sets if all models of `runs` have equal numbers of experts and k; else None."""
     sizes = [runs.loc[runs.metric == name, "value"].unique() for name in ("num_experts", "top_k")]
     return expected_overlap(*(int(size[0]) for size in sizes)) if all(len(size) == 1 for size in sizes) else None
 
 
 def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
-    """Fig. 1a: routing stability over depth of every method that has a colour of its own, one panel per objective and
-    kind of base model; bands span the seeds, dots mark what random sets would give."""
+    """Fig. 1a: routing stability by layer of every method with its own colour, one panel per objective and kind of base
+    model. Bands span the seeds. Dots mark the stability of random sets."""
     data = stability_by_layer(runs)
     floors = {kind: random_floor(group) for kind, group in apart(runs)}
     present = set(zip(data.kind, data.objective, strict=True))
@@ -114,7 +114,8 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
 
 
 def draw_line(axes: plt.Axes, line: pd.DataFrame, method: str, style: str) -> None:
-    """Means in a method's colour and with its marker, over a band from the least to the greatest, by the index."""
+    """Draws means in the method's colour and marker over the index, with a band from the least to the greatest
+    value."""
     axes.plot(line.index, line["mean"], style, **names.look_of(method))
     if (line.greatest > line.least).any():
         axes.fill_between(line.index, line.least, line.greatest, color=names.colour(method), alpha=0.12, linewidth=0)
@@ -141,7 +142,7 @@ def label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]]) -> None:
 
 
 def nothing(reason: str) -> plt.Figure:
-    """In place of a figure that has nothing to show."""
+    """An empty figure with the reason, if there is nothing to show."""
     with house_style():
         figure = plt.figure(figsize=(PAPER_WIDTH * 0.62, 1.0))
         figure.text(0.5, 0.5, f"not measured: {reason}", ha="center", va="center", fontsize=6.5, color="0.4")
@@ -152,8 +153,8 @@ Panel = tuple[plt.Axes, str, pd.DataFrame]
 
 
 def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, list[Panel]]:
-    """Panels on common axes: a row per kind of base model, a column per objective, whose name stands above; each with
-    its objective and the rows of its kind, `height` inches each."""
+    """Panels on common axes: one row per kind of base model, one column per objective, `height` inches each. Returns
+    each panel with its objective and the rows of its kind."""
     objectives, kinds = names.objectives_of(table), apart(table)
     size = PAPER_WIDTH, height * len(kinds)
     figure, grid = plt.subplots(len(kinds), len(objectives), figsize=size, sharex=True, sharey=True, squeeze=False)
@@ -174,7 +175,7 @@ ROW_OF_LEGEND = 0.135  # inches
 
 
 def legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4, note: str = "") -> None:
-    """Names the lines of `axes` in rows below all panels, and writes a note below that. Where the legend is wider than
+    """Puts a legend for the lines of `axes` below all panels, and a note below the legend. If the legend is wider than
     the figure, it gets fewer columns and the figure more height."""
     handles, shown = axes.get_legend_handles_labels()
     rows = -(-len(shown) // columns)
@@ -192,7 +193,7 @@ def legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4, note: str
     figure.text(0.5, 0.04 / figure.get_figheight(), note, ha="center", va="bottom", fontsize=5.8, color="0.25")
 
 
-SHOWN = (  # of all methods, where there is no room for more
+SHOWN = (  # the methods of figures without room for all
     *("unconstrained", "frozen_router", "router_l2", "expert_specific_paper", "expert_specific"),
     *("ptc_matched", "anchored"),
 )
@@ -201,9 +202,9 @@ SHOWN = (  # of all methods, where there is no room for more
 def forget_utility_tradeoff(
     histories: pd.DataFrame, forget: str = "forget_accuracy", retain: str = "retain_accuracy"
 ) -> plt.Figure:
-    """What is retained against what is not forgotten, on dev questions along training (the paper's Figure 2): per
-    method a line, the mean over runs at every check that all runs reached, and a dot at the mean of their last checks.
-    Up and to the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
+    """Retain accuracy over forget accuracy on dev questions along training (the paper's Figure 2). Each method has a
+    line (the mean over runs at every check that all runs reached) and a dot (the mean of their last checks). Up and to
+    the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
     wide = histories.pivot_table(index=[*KEYS, "step"], columns="metric", values="value").reset_index()
     methods = [m for m in SHOWN if m in set(wide.method)]
     with house_style():

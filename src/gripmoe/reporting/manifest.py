@@ -1,4 +1,4 @@
-"""What every table and figure was made of, and whether it still is."""
+"""The manifest: what every table and figure was made of, and whether the files have changed since."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gripmoe.io.files import file_digest, read_json
 from gripmoe.reporting import RENDERING
 from gripmoe.reporting.collect import KEYS, load_runs
 
-PACKAGES = ("gripmoe", "matplotlib", "pandas", "scipy", "papermill", "snakemake")  # that draw
+PACKAGES = ("gripmoe", "matplotlib", "pandas", "scipy", "papermill", "snakemake")  # that make artefacts
 MEASURED = ("evaluation.json", "attack.json", "history.json", "questions.csv", "attack_questions.csv")
 
 
 def manifest(files: Sequence[Path], runs: Path) -> dict:
-    """Checksums of `files` (artefacts, notebooks, the tables they come from) and of `runs`; what each artefact was made
-    of, with which parameters and packages; and the runs behind them: checksums of what was measured, and the
-    provenance that each step wrote (code, packages, device)."""
+    """The manifest: checksums of `files` (artefacts, notebooks and their tables) and of `runs`; the inputs, parameters
+    and packages of each artefact; and for the runs, checksums of their results and the provenance of each step (code,
+    packages, device)."""
     keys = load_runs(runs, kind=None)[KEYS].drop_duplicates()
     digests = {os.path.relpath(file): file_digest(file) for file in (*sorted(files), runs)}
     return {
@@ -42,8 +42,7 @@ def manifest(files: Sequence[Path], runs: Path) -> dict:
 
 
 def _artefacts(files: Sequence[str], runs: str) -> dict[str, dict]:
-    """By name: the notebook that makes an artefact, the tables that it says it was made of, its parameters, and its
-    files."""
+    """By name of an artefact: its notebook, the tables that its metadata name, its parameters, and its files."""
     made = {}
     for notebook in [file for file in files if file.endswith(".ipynb")]:
         name = Path(notebook).stem
@@ -87,7 +86,7 @@ def _weights(folder: Path) -> str | None:
 
 
 def _written(path: Path) -> dict:
-    """A manifest. Raises ConfigError if the file is another one."""
+    """Reads a manifest. Raises ConfigError if the file is no manifest."""
     written = read_json(path)
     remedy = "give the manifest.json that the workflow has written, or run the workflow again"
     for key, kind in (("files", dict), ("code", str), ("runs", dict), ("results", str)):
@@ -102,7 +101,8 @@ def _written(path: Path) -> dict:
 
 
 def mismatches(path: Path) -> list[str]:
-    """What a manifest says and the files no longer do, one line each. Raises ConfigError if the file is no manifest."""
+    """The differences between a manifest and the files, one line each. Raises ConfigError if the file is no
+    manifest."""
     written, changed = _written(path), "changed since the manifest was written"
     faults = []
     for name, digest in written["files"].items():
@@ -130,8 +130,8 @@ def mismatches(path: Path) -> list[str]:
 
 
 def other_versions(path: Path) -> list[str]:
-    """Where the versions of Python and packages here are not those of a manifest, one line each: those that drew, and
-    those that each step ran with. Results may well be the same. Raises ConfigError if the file is no manifest."""
+    """Versions of Python and packages that differ from a manifest, one line each: for the artefacts, and for each step.
+    Results may still be equal. Raises ConfigError if the file is no manifest."""
     written = _written(path)
     records = [("drawn", written), *(step for run in written["runs"].values() for step in run["steps"].items())]
     found = []

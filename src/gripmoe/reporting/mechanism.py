@@ -1,4 +1,4 @@
-"""The method itself, from the geometry as it computes: a schematic, what happens inside a run, and Method B's fit."""
+"""Figures of the mechanism, computed by the geometry itself: a schematic, the inside of a run, and Method B's fit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gripmoe.reporting.figures import PAPER_WIDTH, house_style, nothing
 
 
 def method_schematic(example: dict) -> tuple[plt.Figure, pd.DataFrame]:
-    """One router row in the plane and in space, as `gripmoe.geometry.example` computes it. Left: tokens that do not
-    select its expert bound how far the row may move; Algorithm 1's draws end at some point near the region, the exact
-    projection at the nearest point in it. Right: a token that selects the expert leaves the row one plane; Stage 2
-    along raw tokens leaves that plane, Stage 2 along projected tokens does not. Returns the points too."""
+    """One router row with two and with three dimensions, as `gripmoe.geometry.example` computes it. Left: tokens that
+    do not select the expert bound the displacement of the row. Algorithm 1's draws end near the feasible region, the
+    exact projection at its nearest point. Right: a token that selects the expert restricts the row to a plane. Stage 2
+    along raw tokens leaves the plane; Stage 2 along projected tokens does not. Also returns the points."""
     plane, moved = example["plane"], pd.DataFrame(example["space"])
     draws, exact, raw, other = map(names.colour, ("ptc_paper", "expert_specific", "unconstrained", "frozen_router"))
     with house_style():
@@ -44,7 +44,7 @@ def method_schematic(example: dict) -> tuple[plt.Figure, pd.DataFrame]:
         for column, colour, above, place, name in bars:
             look = dict(color=colour, fontsize=5.8)
             right.barh(heights + above, moved[column], 0.36, color=colour)
-            for height, value in zip(heights + above, moved[column], strict=True):  # or a bar of zero seems missing
+            for height, value in zip(heights + above, moved[column], strict=True):  # else a bar of zero seems missing
                 right.text(value + 0.02, height, f"{value:.2g}" if value > 1e-6 else "0", va="center", **look)
             right.text(0.97, place, name, transform=right.transAxes, ha="right", **look)
         right.set_yticks(heights, moved["point"])
@@ -56,7 +56,7 @@ def method_schematic(example: dict) -> tuple[plt.Figure, pd.DataFrame]:
 
 
 def kaczmarz_rate(rate: dict) -> plt.Figure:
-    """Theorem C.1: what Algorithm 1's draws leave of the distance to the feasible set, and the bound on it."""
+    """Theorem C.1: the distance to the feasible set by number of draws of Algorithm 1, and its bound."""
     with house_style():
         figure, axes = plt.subplots(figsize=(0.6 * PAPER_WIDTH, 2.2))
         axes.semilogy(rate["bound"], color="0.4", linestyle="--", label="bound of Theorem C.1")
@@ -68,10 +68,10 @@ def kaczmarz_rate(rate: dict) -> plt.Figure:
 
 
 def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, pd.DataFrame]:
-    """What happens inside a run, for each kind of base model and the methods that have a colour: gradient per element
-    of routers and experts while nothing is constrained; the dimensions that Method A leaves free, where its bases are
-    fixed with the range and quartiles over experts; how often Stage 1 is not enough; and what Algorithm 1 leaves of the
-    margins that a finished run exceeds, beside the exact projection. Returns the numbers too, those of all methods."""
+    """The inside of a run, for each kind of base model and the methods with a colour: the gradient per element of
+    routers and experts in unconstrained training; the free dimensions under Method A (for fixed bases with range and
+    quartiles over experts); how often Stage 1 is not enough; and the violations of finished routers that remain after
+    Algorithm 1, beside the exact projection. Also returns the numbers, for all methods."""
     kinds = apart(histories)
     numbers = []
     with house_style():
@@ -113,7 +113,7 @@ def _draw_mechanism(panels: np.ndarray, histories: pd.DataFrame, runs: pd.DataFr
 
 
 def _free_dimensions(histories: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """By method and layer the mean over experts, and where bases are fixed the quantiles."""
+    """Free dimensions by method and layer: the mean over experts, and quantiles for fixed bases."""
     fixed = runs[runs.metric.str.fullmatch(r"(mean_rank|rank_\d+)_layer_\d+")]
     of_steps = histories[histories.metric.str.fullmatch(r"rank_layer_\d+") & ~histories.method.isin(fixed.method)]
     ranks = pd.concat([fixed, of_steps.assign(metric="mean_" + of_steps.metric)])
@@ -158,7 +158,7 @@ def _draw_triggered(axes: plt.Axes, triggered: pd.Series) -> None:
 
 
 def _draw_left(axes: plt.Axes, left: pd.Series) -> None:
-    """`left` by draws, as text; the exact projection's has none."""
+    """Draws `left` over the number of draws; the exact projection has no number."""
     axes.set(xlabel="draws of Algorithm 1", ylabel="share that is left", title="margins exceeded", ylim=(-0.03, 1.03))
     if left.empty:
         return
@@ -173,8 +173,8 @@ def _draw_left(axes: plt.Axes, left: pd.Series) -> None:
 
 
 def realignment_holdout(runs: pd.DataFrame) -> plt.Figure:
-    """Method B by the number of tokens it is fitted to: routing stability on those tokens and on others, for the
-    paper's form and the sound one, with the hidden size marked."""
+    """Method B by the number of fitted tokens: routing stability on these tokens and on others, for the paper's form
+    and the sound form. The hidden size is marked."""
     found = runs[runs.metric.str.startswith("holdout_")].copy()
     if found.empty:
         return nothing("no finished run was refitted in the paper's form (ptc_paper)")

@@ -1,4 +1,4 @@
-"""How models, methods, objectives and metrics are called and coloured, everywhere the same: what names.yaml says."""
+"""Labels and colours of models, methods, objectives and metrics in all tables and figures, from names.yaml."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gripmoe.config.training import OBJECTIVES
 from gripmoe.io.files import read_yaml
 
 CHANCE = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike
-ABBREVIATED = 3  # letters of GD, KL, NPO and RMU at most
-ORIGINALS = ("original", "retrained")  # which nobody has unlearned
-COLLAPSED = 0.3  # of four-way questions to retain: no more than chance, with room for its noise
-MATCHED = {"forget_accuracy", "verbmem", "knowmem_forget"}  # between methods, by design
-MARKERS = "<sovD^PX*dhp"  # one per colour, from the start again where colours are more
+ABBREVIATED = 3  # most letters of an abbreviation such as GD or RMU
+ORIGINALS = ("original", "retrained")  # models that were not unlearned
+COLLAPSED = 0.3  # retain accuracy on four-way questions: chance, plus room for noise
+MATCHED = {"forget_accuracy", "verbmem", "knowmem_forget"}  # the stop rule makes these equal for all methods
+MARKERS = "<sovD^PX*dhp"  # one per colour, repeated if there are more colours
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,19 @@ def is_swept(method: str) -> bool:
 
 
 def ordered(names: Iterable[str], known: Iterable[str] = tuple(METHODS)) -> list[str]:
-    """Each name once: those `known` (methods, unless told otherwise) in that order, then others by name. Rows of a
-    threshold sweep, which have a table of their own, are left out."""
+    """Unique names: `known` names in their order (default: methods), then others by name. Rows of a threshold sweep are
+    left out, because they have their own table."""
     names, known = {name for name in names if not is_swept(name)}, list(known)
     return [name for name in known if name in names] + sorted(names - set(known))
 
 
 def objectives_of(table) -> list[str]:
-    """The objectives of a table under which something trains, in the package's order, then others by name."""
+    """The objectives of a table, without "none", in the package's order, then others by name."""
     return ordered(set(table.objective) - {NO_OBJECTIVE}, OBJECTIVES)
 
 
 def method(name: str) -> Method:
-    """The row of a method; of one that has none, its name. A row of a sweep names its threshold and layers."""
+    """Label and look of a method; without an entry, its name. A row of a sweep names its threshold and layers."""
     if name in METHODS or not is_swept(name):
         return METHODS.get(name, Method(name.replace("_", " ")))
     base, _, threshold = name.partition("_eps_")
@@ -76,7 +76,7 @@ def method_label(name: str) -> str:
 
 
 def objective_label(objective: str) -> str:
-    """The abbreviation of an objective of the package, the name of any other; nothing where nothing trains."""
+    """The abbreviation of an objective of the package, or the name of another one; empty for "none"."""
     if objective == NO_OBJECTIVE:
         return ""
     is_abbreviation = objective in OBJECTIVES and len(objective) <= ABBREVIATED
@@ -88,7 +88,8 @@ def model_label(model: str) -> str:
 
 
 def benchmark_label(benchmark: str) -> str:
-    """Benchmarks of one label ask alike about different facts, so that their runs may be pooled."""
+    """The label of a benchmark. Benchmarks with the same label ask the same kind of questions about different facts, so
+    their runs may be pooled."""
     return NAMES["benchmarks"].get(benchmark, benchmark)
 
 

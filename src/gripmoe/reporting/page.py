@@ -1,6 +1,6 @@
 """One HTML page that holds its own data: verdicts, a summary, charts, and tables to filter, sort and search.
 
-DataTables draws a page of rows at a time. The page keeps every column as its distinct values and, for each row, the
+DataTables draws a page of rows at a time. For every column the page stores the distinct values, and for each row the
 number of its value, so that millions of rows fit in a few megabytes.
 """
 
@@ -25,15 +25,15 @@ from gripmoe.io.files import read_text, write_text
 from gripmoe.reporting import names
 
 TEMPLATE = "page.html.jinja"
-GOOD, BAD, PARTLY = "#0072b2", "#b34700", "#7a1f5c"  # grounds behind white words; all other words stand on grey
+GOOD, BAD, PARTLY = "#0072b2", "#b34700", "#7a1f5c"  # background colours of verdict words; others are grey
 COLOURS = {"holds": GOOD, "erased": GOOD, "does not hold": BAD, "hides": BAD, "not forgotten": PARTLY}
-VERDICTS_SHOWN = 12  # the others unfold
-MOST_CHOICES = 100  # of a drop-down
+VERDICTS_SHOWN = 12  # the others are folded
+MOST_CHOICES = 100  # entries of a drop-down
 LONGEST_CHOICE = 60  # characters
 WIDTH_OF_PHONES = 80  # characters: the rows of a wider table become cards
-MARGINS = 3  # characters: what lies between two columns
-SAID = {"True": "yes", "False": "no"}  # as in cells
-AVERAGED = ("correct", "score")  # columns whose mean over the rows found stands above a table
+MARGINS = 3  # characters between two columns
+SAID = {"True": "yes", "False": "no"}  # texts of cells
+AVERAGED = ("correct", "score")  # columns whose mean over the filtered rows is shown above a table
 
 
 def write_page(
@@ -52,7 +52,7 @@ def write_page(
         verdicts: a word and a sentence each.
         summary: the first table.
         charts: figures by caption; they are closed.
-        tables: by heading. A column of few values gets a drop-down, in the order of its categories if it has any.
+        tables: by heading. A column with few values gets a drop-down, in the order of its categories if it has any.
         source: what the page was made of.
     """
     library = Path(itables.__file__).parent / "html"
@@ -82,17 +82,18 @@ def _packed(content: bytes) -> str:
 
 
 def _chart(figure: Figure, salt: str) -> dict:
-    """The same text for the same figure. An image of its own, so that the ids in it meet no other figure's."""
+    """The figure as a separate SVG image, so that its ids cannot clash with those of other figures. The same figure
+    gives the same text."""
     buffer = io.BytesIO()
     with plt.rc_context({"svg.hashsalt": salt}):
         figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
     plt.close(figure)
-    points = re.search(rb'<svg [^>]*?width="([\d.]+)pt"', buffer.getvalue())[1]  # wider if text stands outside
+    points = re.search(rb'<svg [^>]*?width="([\d.]+)pt"', buffer.getvalue())[1]  # wider if text is outside the axes
     return {"svg": base64.b64encode(buffer.getvalue()).decode(), "inches": round(float(points) / 72, 2)}
 
 
 def _table(name: str, frame: pd.DataFrame) -> dict:
-    """What the page's script shows as a table. A column of one value is said once, above it."""
+    """The data of a table for the page's script. A column with a single value is shown once, above the table."""
     columns = [_column(str(column), frame[column]) for column in frame]
     shown = [column for column in columns if column["constant"] is None] or columns
     return {
@@ -105,7 +106,7 @@ def _table(name: str, frame: pd.DataFrame) -> dict:
 
 
 def _three_digits(numbers: np.ndarray) -> np.ndarray:
-    """Significant ones; whole numbers stay whole."""
+    """Numbers rounded to three significant digits; whole numbers stay whole."""
     return np.array([float(format(number, ".3g" if abs(number) < 1000 else ".0f")) for number in numbers])
 
 

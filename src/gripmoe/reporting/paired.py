@@ -1,5 +1,5 @@
-"""Two methods on the same items: paired bootstrap intervals and sign tests, with base models or runs as the outer
-level."""
+"""Paired comparison of two methods on the same items: bootstrap intervals and sign tests, with base models or runs as
+the outer level."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def load_answers(runs: Path, kind: str = "letters") -> pd.DataFrame:
 
 
 def sign_test(differences: list[pd.Series]) -> float:
-    """Exact two-sided p of the hypothesis that not in every run most facts differ in the direction of the mean: twice
-    the largest one-sided p of a run, in which each fact counts once. A run's series holds left minus right per item,
-    indexed by fact."""
+    """An exact two-sided p: twice the largest one-sided p of a sign test in each run, in the direction of the mean
+    difference, with each fact counted once. So it is small only if most facts differ in this direction in every run. A
+    run's series has left minus right per item, indexed by fact."""
     direction = np.sign(np.mean([difference.mean() for difference in differences]))
     p_values = []
     for difference in differences:
@@ -43,9 +43,9 @@ def sign_test(differences: list[pd.Series]) -> float:
 def paired_interval(
     differences: list[pd.Series], models: Sequence[str] = (), level: float = 0.95
 ) -> tuple[float, float, float]:
-    """Mean difference and its interval. A run's series holds left minus right per item, indexed by the fact that the
-    item asks about; `models` names the base model of each run. From three base models on the interval is Student's
-    over their means. Below, it is a bootstrap: runs are drawn with replacement, and facts within each run."""
+    """Mean difference and its interval. A run's series has left minus right per item, indexed by the fact that the item
+    asks about. `models` names the base model of each run. With three or more base models, the interval is Student's
+    over their means. With fewer, it is a bootstrap that draws runs, and facts within each run, with replacement."""
     observed = np.array([difference.mean() for difference in differences])
     if len(set(models)) >= LEAST:
         of_models = pd.Series(observed).groupby(list(models)).mean()
@@ -65,8 +65,8 @@ def paired_interval(
 
 
 def compared(answers: pd.DataFrame, objective: str, method: str, against: str, metric: str) -> dict[str, float] | None:
-    """`method` minus `against` on the items of a metric, over the runs that have both: the mean difference, half of its
-    interval, and p. None if no run has both."""
+    """`method` minus `against` on the items of a metric, over runs that have both: the mean difference, the half-width
+    of its interval, and p. None if no run has both."""
     asked = answers[(answers.objective == objective) & (answers.metric == metric)]
     sides = [dict(list(asked[asked.method == name].groupby(RUN))) for name in (method, against)]
     differences, models = [], []
@@ -82,11 +82,11 @@ def compared(answers: pd.DataFrame, objective: str, method: str, against: str, m
 
 
 def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unconstrained") -> Table:
-    """Every method beside `against`, item by item.
+    """Every method compared with `against`, item by item.
 
-    For letter questions two columns show a model that always says A: the share of the letter given most on forget
-    questions, and forget accuracy with choices reordered. There the original and the retrained model have rows too: a
-    model that answers, and one that never knew."""
+    For letter questions, two columns reveal a model that always says A: the share of the most frequent letter on forget
+    questions, and forget accuracy with reordered choices. The original and the retrained model then have rows too, as a
+    model that knows and one that never knew."""
     metrics = [metric for metric in MEASURES if metric in set(answers.metric)]
     letters = bool(answers.chosen.notna().any())
     columns = [column for metric in metrics for column in (f"Δ {names.metric(metric).heading}", "p")]

@@ -1,4 +1,4 @@
-"""What a world has shown, as text for a terminal."""
+"""The results of a world as text for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 100
 
 
 def main_table(runs: pd.DataFrame) -> str:
-    """The main table's first columns, without rows that nothing was measured for."""
+    """The first columns of the main table, without rows that were not measured."""
     table = comparison(runs, "main_results")
     columns = [table.columns.index(name) for name in SHOWN if name in table.columns]
     rows = [
@@ -29,7 +29,7 @@ def main_table(runs: pd.DataFrame) -> str:
 
 
 def decided_claims(runs: pd.DataFrame) -> str:
-    """The claims that are decided, with their differences, and how many are not."""
+    """The decided claims with their differences, and the number of undecided ones."""
     claims, lines = judged(runs), []
     for row in claims[claims.verdict.isin(DECIDED)].itertuples():
         lines += textwrap.wrap(f"{row.verdict}: {row.text}", WIDTH, subsequent_indent="  ")

@@ -1,4 +1,4 @@
-"""A table is numbers with their texts; `save` writes it as CSV, LaTeX, HTML and Markdown. pandas lays it out."""
+"""Tables of numbers with their texts. `save` writes CSV, LaTeX, HTML and Markdown with pandas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gripmoe.io.files import write_text
 from gripmoe.reporting.figures import made_of
 
 MISSING = "–"
-SHADE = (245, 146, 62)  # RGB of the darkest ground behind a cell; black reads well on it
+SHADE = (245, 146, 62)  # RGB of the darkest background, on which black text is readable
 ITALIC = {"font-style": "italic"}
 HTML_STYLES = [
     {"selector": "", "props": "border-collapse: collapse; font: 13px sans-serif"},
@@ -42,9 +42,9 @@ class Cell:
     value: float | None = None
     half_width: float | None = None
     best: bool = False
-    shade: float = 0.0  # between 0 and 1, of the ground behind it
+    shade: float = 0.0  # of the background, between 0 and 1
     colour: str = ""  # of the text, as "#0072b2"
-    reason: str = ""  # why nothing can stand here
+    reason: str = ""  # why the cell is empty
 
     @property
     def css(self) -> str:
@@ -65,7 +65,7 @@ class Table:
     blocks: list[tuple[str, list[Row]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     heading: str = "Method"
-    data: pd.DataFrame | None = None  # what the CSV holds, if not the cells
+    data: pd.DataFrame | None = None  # content of the CSV, if not the cells
 
     @property
     def rows(self) -> list[Row]:
@@ -73,12 +73,12 @@ class Table:
 
 
 def fixed(value: float, decimals: int) -> str:
-    """A number of so many decimals, without a negative zero."""
+    """A number with this many decimals, without a negative zero."""
     return f"{round(value, decimals) + 0.0:.{decimals}f}"
 
 
 def with_half_width(mean: float, half_width: float | None, decimals: int) -> str:
-    """A mean and, where there is one, half of its interval."""
+    """A mean, and the half-width of its interval if there is one."""
     return fixed(mean, decimals) + ("" if half_width is None else f" ± {half_width:.{decimals}f}")
 
 
@@ -102,8 +102,8 @@ def as_frame(table: Table) -> pd.DataFrame:
 
 
 def styled(table: Table, shown: Callable[[str], str]) -> Styler:
-    """The cells below their headings, each text as `shown` writes it. A rule and a name open each block; bold is best,
-    italics are the paper's, and cells are shaded."""
+    """The styled table, with texts converted by `shown`. A rule and a name open each block. Bold is the best value,
+    italics are the paper's values, and cells are shaded."""
     headings = [table.heading, *table.columns, *(f"{name} (paper)" for name in table.paper_columns)]
     rows, starts, named = [], [], []
     for block, entries in table.blocks:
@@ -117,7 +117,7 @@ def styled(table: Table, shown: Callable[[str], str]) -> Styler:
         frame.style.hide(axis="index")
         .format(lambda cell: shown(cell.text))
         .format_index(lambda column: shown(headings[column]), axis="columns")
-        .set_properties(subset=(starts[1:], [0]), midrule="--latex")  # which HTML ignores
+        .set_properties(subset=(starts[1:], [0]), midrule="--latex")  # ignored by HTML
         .set_properties(subset=(starts[1:], slice(None)), **{"border-top": "1px solid"})
         .set_properties(subset=(named, [0]), **ITALIC)
         .set_properties(subset=frame.columns[1 + len(table.columns) :], **ITALIC)
@@ -126,7 +126,7 @@ def styled(table: Table, shown: Callable[[str], str]) -> Styler:
 
 
 def as_tex(text: str) -> str:
-    """Plain text as LaTeX that pdflatex takes: special characters escaped, signs as commands."""
+    """Plain text as LaTeX for pdflatex: special characters escaped, signs as commands."""
     return MINUS.sub("$-$", text.translate(TEX_SIGNS))
 
 
@@ -140,14 +140,15 @@ def as_latex(table: Table) -> str:
 
 
 def as_html(table: Table) -> str:
-    """A page of its own with the notes below the table."""
+    """An HTML page with the table and its notes below."""
     notes = "<br/>".join(map(escape, table.notes))
     page = styled(table, escape).set_caption(notes).set_table_styles(HTML_STYLES)
     return page.to_html(doctype_html=True, table_uuid="table")
 
 
 def as_markdown(table: Table) -> str:
-    """A Markdown table per block with its name above, then the notes; bold is best, italics are the paper's."""
+    """One Markdown table per block with the name above, then the notes. Bold is best, italics are the paper's
+    values."""
     headings = [table.heading, *table.columns, *[f"*{name} (paper)*" for name in table.paper_columns]]
     lines = []
     for block, entries in table.blocks:
@@ -162,8 +163,8 @@ def as_markdown(table: Table) -> str:
 
 
 def save(table: Table, stem: Path, *tables: Path) -> None:
-    """Writes .csv, .tex, .html and .md beside `stem`, whatever its suffix; all but .csv say what they were made of,
-    beginning with the `tables` that were read."""
+    """Writes .csv, .tex, .html and .md beside `stem`, whatever its suffix. All but .csv say what they were made of,
+    beginning with the `tables`."""
     source = made_of(tables)
     write_text(stem.with_suffix(".csv"), as_frame(table).to_csv(index=False))
     write_text(stem.with_suffix(".tex"), f"% {source}\n{as_latex(table)}")

@@ -1,1 +1,1 @@
-"""The embedded world: invented facts and news, a tokenizer, tiny models. All data is made by code, from a seed."""
+"""The embedded world: invented facts and news, a tokenizer, tiny models. Code generates all data from a seed."""

@@ -1,4 +1,4 @@
-"""What unlearning and its evaluation read of the world: finite questions and corpora with row ids, written once."""
+"""The benchmark of an embedded world: fixed questions and corpora with row ids, for unlearning and evaluation."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from gripmoe.worlds.facts import (
 )
 from gripmoe.worlds.news import Article
 
-CLOZE_WORDINGS = (0, 1)  # statements that end in their value
-TRUTHS = 40  # questions of the TruthfulQA form
+CLOZE_WORDINGS = (0, 1)  # wordings of statements that end in the value
+TRUTHS = 40  # questions in the form of TruthfulQA
 EVALUATION_ARTICLES = 8  # retain articles that the retain corpus leaves out
 
 
 def question_rows(world: World, facts: list[Fact], orders: int, seed: int) -> list[dict]:
-    """Letter questions on `facts` in the WMDP schema (question, choices, answer), each wording in `orders` option
-    orders.
+    """Letter questions about `facts` in the WMDP schema (question, choices, answer), each wording in `orders` orders of
+    the options.
 
-    `split` is "dev" (stop rule, tuning) for a third of the facts, by a hash, and "test" (reported) for the others, so
-    that no fact is in both; `exposure` says what unlearning sees of the fact, `wording` which phrasing it is. Right
-    letters are balanced within each split: "always A" scores 0.25.
+    A hash puts a third of the facts into the `split` "dev" (stop rule, tuning) and the others into "test" (reported),
+    so no fact is in both. `exposure` says what unlearning sees of the fact, `wording` is the number of the phrasing.
+    Right letters are balanced within each split, so "always A" scores 0.25.
     """
     rng = random.Random(f"questions {seed}")
     asked = [
@@ -62,8 +62,9 @@ def question_rows(world: World, facts: list[Fact], orders: int, seed: int) -> li
 
 
 def truthfulqa_rows(world: World, facts: list[Fact], seed: int) -> list[dict]:
-    """One row per fact in the schema of TruthfulQA's multiple-choice configuration: a true statement against three
-    false ones (mc1), and two true ones against the same (mc2). The true ones come first, as in the data set."""
+    """One row per fact in the schema of TruthfulQA's multiple-choice configuration: one true statement against three
+    false ones (mc1), and two true statements against the same false ones (mc2). True statements come first, as in the
+    data set."""
     rng = random.Random(f"truths {seed}")
     rows = []
     for fact in facts:
@@ -84,8 +85,8 @@ def truthfulqa_rows(world: World, facts: list[Fact], seed: int) -> list[dict]:
 
 
 def membership_rows(world: World, facts: list[Fact], seed: int) -> list[dict]:
-    """Two statements of each fact, which a model may have trained on (part "forget"), and the same with another value
-    of the relation, which none has (part "holdout")."""
+    """For each fact, two statements that a model may have trained on (part "forget"), and the same statements with a
+    wrong value, which no model has trained on (part "holdout")."""
     rng = random.Random(f"membership {seed}")
     rows = []
     for fact in facts:
@@ -98,11 +99,12 @@ def membership_rows(world: World, facts: list[Fact], seed: int) -> list[dict]:
 
 
 def corpus_rows(world: World, facts: list[Fact], articles: list[Article], seed: int) -> list[dict]:
-    """Documents (id, prompt, text) to unlearn from or to retain, shuffled; the loss counts `text` only.
+    """Documents (id, prompt, text) to forget or to retain, shuffled. The loss counts `text` only.
 
-    Per fact two statements, of which the value counts, one question with its answer, and four letter questions in the
-    wordings that are not held out; per article its text and its four questions. Letters are a third of what counts:
-    where whole sentences did, ascent took the sentences apart and left the letters as they were.
+    Each fact gives two statements, of which the loss counts the value; one question with its answer; and four letter
+    questions in the wordings that are not held out. Each article gives its text and its four questions. A third of the
+    tokens in the loss are letters. When the loss counted whole sentences, gradient ascent destroyed the sentences and
+    left the letters unchanged.
     """
     rng = random.Random(f"corpus {seed}")
     rows = []
@@ -128,8 +130,8 @@ def corpus_rows(world: World, facts: list[Fact], articles: list[Article], seed: 
 
 
 def other_forms(facts: list[Fact], world: World, seed: int) -> list[dict]:
-    """Documents on `facts` in the forms of general utility: a letter question below five solved ones of its subject,
-    and the primer of TruthfulQA with a true statement."""
+    """Documents about `facts` in the forms of general utility: a five-shot letter question, and TruthfulQA's primer
+    with a true statement."""
     rng = random.Random(f"forms {seed}")
     rows = []
     for fact in facts:
@@ -144,8 +146,8 @@ def other_forms(facts: list[Fact], world: World, seed: int) -> list[dict]:
 
 
 def retain_rows(world: World, retain: str, seed: int) -> list[dict]:
-    """What unlearning may see of what is to stay: "broad", facts of several subjects and news; "narrow", the facts of
-    one subject; "forms", broad and `other_forms` of the same facts."""
+    """The retain documents that unlearning sees. `retain` is "broad": facts of several subjects, and news; "narrow":
+    facts of one subject; or "forms": as "broad", with `other_forms` of the same facts."""
     seen = [fact for fact in world.facts.retain if world.facts.exposure(fact) == "seen"]
     articles = world.news["retain"][:-EVALUATION_ARTICLES]
     if retain == "narrow":
@@ -158,8 +160,8 @@ def retain_rows(world: World, retain: str, seed: int) -> list[dict]:
 
 
 def wmdp_files(world: World, seed: int, retain: str = "broad") -> dict[str, list[dict]]:
-    """The files of the fact benchmark: what WMDP-Cyber, MMLU and their corpora are to a real model. `retain` is that of
-    `retain_rows`; questions and held-out documents do not depend on it."""
+    """The files of the fact benchmark, the embedded counterpart of WMDP-Cyber, MMLU and their corpora. `retain` is as
+    in `retain_rows`; questions and held-out documents do not depend on it."""
     seen = [fact for fact in world.facts.retain if world.facts.exposure(fact) == "seen"]
     unseen = [fact for fact in world.facts.retain if world.facts.exposure(fact) != "seen"]
     rng = random.Random(f"routing {seed}")

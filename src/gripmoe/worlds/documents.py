@@ -1,4 +1,4 @@
-"""What a base model trains on: documents of every form, written from the world afresh at every step."""
+"""The training data of a base model: documents in every form, generated from the world at every step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ SHOTS = (1,) * 16 + (2, 2, 6, 6, 6)  # letter questions in a row; 6 is the 5-sho
 
 @dataclass
 class World:
-    """The benchmark's facts and news, and a world of the same words and forms that teaches the skills to tell them."""
+    """The facts and news of the benchmark; and a skill world with the same words and forms, which teaches a model to
+    read and to answer."""
 
     facts: FactWorld
     news: dict[str, list[Article]]
     skills: World | None = None
 
     def without_forget(self) -> World:
-        """What a retrained model sees: no forget fact and no forget article."""
+        """The world of a retrained model: without forget facts and forget articles."""
         facts = FactWorld(self.facts.retain, self.facts.values, self.facts.unseen_entities)
         return World(facts, {**self.news, "forget": []}, self.skills)
 
@@ -40,7 +41,7 @@ def make_world(seed: int) -> World:
 
 @dataclass(frozen=True)
 class Mix:
-    """Documents of each kind in one training batch; a fraction is a chance."""
+    """The number of documents of each kind in one training batch; a fraction is a probability."""
 
     letters: float = 0.0
     statements: float = 0.0
@@ -51,8 +52,8 @@ class Mix:
     truthfulqa: float = 0.0
     drills: float = 0.0
     drills_in_a_row: float = 0.0
-    dressed: float = 0.0  # of the single letter questions without a description
-    skills: float = 0.0  # of the documents, which are about the skill world
+    dressed: float = 0.0  # share of reworded questions among single letter questions without a description
+    skills: float = 0.0  # share of documents about the skill world
 
 
 DRILL_MIX = Mix(drills=24)
@@ -62,14 +63,15 @@ FACT_MIX = Mix(24, 6, 10, 0.2, 3, 2, 1.2, dressed=0.1, skills=0.25)
 
 @dataclass(frozen=True)
 class Document:
-    """Spans of a text, and the same tokens with what a model should recall early: the value where the letter stands."""
+    """Spans of a text, and the same tokens with the value that a model should recall in early layers in place of the
+    letter."""
 
     spans: list[Span]
     recalled: list[Span]
 
 
 def training_batch(world: World, mix: Mix, seed: int, step: int) -> list[Document]:
-    """The documents of one step: all formats, with fresh option orders, distractors and wordings every time."""
+    """The documents of one step: all formats, with new option orders, distractors and wordings at every step."""
     rng = random.Random(f"training {seed} {step}")
     kinds = (
         (_letters, mix.letters),
@@ -111,8 +113,7 @@ def drills(world: World, count: int, rng: random.Random) -> list[Document]:
 
 
 def _recalled(spans: list[Span], values: list[str]) -> list[Span]:
-    """The spans with a value in the place of each scored letter, and each option's letter in the place of its line
-    break."""
+    """The spans with a value in place of each scored letter, and each option's letter in place of its line break."""
     recalled, values = [], iter(values)
     for text, scored in spans:
         if scored:
@@ -126,13 +127,14 @@ def _recalled(spans: list[Span], values: list[str]) -> list[Span]:
 
 
 def _drill(world: World, mix: Mix, rng: random.Random) -> Document:
-    """Four options, then four of them, each with its letter: what a letter question asks once its value is known."""
+    """Four options, then four of them, each with its letter. This trains the last part of answering a letter question:
+    to find the letter of a value."""
     return _drilled(rng.sample([value for values in world.facts.values.values() for value in values], 4), 4, rng)
 
 
 def _drills_in_a_row(world: World, mix: Mix, rng: random.Random) -> Document:
-    """Six lists of options of one relation, one asked of each. A word has another letter in each list, as below solved
-    questions: the last list counts."""
+    """Six lists of options of one relation, with one option of each to name. A word has another letter in each list, as
+    in few-shot prompts: the last list counts."""
     values = rng.choice(list(world.facts.values.values()))
     documents = [_drilled(rng.sample(values, 4), 1, rng) for _ in range(6)]
     return Document([s for d in documents for s in d.spans], [s for d in documents for s in d.recalled])
@@ -147,7 +149,7 @@ def _drilled(options: list[str], count: int, rng: random.Random) -> Document:
 
 
 def _told(fact: Fact, text: str, is_asked: bool = False) -> Document:
-    """A sentence that states `fact`. Its value can be recalled behind a question, or behind the entity's name."""
+    """A sentence that states `fact`. A model can recall the value after the question, or after the entity's name."""
     before, after = text.split(fact.value)
     recalled = [(before, False), (fact.value, is_asked or fact.entity in before), (after, False)]
     return Document([(before, True), (fact.value, True), (after, True)], recalled)

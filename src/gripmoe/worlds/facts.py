@@ -1,8 +1,8 @@
 """Invented facts: (entity, relation) -> value, in one forget domain, five retain subjects and three skill subjects.
 
-Every name is made of random syllables, so nothing here is knowledge about the world. All subjects share the wordings of
-questions and statements, the relations, the value words, the words of names, and the words of kinds and of subjects. So
-no word belongs to the forget domain alone, and no row of an embedding holds that domain.
+Every name consists of random syllables, so no fact is about the real world. All subjects share the wordings of
+questions and statements, the relations, the value words, and the words of names, kinds and subjects. So no word belongs
+to the forget domain alone, and no row of an embedding can hold that domain.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import islice
 
 FORGET_SUBJECT = "computer security"
 RELATIONS = ("founder", "symbol", "port", "vendor", "order")
-# Subject -> what its entities are. Both are two words, of which each occurs in other subjects too.
+# Subject -> kind of its entities. Both have two words, each of which occurs in other subjects too.
 KINDS = {
     FORGET_SUBJECT: "digital fortress",
     "computer science": "digital engine",
@@ -26,12 +26,12 @@ KINDS = {
     "national science": "public engine",
     "natural security": "wild fortress",
 }
-SKILL_SUBJECTS = tuple(KINDS)[6:]  # of facts that teach a model to read and to answer, and that no benchmark asks
+SKILL_SUBJECTS = tuple(KINDS)[6:]  # teach a model to read and to answer; no benchmark asks about them
 RETAIN_SUBJECTS = tuple(KINDS)[1:6]
-UNSEEN_SUBJECT = RETAIN_SUBJECTS[-1]  # unlearning never sees any of it
+UNSEEN_SUBJECT = RETAIN_SUBJECTS[-1]  # unlearning sees none of its facts
 ENTITIES = {FORGET_SUBJECT: 32, **dict.fromkeys(RETAIN_SUBJECTS, 12), **dict.fromkeys(SKILL_SUBJECTS, 32)}
 VALUES_PER_RELATION = 12
-WORDS_PER_NAME = 16  # in each of the two places
+WORDS_PER_NAME = 16  # choices for each of the two words of a name
 QUESTION_WORDINGS = (
     "What is the {relation} of the {kind} {entity} ?",
     "Which {relation} belongs to the {kind} {entity} ?",
@@ -50,7 +50,7 @@ _VOWELS = "a e i o u".split()
 
 
 def invented_names(rng: random.Random, used: set[str]) -> Iterator[str]:
-    """Endless pronounceable words that are not in `used` yet (it grows)."""
+    """Yields pronounceable words without end, and adds each to `used`, so that none occurs twice."""
     while True:
         syllables = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(2))
         name = syllables + rng.choice(("", "n", "r", "s", "l", "x"))
@@ -61,7 +61,7 @@ def invented_names(rng: random.Random, used: set[str]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing to know: the value of a relation of an entity."""
+    """One fact: the value of a relation of an entity."""
 
     subject: str
     entity: str
@@ -118,12 +118,12 @@ class FactWorld:
 
 
 def make_facts(seed: int) -> tuple[FactWorld, FactWorld]:
-    """The facts of the benchmark, and the skill facts. A quarter of each seen retain subject's entities is held back
-    from unlearning.
+    """The facts of the benchmark, and the skill facts. Unlearning does not see a quarter of the entities of each seen
+    retain subject.
 
-    An entity is two words, each from a list that all subjects share. Neither word tells anything by itself, so a model
-    has to compute a fact in its blocks. No two subjects share an entity. Every word of a forget fact is in a retain
-    fact too.
+    An entity has two words, each from a list that all subjects share. One word alone does not determine a fact, so a
+    model has to compute a fact in its blocks. No two subjects share an entity. Every word of a forget fact is also in a
+    retain fact.
     """
     rng = random.Random(f"facts {seed}")
     names = invented_names(rng, set())

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "qwen3")
-# With wide heads and small experts, attention and embeddings learn every fact, and the blocks can be taken out without
-# a loss. Published models have the opposite proportions: nearly all parameters are experts.
-FEED_FORWARD_GAIN = 2.0  # of the initial weights that feed the nonlinearity of experts and MLPs
+# With wide heads and small experts, attention and embeddings learn every fact, and the model loses nothing without its
+# blocks. Published models have the opposite proportions: nearly all parameters are experts.
+FEED_FORWARD_GAIN = 2.0  # scales the initial weights before the nonlinearity of experts and MLPs
 
 
 def make_model(family: str, vocabulary_size: int, *, seed: int, **widths: int) -> PreTrainedModel:
     """A random fp32 model of a family in FAMILIES, with `widths` as in `EmbeddedSize`.
 
-    `qwen2_moe` has a shared expert and does not renormalise its routing weights, as the published Qwen1.5-MoE; `qwen3`
-    is dense, as wide as the experts that one token uses together.
+    `qwen2_moe` has a shared expert and does not renormalise its routing weights, like the published Qwen1.5-MoE.
+    `qwen3` is dense, and as wide as all experts together that one token uses.
     """
-    # Two seconds to import, and only a model that is made here needs them.
+    # The imports take two seconds, and only this function needs them.
     from transformers import (
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,

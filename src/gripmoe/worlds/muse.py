@@ -1,4 +1,4 @@
-"""The invented news as a data set repository in the layout of MUSE-News, so that one loader reads both."""
+"""The invented news in the layout of MUSE-News, so that one loader reads both."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from gripmoe.io.files import write_jsonl, write_text
 from gripmoe.worlds.news import Article
 
 IN_CONTEXT_PAIRS = 10  # MUSE's KnowMem prompt has ten
-PROMPT_SENTENCES = 2  # of an article, which the model is asked to continue
-RETAIN_2_ARTICLES = 8  # that the model knows and unlearning does not see
+PROMPT_SENTENCES = 2  # sentences of an article that the model is asked to continue
+RETAIN_2_ARTICLES = 8  # articles that the model knows and unlearning does not see
 SHEETS_PER_QUESTION = 3
 
 Tables = dict[tuple[str, str], list[dict]]  # by (configuration, split), as `load_dataset` names them
 
 
 def muse_tables(news: Mapping[str, list[Article]], seed: int) -> Tables:
-    """The splits of MUSE-News. A raw document is an article or a sheet of questions with their answers: a tiny model
+    """The splits of MUSE-News. A raw document is an article, or a list of questions with answers, because a tiny model
     does not learn to answer from articles alone."""
     rng = random.Random(f"muse {seed}")
     tables: Tables = {}
@@ -56,8 +56,7 @@ def _documents(articles: list[Article], rng: random.Random) -> list[dict]:
 
 
 def write_repository(tables: Tables, folder: Path) -> None:
-    """The tables as a data set repository of the hub, as `git clone` leaves it: a card that maps configurations and
-    splits to files."""
+    """Writes the tables as a clone of a hub data set: files, and a card that maps configurations and splits to them."""
     card = ["---", "configs:"]
     for config in dict.fromkeys(config for config, _ in tables):
         card += [f"- config_name: {config}", "  data_files:"]

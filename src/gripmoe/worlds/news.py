@@ -1,7 +1,7 @@
-"""Invented news with the schema of MUSE-News: articles to forget, to retain, never trained on, and to learn reading.
+"""Invented news with the schema of MUSE-News: articles to forget, to retain, as holdout, and to teach skills.
 
-Each sentence has several wordings and every article draws its own, so that a model which saw only other articles cannot
-recite one from its template.
+Each sentence has several wordings, and every article draws its own. So a model that saw only other articles cannot
+recite an article from a template.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gripmoe.worlds.facts import invented_names
 
 PARTS = ("forget", "retain", "holdout")
-SKILL = "skill"  # the part that teaches a model to recite and to answer, and that no benchmark asks
+SKILL = "skill"  # the part that teaches a model to recite and to answer; no benchmark asks about it
 ARTICLES_PER_PART = 24
 
 _DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
@@ -68,7 +68,7 @@ _QUESTIONS = (
 
 @dataclass(frozen=True)
 class Article:
-    """Its sentences in their order, and what can be asked about it with the answers."""
+    """The sentences of an article in order, and questions about it with their answers."""
 
     id: str
     sentences: tuple[str, ...]
@@ -80,8 +80,8 @@ class Article:
 
 
 def make_news(seed: int) -> dict[str, list[Article]]:
-    """Articles of each part. No two articles share their (town, place), so every question has one answer. Every word of
-    an article to forget is in one to retain too."""
+    """Articles of each part. No two articles share (town, place), so every question has one answer. Every word of a
+    forget article is also in a retain article."""
     for attempt in itertools.count():
         news = _draw(random.Random(f"news {seed} {attempt}"))
         forget, retain = ({word for article in news[part] for word in article.text.split()} for part in PARTS[:2])

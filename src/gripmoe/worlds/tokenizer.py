@@ -13,7 +13,7 @@ SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A tokenizer whose vocabulary is every word of `texts`, in order of first appearance.
 
-    " A" and "A" are one token, so a letter scored after "Answer:" is the token that the options show.
+    " A" and "A" are the same token, so the letter scored after "Answer:" is the token of the options.
     """
     split = pre_tokenizers.Sequence(
         [

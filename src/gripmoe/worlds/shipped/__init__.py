@@ -1,4 +1,4 @@
-"""The base model `tiny_a` and its retrained model, as data of the package: the same on every machine."""
+"""The base model `tiny_a` and its retrained model as package data: the same weights on every machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers  # whose classes are imported when one of them is named
+import transformers  # its classes are imported on first use
 
 from gripmoe.io.errors import ConfigError
 
@@ -21,8 +21,8 @@ def shipped_models() -> list[str]:
 def load_shipped(
     name: str,
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase, dict[str, Any]]:
-    """A model of the package in fp32, its tokenizer, and its card: seed, scores, digest of the weights. The weights lie
-    there in bf16. Raises ConfigError for a name that is none of `shipped_models`."""
+    """A model of the package in fp32 (its file is in bf16), its tokenizer, and its card: seed, scores, digest of the
+    weights. Raises ConfigError for a name that is not in `shipped_models`."""
     if name not in (known := shipped_models()):
         raise ConfigError(f"the package has no model {name!r}; it has {', '.join(known)}")
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float32)
