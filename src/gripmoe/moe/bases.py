@@ -49,6 +49,11 @@ class StoredBases(Mapping[int, RetainBasis]):
                 else:
                     break
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether all layers stay on `device`."""
+        return len(self._kept) == len(self._layers)
+
     def __getitem__(self, layer: int) -> RetainBasis:
         if layer in self._kept:
             return self._kept[layer]

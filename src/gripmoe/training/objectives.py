@@ -71,16 +71,17 @@ class GradientDifference:
         return cross_entropy(model, batch)
 
 
-class KullbackLeibler(GradientDifference):
-    """KL: ascend on forget tokens, and KL(original || current) of the predictions of retain tokens."""
+class OriginalPredictions:
+    """What `model` predicts of the documents in `batches` before it trains: its final hidden states, and its head."""
 
-    def start(self, model, forget, retain) -> None:
+    def __init__(self, model: MoEModel, batches: Batches):
         self._hidden = OriginalCache(model.originals)
-        self._hidden.fill(retain, lambda batch: final_hidden_states(model, batch), "KL original")
+        self._hidden.fill(batches, lambda batch: final_hidden_states(model, batch), "KL original")
         head = model.model.lm_head.weight  # tied to the embedding or not, it does not train
         self._head = head.detach().clone() if head.requires_grad else head
 
-    def retain_loss(self, model, batch) -> Tensor:
+    def divergence(self, model: MoEModel, batch: Batch) -> Tensor:
+        """Mean over scored tokens of KL(original || current)."""
         scored = batch.labels[:, 1:] != IGNORED
         wanted_Td = self._hidden.of(**batch.inputs)[:, :-1][scored]
         hidden_Td = final_hidden_states(model, batch)[:, :-1][scored]
@@ -88,6 +89,16 @@ class KullbackLeibler(GradientDifference):
         divergence_T = divergences(wanted_Td / scale, hidden_Td / scale, self._head, model.model.lm_head.weight)
         weights_T = torch.ones_like(divergence_T) if batch.weights is None else batch.weights[:, :-1][scored]
         return _token_mean(divergence_T, weights_T)
+
+
+class KullbackLeibler(GradientDifference):
+    """KL: ascend on forget tokens, and KL(original || current) of the predictions of retain tokens."""
+
+    def start(self, model, forget, retain) -> None:
+        self._original = OriginalPredictions(model, retain)
+
+    def retain_loss(self, model, batch) -> Tensor:
+        return self._original.divergence(model, batch)
 
 
 class Unlikelihood(GradientDifference):

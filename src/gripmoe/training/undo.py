@@ -13,7 +13,7 @@ from gripmoe.data.corpora import epoch_rows
 from gripmoe.data.documents import Row, collate, length_buckets
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
-from gripmoe.training.objectives import KullbackLeibler
+from gripmoe.training.objectives import OriginalPredictions
 from gripmoe.training.optimizers import make_adamw
 from gripmoe.training.step_batches import TOKENS_PER_PASS
 
@@ -24,9 +24,9 @@ def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id
     Returns the last `distillation_loss`, and the `tokens` that were passed forward and backward."""
     rows = [epoch_rows(retain, min(settings.batch_size, len(retain)), seed, step) for step in range(settings.steps)]
     buckets = length_buckets(list({row.id: row for drawn in rows for row in drawn}.values()), TOKENS_PER_PASS)
-    device, training, tokens = model.model.device, KullbackLeibler(alpha=1.0), 0
+    device, tokens = model.model.device, 0
     model.model.eval().requires_grad_(False)
-    training.start(model, [], [collate(bucket, pad_id).to(device) for bucket in buckets])  # asks the teacher
+    teacher = OriginalPredictions(model, [collate(bucket, pad_id).to(device) for bucket in buckets])
     routers = {id(parameter) for layer in model.layers for parameter in model.router_parameters(layer)}
     blocks = [parameter for layer in model.all_layers for parameter in model.block(layer).parameters()]
     experts = [parameter.requires_grad_(True) for parameter in blocks if id(parameter) not in routers]
@@ -40,7 +40,7 @@ def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id
         batch = collate(rows[step], pad_id).to(device)
         tokens += int(batch.attention_mask.sum())
         optimizer.zero_grad()
-        loss = training.retain_loss(model, batch)
+        loss = teacher.divergence(model, batch)
         loss.backward()
         distributed.clip_gradients(experts, 1.0)
         optimizer.step()
