@@ -73,10 +73,10 @@ def constrain(
 
     - `model`: a transformers MoE model of a known family; it may be spread over devices, or prepared by accelerate or
       PEFT.
-    - `optimizer`: the optimizer that steps the routers. - `retain`: batches of `input_ids` and, if rows are padded,
-    `attention_mask`, both (rows, positions), one document per
-      row; or a DataLoader, a Dataset, or texts with their `tokenizer`. Their original routing is recorded now, so call
-      this before training.
+    - `optimizer`: the optimizer that steps the routers.
+    - `retain`: batches of `input_ids` and, if rows are padded, `attention_mask`, both (rows, positions), one document
+      per row; or a DataLoader, a Dataset, or texts with their `tokenizer`. Their original routing is recorded now, so
+      call this before training.
     - `method`: a name in gripmoe/config/methods.yaml, or a `Method`.
     - `forget`: data to forget, for SEUF, for a null space with `surface: forget` or `combined`, and for `replay`.
     - `original`: an untrained copy of the model. It computes what is otherwise stored for `retain`.
