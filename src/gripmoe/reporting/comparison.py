@@ -114,14 +114,15 @@ def _groups(runs: pd.DataFrame, spec: dict) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
-    """The blocks of a table; if it shows all methods of all benchmarks, also one of external checkpoints, and one for
-    each objective not listed."""
+    """The blocks of a table; if it shows all methods of all benchmarks, also one of controls, one of external
+    checkpoints, and one for each objective not listed."""
     blocks = spec["blocks"]
     if not spec.get("all_methods") or any("benchmark" in block for block in blocks):
         return blocks
-    external = sorted({*runs.method[runs.objective == NO_OBJECTIVE]} - {*names.ORIGINALS})
-    rows = [{"objective": NO_OBJECTIVE, "method": name} for name in external]
-    blocks = blocks + [{"name": "External", "rows": rows}] * bool(rows)
+    others = sorted({*runs.method[runs.objective == NO_OBJECTIVE]} - {*names.ORIGINALS})
+    for title, is_ours in (("Control", True), ("External", False)):
+        rows = [{"objective": NO_OBJECTIVE, "method": name} for name in others if (name in names.METHODS) == is_ours]
+        blocks = blocks + [{"name": title, "rows": rows}] * bool(rows)
     listed = {block.get("objective") for block in blocks}
     others = [objective for objective in names.objectives_of(runs) if objective not in listed]
     return blocks + [{"name": names.objective_label(o), "objective": o, "rows": []} for o in others]
