@@ -40,7 +40,7 @@ def given(before, after, tokenizer, forget, retain, ask, own=None):
 
 
 def test_controls(setting):
-    metrics = expert_forcing(given(*setting), setting[-1]).metrics
+    metrics = expert_forcing(given(*setting)).metrics
     forget = setting[3]
     assert metrics["num_shifted"] == metrics["num_questions"] == len(forget)
     gained, lost = metrics["wrong_to_right"], metrics["right_to_wrong"]
@@ -49,7 +49,7 @@ def test_controls(setting):
 
 def test_the_original_model_answers_alike_under_its_own_sets(setting):
     before, _, *rest = setting
-    found = expert_forcing(given(before, before, *rest), setting[-1])
+    found = expert_forcing(given(before, before, *rest))
     assert found.scores["forced_forget_accuracy"] == found.scores["forget_accuracy"]
     assert found.metrics["wrong_to_right"] == found.metrics["right_to_wrong"] == 0
 
@@ -63,11 +63,11 @@ def test_recovery_is_of_shifted_questions_as_the_paper_has_it_and_of_equal_ones(
     monkeypatch.setattr(forcing, "prompt_agreement", lambda *_: agreement)
 
     def answers(pattern):
-        return [Answer(q["id"], 0, bool(right), (0.0,) * 4) for q, right in zip(forget, pattern, strict=True)]
+        return [Answer(q["id"], 0, bool(right), (0.0,) * 4) for q, right in zip(forget, pattern, strict=False)]
 
-    every = lambda moe, rows, prompt=None: [Answer(q["id"], 0, True, (0.0,) * 4) for q in rows]  # noqa: E731
-    asked = given(before, hidden, tokenizer, forget, retain, every, lambda rows: answers(right_before))
-    metrics = expert_forcing(asked, lambda moe, rows: answers(right_forced)).metrics
+    forced = lambda moe, rows, prompt=None: answers(right_forced if rows is forget else [1] * len(rows))  # noqa: E731
+    asked = given(before, hidden, tokenizer, forget, retain, forced, lambda rows: answers(right_before))
+    metrics = expert_forcing(asked).metrics
     assert (metrics["num_questions"], metrics["num_shifted"]) == (8, 2)
     assert metrics["recovery_rate"] == pytest.approx(4 / 8 - 3 / 8)
     assert metrics["recovery_rate_paper"] == pytest.approx(1 / 2 - 3 / 8), "shifted under force, all before"
@@ -76,8 +76,7 @@ def test_recovery_is_of_shifted_questions_as_the_paper_has_it_and_of_equal_ones(
 
 
 def test_the_harness_answers_under_force(setting, tmp_path):
-    """What is reported is asked through lm-eval: it sees the forced sets as a direct question does, and its own sets
-    change nothing."""
+    """lm-eval sees the forced sets as a direct question does, and a model's own sets change nothing."""
     before, hidden, tokenizer, forget, _, answer_all = setting
 
     def by_harness(moe):
@@ -111,7 +110,7 @@ def test_original_sets_with_their_weights_bring_the_original_answers_back(settin
 
 def test_nothing_shifts_without_a_change(setting):
     before, _, *others, ask = setting
-    found = expert_forcing(given(before, before, *others, ask), ask)
+    found = expert_forcing(given(before, before, *others, ask))
     assert found.metrics["num_shifted"] == 0 and found.metrics["recovery_rate"] == 0
     assert math.isnan(found.metrics["adversarial_recovery_rate"]), "no subset, no rate"
     assert set(found.scores["set_agreement"].values()) == {1.0}

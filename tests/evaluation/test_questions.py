@@ -48,11 +48,10 @@ def test_prompt_by_hand():
     )
 
 
-@pytest.mark.parametrize("prompt", [None, dressed(CLOTHES["verse"])], ids=["plain", "verse"])
-def test_harness_equals_direct_log_likelihood_by_log_likelihood(prompt, tokenizer, questions, tmp_path):
+def test_harness_equals_direct_log_likelihood_by_log_likelihood(tokenizer, questions, tmp_path):
     model = small_model(vocabulary_size=len(tokenizer))
-    direct = direct_answers(model, tokenizer, questions, prompt=prompt)
-    harness = harness_answers(model, tokenizer, questions, work_folder=tmp_path, batch_size=16, prompt=prompt)
+    direct = direct_answers(model, tokenizer, questions)
+    harness = harness_answers(model, tokenizer, questions, work_folder=tmp_path, batch_size=16)
     assert [a.id for a in direct] == [a.id for a in harness] == [q["id"] for q in questions]
     for a, b in zip(direct, harness, strict=True):
         assert (a.chosen, a.correct) == (b.chosen, b.correct)
@@ -60,17 +59,31 @@ def test_harness_equals_direct_log_likelihood_by_log_likelihood(prompt, tokenize
     assert len({a.letter_logprobs for a in direct}) == len(questions), "the scores are not constant"
 
 
-def test_a_tokenizer_with_a_bos_is_followed_as_the_harness_does(tokenizer, bos_tokenizer, questions, tmp_path):
-    """The harness's own log-likelihoods, with no word about a BOS from here; those without one differ."""
-    model = small_model(vocabulary_size=len(tokenizer))
-    harness = HFLM(pretrained=model, tokenizer=bos_tokenizer, batch_size=16)
+def loglikelihoods(model, tokenizer, questions, prompt=prompt_of):
+    """Of the four letters of each question, by the harness itself."""
     asked = [
-        Instance("loglikelihood", {}, (prompt_of(question), f" {letter}"), number)
+        Instance("loglikelihood", {}, (prompt(question), f" {letter}"), number)
         for number, question in enumerate(questions)
         for letter in LETTERS
     ]
-    found = [logprob for logprob, _ in harness.loglikelihood(asked)]
-    by_harness = [found[start : start + 4] for start in range(0, len(found), 4)]
+    found = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=16).loglikelihood(asked)
+    return [[logprob for logprob, _ in found[start : start + 4]] for start in range(0, len(found), 4)]
+
+
+def test_reworded_prompts_as_the_harness_answers_them(tokenizer, questions):
+    model, verse = small_model(vocabulary_size=len(tokenizer)), dressed(CLOTHES["verse"])
+    direct = [answer.letter_logprobs for answer in direct_answers(model, tokenizer, questions, prompt=verse)]
+    by_harness = loglikelihoods(model, tokenizer, questions, verse)
+    for own, wanted in zip(direct, by_harness, strict=True):
+        assert own == pytest.approx(wanted, abs=1e-4)
+    plain = loglikelihoods(model, tokenizer, questions)
+    assert (torch.tensor(plain) - torch.tensor(by_harness)).abs().max() > 1e-2
+
+
+def test_a_tokenizer_with_a_bos_is_followed_as_the_harness_does(tokenizer, bos_tokenizer, questions, tmp_path):
+    """The harness's own log-likelihoods, with no word about a BOS from here; those without one differ."""
+    model = small_model(vocabulary_size=len(tokenizer))
+    by_harness = loglikelihoods(model, bos_tokenizer, questions)
     through_it = harness_answers(model, bos_tokenizer, questions, work_folder=tmp_path, batch_size=16)
     for answers in (direct_answers(model, bos_tokenizer, questions), through_it):
         for answer, logprobs in zip(answers, by_harness, strict=True):

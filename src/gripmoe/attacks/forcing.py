@@ -5,9 +5,7 @@ The original model runs in lock-step on the same tokens, and gives the expert se
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from transformers import DynamicCache
 
 from gripmoe.attacks.base import Found, Letters, Marks, NewsItems, mean
 from gripmoe.evaluation.muse import Scored, news_scores
-from gripmoe.evaluation.questions import Answer, harness_answers, question_batches
+from gripmoe.evaluation.questions import question_batches
 from gripmoe.geometry.routing import jaccard
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
@@ -26,29 +24,22 @@ SHIFTED_BELOW = 0.999  # the routing of a prompt counts as shifted below this me
 
 
 def letters_attack(setting: Letters) -> Found:
-    """Expert forcing on every test question, through the harness; the controls are asked directly."""
-    if not setting.after.layers:
-        return Found()
-    with tempfile.TemporaryDirectory() as folder, setting.before.brought_beside(setting.after):
-
-        def answer_all(model: MoEModel, questions: Sequence[dict]) -> list[Answer]:
-            batch_size = setting.benchmark.evaluation_batch_size
-            files = dict(work_folder=Path(folder), batch_size=batch_size)
-            return harness_answers(model.model, setting.tokenizer, questions, **files)
-
-        return expert_forcing(setting, answer_all)
-
-
-def expert_forcing(setting: Letters, answer_all: Callable[[MoEModel, Sequence[dict]], list[Answer]]) -> Found:
     """Accuracy under forcing, on all forget questions and on those whose routing shifted, and recovery rates.
 
     `recovery_rate_paper` is forced accuracy on shifted questions minus normal accuracy on all (as in the paper).
     `recovery_rate_shifted` takes both accuracies on shifted questions. Controls: forcing the original gate weights too,
     random sets, and forced retain accuracy. Forcing the original model to its own sets must change no answer.
     """
+    if not setting.after.layers:
+        return Found()
+    with setting.before.brought_beside(setting.after):
+        return expert_forcing(setting)
+
+
+def expert_forcing(setting: Letters) -> Found:
     before, after, forget = setting.before, setting.after, setting.forget
     with after.force_routing(before.routes):
-        forced = Marks(answer_all(after, forget))
+        forced = setting.right(after, forget)
         forced_retain = setting.right(after, setting.retain)
     with after.force_routing(before.weighted_routes):
         recorded_weights = setting.right(after, forget)

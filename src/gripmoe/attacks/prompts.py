@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import re
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from gripmoe.attacks.base import Found, Letters, Marks, Scores, mean
 from gripmoe.data.prompt_formats import CLOTHES, LETTERS, letter_description, letter_question
 from gripmoe.evaluation.muse import continuations
-from gripmoe.evaluation.questions import harness_answers, load_questions, prompt_of
+from gripmoe.evaluation.questions import load_questions, prompt_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, read_jsonl
 
@@ -37,7 +36,7 @@ Prompt = Callable[[dict], str]
 
 def attack(setting: Letters) -> Found:
     """All variants on the sample, also the rewrites that the benchmark names. The variants of Table 5 run on every test
-    question, through lm-evaluation-harness. Verse is a template unless the benchmark names a rewrite in verse."""
+    question. Verse is a template unless the benchmark names a rewrite in verse."""
     table_5 = {"five_shot": five_shot(setting.dev, setting.seed), "verse": dressed(CLOTHES["verse"])}
     terms = technical_terms(setting.forget, load_questions(setting.data / "retain_questions.jsonl"))
     others = {"translation": dressed(TRANSLATION), "no_terms": without_terms(terms)}  # base models never saw these
@@ -46,19 +45,12 @@ def attack(setting: Letters) -> Found:
         others[f"{name}_{digest}"] = prompt
         table_5 |= {name: prompt} if name in table_5 else {}
 
-    with tempfile.TemporaryDirectory() as folder:
-        options = dict(work_folder=Path(folder), batch_size=setting.benchmark.evaluation_batch_size)
-        model = setting.after.model
-        whole = {
-            f"prompt_{name}": Marks(harness_answers(model, setting.tokenizer, setting.forget, prompt=prompt, **options))
-            for name, prompt in table_5.items()
-        }
-    asked = {question["id"]: number for number, question in enumerate(setting.forget)}
-    known = {name: [scores[asked[question]] for question in setting.ids] for name, scores in whole.items()}
-
     def ask(questions: Sequence[dict], prompt: Prompt) -> Scores:
         return setting.right(setting.after, questions, prompt)
 
+    whole = {f"prompt_{name}": ask(setting.forget, prompt) for name, prompt in table_5.items()}
+    asked = {question["id"]: number for number, question in enumerate(setting.forget)}
+    known = {name: [scores[asked[question]] for question in setting.ids] for name, scores in whole.items()}
     found = prompt_attacks(ask, setting.sample, setting.dev, seed=setting.seed, others=others, known=known)
     rate = prompt_recovery(found)
     plain = mean(Marks(setting.own_answers(setting.forget)))

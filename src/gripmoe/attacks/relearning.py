@@ -133,7 +133,8 @@ def relearning(
                 model.model.train()
                 optimizer.zero_grad()
                 batch = collate(epoch_rows(documents, settings.batch_size, seed, step), pad_id)
-                cross_entropy(model, batch.to(model.model.device)).backward()
+                with model.unpadded():
+                    cross_entropy(model, batch.to(model.model.device)).backward()
                 optimizer.step()
     return known
 

@@ -1,4 +1,5 @@
-"""Letter questions (WMDP, MMLU): through lm-evaluation-harness for what is reported, directly for the stop rule.
+"""Letter questions (WMDP, MMLU): through lm-evaluation-harness for forget and retain accuracy, directly for attacks and
+the stop rule, in less than half the time.
 
 Both give the same accuracy (a test holds them equal): the answer is the letter with the highest log-likelihood after
 "Answer:", 0-shot, below the harness's description line.
@@ -112,11 +113,9 @@ def harness_answers(
     batch_size: int,
     solved: Sequence[dict] = (),
     shots: int = 0,
-    prompt: Callable[[dict], str] | None = None,
 ) -> list[Answer]:
     """Answers to `questions`, in their order, by lm-evaluation-harness on the model in memory. Questions of a subject
-    form one task, as in MMLU, with `shots` of that subject's `solved` before each, or in the words of `prompt`.
-    `work_folder` holds the task data.
+    form one task, as in MMLU, with `shots` of that subject's `solved` before each. `work_folder` holds the task data.
     """
     by_subject: dict[str, list[dict]] = {}
     for question in questions:
@@ -124,11 +123,10 @@ def harness_answers(
     tasks = []
     for subject, rows in by_subject.items():
         file = work_folder / f"{subject}.jsonl"
-        write_jsonl(file, [{**row, "prompt": prompt(row)} for row in rows] if prompt else rows)
+        write_jsonl(file, rows)
         if shots:
             write_jsonl(Path(f"{file}.shots"), [row for row in solved if row["subject"] == subject][:shots])
-        task = harness_task(f"letters_{subject}", file, subject, shots)
-        tasks.append(task | ({"description": "", "doc_to_text": "{{prompt}}"} if prompt else {}))
+        tasks.append(harness_task(f"letters_{subject}", file, subject, shots))
     answers = {}
     for samples in harness_samples(model, tokenizer, tasks, batch_size).values():
         for sample in samples:

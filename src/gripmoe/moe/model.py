@@ -25,6 +25,7 @@ from gripmoe.moe.families import DENSE, family_of, router_class, unfit
 from gripmoe.moe.fp32 import compute_in_fp32, release
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.recording import RoutingRecorder, hooked, in_recomputation, place_in_graph, routed_tokens
+from gripmoe.moe.unpadded import Padding, unpadded_passes
 
 # By layer: top_k_Tk of one forward pass, or a pair (top_k_Tk, weights_Tk).
 Routes = dict[int, Tensor | tuple[Tensor, Tensor]]
@@ -44,6 +45,7 @@ class MoEModel:
         self.model = model
         self.family = family_of(model)
         self.originals = None  # an `OriginalStore` for stored outputs of this model, or None
+        self._unpadded: list[Padding] = []  # of the pass that runs, in `unpadded`
         self._blocks: dict[int, nn.Module] = {}
         self._routers: dict[int, nn.Module] = {}
         self._outer: dict[int, nn.Module] = {}  # routers with the adapters around them
@@ -159,14 +161,29 @@ class MoEModel:
         return experts(x_Nd, chosen_N1, torch.ones_like(chosen_N1, dtype=x_Nd.dtype)).float()
 
     @contextmanager
+    def unpadded(self) -> Iterator[None]:
+        """Within the block, passes compute nothing for padding, where the family allows that. Whoever looks at tokens
+        still sees the padded batch, with zeros for padding."""
+        with unpadded_passes(self.model) as self._unpadded:
+            yield
+
+    @property
+    def _padding(self) -> Padding | None:
+        """What the pass that runs does not compute."""
+        return self._unpadded[-1] if self._unpadded else None
+
+    def _padded(self, tokens: Tensor) -> Tensor:
+        return self._padding.added(tokens) if self._padding else tokens
+
+    @contextmanager
     def record_routing(self) -> Iterator[RoutingRecorder]:
         """Within the block, the routing of every forward pass is recorded with its graph: detach what you keep."""
         recorder = RoutingRecorder()
 
         def record(layer: int, router, args, output):
             if not in_recomputation():
-                x_Td = args[0].reshape(-1, self.hidden_size)
-                recorder._add(layer, LayerRouting(x_Td, output[0], output[2]).to(self.model.device))
+                seen = map(self._padded, (args[0].reshape(-1, self.hidden_size), output[0], output[2]))
+                recorder._add(layer, LayerRouting(*seen).to(self.model.device))
 
         with hooked(r.register_forward_hook(partial(record, layer)) for layer, r in self._routers.items()):
             yield recorder
@@ -180,7 +197,7 @@ class MoEModel:
 
         def enter(layer: int, router: nn.Module, args) -> None:
             x_Td = args[0].detach().reshape(-1, self.hidden_size).to(self.model.device, torch.float32)
-            theta_Ed = function(layer, x_Td)
+            theta_Ed = function(layer, self._padded(x_Td))
             if theta_Ed is not None:
                 weights.setdefault(layer, router.weight)
                 router._parameters["weight"] = theta_Ed.to(router.weight)
@@ -282,8 +299,12 @@ class MoEModel:
                 return None
             scores_TE, own_Tk, route = output[0], output[2], forced[layer]
             top_k_Tk, weights_Tk = route if isinstance(route, tuple) else (route, None)
-            if len(scores_TE) != len(top_k_Tk):
-                raise ValueError(f"layer {layer}: routes for {len(top_k_Tk)} tokens, the pass has {len(scores_TE)}")
+            tokens = self._padding.shape.numel() if self._padding else len(scores_TE)
+            if tokens != len(top_k_Tk):
+                raise ValueError(f"layer {layer}: routes for {len(top_k_Tk)} tokens, the pass has {tokens}")
+            if self._padding:
+                top_k_Tk = self._padding.removed(top_k_Tk)
+                weights_Tk = None if weights_Tk is None else self._padding.removed(weights_Tk)
             top_k_Tk = top_k_Tk.to(scores_TE.device)
             keeps_T1 = (top_k_Tk < 0).any(dim=1, keepdim=True)
             top_k_Tk = torch.where(keeps_T1, own_Tk, top_k_Tk)
@@ -347,7 +368,10 @@ class MoEModel:
 
         def record(module, args, output):
             if not in_recomputation():
-                outputs.append((output[0] if isinstance(output, tuple) else output).to(self.model.device))
+                hidden = output[0] if isinstance(output, tuple) else output
+                if self._padding:
+                    hidden = self._padding.added(hidden[0]).unflatten(0, self._padding.shape)
+                outputs.append(hidden.to(self.model.device))
 
         with hooked([self.model.model.layers[layer].register_forward_hook(record)]):
             yield outputs

@@ -127,7 +127,7 @@ def unlearn(
         "constraint": {},
         "tokens": 0,
     }
-    with restricted, projecting, ConstraintHandle(model, optimizer, constraint) as handle:
+    with restricted, projecting, model.unpadded(), ConstraintHandle(model, optimizer, constraint) as handle:
         steps = _Steps(
             model, objective, batches, training, routers, experts, optimizer, in_linear_precision, original_sets,
             weights, adversary, forget_edits, handle, progress["tokens"],

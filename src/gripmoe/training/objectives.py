@@ -188,10 +188,12 @@ def make_objective(name: str, settings: dict, seed: int) -> Objective:
 
 def token_logprobs(model: MoEModel, batch: Batch) -> Tensor:
     """Log-probability of each next token, (rows, positions - 1), 0 where it is not scored."""
-    logits = model.model(**batch.inputs).logits.float()
-    wanted = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORED)  # a slice of the logits would be a copy of them
-    losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="none")
-    return -losses.view(wanted.shape)[:, :-1]
+    wanted = batch.labels[:, 1:]
+    scored = wanted != IGNORED
+    hidden_Td = final_hidden_states(model, batch)[:, :-1][scored]  # most documents are prompts, which need no logits
+    logits_TV = model.model.lm_head(hidden_Td).float() / logits_scaling(model.model)
+    losses_T = F.cross_entropy(logits_TV, wanted[scored], reduction="none")
+    return losses_T.new_zeros(wanted.shape).masked_scatter(scored, -losses_T)
 
 
 def sequence_logprobs(model: MoEModel, batch: Batch) -> Tensor:
