@@ -16,9 +16,10 @@ from gripmoe import __version__ as release
 project = "gripmoe"
 author = "The gripmoe authors"
 project_copyright = "The gripmoe authors, MIT licence"
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_nb", "sphinx.ext.autodoc"]  # myst_nb brings myst_parser
 suppress_warnings = ["toc.empty_glob"]  # a place for pages that are still to be written
 
+nb_execution_mode = "off"  # `generate.notebooks` has executed them, on the record
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings have single backticks
@@ -62,12 +63,17 @@ def block_math(writer, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def notebooks(app) -> None:
+    generate.execute_notebooks(Path(app.srcdir) / "notebooks")
+
+
 def explorer(app, exception: Exception | None) -> None:
     if exception is None:
         generate.explorer(Path(app.outdir) / "explorer.html")
 
 
 def setup(app) -> None:
+    app.connect("builder-inited", notebooks)
     app.connect("source-read", fill)
     app.connect("autodoc-process-docstring", link_pages)
     app.connect("build-finished", explorer)

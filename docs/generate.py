@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import re
+import shutil
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,13 +212,48 @@ def _not_named(pattern: str) -> str:
 
 def tables() -> str:
     """Every table and figure: the first cell of its notebook."""
-    artefacts = yaml.safe_load((ROOT / "workflow" / "config" / "artefacts.yaml").read_text(encoding="utf-8"))
     said = []
-    for name, row in artefacts.items():
+    for name, row in _artefacts().items():
         notebook = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))
         title, _, text = "".join(notebook["cells"][0]["source"]).removeprefix("# ").partition("\n")
         said.append(f"## {title}\n\n" + f"`{name}`: {', '.join(row['formats'])}.\n\n{text.strip()}".rstrip() + "\n")
     return "\n".join(said)
+
+
+def notebooks() -> str:
+    return "\n".join(f"notebooks/{name}" for name in _of_record())
+
+
+def _of_record() -> list[str]:
+    """The tables and figures of `make figures`, which the record has too."""
+    return yaml.safe_load((ROOT / "workflow" / "config" / "tiny.yaml").read_text(encoding="utf-8"))["artefacts"]
+
+
+def execute_notebooks(output: Path) -> None:
+    """Executes the notebooks of tables and figures on the record. One kernel serves all, since imports take longest."""
+    import nbformat
+    from nbclient import NotebookClient
+    from papermill.iorw import load_notebook_node
+    from papermill.parameterize import parameterize_notebook
+
+    files = ROOT / "build" / "notebooks"  # what they save
+    for folder in (output, files):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    client = NotebookClient(nbformat.v4.new_notebook(), resources={"metadata": {"path": str(DOCS)}})
+    with client.setup_kernel():
+        for name in _of_record():
+            saved = files / f"{name}.{_artefacts()[name]['formats'][0]}"
+            given = {"runs": "record/runs.csv", "output": str(Path("..") / saved.relative_to(ROOT))}
+            notebook = load_notebook_node(str(ROOT / "notebooks" / f"{name}.ipynb"))
+            client.nb = notebook = parameterize_notebook(notebook, given)
+            for number, cell in enumerate(notebook.cells):
+                client.execute_cell(cell, number, execution_count=number)
+            nbformat.write(notebook, output / f"{name}.ipynb")
+
+
+def _artefacts() -> dict[str, dict]:
+    return yaml.safe_load((ROOT / "workflow" / "config" / "artefacts.yaml").read_text(encoding="utf-8"))
 
 
 def _as_markdown(comment: str) -> str:
@@ -230,7 +266,16 @@ def _escaped(text: str) -> str:
     return "`".join(part if odd % 2 else re.sub(r"([*_<{\[|])", r"\\\1", part) for odd, part in enumerate(parts))
 
 
-PARTS = (public_names, returned_objects, commands, configuration, tables, further_pages, further_records)
+PARTS = (
+    public_names,
+    returned_objects,
+    commands,
+    configuration,
+    tables,
+    notebooks,
+    further_pages,
+    further_records,
+)
 
 
 def explorer(output: Path) -> None:

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 SITE = Path(__file__).parents[2] / "build" / "docs"
-PAGES = ("index", "start", "tutorials/trainer", "geometry", "reference/api", "reference/configuration", "record")
+PAGES = (
+    "index", "start", "tutorials/trainer", "geometry", "reference/api", "reference/configuration", "record",
+    "notebooks/main_results",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -32,6 +35,13 @@ def test_the_search_finds_a_command_and_a_key(site):
     for wanted, page in (("import-checkpoint", "Commands"), ("kaczmarz_steps", "Configuration")):
         site.goto(f"{(SITE / 'search.html').as_uri()}?q={wanted}")
         site.locator("#search-results li a", has_text=page).first.wait_for()
+
+
+def test_notebooks_show_what_they_made(site):
+    site.goto((SITE / "notebooks" / "main_results.html").as_uri())
+    assert site.locator(".cell_output td").filter(has_text="±").count() > 20
+    site.goto((SITE / "notebooks" / "forcing_vulnerability.html").as_uri())
+    assert site.locator(".cell_output img").evaluate("image => image.naturalWidth") > 400
 
 
 def test_formulas_are_drawn_without_a_script(site):
