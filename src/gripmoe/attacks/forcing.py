@@ -24,12 +24,6 @@ SHIFTED_BELOW = 0.999  # the routing of a prompt counts as shifted below this me
 
 
 def letters_attack(setting: Letters) -> Found:
-    """Accuracy under forcing, on all forget questions and on those whose routing shifted, and recovery rates.
-
-    `recovery_rate_paper` is forced accuracy on shifted questions minus normal accuracy on all (as in the paper).
-    `recovery_rate_shifted` takes both accuracies on shifted questions. Controls: forcing the original gate weights too,
-    random sets, and forced retain accuracy. Forcing the original model to its own sets must change no answer.
-    """
     if not setting.after.layers:
         return Found()
     with setting.before.brought_beside(setting.after):
@@ -37,6 +31,12 @@ def letters_attack(setting: Letters) -> Found:
 
 
 def expert_forcing(setting: Letters) -> Found:
+    """Accuracy under forcing, on all forget questions and on those whose routing shifted, and recovery rates.
+
+    `recovery_rate_paper` is forced accuracy on shifted questions minus normal accuracy on all (as in the paper).
+    `recovery_rate_shifted` takes both accuracies on shifted questions. Controls: forcing the original gate weights too,
+    random sets, and forced retain accuracy. Forcing the original model to its own sets must change no answer.
+    """
     before, after, forget = setting.before, setting.after, setting.forget
     with after.force_routing(before.routes):
         forced = setting.right(after, forget)

@@ -1,20 +1,23 @@
-"""Soft constraints of other papers: router L2, SEUF's gate anchor, routing scores (Sec. 5.1, App. F).
+"""Constraints of other papers: router L2, SEUF's gate anchor and single expert, routing scores (Sec. 5.1, App. F).
 
 N tokens that count, d hidden size, E experts, L MoE layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.original import of_tokens, original_values, router_states
 from gripmoe.geometry.routing import RoutingTrace, selection_mask
 from gripmoe.io import distributed
+from gripmoe.moe import MoEModel
+from gripmoe.moe.recording import hooked
 
 
 class RouterL2(RouterConstraint):
@@ -97,3 +100,31 @@ class RoutingScores(RouterConstraint):
             moved = (seen.routing[layer].scores_NE - wanted_NE).square().sum() / max(1, wanted_NE.numel())
             distances.append(moved / distributed.gathered(wanted_NE).var())
         return self.weight * torch.stack(distances).mean() * distributed.share(len(wanted_NLE))
+
+
+@contextmanager
+def restricted_experts(
+    model: MoEModel, scope: Mapping[int, Iterable[int]], optimizer: torch.optim.Optimizer
+) -> Iterator[None]:
+    """Within the block, only the experts of `scope` (by layer) change. Gradients of the others are zeroed, and
+    changes by weight decay or momentum are undone after each step."""
+    masks: list[tuple[nn.Parameter, Tensor]] = []
+    for layer in model.layers:
+        for parameter in model.expert_parameters(layer):
+            if parameter.requires_grad:
+                chosen = torch.zeros(model.num_experts, dtype=torch.bool, device=parameter.device)
+                chosen[list(scope.get(layer, ()))] = True
+                masks.append((parameter, chosen.view(-1, *[1] * (parameter.ndim - 1))))
+    before: list[Tensor] = []
+
+    def snapshot(*_):
+        before[:] = [parameter.detach().clone() for parameter, _ in masks]
+
+    @torch.no_grad()
+    def restore(*_):
+        for (parameter, chosen), old in zip(masks, before, strict=True):
+            parameter.copy_(torch.where(chosen, parameter, old))
+
+    handles = [p.register_hook(lambda grad, m=m: grad * m) for p, m in masks]
+    with hooked([*handles, optimizer.register_step_pre_hook(snapshot), optimizer.register_step_post_hook(restore)]):
+        yield

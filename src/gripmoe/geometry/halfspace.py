@@ -132,22 +132,23 @@ def _project_onto_active(
         return u_Md, start_Md, touched_MN
     index_Mm, valid_Mm = padded_indices(active_MN.T)
     x_Mmd = x_Nd[index_Mm].double()
-    projected_Mmd = basis.remainder(torch.cat([x_Mmd, start_Md[:, None]], dim=1))
-    free_Mmd, start_Md = projected_Mmd[:, :-1], projected_Mmd[:, -1]
-    norms_Mm1 = free_Mmd.norm(dim=2, keepdim=True)
+    coordinates_Mmr = basis.coordinates(torch.cat([x_Mmd, start_Md[:, None]], dim=1))
+    free_Mmr, start_M1r = coordinates_Mmr[:, :-1], coordinates_Mmr[:, -1:]
+    start_Mm = (free_Mmr @ start_M1r.transpose(1, 2))[..., 0]
+    norms_Mm1 = free_Mmr.norm(dim=2, keepdim=True)
     # A token within the span up to rounding has no direction left to move along, and cannot be violated.
     usable_Mm = valid_Mm & (norms_Mm1 > rounding * x_Mmd.norm(dim=2, keepdim=True))[..., 0]
     norms_Mm1 = torch.where(usable_Mm[..., None], norms_Mm1, 1)
-    free_Mmd = free_Mmd / norms_Mm1
-    start_Mm = (x_Mmd @ start_Md[..., None])[..., 0]
+    free_Mmr = free_Mmr / norms_Mm1
     multipliers_Mm = _nonnegative_quadratic(
-        gram_Mmm=free_Mmd @ free_Mmd.transpose(1, 2),
+        gram_Mmm=free_Mmr @ free_Mmr.transpose(1, 2),
         gap_Mm=(start_Mm - bounds_MN.gather(1, index_Mm)) / norms_Mm1[..., 0],
         usable_Mm=usable_Mm,
         touched_Mm=(active_MN & ~entered_MN).gather(1, index_Mm),
-        size_M1=start_Md.norm(dim=1, keepdim=True),
+        size_M1=start_M1r.norm(dim=2),
     )
-    u_Md = basis.remainder(start_Md[:, None] - multipliers_Mm[:, None, :] @ free_Mmd)[:, 0]
+    u_M1r = start_M1r - multipliers_Mm[:, None, :] @ free_Mmr
+    u_Md, start_Md = basis.vectors(torch.cat([u_M1r, start_M1r], dim=1)).unbind(dim=1)
     return u_Md, start_Md, torch.zeros_like(active_MN).scatter(1, index_Mm, multipliers_Mm > 0)
 
 

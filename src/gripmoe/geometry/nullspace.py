@@ -78,6 +78,19 @@ class RetainBasis:
         spanned_Emd = (self.U_ret_Edr @ coefficients_Erm).transpose(1, 2)
         return spanned_Emd.contiguous() if self.is_complement else x_Emd - spanned_Emd.contiguous()
 
+    def coordinates(self, x_Emd: Tensor) -> Tensor:
+        """`remainder` of m vectors per expert in coordinates that keep lengths and angles: those along the columns of a
+        complement, (E, m, r), else the vectors themselves, (E, m, d)."""
+        if not self.is_complement:
+            return self.remainder(x_Emd)
+        return (self.U_ret_Edr.transpose(1, 2) @ x_Emd.transpose(1, 2)).transpose(1, 2)
+
+    def vectors(self, coordinates_Emr: Tensor) -> Tensor:
+        """The vectors of `coordinates`, (E, m, d)."""
+        if not self.is_complement:
+            return self.remainder(coordinates_Emr)  # once more, since U is orthonormal up to rounding only
+        return (self.U_ret_Edr @ coordinates_Emr.transpose(1, 2)).transpose(1, 2)
+
     def free_norms(self, x_Nd: Tensor) -> Tensor:
         """|P x_i| of each expert, (E, N), in the dtype of `x_Nd`."""
         spanned_EN = torch.stack([(x_Nd.double() @ U_dr.double()).square().sum(dim=1) for U_dr in self.U_ret_Edr])

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gripmoe.config.methods import Method, method_table
 from gripmoe.constraints.base import RouterConstraint
+from gripmoe.constraints.baselines import restricted_experts
 from gripmoe.constraints.build import build
 from gripmoe.constraints.hooks import ConstraintHandle, inner_optimizer, layers_not_finite
 from gripmoe.constraints.null_space import fit_bases
@@ -197,7 +198,7 @@ def _attached(
         passes = undo.enter_context(routes)
         undo.enter_context(stepping.register_step_post_hook(lambda *_: passes.clear()))
     if prepared.scope:
-        undo.enter_context(moe.restrict_experts(prepared.scope, stepping))
+        undo.enter_context(restricted_experts(moe, prepared.scope, stepping))
     handle = ConstraintHandle(moe, stepping, prepared.constraint, prepared.loss_bound, prepared.origin)
     handle.prepared = prepared
     handle.on_close(undo.pop_all().close)

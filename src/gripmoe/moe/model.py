@@ -376,31 +376,6 @@ class MoEModel:
         with hooked([self.model.model.layers[layer].register_forward_hook(record)]):
             yield outputs
 
-    @contextmanager
-    def restrict_experts(self, scope: Mapping[int, Iterable[int]], optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Within the block, only the experts of `scope` (by layer) change. Gradients of the others are zeroed, and
-        changes by weight decay or momentum are undone after each step."""
-        masks: list[tuple[nn.Parameter, Tensor]] = []
-        for layer in self.layers:
-            for parameter in self.expert_parameters(layer):
-                if parameter.requires_grad:
-                    chosen = torch.zeros(self.num_experts, dtype=torch.bool, device=parameter.device)
-                    chosen[list(scope.get(layer, ()))] = True
-                    masks.append((parameter, chosen.view(-1, *[1] * (parameter.ndim - 1))))
-        before: list[Tensor] = []
-
-        def snapshot(*_):
-            before[:] = [parameter.detach().clone() for parameter, _ in masks]
-
-        @torch.no_grad()
-        def restore(*_):
-            for (parameter, chosen), old in zip(masks, before, strict=True):
-                parameter.copy_(torch.where(chosen, parameter, old))
-
-        handles = [p.register_hook(lambda grad, m=m: grad * m) for p, m in masks]
-        with hooked([*handles, optimizer.register_step_pre_hook(snapshot), optimizer.register_step_post_hook(restore)]):
-            yield
-
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:

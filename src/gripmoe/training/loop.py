@@ -18,6 +18,7 @@ from tqdm import tqdm
 from gripmoe.config.methods import EpsNullConfig
 from gripmoe.config.training import Training
 from gripmoe.constraints.base import RouterConstraint
+from gripmoe.constraints.baselines import restricted_experts
 from gripmoe.constraints.expert_null_space import ExpertNullSpace
 from gripmoe.constraints.hooks import ConstraintHandle, Diverged
 from gripmoe.constraints.original import OriginalCache, OriginalSets
@@ -119,7 +120,7 @@ def unlearn(
     if training.adversary_steps:
         adversary = RelearningAdversary(experts, training.adversary_rate * training.learning_rate)
     forget_edits = forget_gradient_edits(experts, training)  # before a state is loaded: they know the original weights
-    restricted = model.restrict_experts(scope, optimizer) if scope else nullcontext()
+    restricted = restricted_experts(model, scope, optimizer) if scope else nullcontext()
     projecting = optimizer.register_step_post_hook(lambda *_: held.project()) if held else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {
         "step": 0,
