@@ -95,3 +95,7 @@ def test_the_narrow_basis_projects_alike():
         for each in (basis, narrow):
             free_Em = torch.stack([each.free_norms(x_md)[e] for e, x_md in enumerate(x_Emd)])
             torch.testing.assert_close(free_Em, basis.remainder(x_Emd).norm(dim=2), atol=1e-6, rtol=0)
+            coordinates_Emr = each.coordinates(x_Emd)
+            gram_Emm = coordinates_Emr @ coordinates_Emr.transpose(1, 2)
+            torch.testing.assert_close(gram_Emm, basis.remainder(x_Emd) @ x_Emd.transpose(1, 2), atol=1e-12, rtol=0)
+            torch.testing.assert_close(each.vectors(coordinates_Emr), basis.remainder(x_Emd), atol=1e-12, rtol=0)
