@@ -19,7 +19,7 @@ project_copyright = "The gripmoe authors, MIT licence"
 extensions = ["myst_nb", "sphinx.ext.autodoc"]  # myst_nb brings myst_parser
 suppress_warnings = ["toc.empty_glob"]  # a place for pages that are still to be written
 
-nb_execution_mode = "off"  # `generate.notebooks` has executed them, on the record
+nb_execution_mode = "off"  # `generate.execute_notebooks` has executed them, on the record
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings have single backticks

@@ -62,11 +62,13 @@ def test_recovery_is_of_shifted_questions_as_the_paper_has_it_and_of_equal_ones(
     agreement = {question["id"]: 0.5 if number < 2 else 1.0 for number, question in enumerate(forget)}
     monkeypatch.setattr(forcing, "prompt_agreement", lambda *_: agreement)
 
-    def answers(pattern):
-        return [Answer(q["id"], 0, bool(right), (0.0,) * 4) for q, right in zip(forget, pattern, strict=False)]
+    def answers(rows, pattern):
+        return [Answer(q["id"], 0, bool(right), (0.0,) * 4) for q, right in zip(rows, pattern, strict=True)]
 
-    forced = lambda moe, rows, prompt=None: answers(right_forced if rows is forget else [1] * len(rows))  # noqa: E731
-    asked = given(before, hidden, tokenizer, forget, retain, forced, lambda rows: answers(right_before))
+    def forced(moe, rows, prompt=None):
+        return answers(rows, right_forced if rows is forget else [1] * len(rows))
+
+    asked = given(before, hidden, tokenizer, forget, retain, forced, lambda rows: answers(rows, right_before))
     metrics = expert_forcing(asked).metrics
     assert (metrics["num_questions"], metrics["num_shifted"]) == (8, 2)
     assert metrics["recovery_rate"] == pytest.approx(4 / 8 - 3 / 8)

@@ -44,10 +44,13 @@ def two_devices(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize(("method", "objective"), TRAINED_TOGETHER.items())
-def test_training_and_correction(method, objective, prepared, tmp_path, monkeypatch):
+CASES = [(*case, True) for case in TRAINED_TOGETHER.items()] + [("anchored", "gd", False)]  # which computes no padding
+
+
+@pytest.mark.parametrize(("method", "objective", "recomputes"), CASES)
+def test_training_and_correction(method, objective, recomputes, prepared, tmp_path, monkeypatch):
     def found(folder):
-        outcome = run_steps(prepared, method, objective, folder, gradient_checkpointing=True)
+        outcome = run_steps(prepared, method, objective, folder, gradient_checkpointing=recomputes)
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
         rows = [outcome, *history]
         return repr([{name: row[name] for name in row if not any(part in name for part in OTHERWISE)} for row in rows])

@@ -11,8 +11,8 @@ import gripmoe
 from gripmoe.data.documents import IGNORED, Row, collate
 from gripmoe.geometry.routing import SelectionRule, jaccard, route, routing_stability
 from gripmoe.moe import MoEModel, storage
-from gripmoe.moe.families import DENSE, FAMILIES, logits_scaling
-from gripmoe.training.objectives import make_objective
+from gripmoe.moe.families import DENSE, FAMILIES
+from gripmoe.training.objectives import make_objective, token_logprobs
 
 SMALL = dict(
     vocab_size=64,
@@ -354,20 +354,22 @@ def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tokenizer,
             assert not torch.equal(MoEModel(plain).theta(layer), saved.theta(layer))
 
 
-@pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe"])
-def test_kl_is_of_the_logits_that_a_family_gives(family):
-    """Granite divides what its head says; the control divides nothing."""
-    changes = {"logits_scaling": 8.0} if family == "granitemoe" else {}
+def test_log_probabilities_and_kl_are_of_the_logits_that_a_family_gives(family):
+    """Some divide, multiply, cap or cut what their head says, or give it a bias."""
+    changes = {"granitemoe": {"logits_scaling": 8.0}, "beam": {"final_logit_softcapping": 2.0}}.get(family, {})
     moe, objective = make(family, **changes), make_objective("kl", {"alpha": 1.0}, 0)
+    with torch.no_grad():
+        moe.model.lm_head.weight.mul_(30)  # so that a cap changes them visibly
     batch = collate(rows(), 0)
-    before = moe.model(**batch.inputs).logits.log_softmax(-1)
+    scored = batch.labels[:, 1:] != IGNORED
+    before = moe.model(**batch.inputs).logits.float().log_softmax(-1)
+    wanted = before[:, :-1].gather(2, batch.labels[:, 1:, None].clamp(min=0))[..., 0]
+    torch.testing.assert_close(token_logprobs(moe, batch), wanted * scored, rtol=1e-4, atol=1e-4)
     objective.start(moe, [batch], [batch])
     with torch.no_grad():
         for layer in moe.layers:
             for parameter in moe.expert_parameters(layer):
-                parameter.mul_(1.5)
-    after = moe.model(**batch.inputs).logits.log_softmax(-1)
-    scored = batch.labels[:, 1:] != IGNORED
+                parameter.mul_(5)
+    after = moe.model(**batch.inputs).logits.float().log_softmax(-1)
     by_hand = (before.exp() * (before - after)).sum(-1)[:, :-1][scored].mean().item()
-    assert objective.retain_loss(moe, batch).item() == pytest.approx(by_hand, rel=1e-3)
-    assert (by_hand > 0) and (logits_scaling(moe.model) == (8.0 if changes else 1.0))
+    assert by_hand > 1e-5 and objective.retain_loss(moe, batch).item() == pytest.approx(by_hand, rel=1e-3, abs=1e-6)

@@ -9,10 +9,15 @@ from gripmoe.constraints.original import final_hidden_states, hidden_states, rou
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import hooked
-from gripmoe.moe.unpadded import FAMILIES
+from gripmoe.moe.unpadded import FAMILIES, padding_of
 from gripmoe.training.objectives import cross_entropy
 
-COUNTED = {"right": ([9, 2, 5], False), "left": ([9, 2, 5], True), "a row that does not count": ([4, 0, 7], False)}
+COUNTED = {
+    "right": ([9, 2, 5], False),
+    "left": ([9, 2, 5], True),
+    "a hole": ([9, 2, 5], "hole"),
+    "a row that does not count": ([4, 0, 7], False),
+}
 
 
 def model_of(family):
@@ -27,8 +32,13 @@ def model_of(family):
 def padded(lengths, left, width=9):
     ids = torch.randint(3, 64, (len(lengths), width), generator=torch.Generator().manual_seed(1))
     mask = torch.stack([(torch.arange(width) < length).long() for length in lengths])
-    mask = mask.flip(1) if left else mask
-    return Batch([str(row) for row in range(len(ids))], ids * mask, mask, ids.masked_fill(mask == 0, IGNORED))
+    if left == "hole":  # after the first token
+        mask = torch.cat([mask[:, :1], torch.zeros_like(mask[:, :2]), mask[:, 1:]], dim=1)
+        ids = torch.cat([ids, ids[:, :2] + 1], dim=1)
+    elif left:
+        mask = mask.flip(1)
+    predicted = torch.cat([mask[:, :1], mask[:, 1:] * mask[:, :-1]], dim=1)  # by a token that counts
+    return Batch([str(row) for row in range(len(ids))], ids * mask, mask, ids.masked_fill(predicted == 0, IGNORED))
 
 
 def tokens_computed(moe, batch):
@@ -66,12 +76,16 @@ def test_whoever_looks_at_tokens_sees_the_padded_batch(moe):
     counted = batch.attention_mask.bool()
     wanted, routes = router_states(moe, batch, "x_Nd"), moe.routes(**batch.inputs)
     seen = []
+    again = MoEModel(moe.model)  # of the same module
     with moe.unpadded():
-        torch.testing.assert_close(router_states(moe, batch, "x_Nd")[counted], wanted[counted])
-        assert torch.equal(moe.routes(**batch.inputs)[layer][counted.flatten()], routes[layer][counted.flatten()])
-        with moe.before_routers(lambda layer, x_Td: seen.append(len(x_Td))):
+        for each in (moe, again):
+            states = router_states(each, batch, "x_Nd")
+            torch.testing.assert_close(states[counted], wanted[counted])
+            assert not states[~counted].any()
+            assert torch.equal(each.routes(**batch.inputs)[layer][counted.flatten()], routes[layer][counted.flatten()])
+        with again.unpadded(), moe.before_routers(lambda _, x_Td: seen.append(x_Td)):
             final_hidden_states(moe, batch)
-    assert set(seen) == {batch.input_ids.numel()}
+        assert torch.equal(torch.stack(seen, dim=1).unflatten(0, batch.input_ids.shape), states)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -80,16 +94,19 @@ def test_forced_routes_are_of_the_padded_batch(moe, weighted):
     others = MoEModel(small_model(moe.model.config.model_type, seed=5))
     forced = (others.weighted_routes if weighted else others.routes)(**batch.inputs)
     counted = batch.attention_mask.bool()
+    own = final_hidden_states(moe, batch)[counted]
     with moe.force_routing(forced):
         wanted = final_hidden_states(moe, batch)[counted]
-        with moe.unpadded():
-            torch.testing.assert_close(final_hidden_states(moe, batch)[counted], wanted)
-    assert (final_hidden_states(moe, batch)[counted] - wanted).abs().max() > 1e-2, "the control: routes of its own"
-    with (
-        moe.unpadded(),
-        moe.force_routing({layer: routes[:5] for layer, routes in others.routes(**batch.inputs).items()}),
-    ):
-        with pytest.raises(ValueError, match="routes for 5 tokens, the pass has 27"):
+    assert (own - wanted).abs().max() > 1e-2, "the control: routes of its own"
+    with moe.unpadded():
+        for given in (forced, lambda *_: forced):
+            with moe.force_routing(given):
+                torch.testing.assert_close(final_hidden_states(moe, batch)[counted], wanted)
+        nothing = {layer: torch.full_like(sets, -1) for layer, sets in others.routes(**batch.inputs).items()}
+        with moe.force_routing(nothing):
+            torch.testing.assert_close(final_hidden_states(moe, batch)[counted], own)
+        few = {layer: sets[:5] for layer, sets in nothing.items()}
+        with moe.force_routing(few), pytest.raises(ValueError, match="routes for 5 tokens, the pass has 27"):
             final_hidden_states(moe, batch)
 
 
@@ -101,6 +118,11 @@ def test_generation_checkpointing_and_other_families_stay_as_they_are(moe):
         moe.model.gradient_checkpointing_enable({"use_reentrant": False})
         moe.model.train()
         assert tokens_computed(moe, batch)[0] == [batch.input_ids.numel()]
+        moe.model.gradient_checkpointing_disable()
+        assert tokens_computed(moe, batch)[0] == [int(batch.attention_mask.sum())]
+        more = moe.model.model(**batch.inputs, output_hidden_states=True)
+        assert more.hidden_states[0].shape == more.last_hidden_state.shape
+        assert moe.model(**batch.inputs, use_cache=True, output_router_logits=True).router_logits
     moe.model.config.model_type = "unknown"
     with moe.unpadded():
         moe.model.eval()
@@ -109,7 +131,9 @@ def test_generation_checkpointing_and_other_families_stay_as_they_are(moe):
 
 def test_nothing_is_left_after_an_error(moe):
     batch = padded(*COUNTED["right"])
-    with pytest.raises(IndexError), moe.unpadded():
-        final_hidden_states(moe, Batch([], batch.input_ids + 1000, batch.attention_mask, batch.labels))
+    with moe.unpadded():
+        with pytest.raises(IndexError):
+            final_hidden_states(moe, Batch([], batch.input_ids + 1000, batch.attention_mask, batch.labels))
+        assert padding_of(moe.model) is None
     assert moe.model.config._attn_implementation == "sdpa" and "forward" not in vars(moe.model.model)
     assert tokens_computed(moe, batch)[0] == [batch.input_ids.numel()]

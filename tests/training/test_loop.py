@@ -12,8 +12,9 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from conftest import METHODS, random_batch, small_model
+from gripmoe.attacks.relearning import relearning
 from gripmoe.config.methods import method_table
-from gripmoe.config.training import Training
+from gripmoe.config.training import Relearning, Training
 from gripmoe.constraints.anchor import Anchored
 from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.build import build
@@ -27,6 +28,7 @@ from gripmoe.moe.storage import weights_digest
 from gripmoe.training import loop as unlearning
 from gripmoe.training.loop import unlearn
 from gripmoe.training.objectives import GradientDifference, RepresentationMisdirection
+from gripmoe.training.step_batches import StepBatches
 from gripmoe.training.token_weights import routing_aware_weights
 
 TRAINING = Training(
@@ -46,9 +48,10 @@ TRAINING = Training(
 )
 
 
-def corpus(seed, rows=10):
+def corpus(seed, rows=10, shortest=8):
     generator = torch.Generator().manual_seed(seed)
-    documents = [torch.randint(3, 64, (8,), generator=generator).tolist() for _ in range(rows)]
+    lengths = [8 - number % (9 - shortest) for number in range(rows)]
+    documents = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
     return [Row(f"{seed}/{i}", ids, ids) for i, ids in enumerate(documents)]
 
 
@@ -107,6 +110,28 @@ class Watched(GradientDifference):
 
 def without_seconds(history):
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in history]
+
+
+def test_training_computes_no_padding(tmp_path, monkeypatch):
+    """Neither unlearning nor the attack that finetunes; the control pads."""
+    computed = []
+    forward = Qwen3MoeSparseMoeBlock.forward
+    counting = lambda block, x: computed.append(x.shape[0] * x.shape[1]) or forward(block, x)  # noqa: E731
+    monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", counting)
+    unequal = Corpora(corpus(0, shortest=5), corpus(1, shortest=5), pad_id=0)
+    drawn = [StepBatches(unequal, TRAINING, 5, torch.device("cpu")).of(kind, 0) for kind in ("forget", "retain")]
+    forget, retain = (int(batch.attention_mask.sum()) for batch in drawn)
+    once = TRAINING.model_copy(update={"max_steps": 1})
+    moe, state = MoEModel(small_model()), tmp_path / "state.pt"
+    unlearn(moe, GradientDifference(1.0), Unconstrained(), unequal, once, NEVER, seed=5, state_file=state)
+    assert computed[:4] == [forget, forget, retain, retain], "both layers"
+    computed.clear()
+    settings = Relearning(learning_rate=1e-3, batch_size=4)
+    relearning(moe, unequal.forget, lambda _: [], settings, checks=(0, 1), seed=5)
+    assert computed == [forget, forget]
+    computed.clear()
+    moe.model(**drawn[0].inputs)
+    assert computed == [drawn[0].input_ids.numel()] * 2 and computed[0] > forget
 
 
 @pytest.mark.parametrize("constraint", [None, "anchor"])

@@ -87,7 +87,7 @@ class Task(Strict):
 class Benchmark(Task):
     """A task and how it is measured; what stands here changes no trained model."""
 
-    evaluation_batch_size: PositiveInt  # prompts in one forward pass
+    evaluation_batch_size: PositiveInt  # prompts in one forward pass of lm-evaluation-harness
     few_shot_questions: PositiveInt = 100  # letters: of the retain questions, asked below five solved ones
     rewrites: dict[Name, str] = {}  # letters: files of prompts, {"id", "prompt"} a line, for the prompt attacks
     # Functions of your own, "module:function" by name. An attack takes a `gripmoe.attacks.base.Setting` and returns a

@@ -19,7 +19,7 @@ from gripmoe.data.documents import Batch, Row, collate, encode, length_buckets
 from gripmoe.data.prompt_formats import LETTERS, letter_description, letter_question
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl, write_jsonl
-from gripmoe.moe.families import logits_scaling
+from gripmoe.moe.families import logits_of
 from gripmoe.moe.model import evaluating
 
 QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
@@ -143,7 +143,7 @@ def direct_answers(
     questions: Sequence[dict],
     prompt: Callable[[dict], str] | None = None,
 ) -> list[Answer]:
-    """The answers of `harness_answers`, computed without the harness: fast enough for checks while training. `prompt`
+    """The answers of `harness_answers`, computed without the harness, which takes more than twice the time. `prompt`
     writes a question in another way than the harness does."""
     by_id = {question["id"]: question for question in questions}
     letters = [tokenizer(f" {letter}", add_special_tokens=False)["input_ids"][-1] for letter in LETTERS]
@@ -152,8 +152,8 @@ def direct_answers(
         for batch in question_batches(tokenizer, questions, model.device, prompt or prompt_of):
             hidden = model.model(**batch.inputs).last_hidden_state
             last = batch.attention_mask.sum(dim=1) - 1
-            logits = model.lm_head(hidden[torch.arange(len(last), device=last.device), last]).float()
-            logprobs = (logits / logits_scaling(model)).log_softmax(dim=-1)[:, letters]
+            at_last = hidden[torch.arange(len(last), device=last.device), last]
+            logprobs = logits_of(model, at_last).log_softmax(dim=-1)[:, letters]
             for row_id, scores in zip(batch.row_ids, logprobs.tolist(), strict=True):
                 chosen = scores.index(max(scores))
                 answers[row_id] = Answer(row_id, chosen, chosen == by_id[row_id]["answer"], tuple(scores))

@@ -80,7 +80,7 @@ class RetainBasis:
 
     def coordinates(self, x_Emd: Tensor) -> Tensor:
         """`remainder` of m vectors per expert in coordinates that keep lengths and angles: those along the columns of a
-        complement, (E, m, r), else the vectors themselves, (E, m, d)."""
+        complement, (E, m, r), else the remainder itself, (E, m, d)."""
         if not self.is_complement:
             return self.remainder(x_Emd)
         return (self.U_ret_Edr.transpose(1, 2) @ x_Emd.transpose(1, 2)).transpose(1, 2)

@@ -181,9 +181,16 @@ FAMILIES = {
 }
 
 
-def logits_scaling(model: nn.Module) -> float:
-    """The divisor of the language head's output (1 except for Granite)."""
-    return getattr(model.config, "logits_scaling", 1.0)
+def logits_of(model: nn.Module, hidden: Tensor, head: nn.Module | None = None) -> Tensor:
+    """fp32 logits of final hidden states, (..., d) to (..., vocabulary), as the model's own forward pass computes them.
+    Some families scale them, cap them or cut the vocabulary. `head` replaces the model's head."""
+    head, config = head or model.lm_head, model.config
+    if head.weight.is_floating_point():  # some families keep the head in fp32
+        hidden = hidden.to(head.weight.dtype)
+    logits = head(hidden).float() * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits[..., : getattr(config, "unpadded_vocab_size", None)]
 
 
 def register_family(model_type: str, weigh: Weigh, rule: Rule = _plain) -> None:

@@ -25,7 +25,7 @@ from gripmoe.moe.families import DENSE, family_of, router_class, unfit
 from gripmoe.moe.fp32 import compute_in_fp32, release
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.recording import RoutingRecorder, hooked, in_recomputation, place_in_graph, routed_tokens
-from gripmoe.moe.unpadded import Padding, unpadded_passes
+from gripmoe.moe.unpadded import Padding, padding_of, unpadded_passes
 
 # By layer: top_k_Tk of one forward pass, or a pair (top_k_Tk, weights_Tk).
 Routes = dict[int, Tensor | tuple[Tensor, Tensor]]
@@ -45,7 +45,6 @@ class MoEModel:
         self.model = model
         self.family = family_of(model)
         self.originals = None  # an `OriginalStore` for stored outputs of this model, or None
-        self._unpadded: list[Padding] = []  # of the pass that runs, in `unpadded`
         self._blocks: dict[int, nn.Module] = {}
         self._routers: dict[int, nn.Module] = {}
         self._outer: dict[int, nn.Module] = {}  # routers with the adapters around them
@@ -160,17 +159,14 @@ class MoEModel:
         chosen_N1 = torch.full((len(x_Nd), 1), expert, device=x_Nd.device)
         return experts(x_Nd, chosen_N1, torch.ones_like(chosen_N1, dtype=x_Nd.dtype)).float()
 
-    @contextmanager
-    def unpadded(self) -> Iterator[None]:
-        """Within the block, passes compute nothing for padding, where the family allows that. Whoever looks at tokens
-        still sees the padded batch, with zeros for padding."""
-        with unpadded_passes(self.model) as self._unpadded:
-            yield
+    def unpadded(self) -> AbstractContextManager[None]:
+        """Within the block, passes compute nothing for padding, where the family allows that. The methods below still
+        see and take the tokens of the padded batch, with zeros for padding. A hook of another kind sees no padding."""
+        return unpadded_passes(self.model)
 
     @property
     def _padding(self) -> Padding | None:
-        """What the pass that runs does not compute."""
-        return self._unpadded[-1] if self._unpadded else None
+        return padding_of(self.model)
 
     def _padded(self, tokens: Tensor) -> Tensor:
         return self._padding.added(tokens) if self._padding else tokens

@@ -1,8 +1,7 @@
 """Forward passes that compute nothing for padding.
 
-The decoder gets a padded batch as one row of the tokens that count. Only attention sees padded rows, as in the
-variable-length kernels of flash-attention, which need a GPU. Outputs are padded again, so that callers see no
-difference but the time.
+The decoder gets a padded batch as one row of the tokens that count. Attention alone pads again, since the kernels that
+need no padding (flash-attention) need a GPU. Outputs are padded again too, with zeros.
 
 Shapes: T tokens of a padded batch (rows x positions), U of them that count.
 """
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 FAMILIES = frozenset({"olmoe", "qwen2_moe", "qwen3", "qwen3_moe"})  # where a test compares outputs and gradients
-ATTENTION = "gripmoe_unpadded"  # its name among the attention functions of transformers
+ATTENTION = "gripmoe_unpadded"  # the name of the attention function in transformers
 
 
 @dataclass(frozen=True)
@@ -63,43 +62,60 @@ def can_unpad(model: nn.Module) -> bool:
     return plain and config.model_type in FAMILIES
 
 
+def padding_of(model: nn.Module) -> Padding | None:
+    """What the pass of `model` that runs now leaves out."""
+    running = vars(model.model).get("running_unpadded")
+    return running[-1] if running else None
+
+
 @contextmanager
-def unpadded_passes(model: nn.Module) -> Iterator[list[Padding]]:
-    """Within the block, passes of `model` compute no padding. While a pass runs, the yielded list holds its `Padding`.
-    Passes with a cache or under gradient checkpointing stay as they are, and so do models that `can_unpad` refuses."""
-    running: list[Padding] = []
-    if not can_unpad(model):
-        yield running
+def unpadded_passes(model: nn.Module) -> Iterator[None]:
+    """Within the block, passes of `model` compute no padding. Passes that cache, return more than the last hidden state
+    or run under gradient checkpointing stay as they are, and so do models that `can_unpad` refuses. Do not copy the
+    model within the block: the copy would run the weights of `model`."""
+    decoder, config = model.model, model.config
+    if "running_unpadded" in vars(decoder) or not can_unpad(model):
+        yield
         return
     _register()
-    decoder, config = model.model, model.config
-    padded_forward = decoder.forward
+    own, padded_forward = vars(decoder).get("forward"), decoder.forward
+    decoder.running_unpadded = []
 
-    def forward(input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs):
-        plain = input_ids is not None and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
-        plain &= not any(kwargs.get(name) is not None for name in ("past_key_values", "position_ids"))
-        plain &= not (decoder.training and model.is_gradient_checkpointing)
-        if not plain or not (attention_mask == 0).any():
-            return padded_forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        padding = Padding.of(attention_mask)
-        positions_U = padding.aligned_U % padding.shape[1]
+    def forward(input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *args, **kwargs):
+        padding = None
+        if not args and _is_plain(model, kwargs) and isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+            if input_ids is not None and (attention_mask == 0).any() and attention_mask.any():
+                padding = Padding.of(attention_mask)
+        if padding is None:
+            return padded_forward(input_ids, attention_mask, *args, **kwargs)
+        one_row = padding.removed(input_ids.flatten())[None]
         as_it_is = attention_mask.new_ones(1, 1, 1, 1, dtype=torch.bool)  # transformers takes a 4-D mask as prepared
+        positions_U = padding.counted_U % padding.shape[1]
         kwargs |= {"position_ids": positions_U[None], "use_cache": False, "padding": padding}
-        running.append(padding)
+        decoder.running_unpadded.append(padding)
         try:
-            one_row = padding.removed(input_ids.flatten())[None]
-            output = padded_forward(input_ids=one_row, attention_mask=as_it_is, **kwargs)
+            output = padded_forward(one_row, as_it_is, **kwargs)
         finally:
-            running.pop()
+            decoder.running_unpadded.pop()
         output.last_hidden_state = padding.added(output.last_hidden_state[0]).unflatten(0, padding.shape)
         return output
 
     decoder.forward, config._attn_implementation = forward, ATTENTION
     try:
-        yield running
+        yield
     finally:
-        del decoder.forward
         config._attn_implementation = "sdpa"
+        del decoder.forward, decoder.running_unpadded
+        if own is not None:  # of accelerate's hooks
+            decoder.forward = own
+
+
+def _is_plain(model: nn.Module, arguments: dict) -> bool:
+    """Whether a pass asks for the last hidden state alone."""
+    config, more = model.config, ("output_hidden_states", "output_attentions", "output_router_logits")
+    asked = {name for name, value in arguments.items() if value is not None and value is not False}
+    recomputed = model.training and model.is_gradient_checkpointing
+    return not asked and not recomputed and not any(getattr(config, name, False) for name in more)
 
 
 def _register() -> None:

@@ -36,7 +36,7 @@ CHANGES = {  # settings to try if a step does not fit
     "relearning": (*SAVING, {"batch_size": 1}, *MORE_GPUS),
     "finetune_model": (*SAVING, *MORE_GPUS),
     "evaluate": ({"evaluation_batch_size": 1}, *MORE_GPUS),
-    "attack": ({"evaluation_batch_size": 1}, *MORE_GPUS),
+    "attack": MORE_GPUS,
 }
 
 
@@ -183,6 +183,8 @@ class Costs:
         """A forward pass. Evaluation and attacks have the original model in memory beside the unlearned one."""
         benchmark = self.project.benchmarks[step.benchmark or self.project.world.benchmarks[0]]
         rows, length = TEXTS if benchmark.is_news else (benchmark.evaluation_batch_size, PROMPT)
+        if step.what == "attack" and not benchmark.is_news:
+            rows = 1  # attacks ask without the harness, and a long prompt has a pass of its own
         models = 2 if step.what in ("evaluate", "attack") else 1
         asked = {"what": "evaluate", "rows": [rows], "length": length, "news": benchmark.is_news, "models": models}
         return self._any_step(step) | asked

@@ -15,8 +15,10 @@ differs:
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -31,7 +33,7 @@ from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.imports import imported
 from gripmoe.moe import MoEModel
-from gripmoe.moe.families import logits_scaling
+from gripmoe.moe.families import logits_of
 
 Batches = Sequence[Batch]
 EPSILON = 1e-2  # of unlikelihood: log(1 - p) of a certain token is not finite
@@ -77,16 +79,16 @@ class OriginalPredictions:
     def __init__(self, model: MoEModel, batches: Batches):
         self._hidden = OriginalCache(model.originals)
         self._hidden.fill(batches, lambda batch: final_hidden_states(model, batch), "KL original")
-        head = model.model.lm_head.weight  # tied to the embedding or not, it does not train
-        self._head = head.detach().clone() if head.requires_grad else head
+        head = model.model.lm_head
+        self._head = copy.deepcopy(head).requires_grad_(False) if head.weight.requires_grad else head
 
     def divergence(self, model: MoEModel, batch: Batch) -> Tensor:
         """Mean over scored tokens of KL(original || current)."""
         scored = batch.labels[:, 1:] != IGNORED
         wanted_Td = self._hidden.of(**batch.inputs)[:, :-1][scored]
         hidden_Td = final_hidden_states(model, batch)[:, :-1][scored]
-        scale = logits_scaling(model.model)
-        divergence_T = divergences(wanted_Td / scale, hidden_Td / scale, self._head, model.model.lm_head.weight)
+        original, current = (partial(logits_of, model.model, head=head) for head in (self._head, model.model.lm_head))
+        divergence_T = divergences(wanted_Td, hidden_Td, original, current)
         weights_T = torch.ones_like(divergence_T) if batch.weights is None else batch.weights[:, :-1][scored]
         return _token_mean(divergence_T, weights_T)
 
@@ -191,8 +193,7 @@ def token_logprobs(model: MoEModel, batch: Batch) -> Tensor:
     wanted = batch.labels[:, 1:]
     scored = wanted != IGNORED
     hidden_Td = final_hidden_states(model, batch)[:, :-1][scored]  # most documents are prompts, which need no logits
-    logits_TV = model.model.lm_head(hidden_Td).float() / logits_scaling(model.model)
-    losses_T = F.cross_entropy(logits_TV, wanted[scored], reduction="none")
+    losses_T = F.cross_entropy(logits_of(model.model, hidden_Td), wanted[scored], reduction="none")
     return losses_T.new_zeros(wanted.shape).masked_scatter(scored, -losses_T)
 
 
@@ -211,13 +212,14 @@ def cross_entropy(model: MoEModel, batch: Batch) -> Tensor:
 TOKENS_PER_CHUNK = 1024
 
 
-def divergences(wanted_Td: Tensor, hidden_Td: Tensor, wanted_head_Vd: Tensor, head_Vd: Tensor) -> Tensor:
+def divergences(
+    wanted_Td: Tensor, hidden_Td: Tensor, wanted_logits: Callable[[Tensor], Tensor], logits: Callable[[Tensor], Tensor]
+) -> Tensor:
     """KL(wanted || current) of each token, (T,), from the head's inputs, in fp32. Logits are computed for
     TOKENS_PER_CHUNK tokens at a time, and again in the backward pass, so that memory does not grow with the batch."""
 
     def of_chunk(wanted_Cd: Tensor, hidden_Cd: Tensor) -> Tensor:
-        wanted_CV = (wanted_Cd @ wanted_head_Vd.T).float().log_softmax(dim=-1)
-        current_CV = (hidden_Cd @ head_Vd.T).float().log_softmax(dim=-1)
+        wanted_CV, current_CV = wanted_logits(wanted_Cd).log_softmax(dim=-1), logits(hidden_Cd).log_softmax(dim=-1)
         return F.kl_div(current_CV, wanted_CV, log_target=True, reduction="none").sum(dim=-1)
 
     chunks = zip(wanted_Td.split(TOKENS_PER_CHUNK), hidden_Td.split(TOKENS_PER_CHUNK), strict=True)
