@@ -105,11 +105,12 @@ def test_what_is_imported_beyond_the_library_belongs_to_an_extra_that_errors_nam
 
 
 def test_the_version_is_one():
-    """Of the package, the citation, and the newest entry of the changelog; each entry says what was renamed."""
+    """Of the package, the citation, and the newest release in the changelog, which says what was renamed."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert version == gripmoe.__version__
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
-    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    _, *entries = (ROOT / "CHANGELOG.md").read_text().split("\n## ")
+    newest = next(entry for entry in entries if not entry.startswith("[Unreleased]"))
     assert newest.startswith(f"[{version}]") and "### Migration" in newest
 
 

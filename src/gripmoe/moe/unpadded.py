@@ -42,12 +42,12 @@ class Padding:
         """(T, ...) as (U, ...)."""
         return tokens_T.index_select(0, self.counted_U.to(tokens_T.device))
 
-    def rows(self, heads: Tensor) -> Tensor:
+    def to_rows(self, heads: Tensor) -> Tensor:
         """(1, heads, U, d) as rows padded on the right, (rows, heads, positions, d)."""
         return _spread(heads[0].transpose(0, 1), self.aligned_U, self.shape).unflatten(0, self.shape).transpose(1, 2)
 
-    def unrowed(self, rows: Tensor) -> Tensor:
-        """(rows, positions, heads, d) of `rows` as (1, U, heads, d)."""
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """(rows, positions, heads, d) of `to_rows` as (1, U, heads, d)."""
         return rows.flatten(0, 1).index_select(0, self.aligned_U.to(rows.device))[None]
 
 
@@ -126,8 +126,8 @@ def _register() -> None:
     def attention(module, query, key, value, attention_mask, padding: Padding | None = None, **kwargs):
         if padding is None:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-        rows = map(padding.rows, (query, key, value))
-        return padding.unrowed(sdpa_attention_forward(module, *rows, None, **kwargs)[0]), None
+        rows = map(padding.to_rows, (query, key, value))
+        return padding.from_rows(sdpa_attention_forward(module, *rows, None, **kwargs)[0]), None
 
     AttentionInterface.register(ATTENTION, attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
