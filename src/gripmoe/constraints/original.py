@@ -87,9 +87,8 @@ class OriginalCache:
                 kept.append(self._file.get_slice("values")[found] if isinstance(found, slice) else found)
         if not self._example.ndim:
             return torch.stack(kept).to(input_ids.device)
-        padded = self._example.new_zeros(len(kept), input_ids.shape[1], *self._example.shape[1:])
-        for row, mask, value in zip(padded, attention_mask.cpu().bool(), kept, strict=True):
-            row[mask] = value
+        padded = self._example.new_zeros(*input_ids.shape, *self._example.shape[1:])
+        padded[attention_mask.cpu().bool()] = torch.cat(kept)
         return padded.to(input_ids.device)
 
     def _answers(
