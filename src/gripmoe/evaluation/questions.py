@@ -1,5 +1,5 @@
 """Letter questions (WMDP, MMLU): through lm-evaluation-harness for forget and retain accuracy, directly for attacks and
-the stop rule, in less than half the time.
+the stop rule, in about half the time.
 
 Both give the same accuracy (a test holds them equal): the answer is the letter with the highest log-likelihood after
 "Answer:", 0-shot, below the harness's description line.
@@ -143,7 +143,7 @@ def direct_answers(
     questions: Sequence[dict],
     prompt: Callable[[dict], str] | None = None,
 ) -> list[Answer]:
-    """The answers of `harness_answers`, computed without the harness, which takes more than twice the time. `prompt`
+    """The answers of `harness_answers`, computed without the harness, which takes about twice the time. `prompt`
     writes a question in another way than the harness does."""
     by_id = {question["id"]: question for question in questions}
     letters = [tokenizer(f" {letter}", add_special_tokens=False)["input_ids"][-1] for letter in LETTERS]
