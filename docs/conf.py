@@ -63,7 +63,7 @@ def block_math(writer, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
-def notebooks(app) -> None:
+def execute_notebooks(app) -> None:
     generate.execute_notebooks(Path(app.srcdir) / "notebooks")
 
 
@@ -73,7 +73,7 @@ def explorer(app, exception: Exception | None) -> None:
 
 
 def setup(app) -> None:
-    app.connect("builder-inited", notebooks)
+    app.connect("builder-inited", execute_notebooks)
     app.connect("source-read", fill)
     app.connect("autodoc-process-docstring", link_pages)
     app.connect("build-finished", explorer)

@@ -221,6 +221,7 @@ def tables() -> str:
 
 
 def notebooks() -> str:
+    """The pages that `execute_notebooks` writes."""
     return "\n".join(f"notebooks/{name}" for name in _of_record())
 
 
