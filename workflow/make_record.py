@@ -1,10 +1,11 @@
 """Computes the runs of the record that are missing and writes what is there to docs/record.
 
-    python workflow/make_record.py [--cores 2] [--hours 2] [--worlds record_main record record_muse]
+    python workflow/make_record.py [--cores 2] [--hours 2] [--worlds record_main record record_muse] [--add]
 
 It says first how long it takes, from docs/record/step_times.csv and the runs that are there. A block is one seed and
 objective over all base models, so that a record that is stopped early covers all base models. A finished step is not
-repeated. `--hours` ends it after that time, with the steps that then run.
+repeated. `--hours` ends it after that time, with the steps that then run. `--add` computes only runs that docs/record
+lacks, and keeps those that it has.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
 from gripmoe.cli.main import main as command
 from gripmoe.config.grid import NO_OBJECTIVE, Project
 from gripmoe.config.provenance import step_seconds
+from gripmoe.reporting.collect import KEYS, base_models, load_runs
 
 ROOT = Path(__file__).parents[1]
-TIMES = ROOT / "docs" / "record" / "step_times.csv"
+RECORD = ROOT / "docs" / "record" / "runs.csv"
+TIMES = RECORD.with_name("step_times.csv")
 WORLDS = ("record_main", "record", "record_muse")
 LAST_STEP = "attack.json"
 TABLES = ("runs", "histories", "answers", "attacks")
@@ -57,15 +61,38 @@ def folder(results: Path, key: Key) -> Path:
     return results.joinpath(*map(str, key))
 
 
-def missing(project: Project, results: Path) -> list[Key]:
-    return [key for key in project.run_keys() if not (folder(results, key) / LAST_STEP).exists()]
+def recorded() -> set[Key]:
+    """The runs of the record."""
+    return set(load_runs(RECORD, kind=None)[KEYS].drop_duplicates().itertuples(index=False, name=None))
 
 
-def remaining(projects: list[Project], results: Path, times: pd.Series) -> Iterator[float]:
+def require_same_models(results: Path) -> None:
+    """Raises SystemExit if a base model under `results` has other scores than in the record. Runs of one base model are
+    compared in pairs, so they need the same weights."""
+    here, there = (base_models(folder) for folder in (results, RECORD.parent))
+    if here.empty or there.empty:
+        return
+    here, there = (models.set_index("model").drop(columns="cpu_seconds") for models in (here, there))
+    both = here.index.intersection(there.index)
+    scores = here.select_dtypes("number").columns.intersection(there.columns)
+    alike = np.isclose(here.loc[both, scores], there.loc[both, scores], rtol=1e-3, equal_nan=True).all(axis=1)
+    if not alike.all():
+        raise SystemExit(
+            f"{', '.join(both[~alike])}: other scores than in {RECORD.with_name('base_models.csv')}. Another kind of "
+            "CPU trains other base models, whose runs cannot be added; without --add they replace the record"
+        )
+
+
+def missing(project: Project, results: Path, kept: Collection[Key] = ()) -> list[Key]:
+    """The runs of a world that neither `results` nor `kept` has."""
+    return [k for k in project.run_keys() if k not in kept and not (folder(results, k) / LAST_STEP).exists()]
+
+
+def remaining(projects: list[Project], results: Path, times: pd.Series, kept: Collection[Key] = ()) -> Iterator[float]:
     """CPU-seconds of the missing runs and base models of each world, without those of the worlds before it."""
     counted = set()
     for project in projects:
-        seconds, runs = 0.0, set(missing(project, results)) - counted
+        seconds, runs = 0.0, set(missing(project, results, kept)) - counted
         for key in runs:
             method = project.methods[key[3]]
             own = ["unlearn"] * method.trains + ["realign"] * bool(method.corrects) + ["evaluate", "attack"]
@@ -117,24 +144,31 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--hours", type=float, help="as long as it takes if absent")
     parser.add_argument("--worlds", nargs="+", choices=WORLDS, default=WORLDS)
+    parser.add_argument("--add", action="store_true", help="keeps the runs of docs/record; computes those it lacks")
     args = parser.parse_args()
+    kept = recorded() if args.add else set()
     projects = [Project(ROOT / "workflow" / "config", world) for world in args.worlds]
     results = ROOT / "results" / projects[0].results_name
     times = step_times(results)
     until = time.time() + 3600 * args.hours if args.hours else None
-    for project, left in zip(projects, remaining(projects, results, times), strict=True):
+    lacking = [missing(project, results, kept) for project in projects]
+    for project, runs, left in zip(projects, lacking, remaining(projects, results, times, kept), strict=True):
         said = (
             f"about {left / args.cores / 3600:.1f} hours on {args.cores} cores" if len(times) else "no step was timed"
         )
-        print(f"{project.name}: {len(missing(project, results))} of {len(project.run_keys())} runs are missing; {said}")
+        print(f"{project.name}: {len(runs)} of {len(project.run_keys())} runs are missing; {said}")
     ended = "done"
-    for project in projects:
+    for project, runs in zip(projects, lacking, strict=True):
         total = len(project.run_keys())
-        with tqdm(total=total, initial=total - len(missing(project, results)), unit="run", desc=project.name) as bar:
+        with tqdm(total=total, initial=total - len(runs), unit="run", desc=project.name) as bar:
             for name, keys in blocks(project):
                 bar.set_postfix_str(name.partition(", ")[2])
-                targets = [folder(results, key) / LAST_STEP for key in keys]
+                targets = [folder(results, key) / LAST_STEP for key in keys if key not in kept]
+                if not targets:
+                    continue
                 of_block = compute(project.name, targets, args.cores, until, bar)
+                if args.add:
+                    require_same_models(results)
                 ended = of_block if of_block != "done" else ended
                 if of_block == "stopped":
                     break
@@ -144,6 +178,9 @@ def main() -> None:
     tables = [table for project in of_all if (table := collect(project, results))]
     if not tables:
         raise SystemExit("no run has ended: there is nothing to record")
+    if args.add:
+        require_same_models(results)
+        tables.append(RECORD)  # a run that both have comes from the new table
     subprocess.run([sys.executable, str(ROOT / "workflow" / "record.py"), *map(str, tables)], check=True)
     raise SystemExit(ended == "failed")
 

@@ -26,7 +26,7 @@ from gripmoe.io.files import atomic_path, file_digest, read_json, write_json, wr
 from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
 from gripmoe.reporting.claims import claims_table, load_claims
-from gripmoe.reporting.collect import KEYS, beside, computed_with, load_histories, load_runs, of_kind
+from gripmoe.reporting.collect import KEYS, base_models, beside, computed_with, load_histories, load_runs, of_kind
 from gripmoe.reporting.comparison import comparison, marks_of, specification
 from gripmoe.reporting.erasure import ATTACKS, attack_quality, erasure_frontier, strongest_attacks
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_figure
@@ -82,7 +82,7 @@ class Record:
 
     def __init__(self, paths: list[Path]):
         self.paths = paths
-        runs = pd.concat([load_runs(path, kind=None) for path in paths]).drop_duplicates([*KEYS, "metric"])
+        runs = joined([load_runs(path, kind=None) for path in paths])
         self.runs = runs[runs.metric.isin(_shown()) | runs.metric.str.match("(routing_stability|accepted)_layer_")]
         self.answers = {kind: self._items(partial(load_answers, kind=kind)) for kind in ("letters", "news")}
         self.attacks = self._items(load_attacks)
@@ -92,7 +92,7 @@ class Record:
         for path in self.paths:
             with suppress(FileNotFoundError):  # of a record, which keeps none
                 kept.append(load(path))
-        return pd.concat(kept).drop_duplicates([*KEYS, "id"]) if kept else None
+        return joined(kept) if kept else None
 
     def of_worlds(self, *worlds: str) -> pd.DataFrame:
         """The runs that worlds list."""
@@ -120,6 +120,16 @@ class Record:
         if name.endswith("attack_matrix"):
             return None if news and self.attacks is None else attack_matrix(runs, self.attacks, name)
         return attack_quality(runs) if name == "attack_quality" else comparison(runs, name)
+
+
+def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    """The rows of all tables. A run that several tables hold comes from the first of them."""
+    kept, seen = [], pd.MultiIndex.from_tuples([], names=KEYS)
+    for table in tables:
+        keys = pd.MultiIndex.from_frame(table[KEYS])
+        kept.append(table[~keys.isin(seen)])
+        seen = seen.union(keys.unique())
+    return pd.concat(kept)
 
 
 def _shown() -> set[str]:
@@ -151,18 +161,18 @@ def measured_only(table: Table) -> Table | None:
 
 
 def provenance(paths: list[Path], output: Path) -> dict:
-    """What wrote a record, and what its runs were computed with, as their folders beside the tables of runs say, or a
-    record from which the runs come. Raises ValueError if neither is there."""
+    """What wrote a record, and what its runs were computed with: what their folders beside the tables of runs say, and
+    what the records say from which runs come. Raises ValueError if nothing is there."""
     found = pd.concat([load_runs(path, kind=None)[KEYS].drop_duplicates().assign(at=path.parent) for path in paths])
-    folders = {row.at.joinpath(*map(str, row[:-1])) for row in found.itertuples(index=False)}
-    steps = [read_json(file) for folder in sorted(folders) for file in folder.glob("*.provenance.json")]
-    records = [path.with_name("provenance.json") for path in paths]
-    if not steps and not any(map(Path.exists, records)):
-        raise ValueError(f"nothing beside {', '.join(map(str, paths))} says what its runs were computed with")
-    known = [runs for file in records if file.exists() and (runs := read_json(file)["runs"])]
+    folders = sorted({row.at.joinpath(*map(str, row[:-1])) for row in found.itertuples(index=False)})
     codes: dict[str, Counter] = {}
-    for step in steps:
+    for step in (read_json(file) for folder in folders for file in folder.glob("*.provenance.json")):
         codes.setdefault(step["step"], Counter())[step["code"]] += 1
+    parts = [{**computed_with(folders), "code": codes}] if codes else []
+    records = [path.with_name("provenance.json") for path in paths]
+    parts += [read_json(file)["runs"] for file in records if file.exists()]
+    if not parts:
+        raise ValueError(f"nothing beside {', '.join(map(str, paths))} says what its runs were computed with")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "written": {
@@ -172,7 +182,13 @@ def provenance(paths: list[Path], output: Path) -> dict:
             "packages": package_versions(["gripmoe", "pandas", "scipy", "matplotlib"]),
             "runs.csv": file_digest(output / "runs.csv"),
         },
-        "runs": {**computed_with(sorted(folders)), "code": codes} if steps else next(iter(known), None),
+        "runs": {
+            **{kind: sorted(set().union(*(part[kind] for part in parts))) for kind in ("device", "python", "packages")},
+            "code": {
+                step: sum((Counter(part["code"].get(step)) for part in parts), Counter())
+                for step in sorted(set().union(*(part["code"] for part in parts)))
+            },
+        },
     }
 
 
@@ -180,8 +196,7 @@ def keep_items(paths: list[Path], name: str, output: Path) -> None:
     """Writes the tables of that name that lie beside tables of runs as one, compressed."""
     found = [pd.read_csv(file) for path in paths if (file := beside(path, name)).exists()]
     if found:
-        identified = [column for column in (*KEYS, "step", "metric", "id") if column in found[0]]
-        table = pd.concat(found).drop_duplicates(identified)
+        table = joined(found)
         with atomic_path(output / f"{name}.csv.xz") as temporary:
             table.to_csv(temporary, index=False, float_format="%.6g", compression="xz")
 
@@ -201,15 +216,11 @@ def keep_times(paths: list[Path], output: Path) -> None:
 
 
 def keep_models(paths: list[Path], output: Path) -> None:
-    """Writes the scores of the base models and retrained models that lie beside tables of runs, and the CPU-seconds of
-    their training."""
-    rows = []
-    for file in sorted({file for path in paths for file in (path.parent / "models").glob("*/model.json")}):
-        measured = {name: value for name, value in read_json(file).items() if isinstance(value, int | float)}
-        seconds = next(iter(step_seconds(file.parent).get("prepare_model", [])), None)
-        rows.append({"model": file.parent.name, **measured, "cpu_seconds": seconds})
-    if rows:
-        write_text(output, pd.DataFrame(rows).to_csv(index=False, float_format="%.4g"))
+    """Writes the base models of all tables. A model that several hold comes from the first of them."""
+    tables = [table for folder in dict.fromkeys(path.parent for path in paths) if len(table := base_models(folder))]
+    if tables:
+        models = pd.concat(tables).drop_duplicates("model").sort_values("model")
+        write_text(output, models.to_csv(index=False, float_format="%.4g"))
 
 
 def intervals(runs: pd.DataFrame, name: str) -> pd.DataFrame:

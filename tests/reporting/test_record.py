@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from gripmoe.io.files import file_digest, read_json, write_json
+from gripmoe.reporting.collect import KEYS
 from gripmoe.reporting.tables import Cell, Table
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +71,42 @@ def test_a_record_is_not_written_without_what_its_runs_were_computed_with(tmp_pa
     assert cells["device"] == ["abacus"] and cells["code"] == {"evaluate": {"c0de": 1}}
     write_json(again.with_name("provenance.json"), {"runs": cells})
     assert record["provenance"]([again], again.parent)["runs"] == cells, "drawn again from its own numbers"
+
+
+def test_runs_that_are_added_to_a_record_replace_its_own(tmp_path):
+    """Whole runs: a number that only the replaced run has is not kept."""
+    rows = [
+        ("a", "b", "gd", "ptc", seed, name, value)
+        for seed, name, value in ((0, "x", 0.1), (0, "y", 0.2), (1, "x", 0.3))
+    ]
+    old = pd.DataFrame(rows, columns=[*KEYS, "metric", "value"])
+    new = pd.DataFrame([("a", "b", "gd", "ptc", 0, "x", 0.9)], columns=old.columns)
+    assert record["joined"]([new, old]).value.tolist() == [0.9, 0.3]
+    parts = [
+        {"device": ["abacus"], "python": ["3.9"], "packages": ["torch 2.0"], "code": {"evaluate": {"c0de": 2}}},
+        {
+            "device": ["abacus"],
+            "python": ["3.8"],
+            "packages": ["torch 2.1"],
+            "code": {"evaluate": {"c0de": 1, "f00d": 4}},
+        },
+    ]
+    paths = [tmp_path / name / "runs.csv" for name in ("new", "old")]
+    for path, part, table in zip(paths, parts, (new, old), strict=True):
+        write_json(path.with_name("provenance.json"), {"runs": part})
+        path.write_text(table.to_csv(index=False))
+    found = record["provenance"](paths, paths[0].parent)["runs"]
+    assert found["python"] == ["3.8", "3.9"] and found["packages"] == ["torch 2.0", "torch 2.1"]
+    assert found["device"] == ["abacus"] and found["code"] == {"evaluate": {"c0de": 3, "f00d": 4}}
+
+
+def test_base_models_of_a_record_stay_beside_new_ones(tmp_path):
+    write_json(tmp_path / "results" / "models" / "tiny_b" / "model.json", {"final_loss": 0.5, "weights": "a1"})
+    (tmp_path / "record").mkdir()
+    (tmp_path / "record" / "base_models.csv").write_text("model,final_loss,cpu_seconds\ntiny_b,0.9,3\ntiny_c,0.7,4\n")
+    record["keep_models"]([tmp_path / "results" / "runs_w.csv", tmp_path / "record" / "runs.csv"], tmp_path / "out.csv")
+    kept = pd.read_csv(tmp_path / "out.csv").set_index("model")
+    assert kept.final_loss.to_dict() == {"tiny_b": 0.5, "tiny_c": 0.7} and kept.weights["tiny_b"] == "a1"
 
 
 def test_runs_of_another_world_stay_out_of_a_table():

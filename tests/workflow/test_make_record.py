@@ -40,6 +40,9 @@ def test_what_is_there_is_not_missing_and_takes_no_time(tmp_path):
     whole = 40 * len(trained) + 5 * len(corrected) + 25 * len(runs) + models
     assert list(script["remaining"]([PROJECT], tmp_path, times)) == [pytest.approx(whole)]
     assert list(script["remaining"]([PROJECT, PROJECT], tmp_path, times))[1] == 0.0, "of the first world"
+    kept = set(trained[3:])
+    assert set(script["missing"](PROJECT, tmp_path, kept)) == set(runs) - kept
+    assert list(script["remaining"]([PROJECT], tmp_path, times, kept)) == [pytest.approx(whole - 65 * len(kept))]
     finish(tmp_path, trained[:3])
     assert set(script["missing"](PROJECT, tmp_path)) == set(runs) - set(trained[:3])
     assert list(script["remaining"]([PROJECT], tmp_path, times)) == [pytest.approx(whole - 3 * 65)]
@@ -53,3 +56,21 @@ def test_times_are_those_of_runs_that_are_there_before_those_of_the_record(tmp_p
         record = {"step": "gripmoe.cli.attack:attack", "cpu_seconds": seconds}
         write_json(tmp_path / "results" / name / "attack.provenance.json", record)
     assert script["step_times"](tmp_path / "results").to_dict() == {"attack": 25.0, "evaluate": 10.0}
+
+
+def test_runs_are_added_to_the_record_only_if_base_models_are_the_same(tmp_path, monkeypatch):
+    monkeypatch.setitem(script["require_same_models"].__globals__, "RECORD", tmp_path / "runs.csv")
+    model = tmp_path / "results" / "models" / "tiny_b" / "model.json"
+    write_json(model, {"final_loss": 0.89792, "skill_accuracy": 0.965, "weights": "a1"})
+    script["require_same_models"](tmp_path / "results")  # there is no record
+    recorded = tmp_path / "base_models.csv"
+    recorded.write_text("model,final_loss,cpu_seconds\ntiny_b,0.8979,12\ntiny_c,0.5,12\n")
+    script["require_same_models"](tmp_path / "results")
+    recorded.write_text("model,final_loss,cpu_seconds\ntiny_b,0.8812,12\ntiny_c,0.5,12\n")
+    with pytest.raises(SystemExit, match="^tiny_b: other scores than in .*base_models.csv"):
+        script["require_same_models"](tmp_path / "results")
+
+
+def test_the_record_is_what_may_be_kept():
+    kept = script["recorded"]()
+    assert ("tiny_b", "wmdp_tiny", "gd", "anchored", 0) in kept and kept <= set(PROJECT.run_keys())

@@ -11,6 +11,7 @@ from statistics import fmean
 
 import pandas as pd
 
+from gripmoe.config.provenance import step_seconds
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_csv, read_json, read_yaml, write_text
 from gripmoe.reporting import names
@@ -214,6 +215,18 @@ def _seconds(output: Path) -> float:
     """Seconds of the step that wrote `output`."""
     record = output.with_name(f"{output.stem}.provenance.json")
     return read_json(record)["seconds"] if record.exists() else float("nan")
+
+
+def base_models(folder: Path) -> pd.DataFrame:
+    """Scores and digest of the base models and retrained models that lie beside tables of runs, and the CPU-seconds of
+    their training; of a record, what it says of them."""
+    rows = []
+    for file in sorted((folder / "models").glob("*/model.json")):
+        seconds = next(iter(step_seconds(file.parent).get("prepare_model", [])), None)
+        measured = {name: value for name, value in read_json(file).items() if isinstance(value, int | float | str)}
+        rows.append({"model": file.parent.name, **measured, "cpu_seconds": seconds})
+    recorded = folder / "base_models.csv"
+    return pd.DataFrame(rows) if rows or not recorded.exists() else pd.read_csv(recorded)
 
 
 def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
