@@ -26,7 +26,16 @@ from gripmoe.io.files import atomic_path, file_digest, read_json, write_json, wr
 from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
 from gripmoe.reporting.claims import claims_table, load_claims
-from gripmoe.reporting.collect import KEYS, base_models, beside, computed_with, load_histories, load_runs, of_kind
+from gripmoe.reporting.collect import (
+    KEYS,
+    base_models,
+    beside,
+    computed_with,
+    load_histories,
+    load_runs,
+    of_kind,
+    with_shares,
+)
 from gripmoe.reporting.comparison import comparison, marks_of, specification
 from gripmoe.reporting.erasure import ATTACKS, attack_quality, erasure_frontier, strongest_attacks
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_figure
@@ -82,7 +91,7 @@ class Record:
 
     def __init__(self, paths: list[Path]):
         self.paths = paths
-        runs = joined([load_runs(path, kind=None) for path in paths])
+        runs = with_shares(joined([load_runs(path, kind=None) for path in paths]))
         self.runs = runs[runs.metric.isin(_shown()) | runs.metric.str.match("(routing_stability|accepted)_layer_")]
         self.answers = {kind: self._items(partial(load_answers, kind=kind)) for kind in ("letters", "news")}
         self.attacks = self._items(load_attacks)

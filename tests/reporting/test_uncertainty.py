@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gripmoe.reporting.uncertainty import holm, interval, of_runs, p_above, units
+from gripmoe.reporting.uncertainty import compared, holm, interval, of_runs, p_above, units
 
 MODELS, OBJECTIVES, SEEDS = 6, 4, 2
 
@@ -43,6 +43,16 @@ def test_base_models_are_compared_under_the_same_objectives():
     assert set(units(lacks_all).index) == {"m1", "m2"}, "a base model without any of them is left out"
     diagonal = whole.loc[[("m0", "o0", 0), ("m1", "o1", 0)]]
     assert units(diagonal).tolist() == pytest.approx([0.1]), "none in common: the first objective"
+
+
+def test_a_missing_run_leaves_out_its_base_model_and_no_objective():
+    whole = values(np.arange(6) / 10, np.tile(np.repeat([0.0, 1.0, 2.0, 5.0], SEEDS), 6))
+    part = whole.drop([("m0", "o3", 0), ("m0", "o3", 1)])
+    assert set(units(part).index) == {"m1", "m2", "m3", "m4", "m5"}
+    pd.testing.assert_series_equal(units(part), units(whole)[1:])
+    assert len(compared(part)) == 5 * OBJECTIVES * SEEDS
+    barely = whole[(whole.index.get_level_values("objective") != "o3") | (whole.index.get_level_values("model") < "m3")]
+    assert len(units(barely)) == 6, "an objective that few base models have is left out"
 
 
 def test_the_runs_of_a_single_base_model_are_the_units():

@@ -90,11 +90,11 @@ LOOKS = {  # marker, size, whether filled, and name; later ones are drawn on top
 
 def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
     """Forget accuracy of every method: as it is, under original and under random expert sets, and with one layer's
-    original experts put back (the paper's Figure 1b). Random sets are the control of original sets. The band is the
-    range of the four values for the retrained model; no method can be expected to stay below it."""
+    original experts put back (the paper's Figure 1b). Random sets are the control of original sets, and the retrained
+    model shows what each attack returns of a model that never knew."""
     found = runs[runs.metric.isin(LOOKS)]
-    methods = names.ordered(set(found.method) - {*names.ORIGINALS})
-    external = set(found.method[found.objective == NO_OBJECTIVE])
+    methods = names.ordered(set(found.method) - {"original"})
+    without_objective = set(found.method[found.objective == NO_OBJECTIVE])
     marks = ""
     with house_style():
         figure, panels = panels_of(found, 0.9 + 0.17 * len(methods))
@@ -102,7 +102,7 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
             means = group.groupby(["objective", "method", "metric"]).value.mean().unstack("metric")
             of_kind = runs[runs.model.isin(group.model) & runs.benchmark.isin(group.benchmark)]
             for y, method in enumerate(reversed(methods)):
-                of = NO_OBJECTIVE if method in external else objective
+                of = NO_OBJECTIVE if method in without_objective else objective
                 if (of, method) not in means.index:
                     continue
                 row, colour = means.loc[(of, method)], names.colour(method)
@@ -113,18 +113,14 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
                 of_method = of_kind[(of_kind.objective == of) & (of_kind.method == method)]
                 marks += (marked := marks_of(of_method).replace(" ", ""))
                 axes.annotate(marked, (1.03, y), fontsize=6, va="center", annotation_clip=False)
-            if (NO_OBJECTIVE, "retrained") in means.index:
-                floor = means.loc[(NO_OBJECTIVE, "retrained")]
-                axes.axvspan(floor.min(), floor.max(), color="0.9", zorder=0, linewidth=0)
             axes.set(xlabel="forget accuracy", xlim=(0, 1.02), ylim=(-0.7, len(methods) - 0.3))
             axes.set_yticks(range(len(methods)), [names.method_label(m) for m in reversed(methods)])
         first = panels[0][0]
         for marker, size, filled, text in LOOKS.values():
             look = dict(color="0.3", markerfacecolor="0.3" if filled else "white", markersize=size)
             first.plot([], [], marker, label=text, **look)
-        first.plot([], [], color="0.85", linewidth=5, label="retrained model")
         note = "; ".join(text.partition(":")[0] for mark, text in names.MARKS.items() if mark in marks)
-        legend_below(figure, first, columns=3, note=note)
+        legend_below(figure, first, columns=2, note=note)
     return figure
 
 

@@ -18,7 +18,7 @@ from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS, SHARED, apart, of_kind
 from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
-from gripmoe.reporting.uncertainty import LEAST, holm, p_above, student, units
+from gripmoe.reporting.uncertainty import LEAST, compared, holm, p_above, student, units
 
 RUN = ["model", "benchmark", "objective", "seed"]
 RETAINED = (*SHARED, "retain_accuracy_five_shot")
@@ -26,6 +26,7 @@ COLOURS = {"holds": "#0072b2", "does not hold": "#d55e00", "undecided": "#000000
 VERDICTS = tuple(COLOURS)
 ALPHA = 0.05
 MOST_UNITS = 100  # a number of base models or runs above it is not told
+POWER = 0.8  # the probability with which that number decides
 
 
 def load_claims() -> dict[str, dict]:
@@ -71,17 +72,26 @@ class Part(NamedTuple):
     """The runs of a claim that are judged together."""
 
     name: str  # what sets them apart from the others; empty if there are no others
-    values: pd.Series  # a difference per base model or run
+    runs: pd.Series  # a difference per run
+    values: pd.Series  # and per base model, world, or run of a single base model
     p_holds: float
     p_fails: float
 
 
-def _parts(pairs: pd.Series, claim: dict) -> list[Part]:
-    """Kinds of base models and benchmarks are judged apart, and with `each_objective` also objectives."""
+def _parts(pairs: pd.Series, claim: dict, by_world: bool = False) -> list[Part]:
+    """Kinds of base models and benchmarks are judged apart, and with `each_objective` also objectives. With `by_world`
+    the units are the worlds of facts, each the mean of its base models."""
     by = ["model", "benchmark", *["objective"] * claim.get("each_objective", False)]
     groups = sorted(apart(pairs.rename("value").reset_index(), by), key=itemgetter(0))
-    of_groups = [(name, units(group.set_index(RUN).value)) for name, group in groups]
-    return [Part(name, values, *_p_values(values, claim)) for name, values in of_groups]
+    parts = []
+    for name, group in groups:
+        runs = compared(group.set_index(RUN).value)
+        values = units(runs)
+        if by_world and "objective" not in values.index.names:
+            worlds = group.drop_duplicates("model").set_index("model").benchmark
+            values = values.groupby(worlds).mean()
+        parts.append(Part(name, runs, values, *_p_values(values, claim)))
+    return parts
 
 
 def _p_values(values: pd.Series, claim: dict) -> tuple[float, float]:
@@ -102,7 +112,8 @@ class Judgement(NamedTuple):
 
     verdict: str
     part: str
-    values: pd.Series  # of base models, or of the runs of one
+    runs: pd.Series
+    values: pd.Series  # of base models or worlds, or of the runs of one base model
     mean: float
     low: float
     high: float
@@ -120,12 +131,12 @@ def p_of(parts: list[Part]) -> float:
     return min(max(part.p_holds for part in parts), min(part.p_fails for part in parts) * len(parts))
 
 
-def judge(pairs: pd.Series, claim: dict, alpha: float = ALPHA) -> Judgement:
+def judge(pairs: pd.Series, claim: dict, alpha: float = ALPHA, by_world: bool = False) -> Judgement:
     """Verdict, and the interval of the part that gives it: at the level of the verdict, or the range of fewer than
     three values."""
     if pairs.empty:
-        return Judgement("not measured", "", pairs, nan, nan, nan)
-    parts = _parts(pairs, claim)
+        return Judgement("not measured", "", pairs, pairs, nan, nan, nan)
+    parts = _parts(pairs, claim, by_world)
     part, worst = max(parts, key=lambda part: part.p_holds), min(parts, key=lambda part: part.p_fails)
     verdict, level = "undecided", alpha
     if part.p_holds <= alpha:
@@ -137,18 +148,18 @@ def judge(pairs: pd.Series, claim: dict, alpha: float = ALPHA) -> Judgement:
     if len(values) >= LEAST:
         half = student(values, 1 - level)
         low, high = mean - half, mean + half
-    return Judgement(verdict, part.name, values, float(mean), float(low), float(high))
+    return Judgement(verdict, part.name, part.runs, values, float(mean), float(low), float(high))
 
 
 def units_to_decide(values: pd.Series, claim: dict, alpha: float = ALPHA) -> int | None:
-    """How many base models or runs would decide an undecided claim if further ones were as these: the fewest whose
-    t-interval of the same mean and standard deviation misses the margin. None for one value, or above MOST_UNITS."""
+    """How many base models or runs decide an undecided claim with a probability of POWER if mean and standard deviation
+    are as they were measured. None for one value, or above MOST_UNITS."""
     mean, deviation = values.mean(), values.std()
     margin = claim.get("margin", 0.0)
     limits = {"~": (-margin, margin), ">": (margin,), "<": (-margin,)}[claim["relation"]]
     gap = min(abs(mean - limit) for limit in limits)
     more = range(len(values) + 1, MOST_UNITS + 1)
-    enough = (n for n in more if stats.t.ppf(1 - alpha / 2, n - 1) * deviation < gap * n**0.5)
+    enough = (n for n in more if stats.t.ppf([1 - alpha / 2, POWER], n - 1).sum() * deviation < gap * n**0.5)
     return next(enough, None) if len(values) > 1 else None
 
 
@@ -169,7 +180,8 @@ def _to_decide(runs: pd.DataFrame, found: Judgement, claim: dict, alpha: float) 
 
 def judged(runs: pd.DataFrame) -> pd.DataFrame:
     """All claims with their verdicts, one row each. The primary claims are judged as a family, by Holm's levels,
-    measured or not; every other claim at 0.05. Columns `forgot_` are of the runs that forgot, at the same level."""
+    measured or not; every other claim at 0.05. Columns `forgot_` are of the runs that forgot, at the same level;
+    `world_verdict` takes worlds of facts as units; `by_objective` has the mean difference under each objective."""
     claims, primary = load_claims(), primary_claims()
     pairs = {name: differences(runs, claim) for name, claim in claims.items()}
     p_values = pd.Series(
@@ -181,15 +193,27 @@ def judged(runs: pd.DataFrame) -> pd.DataFrame:
     for name, claim in claims.items():
         level = holm_levels[name] if name in primary else ALPHA
         found = judge(pairs[name], claim, level)
-        of_forgot = judge(forgot := differences(runs, claim, forgot=True), claim, level)
+        of_forgot = judge(differences(runs, claim, forgot=True), claim, level)
         row = {"claim": name, "text": claim["text"], "line": claim["line"], "comparison": _formula(claim)}
         row |= {"primary": name in primary, "of": found.part, "unit": found.unit, "units": len(found.values)}
-        row |= {"runs": len(pairs[name]), "objectives": " ".join(sorted(pairs[name].index.unique("objective")))}
+        row |= {"runs": len(found.runs), "by_objective": _by_objective(found.runs)}
         row |= {"difference": found.mean, "low": found.low, "high": found.high, "verdict": found.verdict}
         row |= {"p": p_values[name], "level": level, "survives_holm": bool(p_values[name] <= holm_levels[name])}
-        row |= {"forgot_runs": len(forgot), "forgot_difference": of_forgot.mean, "forgot_verdict": of_forgot.verdict}
+        row |= {"world_verdict": judge(pairs[name], claim, level, by_world=True).verdict}
+        row |= {
+            "forgot_runs": len(of_forgot.runs),
+            "forgot_difference": of_forgot.mean,
+            "forgot_verdict": of_forgot.verdict,
+        }
         rows.append(row | {"to_decide": _to_decide(runs, found, claim, level)})
     return pd.DataFrame(rows)
+
+
+def _by_objective(pairs: pd.Series) -> str:
+    """The mean over base models under each objective, as "GD +0.05, KL -0.05"."""
+    means = {name: units(group).mean() for name, group in pairs.groupby(level="objective")}
+    shown = names.ordered(means, names.OBJECTIVES)
+    return ", ".join(f"{names.objective_label(name)} {_signed(means[name])}".strip() for name in shown)
 
 
 def _formula(claim: dict) -> str:
@@ -217,7 +241,8 @@ def _asked(claim: dict) -> str:
 def claims_table(runs: pd.DataFrame) -> Table:
     """The verdicts as a table of one page: the primary claims, the paper's others, then ours."""
     verdicts, claims = judged(runs), load_claims()
-    columns = ["line", "difference", "interval", "asked for", "n", "verdict", "of those that forgot", "to decide"]
+    columns = ["line", "difference", "interval", "asked for", "by objective", "n", "verdict"]
+    columns += ["worlds as units", "of those that forgot", "to decide"]
     table = Table(columns, heading="Statement", data=verdicts)
     ours = verdicts.line == "ours"
     groups = {
@@ -234,7 +259,8 @@ def claims_table(runs: pd.DataFrame) -> Table:
                 spread = Cell(f"{_signed(row.low)} .. {_signed(row.high)}", row.high - row.low)
             verdict = Cell(row.verdict, best=row.verdict == "holds", colour=COLOURS[row.verdict])
             number = Cell(f"{row.units} of {row.runs} runs" if row.unit == "base model" else f"{row.runs}", row.units)
-            shown = [Cell(str(row.line)), difference, spread, Cell(_asked(claims[row.claim])), number, verdict]
+            asked, of_worlds = Cell(_asked(claims[row.claim])), Cell(row.world_verdict)
+            shown = [Cell(str(row.line)), difference, spread, asked, Cell(row.by_objective), number, verdict, of_worlds]
             forgot = Cell(MISSING)
             if row.forgot_verdict != "not measured":
                 text = f"{_signed(row.forgot_difference)}, {row.forgot_verdict}"
@@ -248,14 +274,16 @@ def claims_table(runs: pd.DataFrame) -> Table:
     table.notes = [
         "Differences, as the CSV tells them, are paired by base model, objective and seed, of all runs. Their unit "
         "(n) is the base model. Where a single one was measured, it is the run, and the verdict is about this base "
-        "model alone. The interval is a t-interval at the level of the verdict, or the range of fewer than three "
-        "values. line: of the paper's source; asked for: between two methods a third of the paper's difference "
-        "(ours: 0.05, or 5 points).",
+        "model alone. Worlds as units: the verdict if each world of facts counts once, as its base models are alike. "
+        "The interval is a t-interval at the level of the verdict, or the range of fewer than three values. line: of "
+        "the paper's source; asked for: between two methods a third of the paper's difference (ours: 0.05, or 5 "
+        "points).",
         "The primary statements are a family, corrected by Holm. The others are judged at 95 %, uncorrected: "
         f"{survive} of their {len(of_others)} verdicts survive Holm over all of them. Of those that forgot: at the "
         "same level, without runs that missed the forget target or, where it is not about what is retained, kept "
-        "no more than chance. Kinds of base models are judged apart, and a row shows the part that decides; of "
-        "several parts each is judged at a stricter level.",
+        f"no more than chance. To decide: with how many units, of new worlds, its probability is {POWER:g} if they are "
+        "as these. Kinds of base models are judged apart, and a row shows the part that decides; of several parts each "
+        "is judged at a stricter level.",
         "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS) + ".",
     ]
     return table

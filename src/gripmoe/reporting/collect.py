@@ -38,7 +38,6 @@ def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers
     baselines = {(*key[:2], key[3]): metrics for key, metrics in measured.items()}
     for key, folder, run in zip(keys, folders, settings, strict=True):
         metrics, (model, benchmark, objective, _, seed) = measured[key], key
-        metrics |= _shares(metrics, baselines.get((model, benchmark, "original"), {}))
         metrics |= _targets(run["benchmark"]["target"], baselines.get((model, benchmark, "retrained"), {}))
         metrics |= _whole_time(metrics, measured.get((model, benchmark, objective, "unconstrained", seed), {}))
         metrics |= {name: float("nan") for name in NEED_DATA if name not in metrics}
@@ -57,7 +56,7 @@ def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers
             of_run = dict(zip(KEYS, key, strict=True), id=row["id"], fact=item["fact"])
             attack_rows.append({**of_run, item["metric"]: item["score"], **row})
     tables = {
-        output: pd.DataFrame(rows, columns=COLUMNS),
+        output: with_shares(pd.DataFrame(rows, columns=COLUMNS)),
         attacks: pd.DataFrame(attack_rows),
         answers: pd.DataFrame(answer_rows, columns=[*KEYS, *ANSWER_COLUMNS]),
         histories: pd.DataFrame(history_rows, columns=HISTORY_COLUMNS),
@@ -125,11 +124,16 @@ def _half_widths(asked: dict[str, dict[str, str]]) -> dict[str, float]:
 SHARED = ("retain_accuracy", "truthfulqa_mc1", "truthfulqa_mc2", "knowmem_retain")
 
 
-def _shares(metrics: dict[str, float], original: dict[str, float]) -> dict[str, float]:
-    """General utility as a share of the model's before unlearning."""
-    return {
-        f"{name}_share": metrics[name] / original[name] for name in SHARED if metrics.get(name) and original.get(name)
-    }
+def with_shares(runs: pd.DataFrame) -> pd.DataFrame:
+    """The table of runs with their general utility as a share of the original model's (metrics named ..._share), where
+    the table lacks it."""
+    scores = runs[runs.metric.isin(SHARED) & runs.value.gt(0)]
+    of_model = ["model", "benchmark", "metric"]
+    originals = scores[scores.method == "original"].drop_duplicates(of_model).set_index(of_model).value
+    before = originals.reindex(pd.MultiIndex.from_frame(scores[of_model])).to_numpy()
+    shares = scores.assign(metric=scores.metric + "_share", value=scores.value / before)
+    both = pd.concat([runs, shares[shares.value.notna()]]).drop_duplicates([*KEYS, "metric"])
+    return both.sort_values([*KEYS, "metric"], kind="stable")
 
 
 def _whole_time(metrics: dict[str, float], unconstrained: dict[str, float]) -> dict[str, float]:

@@ -82,7 +82,7 @@ def attack_quality(runs: pd.DataFrame) -> Table:
 
 def erasure_frontier(strongest: pd.DataFrame) -> plt.Figure:
     """Two panels over the excess of `strongest_attacks`: retain accuracy, and tokens of training. A small point is a
-    run, a large one the mean of a method; the band is MARGIN."""
+    run, a large one the mean of a method under one objective; the band is MARGIN."""
     with house_style():
         figure, panels = plt.subplots(1, 2, figsize=(5.5, 2.4))
         for axes, measure, text in zip(
@@ -91,20 +91,19 @@ def erasure_frontier(strongest: pd.DataFrame) -> plt.Figure:
             scale = 1e-3 if measure == "tokens" else 1.0
             axes.axvspan(-0.1, MARGIN, color="0.92", linewidth=0, zorder=0)
             for method in names.ordered(set(strongest.method)):
-                of_method = strongest[strongest.method == method]
-                look = names.look_of(method)
-                axes.plot(
-                    of_method.excess, scale * of_method[measure], linestyle="", alpha=0.5, **{**look, "markersize": 2.5}
-                )
-                axes.plot(
-                    [of_method.excess.mean()],
-                    [scale * of_method[measure].mean()],
-                    linestyle="",
-                    **{**look, "markersize": 6},
-                )
+                of_method, look = strongest[strongest.method == method], names.look_of(method)
+                means = of_method.groupby("objective")[["excess", measure]].mean()
+                for points, part in ((of_method, {"markersize": 2.5, "alpha": 0.5}), (means, {"markersize": 6})):
+                    axes.plot(points.excess, scale * points[measure], linestyle="", **{**look, **part})
+                if len(means) > 1:
+                    for place, (objective, mean) in enumerate(means.iterrows()):
+                        label, at = names.objective_label(objective), (mean.excess, scale * mean[measure])
+                        offset = (5, 4 - 11 * place)  # in points
+                        axes.annotate(label, at, offset, textcoords="offset points", fontsize=6)
             axes.set(xlabel="excess under the strongest attack", ylabel=text)
             axes.set_xlim(left=min(-0.02, strongest.excess.min() - 0.02))
         for method in names.ordered(set(strongest.method)):
             panels[0].plot([], [], linestyle="", label=names.method_label(method), **names.look_of(method))
+        panels[0].plot([], [], color="0.88", linewidth=5, label=f"at most {MARGIN} above the retrained model")
         legend_below(figure, panels[0])
     return figure

@@ -77,8 +77,9 @@ def verdicts(runs: pd.DataFrame) -> list[tuple[str, str]]:
     for row in judged(runs).itertuples():
         interval = f" [{row.low:.2f}, {row.high:.2f}]" if row.units >= LEAST else ""
         runs_of = f"{row.units} {row.unit}{'s' * (row.units > 1)}"
-        to_decide = f" {row.to_decide.capitalize()} would decide it." if row.to_decide else ""
-        said[row.verdict].append(f"{row.text} Difference {row.difference:.2f}{interval} in {runs_of}.{to_decide}")
+        to_decide = f" To decide: {row.to_decide}." if row.to_decide else ""
+        measured = f"{row.comparison}: {row.difference:+.2f}{interval}, {runs_of}"
+        said[row.verdict].append(f"{row.text} {measured}.{to_decide}")
     return [(verdict, sentence) for verdict in VERDICTS[:-1] for sentence in said[verdict]]
 
 

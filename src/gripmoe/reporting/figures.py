@@ -11,6 +11,7 @@ from pathlib import Path
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 
 from gripmoe.config.fingerprint import code_fingerprint
@@ -19,6 +20,7 @@ from gripmoe.io.files import atomic_path, file_digest, read_json
 from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.collect import FOUR_WAY, KEYS, apart, expected_overlap
 
+CURVE_POINTS = 100
 PAPER_WIDTH = 5.5  # inches: the text width of the paper
 HOUSE_STYLE = {  # small sans type, thin axes without a box, fonts embedded as outlines that stay text
     **{"font.family": "DejaVu Sans", "font.size": 7, "axes.titlesize": 8, "axes.labelsize": 7, "axes.linewidth": 0.6},
@@ -79,7 +81,7 @@ def random_floor(runs: pd.DataFrame) -> float | None:
 
 def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
     """Fig. 1a: routing stability by layer of every method with its own colour, one panel per objective and kind of base
-    model. Bands span the seeds. Dots mark the stability of random sets."""
+    model. Bands span the runs. Dots mark the stability of random sets."""
     data = stability_by_layer(runs)
     floors = {kind: random_floor(group) for kind, group in apart(runs)}
     present = set(zip(data.kind, data.objective, strict=True))
@@ -199,12 +201,25 @@ SHOWN = (  # the methods of figures without room for all
 )
 
 
+def at_equal_levels(runs: Sequence[pd.DataFrame], forget: str, retain: str) -> tuple[np.ndarray, np.ndarray]:
+    """Levels of `forget` that all runs pass through, and the mean over runs of `retain` at each of them: where a run
+    first comes down to the level, interpolated between two checks. `runs` have a row per check."""
+    descents = []
+    for run in runs:
+        checks = run.dropna(subset=[forget, retain]).sort_values("step")
+        lowest = checks[forget].cummin()
+        descents.append(checks[lowest < lowest.shift(fill_value=np.inf)][::-1])
+    low, high = max(d[forget].min() for d in descents), min(d[forget].max() for d in descents)
+    levels = np.linspace(low, max(low, high), CURVE_POINTS)
+    return levels, np.mean([np.interp(levels, d[forget], d[retain]) for d in descents], axis=0)
+
+
 def forget_utility_tradeoff(
     histories: pd.DataFrame, forget: str = "forget_accuracy", retain: str = "retain_accuracy"
 ) -> plt.Figure:
     """Retain accuracy over forget accuracy on dev questions along training (the paper's Figure 2). Each method has a
-    line (the mean over runs at every check that all runs reached) and a dot (the mean of their last checks). Up and to
-    the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
+    line (the mean over runs at equal forgetting, as far as all runs forgot) and a dot (the mean of their last checks).
+    Up and to the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
     wide = histories.pivot_table(index=[*KEYS, "step"], columns="metric", values="value").reset_index()
     methods = [m for m in SHOWN if m in set(wide.method)]
     with house_style():
@@ -216,12 +231,10 @@ def forget_utility_tradeoff(
                 if runs.empty:
                     continue
                 last = runs.sort_values("step").groupby(KEYS).tail(1)
-                checks = runs.groupby("step")[[forget, retain]]
-                reached_by_all = checks.mean()[checks.size() == len(last)]
-                line = pd.concat([reached_by_all, last[[forget, retain]].mean().to_frame().T])
+                levels, line = at_equal_levels([run for _, run in runs.groupby(KEYS)], forget, retain)
                 shown[method] = names.line_style(method)
-                axes.plot(line[forget], line[retain], shown[method], alpha=0.8, color=names.colour(method))
-                axes.plot(*line.iloc[-1], **names.look_of(method, 4))
+                axes.plot(levels, line, shown[method], alpha=0.8, color=names.colour(method))
+                axes.plot(*last[[forget, retain]].mean(), **names.look_of(method, 4))
             if forget == "forget_accuracy":
                 axes.axvline(FOUR_WAY, color="0.6", linewidth=0.7, linestyle=":")
             axes.set_xlabel(f"{names.metric(forget).note} (dev)")

@@ -3,6 +3,8 @@ one base model share what it has learned, so more seeds of it say little about o
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pandas as pd
 from scipy import stats
@@ -24,21 +26,28 @@ def student(values: pd.Series, level: float = 0.95) -> float:
     return float(stats.t.ppf((1 + level) / 2, len(values) - 1) * values.sem())
 
 
-def units(values: pd.Series) -> pd.Series:
-    """One value per base model: the mean over objectives of its means over seeds. The values of a single base model are
-    returned unchanged: then its runs are the units, and results are about this base model alone.
+def compared(values: pd.Series) -> pd.Series:
+    """The values of base models that were all measured under the same objectives. What has to be left out, base models
+    or objectives, is chosen so that most means of a base model and an objective remain, of LEAST base models or more if
+    there are so many. The index of `values` has the levels `model` and `objective`."""
+    values = values.dropna()
+    cells = values.groupby(level=["model", "objective"]).size().unstack("objective")
+    if cells.notna().all(axis=None):
+        return values
+    subsets = [list(s) for n in range(1, cells.shape[1] + 1) for s in combinations(cells.columns, n)]
+    kept = max((cells[s].dropna() for s in subsets), key=lambda kept: (len(kept) >= LEAST, kept.size))
+    index = values.index
+    return values[index.get_level_values("model").isin(kept.index) & index.get_level_values("objective").isin(kept)]
 
-    The index of `values` has the levels `model` and `objective`. All base models are compared under the same
-    objectives: those measured on most base models. Base models that lack one of them are left out."""
+
+def units(values: pd.Series) -> pd.Series:
+    """One value per base model: the mean over objectives of its means over seeds, of the values that `compared` keeps.
+    The values of a single base model are returned unchanged: then its runs are the units, and results are about this
+    base model alone."""
     values = values.dropna()
     if values.index.unique("model").size <= 1:
         return values
-    cells = values.groupby(level=["model", "objective"]).mean().unstack("objective")
-    measured = cells.notna().sum()
-    compared = cells.loc[:, measured == measured.max()].dropna()
-    if compared.empty:  # no base model has all of these objectives, so take the first one
-        compared = cells[[measured.idxmax()]].dropna()
-    return compared.mean(axis=1)
+    return compared(values).groupby(level=["model", "objective"]).mean().groupby(level="model").mean()
 
 
 def of_runs(runs: pd.DataFrame) -> pd.Series:
