@@ -242,6 +242,39 @@ def test_a_plan_needs_no_weights(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_command_says_what_it_has_not_made(pair, files, tmp_path, capsys):
+    out = tmp_path / "audit"
+    line = ["audit", "--original", pair / "original", "--unlearned", pair / "unlearned", "--output", out]
+    line += ["--questions", files["forget"], "--retain-questions", files["retain"], "--attacks", "forcing"]
+    assert main([*map(str, line), "--budget", "0"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "not made: expert forcing: the budget of 0 minutes is spent" in told
+    assert "expert forcing: the budget of 0 minutes is spent" in (out / "index.html").read_text()
+    assert not any("quantisation" in text for text in told), "it was not chosen"
+
+
+def test_what_is_refused_leaves_nothing(pair, files, asked, tokenizer, tmp_path):
+    both, out = (pair / "original", pair / "unlearned"), tmp_path / "audit"
+    for arguments, message in (
+        ({**files, "attacks": "routers"}, "--attacks: 'routers' is a string"),
+        ({**files, "budget": -1}, "--budget: -1 minutes"),
+        ({**files, "output": pair / "original"}, "holds a model"),
+        ({"forget": files["forget"]}, "--retain-questions"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            gripmoe.audit(*both, **{"output": out, **arguments})
+    with pytest.raises(ConfigError, match="neither a folder"):
+        gripmoe.audit(pair / "original", tmp_path / "nowhere", **files, output=out)
+    given = dict(forget=asked.forget, retain=asked.retain, tokenizer=tokenizer, output=out)
+    model = small_model(vocabulary_size=len(tokenizer))
+    with pytest.raises(ConfigError, match="differ in dtype: float32 and bfloat16"):
+        gripmoe.audit(model, small_model(vocabulary_size=len(tokenizer)).bfloat16(), **given)
+    small = small_model(vocabulary_size=len(tokenizer) - 1)
+    with pytest.raises(ConfigError, match="original: the tokenizer gives ids up to"):
+        gripmoe.audit(small, small, **given)
+    assert not out.exists()
+
+
 def test_names_that_are_not_there_are_refused(pair, files):
     with pytest.raises(ConfigError, match="--attacks: unknown name 'forced'; did you mean 'forcing'"):
         gripmoe.audit(pair / "original", pair / "unlearned", **files, attacks=["forced"])

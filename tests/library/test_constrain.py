@@ -72,7 +72,7 @@ def test_every_row_works_by_name_or_says_why_not():
         "weight_distance": "`training.distance_weight`: hyperparameters of the loop; set them there",
         "undo": "`undo`: it distils a finished model; `gripmoe realign` does so to a run",
         "expert_null_space": "`experts: null_space`: it moves experts, which the loop trains",
-        "ptc": "`corrects`: it is about a finished model; call gripmoe.realign after training",
+        "ptc": "`corrects`: it refits routers after training; call gripmoe.remember before and gripmoe.realign after",
         "ptc_matched": "`correction`: it comes after training; call gripmoe.realign",
         "routing_aware": "`critical_experts`: it weighs tokens in the loss",
     }
@@ -83,6 +83,26 @@ def test_every_row_works_by_name_or_says_why_not():
     )
 
 
+def test_an_original_of_another_kind_is_refused():
+    model = small_model()
+    for other in (small_model("qwen2_moe"), small_model("qwen3"), small_model(num_experts=12)):
+        with pytest.raises(ValueError, match="`original` is another model"):
+            gripmoe.constrain(model, adamw(model), RETAIN, method="anchored", original=other)
+        assert all(parameter.requires_grad for parameter in (*other.parameters(), *model.parameters()))
+
+
+def test_float16_is_warned_of():
+    model = small_model().half()
+    with pytest.warns(UserWarning, match="float16"), gripmoe.constrain(model, adamw(model), RETAIN):
+        pass
+    with pytest.raises(ValueError, match="`model` is a str: give a transformers model"):
+        gripmoe.constrain("model", adamw(model), RETAIN)
+
+
+def test_public_names_are_listed():
+    assert set(gripmoe.__all__) <= set(dir(gripmoe))
+
+
 def test_routers_that_do_not_train_have_another_name():
     states = []
     for name in ("frozen_router", "freeze_moe_router"):
@@ -90,7 +110,7 @@ def test_routers_that_do_not_train_have_another_name():
         with gripmoe.constrain(model, adamw(model), RETAIN, method=name) as handle:
             states.append(handle.state_dict()["origin"])
     assert states[0] == states[1]
-    with pytest.raises(ValueError, match="unknown method 'freeze'; one of unconstrained, frozen_router, expert_spec"):
+    with pytest.raises(ValueError, match="`method`: unknown name 'freeze'; known: unconstrained, frozen_router, "):
         gripmoe.constrain(model, adamw(model), RETAIN, method="freeze")
 
 

@@ -321,7 +321,7 @@ def test_a_training_that_cannot_begin_leaves_nothing_behind(tmp_path):
 
 def test_arguments_are_checked_when_the_callback_is_made():
     """Values in tests/library/test_retain_data.py."""
-    with pytest.raises(ValueError, match="unknown method 'expert_specfic'"):
+    with pytest.raises(ValueError, match="unknown name 'expert_specfic'; did you mean 'expert_specific'"):
         gripmoe.trainer_callback(RETAIN, method="expert_specfic")
     with pytest.raises(TypeError, match="unexpected keyword argument 'methods'"):
         gripmoe.trainer_callback(RETAIN, methods="frozen_router")

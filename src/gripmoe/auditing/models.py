@@ -85,9 +85,11 @@ def _folder(name: str | Path, flag: str, patterns: list[str] | None) -> Path:
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except (OSError, HFValidationError, ValueError):
+        is_path = str(name).startswith((".", "/", "~")) or str(name).count("/") != 1
+        remedy = f", or run `hf download {repository}` where there is internet and give the folder that it names"
         raise ConfigError(
-            f"{flag} {name}: neither a folder nor a model that the hub gives this machine; correct it, or run `hf "
-            f"download {repository}` where there is internet and give the folder that it names"
+            f"{flag} {name}: neither a folder nor a model that the hub gives this machine; correct it"
+            + remedy * (not is_path)
         ) from None
 
 
@@ -104,8 +106,12 @@ def compare(one: Found, other: Found) -> None:
                 f"{pair} differ in {what}: {values[0]} and {values[1]}; give a model and what became of it"
             )
     compare_shapes(one.shapes, other.shapes, pair)
-    if one.dtype != other.dtype:
-        names = [str(found.dtype).removeprefix("torch.") for found in (one, other)]
+    compare_dtypes(one.dtype, other.dtype, pair)
+
+
+def compare_dtypes(one: torch.dtype, other: torch.dtype, pair: str) -> None:
+    if one != other:
+        names = [str(dtype).removeprefix("torch.") for dtype in (one, other)]
         raise ConfigError(f"{pair} differ in dtype: {names[0]} and {names[1]}; save both in one")
 
 
@@ -116,6 +122,16 @@ def compare_shapes(one: Mapping[str, Any], other: Mapping[str, Any], pair: str) 
             raise ConfigError(
                 f"{pair} differ in {name}: {shapes[0]} and {shapes[1]}; give a model and what became of it"
             )
+
+
+def check_vocabulary(model, tokenizer, name: str) -> None:
+    """Raises ConfigError if the tokenizer gives tokens that the model does not know."""
+    highest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
+    if highest >= rows:
+        raise ConfigError(
+            f"{name}: the tokenizer gives ids up to {highest}, and the model has {rows} embeddings; give the tokenizer "
+            "that belongs to the model"
+        )
 
 
 def compare_tokenizers(one, other, pair: str) -> None:

@@ -28,6 +28,7 @@ ATTACKS = {  # by the names of --attacks, the most informative first
     "membership": ("membership",),
 }
 NEED_ROUTERS = ("routing", "expert forcing", "routers", "probes of single experts")
+NOT_CHOSEN = "not chosen"
 SAMPLE = 240  # questions of attacks with many evaluations
 
 
@@ -60,7 +61,7 @@ def measures_of(chosen: Sequence[str], unfit: Mapping[str, str], dense: bool) ->
     for name in chosen:
         require_known(name, ATTACKS, "--attacks")
     listed = ["accuracy", "changes", "routing", *(name for key in ATTACKS if key in chosen for name in ATTACKS[key])]
-    absent = {name: "not chosen" for key in ATTACKS if key not in chosen for name in ATTACKS[key]}
+    absent = {name: NOT_CHOSEN for key in ATTACKS if key not in chosen for name in ATTACKS[key]}
     absent |= {name: reason for name, reason in unfit.items() if name in listed}
     absent |= {name: "the model is dense" for name in NEED_ROUTERS if dense and name in listed}
     return [name for name in listed if name not in absent], absent
@@ -90,7 +91,7 @@ def told(turns: Sequence[tuple[str, str]], seconds: Mapping[str, float], absent:
     for name in dict.fromkeys(name for _, name in turns):
         of = [model for model, other in turns if other == name]
         lines.append(f"{name:<34}{len(of) * seconds[name] / 60:8.1f} min  {', '.join(of)}")
-    lines += [f"{name:<34}not made: {reason}" for name, reason in absent.items()]
+    lines += [f"{name:<34}not made: {reason}" for name, reason in absent.items() if reason != NOT_CHOSEN]
     return [*lines, f"about {sum(seconds[name] for _, name in turns) / 60:.1f} minutes"]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gripmoe.attacks.base import Found
 from gripmoe.attacks.prompts import ORDER
+from gripmoe.auditing.plan import NOT_CHOSEN
 from gripmoe.data.prompt_formats import LETTERS
 from gripmoe.io.files import write_json, write_text
 
@@ -142,7 +143,7 @@ class AuditReport:
         write_page(
             folder / "index.html",
             title="Audit of an unlearned model",
-            verdicts=[(self.verdict.word, self.verdict.sentence)],
+            verdicts=[(self.verdict.word, self.verdict.sentence), *(("not made", line) for line in self.not_made)],
             summary=_readable(self.to_summary()),
             charts=charts_of(self.to_frame(), self.verdict.returned),
             tables={
@@ -151,6 +152,11 @@ class AuditReport:
                 "Measures": _readable(frames["measures"]),
             },
         )
+
+    @property
+    def not_made(self) -> list[str]:
+        """The measurements that were asked for and not made, as "name: reason"."""
+        return [f"{name}: {reason}" for name, reason in self.absent.items() if reason != NOT_CHOSEN]
 
     def __str__(self) -> str:
         return f"{self.verdict.word}: {self.verdict.sentence}"

@@ -34,6 +34,7 @@ from gripmoe.evaluation.routing_stability import routing_metrics
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_csv
 from gripmoe.io.imports import require_extras
+from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.storage import weights_digest
@@ -69,9 +70,15 @@ def audit(
     Raises ConfigError, a ValueError, for unusable inputs and for models that differ in more than weights;
     ModuleNotFoundError without the extras `eval` and `report`."""
     require_extras("eval", "report")
+    if isinstance(attacks, str):
+        raise ConfigError(f"--attacks: {attacks!r} is a string; give a list of names")
     chosen = list(ATTACKS) if attacks is None else list(attacks)
     measures_of(chosen, {}, dense=False)  # raises for unknown names, before anything is read
-    if retain is None and isinstance(forget, str):
+    if budget is not None and not budget >= 0:
+        raise ConfigError(f"--budget: {budget:g} minutes; give a positive number")
+    if output and (Path(output) / "config.json").exists():
+        raise ConfigError(f"--output {output}: this folder holds a model; give another one")
+    if retain is None and isinstance(forget, str) and not Path(forget).is_file():
         inputs = named(forget, relearning)
     elif retain is None:
         raise ConfigError("--retain-questions: questions to retain are needed beside those to forget")
@@ -86,6 +93,8 @@ def audit(
             if isinstance(names[name], nn.Module):
                 stack.callback(moe.release, rounded=True)
         folder = Path(output) / "state" if output else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if output:
+            stack.enter_context(exclusive(Path(output)))
         inputs.write(folder / "data")
         return _measured(moes, tokenizer, inputs, chosen, budget, folder)
 
@@ -96,8 +105,10 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
         if tokenizer is None:
             raise ConfigError("tokenizer: models in memory need the tokenizer that belongs to them")
         shapes = {n: {name: tuple(p.shape) for name, p in model.named_parameters()} for n, model in names.items()}
-        for name in names:
+        for name, model in names.items():
             models.compare_shapes(shapes["original"], shapes[name], f"original and {name}")
+            models.compare_dtypes(names["original"].dtype, model.dtype, f"original and {name}")
+            models.check_vocabulary(model, tokenizer, name)
         return dict(names), tokenizer
     if any(in_memory):
         raise ConfigError("original, unlearned, retrained: give all of them as folders or hub ids, or all in memory")
@@ -113,6 +124,7 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
         options = dict(device=device, trust_remote_code=trust_remote_code)
         loaded[name], tokenizers[name] = models.load(found[name], given, **options)
         models.compare_tokenizers(tokenizers["original"], tokenizers[name], f"--original and --{name}")
+        models.check_vocabulary(loaded[name], tokenizers[name], f"--{name}")
     return loaded, tokenizers["original"]
 
 

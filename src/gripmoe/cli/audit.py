@@ -14,7 +14,6 @@ from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.locks import exclusive
 
 
 def audit(
@@ -29,9 +28,9 @@ def audit(
     forget_text: Annotated[Path | None, read_file("--forget-text", "Documents to forget: JSON lines or text.")] = None,
     retain_text: Annotated[Path | None, read_file("--retain-text", "Documents to retain: JSON lines or text.")] = None,
     holdout_text: Annotated[Path | None, read_file("--holdout-text", "Documents that no model has seen.")] = None,
-    attacks: Annotated[str | None, typer.Option(help=f"Some of {','.join(ATTACKS)}; all without.")] = None,
-    relearning: Annotated[str | None, typer.Option(metavar="JSON", help="Settings of finetuning as an attack.")] = None,
-    budget: Annotated[float | None, typer.Option(help="Minutes; what would exceed them is not measured.")] = None,
+    attacks: Annotated[str | None, typer.Option(help=f"Some of {','.join(ATTACKS)}. Default: all.")] = None,
+    relearning: Annotated[str | None, typer.Option(metavar="JSON", help="Finetuning: learning_rate, ...")] = None,
+    budget: Annotated[float | None, typer.Option(help="Minutes; later measurements are skipped.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that lies in a model's folder.")] = False,
     plan_only: Annotated[bool, typer.Option(help="Say what it takes, from config.json alone, and stop.")] = False,
 ) -> None:
@@ -55,7 +54,7 @@ def audit(
         names = ["original", "unlearned", *["retrained"] * bool(retrained)]
         print(plan_of(original, forget, chosen, settings, names, trust_remote_code))
         return
-    with exclusive(output), recorded(output / "audit.provenance.json", audit):
+    with recorded(output / "audit.provenance.json", audit):
         report = run.audit(
             original,
             unlearned,
@@ -72,4 +71,4 @@ def audit(
             trust_remote_code=trust_remote_code,
         )
         report.save(output)
-    print(f"{report}\n{output / 'index.html'}")
+    print("\n".join([str(report), *(f"not made: {line}" for line in report.not_made), str(output / "index.html")]))

@@ -53,7 +53,8 @@ class ConstraintHandle:
         optimizer = inner_optimizer(optimizer)
         if getattr(model.model, "_constrained", None) == id(model.model):  # a copy of the model has another id
             raise ValueError(
-                "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`"
+                "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`; if it is "
+                "lost, load the model again"
             )
         self.model, self.constraint, self.loss_bound, self.origin = model, constraint, loss_bound, origin
         self.is_lifted = False

@@ -134,6 +134,7 @@ def _checked(item: Any, where: str) -> tuple[dict[str, Any], Tensor]:
     ids = item["input_ids"]
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         what = f"of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else _described(ids)
+        what += " of rows that differ in length: pad them" if isinstance(ids, list) else ""
         raise ValueError(f"{where}: `input_ids` must be a tensor, (rows, positions); this is {what}")
     if not ids.numel():
         raise ValueError(f"{where} is empty: `input_ids` has the shape {tuple(ids.shape)}")

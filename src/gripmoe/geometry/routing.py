@@ -55,6 +55,10 @@ class SelectionRule:
     chosen_groups: int = 1
     counted: int = 1
 
+    def __post_init__(self) -> None:
+        if self.squash not in ("none", "sigmoid", "softmax"):
+            raise ValueError(f"`squash` is {self.squash!r}: give 'none', 'sigmoid' or 'softmax'")
+
     def scores(self, x_Nd: Tensor, theta_Ed: Tensor) -> Tensor:
         scores_NE = x_Nd @ theta_Ed.T
         return scores_NE if self.logit_bias_E is None else scores_NE + self.logit_bias_E.to(scores_NE)

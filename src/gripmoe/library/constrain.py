@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gripmoe.config.methods import Method, method_table
+from gripmoe.config.reading import require_known
 from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.baselines import restricted_experts
 from gripmoe.constraints.build import build
@@ -36,7 +37,7 @@ SAMPLED = 256  # entries of each weight in the checksum of a model
 UNABLE = {  # keys of a method that `constrain` cannot apply, and why
     "baseline": "it trains nothing; leave `constrain` out",
     "undo": "it distils a finished model; `gripmoe realign` does so to a run",
-    "corrects": "it is about a finished model; call gripmoe.realign after training",
+    "corrects": "it refits routers after training; call gripmoe.remember before and gripmoe.realign after training",
     "correction": "it comes after training; call gripmoe.realign",
     "critical_experts": "it weighs tokens in the loss, which is the loop's own",
 }
@@ -102,6 +103,8 @@ def constrain(
             [batch.to(moe.model.device) for batch in batches_of(data, name, moe.model, tokenizer)]
             for name, data in (("retain", retain), ("forget", forget))
         )
+        if not to_retain:
+            raise ValueError("`retain` holds nothing to trace: no batches were given")
         trace = moe.trace(to_retain)
         if not len(trace[moe.layers[0]]):
             raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
@@ -122,6 +125,7 @@ def constrain(
             if unwrapped(original) is moe.model:
                 raise ValueError("`original` is the model that trains: give a copy of it from before")
             built.constraint.original = undo.enter_context(_untrained(unwrapped(original)))
+            _check_original(built.constraint.original, moe)
         parameters = [parameter for layer in moe.layers for parameter in moe.router_parameters(layer)]
         trained = undo.enter_context(_trained_again(parameters))
         with moe.evaluating():
@@ -156,6 +160,8 @@ def _opened(
 ) -> tuple[MoEModel, torch.optim.Optimizer]:
     """The model as routers and experts, with routers in fp32 until `undo` closes, and the torch optimizer. Raises
     ValueError if the method cannot constrain them."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"`model` is a {type(model).__name__}: give a transformers model, in memory")
     precisions = [parameter.dtype for parameter in model.parameters()]
     moe = MoEModel(unwrapped(model))
     undo.push(lambda error, *_: moe.release(rounded=error is not None))
@@ -169,6 +175,11 @@ def _opened(
     _check_adapters(moe, method)
     if layers := layers_not_finite(moe):
         raise ValueError(f"the routers of layers {layers} are not finite: load weights that are")
+    if torch.float16 in precisions:
+        warnings.warn(
+            "the model is in float16, in which the states of an optimizer overflow: load it in bfloat16 or float32",
+            stacklevel=3,
+        )
     stepping = inner_optimizer(optimizer)
     if method.constraint == "null_space":
         _check_routers(moe, stepping)
@@ -218,18 +229,17 @@ def checked_method(
     Raises ValueError for a wrong argument."""
     if not isinstance(original, nn.Module | None):
         raise ValueError(f"`original` is a {type(original).__name__}: give a copy of the model from before training")
-    for name, value, kinds in (("loss_bound", loss_bound, int | float), ("seed", seed, int), ("replay", replay, bool)):
+    numbers = (("loss_bound", loss_bound, (int, float)), ("seed", seed, (int,)), ("replay", replay, (bool,)))
+    for name, value, kinds in numbers:
         if not isinstance(value, kinds) or value != value:
-            raise ValueError(f"`{name}` is {value!r}")
+            raise ValueError(f"`{name}` is {value!r}: give {' or '.join(kind.__name__ for kind in kinds)}")
     if not isinstance(method, str | Method):
         raise ValueError(f"`method` is {method!r}: give the name of a method or a gripmoe.config.methods.Method")
     name = "this one"
     if isinstance(method, str):
         name, method = repr(method), ALIASES.get(method, method)
         if method not in method_table():
-            raise ValueError(
-                f"unknown method {name}; one of {', '.join(methods_of_loops())}, or a gripmoe.config.methods.Method"
-            )
+            require_known(method, methods_of_loops(), "`method`")
         method = method_table()[method]
     if reason := _unable(method):
         raise ValueError(f"method {name}: `constrain` cannot do {reason}")
@@ -271,6 +281,19 @@ def _unable(method: Method) -> str | None:
         attacker = " (an attacker: gripmoe.RelearningAdversary)" if "adversary_steps" in of_loop else ""
         return f"{keys}: hyperparameters of the loop; set them there{attacker}, and give a Method without `training`"
     return None
+
+
+def _check_original(original: MoEModel, moe: MoEModel) -> None:
+    kinds = [
+        (each.model.config.model_type, {layer: tuple(each.theta(layer).shape) for layer in each.layers})
+        for each in (original, moe)
+    ]
+    if kinds[0] != kinds[1]:
+        names = [type(each.model).__name__ for each in (original, moe)]
+        raise ValueError(
+            f"`original` is another model: {names[0]} and {names[1]} differ in their family or in the shapes of their "
+            "routers; give a copy of the model from before"
+        )
 
 
 def _check_adapters(moe: MoEModel, method: Method) -> None:

@@ -200,7 +200,11 @@ def register_family(model_type: str, weigh: Weigh, rule: Rule = _plain) -> None:
     `weigh(router, scores, experts)` returns the weights of chosen experts, (tokens, k), given logits (tokens, experts)
     and expert numbers (tokens, k). `rule(router, block)` returns the `gripmoe.SelectionRule` of a router; without it,
     the router selects the `top_k` largest logits. Recording a trace raises ValueError if the rule selects other experts
-    than the router."""
+    than the router. Raises ValueError if `weigh` or `rule` is no function."""
+    if not (callable(weigh) and callable(rule)):
+        raise ValueError(
+            "`weigh` and `rule` must be functions of a router; the docstring of register_family says which"
+        )
     FAMILIES[model_type] = Family(weigh, rule, checked=True)
 
 

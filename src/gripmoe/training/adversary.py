@@ -8,7 +8,7 @@ al. 2025) takes the gradient at the worst of the weights nearby, to first order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,8 +21,8 @@ class RelearningAdversary:
     """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
     `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no state (ours)."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], rate: float):
-        self._parameters, self._rate = parameters, rate
+    def __init__(self, parameters: Iterable[nn.Parameter], rate: float):
+        self._parameters, self._rate = list(parameters), rate
         self._weights: list[Tensor] = []
 
     def restart(self) -> None:
@@ -31,7 +31,10 @@ class RelearningAdversary:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Within the block the parameters have the attacker's weights. Gradients stay when it ends."""
+        """Within the block the parameters have the attacker's weights. Gradients stay when it ends. Raises RuntimeError
+        before the first `restart`."""
+        if len(self._weights) != len(self._parameters):
+            raise RuntimeError("the attacker has no weights yet: call `restart` first")
         own = _copies(self._parameters)
         _write(self._parameters, self._weights)
         try:
