@@ -111,6 +111,8 @@ def test_other_bad_inputs_are_refused(asked, files, tmp_path):
         own(empty, files["retain"])
     with pytest.raises(ConfigError, match="--retain-text .*empty.jsonl: there is no text"):
         own(files["forget"], files["retain"], retain_text=empty)
+    with pytest.raises(ConfigError, match="--questions, --retain-questions: both are"):
+        own(files["forget"], files["forget"])
     with pytest.raises(ConfigError, match="none.jsonl: cannot be read"):
         own(tmp_path / "none.jsonl", files["retain"])
     with pytest.raises(ConfigError, match="`text` of document 'retain/1' is no text"):

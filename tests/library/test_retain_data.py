@@ -100,6 +100,11 @@ def test_the_same_documents_in_every_form(form, tokenizer, texts):
     assert documents_in(batches) == expected
 
 
+def test_the_name_of_a_file_is_no_text(tokenizer):
+    with pytest.raises(ValueError, match="`retain` is 'here/retain.jsonl', which seems the name of a file"):
+        batches_of("here/retain.jsonl", "retain", tokenizer=tokenizer)
+
+
 @pytest.mark.parametrize("form", ["left", "loader", "packed, ends", "texts"])
 def test_routers_see_the_same_tokens(form, tokenizer, texts):
     """The control: the packed row without what says where documents begin."""

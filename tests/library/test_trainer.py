@@ -323,6 +323,8 @@ def test_arguments_are_checked_when_the_callback_is_made():
     """Values in tests/library/test_retain_data.py."""
     with pytest.raises(ValueError, match="unknown name 'expert_specfic'; did you mean 'expert_specific'"):
         gripmoe.trainer_callback(RETAIN, method="expert_specfic")
+    with pytest.raises(ValueError, match="this method looks at what is to be forgotten"):
+        gripmoe.trainer_callback(RETAIN, method="seuf")
     with pytest.raises(TypeError, match="unexpected keyword argument 'methods'"):
         gripmoe.trainer_callback(RETAIN, methods="frozen_router")
     with pytest.raises(ValueError, match="no batches were given"):

@@ -91,6 +91,8 @@ def own(
     documents that no model has seen. Each argument is a file or its rows. Raises ConfigError, naming file and row, for
     missing or wrong input."""
     relearning = relearning or OWN.relearning
+    if isinstance(forget, str | Path) and isinstance(retain, str | Path) and Path(forget) == Path(retain):
+        raise ConfigError(f"--questions, --retain-questions: both are {forget}; give questions of two kinds")
     forget_rows = _questions(forget, "--questions", "forget")
     retain_rows = _questions(retain, "--retain-questions", "retain")
     forget_texts = _texts(forget_text, "--forget-text", "forget")

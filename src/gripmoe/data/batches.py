@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def _items(data: Any, name: str, tokenizer: Any, padding: Padding) -> Iterable[A
     if holds_texts(data):
         if tokenizer is None:
             raise ValueError(f"`{name}` holds texts: give `tokenizer` too")
+        if isinstance(data, str) and Path(data).suffix in (".jsonl", ".json", ".txt", ".csv", ".parquet"):
+            raise ValueError(f"`{name}` is {data!r}, which seems the name of a file: give its texts")
         texts = [data] if isinstance(data, str) else data["text"] if columns else data
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"`{name}` mixes texts with other items: give {FORMS}")

@@ -127,13 +127,15 @@ def _listed(data: Data) -> Any:
 def _check(retain: Any, settings: Mapping[str, Any]) -> None:
     inspect.signature(constrain).bind(None, None, retain, **settings)
     names = inspect.signature(checked_method).parameters
-    checked_method(**{name: value for name, value in settings.items() if name in names})
+    method = checked_method(**{name: value for name, value in settings.items() if name in names})
     for name, data in (("retain", retain), ("forget", settings["forget"])):
         if not holds_texts(data) or settings.get("tokenizer") is not None:
             with warnings.catch_warnings(action="ignore"):  # `constrain` warns
                 batches = batches_of(data, name, tokenizer=settings.get("tokenizer"))
             if name == "retain" and not batches:
                 raise ValueError("`retain` holds nothing to trace: no batches were given")
+            if name == "forget" and method.looks_at_forget and not batches:
+                raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
 
 
 def _checkpoint(args, step: int) -> Path:
