@@ -46,10 +46,12 @@ def folder_of(record: str) -> Path:
 
 
 def mean_of(record: str, objective: str, method: str, metric: str) -> float:
-    """Mean over base models, or over the runs of a single one; of the original and retrained models too."""
+    """Mean over base models, or over the runs of a single one; of the original and retrained models too. With "all",
+    the mean over objectives."""
     runs = runs_of(record)
     objective = NO_OBJECTIVE if method in names.ORIGINALS else objective
-    chosen = runs[(runs.objective == objective) & (runs.method == method) & (runs.metric == metric)]
+    of_objective = (runs.objective == objective) | (objective == "all")
+    chosen = runs[of_objective & (runs.method == method) & (runs.metric == metric)]
     return float(of_runs(chosen).mean())
 
 
@@ -69,6 +71,8 @@ def value_of(source: str) -> str:
             claims = claims[claims.primary] if which == "primary" else claims
             alike = claims.verdict == verdict.replace("_", " ")
             return str(len(claims) if verdict == "all" else int(alike.sum()))
+        case [record, "claim", claim, "difference" | "low" | "high" as column]:
+            return fixed(claims_of(record)[column][claim], 2)
         case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):
             return fixed(mean, 2)
     raise ValueError(f"{QUOTES.name}: {source!r} is no source, or the record has no number of it")
