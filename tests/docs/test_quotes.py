@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gripmoe.config.grid import Project
 from gripmoe.io.files import read_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -76,3 +77,26 @@ def test_a_sentence_that_is_not_there_is_an_error():
 def test_a_sentence_is_found_across_lines():
     page = "It keeps\n  3 of it, and 4."
     assert script["pattern"]("It keeps {} of it, and {}.").search(page).groups() == ("3", "4")
+
+
+def test_the_settings_that_the_record_tells_are_those_of_its_world():
+    page, project = (
+        (ROOT / "docs" / "record.md").read_text(encoding="utf-8"),
+        Project(ROOT / "workflow/config", "record_main"),
+    )
+    told = page.partition("| learning rate, α |")[2].partition("\n\n")[0].splitlines()
+    objectives = [name.strip().lower() for name in told[0].strip(" |").split("|")]
+    methods = {
+        "unconstrained": ["unconstrained"],
+        "frozen router": ["frozen_router"],
+        "Method A, both forms": ["expert_specific", "expert_specific_paper"],
+        "anchored": ["anchored"],
+    }
+    assert objectives == ["gd", "kl", "npo", "rmu"] and len(told) == 2 + len(methods)
+    for row in told[2:]:
+        label, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        for objective, cell in zip(objectives, cells, strict=True):
+            for method in methods[label]:
+                training = project.run("tiny_a", "wmdp_tiny", objective, method, 0).training
+                told_of_run = [float(number) for number in cell.partition("(")[0].split(",")]
+                assert told_of_run == [training.learning_rate, training.objective["alpha"]], (label, objective)
