@@ -49,7 +49,7 @@ def test_paired_differences_are_the_records():
     frozen = (wide.frozen_router_adversary - wide.frozen_router).dropna()
     anchored = (wide.anchored_adversary - wide.anchored).dropna().groupby("model").mean()
     for difference, shown in (
-        (frozen, "falls by 0.06 (± 0.03)"),
+        (frozen, "by 0.06 (± 0.03), paired by base model"),
         (anchored, "three base models leave that undecided (± 0.20)"),
     ):
         assert len(difference) == 3 and shown in PAGE

@@ -54,7 +54,7 @@ class Folder:
 
 
 @pytest.mark.parametrize("page, heading, allowed", [
-    ("README.md", "What we found", ["0.25"]),  # a guess
+    ("README.md", "What we found", ["0.25", "0.95"]),  # a guess, a setting
     ("docs/record.md", "What the runs say", []),
 ])  # fmt: skip
 def test_every_decimal_of_what_we_found_is_quoted(page, heading, allowed):
@@ -63,7 +63,7 @@ def test_every_decimal_of_what_we_found_is_quoted(page, heading, allowed):
     prose = "\n".join(line for line in found.splitlines() if not line.startswith("|"))
     for sentence in QUOTES[page]["sentences"]:
         prose = script["pattern"](sentence).sub("", prose)
-    prose = re.sub(r"the\s+paper('s| has) [01]\.\d\d( and [01]\.\d\d)?", "", prose)
+    prose = re.sub(r"[Tt]he\s+paper('s| has)\s+[01]\.\d\d( (and|to) [01]\.\d\d)?", "", prose)
     assert DECIMAL.findall(prose) == allowed
 
 

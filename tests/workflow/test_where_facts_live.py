@@ -33,8 +33,8 @@ def test_experts_and_routers_are_replaced_and_nothing_else(tokenizer):
 
 def test_the_record_says_what_was_measured():
     table = pd.read_csv(ROOT / "docs" / "record" / "earlier" / "where_facts_live.csv")
-    record = (ROOT / "docs" / "record_earlier.md").read_text()
-    written = [re.findall(r"\d\.\d\d, \d\.\d\d", line) for line in record.partition("## Where their facts live")[2].splitlines()]
+    record = (ROOT / "docs" / "record_earlier.md").read_text().partition("## Where their facts live")[2]
+    written = [re.findall(r"\d\.\d\d, \d\.\d\d", line) for line in record.splitlines()]
     written = [cells for cells in written if cells][:7]
     for number, model in enumerate(("tiny_a", "tiny_b")):
         rows = pd.concat([table[table.model == model], table[table.model == f"{model}_retrained"]])

@@ -45,6 +45,7 @@ class SelectionRule:
     Choice scores are the logits, or with `choice_bias_E` the sigmoid or softmax of the logits (`squash`) plus that
     bias, which balances load. `logit_bias_E` is part of the logits. With `num_groups` > 1 only experts of the
     `chosen_groups` best groups may be selected; a group's score is the sum of its `counted` largest choice scores.
+    Raises ValueError for another `squash`.
     """
 
     k: int

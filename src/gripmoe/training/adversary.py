@@ -19,7 +19,8 @@ from gripmoe.io import distributed
 
 class RelearningAdversary:
     """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
-    `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no state (ours)."""
+    `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no state (ours).
+    `weights` raises RuntimeError before the first `restart`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rate: float):
         self._parameters, self._rate = list(parameters), rate
