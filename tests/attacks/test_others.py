@@ -33,7 +33,7 @@ from gripmoe.attacks.restoration import (
     restoration,
     restored_experts,
 )
-from gripmoe.attacks.routers import noisy_sets, widened
+from gripmoe.attacks.routers import noisy, widened
 from gripmoe.config.training import Relearning
 from gripmoe.data.documents import encode
 from gripmoe.data.prompt_formats import CLOTHES
@@ -116,14 +116,17 @@ def test_most_used_experts_are_those_of_the_prompts(setting, tokenizer):
 def test_wider_and_noisy_routing_leave_no_trace(setting):
     before, _, questions, ask = setting
     plain = [a.letter_logprobs for a in ask(before, questions)]
-    with before.force_routing(noisy_sets(before, 0.0, seed=0)):
+    with noisy(before, 0.0, seed=0):
         assert [a.letter_logprobs for a in ask(before, questions)] == plain, "no noise is no attack"
-    with before.force_routing(noisy_sets(before, 1.0, seed=0)):
+    with noisy(before, 1.0, seed=0):
         assert [a.letter_logprobs for a in ask(before, questions)] != plain
     with widened(before, 2):
         ids = torch.tensor([[5, 6, 7]])
         assert before.routes(ids)[0].shape == (3, 2 * before.top_k)
     assert before.routes(ids)[0].shape == (3, before.top_k)
+    with noisy(before, 0.0, seed=0):  # token by token too
+        written = before.model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(written, before.model.generate(ids, max_new_tokens=8, do_sample=False))
     given = Setting(None, before, None, None, None)
     given.ids, given.recall = [q["id"] for q in questions], lambda moe: Marks(ask(moe, questions))
     assert set(routers.attack(given).metrics) == {"wider_routing", "noisy_routing"}

@@ -72,7 +72,7 @@ def test_what_data_do_not_allow_is_told(asked):
     texts = dict(forget_text=asked.forget_text, holdout_text=asked.retain_text)
     assert "membership" not in own(asked.forget, asked.retain, **texts).absent
     scattered = [row | {"subject": f"subject {n}"} for n, row in enumerate(asked.forget)]
-    assert "five are solved" in own(scattered, asked.retain).absent["prompts"]
+    assert "are solved before each" in own(scattered, asked.retain).absent["prompts"]
 
 
 BAD = {

@@ -15,7 +15,6 @@ from gripmoe.attacks.base import Found, Letters, Setting, mean
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.evaluation.questions import prompt_of
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import Routes
 from gripmoe.moe.recording import hooked
 
 SILENCED = (1, 2, 4)  # numbers of experts per layer that the attacker tries to silence
@@ -32,7 +31,7 @@ def attack(setting: Setting) -> Found:
         return Found()
     with widened(model, 2):
         found["wider_routing"] = setting.recall(model)
-    with model.force_routing(noisy_sets(model, 0.5, setting.seed)):
+    with noisy(model, 0.5, setting.seed):
         found["noisy_routing"] = setting.recall(model)
     return setting.found(found)
 
@@ -87,12 +86,33 @@ def search(setting: Letters) -> Found:
 def biased(model: MoEModel, scores: Mapping[int, Tensor]) -> Iterator[None]:
     """Within the block, routers add `scores`, (E,) by layer, to select experts, and weigh them by the unshifted
     scores."""
+    with _selecting_by(model, lambda layer, scores_TE: scores_TE + scores[layer].to(scores_TE)):
+        yield
+
+
+@contextmanager
+def noisy(model: MoEModel, scale: float, seed: int) -> Iterator[None]:
+    """Within the block, routers add noise of `scale` standard deviations of their scores to select experts, and weigh
+    them by the scores without noise."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def with_noise(layer: int, scores_TE: Tensor) -> Tensor:
+        noise_TE = torch.randn(scores_TE.shape, generator=generator).to(scores_TE)
+        return scores_TE + scale * scores_TE.std() * noise_TE
+
+    with _selecting_by(model, with_noise):
+        yield
+
+
+@contextmanager
+def _selecting_by(model: MoEModel, changed: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
+    """Within the block, routers select experts by `changed(layer, scores_TE)`."""
 
     def select(layer: int, router: nn.Module, args, output) -> tuple[Tensor, Tensor, Tensor]:
-        top_k_Tk = model.rule(layer).select(output[0] + scores[layer].to(output[0]))
+        top_k_Tk = model.rule(layer).select(changed(layer, output[0]))
         return output[0], model.family.weigh(router, output[0], top_k_Tk).to(output[1]), top_k_Tk
 
-    with hooked(model.router(layer).register_forward_hook(partial(select, layer)) for layer in scores):
+    with hooked(model.router(layer).register_forward_hook(partial(select, layer)) for layer in model.layers):
         yield
 
 
@@ -123,20 +143,3 @@ def widened(model: MoEModel, factor: int) -> Iterator[None]:
     finally:
         for router, top_k in zip(routers, own, strict=True):
             router.top_k = top_k
-
-
-def noisy_sets(model: MoEModel, scale: float, seed: int) -> Callable[..., Routes]:
-    """The sets that the model selects after adding noise of `scale` standard deviations to the router scores."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def routes(input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
-        with torch.no_grad(), model.record_routing() as recorder:
-            model.model.model(input_ids=input_ids, attention_mask=attention_mask)
-            trace = recorder.take()
-        sets = {}
-        for layer, seen in trace.items():
-            noise_TE = torch.randn(seen.scores_NE.shape, generator=generator).to(seen.scores_NE)
-            sets[layer] = model.rule(layer).select(seen.scores_NE + scale * seen.scores_NE.std() * noise_TE)
-        return sets
-
-    return routes

@@ -43,7 +43,7 @@ OWN = Named(  # with questions of one's own
         max_length=512,
         evaluation_batch_size=8,
     ),
-    relearning=Relearning(learning_rate=1e-5, batch_size=4),
+    relearning=Relearning(learning_rate=1e-5, batch_size=4, optimizer="adamw_fp32"),  # in bf16 most steps round to none
 )
 
 
@@ -122,9 +122,12 @@ def own(
         absent["membership"] = "--forget-text and --holdout-text are needed"
     dev = [row for row in forget_rows if row["split"] == "dev"]
     of_subject = Counter(row["subject"] for row in dev)
-    least = min(of_subject[row["subject"]] for row in forget_rows)
-    if least < 6:
-        absent["prompts"] = f"a subject has {least} questions of the split dev, and five are solved before each"
+    of_fact = Counter((row["subject"], row["fact"]) for row in dev)
+    least = min(of_subject[row["subject"]] - of_fact[row["subject"], row["fact"]] for row in forget_rows)
+    if least < 5:
+        absent["prompts"] = (
+            f"five questions of the same subject and of other facts are solved before each; the split dev has {least}"
+        )
     if len({row["answer"] for row in dev}) < 2:
         absent["probes"] = absent["probes of single experts"] = "the questions of the split dev have one letter alone"
     sources = {"forget_questions": forget, "retain_questions": retain}
@@ -171,7 +174,7 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
                 "fact": str(row.get("fact", question_id)),
                 "wording": row.get("wording", "seen"),
                 "exposure": "forget" if kind == "forget" else exposure if exposure != "forget" else "unseen_subject",
-                "split": row.get("split") or dev_or_test(str(row["question"])),
+                "split": row.get("split") or dev_or_test(str(row.get("fact", row["question"]))),
             }
         )
     if len(questions) < FEWEST:

@@ -28,6 +28,12 @@ NAMED = {  # what a config.json calls what an error names
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "experts per token": ("num_experts_per_tok", "moe_topk"),
     "hidden size": ("hidden_size",),
+    "heads": ("num_attention_heads",),
+    "normalisation of router weights": ("norm_topk_prob",),
+    "scale of router weights": ("routed_scaling_factor",),
+    "positions": ("rope_parameters",),
+    "epsilon of norms": ("rms_norm_eps",),
+    "activation": ("hidden_act",),
 }
 
 
@@ -96,15 +102,7 @@ def _folder(name: str | Path, flag: str, patterns: list[str] | None) -> Path:
 def compare(one: Found, other: Found) -> None:
     """Raises ConfigError, naming the difference, if two models differ in more than weights."""
     pair = f"{one.flag} and {other.flag}"
-    for what, keys in NAMED.items():
-        values = [
-            next((getattr(found.config, key) for key in keys if hasattr(found.config, key)), None)
-            for found in (one, other)
-        ]
-        if values[0] != values[1]:
-            raise ConfigError(
-                f"{pair} differ in {what}: {values[0]} and {values[1]}; give a model and what became of it"
-            )
+    compare_configurations(one.config, other.config, pair)
     compare_shapes(one.shapes, other.shapes, pair)
     compare_dtypes(one.dtype, other.dtype, pair)
 
@@ -113,6 +111,23 @@ def compare_dtypes(one: torch.dtype, other: torch.dtype, pair: str) -> None:
     if one != other:
         names = [str(dtype).removeprefix("torch.") for dtype in (one, other)]
         raise ConfigError(f"{pair} differ in dtype: {names[0]} and {names[1]}; save both in one")
+
+
+def computing(config: transformers.PretrainedConfig) -> dict[str, Any]:
+    """What a configuration says of NAMED, by name."""
+    text = config.get_text_config()
+    return {
+        what: next((getattr(text, key) for key in keys if hasattr(text, key)), None) for what, keys in NAMED.items()
+    }
+
+
+def compare_configurations(one: transformers.PretrainedConfig, other: transformers.PretrainedConfig, pair: str) -> None:
+    values = computing(one), computing(other)
+    for what in NAMED:
+        if values[0][what] != values[1][what]:
+            raise ConfigError(
+                f"{pair} differ in {what}: {values[0][what]} and {values[1][what]}; give a model and what became of it"
+            )
 
 
 def compare_shapes(one: Mapping[str, Any], other: Mapping[str, Any], pair: str) -> None:

@@ -89,6 +89,8 @@ def audit(
         finetuning = inputs.relearning if "relearning" in chosen else None
         loaded, tokenizer = _loaded(names, tokenizer, finetuning, trust_remote_code)
         moes = {name: MoEModel(model) for name, model in loaded.items()}
+        for moe in moes.values():
+            stack.enter_context(moe.evaluating())
         for name, moe in moes.items():
             if isinstance(names[name], nn.Module):
                 stack.callback(moe.release, rounded=True)
@@ -106,6 +108,7 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
             raise ConfigError("tokenizer: models in memory need the tokenizer that belongs to them")
         shapes = {n: {name: tuple(p.shape) for name, p in model.named_parameters()} for n, model in names.items()}
         for name, model in names.items():
+            models.compare_configurations(names["original"].config, model.config, f"original and {name}")
             models.compare_shapes(shapes["original"], shapes[name], f"original and {name}")
             models.compare_dtypes(names["original"].dtype, model.dtype, f"original and {name}")
             models.check_vocabulary(model, tokenizer, name)
@@ -144,6 +147,7 @@ def _measured(
     identity = {
         "code": code_fingerprint("gripmoe.auditing.run:audit"),
         "models": {name: weights_digest(moe.model) for name, moe in moes.items()},
+        "configurations": {name: models.computing(moe.model.config) for name, moe in moes.items()},
         "data": hashlib.sha256(json.dumps(inputs.files, sort_keys=True).encode()).hexdigest(),
         "benchmark": inputs.benchmark.model_dump(mode="json"),
         "relearning": inputs.relearning.model_dump(mode="json"),

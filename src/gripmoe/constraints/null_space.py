@@ -63,7 +63,8 @@ class _Observed(RouterConstraint):
 
 
 class NullSpace(_Observed):
-    """Method A, the sound form: selections on the *original* retain representations never change.
+    """Method A, the sound form: selections on the *original* retain representations do not change, but for small moves
+    in the directions that `eps_null` counts as free.
 
     With D the router's displacement since the start, x_0, S_0 and tau_0 recorded once from the original model: D_j
     x_0 = 0 for the tokens that select j, D_j x_0 <= max(tau_0 - safety_margin, 0) for all others (Eq. 3). This

@@ -45,18 +45,33 @@ class RelearningAdversary:
             _write(self._parameters, own)
 
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
-        """One step of descent on a loss, within `weights`; returns the loss. Gradients of earlier passes are kept."""
-        kept = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
+        """One step of descent on a loss, within `weights`; returns the loss. The gradients of all parameters, also of
+        those that are not the attacker's, are afterwards what they were before."""
         loss = loss_of()
+        kept = [(tensor, tensor.grad) for tensor in {*self._parameters, *_leaves(loss)}]
+        for tensor, _ in kept:
+            tensor.grad = None
         loss.backward()
         with torch.no_grad():
-            for parameter, before in zip(self._parameters, kept, strict=True):
+            for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad.sign(), alpha=self._rate)
-                parameter.grad = before
+        for tensor, before in kept:
+            tensor.grad = before
         return loss.item()
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The tensors in which a backward pass of the loss accumulates gradients."""
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        nodes += [following for following, _ in node.next_functions]
 
 
 @contextmanager
