@@ -106,6 +106,17 @@ def test_one_mark_is_one_pass():
                 model(**batch.inputs)
 
 
+def test_a_mark_whose_block_raised_does_not_count():
+    model = small_model()
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_paper") as handle:
+        with pytest.raises(OSError), handle.retain():
+            raise OSError("the next batch is not there")
+        loss_of(model, RETAIN[0]).backward()
+        with pytest.raises(RuntimeError, match="run it within"):
+            optimizer.step()
+
+
 def accelerated(constrained):
     """Two micro-batches a step, by accelerate; only real steps may reach the handle."""
     model = small_model()

@@ -59,9 +59,9 @@ class GateAnchor(RouterConstraint):
 
     def penalty(self, kind, seen) -> Tensor:
         gate_NE = seen.routing[self.layer].scores_NE.softmax(dim=-1)
-        wanted_E = torch.zeros_like(gate_NE[0])
+        wanted_E = gate_NE.new_zeros(gate_NE.shape[1])
         wanted_E[self.expert] = 1
-        distance = (gate_NE - wanted_E).square().sum(dim=-1).mean()
+        distance = (gate_NE - wanted_E).square().sum() / max(1, len(gate_NE))  # a process may have no forget rows
         return self.weight * distance * distributed.share(len(gate_NE))
 
 

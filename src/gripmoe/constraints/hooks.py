@@ -172,7 +172,6 @@ class ConstraintHandle:
         if self._closed or kind not in self.watches:
             yield
             return
-        self._marked.add(kind)
         passes: list[Tokens] = []
         hidden: list[Tensor] = []
         grad_modes: set[bool] = set()  # whether gradients are on, in the decoder and in its routers
@@ -216,6 +215,7 @@ class ConstraintHandle:
                     "reentrant gradient checkpointing hides what routers see from the penalty's gradient: "
                     'model.gradient_checkpointing_enable({"use_reentrant": False})'
                 )
+            self._marked.add(kind)  # not before: the block may have raised
             keep = passes[0].keep
             final_Nd = hidden[0].to(keep.device).flatten(0, 1)[keep]  # accelerate puts the last norm elsewhere
             if distributed.processes() == 1 and not len(final_Nd):  # a mixed batch without a row that counts
