@@ -8,6 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import gripmoe
+from gripmoe.attacks.restoration import parameters_of
 from gripmoe.data.documents import IGNORED, Row, collate
 from gripmoe.geometry.routing import SelectionRule, jaccard, route, routing_stability
 from gripmoe.moe import MoEModel, storage
@@ -330,6 +331,15 @@ def test_a_registered_family_is_held_and_a_wrong_rule_is_refused(monkeypatch):
     gripmoe.register_family("minimax_m2", weigh)  # which leaves out the bias
     with pytest.raises(ValueError, match="missing: a rule that selects what the router of layer 0 has selected"):
         make("minimax_m2").trace([batch])
+
+
+def test_the_bias_of_a_router_is_a_part_of_it(moe, family):
+    """Restoring routers restores it, and it is no expert."""
+    layer = moe.layers[0]
+    of_router, experts = (parameters_of(moe, layer, part) for part in ("router", "experts"))
+    inside = {id(parameter) for parameter in moe.router(layer).parameters()}
+    assert {id(parameter) for parameter in of_router} == inside and not inside & {id(p) for p in experts}
+    assert len(of_router) == (2 if family == "gpt_oss" else len(inside))
 
 
 def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tokenizer, tmp_path):

@@ -166,8 +166,8 @@ def parameters_of(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
     if part == "attention":  # with the norms, and with what a family has in place of attention
         block = set(map(id, of_block))
         return [p for p in model.model.model.layers[layer].parameters() if id(p) not in block]
-    router = model.theta(layer) if layer in model.layers else None
-    return [parameter for parameter in of_block if (parameter is router) == (part == "router")]
+    router = set(map(id, model.router_parameters(layer))) if layer in model.layers else set()  # a bias too
+    return [parameter for parameter in of_block if (id(parameter) in router) == (part == "router")]
 
 
 @contextmanager
