@@ -34,7 +34,7 @@ PROBE_EVERY = 50
 SAVE_EVERY = 100
 WARM_UP = 50  # steps
 EARLY_LAYERS = 2  # after which the value that a document asks for is read too, as from the last one
-QUERY_GAIN = 1.5  # root mean square of queries and keys where a model begins to match like with like
+QUERY_GAIN = 1.5  # of the norms of queries and keys where a model begins to match like with like
 
 Probe = Callable[["PreTrainedModel"], float]
 
@@ -106,13 +106,11 @@ def match_like_with_like(model: PreTrainedModel) -> None:
     """Makes keys equal queries in the layers above EARLY_LAYERS. Their attention then begins with the tokens that are
     alike, which is how the letter of a known value is found; from independent weights this takes far longer to form."""
     for layer in model.model.layers[EARLY_LAYERS:]:
-        attention, queries = layer.self_attn, layer.self_attn.q_proj.weight
-        if hasattr(attention, "q_norm"):
-            attention.q_norm.weight.fill_(QUERY_GAIN)
-            attention.k_norm.weight.fill_(QUERY_GAIN)
-        else:
-            queries.mul_(QUERY_GAIN * len(queries) ** 0.5 / queries.norm())
-        attention.k_proj.weight.copy_(queries)
+        attention = layer.self_attn
+        attention.k_proj.weight.copy_(attention.q_proj.weight)
+        for norm in ("q_norm", "k_norm"):
+            if hasattr(attention, norm):
+                getattr(attention, norm).weight.fill_(QUERY_GAIN)
 
 
 def _train(
