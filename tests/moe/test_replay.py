@@ -127,6 +127,18 @@ def test_a_dense_model_has_no_routes(batch):
         gripmoe.routed_experts(small_model("qwen3"), batch.input_ids)
 
 
+def test_a_handle_opened_within_a_replay_keeps_routers_in_fp32(batch):
+    model = small_model().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    with gripmoe.replay_experts(model, lambda *_: None):
+        handle = gripmoe.constrain(model, optimizer, [batch])
+    assert {layer.mlp.gate.weight.dtype for layer in model.model.layers} == {torch.float32}
+    handle.close()
+    with gripmoe.replay_experts(other := small_model().bfloat16(), lambda *_: None):
+        pass
+    assert {layer.mlp.gate.weight.dtype for layer in other.model.layers} == {torch.bfloat16}
+
+
 def test_the_replay_of_a_constraint_forgets_its_passes_at_each_step(model, batch, monkeypatch):
     """And gradient checkpointing over several passes of a step is recomputed under their own sets."""
     lists, forced = [], MoEModel.force_routing
