@@ -39,8 +39,6 @@ class ComponentFilter:
             if parameter.grad is not None:
                 # Of a shard the experts of this process, each of which is whole.
                 gradient_Emn = getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)()
-                if not gradient_Emn.isfinite().all():  # of which there is no decomposition; the loop ends the run
-                    continue
                 u_Emr, s_Er, v_Ern = torch.linalg.svd(gradient_Emn.float(), full_matrices=False)
                 s_Er[:, : self._count] = 0
                 gradient_Emn.copy_((u_Emr * s_Er[:, None]) @ v_Ern)
