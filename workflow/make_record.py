@@ -67,18 +67,21 @@ def recorded() -> set[Key]:
 
 
 def require_same_models(results: Path) -> None:
-    """Raises SystemExit if a base model under `results` has other scores than in the record. Runs of one base model are
-    compared in pairs, so they need the same weights."""
+    """Raises SystemExit if a base model under `results` has other scores than in the record, or other weights where the
+    record has their digest. Runs of one base model are compared in pairs, so they need the same weights."""
     here, there = (base_models(folder) for folder in (results, RECORD.parent))
     if here.empty or there.empty:
         return
     here, there = (models.set_index("model").drop(columns="cpu_seconds") for models in (here, there))
     both = here.index.intersection(there.index)
-    scores = here.select_dtypes("number").columns.intersection(there.columns)  # a record may lack digests of weights
+    scores = here.select_dtypes("number").columns.intersection(there.columns)
     alike = np.isclose(here.loc[both, scores], there.loc[both, scores], rtol=1e-3, equal_nan=True).all(axis=1)
+    if "weights" in here and "weights" in there:
+        digests = there.loc[both, "weights"]
+        alike &= (digests.isna() | (digests == here.loc[both, "weights"])).to_numpy()
     if not alike.all():
         raise SystemExit(
-            f"{', '.join(both[~alike])}: other scores than in {RECORD.with_name('base_models.csv')}. Another kind of "
+            f"{', '.join(both[~alike])}: other models than in {RECORD.with_name('base_models.csv')}. Another kind of "
             "CPU trains other base models, whose runs cannot be added; without --add they replace the record"
         )
 

@@ -1,6 +1,7 @@
 """What the record still lacks, in which order it is computed and how long it takes."""
 
 import runpy
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -67,8 +68,12 @@ def test_runs_are_added_to_the_record_only_if_base_models_are_the_same(tmp_path,
     recorded.write_text("model,final_loss,cpu_seconds\ntiny_b,0.8979,12\ntiny_c,0.5,12\n")
     script["require_same_models"](tmp_path / "results")
     recorded.write_text("model,final_loss,cpu_seconds\ntiny_b,0.8812,12\ntiny_c,0.5,12\n")
-    with pytest.raises(SystemExit, match="^tiny_b: other scores than in .*base_models.csv"):
+    with pytest.raises(SystemExit, match="^tiny_b: other models than in .*base_models.csv"):
         script["require_same_models"](tmp_path / "results")
+    for digest, is_other in (("a1", False), ("", False), ("b2", True)):
+        recorded.write_text(f"model,final_loss,weights,cpu_seconds\ntiny_b,0.8979,{digest},12\n")
+        with pytest.raises(SystemExit) if is_other else nullcontext():
+            script["require_same_models"](tmp_path / "results")
 
 
 def test_the_record_is_what_may_be_kept():
