@@ -340,6 +340,25 @@ def test_after_closing_marks_are_without_effect():
     optimizer.step()
 
 
+@pytest.mark.parametrize("method", ["expert_specific", "expert_specific_paper"])
+def test_a_step_within_autocast_is_projected_in_full_precision(method):
+    """Of the null space a rounded projection keeps two digits."""
+    ends = []
+    for enabled in (False, True):
+        model = small_model()
+        optimizer = adamw(model)
+        with gripmoe.constrain(model, optimizer, RETAIN, method=method) as handle:
+            for batch in RETAIN:
+                with handle.retain():
+                    loss_of(model, batch).backward()
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                    optimizer.step()
+                optimizer.zero_grad()
+        ends.append(MoEModel(model).thetas())
+    for layer, theta in ends[0].items():
+        assert torch.equal(theta, ends[1][layer])
+
+
 @pytest.mark.parametrize(
     "rows", [torch.tensor([True]), torch.arange(4), [True] * 4, torch.ones(5, dtype=torch.bool)], ids=str
 )

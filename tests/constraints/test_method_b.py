@@ -54,9 +54,9 @@ def test_tokens_carry_the_numbers_of_their_documents(rows, wanted, monkeypatch):
     original, batch = MoEModel(small_model()), random_batch(rows=rows, seed=7)
     trace, given = original.trace([batch]), []
 
-    def spy(*tokens, documents_N):
+    def spy(*tokens, documents_N, **options):
         given.append((documents_N, len(tokens[2])))
-        return realign(*tokens, documents_N=documents_N)
+        return realign(*tokens, documents_N=documents_N, **options)
 
     monkeypatch.setattr(method_b, "realign_router", spy)
     realign_routers(unlearned(), original.thetas(), trace, batch)

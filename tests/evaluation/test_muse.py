@@ -195,10 +195,12 @@ def test_a_model_that_memorised_recites_answers_and_leaks(model, tokenizer, file
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_finetuning_resumes_to_the_bit(optimizer, tokenizer, files, tmp_path):
-    """Published models finetune in bf16 and 8 bits, at a rate that changes in every step."""
+    """Published models finetune in bf16 and 8 bits, at a rate that changes in every step, some with dropout."""
 
     def trained(state, epochs):
         model = small_model(vocabulary_size=len(tokenizer), seed=1)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
         if optimizer == "adamw_8bit":
             model.bfloat16()
         ids = [tokenizer(doc["text"], add_special_tokens=False)["input_ids"] for doc in files["forget_corpus"][:8]]

@@ -48,6 +48,43 @@ def test_margin_is_exactly_what_changes_the_set():
             assert (same[outside] == kept).all()
 
 
+RULES = {
+    "sigmoid": dict(squash="sigmoid"),
+    "biased sigmoid": dict(squash="sigmoid", choice_bias_E=0.05 * torch.arange(6).double()),
+    "sigmoid that large logits leave alike": dict(squash="sigmoid", choice_bias_E=1e-8 * torch.arange(6).double()),
+    "softmax": dict(squash="softmax", choice_bias_E=torch.zeros(6)),
+    "groups of softmax": dict(squash="softmax", num_groups=2, chosen_groups=1, counted=2),
+}
+
+
+@pytest.mark.parametrize("shift", [0.0, 15.0])
+@pytest.mark.parametrize("kind", RULES)
+def test_the_margin_of_a_squashed_score_is_exactly_what_changes_the_set(kind, shift):
+    """Also of large logits, whose probabilities fp32 rounds together. Zero margins, outside of chosen groups, aside."""
+    rule, generator = SelectionRule(2, **RULES[kind]), torch.Generator().manual_seed(0)
+    scores = torch.randn(200, 6, generator=generator, dtype=torch.float64) + shift
+    scores = scores.float().double()  # the same numbers for the margins in fp32
+    top_k = rule.select(scores)
+    selected, fixed = selection_mask(top_k, 6), rule.fixed(scores, top_k)
+    margins = rule.margins(scores.float(), top_k).double()
+    free = ~fixed & (margins > 2e-3) & margins.isfinite()
+    assert free.sum() > 50 or (kind, shift) == ("biased sigmoid", 15.0), "something to check, unless the bias decides"
+    for expert in range(6):
+        for step, kept in ((-1e-3, True), (1e-3, False)):
+            moved = scores.clone()
+            moved[:, expert] += torch.where(free[:, expert], margins[:, expert] + step, 0)
+            same = (selection_mask(rule.select(moved), 6) == selected).all(dim=1)
+            assert (same[free[:, expert]] == kept).all()
+
+
+def test_experts_that_are_left_out_are_not_selected_whatever_their_bias():
+    rule = SelectionRule(2, squash="sigmoid", choice_bias_E=torch.tensor([0.0, 9.0, 0.0, 0.0, 0.0, 0.0]))
+    scores = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+    assert (rule.select(scores) == 1).any(dim=1).all(), "the control"
+    without = torch.arange(6) == 1
+    assert not (rule.select(scores, without) == 1).any()
+
+
 def test_stability_per_layer_and_its_errors():
     def trace(indices):
         top_k = torch.tensor(indices)

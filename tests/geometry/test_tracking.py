@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from gripmoe.geometry.tracking import RouterTracker
@@ -58,3 +59,15 @@ def test_inputs_that_are_no_numbers_leave_the_router_as_it_was():
     x = tokens()
     before = tracker.update(x @ mixing.T, x @ theta.double().T)
     assert torch.equal(tracker.update(x * float("nan"), x @ theta.double().T), before)
+
+
+@pytest.mark.parametrize("which", ["inputs", "scores"])
+def test_what_is_not_finite_leaves_no_trace(which):
+    theta, tokens, mixing = setting()
+    tracker = RouterTracker(theta)
+    x = tokens()
+    before = tracker.update(x @ mixing.T, x @ theta.double().T)
+    broken = [x @ mixing.T, x @ theta.double().T]
+    broken[which == "scores"][0, 0] = math.nan
+    assert tracker.update(*broken) is before
+    assert tracker.update(x @ mixing.T, x @ theta.double().T).isfinite().all()

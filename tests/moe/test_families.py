@@ -8,12 +8,18 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import gripmoe
-from gripmoe.attacks.restoration import parameters_of
+from gripmoe.attacks.quantization import quantized
+from gripmoe.attacks.relearning import low_rank_experts
+from gripmoe.attacks.restoration import PARTS, others, pairs_of, replaced, tensors_of
+from gripmoe.attacks.routers import silenced, widened
+from gripmoe.constraints.base import Unconstrained
 from gripmoe.data.documents import IGNORED, Row, collate
 from gripmoe.geometry.routing import SelectionRule, jaccard, route, routing_stability
 from gripmoe.moe import MoEModel, storage
 from gripmoe.moe.families import DENSE, FAMILIES
-from gripmoe.training.objectives import make_objective, token_logprobs
+from gripmoe.training import loop
+from gripmoe.training.objectives import GradientDifference, make_objective, token_logprobs
+from training.test_loop import CORPORA, NEVER, TRAINING
 
 SMALL = dict(
     vocab_size=64,
@@ -333,13 +339,98 @@ def test_a_registered_family_is_held_and_a_wrong_rule_is_refused(monkeypatch):
         make("minimax_m2").trace([batch])
 
 
-def test_the_bias_of_a_router_is_a_part_of_it(moe, family):
-    """Restoring routers restores it, and it is no expert."""
+def test_the_biases_of_a_router_are_a_part_of_it(moe, family):
+    """Restoring routers restores them, also those that the block holds, and they are no experts."""
     layer = moe.layers[0]
-    of_router, experts = (parameters_of(moe, layer, part) for part in ("router", "experts"))
-    inside = {id(parameter) for parameter in moe.router(layer).parameters()}
-    assert {id(parameter) for parameter in of_router} == inside and not inside & {id(p) for p in experts}
-    assert len(of_router) == (2 if family == "gpt_oss" else len(inside))
+    of_router, experts = ({id(t) for t in tensors_of(moe, layer, part)} for part in ("router", "experts"))
+    rule = moe.rule(layer)
+    for bias in (moe.theta(layer), rule.logit_bias_E, rule.choice_bias_E):
+        if bias is not None:
+            held = [t for t in moe.block(layer).state_dict(keep_vars=True).values() if t.data_ptr() == bias.data_ptr()]
+            assert len(held) == 1 and id(held[0]) in of_router
+    assert not of_router & experts
+
+
+def test_unlearning_trains_biases_of_routers_with_the_routers(tmp_path, monkeypatch):
+    """And timing its steps changes no bit of them."""
+    trained, lists = [], []
+    adamw = loop._adamw
+    monkeypatch.setattr(loop, "_adamw", lambda *given: lists.append(given) or adamw(*given))
+    for pairs in (1, 3):
+        monkeypatch.setattr(loop, "TIMED_PAIRS", pairs)
+        moe, objective = make("gpt_oss"), GradientDifference(alpha=1.0)
+        given = (moe, objective, Unconstrained(), CORPORA, TRAINING, NEVER)
+        loop.unlearn(*given, seed=0, state_file=tmp_path / f"{pairs}.pt")
+        routers, experts, _ = lists[-1]
+        biases = [moe.router(layer).bias for layer in moe.layers]
+        of_routers = {id(p) for p in routers}
+        assert of_routers >= {id(bias) for bias in biases} and of_routers.isdisjoint(map(id, experts))
+        trained.append([bias.detach().clone() for bias in biases])
+    assert all(map(torch.equal, *trained))
+    assert not torch.equal(trained[0][0], make("gpt_oss").router(0).bias), "they train"
+
+
+@torch.no_grad()
+def test_parts_and_all_else_are_the_whole_model(moe, family):
+    """Restored together they give the original model back: dense layers, head, embeddings, norms and biases too."""
+    before, batch = MoEModel(copy.deepcopy(moe.model)), collate(rows(), 0)
+    broken = MoEModel(copy.deepcopy(moe.model))
+    for tensor in broken.model.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            tensor.add_(0.3)
+    wanted = before.model(**batch.inputs).logits
+    parts = pairs_of(before, broken, broken.layers, PARTS)
+    with replaced([*parts, *zip(others(broken), others(before), strict=True)]):
+        assert torch.equal(broken.model(**batch.inputs).logits, wanted)
+    with replaced(parts):
+        assert not torch.allclose(broken.model(**batch.inputs).logits, wanted), "the control"
+
+
+@torch.no_grad()
+def test_routers_select_more_experts_or_none_of_some(moe, family):
+    batch = collate(rows(), 0)
+    own = moe.routes(batch.input_ids)
+    plain = moe.model(**batch.inputs).logits
+    most = 8 // moe.rule(moe.layers[0]).num_groups * moe.rule(moe.layers[0]).chosen_groups
+    with widened(moe, 3):
+        assert {routes.shape[1] for routes in moe.routes(batch.input_ids).values()} == {min(6, most)}
+        assert not torch.allclose(moe.model(**batch.inputs).logits, plain)
+    favourite = {layer: torch.bincount(routes.flatten(), minlength=8).argmax() for layer, routes in own.items()}
+    with silenced(moe, {layer: torch.arange(8) == expert for layer, expert in favourite.items()}):
+        routes = moe.routes(batch.input_ids)
+    assert not any((routes[layer] == favourite[layer]).any() for layer in moe.layers)
+    assert torch.equal(moe.model(**batch.inputs).logits, plain), "nothing stays behind"
+
+
+@torch.no_grad()
+def test_attacks_on_experts_leave_their_order_and_round_along_their_inputs(moe, family):
+    names = [name for name, _ in moe.model.named_parameters()]
+    with low_rank_experts(moe, 2, 0):
+        pass
+    assert [name for name, _ in moe.model.named_parameters()] == names
+    experts = moe.block(moe.layers[0]).experts
+    inputs = -2 if family in ("gpt_oss", "aria_text") else -1
+    if isinstance(getattr(experts, "down_proj", None), torch.nn.Parameter):
+        before = experts.down_proj.detach().clone()
+        with quantized(moe, 2):  # three levels
+            levels = [channel.unique() for channel in experts.down_proj.movedim(inputs, -1).flatten(0, 1)]
+        assert max(map(len, levels)) <= 3 and torch.equal(experts.down_proj, before)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_method_b_is_judged_by_the_sets_that_were_remembered(changes):
+    """Also where unlearning has changed the bias of a router, which Method B leaves as it is."""
+    moe = make("gpt_oss")
+    documents = [{"input_ids": torch.randint(3, 64, (8, 16), generator=torch.Generator().manual_seed(5))}]
+    original = gripmoe.remember(moe.model, documents)
+    with torch.no_grad():
+        for layer in moe.layers:
+            moe.router(layer).bias.add_(3.0 * changes * torch.randn(8, generator=torch.Generator().manual_seed(layer)))
+    report, after = gripmoe.realign(moe.model, original), moe.trace(documents)
+    for layer, seen in after.items():
+        kept = jaccard(original.trace[layer].top_k_Nk, seen.top_k_Nk).mean().item()
+        assert report[layer].held_out_stability == pytest.approx(kept, abs=0.1)
+        assert (kept < 0.8) == changes, "the control"
 
 
 def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tokenizer, tmp_path):

@@ -139,6 +139,7 @@ def test_only_chosen_experts_change(moe, batch):
         if ".experts." in name:
             changed = [e for e in range(moe.num_experts) if not torch.equal(tensor[e], before[name][e])]
             assert changed == ([0, 3] if ".1." in name else [])
+    assert all(parameter.requires_grad for parameter in moe.model.parameters())
 
 
 def test_a_dense_model_has_blocks_and_nothing_to_constrain(batch):

@@ -8,13 +8,13 @@ import torch
 from conftest import random_batch, small_model
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.training import Training
-from gripmoe.constraints.base import FrozenRouter
+from gripmoe.constraints.base import FrozenRouter, Unconstrained
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.training.adversary import uphill
 from gripmoe.training.forget_gradient import ComponentFilter, WeightDistance
-from gripmoe.training.objectives import cross_entropy
+from gripmoe.training.objectives import GradientDifference, cross_entropy
 from training.test_adversary import Asked, experts_of
 from training.test_loop import TRAINING, run
 
@@ -92,6 +92,17 @@ def test_the_filter_drops_the_leading_components_alone():
         torch.testing.assert_close(kept[:, :-3], whole[:, 3:], atol=1e-6, rtol=1e-3)
         assert (kept[:, -3:] <= 1e-5 * whole[:, :1] + 1e-12).all()
         assert (whole[:, 0] > 1.01 * kept[:, 0]).any(), "there was something to drop"
+
+
+def test_a_gradient_that_is_not_finite_ends_a_run_of_repselect(tmp_path):
+    class Overflows(GradientDifference):
+        def forget_loss(self, model, batch):
+            return super().forget_loss(model, batch) * float("inf")
+
+    settings = dict(objective=Overflows(alpha=1.0), constraint=Unconstrained())
+    moe, outcome = run(tmp_path / "s.pt", training=changed(dropped_components=2), **settings)
+    assert (outcome.status, outcome.steps) == ("diverged", 0)
+    assert weights_digest(moe.model) == weights_digest(small_model())
 
 
 def test_components_that_are_all_of_a_matrix_and_models_without_experts_are_refused():

@@ -21,22 +21,27 @@ def attack(setting: Setting) -> Found:
     return setting.found(found)
 
 
-def rounded(weight: Tensor, bits: int) -> Tensor:
-    """`weight` rounded to 2^bits - 1 symmetric levels, with one scale for each output channel (the last dimension is
-    the input dimension)."""
+def rounded(weight: Tensor, bits: int, inputs: int = -1) -> Tensor:
+    """`weight` rounded to 2^bits - 1 symmetric levels, with one scale for each output channel; `inputs` is the input
+    dimension."""
     levels = 2 ** (bits - 1) - 1
-    scale = weight.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / levels
+    scale = weight.abs().amax(dim=inputs, keepdim=True).clamp_min(1e-12) / levels
     return (weight / scale).round() * scale
 
 
 @contextmanager
 def quantized(model: MoEModel, bits: int) -> Iterator[None]:
-    """Within the block, all matrices of MoE blocks and attention are rounded, but not routers, norms and embeddings."""
+    """Within the block, all matrices of MoE blocks and attention are rounded, but not routers, norms, biases and
+    embeddings."""
     routers = {id(model.theta(layer)) for layer in model.layers}
-    parameters = model.model.model.layers.parameters()
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1 and id(parameter) not in routers]
+    matrices = {}  # and the input dimension of each
+    for module in model.model.model.layers.modules():
+        inputs = -2 if getattr(module, "is_transposed", False) else -1  # of the fused experts of GPT-OSS
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim > 1 and not name.endswith("bias") and id(parameter) not in routers:
+                matrices[parameter] = inputs
     with kept(matrices):
         with torch.no_grad():
-            for matrix in matrices:
-                matrix.copy_(rounded(matrix, bits))
+            for matrix, inputs in matrices.items():
+                matrix.copy_(rounded(matrix, bits, inputs))
         yield

@@ -1,7 +1,7 @@
 """Component restoration (ours): put an original part back into the unlearned model, to find where the knowledge is.
 
-The workflow's unlearning trains experts and routers (in a dense model the feed-forward blocks). Attention stays the
-original's, so putting it back is a control that changes nothing.
+The workflow's unlearning trains experts and routers (in a dense model the feed-forward blocks). All else stays the
+original's, so putting that back is a control that changes nothing.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def linear_connectivity(setting: Setting) -> Found:
 @contextmanager
 def interpolated(before: MoEModel, after: MoEModel, share: float) -> Iterator[None]:
     """Within the block `after` is that share of the way to `before`."""
-    with kept(after.model.parameters()):
+    with kept(_tensors(after.model)):
         with torch.no_grad():
-            for current, original in zip(after.model.parameters(), before.model.parameters(), strict=True):
+            for current, original in zip(_tensors(after.model), _tensors(before.model), strict=True):
                 current.lerp_(original.to(current), share)
         yield
 
@@ -74,10 +74,10 @@ def changes(before: MoEModel, after: MoEModel) -> dict[str, float]:
 
     for part in parts_of_model(after):
         for layer in after.all_layers:
-            for pair in zip(parameters_of(before, layer, part), parameters_of(after, layer, part), strict=True):
+            for pair in zip(tensors_of(before, layer, part), tensors_of(after, layer, part), strict=True):
                 add([f"changed_{part}", f"changed_{part}_layer_{layer}"], *pair)
     add(["changed_embeddings"], *(moe.model.get_input_embeddings().weight for moe in (before, after)))
-    for old, new in zip(before.model.parameters(), after.model.parameters(), strict=True):
+    for old, new in zip(_tensors(before.model), _tensors(after.model), strict=True):
         if id(new) not in counted:
             add(["changed_other"], old, new)
     return {name: (changed[name] / norm) ** 0.5 if norm else 0.0 for name, norm in whole.items()}
@@ -91,20 +91,23 @@ def restoration(
 ) -> dict[str, Scores]:
     """`recall` of the unlearned model with original parts ("restored"), and of the original model with unlearned parts
     ("transplanted"). Restored are the experts, router or attention of each layer, of the layer that returns most, and
-    of all layers; also the best of the single `experts` (by layer), and all of these. Transplanted are the parts of
-    each layer, and of the layer that lowers recall most."""
+    of all layers; `other`, which is all else: embeddings, head, last norm and layers without experts; also the best of
+    the single `experts` (by layer), and all of these. Transplanted are the parts of each layer and of the layer that
+    lowers recall most, and `other`."""
     parts = parts_of_model(after)
     found = {}
     for name, source, target in (("restored", before, after), ("transplanted", after, before)):
-        recall_with = partial(_recall_with, source, target, recall, recall(target))
+        recall_with = partial(_recall_with, target, recall, recall(target))
         for part in parts:
-            alone = {layer: recall_with([layer], part) for layer in after.all_layers}
+            pairs = {layer: pairs_of(source, target, [layer], [part]) for layer in after.all_layers}
+            alone = {layer: recall_with(of_layer) for layer, of_layer in pairs.items()}
             found |= {f"{name}_{part}_layer_{layer}": scores for layer, scores in alone.items()}
             if name == "restored":
                 found[f"restored_{part}_worst_layer"] = highest(alone.values())
-                found[f"restored_{part}_all"] = recall_with(after.all_layers, part)
+                found[f"restored_{part}_all"] = recall_with([pair for of_layer in pairs.values() for pair in of_layer])
             else:
                 found[f"transplanted_{part}_lowest"] = min(alone.values(), key=mean)
+        found[f"{name}_other"] = recall_with(list(zip(others(target), others(source), strict=True)))
     if experts:
         singles = []
         for layer, chosen in experts.items():
@@ -118,16 +121,10 @@ def restoration(
 
 
 def _recall_with(
-    source: MoEModel,
-    target: MoEModel,
-    recall: Callable[[MoEModel], Scores],
-    own: Scores,
-    layers: Sequence[int],
-    part: str,
+    target: MoEModel, recall: Callable[[MoEModel], Scores], own: Scores, pairs: Sequence[tuple[Tensor, Tensor]]
 ) -> Scores:
-    """`recall` of `target` with one part of `layers` from `source`. If both models have equal weights there, returns
-    `own`, the recall of `target` itself."""
-    pairs = pairs_of(source, target, layers, [part])
+    """`recall` of `target` with the second tensor of each pair in the place of the first, which is its own. If all
+    pairs are equal, returns `own`, the recall of `target` itself."""
     if all(torch.equal(current, other) for current, other in pairs):
         return own
     with replaced(pairs):
@@ -149,25 +146,43 @@ def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Se
 
 def pairs_of(
     before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str]
-) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Pairs of each parameter of `after` in these `parts` of `layers`, and the same parameter of `before`."""
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of each tensor of `after` in these `parts` of `layers`, and the same tensor of `before`."""
     return [
         pair
         for layer in layers
         for part in parts
-        for pair in zip(parameters_of(after, layer, part), parameters_of(before, layer, part), strict=True)
+        for pair in zip(tensors_of(after, layer, part), tensors_of(before, layer, part), strict=True)
     ]
 
 
-def parameters_of(model: MoEModel, layer: int, part: str) -> list[nn.Parameter]:
-    """Parameters of one of PARTS of a layer, in the same order for all models of an architecture. "experts" is all of
-    an MoE block but its router, or the whole feed-forward block of a dense model."""
-    of_block = list(model.block(layer).parameters())
-    if part == "attention":  # with the norms, and with what a family has in place of attention
-        block = set(map(id, of_block))
-        return [p for p in model.model.model.layers[layer].parameters() if id(p) not in block]
-    router = set(map(id, model.router_parameters(layer))) if layer in model.layers else set()  # a bias too
-    return [parameter for parameter in of_block if (id(parameter) in router) == (part == "router")]
+def tensors_of(model: MoEModel, layer: int, part: str) -> list[Tensor]:
+    """The parameters and buffers in one of PARTS of a layer, in the same order for all models of an architecture. The
+    router has its biases, also those that a family keeps in the block. "experts" is all else of an MoE block, or the
+    whole feed-forward block of a dense model. "attention" is all of a layer but its block, with the norms."""
+    block = model.block(layer)
+    if part == "attention":
+        return _without(_tensors(model.model.model.layers[layer]), _tensors(block))
+    router = []
+    if layer in model.layers:
+        router = [*_tensors(model.outer_router(layer)), *_tensors(block, recurse=False)]
+    return router if part == "router" else _without(_tensors(block), router)
+
+
+def others(model: MoEModel) -> list[Tensor]:
+    """The parameters and buffers outside the layers that have parts."""
+    layers = [model.model.model.layers[number] for number in model.all_layers]
+    return _without(_tensors(model.model), [tensor for layer in layers for tensor in _tensors(layer)])
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
+    buffers = [buffer for buffer in module.buffers(recurse) if buffer.is_floating_point()]
+    return [*module.parameters(recurse), *buffers]
+
+
+def _without(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    left_out = set(map(id, others))
+    return [tensor for tensor in tensors if id(tensor) not in left_out]
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from gripmoe.attacks.base import Found, Letters, Setting, mean
 from gripmoe.data.documents import collate, encode, length_buckets
 from gripmoe.evaluation.questions import prompt_of
+from gripmoe.geometry.routing import SelectionRule
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import hooked
 
@@ -48,10 +50,9 @@ def silencing(setting: Letters) -> Found:
     known = {}
     for count in counts:
         silent = {layer: excess_E >= excess_E.topk(count).values[-1] for layer, excess_E in excess.items()}
-        scores = {layer: torch.zeros(len(off)).masked_fill(off, -1e4) for layer, off in silent.items()}
-        with biased(model, scores):
-            known[mean(setting.right(model, setting.dev))] = scores
-    with biased(model, known[max(known)]):
+        with silenced(model, silent):
+            known[mean(setting.right(model, setting.dev))] = silent
+    with silenced(model, known[max(known)]):
         return setting.found({"silenced_experts": setting.recall(model)})
 
 
@@ -84,32 +85,50 @@ def search(setting: Letters) -> Found:
 
 @contextmanager
 def biased(model: MoEModel, scores: Mapping[int, Tensor]) -> Iterator[None]:
-    """Within the block, routers add `scores`, (E,) by layer, to select experts, and weigh them by the unshifted
-    scores."""
-    with _selecting_by(model, lambda layer, scores_TE: scores_TE + scores[layer].to(scores_TE)):
+    """Within the block, routers add `scores`, (E,) by layer, to select experts."""
+    with _selecting(model, lambda layer, rule, scores_TE: rule.select(scores_TE + scores[layer].to(scores_TE))):
+        yield
+
+
+@contextmanager
+def silenced(model: MoEModel, silent: Mapping[int, Tensor]) -> Iterator[None]:
+    """Within the block, routers select none of the `silent` experts, bool of shape (E,) by layer."""
+    with _selecting(model, lambda layer, rule, scores_TE: rule.select(scores_TE, silent[layer])):
         yield
 
 
 @contextmanager
 def noisy(model: MoEModel, scale: float, seed: int) -> Iterator[None]:
-    """Within the block, routers add noise of `scale` standard deviations of their scores to select experts, and weigh
-    them by the scores without noise."""
+    """Within the block, routers add noise of `scale` standard deviations of their scores to select experts."""
     generator = torch.Generator().manual_seed(seed)
 
-    def with_noise(layer: int, scores_TE: Tensor) -> Tensor:
+    def with_noise(layer: int, rule: SelectionRule, scores_TE: Tensor) -> Tensor:
         noise_TE = torch.randn(scores_TE.shape, generator=generator).to(scores_TE)
-        return scores_TE + scale * scores_TE.std() * noise_TE
+        return rule.select(scores_TE + scale * scores_TE.std() * noise_TE)
 
-    with _selecting_by(model, with_noise):
+    with _selecting(model, with_noise):
         yield
 
 
 @contextmanager
-def _selecting_by(model: MoEModel, changed: Callable[[int, Tensor], Tensor]) -> Iterator[None]:
-    """Within the block, routers select experts by `changed(layer, scores_TE)`."""
+def widened(model: MoEModel, factor: int) -> Iterator[None]:
+    """Within the block, every router selects `factor` times as many experts, at most all that its rule lets it."""
+
+    def more(layer: int, rule: SelectionRule, scores_TE: Tensor) -> Tensor:
+        most = model.num_experts // rule.num_groups * rule.chosen_groups
+        return replace(rule, k=min(factor * rule.k, most)).select(scores_TE)
+
+    with _selecting(model, more):
+        yield
+
+
+@contextmanager
+def _selecting(model: MoEModel, choose: Callable[[int, SelectionRule, Tensor], Tensor]) -> Iterator[None]:
+    """Within the block, routers select the experts `choose(layer, rule, scores_TE)`, (T, any number), and weigh them by
+    their own scores."""
 
     def select(layer: int, router: nn.Module, args, output) -> tuple[Tensor, Tensor, Tensor]:
-        top_k_Tk = model.rule(layer).select(changed(layer, output[0]))
+        top_k_Tk = choose(layer, model.rule(layer), output[0])
         return output[0], model.family.weigh(router, output[0], top_k_Tk).to(output[1]), top_k_Tk
 
     with hooked(model.router(layer).register_forward_hook(partial(select, layer)) for layer in model.layers):
@@ -129,17 +148,3 @@ def _usage(model: MoEModel, setting: Letters, questions: Sequence[dict]) -> dict
         for layer, seen in _traced(model, setting, questions).items()
     }
     return {layer: count_E / count_E.sum() for layer, count_E in counts.items()}
-
-
-@contextmanager
-def widened(model: MoEModel, factor: int) -> Iterator[None]:
-    """Within the block, every router selects `factor` times as many experts, at most all."""
-    routers = [model.router(layer) for layer in model.layers]
-    own = [router.top_k for router in routers]
-    try:
-        for router in routers:
-            router.top_k = min(factor * router.top_k, model.num_experts)
-        yield
-    finally:
-        for router, top_k in zip(routers, own, strict=True):
-            router.top_k = top_k

@@ -106,25 +106,30 @@ class RoutingScores(RouterConstraint):
 def restricted_experts(
     model: MoEModel, scope: Mapping[int, Iterable[int]], optimizer: torch.optim.Optimizer
 ) -> Iterator[None]:
-    """Within the block, only the experts of `scope` (by layer) change. Gradients of the others are zeroed, and
-    changes by weight decay or momentum are undone after each step."""
-    masks: list[tuple[nn.Parameter, Tensor]] = []
-    for layer in model.layers:
-        for parameter in model.expert_parameters(layer):
-            if parameter.requires_grad:
-                chosen = torch.zeros(model.num_experts, dtype=torch.bool, device=parameter.device)
-                chosen[list(scope.get(layer, ()))] = True
-                masks.append((parameter, chosen.view(-1, *[1] * (parameter.ndim - 1))))
-    before: list[Tensor] = []
-
-    def snapshot(*_):
-        before[:] = [parameter.detach().clone() for parameter, _ in masks]
+    """Within the block, only the experts of `scope` (by layer) change. Layers without one are frozen. In the others,
+    gradients of other experts are zeroed, and changes by weight decay or momentum are undone after each step."""
+    experts = {layer: [p for p in model.expert_parameters(layer) if p.requires_grad] for layer in model.layers}
+    frozen = [p for layer, of_layer in experts.items() if not scope.get(layer) for p in of_layer]
+    masks: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # a parameter, its experts that train, and its first values
+    for layer in scope:
+        for parameter in experts[layer]:
+            chosen = torch.zeros(model.num_experts, dtype=torch.bool, device=parameter.device)
+            chosen[list(scope[layer])] = True
+            chosen = chosen.view(-1, *[1] * (parameter.ndim - 1))
+            masks.append((parameter, chosen, parameter.detach().clone()))
 
     @torch.no_grad()
     def restore(*_):
-        for (parameter, chosen), old in zip(masks, before, strict=True):
-            parameter.copy_(torch.where(chosen, parameter, old))
+        for parameter, chosen, first in masks:
+            parameter.copy_(torch.where(chosen, parameter, first))
 
-    handles = [p.register_hook(lambda grad, m=m: grad * m) for p, m in masks]
-    with hooked([*handles, optimizer.register_step_pre_hook(snapshot), optimizer.register_step_post_hook(restore)]):
-        yield
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    try:
+        handles = [p.register_hook(lambda grad, m=m: grad * m) for p, m, _ in masks]
+        with hooked([*handles, optimizer.register_step_post_hook(restore)]):
+            yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)

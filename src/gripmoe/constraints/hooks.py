@@ -288,7 +288,8 @@ class ConstraintHandle:
         if self._seen:  # by all processes, in all passes
             joined = LayerRouting.joined([trace[layer] for trace in self._seen])
             seen = LayerRouting(*map(distributed.gathered, vars(joined).values()))
-        return self.constraint.constrain(layer, before_Ed, after_Ed, seen)
+        with torch.autocast(after_Ed.device.type, enabled=False):  # a loop may step within its own
+            return self.constraint.constrain(layer, before_Ed, after_Ed, seen)
 
     def _require_marks(self) -> None:
         """Raises RuntimeError if the loop has left out a mark, the penalty or the check in this step."""

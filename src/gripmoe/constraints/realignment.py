@@ -150,12 +150,14 @@ def realign_routers(
         documents_N = None
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
-        x_pre_Nd, x_post_Nd = (x_Nd[:retain_tokens].to(x_post_Nd.device) for x_Nd in (trace[layer].x_Nd, x_post_Nd))
+        seen, x_post_Nd = trace[layer].to(x_post_Nd.device), x_post_Nd[:retain_tokens]
+        x_pre_Nd, wanted_Nk = seen.x_Nd[:retain_tokens], seen.top_k_Nk[:retain_tokens]
         given = theta_0[layer], theta_post[layer], x_pre_Nd, x_post_Nd
         if form == "paper":
             realigned[layer] = realign_paper(*given)
         else:
-            realigned[layer] = realign_router(*given, model.rule(layer), documents_N=documents_N)
+            held = dict(wanted_Nk=wanted_Nk, documents_N=documents_N)
+            realigned[layer] = realign_router(*given, model.rule(layer), **held)
         if not realigned[layer].accepted:
             x_Nd = x_post_Nd if form == "paper" else x_pre_Nd
             theta_Ed = feasible_router(METHOD_A[form], theta_0[layer], theta_post[layer], x_Nd, model.rule(layer))

@@ -45,7 +45,7 @@ def nearest_feasible(
     if bounds_NE.numel() and bounds_NE.amin() < 0:
         raise ValueError("bounds must be >= 0, or u = 0 is not feasible; clamp the margins")
     rounding = 1e-12 if x_Nd.dtype == torch.float64 else 1e-6
-    x_Nd = _in_full_precision(x_Nd)
+    x_Nd = in_full_precision(x_Nd)
     x_norms_N = x_Nd.norm(dim=1)
     bounds_EN = bounds_NE.T.contiguous()
     basis = basis.double()
@@ -250,7 +250,7 @@ def _scores(update_Ed: Tensor, x_Nd: Tensor) -> Tensor:
     return update_Ed.to(x_Nd.dtype) @ x_Nd.T
 
 
-def _in_full_precision(x_Nd: Tensor) -> Tensor:
+def in_full_precision(x_Nd: Tensor) -> Tensor:
     """Tokens in fp32 at least, as routers see them; in fp64 where TF32 or autocast rounds fp32 products to less."""
     backend = torch.backends.cuda if x_Nd.is_cuda else torch.backends.mkldnn
     precisions = {backend.matmul.fp32_precision, torch.backends.fp32_precision}

@@ -101,6 +101,7 @@ def realign(
     x_post_Nd: Tensor,
     rule: SelectionRule,
     *,
+    wanted_Nk: Tensor | None = None,
     documents_N: Tensor | None = None,
 ) -> Realignment:
     """The anchored form: W = Theta + (Theta X - Theta Xt) Xt^T (Xt Xt^T + rho tr/d I)^-1 in fp64, rho by held-out RS.
@@ -108,6 +109,8 @@ def realign(
     Every fourth document is held out from the fit, by the numbers `documents_N` of the tokens' documents (if absent,
     every fourth token). Candidates are the ridges, the original router (rho = infinity) and the unlearned router; the
     one that keeps most of the original sets on held-out tokens wins, judged after the cast back to the router's dtype.
+    `wanted_Nk` are the original sets (if absent, those of the original router under `rule`, whose biases are the
+    unlearned model's).
     Raises ValueError if no token is left to fit, or none to check.
     """
     dtype = theta_post_Ed.dtype
@@ -124,7 +127,9 @@ def realign(
     residual_NE = (fit_x_Nd - fit_post_Nd) @ theta64_Ed.T
     gram_dd = fit_post_Nd.T @ fit_post_Nd
     eye_dd = torch.eye(len(gram_dd), dtype=gram_dd.dtype, device=gram_dd.device)
-    wanted_Nk = route(x_Nd[is_held_out_N], theta64_Ed, rule).top_k_Nk
+    if wanted_Nk is None:
+        wanted_Nk = route(x_Nd, theta64_Ed, rule).top_k_Nk
+    wanted_Nk = wanted_Nk[is_held_out_N]
 
     candidates: dict[float | None, Tensor] = {None: theta_post_Ed}
     for ridge in RIDGES:

@@ -72,8 +72,11 @@ class SelectionRule:
             scores_NE = scores_NE.softmax(dim=-1)
         return scores_NE if self.choice_bias_E is None else scores_NE + self.choice_bias_E.to(scores_NE)
 
-    def select(self, scores_NE: Tensor) -> Tensor:
+    def select(self, scores_NE: Tensor, without_E: Tensor | None = None) -> Tensor:
+        """The chosen experts, (N, k), of all or of those that `without_E`, bool, does not name."""
         choice_NE = self.choice(scores_NE)
+        if without_E is not None:
+            choice_NE = choice_NE.masked_fill(without_E.to(choice_NE.device), -torch.inf)
         if self.num_groups > 1:
             choice_NE = choice_NE.masked_fill(~self._in_chosen_groups(choice_NE), -torch.inf)
         return choice_NE.topk(self.k, dim=-1).indices
@@ -82,7 +85,7 @@ class SelectionRule:
         """fixed_NE: the scores that must not change, or a token's set might: those of its chosen experts (the paper's
         I_j), of experts that carry a chosen group, and with a bias on softmax probabilities all, for each moves all."""
         fixed_NE = selection_mask(top_k_Nk, scores_NE.shape[1])
-        if self.squash == "softmax" and self.choice_bias_E is not None and self.choice_bias_E.any():
+        if self.squash == "softmax" and self._is_biased:
             return torch.ones_like(fixed_NE)
         if self.num_groups > 1:
             choice_NE = self.choice(scores_NE)
@@ -94,15 +97,24 @@ class SelectionRule:
     def margins(self, scores_NE: Tensor, top_k_Nk: Tensor) -> Tensor:
         """margins_NE, the paper's tau (Eq. 3): by how much a score may rise before its expert is selected; zero outside
         the chosen groups, where an expert could otherwise carry its group. Meaningless where scores are `fixed`."""
-        choice_NE = self.choice(scores_NE)
-        margins_NE = selection_margins(choice_NE, selection_mask(top_k_Nk, scores_NE.shape[1]))
-        if self.squash == "sigmoid":
-            # The probability at which expert j would tie, as a logit; one or more is never reached.
-            tie_NE = (margins_NE + scores_NE.sigmoid()).clamp(0, 1)
-            margins_NE = tie_NE.logit() - scores_NE
+        selected_NE = selection_mask(top_k_Nk, scores_NE.shape[1])
+        if self.squash == "none":
+            margins_NE = selection_margins(self.choice(scores_NE), selected_NE)
+        elif not self._is_biased:  # probabilities have the order of their logits
+            margins_NE = selection_margins(scores_NE, selected_NE)
+        else:
+            # The probability at which expert j would tie, as a logit; one or more is never reached. In fp64, because
+            # fp32 rounds the probabilities of large logits to 1.
+            logits_NE = scores_NE.double()
+            tie_NE = selection_margins(self.choice(logits_NE), selected_NE) + logits_NE.sigmoid()
+            margins_NE = (tie_NE.clamp(0, 1).logit() - logits_NE).to(scores_NE.dtype)
         if self.num_groups > 1:
-            margins_NE = torch.where(self._in_chosen_groups(choice_NE), margins_NE, 0)
+            margins_NE = torch.where(self._in_chosen_groups(self.choice(scores_NE)), margins_NE, 0)
         return margins_NE
+
+    @property
+    def _is_biased(self) -> bool:
+        return self.choice_bias_E is not None and bool(self.choice_bias_E.any())
 
     def _in_chosen_groups(self, choice_NE: Tensor) -> Tensor:
         grouped = choice_NE.unflatten(1, (self.num_groups, -1))

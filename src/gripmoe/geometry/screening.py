@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gripmoe.geometry.halfspace import nearest_feasible
+from gripmoe.geometry.halfspace import in_full_precision, nearest_feasible
 from gripmoe.geometry.nullspace import RetainBasis
 
 AHEAD = 4.0  # steps of the present length that the tokens in reach are looked up for
@@ -43,7 +43,8 @@ class ScreenedProjection:
     def look(self, at_Ed: Tensor, radius_E: Tensor) -> None:
         """Looks up the tokens with a hyperplane within `radius_E` of `at_Ed`; all tokens if `at_Ed` is not feasible."""
         at_Ed, radius_E = at_Ed.to(self._x_Nd), radius_E.to(self._x_Nd)
-        slack_EN = self._bounds_EN - at_Ed @ self._x_Nd.T
+        x_Nd = in_full_precision(self._x_Nd)
+        slack_EN = self._bounds_EN - (at_Ed.to(x_Nd) @ x_Nd.T).to(self._bounds_EN)
         rounding_EN = ROUNDING * (1 + torch.outer(at_Ed.norm(dim=1), self._norms_N))
         reached_N = (slack_EN <= radius_E[:, None] * self._free_norms_EN + rounding_EN).any(dim=0)
         reached_N |= (slack_EN < -rounding_EN).any()

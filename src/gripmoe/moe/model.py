@@ -109,6 +109,10 @@ class MoEModel:
     def router(self, layer: int) -> nn.Module:
         return self._routers[layer]
 
+    def outer_router(self, layer: int) -> nn.Module:
+        """The router of a layer with the adapters around it."""
+        return self._outer[layer]
+
     def router_parameters(self, layer: int) -> list[nn.Parameter]:
         """The parameters of a layer's router and of the adapters around it."""
         return list(self._outer[layer].parameters())

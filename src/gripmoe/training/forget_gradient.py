@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gripmoe.config.training import Training
+from gripmoe.constraints.hooks import Diverged
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 
@@ -39,7 +40,10 @@ class ComponentFilter:
             if parameter.grad is not None:
                 # Of a shard the experts of this process, each of which is whole.
                 gradient_Emn = getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)()
-                u_Emr, s_Er, v_Ern = torch.linalg.svd(gradient_Emn.float(), full_matrices=False)
+                try:
+                    u_Emr, s_Er, v_Ern = torch.linalg.svd(gradient_Emn.float(), full_matrices=False)
+                except torch.linalg.LinAlgError as error:
+                    raise Diverged(f"a gradient of experts has no components: {error}") from error
                 s_Er[:, : self._count] = 0
                 gradient_Emn.copy_((u_Emr * s_Er[:, None]) @ v_Ern)
         return {}

@@ -287,15 +287,17 @@ class _Steps:
     def seconds_by_turns(self) -> tuple[float, float] | None:
         """Seconds of the shortest step with the constraint and of the shortest one without it, since other load of the
         machine only adds. Routers move in the steps with the constraint, or there would be nothing to constrain. None
-        if a step diverged. The weights are restored."""
-        thetas, pairs = self.model.thetas(), []
+        if a step diverged. The routers are restored."""
+        before, pairs = [parameter.detach().clone() for parameter in self.routers], []
         *others, of_routers = self.optimizer.param_groups
         with rate_zero(others):
             for _ in range(TIMED_PAIRS):
                 constrained = self._seconds()
                 with self.handle.lifted(), rate_zero([of_routers]):
                     pairs.append((constrained, self._seconds()))
-        self.model.set_thetas(thetas)
+        with torch.no_grad():
+            for parameter, own in zip(self.routers, before, strict=True):
+                parameter.copy_(own)
         return None if any(None in pair for pair in pairs) else tuple(map(min, zip(*pairs, strict=True)))
 
     def _seconds(self) -> float | None:
@@ -334,10 +336,10 @@ def _trained_layers(model: MoEModel, last_layer: int | None, count: int | None) 
 def _trainable(
     model: MoEModel, scope: dict[int, list[int]] | None, layers: Sequence[int]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Routers of `layers`, and the rest of their MoE blocks or the fused experts of the layers in `scope`; freezes all
-    other parameters."""
+    """Routers of `layers` with their biases, and the rest of their MoE blocks or the fused experts of the layers in
+    `scope`; freezes all other parameters."""
     model.model.requires_grad_(False)
-    routers = [model.theta(layer) for layer in layers if layer in model.layers]
+    routers = [p for layer in layers if layer in model.layers for p in model.router_parameters(layer)]
     if scope:
         experts = [p for layer in scope for p in model.expert_parameters(layer)]
     else:
