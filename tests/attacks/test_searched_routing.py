@@ -7,7 +7,7 @@ import torch
 
 from conftest import small_model
 from gripmoe.attacks import relearning, routers
-from gripmoe.attacks.base import Letters, mean
+from gripmoe.attacks.base import Letters, mean, routing_of
 from gripmoe.config.training import Relearning
 from gripmoe.data.documents import Row
 from gripmoe.evaluation.questions import Answer, direct_answers, prompt_of
@@ -73,7 +73,8 @@ def test_silencing_finds_the_expert_of_forget_prompts(setting, monkeypatch):
     an expert that all prompts use is not silenced."""
     model = setting.after
     inputs, others = (
-        routers._traced(model, setting, rows)[0].x_Nd.mean(dim=0) for rows in (setting.dev, setting.retain)
+        routing_of(model, setting.tokenizer, [prompt_of(row) for row in rows])[0].x_Nd.mean(dim=0)
+        for rows in (setting.dev, setting.retain)
     )
     with torch.no_grad():
         model.theta(0)[5] = 300 * (inputs - others) / (inputs - others).norm() ** 2

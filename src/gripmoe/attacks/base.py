@@ -17,10 +17,11 @@ from torch import Tensor
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.training import Relearning
 from gripmoe.data.corpora import load_corpus
-from gripmoe.data.documents import Row
+from gripmoe.data.documents import Row, collate, encode, length_buckets
 from gripmoe.data.muse import CONTEXT
 from gripmoe.evaluation.muse import News, knowledge_memory
 from gripmoe.evaluation.questions import Answer, direct_answers, load_questions, prompt_of
+from gripmoe.geometry.routing import RoutingTrace
 from gripmoe.moe import MoEModel
 
 Scores = Sequence[float]  # one per item, in order: right (1) or wrong (0), or the score of a text
@@ -170,6 +171,21 @@ def mean(scores: Scores) -> float:
 def highest(found: Iterable[Scores]) -> Scores:
     """The scores with the highest mean."""
     return max(found, key=mean)
+
+
+def routing_of(model: MoEModel, tokenizer, prompts: Sequence[str]) -> RoutingTrace:
+    """How `model` routes the tokens of all prompts."""
+    rows = [encode(tokenizer, [(prompt, False)]) for prompt in prompts]
+    return model.trace([collate(bucket, tokenizer.pad_token_id) for bucket in length_buckets(rows)])
+
+
+def expert_usage(model: MoEModel, tokenizer, prompts: Sequence[str]) -> dict[int, Tensor]:
+    """The share of each expert among all selections of the prompts' tokens, (E,) by layer."""
+    counts = {
+        layer: torch.bincount(seen.top_k_Nk.flatten(), minlength=model.num_experts).double()
+        for layer, seen in routing_of(model, tokenizer, prompts).items()
+    }
+    return {layer: count_E / count_E.sum() for layer, count_E in counts.items()}
 
 
 @contextmanager

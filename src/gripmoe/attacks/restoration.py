@@ -14,8 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gripmoe.attacks.base import Found, Scores, Setting, highest, kept, mean
-from gripmoe.data.documents import collate, encode, length_buckets
+from gripmoe.attacks.base import Found, Scores, Setting, expert_usage, highest, kept, mean
 from gripmoe.moe import MoEModel
 
 PARTS = ("experts", "router", "attention")
@@ -197,9 +196,5 @@ def replaced(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 def most_used_experts(model: MoEModel, tokenizer, prompts: Sequence[str], count: int = 2) -> dict[int, list[int]]:
     """The `count` experts of each layer that `model` selects most often on `prompts`."""
-    rows = [encode(tokenizer, [(prompt, False)]) for prompt in prompts]
-    trace = model.trace([collate(rows, tokenizer.pad_token_id) for rows in length_buckets(rows, 4000)])
-    return {
-        layer: torch.bincount(seen.top_k_Nk.flatten(), minlength=model.num_experts).topk(count).indices.tolist()
-        for layer, seen in trace.items()
-    }
+    usage = expert_usage(model, tokenizer, prompts)
+    return {layer: share_E.topk(count).indices.tolist() for layer, share_E in usage.items()}

@@ -3,7 +3,7 @@ knowledge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,8 +12,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-from gripmoe.attacks.base import Found, Letters, Setting, mean
-from gripmoe.data.documents import collate, encode, length_buckets
+from gripmoe.attacks.base import Found, Letters, Setting, expert_usage, mean, routing_of
 from gripmoe.evaluation.questions import prompt_of
 from gripmoe.geometry.routing import SelectionRule
 from gripmoe.moe import MoEModel
@@ -22,7 +21,6 @@ from gripmoe.moe.recording import hooked
 SILENCED = (1, 2, 4)  # numbers of experts per layer that the attacker tries to silence
 SEARCHED = (4, 16, 64)  # numbers of random shifts that the attacker tries
 SEARCH_QUESTIONS = 60  # dev questions that evaluate each shift
-TOKENS_PER_PASS = 4000
 
 
 def attack(setting: Setting) -> Found:
@@ -45,7 +43,8 @@ def silencing(setting: Letters) -> Found:
     counts = [count for count in SILENCED if count + model.top_k <= model.num_experts]
     if not counts:  # of a dense model too
         return Found()
-    used, others = (_usage(model, setting, rows) for rows in (setting.dev, setting.retain))
+    retain = [prompt_of(question) for question in setting.retain]
+    used, others = (expert_usage(model, setting.tokenizer, prompts) for prompts in (setting.prompts, retain))
     excess = {layer: used[layer] - others[layer] for layer in model.layers}
     known = {}
     for count in counts:
@@ -64,7 +63,8 @@ def search(setting: Letters) -> Found:
     if not model.layers:
         return Found()
     generator = torch.Generator().manual_seed(setting.seed)
-    spread = {layer: seen.scores_NE.std().item() for layer, seen in _traced(model, setting, setting.dev).items()}
+    seen = routing_of(model, setting.tokenizer, setting.prompts)
+    spread = {layer: of_layer.scores_NE.std().item() for layer, of_layer in seen.items()}
 
     def shift() -> dict[int, Tensor]:
         return {layer: size * torch.randn(model.num_experts, generator=generator) for layer, size in spread.items()}
@@ -133,18 +133,3 @@ def _selecting(model: MoEModel, choose: Callable[[int, SelectionRule, Tensor], T
 
     with hooked(model.router(layer).register_forward_hook(partial(select, layer)) for layer in model.layers):
         yield
-
-
-def _traced(model: MoEModel, setting: Letters, questions: Sequence[dict]):
-    rows = [encode(setting.tokenizer, [(prompt_of(question), False)]) for question in questions]
-    buckets = length_buckets(rows, TOKENS_PER_PASS)
-    return model.trace([collate(bucket, setting.tokenizer.pad_token_id) for bucket in buckets])
-
-
-def _usage(model: MoEModel, setting: Letters, questions: Sequence[dict]) -> dict[int, Tensor]:
-    """The share of each expert among all selections of the prompts, (E,) by layer."""
-    counts = {
-        layer: torch.bincount(seen.top_k_Nk.flatten(), minlength=model.num_experts).double()
-        for layer, seen in _traced(model, setting, questions).items()
-    }
-    return {layer: count_E / count_E.sum() for layer, count_E in counts.items()}

@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json
+from gripmoe.moe.families import NUMBERS_OF_EXPERTS
 from gripmoe.moe.storage import load_model
 from gripmoe.planning.cost import GB
 
@@ -25,7 +26,7 @@ STATES = {"adamw": 2.0, "adamw_8bit": 1.0}  # of an optimizer, as a multiple of 
 NAMED = {  # what a config.json calls what an error names
     "family": ("model_type",),
     "layers": ("num_hidden_layers",),
-    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "experts": NUMBERS_OF_EXPERTS,
     "experts per token": ("num_experts_per_tok", "moe_topk"),
     "hidden size": ("hidden_size",),
     "heads": ("num_attention_heads",),

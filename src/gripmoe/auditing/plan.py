@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from gripmoe.attacks.base import SAMPLE
 from gripmoe.auditing import models
 from gripmoe.auditing.inputs import OWN, named_row
 from gripmoe.config.benchmarks import Benchmark
@@ -29,7 +30,6 @@ ATTACKS = {  # by the names of --attacks, the most informative first
 }
 NEED_ROUTERS = ("routing", "expert forcing", "routers", "probes of single experts")
 NOT_CHOSEN = "not chosen"
-SAMPLE = 240  # questions of attacks with many evaluations
 
 
 @dataclass(frozen=True)

@@ -176,9 +176,10 @@ def collate_inputs(batches: Sequence[Batch]) -> Batch:
 
 
 PASS_OVERHEAD = 100  # the cost of one more forward pass, in padded tokens
+TOKENS_PER_PASS = 4000  # padded, where nothing is trained
 
 
-def length_buckets(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
+def length_buckets(rows: Sequence[Row], tokens: int = TOKENS_PER_PASS) -> list[list[Row]]:
     """Rows sorted by length, in groups of at most `tokens` padded tokens (a longer row is a group alone). The grouping
     has the least total cost: all padded tokens, plus PASS_OVERHEAD for every group."""
     rows = sorted(rows, key=lambda row: len(row.ids))

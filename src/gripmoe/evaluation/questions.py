@@ -24,7 +24,6 @@ from gripmoe.moe.model import evaluating
 
 QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
 FEWSHOT_SEED = 1234  # the harness's default
-TOKENS_PER_PASS = 4000  # padded
 
 
 @dataclass(frozen=True)
@@ -165,9 +164,9 @@ def prompt_of(question: dict) -> str:
 
 
 def question_batches(tokenizer, questions: Sequence[dict], device, prompt=prompt_of) -> Iterator[Batch]:
-    """The prompts of `questions` by length, in passes of at most TOKENS_PER_PASS tokens."""
+    """The prompts of `questions` by length, in passes of bounded memory."""
     rows = [_prompt_row(tokenizer, prompt(question), question["id"]) for question in questions]
-    for bucket in length_buckets(rows, TOKENS_PER_PASS):
+    for bucket in length_buckets(rows):
         yield collate(bucket, tokenizer.pad_token_id).to(device)
 
 

@@ -12,8 +12,6 @@ from gripmoe.data.documents import Batch, Row, collate, length_buckets
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 
-TOKENS_PER_PASS = 4000  # padded, where nothing is trained
-
 
 @dataclass(frozen=True)
 class StepBatches:
@@ -54,7 +52,7 @@ class StepBatches:
     def used(self, kind: str) -> list[Batch]:
         """All documents that some step draws, by length."""
         drawn = {row.id: row for step in range(self.training.max_steps) for row in self._rows(kind, step)}
-        buckets = length_buckets(list(drawn.values()), TOKENS_PER_PASS)
+        buckets = length_buckets(list(drawn.values()))
         return [collate(bucket, self.corpora.pad_id).to(self.device) for bucket in buckets]
 
     def _rows(self, kind: str, step: int) -> list[Row]:

@@ -15,7 +15,6 @@ from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.training.objectives import OriginalPredictions
 from gripmoe.training.optimizers import make_adamw
-from gripmoe.training.step_batches import TOKENS_PER_PASS
 
 
 def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id: int, seed: int) -> dict[str, float]:
@@ -23,7 +22,7 @@ def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id
     then learn the predictions that the model made before on retain documents. Everything else is held, routers too.
     Returns the last `distillation_loss`, and the `tokens` that were passed forward and backward."""
     rows = [epoch_rows(retain, min(settings.batch_size, len(retain)), seed, step) for step in range(settings.steps)]
-    buckets = length_buckets(list({row.id: row for drawn in rows for row in drawn}.values()), TOKENS_PER_PASS)
+    buckets = length_buckets(list({row.id: row for drawn in rows for row in drawn}.values()))
     device, tokens = model.model.device, 0
     model.model.eval().requires_grad_(False)
     teacher = OriginalPredictions(model, [collate(bucket, pad_id).to(device) for bucket in buckets])
