@@ -212,6 +212,18 @@ def test_parts_that_are_equal_are_not_asked_again(setting):
     assert found["restored_router_layer_1"] == found["restored_router_all"] == Marks(ask(before, questions))
 
 
+def test_a_model_that_forgets_in_its_head_is_found_out(setting):
+    before, _, questions, ask = setting
+    broken = MoEModel(copy.deepcopy(before.model))
+    with torch.no_grad():
+        broken.model.lm_head.weight.mul_(-1)
+    own = weights_digest(broken.model)
+    found = restoration(before, broken, lambda moe: Marks(ask(moe, questions)), {})
+    assert found["restored_other"] == found["transplanted_experts_lowest"] == Marks(ask(before, questions))
+    assert found["transplanted_other"] == found["restored_experts_all"] == Marks(ask(broken, questions))
+    assert found["restored_other"] != found["transplanted_other"] and weights_digest(broken.model) == own
+
+
 def test_attention_is_all_of_a_layer_but_its_block(setting):
     before, after, _, _ = setting
     changed = MoEModel(copy.deepcopy(before.model))
