@@ -108,6 +108,22 @@ def test_what_becomes_of_the_forget_gradient_costs(name):
     assert found["flops"] > 1.2 * plain["flops"] or found["passes"] > 1.2 * plain["passes"]
 
 
+def test_refitted_routers_cost():
+    """The tracker of `anchored_tracked`, whose checks must not end its pass."""
+    anchored, tracked = (measure(unlearning(method=name)) for name in ("anchored", "anchored_tracked"))
+    assert tracked["flops"] > anchored["flops"]
+
+
+def test_a_step_of_undo_is_a_step_of_training():
+    """And a pass of the teacher. Experts alone have states: relearning has those of all weights."""
+    base = {"model": row(PUBLISHED["olmoe"]), "layers": 2, "processes": 1, "rows": [2], "length": 32}
+    asked = PAPER.methods["undo"].undo.model_dump() | {"batch_size": 2}
+    found = measure({**base, "what": "undo", "training": asked})
+    settings = {key: asked[key] for key in ("learning_rate", "optimizer", "batch_size", "gradient_checkpointing")}
+    trained = measure({**base, "what": "relearning", "training": settings})
+    assert found["flops"] > 0.9 * trained["flops"] and 0 < found["states"] < trained["states"]
+
+
 @pytest.mark.parametrize("model", [name for name in PUBLISHED if name != "olmoe"])
 def test_the_anchor_takes_a_step_in_every_family(model):
     found = measure(unlearning(model, method="anchored", layers=3))

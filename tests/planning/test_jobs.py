@@ -199,6 +199,21 @@ def test_news_is_planned(tmp_path, world):
     assert finetuned and all(job.hours > 0 and job.gpus and job.memory for job in finetuned)
 
 
+def test_undo_is_planned_as_training(tmp_path):
+    """Of a published model: as many steps as its row says, and what would fit."""
+    project = changed("paper", methods=["frozen_router", "undo"], objectives=["npo"], extra_methods={}, overrides={})
+    costs = Costs(project, tmp_path)
+    [undo] = [step for step in steps_of(project) if step.what == "undo" and step.model == "qwen3_30b_a3b"]
+    assert undo.kind == "qwen3_30b_a3b, undo" and costs.of(undo).parts["states"] == 24, "of a GPU of two"
+    jobs = {job.run: job for job in jobs_left(project, tmp_path, tflops=1.0, costs=costs) if job.rule == "realign"}
+    job = jobs["qwen3_30b_a3b.wmdp_cyber.npo.undo.0"]
+    steps = project.methods["undo"].undo.steps
+    assert job.hours == pytest.approx(job.gpus * steps * costs.of(undo).seconds(1.0) / 3600)
+    assert job.memory == costs.of(undo).total
+    saving = [way for way in what_would_fit(costs, undo, costs.of(undo).total - 1, 2000) if "gpus" not in way]
+    assert saving and saving[0].startswith("gradient_checkpointing: true")
+
+
 def test_a_budget_refuses_and_names_the_expensive(tmp_path):
     jobs = jobs_left(Project(CONFIG, "paper"), tmp_path)
     check_budget(jobs, None)

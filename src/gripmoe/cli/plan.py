@@ -152,5 +152,5 @@ def _print_methods(project: Project, costs: Costs, tflops: float) -> None:
     for cost in filter(None, map(costs.of, steps_of(project))):
         step, sizes = cost.step, [f"{cost.parts.get(name, 0):.1f}" for name in names]
         hours = f"{cost.seconds(tflops) * 1e4 / 3600:.2f}" if step.what == "unlearn" else ""
-        row = [step.model, step.objective or step.what, step.method, *sizes]
+        row = [step.model, step.name, step.method, *sizes]
         print(f"| {' | '.join([*row, f'{cost.total:.1f}', f'{cost.tflop:.1f}', hours])} |")

@@ -34,6 +34,7 @@ CHANGES = {  # settings to try if a step does not fit
     "unlearn": (*SAVING, {"trained_layers": 3}, {"forget_batch_size": 1, "retain_batch_size": 1}, {"basis_memory": 4})
     + MORE_GPUS,
     "relearning": (*SAVING, {"batch_size": 1}, *MORE_GPUS),
+    "undo": (*SAVING, {"batch_size": 1}, *MORE_GPUS),
     "finetune_model": (*SAVING, *MORE_GPUS),
     "evaluate": ({"evaluation_batch_size": 1}, *MORE_GPUS),
     "attack": MORE_GPUS,
@@ -42,7 +43,7 @@ CHANGES = {  # settings to try if a step does not fit
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the workflow on a model: "unlearn" with benchmark, objective and method, or another key of
+    """A step of the workflow on a model: "unlearn" or "undo" with benchmark, objective and method, or another key of
     `CHANGES`."""
 
     model: str
@@ -53,7 +54,11 @@ class Step:
 
     @property
     def kind(self) -> str:
-        return f"{self.model}, {self.objective or self.what}"
+        return f"{self.model}, {self.name}"
+
+    @property
+    def name(self) -> str:
+        return self.objective if self.what == "unlearn" else self.what
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,9 @@ class Costs:
         if step.what == "finetune_model":
             training = {"optimizer": model.optimizer, "gradient_checkpointing": model.gradient_checkpointing}
             rows, length, processes = [model.batch_size], ARTICLE, project.processes(step.model)
+        elif step.what == "undo":
+            training = project.methods[step.method].undo.model_dump()
+            rows, length, processes = [training["batch_size"]], project.benchmarks[step.benchmark].max_length, 1
         elif step.what == "relearning":
             training = project.world.relearning.model_dump()
             fitting = [name for name in project.world.benchmarks if project.fits(step.model, name)]
@@ -272,8 +280,8 @@ class Costs:
 
 
 def steps_of(project: Project) -> list[Step]:
-    """Of every published model of a world: evaluation and attacks, finetuning, relearning, and every objective under
-    every method that trains."""
+    """Of every published model of a world: evaluation and attacks, finetuning, relearning, every objective under every
+    method that trains, and UNDO's distillation."""
     steps = []
     for name in project.world.models:
         if isinstance(project.trained_from(name), PublishedModel):
@@ -283,6 +291,8 @@ def steps_of(project: Project) -> list[Step]:
             steps += [Step(name, "relearning")] * bool(project.world.relearning)
             keys = [key for key in project.run_keys() if key[0] == name and project.methods[key[3]].trains]
             steps += dict.fromkeys(Step(name, "unlearn", *key[1:4]) for key in keys)
+            keys = [key for key in project.run_keys() if key[0] == name and project.methods[key[3]].undo]
+            steps += dict.fromkeys(Step(name, "undo", *key[1:4]) for key in keys)
     return steps
 
 
@@ -306,6 +316,11 @@ def _changed(project: Project, step: Step, change: dict[str, Any]) -> Project:
         update = change
     elif step.what == "relearning":
         update = {"relearning": world.relearning.model_copy(update=change)}
+    elif step.what == "undo":
+        method = project.methods[step.method]
+        settings = method.undo.model_copy(update=change)
+        changed.methods = {**project.methods, step.method: method.model_copy(update={"undo": settings})}
+        return changed
     elif step.what == "finetune_model":
         changed.models = {**project.models, step.model: project.models[step.model].model_copy(update=change)}
         return changed

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from gripmoe.attacks import relearning as attack
-from gripmoe.config.methods import Method
+from gripmoe.config.methods import Method, UndoConfig
 from gripmoe.config.training import Relearning, Training
 from gripmoe.constraints.build import build
 from gripmoe.constraints.null_space import NullSpace
@@ -45,6 +45,7 @@ from gripmoe.moe.sharding import shard_experts
 from gripmoe.training import loop as unlearning
 from gripmoe.training.finetune import finetune
 from gripmoe.training.objectives import make_objective, sequence_logprobs
+from gripmoe.training.undo import undo
 
 aten = torch.ops.aten
 NOWHERE = Path("/nonexistent/state.pt")  # no state to resume from
@@ -346,6 +347,11 @@ def _relearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
     attack.relearning(moe, rows, lambda _: [], Relearning(**question["training"]), checks=(0, 1))
 
 
+def _undo(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
+    rows = _rows(*question["rows"], question["length"])
+    undo(moe, rows, UndoConfig(**{**question["training"], "steps": 1}), pad_id=0, seed=0)
+
+
 @torch.no_grad()
 def _read(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
     """Letter prompts as in lm-evaluation-harness, or texts of news for membership inference."""
@@ -356,4 +362,4 @@ def _read(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
         F.log_softmax(moe.model(batch.input_ids).logits, dim=-1)
 
 
-STEPS = {"unlearn": _unlearn, "finetune_model": _finetune, "relearning": _relearn, "evaluate": _read}
+STEPS = {"unlearn": _unlearn, "finetune_model": _finetune, "relearning": _relearn, "undo": _undo, "evaluate": _read}

@@ -81,7 +81,8 @@ def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Co
 
 def _job(costs: Costs, results: Path, rule: str, key: tuple, tflops: float) -> Job:
     project, name = costs.project, key[0]
-    step = Step(name, rule, *(key[1:4] if rule == "unlearn" else key[1:2]))
+    undone = rule == "realign" and project.methods[key[3]].undo
+    step = Step(name, "undo" if undone else rule, *(key[1:4] if rule == "unlearn" or undone else key[1:2]))
     embedded = project.trained_from(name).source == "embedded"
     cost = None if rule in COPIED.values() else costs.of(step)
     recorded = _benchmarks(results, rule, key, embedded or cost is None)
@@ -116,6 +117,8 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
         training = project.training(step.objective, step.method, step.benchmark)
         checks = training.max_steps // training.check_every + 1
         return training.max_steps * each + checks * tokens["check"] * token
+    if step.what == "undo":
+        return project.methods[step.method].undo.steps * each
     if step.what in ("trace_routing", "realign"):
         return 2 * benchmark.retain_documents * benchmark.max_length * token
     relearned = costs.of(Step(step.model, "relearning")) if step.what == "attack" and project.world.relearning else None
