@@ -18,7 +18,7 @@ help:
 	@echo "make setup     the environment in $(VENV); commands that need it make it"
 	@echo "make figures   tables and figures of the tiny world, from nothing, into paper_figures/tiny"
 	@echo "make figures-all   all objectives, methods and ablations at one seed; shares what figures has computed"
-	@echo "make record    the same over six base models; a night, resumes (HOURS=2: stops after two; ADD=1: keeps docs/record)"
+	@echo "make record    main methods and ablations over six base models; a night, resumes (HOURS=2: stops after two; ADD=1: keeps docs/record)"
 	@echo "make base      trains the base models of the package again and compares their scores; eight minutes"
 	@echo "make report    one HTML page of what has been rendered"
 	@echo "make docs      the site of docs/, into build/docs/index.html"

@@ -1,6 +1,7 @@
 """Silenced experts and searched routing, against a model whose answers hang on one expert."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -87,6 +88,15 @@ def test_silencing_finds_the_expert_of_forget_prompts(setting, monkeypatch):
     answer_where(setting, monkeypatch, lambda sets: float(not (sets[0] == 6).any()))
     assert routers.silencing(setting).metrics["silenced_experts"] == 0.0
     assert weights_digest(model.model) == own
+
+
+def test_of_experts_used_alike_as_many_are_silenced_as_were_asked_for(setting, monkeypatch):
+    """Where all prompts are routed alike, every expert's excess is the same."""
+    silent = []
+    monkeypatch.setattr(routers, "expert_usage", lambda model, *_: {n: torch.ones(8) / 8 for n in model.layers})
+    monkeypatch.setattr(routers, "silenced", lambda model, experts: silent.append(experts) or nullcontext())
+    routers.silencing(setting)
+    assert [int(experts[0].sum()) for experts in silent[:-1]] == list(routers.SILENCED)
 
 
 def test_search_keeps_the_shift_under_which_right_letters_are_likeliest(setting, monkeypatch):

@@ -67,7 +67,16 @@ def test_every_artefact_is_drawn_by_a_world():
 def test_the_factorial_is_every_constraint_on_one_expert_and_on_all():
     """In the catalogue, in its table, and among the runs of the world that draws it; nothing else differs in a pair."""
     project = Project(CONFIG, "tiny_all")
-    [rows] = [block["rows"] for block in specification("factorial")["blocks"] if block.get("objective") == "rmu"]
+    blocks = {block.get("objective"): block["rows"] for block in specification("factorial")["blocks"]}
+    of_record = Project(CONFIG, "record")
+    pairs = [row["method"].replace("_single", "") for row in blocks["gd"]]
+    assert len(pairs) == 6 and all(pairs.count(method) == 2 for method in pairs)
+    for row in blocks["gd"]:
+        one, every = (
+            of_record.training("gd", m, "wmdp_tiny") for m in (row["method"], row["method"].replace("_single", ""))
+        )
+        assert one == every and row["method"] in of_record.world.methods_of("gd")
+    rows = blocks["rmu"]
     methods = {row["method"]: project.methods[row["method"]] for row in rows}
     axes = {(method.constraint, method.form, method.experts) for method in methods.values()}
     kinds = [("router_l2", "sound"), ("null_space", "sound"), ("null_space", "paper"), ("gate_anchor", "sound")]

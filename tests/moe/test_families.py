@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import gripmoe
 from gripmoe.attacks.quantization import quantized
 from gripmoe.attacks.relearning import low_rank_experts
-from gripmoe.attacks.restoration import PARTS, others, pairs_of, replaced, tensors_of
+from gripmoe.attacks.restoration import PARTS, outside_parts, pairs_of, replaced, tensors_of
 from gripmoe.attacks.routers import silenced, widened
 from gripmoe.constraints.base import Unconstrained
+from gripmoe.constraints.baselines import GateAnchor, RouterL2
 from gripmoe.data.documents import IGNORED, Row, collate
 from gripmoe.geometry.routing import SelectionRule, jaccard, route, routing_stability
 from gripmoe.moe import MoEModel, storage
@@ -370,6 +371,16 @@ def test_unlearning_trains_biases_of_routers_with_the_routers(tmp_path, monkeypa
     assert not torch.equal(trained[0][0], make("gpt_oss").router(0).bias), "they train"
 
 
+def test_soft_constraints_freeze_the_biases_that_they_do_not_see():
+    """SEUF trains one router with its bias; a penalty on weights trains no bias. The control: without them all do."""
+    trained = {}
+    for constraint in (Unconstrained(), GateAnchor(1, 2, weight=1.0, alone=True), RouterL2(1.0)):
+        moe = make("gpt_oss")
+        constraint.start(moe, [], [])
+        trained[type(constraint)] = [moe.router(layer).bias.requires_grad for layer in moe.layers]
+    assert trained == {Unconstrained: [True, True], GateAnchor: [False, True], RouterL2: [False, False]}
+
+
 @torch.no_grad()
 def test_parts_and_all_else_are_the_whole_model(moe, family):
     """Restored together they give the original model back: dense layers, head, embeddings, norms and biases too."""
@@ -380,7 +391,7 @@ def test_parts_and_all_else_are_the_whole_model(moe, family):
             tensor.add_(0.3)
     wanted = before.model(**batch.inputs).logits
     parts = pairs_of(before, broken, broken.layers, PARTS)
-    with replaced([*parts, *zip(others(broken), others(before), strict=True)]):
+    with replaced([*parts, *zip(outside_parts(broken), outside_parts(before), strict=True)]):
         assert torch.equal(broken.model(**batch.inputs).logits, wanted)
     with replaced(parts):
         assert not torch.allclose(broken.model(**batch.inputs).logits, wanted), "the control"

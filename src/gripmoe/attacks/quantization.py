@@ -36,7 +36,7 @@ def quantized(model: MoEModel, bits: int) -> Iterator[None]:
     routers = {id(model.theta(layer)) for layer in model.layers}
     matrices = {}  # and the input dimension of each
     for module in model.model.model.layers.modules():
-        inputs = -2 if getattr(module, "is_transposed", False) else -1  # of the fused experts of GPT-OSS
+        inputs = -2 if getattr(module, "is_transposed", False) else -1  # of the fused experts of GPT-OSS and Aria
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim > 1 and not name.endswith("bias") and id(parameter) not in routers:
                 matrices[parameter] = inputs

@@ -47,7 +47,7 @@ def from_unrelated_documents(setting: Setting) -> Found:
 def of_routers(setting: Letters) -> Found:
     """`relearned_routers_after_<step>`: on forget documents about other facts; only routers train."""
     model = setting.after
-    routers = [model.theta(layer) for layer in model.layers]
+    routers = [parameter for layer in model.layers for parameter in model.router_parameters(layer)]
     return _curve(setting, "relearned_routers", _about_dev_facts(setting), routers) if routers else Found()
 
 

@@ -106,7 +106,7 @@ def restoration(
                 found[f"restored_{part}_all"] = recall_with([pair for of_layer in pairs.values() for pair in of_layer])
             else:
                 found[f"transplanted_{part}_lowest"] = min(alone.values(), key=mean)
-        found[f"{name}_other"] = recall_with(list(zip(others(target), others(source), strict=True)))
+        found[f"{name}_other"] = recall_with(list(zip(outside_parts(target), outside_parts(source), strict=True)))
     if experts:
         singles = []
         for layer, chosen in experts.items():
@@ -122,8 +122,8 @@ def restoration(
 def _recall_with(
     target: MoEModel, recall: Callable[[MoEModel], Scores], own: Scores, pairs: Sequence[tuple[Tensor, Tensor]]
 ) -> Scores:
-    """`recall` of `target` with the second tensor of each pair in the place of the first, which is its own. If all
-    pairs are equal, returns `own`, the recall of `target` itself."""
+    """`recall` of `target` while the first tensor of each pair, one of `target`, has the values of the second. Returns
+    `own`, the recall of `target` itself, if all pairs are equal."""
     if all(torch.equal(current, other) for current, other in pairs):
         return own
     with replaced(pairs):
@@ -168,7 +168,7 @@ def tensors_of(model: MoEModel, layer: int, part: str) -> list[Tensor]:
     return router if part == "router" else _without(_tensors(block), router)
 
 
-def others(model: MoEModel) -> list[Tensor]:
+def outside_parts(model: MoEModel) -> list[Tensor]:
     """The parameters and buffers outside the layers that have parts."""
     layers = [model.model.model.layers[number] for number in model.all_layers]
     return _without(_tensors(model.model), [tensor for layer in layers for tensor in _tensors(layer)])

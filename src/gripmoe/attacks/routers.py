@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gripmoe.attacks.base import Found, Letters, Setting, expert_usage, mean, routing_of
 from gripmoe.evaluation.questions import prompt_of
-from gripmoe.geometry.routing import SelectionRule
+from gripmoe.geometry.routing import SelectionRule, selection_mask
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import hooked
 
@@ -48,7 +48,7 @@ def silencing(setting: Letters) -> Found:
     excess = {layer: used[layer] - others[layer] for layer in model.layers}
     known = {}
     for count in counts:
-        silent = {layer: excess_E >= excess_E.topk(count).values[-1] for layer, excess_E in excess.items()}
+        silent = {layer: selection_mask(e_E.topk(count).indices[None], len(e_E))[0] for layer, e_E in excess.items()}
         with silenced(model, silent):
             known[mean(setting.right(model, setting.dev))] = silent
     with silenced(model, known[max(known)]):
@@ -112,7 +112,8 @@ def noisy(model: MoEModel, scale: float, seed: int) -> Iterator[None]:
 
 @contextmanager
 def widened(model: MoEModel, factor: int) -> Iterator[None]:
-    """Within the block, every router selects `factor` times as many experts, at most all that its rule lets it."""
+    """Within the block, every router selects `factor` times as many experts, at most all of the groups that it may
+    choose."""
 
     def more(layer: int, rule: SelectionRule, scores_TE: Tensor) -> Tensor:
         most = model.num_experts // rule.num_groups * rule.chosen_groups

@@ -30,8 +30,8 @@ def realign(
     """Correct the routers of a finished run (Method B).
 
     The command reads only the routers of the original model, and their inputs from the trace.
-    For the method restore_router, the command puts the original routers back instead; for undo, the command distils the
-    model into a copy with noise in its experts.
+    For the method restore_router, the command puts the original router weights back instead. For undo, the command
+    distils the model into a copy with noise in its experts.
 
     \b
     Example:

@@ -30,6 +30,7 @@ class RouterL2(RouterConstraint):
         self.weight = weight
 
     def start(self, model, forget, retain) -> None:
+        model.freeze_router_biases()  # which the penalty does not see
         self._model, self._theta_0 = model, model.thetas()
 
     def penalty(self, kind, seen) -> Tensor:
@@ -52,7 +53,8 @@ class GateAnchor(RouterConstraint):
 
     def start(self, model, forget, retain) -> None:
         for layer in model.layers:
-            model.theta(layer).requires_grad_(layer == self.layer or not self.alone)
+            for parameter in model.router_parameters(layer):
+                parameter.requires_grad_(layer == self.layer or not self.alone)
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         return before_Ed if self.alone and layer != self.layer else after_Ed
@@ -111,7 +113,7 @@ def restricted_experts(
     experts = {layer: [p for p in model.expert_parameters(layer) if p.requires_grad] for layer in model.layers}
     frozen = [p for layer, of_layer in experts.items() if not scope.get(layer) for p in of_layer]
     masks: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # a parameter, its experts that train, and its first values
-    for layer in scope:
+    for layer in filter(scope.get, scope):
         for parameter in experts[layer]:
             chosen = torch.zeros(model.num_experts, dtype=torch.bool, device=parameter.device)
             chosen[list(scope[layer])] = True

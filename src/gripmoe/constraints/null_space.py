@@ -245,19 +245,21 @@ def paper_update(
     )
 
 
-def feasible_router(method: Method, theta_0_Ed: Tensor, theta_Ed: Tensor, x_Nd: Tensor, rule: SelectionRule) -> Tensor:
+def feasible_router(
+    method: Method, theta_0_Ed: Tensor, theta_Ed: Tensor, seen: LayerRouting, rule: SelectionRule
+) -> Tensor:
     """The original router plus what Method A leaves of the whole displacement from it: what Method B falls back to
-    (Sec. 4.3, App. D). `x_Nd` are router inputs of the unlearned model in the paper's form, of the original model in
-    the sound one."""
-    seen, update_Ed = route(x_Nd, theta_0_Ed, rule), theta_Ed - theta_0_Ed
+    (Sec. 4.3, App. D). `seen` is how the original router routes: inputs of the unlearned model in the paper's form, of
+    the original model in the sound one."""
+    update_Ed = theta_Ed - theta_0_Ed
     eps_null = EpsNull(method.eps_null.value, method.eps_null.kind)
     if method.form == "paper":
-        generator = torch.Generator(x_Nd.device).manual_seed(0)
+        generator = torch.Generator(seen.x_Nd.device).manual_seed(0)
         basis = paper_basis(seen, rule, eps_null, method)
         return theta_0_Ed + paper_update(update_Ed, basis, seen, rule, method, generator)
     basis, _ = _basis_and_factor(seen, rule, eps_null, method)
     bounds_NE = _bounds(seen, rule, method.safety_margin).clamp_min(0)
-    return theta_0_Ed + nearest_feasible(update_Ed, basis, x_Nd, bounds_NE, tolerance=1e-6)
+    return theta_0_Ed + nearest_feasible(update_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
 
 
 def null_space_of(

@@ -17,7 +17,7 @@ from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, vi
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.realignment import Realignment, holdout_stability, realign_paper
 from gripmoe.geometry.realignment import realign as realign_router
-from gripmoe.geometry.routing import RoutingTrace
+from gripmoe.geometry.routing import LayerRouting, RoutingTrace, route
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import unwrapped
 from gripmoe.moe.recording import routed_tokens
@@ -150,17 +150,18 @@ def realign_routers(
         documents_N = None
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
-        seen, x_post_Nd = trace[layer].to(x_post_Nd.device), x_post_Nd[:retain_tokens]
-        x_pre_Nd, wanted_Nk = seen.x_Nd[:retain_tokens], seen.top_k_Nk[:retain_tokens]
-        given = theta_0[layer], theta_post[layer], x_pre_Nd, x_post_Nd
+        fields = (tensor[:retain_tokens].to(x_post_Nd.device) for tensor in vars(trace[layer]).values())
+        seen, x_post_Nd = LayerRouting(*fields), x_post_Nd[:retain_tokens]
+        given = theta_0[layer], theta_post[layer], seen.x_Nd, x_post_Nd
         if form == "paper":
             realigned[layer] = realign_paper(*given)
         else:
-            held = dict(wanted_Nk=wanted_Nk, documents_N=documents_N)
+            held = dict(wanted_Nk=seen.top_k_Nk, documents_N=documents_N)
             realigned[layer] = realign_router(*given, model.rule(layer), **held)
         if not realigned[layer].accepted:
-            x_Nd = x_post_Nd if form == "paper" else x_pre_Nd
-            theta_Ed = feasible_router(METHOD_A[form], theta_0[layer], theta_post[layer], x_Nd, model.rule(layer))
+            rule = model.rule(layer)
+            seen = route(x_post_Nd, theta_0[layer], rule) if form == "paper" else seen
+            theta_Ed = feasible_router(METHOD_A[form], theta_0[layer], theta_post[layer], seen, rule)
             realigned[layer] = replace(realigned[layer], theta_Ed=theta_Ed, fell_back=True)
         if form == "sound":
             model.set_thetas({layer: realigned[layer].theta_Ed})
@@ -207,7 +208,8 @@ def holdout_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTr
     for form in ("paper", "sound"):
         for layer, seen in after.items():
             old = theta_0[layer], thetas[layer], trace[layer].x_Nd.to(seen.x_Nd.device), seen.x_Nd
-            curve = holdout_stability(*old, model.rule(layer), sizes, form)
+            wanted_Nk = trace[layer].top_k_Nk.to(seen.x_Nd.device)
+            curve = holdout_stability(*old, model.rule(layer), wanted_Nk, sizes, form)
             for size, values in curve.items():
                 for where, value in zip(("fit", "other"), values, strict=True):
                     name = f"holdout_{form}_{size}_{where}"

@@ -44,17 +44,21 @@ def holdout_stability(
     x_Nd: Tensor,
     x_post_Nd: Tensor,
     rule: SelectionRule,
+    wanted_Nk: Tensor,
     sizes: Sequence[int],
     form: str,
 ) -> dict[int, tuple[float, float]]:
     """Routing stability of a `form` ("paper" or "sound") by the number of tokens it is fitted to: on those, and on the
-    second half of all, which no fit sees. The paper's form is accepted whatever its cosine."""
+    second half of all, which no fit sees; `wanted_Nk` are the original sets. The paper's form is accepted whatever its
+    cosine."""
     half = len(x_Nd) // 2
-    wanted_Nk = route(x_Nd, theta_Ed, rule).top_k_Nk
     stability = {}
     for size in sizes:
         old = theta_Ed, theta_post_Ed, x_Nd[:size], x_post_Nd[:size]
-        result = realign_paper(*old, accept=-math.inf) if form == "paper" else realign(*old, rule)
+        if form == "paper":
+            result = realign_paper(*old, accept=-math.inf)
+        else:
+            result = realign(*old, rule, wanted_Nk=wanted_Nk[:size])
         agreement_N = jaccard(wanted_Nk, route(x_post_Nd, result.theta_Ed.to(x_post_Nd), rule).top_k_Nk)
         stability[size] = agreement_N[:size].mean().item(), agreement_N[half:].mean().item()
     return stability

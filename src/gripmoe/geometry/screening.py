@@ -16,6 +16,7 @@ from gripmoe.geometry.halfspace import in_full_precision, nearest_feasible
 from gripmoe.geometry.nullspace import RetainBasis
 
 AHEAD = 4.0  # steps of the present length that the tokens in reach are looked up for
+AT_ONCE = 65_536  # tokens that may need a copy in fp64
 ROUNDING = 1e-5  # of a score, and of the product of norms that it comes from: ten times what no violation is
 
 
@@ -37,14 +38,15 @@ class ScreenedProjection:
             distance_E = (update_Ed - near_Ed).norm(dim=1)
             self.look(near_Ed, AHEAD * distance_E.clamp_min(distance_E.mean()))
         if not len(self._reached_Nd):
-            return basis.project(update_Ed.to(basis.U_ret_Edr)).to(update_Ed.dtype)
+            return basis.double().project(update_Ed.double()).to(update_Ed.dtype)
         return nearest_feasible(update_Ed, basis, self._reached_Nd, self._reached_NE, near_Ed=near_Ed, **options)
 
     def look(self, at_Ed: Tensor, radius_E: Tensor) -> None:
         """Looks up the tokens with a hyperplane within `radius_E` of `at_Ed`; all tokens if `at_Ed` is not feasible."""
         at_Ed, radius_E = at_Ed.to(self._x_Nd), radius_E.to(self._x_Nd)
-        x_Nd = in_full_precision(self._x_Nd)
-        slack_EN = self._bounds_EN - (at_Ed.to(x_Nd) @ x_Nd.T).to(self._bounds_EN)
+        parts = map(in_full_precision, self._x_Nd.split(AT_ONCE))
+        scores_EN = torch.cat([(at_Ed.to(x_Nd) @ x_Nd.T).to(at_Ed) for x_Nd in parts], dim=1)
+        slack_EN = self._bounds_EN - scores_EN
         rounding_EN = ROUNDING * (1 + torch.outer(at_Ed.norm(dim=1), self._norms_N))
         reached_N = (slack_EN <= radius_E[:, None] * self._free_norms_EN + rounding_EN).any(dim=0)
         reached_N |= (slack_EN < -rounding_EN).any()

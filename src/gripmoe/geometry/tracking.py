@@ -24,7 +24,7 @@ class RouterTracker:
 
     def update(self, x_Nd: Tensor, wanted_NE: Tensor) -> Tensor:
         """The router after these tokens, (E, d) in fp64; unchanged if there are none or they are not finite."""
-        # Asked so that a plan, in which every answer is False, computes what follows.
+        # Written so that fake tensors, which answer False to every question, go on.
         if not len(x_Nd) or (~x_Nd.isfinite()).any() or (~wanted_NE.isfinite()).any():
             return self.theta_Ed
         x_Nd = x_Nd.double()

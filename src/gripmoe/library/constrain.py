@@ -198,11 +198,11 @@ def _attached(
     trained: list[nn.Parameter],
     undo: ExitStack,
 ) -> ConstraintHandle:
-    frozen = any(not parameter.requires_grad for parameter in trained)
+    frozen = bool(prepared.scope) or any(not parameter.requires_grad for parameter in trained)
     if frozen and isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
         raise ValueError(
-            "this method freezes routers, which DistributedDataParallel has to know: call `constrain` before it "
-            "wraps the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
+            "this method freezes weights, which DistributedDataParallel has to know: call `constrain` before it wraps "
+            "the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
         )
     if sets := prepared.sets:
         routes = moe.force_routing(lambda *inputs: sets.of(*inputs) if moe.model.training else None)

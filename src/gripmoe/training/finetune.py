@@ -56,7 +56,7 @@ def finetune(
             save_state(state_file, model, adamw, losses=losses)
         rate = learning_rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
         set_rates(adamw.param_groups, [rate] * len(groups))
-        torch.manual_seed(1_000_000 * seed + step)  # of dropout and rounding, the same when resumed
+        torch.manual_seed(1_000_000 * seed + step)  # of dropout, the same when resumed
         adamw.zero_grad()
         batches = in_batches(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id, *own)
         scored = [distributed.average(int((batch.labels[:, 1:] != IGNORED).sum())) for batch in batches]
@@ -66,6 +66,7 @@ def finetune(
             loss.backward()
             losses[-1] += distributed.average(loss.item())
         distributed.clip_gradients(parameters, 1.0)
+        torch.manual_seed(1_000_000 * seed + step)  # of rounding, the same in all processes
         adamw.step()
     if gradient_checkpointing:
         model.gradient_checkpointing_disable()

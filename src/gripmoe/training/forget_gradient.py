@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from gripmoe.config.training import Training
-from gripmoe.constraints.hooks import Diverged
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 
@@ -42,8 +41,9 @@ class ComponentFilter:
                 gradient_Emn = getattr(parameter.grad, "to_local", lambda grad=parameter.grad: grad)()
                 try:
                     u_Emr, s_Er, v_Ern = torch.linalg.svd(gradient_Emn.float(), full_matrices=False)
-                except torch.linalg.LinAlgError as error:
-                    raise Diverged(f"a gradient of experts has no components: {error}") from error
+                except torch.linalg.LinAlgError:  # not finite, in this process's shard alone perhaps
+                    gradient_Emn.fill_(torch.nan)  # so that every process finds that the run has diverged
+                    continue
                 s_Er[:, : self._count] = 0
                 gradient_Emn.copy_((u_Emr * s_Er[:, None]) @ v_Ern)
         return {}

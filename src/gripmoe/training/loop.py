@@ -205,7 +205,8 @@ class _Steps:
     def take(self, step: int) -> dict[str, float] | None:
         """Trains a step; returns its losses and gradients, or None if the run has diverged: a loss, a gradient or a
         router is not finite, or the retain loss exceeds its bound."""
-        torch.manual_seed(1_000_000 * self.batches.seed + step)  # of dropout and stochastic rounding, also when resumed
+        seed = 1_000_000 * self.batches.seed + step
+        torch.manual_seed(seed)  # of dropout, the same when resumed
         self.model.model.train()
         self.optimizer.zero_grad()
         try:
@@ -225,6 +226,7 @@ class _Steps:
                 return None
             norm = math.hypot(*(norm for norm, _ in norms))
             distributed.clip_gradients(self.routers + self.experts, self.training.clip_norm, norm)
+            torch.manual_seed(seed)  # of stochastic rounding, the same in all processes
             self.optimizer.step()  # whose hooks keep the routers feasible
         except Diverged:
             return None
