@@ -72,6 +72,7 @@ TABLES = {
     "erasure": "Which methods erase",
     "attack_quality": "What the attacks are worth",
 }
+OF_ABLATIONS = ("threshold_sensitivity", "per_band_threshold", "constraint_ablation", "factorial", "constraint_surface")
 WORLDS = {
     "seuf_comparison": ("tiny_shared",),
     "dense_baseline": ("tiny_dense",),
@@ -80,7 +81,8 @@ WORLDS = {
     "attack_quality": ("tiny_erasure",),
 }
 ITEMS = ("histories", "answers", "attacks")
-MAIN = ("record_main", "record", "tiny")
+MAIN = ("record_main", "tiny", "tiny_all")
+WITH_ABLATIONS = (*MAIN, "record")
 OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "setting_max_steps", "num_experts", "top_k"} | {
     f"{measure}_{part}" for measure in names.MATCHED for part in ("target", "half_width")
 }
@@ -110,9 +112,10 @@ class Record:
         return self.runs[self.runs.set_index(KEYS).index.isin(listed)]
 
     def of_table(self, name: str) -> pd.DataFrame:
-        """The runs that a table shows."""
+        """The runs that a table shows. Ablations have tables of their own."""
         news = name.startswith("muse")
-        worlds = WORLDS.get(name, ("record_muse",) if news else MAIN)
+        of_letters = WITH_ABLATIONS if name in OF_ABLATIONS else MAIN
+        worlds = WORLDS.get(name, ("record_muse",) if news else of_letters)
         return of_kind(self.of_worlds(*worlds), "news" if news else "letters")
 
     def table(self, name: str) -> Table | None:
@@ -129,6 +132,12 @@ class Record:
         if name.endswith("attack_matrix"):
             return None if news and self.attacks is None else attack_matrix(runs, self.attacks, name)
         return attack_quality(runs) if name == "attack_quality" else comparison(runs, name)
+
+
+def under_every_objective(runs: pd.DataFrame) -> pd.DataFrame:
+    """Without the methods that were measured under some objectives alone."""
+    objectives = runs[runs.objective != NO_OBJECTIVE].groupby("method").objective.nunique()
+    return runs[~runs.method.isin(objectives.index[objectives < objectives.max()])]
 
 
 def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
@@ -271,7 +280,7 @@ def main() -> None:
         table = measured.table(name)
         if table and (table := measured_only(table)):
             parts.append(f"## {title}\n\n{as_markdown(table)}")
-    of_claims = measured.of_worlds(*MAIN, "record_muse", "tiny_erasure")
+    of_claims = measured.of_worlds(*WITH_ABLATIONS, "record_muse", "tiny_erasure")
     if not of_claims.empty:
         statements = claims_table(of_claims)
         write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
@@ -286,14 +295,16 @@ def main() -> None:
 
 def draw_pictures(record: Record) -> None:
     """Those of README and documentation."""
-    letters = record.of_worlds(*MAIN)
+    letters = under_every_objective(record.of_worlds(*MAIN))
     if letters[letters.objective != NO_OBJECTIVE].empty:
         return
     figures = {"forcing_vulnerability": forcing_vulnerability(letters)}
     if letters.metric.str.startswith("routing_stability_layer_").any():
         figures["routing_stability_by_layer"] = routing_stability_by_layer(letters)
     if beside(OUTPUT / "runs.csv", "histories").exists():
-        figures["forget_utility_tradeoff"] = forget_utility_tradeoff(load_histories(OUTPUT / "runs.csv"))
+        histories = load_histories(OUTPUT / "runs.csv")
+        shown = histories[histories.method.isin(letters.method)]
+        figures["forget_utility_tradeoff"] = forget_utility_tradeoff(shown)
     draw(figures, OUTPUT / "runs.csv")
 
 

@@ -91,6 +91,7 @@ def test_the_settings_that_the_record_tells_are_those_of_its_world():
         "frozen router": ["frozen_router"],
         "Method A, both forms": ["expert_specific", "expert_specific_paper"],
         "anchored": ["anchored"],
+        "router L2, one expert": ["router_l2_single"],
     }
     assert objectives == ["gd", "kl", "npo", "rmu"] and len(told) == 2 + len(methods)
     for row in told[2:]:
