@@ -103,6 +103,18 @@ def test_news_goes_with_the_models_finetuned_on_it(folder):
         Project(folder, "both")
 
 
+@pytest.mark.parametrize("objective", ["gd", "kl", "npo", "rmu"])
+def test_settings_that_letter_questions_chose_are_not_those_of_news(objective):
+    """Every method of news has the settings of its benchmark. The control: under GD methods of letters differ."""
+    for world, benchmark, alike in (
+        ("record_muse", "muse_tiny", True),
+        ("record_main", "wmdp_tiny", objective == "rmu"),
+    ):
+        project = Project(CONFIG, world)
+        runs = [project.training(objective, method, benchmark) for method in project.world.methods_of(objective)]
+        assert (len({(run.learning_rate, str(run.objective)) for run in runs if run}) == 1) == alike
+
+
 def test_a_benchmark_changes_training(folder):
     project = Project(folder, "tiny")
     assert project.training("gd", "frozen_router", "muse_tiny").learning_rate == 2e-4
