@@ -18,6 +18,11 @@ METHODS = {
     "anchored": "anchored",
     "frozen router, under attack": "frozen_router_adversary",
     "anchored, under attack": "anchored_adversary",
+    "SAM": "sam",
+    "weight distance": "weight_distance",
+    "RepSelect": "repselect",
+    "UNDO": "undo",
+    "expert null space": "expert_null_space",
 }
 
 
@@ -57,6 +62,19 @@ def test_paired_differences_are_the_records():
         assert f"{half:.2f}" in shown
     assert f"{-frozen.mean():.2f}" == "0.06" and f"{-anchored.mean():.2f}" == "0.09"
     assert ((wide.anchored_adversary - wide.anchored) < 0).sum() == 5
+
+
+def test_differences_of_other_papers_methods_are_the_records():
+    wide = strongest_attacks(RUNS).pivot(index=["model", "objective"], columns="method", values="excess")
+    told = " ".join(PAGE.split()).partition("Five methods of other papers have no decided effect")[2].partition(". ")[0]
+    labels = ["SAM", "weight distance", "RepSelect", "UNDO", "expert null space"]
+    for label in labels:
+        difference = (wide[METHODS[label]] - wide.frozen_router).dropna()
+        half = 4.303 * difference.std() / 3**0.5
+        assert len(difference) == 3 and half > abs(difference.mean())
+        assert f"{label} {difference.mean():+.2f} (± {half:.2f})" in told
+    missed = RUNS[(RUNS.metric == "reached") & (RUNS.value == 0)].groupby("method").model.nunique()
+    assert (missed.repselect, missed.expert_null_space) == (2, 2)
 
 
 def test_attempts_are_counted_and_quoted():
