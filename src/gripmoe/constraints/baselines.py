@@ -52,9 +52,9 @@ class GateAnchor(RouterConstraint):
         self.layer, self.expert, self.weight, self.alone = layer, expert, weight, alone
 
     def start(self, model, forget, retain) -> None:
-        for layer in model.layers:
-            for parameter in model.router_parameters(layer):
-                parameter.requires_grad_(layer == self.layer or not self.alone)
+        others = [layer for layer in model.layers if self.alone and layer != self.layer]
+        for parameter in (p for layer in others for p in model.router_parameters(layer)):
+            parameter.requires_grad_(False)
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         return before_Ed if self.alone and layer != self.layer else after_Ed
