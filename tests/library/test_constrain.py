@@ -213,8 +213,10 @@ def test_seuf_trains_one_expert_and_its_router():
     with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method="seuf") as handle:
         train(model, optimizer, handle)
         assert changed() == 2, "its two matrices"
+        assert sum(p.requires_grad for layer in moe.layers for p in moe.expert_parameters(layer)) == 2
     optimizer.step()
-    assert changed() > 16, "the control"
+    assert changed() == 16, "the control: momentum and weight decay move the other experts of the layer"
+    assert all(p.requires_grad for layer in moe.layers for p in moe.expert_parameters(layer))
 
 
 def sets_used(model, batch):
