@@ -19,7 +19,7 @@ from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml, write_text
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import load_runs
-from gripmoe.reporting.erasure import strongest_attacks
+from gripmoe.reporting.erasure import depth_scores, strongest_attacks
 from gripmoe.reporting.tables import fixed
 from gripmoe.reporting.uncertainty import of_runs
 
@@ -61,11 +61,19 @@ def excess_of(objective: str, method: str) -> float:
     return float(of_runs(chosen.rename(columns={"excess": "value"})).mean())
 
 
+def depth_of(objective: str, method: str) -> float:
+    depths = depth_scores(pd.read_csv(folder_of("erasure") / "readable_depth.csv"))
+    chosen = depths[(depths.objective == objective) & (depths.method == method)]
+    return float(of_runs(chosen.rename(columns={"depth": "value"})).mean())
+
+
 def value_of(source: str) -> str:
     """The number that a source names, as text. Raises ValueError for an unknown source."""
     match source.split():
         case ["erasure", "excess", objective, method]:
             return fixed(excess_of(objective, method), 2)
+        case ["erasure", "depth", objective, method]:
+            return fixed(depth_of(objective, method), 2)
         case [record, "claims" | "primary" as which, verdict]:
             claims = claims_of(record)
             claims = claims[claims.primary] if which == "primary" else claims

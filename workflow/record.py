@@ -94,7 +94,9 @@ class Record:
     def __init__(self, paths: list[Path]):
         self.paths = paths
         runs = with_shares(joined([load_runs(path, kind=None) for path in paths]))
-        self.runs = runs[runs.metric.isin(_shown()) | runs.metric.str.match("(routing_stability|accepted)_layer_")]
+        self.runs = runs[
+            runs.metric.isin(_shown()) | runs.metric.str.match("(routing_stability|accepted|read_above)_layer_")
+        ]
         self.answers = {kind: self._items(partial(load_answers, kind=kind)) for kind in ("letters", "news")}
         self.attacks = self._items(load_attacks)
 

@@ -29,6 +29,7 @@ from gripmoe.attacks.restoration import (
     linear_connectivity,
     most_used_experts,
     pairs_of,
+    readable_depth,
     replaced,
     restoration,
     restored_experts,
@@ -91,6 +92,28 @@ def test_the_straight_line_to_the_original_model(setting):
     assert {"interpolated_25", "interpolated_50", "interpolated_75"} < set(found)
     assert len({*asked, own}) == len(SHARES) + 1 and weights_digest(after.model) == own
     assert found["changed_experts"] > 0 < found["changed_router"] and found["changed_attention"] == 0
+
+
+def test_the_depth_at_which_facts_are_read(setting):
+    """A change of the blocks of one layer lowers recall above that layer and no recall below it; models come back."""
+    before, other, questions, ask = setting
+    after = MoEModel(copy.deepcopy(before.model))
+    with torch.no_grad():
+        for current, changed in zip(after.block(1).parameters(), other.block(1).parameters(), strict=True):
+            current.copy_(changed)
+    given = Setting(before, after, None, None, None)
+    given.ids, own, asked = [q["id"] for q in questions], weights_digest(before.model), []
+
+    def recall(moe):
+        asked.append(weights_digest(moe.model))
+        return Marks(ask(moe, questions))
+
+    given.recall = recall
+    scores = readable_depth(given).scores
+    assert list(scores) == [f"read_above_layer_{layer}" for layer in before.all_layers[:-1]]
+    assert asked[0] == own and len(asked) == 1 + len(before.all_layers[1:-1]), "below layer 1 nothing differs"
+    assert own not in asked[1:] and weights_digest(before.model) == own
+    assert scores["read_above_layer_0"] == dict(zip(given.ids, map(float, Marks(ask(before, questions))), strict=True))
 
 
 def test_single_experts_come_back_and_go(setting):

@@ -5,7 +5,7 @@ import pytest
 
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting.collect import KEYS
-from gripmoe.reporting.erasure import ATTACKS, attack_quality, erasure_frontier, strongest_attacks
+from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores, erasure_frontier, strongest_attacks
 
 
 def runs(**values):
@@ -77,3 +77,22 @@ def test_an_attack_is_worth_what_tells_models_that_know_from_models_that_never_k
     values = {label: [cell.value for cell in cells] for label, cells, _ in table.rows}
     assert values["learn 5"] == pytest.approx([0.95, 0.3, 0.65, 0.2 / 2**0.5, 0.2])
     assert values["routers"] == pytest.approx([1.0, 0.3, 0.7, 0.4 / 2**0.5, 0.3])
+
+
+def test_the_depth_is_read_beside_the_retrained_model():
+    """Weights are the retrained model's drops, 0.4 and 0.8. Layer 2, at which it drops by 0.04 alone, does not count.
+    More than the retrained model's drop counts as all of it, and less than none as none."""
+    read = [f"read_above_layer_{layer}" for layer in range(3)]
+    table = runs(
+        a__original=dict(zip(read, (1.0, 1.0, 1.0), strict=True)),
+        a__retrained=dict(zip(read, (0.6, 0.2, 0.96), strict=True)),
+        a__anchored=dict(zip(read, (1.1, 0.6, 0.0), strict=True)),
+        a__unconstrained=dict(zip(read, (0.8, 0.1, 1.0), strict=True)),
+        b__original=dict(zip(read, (1.0, 1.0, 1.0), strict=True)),
+        b__unconstrained=dict(zip(read, (0.8, 0.1, 1.0), strict=True)),
+    )
+    found = depth_scores(table)
+    assert set(found.model) == {"a"}, "a base model without a retrained one tells no depth"
+    assert found.set_index("method").depth.to_dict() == pytest.approx(
+        {"original": 0.0, "retrained": 1.0, "anchored": 0.4 / 1.2, "unconstrained": 1.0 / 1.2}
+    )

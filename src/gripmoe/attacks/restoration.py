@@ -46,6 +46,20 @@ def linear_connectivity(setting: Setting) -> Found:
         return setting.found(found, **changes(before, after))
 
 
+def readable_depth(setting: Setting) -> Found:
+    """`read_above_layer_<n>`: recall of the original model while embeddings and layers up to n are the unlearned
+    model's. It is what the layers above still read from the states that the unlearned model makes. A diagnostic
+    (activation patching of the Unlearning Depth Score, arXiv 2605.24614, here of all positions)."""
+    before, after = setting.before, setting.after
+    found, pairs = {}, [tuple(moe.model.get_input_embeddings().weight for moe in (before, after))]
+    with before.brought_beside(after):
+        own = setting.recall(before)
+        for layer in after.all_layers[:-1]:
+            pairs += pairs_of(after, before, [layer], parts_of_model(after))
+            found[f"read_above_layer_{layer}"] = _recall_with(before, setting.recall, own, pairs)
+    return setting.found(found)
+
+
 @contextmanager
 def interpolated(before: MoEModel, after: MoEModel, share: float) -> Iterator[None]:
     """Within the block `after` is that share of the way to `before`."""
