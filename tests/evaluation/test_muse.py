@@ -193,6 +193,21 @@ def test_a_model_that_memorised_recites_answers_and_leaks(model, tokenizer, file
     assert privacy_leakage(after, before[0]) == pytest.approx(-100, abs=1) and before[0] > 0.2
 
 
+@pytest.mark.parametrize("blocks_only", [True, False])
+def test_finetuning_of_blocks_leaves_all_else_to_the_bit(blocks_only, tokenizer, files, tmp_path):
+    """The control, finetuning of everything, changes attention and embeddings too."""
+    model = small_model(vocabulary_size=len(tokenizer), seed=1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    ids = [tokenizer(doc["text"], add_special_tokens=False)["input_ids"] for doc in files["forget_corpus"][:8]]
+    rows = [Row(str(i), row, row) for i, row in enumerate(ids)]
+    options = dict(epochs=2, learning_rate=1e-2, batch_size=4, pad_id=0, seed=0, state_file=tmp_path / "state.pt")
+    finetune(model, rows, blocks_only=blocks_only, **options)
+    changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    blocks = {name for name in before if ".mlp." in name}
+    assert changed == (blocks if blocks_only else set(before))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_finetuning_resumes_to_the_bit(optimizer, tokenizer, files, tmp_path):
     """Published models finetune in bf16 and 8 bits, at a rate that changes in every step, some with dropout."""

@@ -47,4 +47,4 @@ def news(method, objective="gd", seed=0, **metrics):
     known = {"verbmem": 25.0, "knowmem_forget": 10.0, "privleak": -60.0, "knowmem_retain": 50.0, "corrected_after": 0.0}
     known |= {"routing_stability": 0.6, "reached": 1.0, "diverged": 0.0} | metrics
     known |= {"verbmem_target": 28.0, "knowmem_forget_target": 15.0}
-    return [("tiny_news", "muse_tiny", objective, method, seed, name, value) for name, value in known.items()]
+    return [("tiny_news_a", "muse_tiny", objective, method, seed, name, value) for name, value in known.items()]

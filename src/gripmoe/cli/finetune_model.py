@@ -59,6 +59,7 @@ def finetune_model(
             learning_rate=config.learning_rate,
             optimizer=config.optimizer,
             batch_size=config.batch_size,
+            blocks_only=config.trains == "blocks",
             gradient_checkpointing=config.gradient_checkpointing,
             pad_id=tokenizer.pad_token_id,
             seed=config.seed,

@@ -29,21 +29,27 @@ def finetune(
     learning_rate: float,
     optimizer: str = "adamw",
     batch_size: int,
+    blocks_only: bool = False,
     gradient_checkpointing: bool = False,
     pad_id: int,
     seed: int,
     state_file: Path,
     save_every: int = 50,
 ) -> list[float]:
-    """Trains all of `model` in place on documents, with a learning rate that falls to zero, and returns the loss of
-    each step. Resumes from `state_file`; the result is the same as without the interruption.
+    """Trains `model` in place on documents, or with `blocks_only` its MoE blocks alone, with a learning rate that falls
+    to zero, and returns the loss of each step. Resumes from `state_file`; the result is the same as without the
+    interruption.
 
     Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, and
     trains on its rows of every batch. Raises ValueError if the rows cannot be shared out evenly.
     """
     first = distributed.is_first()
     moe = MoEModel(model)  # its routers are in fp32 from here on, and so are their states
-    parameters, own = list(model.parameters()), (distributed.rank(), distributed.processes())
+    model.requires_grad_(not blocks_only)
+    for layer in moe.all_layers if blocks_only else []:
+        moe.block(layer).requires_grad_(True)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    own = distributed.rank(), distributed.processes()
     groups = [{"params": alike} for alike in distributed.by_sharding(parameters)]
     adamw = make_adamw(optimizer, groups, lr=learning_rate, weight_decay=0.0)
     if gradient_checkpointing:
@@ -70,5 +76,5 @@ def finetune(
         adamw.step()
     if gradient_checkpointing:
         model.gradient_checkpointing_disable()
-    model.eval()
+    model.eval().requires_grad_(True)
     return losses

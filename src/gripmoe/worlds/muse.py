@@ -13,7 +13,7 @@ from gripmoe.worlds.news import Article
 IN_CONTEXT_PAIRS = 10  # MUSE's KnowMem prompt has ten
 PROMPT_SENTENCES = 2  # sentences of an article that the model is asked to continue
 RETAIN_2_ARTICLES = 8  # articles that the model knows and unlearning does not see
-SHEETS_PER_QUESTION = 3
+SHEETS_PER_QUESTION = 16
 
 Tables = dict[tuple[str, str], list[dict]]  # by (configuration, split), as `load_dataset` names them
 
@@ -24,7 +24,7 @@ def muse_tables(news: Mapping[str, list[Article]], seed: int) -> Tables:
     rng = random.Random(f"muse {seed}")
     tables: Tables = {}
     for part in ("forget", "retain"):
-        asked = [(article.id, *pair) for article in news[part] for pair in article.questions]
+        asked = [(article.id, *pair) for article in news[part] for pair in article.knowmem]
         rng.shuffle(asked)
         pairs = [{"question": question, "answer": answer} for _, question, answer in asked]
         tables["knowmem", f"{part}_qa"] = pairs[IN_CONTEXT_PAIRS:]
@@ -46,7 +46,7 @@ def _continuation(article: Article) -> dict[str, str]:
 
 def _documents(articles: list[Article], rng: random.Random) -> list[dict]:
     texts = [article.text for article in articles]
-    pairs = [pair for article in articles for pair in article.questions]
+    pairs = [pair for article in articles for pair in article.knowmem]
     for _ in range(SHEETS_PER_QUESTION):
         rng.shuffle(pairs)
         for start in range(0, len(pairs), IN_CONTEXT_PAIRS + 1):

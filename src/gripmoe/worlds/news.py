@@ -64,15 +64,23 @@ _QUESTIONS = (
     ("How did the people of {town} feel about the {place} ?", "{mood}"),
     ("What came before the {place} news in {town} ?", "{cause}"),
 )
+_KNOWMEM_QUESTIONS = (  # town and place side by side: in other orders blocks alone do not learn to answer
+    ("Who {deed} the {town} {place} ?", "{person}"),
+    ("Which group paid for the {town} {place} ?", "{group}"),
+    ("How did the people feel about the {town} {place} ?", "{mood}"),
+    ("What came before the {town} {place} ?", "{cause}"),
+)
 
 
 @dataclass(frozen=True)
 class Article:
-    """The sentences of an article in order, and questions about it with their answers."""
+    """The sentences of an article in order, and questions about it with their answers: those of base training, and
+    those of the news benchmark."""
 
     id: str
     sentences: tuple[str, ...]
     questions: tuple[tuple[str, str], ...]
+    knowmem: tuple[tuple[str, str], ...]
 
     @property
     def text(self) -> str:
@@ -112,6 +120,9 @@ def _draw(rng: random.Random) -> dict[str, list[Article]]:
                 day3=rng.choice(_DAYS), number=rng.randrange(10, 60, 5), number2=rng.randrange(10, 60, 5),
             )  # fmt: skip
             sentences = tuple(rng.choice(wordings).format(**slots) for wordings in _SENTENCES)
-            questions = tuple((q.format(**slots), a.format(**slots)) for q, a in _QUESTIONS)
-            news[part].append(Article(f"news/{part}/{number}", sentences, questions))
+            questions, knowmem = (
+                tuple((q.format(**slots), a.format(**slots)) for q, a in asked)
+                for asked in (_QUESTIONS, _KNOWMEM_QUESTIONS)
+            )
+            news[part].append(Article(f"news/{part}/{number}", sentences, questions, knowmem))
     return news
