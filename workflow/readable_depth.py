@@ -1,9 +1,10 @@
-"""Measures at which depth of a network forget facts are still readable, of the runs of a world that are there.
+"""Measures how much the upper layers of an original model read from the states of unlearned models.
 
-    python workflow/readable_depth.py --world record_main --results results/tiny --output readable_depth.csv
+    python workflow/readable_depth.py --worlds record_main tiny_erasure --output readable_depth.csv
 
-A run has a row for each number of layers: the forget accuracy of the original model when that many of its layers are
-the unlearned model's (`gripmoe.attacks.restoration.readable_depth`). A run that the output has is not measured again.
+Runs count whose weights are below `--results`. A run has two rows for each decoder layer but the last: the accuracy of
+the original model on forget questions, and on retain questions, when embeddings and layers up to this one are the
+unlearned model's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
-from gripmoe.attacks.base import Letters
-from gripmoe.attacks.restoration import readable_depth
+from gripmoe.attacks.base import SAMPLE, Letters, mean
+from gripmoe.attacks.restoration import read_above
 from gripmoe.config.grid import Project
 from gripmoe.io.files import write_text
 from gripmoe.moe import MoEModel
@@ -34,31 +35,38 @@ def weights_of(project: Project, results: Path, key: tuple) -> Path:
 
 def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[dict]:
     model, benchmark, *_ = key
-    before, _ = load_model(results / "models" / model / "weights", device="cpu")
-    after, tokenizer = load_model(weights, device="cpu")
+    (before, _), (after, tokenizer) = (
+        load_model(folder, device="cpu") for folder in (results / "models" / model / "weights", weights)
+    )
     data = results / "data" / benchmark
     setting = Letters(MoEModel(before), MoEModel(after), tokenizer, data, project.benchmarks[benchmark])
-    found = readable_depth(setting).metrics
+    found = {}
+    for name, questions in (("", setting.sample), ("retain_", setting.retain[:SAMPLE])):
+        read = read_above(setting.before, setting.after, lambda moe, asked=questions: setting.right(moe, asked))
+        found |= {f"{name}read_above_layer_{layer}": mean(scores) for layer, scores in read.items()}
     return [{**dict(zip(KEYS, key, strict=True)), "metric": name, "value": value} for name, value in found.items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", default="record_main")
+    parser.add_argument("--worlds", nargs="+", default=["record_main"])
     parser.add_argument("--config", type=Path, default=Path(__file__).parent / "config")
     parser.add_argument("--results", type=Path, default=Path("results/tiny"))
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    project = Project(args.config, args.world)
-    rows = pd.read_csv(args.output).to_dict("records") if args.output.exists() else []
-    measured = {tuple(row[name] for name in KEYS) for row in rows}
-    weights = {key: weights_of(project, args.results, key) for key in map(tuple, project.run_keys())}
-    there = {key: path for key, path in weights.items() if path.exists() and key not in measured}
-    if not measured and not there:
-        parser.error(f"--results: no run of {args.world} has weights in {args.results}; snakemake makes them")
-    for key, path in tqdm(there.items(), unit="run"):
-        rows += measure(project, args.results, key, path)
-        write_text(args.output, pd.DataFrame(rows).to_csv(index=False, float_format="%.6g"))
+    runs = {}
+    for project in (Project(args.config, world) for world in args.worlds):
+        letters = [key for key in map(tuple, project.run_keys()) if not project.benchmarks[key[1]].is_news]
+        runs |= {key: (project, weights_of(project, args.results, key)) for key in letters}
+    there = {key: run for key, run in runs.items() if run[1].exists()}
+    if not there:
+        parser.error(
+            f"--results: no run of {', '.join(args.worlds)} has weights in {args.results}; snakemake makes them"
+        )
+    rows = []
+    for key, (project, weights) in tqdm(there.items(), unit="run"):
+        rows += measure(project, args.results, key, weights)
+    write_text(args.output, pd.DataFrame(rows).to_csv(index=False, float_format="%.6g"))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from gripmoe.attacks.restoration import (
     linear_connectivity,
     most_used_experts,
     pairs_of,
-    readable_depth,
+    read_above,
     replaced,
     restoration,
     restored_experts,
@@ -94,26 +94,37 @@ def test_the_straight_line_to_the_original_model(setting):
     assert found["changed_experts"] > 0 < found["changed_router"] and found["changed_attention"] == 0
 
 
-def test_the_depth_at_which_facts_are_read(setting):
-    """A change of the blocks of one layer lowers recall above that layer and no recall below it; models come back."""
-    before, other, questions, ask = setting
-    after = MoEModel(copy.deepcopy(before.model))
-    with torch.no_grad():
-        for current, changed in zip(after.block(1).parameters(), other.block(1).parameters(), strict=True):
-            current.copy_(changed)
-    given = Setting(before, after, None, None, None)
-    given.ids, own, asked = [q["id"] for q in questions], weights_digest(before.model), []
+@pytest.mark.parametrize("changed", ["embeddings", "attention", "block"])
+def test_the_original_reads_the_states_of_the_unlearned_model(changed, world, tokenizer):
+    """What is read above a layer are the answers of the original's upper layers on that layer's output, here patched by
+    hand. Embeddings and head share their weights. A change of layer 1 changes nothing below it."""
+    before = MoEModel(small_model(vocabulary_size=len(tokenizer), num_layers=4))
+    after, other = (
+        MoEModel(copy.deepcopy(before.model)),
+        small_model(vocabulary_size=len(tokenizer), num_layers=4, seed=1),
+    )
+    parts = {
+        "embeddings": lambda model: model.model.embed_tokens,
+        "attention": lambda model: model.model.layers[1].self_attn,
+        "block": lambda model: model.model.layers[1].mlp,
+    }
+    parts[changed](after.model).load_state_dict(parts[changed](other).state_dict())
+    questions, own = question_rows(world, world.facts.forget[:4], orders=1, seed=0), weights_digest(before.model)
 
-    def recall(moe):
-        asked.append(weights_digest(moe.model))
-        return Marks(ask(moe, questions))
+    def logprobs(moe):
+        return [list(answer.letter_logprobs) for answer in direct_answers(moe.model, tokenizer, questions)]
 
-    given.recall = recall
-    scores = readable_depth(given).scores
-    assert list(scores) == [f"read_above_layer_{layer}" for layer in before.all_layers[:-1]]
-    assert asked[0] == own and len(asked) == 1 + len(before.all_layers[1:-1]), "below layer 1 nothing differs"
-    assert own not in asked[1:] and weights_digest(before.model) == own
-    assert scores["read_above_layer_0"] == dict(zip(given.ids, map(float, Marks(ask(before, questions))), strict=True))
+    found = read_above(before, after, logprobs)
+    assert list(found) == [0, 1, 2] and weights_digest(before.model) == own
+    plain = logprobs(before)
+    assert (found[0] == plain) == (changed != "embeddings") and found[1] != plain != found[2]
+    for layer in found:
+        with after.record_hidden(layer) as states:
+            logprobs(after)
+        handle = before.model.model.layers[layer].register_forward_hook(lambda *_, left=states: left.pop(0))
+        torch.testing.assert_close(torch.tensor(logprobs(before)), torch.tensor(found[layer]))
+        handle.remove()
+    assert logprobs(before) == plain, "the model is as it was"
 
 
 def test_single_experts_come_back_and_go(setting):

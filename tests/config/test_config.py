@@ -108,6 +108,12 @@ def test_news_goes_with_the_models_finetuned_on_it(folder):
     edit(folder / "models.yaml", lambda c: c["tiny_news_a"].update(benchmark="muse_tiny", retrained="tiny_a_retrained"))
     with pytest.raises(ConfigError, match="tiny_news_a.retrained: 'tiny_a_retrained' is not finetuned on 'muse_tiny'"):
         Project(folder, "both")
+    edit(folder / "models.yaml", lambda c: c["tiny_news_a"].update(retrained="tiny_news_tuning_a_retrained"))
+    with pytest.raises(ConfigError, match="tiny_news_a.retrained: 'tiny_news_tuning_a_retrained' has another `base`"):
+        Project(folder, "both")
+    edit(folder / "models.yaml", lambda c: c["tiny_news_a"].update(retrained="tiny_news_tuning_a"))
+    with pytest.raises(ConfigError, match="'tiny_news_tuning_a' needs `trained_on: retain_only`"):
+        Project(folder, "both")
 
 
 @pytest.mark.parametrize("objective", ["gd", "kl", "npo", "rmu"])

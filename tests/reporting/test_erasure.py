@@ -81,18 +81,20 @@ def test_an_attack_is_worth_what_tells_models_that_know_from_models_that_never_k
 
 def test_the_depth_is_read_beside_the_retrained_model():
     """Weights are the retrained model's drops, 0.4 and 0.8. Layer 2, at which it drops by 0.04 alone, does not count.
-    More than the retrained model's drop counts as all of it, and less than none as none."""
+    More than the retrained model's drop counts as all of it, and less than none as none. A layer that was not measured
+    does not count."""
     read = [f"read_above_layer_{layer}" for layer in range(3)]
     table = runs(
         a__original=dict(zip(read, (1.0, 1.0, 1.0), strict=True)),
         a__retrained=dict(zip(read, (0.6, 0.2, 0.96), strict=True)),
         a__anchored=dict(zip(read, (1.1, 0.6, 0.0), strict=True)),
         a__unconstrained=dict(zip(read, (0.8, 0.1, 1.0), strict=True)),
+        a__sam={read[1]: 0.6},
         b__original=dict(zip(read, (1.0, 1.0, 1.0), strict=True)),
         b__unconstrained=dict(zip(read, (0.8, 0.1, 1.0), strict=True)),
     )
     found = depth_scores(table)
     assert set(found.model) == {"a"}, "a base model without a retrained one tells no depth"
     assert found.set_index("method").depth.to_dict() == pytest.approx(
-        {"original": 0.0, "retrained": 1.0, "anchored": 0.4 / 1.2, "unconstrained": 1.0 / 1.2}
+        {"original": 0.0, "retrained": 1.0, "anchored": 0.4 / 1.2, "unconstrained": 1.0 / 1.2, "sam": 0.4 / 0.8}
     )

@@ -1,4 +1,4 @@
-"""At which depth forget facts are readable: the script measures the runs that are there, each once."""
+"""What the original reads from unlearned models: the script measures the runs that are there."""
 
 import runpy
 import sys
@@ -16,31 +16,28 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "workflow" / "readable_d
 
 
 def measured(monkeypatch, results, output):
-    flags = ["--world", "tiny", "--results", results, "--output", output]
+    flags = ["--worlds", "tiny", "tiny_muse", "--results", results, "--output", output]
     monkeypatch.setattr(sys, "argv", ["readable_depth.py", *map(str, flags)])
     SCRIPT["main"]()
     return pd.read_csv(output)
 
 
-def test_each_run_is_measured_once(world, tokenizer, tmp_path, monkeypatch):
-    for seed, name in enumerate(("tiny_a", "tiny_a_retrained")):
-        save_model(
-            small_model(vocabulary_size=len(tokenizer), seed=seed), tokenizer, tmp_path / "models" / name / "weights"
-        )
-    questions = question_rows(world, world.facts.forget[:20], orders=1, seed=0)
-    write_jsonl(tmp_path / "data" / "wmdp_tiny" / "forget_questions.jsonl", questions)
-    output = tmp_path / "depth.csv"
-    table = measured(monkeypatch, tmp_path, output)
-    assert table.groupby("method").metric.unique().map(list).to_dict() == {
-        "original": ["read_above_layer_0"],
-        "retrained": ["read_above_layer_0"],
-    }
-    edited = table.assign(value=7.0)
-    edited.to_csv(output, index=False)
-    assert measured(monkeypatch, tmp_path, output).equals(edited), "nothing is measured again"
+def test_the_runs_that_are_there_are_measured(world, tokenizer, tmp_path, monkeypatch):
+    """The original reads its own states as well as itself, on forget and on retain questions; news is left out."""
+    for seed, name in enumerate(("tiny_a", "tiny_a_retrained", "tiny_news_a")):
+        model = small_model(vocabulary_size=len(tokenizer), seed=seed)
+        save_model(model, tokenizer, tmp_path / "models" / name / "weights")
+    for domain, facts in (("forget", world.facts.forget), ("retain", world.facts.retain)):
+        rows = question_rows(world, facts[:30], orders=1, seed=0)
+        write_jsonl(tmp_path / "data" / "wmdp_tiny" / f"{domain}_questions.jsonl", rows)
+    table = measured(monkeypatch, tmp_path, tmp_path / "depth.csv")
+    read = ["read_above_layer_0", "retain_read_above_layer_0"]
+    found = table.pivot(index="method", columns="metric", values="value")
+    assert list(found) == read and list(found.index) == ["original", "retrained"]
+    assert (found.loc["original"] != found.loc["retrained"]).all()
 
 
 def test_results_without_runs_are_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         measured(monkeypatch, tmp_path, tmp_path / "depth.csv")
-    assert "no run of tiny has weights in" in capsys.readouterr().err
+    assert "no run of tiny, tiny_muse has weights in" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gripmoe.attacks.base import Found, Scores, Setting, expert_usage, highest, kept, mean
 from gripmoe.moe import MoEModel
+from gripmoe.moe.recording import hooked
 
 PARTS = ("experts", "router", "attention")
 SHARES = (0.25, 0.5, 0.75)  # of the way from the unlearned weights back to the original ones
@@ -47,17 +48,27 @@ def linear_connectivity(setting: Setting) -> Found:
 
 
 def readable_depth(setting: Setting) -> Found:
-    """`read_above_layer_<n>`: recall of the original model while embeddings and layers up to n are the unlearned
-    model's. It is what the layers above still read from the states that the unlearned model makes. A diagnostic
-    (activation patching of the Unlearning Depth Score, arXiv 2605.24614, here of all positions)."""
+    """`read_above_layer_<n>`: recall of the original model on the unlearned model's states after decoder layer n. A
+    diagnostic (activation patching of the Unlearning Depth Score, arXiv 2605.24614, here of all positions)."""
     before, after = setting.before, setting.after
-    found, pairs = {}, [tuple(moe.model.get_input_embeddings().weight for moe in (before, after))]
     with before.brought_beside(after):
-        own = setting.recall(before)
-        for layer in after.all_layers[:-1]:
-            pairs += pairs_of(after, before, [layer], parts_of_model(after))
-            found[f"read_above_layer_{layer}"] = _recall_with(before, setting.recall, own, pairs)
-    return setting.found(found)
+        found = read_above(before, after, setting.recall)
+    return setting.found({f"read_above_layer_{layer}": scores for layer, scores in found.items()})
+
+
+def read_above(before: MoEModel, after: MoEModel, recall: Callable[[MoEModel], Scores]) -> dict[int, Scores]:
+    """`recall` of `before` by decoder layer, the last one left out: embeddings and layers up to this one are those of
+    `after`, layers above and the head its own."""
+    embeddings, found = after.model.get_input_embeddings(), {}
+    layers = list(zip(before.model.model.layers, after.model.model.layers, strict=True))
+    with ExitStack() as stack:
+        # A hook and no other weights, because the head may share them.
+        hook = before.model.get_input_embeddings().register_forward_hook(lambda _, args, __: embeddings(*args))
+        stack.enter_context(hooked([hook]))
+        for number, of_layer in enumerate(layers[:-1]):
+            stack.enter_context(replaced(list(zip(*map(_tensors, of_layer), strict=True))))
+            found[number] = recall(before)
+    return found
 
 
 @contextmanager

@@ -29,12 +29,12 @@ def finetune_model(
 ) -> None:
     """Finetune a base model on the documents of a news benchmark.
 
-    The settings choose all documents, or only those to retain.
+    The settings choose all documents, or only those to retain; and all parameters, or only experts and routers.
 
     \b
     Example:
       gripmoe finetune-model --settings '{"source": "finetuned", "base": "tiny_a_retrained",
-          "benchmark": "muse_tiny", "epochs": 45, "learning_rate": 0.001, "batch_size": 8}' \\
+          "benchmark": "muse_tiny", "trains": "blocks", "epochs": 32, "learning_rate": 0.005, "batch_size": 8}' \\
           --benchmark '{"data": {"source": "embedded", "kind": "news"},
           "target": {"points_above_retrained": 5}, "retain_documents": 120, "max_length": 256}' \\
           --model base/model.json --data data --output model/model.json

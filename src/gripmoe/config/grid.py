@@ -138,6 +138,11 @@ class Project:
         retrained = self.models[model.retrained]
         if retrained.source != "finetuned" or retrained.benchmark != model.benchmark:
             raise ConfigError(f"{where}.retrained: {model.retrained!r} is not finetuned on {model.benchmark!r}")
+        if retrained.trained_on != "retain_only":
+            raise ConfigError(f"{where}.retrained: {model.retrained!r} needs `trained_on: retain_only`")
+        alike = (key for key in type(model).model_fields if key not in ("trained_on", "retrained"))
+        if differing := [key for key in alike if getattr(retrained, key) != getattr(model, key)]:
+            raise ConfigError(f"{where}.retrained: {model.retrained!r} has another `{differing[0]}`")
         if model.batch_size % (processes := self.processes(name)):
             raise ConfigError(
                 f"{self.world_file}: gpus.{name}: batch_size of the model in models.yaml is {model.batch_size}, which "

@@ -89,7 +89,7 @@ class FinetunedModel(Strict):
     base: Name  # a row of models.yaml
     benchmark: Name  # a row of benchmarks.yaml, of news
     trained_on: Literal["everything", "retain_only"] = "everything"
-    trains: Literal["everything", "blocks"] = "everything"  # or experts and routers alone
+    trains: Literal["everything", "blocks"] = "everything"  # blocks: experts and routers
     retrained: Name | None = None
     epochs: PositiveInt
     learning_rate: PositiveFloat

@@ -226,7 +226,8 @@ def base_models(folder: Path) -> pd.DataFrame:
     their training; of a record, what it says of them."""
     rows = []
     for file in sorted((folder / "models").glob("*/model.json")):
-        seconds = next(iter(step_seconds(file.parent).get("prepare_model", [])), None)
+        times = step_seconds(file.parent)
+        seconds = next((spent for step in ("prepare_model", "finetune_model") for spent in times.get(step, [])), None)
         measured = {name: value for name, value in read_json(file).items() if isinstance(value, int | float | str)}
         rows.append({"model": file.parent.name, **measured, "cpu_seconds": seconds})
     recorded = folder / "base_models.csv"

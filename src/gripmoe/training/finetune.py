@@ -36,20 +36,21 @@ def finetune(
     state_file: Path,
     save_every: int = 50,
 ) -> list[float]:
-    """Trains `model` in place on documents, or with `blocks_only` its MoE blocks alone, with a learning rate that falls
-    to zero, and returns the loss of each step. Resumes from `state_file`; the result is the same as without the
-    interruption.
+    """Trains `model` in place on documents, with a learning rate that falls to zero, and returns the loss of each step.
+    With `blocks_only` nothing but experts and routers trains; of a dense model, nothing but the feed-forward blocks.
+    Resumes from `state_file`; the result is the same as without the interruption.
 
     Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, and
     trains on its rows of every batch. Raises ValueError if the rows cannot be shared out evenly.
     """
     first = distributed.is_first()
     moe = MoEModel(model)  # its routers are in fp32 from here on, and so are their states
-    model.requires_grad_(not blocks_only)
-    for layer in moe.all_layers if blocks_only else []:
-        moe.block(layer).requires_grad_(True)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    own = distributed.rank(), distributed.processes()
+    parameters, own = list(model.parameters()), (distributed.rank(), distributed.processes())
+    if blocks_only:
+        model.requires_grad_(False)
+        parameters = [parameter for layer in moe.all_layers for parameter in moe.block(layer).parameters()]
+        for parameter in parameters:
+            parameter.requires_grad_(True)
     groups = [{"params": alike} for alike in distributed.by_sharding(parameters)]
     adamw = make_adamw(optimizer, groups, lr=learning_rate, weight_decay=0.0)
     if gradient_checkpointing:
@@ -76,5 +77,7 @@ def finetune(
         adamw.step()
     if gradient_checkpointing:
         model.gradient_checkpointing_disable()
-    model.eval().requires_grad_(True)
+    if blocks_only:
+        model.requires_grad_(True)
+    model.eval()
     return losses
