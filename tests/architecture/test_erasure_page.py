@@ -6,13 +6,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gripmoe.reporting.collect import load_runs
-from gripmoe.reporting.erasure import attack_quality, strongest_attacks
+from gripmoe.reporting.collect import KEYS, load_runs
+from gripmoe.reporting.erasure import attack_quality, depth_scores, strongest_attacks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "erasure.md").read_text(encoding="utf-8")
-RUNS = load_runs(ROOT / "docs" / "record" / "erasure" / "runs.csv")
-ATTEMPTS = pd.read_csv(ROOT / "docs" / "record" / "erasure" / "attempts.csv")
+RECORD = ROOT / "docs" / "record" / "erasure"
+RUNS = load_runs(RECORD / "runs.csv")
+ATTEMPTS = pd.read_csv(RECORD / "attempts.csv")
 METHODS = {
     "frozen router": "frozen_router",
     "anchored": "anchored",
@@ -91,3 +92,33 @@ def test_attacks_tell_models_apart_as_the_page_says():
     assert f"{min(values[0] for values in quality.values()):.2f}" == "0.93"
     assert f"{max(values[1] for values in quality.values()):.2f}" == "0.27"
     assert re.search(r"0\.93 or more against 0\.27 or less", PAGE)
+
+
+def test_the_depths_are_what_was_measured():
+    """What `docs/quotes.yaml` does not enter."""
+    measured = pd.read_csv(RECORD / "readable_depth.csv")
+    text = " ".join(PAGE.partition("## How deep a fact is gone")[2].partition("\n## ")[0].split())
+
+    def read(method, metric, objective="none"):
+        rows = measured[(measured.method == method) & (measured.metric == metric) & (measured.objective == objective)]
+        return rows[~rows.benchmark.str.contains("erasure")].groupby("model").value.mean().mean()
+
+    after_two = "read_above_layer_1", "retain_read_above_layer_1"
+    unlearned = [read("unconstrained", metric, "npo") for metric in after_two]
+    retrained = [read("retrained", metric) for metric in after_two]
+    assert "answers {:.2f} of the forget questions and {:.2f} of the retain questions.".format(*unlearned) in text
+    assert "From the retrained model's it answers {:.2f} and {:.2f}.".format(*retrained) in text
+    assert f"original answers {read('erase_words', 'retain_read_above_layer_1'):.2f} then." in text
+
+    depths = depth_scores(measured)
+    depths = depths[~depths.method.isin(["original", "retrained", "erase_words"])]
+    wide = load_runs(RECORD.parent / "runs.csv").pivot_table(index=KEYS, columns="metric", values="value").reset_index()
+    forgot = depths.merge(wide[wide.forget_accuracy < 0.3], on=KEYS)
+    relearned = forgot.depth.corr(forgot.relearned_after_20, "spearman")
+    assert (
+        f"Over the {len(forgot)} measured runs of the record" in text and f"after 20 steps is {relearned:.2f}." in text
+    )
+    here = depths.merge(strongest_attacks(RUNS), on=KEYS)
+    excess, forgetting = (here.depth.corr(here[name], "spearman") for name in ("excess", "forget_accuracy"))
+    assert f"Over {len(here)} runs of this page" in text and f"is {excess:.2f} between depth and excess." in text
+    assert f"are less deep too ({forgetting:.2f})." in text
