@@ -16,7 +16,7 @@ from gripmoe.cli.main import load, main
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.io.files import read_yaml, write_json, write_yaml
 
-FAULTS = int(os.environ.get("GRIPMOE_FAULTS", 24))
+FAULTS = int(os.environ.get("GRIPMOE_FAULTS", 12))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_faults_at_random_instants_lose_and_double_nothing(trainer, tmp_path):
     for figures in found.values():
         assert figures["results lost"] == figures["duplicates"] == figures["files left over"] == 0
         assert figures["faults"] >= FAULTS // 5
-    assert found["unlearn"]["resumed"] > 3, "the faults did hit something"
+    assert found["unlearn"]["resumed"] > 1, "the faults did hit something"
 
 
 @pytest.mark.parametrize("step", ["unlearn", "realign", "evaluate", "attack"])
