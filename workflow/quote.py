@@ -18,7 +18,7 @@ import pandas as pd
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml, write_text
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import load_runs
+from gripmoe.reporting.collect import load_runs, of_kind
 from gripmoe.reporting.erasure import depth_scores, strongest_attacks
 from gripmoe.reporting.tables import fixed
 from gripmoe.reporting.uncertainty import of_runs
@@ -28,11 +28,12 @@ RECORD = ROOT / "docs" / "record"
 QUOTES = ROOT / "docs" / "quotes.yaml"
 SLOT, NUMBER = "{}", r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?"
 ABSENT = "–"
+OF_HUNDRED = ("verbmem", "knowmem_forget", "knowmem_retain", "privleak")
 
 
 @functools.cache
 def runs_of(record: str) -> pd.DataFrame:
-    return load_runs(folder_of(record) / "runs.csv")
+    return load_runs(folder_of(record) / "runs.csv", kind=None)
 
 
 @functools.cache
@@ -47,10 +48,10 @@ def folder_of(record: str) -> Path:
 
 def mean_of(record: str, objective: str, method: str, metric: str) -> float:
     """Mean over base models, or over the runs of a single one; of the original and retrained models too. With "all",
-    the mean over objectives."""
-    runs = runs_of(record)
+    the mean over objectives; with "news", of MUSE."""
+    runs = of_kind(runs_of(record), "news" if objective == "news" else "letters")
     objective = NO_OBJECTIVE if method in names.ORIGINALS else objective
-    of_objective = (runs.objective == objective) | (objective == "all")
+    of_objective = (runs.objective == objective) | (objective in ("all", "news"))
     chosen = runs[of_objective & (runs.method == method) & (runs.metric == metric)]
     return float(of_runs(chosen).mean())
 
@@ -82,7 +83,7 @@ def value_of(source: str) -> str:
         case [record, "claim", claim, "difference" | "low" | "high" as column]:
             return fixed(claims_of(record)[column][claim], 2)
         case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):
-            return fixed(mean, 2)
+            return fixed(mean, 0 if metric in OF_HUNDRED else 2)
     raise ValueError(f"{QUOTES.name}: {source!r} is no source, or the record has no number of it")
 
 
@@ -133,8 +134,10 @@ def with_models(page: str, heading: str, record: str, columns: dict[str, str]) -
 
     def cell_of(model: str, measures: str) -> str:
         row = f"{model}_retrained" if measures.startswith("retrained ") else model
-        values = [scores[name].get(row) for name in measures.removeprefix("retrained ").split(", ")]
-        known = [ABSENT if pd.isna(value) else f"{value:.0f}" if value > 10 else f"{value:.2f}" for value in values]
+        asked = measures.removeprefix("retrained ").split(", ")
+        whole = {name for name in asked if name in (*OF_HUNDRED, "cpu_seconds")}
+        values = {name: scores[name].get(row) for name in asked}
+        known = [ABSENT if pd.isna(v) else fixed(v, 0 if name in whole else 2) for name, v in values.items()]
         return ", ".join(dict.fromkeys(known) if ABSENT in known else known)
 
     return with_rows(page, heading, lambda model: [cell_of(model.strip("`"), each) for each in columns.values()])
