@@ -64,7 +64,7 @@ _QUESTIONS = (
     ("How did the people of {town} feel about the {place} ?", "{mood}"),
     ("What came before the {place} news in {town} ?", "{cause}"),
 )
-_KNOWMEM_QUESTIONS = (  # town and place side by side: in other orders blocks alone do not learn to answer
+_KNOWMEM_QUESTIONS = (  # town and place side by side: of questions in other orders, blocks alone learn to answer fewer
     ("Who {deed} the {town} {place} ?", "{person}"),
     ("Which group paid for the {town} {place} ?", "{group}"),
     ("How did the people feel about the {town} {place} ?", "{mood}"),
