@@ -42,7 +42,8 @@ base: setup
 	$(VENV)/bin/python workflow/make_base.py
 
 figures: setup
-	snakemake --profile workflow/profiles/tiny --cores $(CORES) --config world=$(WORLD)
+	$(VENV)/bin/python -m gripmoe.cli.fork_server \
+	  snakemake --profile workflow/profiles/tiny --cores $(CORES) --config world=$(WORLD)
 	@gripmoe summary --runs results/tiny/runs_$(WORLD).csv
 	@echo "Figures and tables: paper_figures/$(WORLD). All runs, attacks and questions: paper_figures/$(WORLD)/explorer.html"
 

@@ -109,7 +109,8 @@ def compute(world: str, targets: list[Path], cores: int, until: float | None, ba
     """Has Snakemake make the targets, and counts them on the bar. Returns "done", "failed" or "stopped": the time is
     up."""
     log = ROOT / "results" / f"record_{world}.log"
-    arguments = ["snakemake", "--profile", str(ROOT / "workflow" / "profiles" / "tiny"), "--cores", str(cores)]
+    arguments = [sys.executable, "-m", "gripmoe.cli.fork_server", "snakemake"]
+    arguments += ["--profile", str(ROOT / "workflow" / "profiles" / "tiny"), "--cores", str(cores)]
     arguments += ["--config", f"world={world}", "--", *(str(target.relative_to(ROOT)) for target in targets)]
     pending = [target for target in targets if not target.exists()]
     log.parent.mkdir(exist_ok=True)

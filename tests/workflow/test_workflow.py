@@ -24,11 +24,11 @@ ARTEFACTS = ROOT / "workflow" / "config" / "artefacts.yaml"
 FORMATS = {name: entry["formats"] for name, entry in yaml.safe_load(ARTEFACTS.read_text()).items()}
 
 
-def snakemake(*arguments, directory, check=True, root=ROOT, path=Path(sys.executable).parent, rules=None):
+def snakemake(*arguments, directory, check=True, root=ROOT, path=Path(sys.executable).parent, rules=None, program=()):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(root / "src")  # the code that is fingerprinted and run, in a copy too
     environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
-    command = [sys.executable, "-m", "snakemake", "-s", str(root / "Snakefile"), "--directory", str(directory)]
+    command = [*program, sys.executable, "-m", "snakemake", "-s", str(root / "Snakefile"), "--directory", str(directory)]
     only = ["--allowed-rules", rules] if rules else []
     result = subprocess.run(
         [*command, *map(str, arguments), *only], capture_output=True, text=True, env=environment, cwd=root, check=False
@@ -36,6 +36,11 @@ def snakemake(*arguments, directory, check=True, root=ROOT, path=Path(sys.execut
     output = result.stdout + result.stderr
     assert not check or result.returncode == 0, output[-5000:]
     return output
+
+
+def run_with_server(*arguments, **options):
+    """Jobs run, as by `make figures`."""
+    return snakemake(*arguments, program=[sys.executable, "-m", "gripmoe.cli.fork_server"], **options)
 
 
 def planned(output):
@@ -266,7 +271,7 @@ def finished(tmp_path_factory):
         ),
     )
     shutil.copy(SMOKE, root / "smoke.yaml")
-    output = snakemake("--cores", 2, "--config", f"world={root / 'smoke.yaml'}", directory=root, root=root)
+    output = run_with_server("--cores", 2, "--config", f"world={root / 'smoke.yaml'}", directory=root, root=root)
     assert "100%" in output
     return root
 
@@ -482,7 +487,7 @@ class TestRun:
             "gpus: {smoke_news: 2}\n"
             "artefacts: [muse_results, muse_attacks, muse_attack_matrix, muse_paired_tests, muse_tradeoff]\n"
         )
-        snakemake("--cores", 2, "--config", f"world={world}", directory=finished, root=finished)
+        run_with_server("--cores", 2, "--config", f"world={world}", directory=finished, root=finished)
         log = finished / "results/smoke/logs/finetune_model/smoke_news_retrained.log"
         assert log.read_text().count("finetune:   0%") == 1, "of two processes one shows progress"
         run = finished / "results/smoke/smoke_news/muse_smoke/gd/unconstrained/0"
@@ -507,7 +512,7 @@ class TestRun:
             f"external: {{graddiff: {mine}}}\nartefacts: [main_results, attack_matrix, forcing_vulnerability]\n"
         )
         only = dict(directory=finished, root=finished)
-        snakemake("--cores", 2, "--config", f"world={world}", **only)
+        run_with_server("--cores", 2, "--config", f"world={world}", **only)
         for name in ("evaluation.json", "attack.json"):
             found = [json.loads((runs / run / name).read_text()) for run in ("gd/unconstrained/0", "none/graddiff/0")]
             assert found[0] == found[1] and len(found[0]) > 10

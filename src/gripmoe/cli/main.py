@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from gripmoe import __version__
+from gripmoe.cli.fork_server import run_on_server
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.imports import extra_of, without
 
@@ -104,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code: 2, with one line on stderr, for a mistake in its input or an extra
     that is not installed; 130 after Ctrl-C. Every other error is a bug, and raised."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if (code := run_on_server(arguments)) is not None:
+        return code
     try:
         return typer.main.get_command(app).main(arguments, prog_name="gripmoe", standalone_mode=False) or 0
     except ConfigError as error:

@@ -1,0 +1,139 @@
+"""Runs a program, within which each `gripmoe` command starts as a copy of a process that has imported torch.
+
+    python -m gripmoe.cli.fork_server snakemake --cores 2
+
+Imports take 4 s of a command. `make figures` starts 100 commands. The process imports nothing of this package, so a
+command runs the code that is there when it starts. Without Linux, or with a GPU, commands start as usual.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+ADDRESS = "GRIPMOE_FORK_SERVER"
+IMPORTED = (
+    "lm_eval.evaluator",
+    "lm_eval.models.huggingface",
+    "peft",
+    "pydantic",
+    "sklearn.linear_model",
+    "torch",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+STANDARD_STREAMS = (0, 1, 2)
+
+
+def exec_beside_server(command: Sequence[str]) -> NoReturn:
+    """Replaces this process by `command`, and starts a server that ends with it."""
+    if sys.platform == "linux":
+        folder = tempfile.mkdtemp(prefix="gripmoe-")  # of this user alone
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(address := str(Path(folder, "socket")))
+        listener.listen()  # a command that comes before the imports are done waits for them
+        process = os.getpid()
+        if os.fork() == 0:
+            try:
+                _serve(listener, process)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+                os._exit(0)
+        os.environ[ADDRESS] = address
+    os.execvp(command[0], command)
+
+
+def run_on_server(arguments: Sequence[str]) -> int | None:
+    """Runs `gripmoe` with `arguments` on the server that the environment names, with the streams, folder and environment
+    of this process, and returns the exit code. None if there is no server."""
+    address = os.environ.get(ADDRESS)
+    if not address:
+        return None
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(address)
+            asked = {"arguments": list(arguments), "folder": os.getcwd(), "environment": dict(os.environ)}
+            socket.send_fds(connection, [b"."], STANDARD_STREAMS)
+            connection.sendall(json.dumps(asked).encode() + b"\n")
+            answer = connection.makefile().readline()
+        except ConnectionError:
+            answer = ""
+    return int(answer) if answer else None
+
+
+def _serve(listener: socket.socket, process: int) -> None:
+    """Answers connections until `process`, the parent, has ended. Forks twice for each: a process that runs the command,
+    and its parent, which reports how it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in IMPORTED:
+        with suppress(ImportError):  # of an extra that is not installed, as the command then says
+            importlib.import_module(name)
+    if sys.modules["torch"].accelerator.is_available():
+        return  # a GPU's driver does not survive a fork
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    listener.settimeout(1.0)
+    while os.getppid() == process:
+        with suppress(TimeoutError):
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _answer(connection)
+            connection.close()
+
+
+def _answer(connection: socket.socket) -> NoReturn:
+    _, streams, _, _ = socket.recv_fds(connection, 1, len(STANDARD_STREAMS))
+    asked = json.loads(connection.makefile().readline())
+    command = os.fork()
+    if command == 0:
+        connection.close()
+        _become(streams, **asked)
+    threading.Thread(target=_end_with_the_client, args=(connection, command), daemon=True).start()
+    _, status = os.waitpid(command, 0)
+    with suppress(OSError):
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
+
+
+def _end_with_the_client(connection: socket.socket, command: int) -> None:
+    connection.recv(1)  # nothing comes until the client has closed the connection
+    os.kill(command, signal.SIGTERM)
+
+
+def _become(streams: Sequence[int], arguments: list[str], folder: str, environment: dict[str, str]) -> NoReturn:
+    for stream, standard in zip(streams, STANDARD_STREAMS, strict=True):
+        os.dup2(stream, standard)
+        os.close(stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    del environment[ADDRESS]
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["gripmoe", *arguments]
+    from gripmoe.cli.main import main
+
+    try:
+        code = main(arguments)
+    except SystemExit as exit:
+        code = exit.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+if __name__ == "__main__":
+    exec_beside_server(sys.argv[1:])

@@ -1,0 +1,62 @@
+"""Commands that start as copies of a process with its imports."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from conftest import HANGS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="not run: no server without Linux")
+SERVER = [sys.executable, "-m", "gripmoe.cli.fork_server"]
+GRIPMOE = [sys.executable, "-X", "importtime", "-m", "gripmoe.cli.main"]
+
+
+def run(*command, **options):
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **options)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_command_imports_nothing_itself(served):
+    """`-X importtime` lists what the process imports that was asked, not its copy of the server."""
+    result = run(*SERVER * served, *GRIPMOE, "evaluate", "--help")
+    assert result.returncode == 0 and "Measure a run." in result.stdout
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "import time:" in line}
+    assert "gripmoe.cli.fork_server" in imported
+    assert ("torch" in imported) != served
+
+
+def test_a_command_has_the_streams_folder_and_environment_of_who_asks_and_its_exit_code(tmp_path):
+    (tmp_path / "run.yaml").write_text("{}")
+    command = f"cd {tmp_path}; {' '.join(GRIPMOE)} summary --runs there.csv 2> errors; echo $? > code"
+    assert run(*SERVER, "sh", "-c", f"{command}; exit 7").returncode == 7
+    assert (tmp_path / "code").read_text() == "2\n"
+    assert "there.csv" in (tmp_path / "errors").read_text().splitlines()[-1]
+
+
+def until(condition):
+    deadline = time.monotonic() + HANGS
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_command_ends_with_the_process_that_asked_for_it(how, tmp_path):
+    """And the server with the program beside it."""
+    os.mkfifo(pipe := tmp_path / "manifest.json")  # who reads it waits
+    asking = f"{sys.executable} -m gripmoe.cli.main verify --manifest {pipe}"
+    program = subprocess.Popen([*SERVER, "sh", "-c", f"{asking} & read _"], stdin=subprocess.PIPE)
+    below = psutil.Process(program.pid)
+    asked = until(lambda: [each for each in below.children() if "verify" in each.cmdline()])[0]
+    server = next(each for each in below.children() if each != asked)
+    command = until(lambda: [each for each in server.children(recursive=True) if each.ppid() != server.pid])[0]
+    asked.send_signal(how)
+    command.wait(HANGS)
+    program.communicate(b"\n", HANGS)
+    server.wait(HANGS)
