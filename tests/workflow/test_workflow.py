@@ -28,7 +28,8 @@ def snakemake(*arguments, directory, check=True, root=ROOT, path=Path(sys.execut
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(root / "src")  # the code that is fingerprinted and run, in a copy too
     environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
-    command = [*program, sys.executable, "-m", "snakemake", "-s", str(root / "Snakefile"), "--directory", str(directory)]
+    command = [*program, sys.executable, "-m", "snakemake"]
+    command += ["-s", str(root / "Snakefile"), "--directory", str(directory)]
     only = ["--allowed-rules", rules] if rules else []
     result = subprocess.run(
         [*command, *map(str, arguments), *only], capture_output=True, text=True, env=environment, cwd=root, check=False

@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -54,8 +54,8 @@ def exec_beside_server(command: Sequence[str]) -> NoReturn:
 
 
 def run_on_server(arguments: Sequence[str]) -> int | None:
-    """Runs `gripmoe` with `arguments` on the server that the environment names, with the streams, folder and environment
-    of this process, and returns the exit code. None if there is no server."""
+    """Runs `gripmoe` with `arguments` on the server that the environment names, with the streams, folder and
+    environment of this process. Returns the exit code, or None if there is no server."""
     address = os.environ.get(ADDRESS)
     if not address:
         return None
@@ -72,8 +72,8 @@ def run_on_server(arguments: Sequence[str]) -> int | None:
 
 
 def _serve(listener: socket.socket, process: int) -> None:
-    """Answers connections until `process`, the parent, has ended. Forks twice for each: a process that runs the command,
-    and its parent, which reports how it ends."""
+    """Answers connections until `process`, the parent, has ended. Forks twice for each: a process that runs the
+    command, and its parent, which reports how it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in IMPORTED:
         with suppress(ImportError):  # of an extra that is not installed, as the command then says
