@@ -69,7 +69,7 @@ gpu: setup
 quick: lint
 	pytest -q -n $(CORES) tests/geometry tests/config tests/constraints
 
-test: gpu
+test: gpu lint
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/test.lock
 	pytest -n $(CORES) -m "not workflow"
 	pytest -n $(CORES) --dist loadfile -m workflow

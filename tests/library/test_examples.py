@@ -1,32 +1,28 @@
 """The examples run as they stand, and do what they print; without the constraint they do not."""
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "notebooks" / "examples").glob("*.py"))
-WITHOUT = """
-import runpy, sys
-import gripmoe.library.constrain
 from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.build import Built
-gripmoe.library.constrain.build = lambda *_, **__: Built(Unconstrained(), scope=None)
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
+from gripmoe.library import constrain
 
-
-def printed(*arguments):
-    output = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True).stdout
-    return [float(number) for number in re.findall(r": (0\.\d+|1\.0+)\n", output)]
+EXAMPLES = sorted((Path(__file__).parents[2] / "notebooks" / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example(path):
-    *others, kept = printed(path)
-    others += printed("-c", WITHOUT, path)
+def test_example(path, tmp_path, monkeypatch, capsys):
+    def printed():
+        runpy.run_path(str(path), run_name="__main__")
+        return [float(number) for number in re.findall(r": (0\.\d+|1\.0+)\n", capsys.readouterr().out)]
+
+    monkeypatch.chdir(tmp_path)
+    *others, kept = printed()
+    monkeypatch.setattr(constrain, "build", lambda *_, **__: Built(Unconstrained(), scope=None))
+    others += printed()
     if "anchored" in path.stem:
         assert kept > 0.9 and all(kept > other + 0.2 for other in others)
     else:

@@ -4,7 +4,6 @@ import math
 import multiprocessing
 import os
 import signal
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -226,28 +225,6 @@ def test_what_a_step_draws_at_random_is_the_same_when_resumed(tmp_path, dropout,
     resumed, _ = run(tmp_path / "state.pt")
     assert weights_digest(resumed.model) == weights_digest(whole.model)
     assert (weights_digest(plain.model) == weights_digest(whole.model)) == (dropout == 0)
-
-
-def test_killed_at_random_instants(tmp_path):
-    """SIGKILL from outside, several times in a row, wherever the run happens to be."""
-    whole, _ = run(tmp_path / "whole.pt")
-    context, state = multiprocessing.get_context("spawn"), tmp_path / "state.pt"
-
-    def written():
-        return state.stat().st_mtime_ns if state.exists() else None
-
-    for pause in (0.0, 0.1, 0.3):  # after a state of its own is there, which importing torch delays
-        process = context.Process(target=run, args=(tmp_path / "state.pt",))
-        before = written()
-        process.start()
-        while process.is_alive() and written() == before:
-            time.sleep(0.005)
-        time.sleep(pause)
-        process.kill()
-        process.join()
-    assert (tmp_path / "state.pt").exists(), "killed with something to resume"
-    resumed, _ = run(tmp_path / "state.pt")
-    assert weights_digest(resumed.model) == weights_digest(whole.model)
 
 
 def test_another_seed_is_another_run(tmp_path):

@@ -246,14 +246,6 @@ def test_unknown_config_key_is_refused(tmp_path):
     assert "unknown key 'wrld'" in output
 
 
-def test_the_snakefile_imports_nothing_heavy():
-    code = (
-        "import sys; import gripmoe.config.grid, gripmoe.config.fingerprint, gripmoe.planning, gripmoe.reporting;"
-        "print([m for m in ('torch', 'transformers', 'numpy', 'pandas', 'lm_eval') if m in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
-
-
 MEASURING = ["evaluate", "attack", "collect", "explore", "manifest"]
 TRAINING_ON = ["unlearn", "realign", *MEASURING]
 RENDERING = ["render_main_results", "explore", "manifest"]

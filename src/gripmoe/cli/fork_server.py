@@ -120,6 +120,8 @@ def _become(streams: Sequence[int], arguments: list[str], folder: str, environme
     del environment[ADDRESS]
     os.environ.clear()
     os.environ.update(environment)
+    if threads := environment.get("OMP_NUM_THREADS"):  # torch read it before
+        sys.modules["torch"].set_num_threads(int(threads))
     sys.argv = ["gripmoe", *arguments]
     from gripmoe.cli.main import main
 
