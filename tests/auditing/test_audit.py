@@ -125,6 +125,41 @@ def test_models_in_memory_come_back_as_they_were(asked, tokenizer):
     assert f"<b>{report.verdict.word}</b>" in report._repr_html_() and "forget_accuracy" in report._repr_html_()
 
 
+def test_ids_that_both_kinds_of_questions_share_change_no_number(asked, tokenizer):
+    """Answers and scores are kept by id. The control: the two kinds get different answers."""
+    models = [small_model(vocabulary_size=len(tokenizer), seed=seed) for seed in (0, 1)]
+    reports = []
+    for numbered in (False, True):
+        kinds = {
+            kind: [row | ({"id": number} if numbered else {}) for number, row in enumerate(getattr(asked, kind)[:24])]
+            for kind in ("forget", "retain")
+        }
+        reports.append(gripmoe.audit(*models, **kinds, tokenizer=tokenizer, attacks=["forcing"]))
+    plain, numbered = reports
+    for name, found in plain.found.items():
+        assert numbered.found[name].metrics == pytest.approx(found.metrics, abs=0, rel=0, nan_ok=True)
+    pd.testing.assert_frame_equal(numbered.to_frame(), plain.to_frame())
+    pd.testing.assert_frame_equal(*(report.to_answers().drop(columns="id") for report in reports))
+    of_kinds = plain.to_answers().query("model == 'unlearned' and condition == 'as it is'").groupby("kind").probability
+    assert not pd.Series.equals(*(found.reset_index(drop=True) for _, found in of_kinds))
+
+
+def test_an_audit_with_another_tokenizer_begins_anew(asked, tokenizer, bos_tokenizer, tmp_path, monkeypatch):
+    """Of the same words. The control: with the same tokenizer nothing is measured again."""
+    models = [small_model(vocabulary_size=len(tokenizer), seed=seed) for seed in (0, 1)]
+    made, accuracy = [], auditing.accuracy
+    monkeypatch.setattr(auditing, "accuracy", lambda *given, **options: made.append(1) or accuracy(*given, **options))
+
+    def probabilities(tokenizer):
+        rows = dict(forget=asked.forget[:24], retain=asked.retain[:24])
+        report = gripmoe.audit(*models, **rows, tokenizer=tokenizer, attacks=[], output=tmp_path / "audit")
+        return report.to_answers().probability.tolist()
+
+    first = probabilities(tokenizer)
+    assert probabilities(tokenizer) == first and len(made) == 2
+    assert probabilities(bos_tokenizer) != first and len(made) == 4
+
+
 def test_shuffled_choices_are_told_by_their_own_letters(asked, tokenizer):
     models = [small_model(vocabulary_size=len(tokenizer), seed=seed) for seed in (0, 1)]
     report = gripmoe.audit(*models, forget=asked.forget, retain=asked.retain, tokenizer=tokenizer, attacks=["prompts"])

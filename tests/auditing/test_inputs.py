@@ -82,6 +82,7 @@ BAD = {
     "an answer out of range": ({"answer": 4}, "answer 4 is out of range; give 0 to 3"),
     "an answer of no letter": ({"answer": "E"}, "answer 'E' is out of range"),
     "an answer that is a truth value": ({"answer": True}, "answer True is out of range"),
+    "another split": ({"split": "train"}, "split 'train' is neither 'dev' nor 'test'"),
 }
 
 

@@ -56,7 +56,6 @@ def test_what_others_name_too_stays(config, capsys):
     assert gone == {
         f"{RUNS}/0/file",
         f"results/one/logs/any/{step}.log",
-        f"results/one/benchmarks/any/{step}.tsv",
         *(f"results/one/{table}_one.csv" for table in TABLES),
         "results/one/runs_one.provenance.json",
         "results/one/notebooks_one/file",

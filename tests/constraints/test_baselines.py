@@ -13,7 +13,7 @@ from gripmoe.constraints.base import FrozenRouter
 from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores, attributed_expert
 from gripmoe.constraints.build import build
 from gripmoe.constraints.hooks import ConstraintHandle
-from gripmoe.geometry.routing import LayerRouting, mean_stability, routing_stability
+from gripmoe.geometry.routing import LayerRouting, mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel
 
 
@@ -108,6 +108,33 @@ def test_anchor_by_hand(moe, batch, final_only):
     assert constraint._errors[-1] != pytest.approx(0.05), "routing was not at the wanted stability"
 
 
+def test_an_anchor_pays_for_states_whose_squares_fp16_cannot_hold(batch):
+    """As in fp32. The control: their sum is infinite in fp16."""
+    penalties = []
+    for dtype in (torch.float32, torch.float16):
+        moe = MoEModel(small_model().to(dtype))
+        with torch.no_grad():
+            moe.model.model.norm.weight.mul_(50.0)
+        handle, _ = handled(Anchored(0.95, floor=1.0, final_only=True), moe, batch)
+        assert final_hidden(moe, batch).square().sum().isinf() == (dtype == torch.float16)
+        with torch.no_grad():
+            moe.model.model.norm.weight.mul_(1.5)
+        penalties.append(penalty_of(handle, batch).item())
+    assert penalties[1] == pytest.approx(penalties[0], rel=1e-2) and penalties[0] > 1
+
+
+def test_an_unchanged_model_routes_as_the_original_under_autocast_too(moe):
+    """The pass itself is in fp32. The control: in bf16 the original router selects other experts of some tokens."""
+    constraint, batch = Anchored(0.95, floor=1.0), random_batch(rows=64)
+    handle, _ = handled(constraint, moe, batch)
+    trace = moe.trace([batch])
+    with torch.autocast("cpu", torch.bfloat16):
+        with handle.retain(), torch.autocast("cpu", enabled=False):
+            moe.model(**batch.inputs)
+        rounded = {n: route(seen.x_Nd, moe.theta(n).detach(), moe.rule(n)) for n, seen in trace.items()}
+    assert constraint._errors == [0.0] and mean_stability(routing_stability(trace, rounded)) < 1.0
+
+
 def final_hidden(moe, batch):
     with torch.no_grad():
         hidden = moe.model.model(**batch.inputs).last_hidden_state
@@ -163,6 +190,7 @@ def test_dual_weight_follows_the_error_and_keeps_to_its_bounds():
     for _ in range(100):
         weight.update(1.0)
     assert weight.value == 20.0
+    assert DualWeight(allowed=1e-4, floor=0.5).update(1.0) == 1e4, "of which the exponential overflows"
 
 
 def test_the_floor_of_the_anchors_weight_keeps_what_is_known():

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gripmoe
 from conftest import METHODS, random_batch, small_model
-from gripmoe.config.methods import Method
+from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.null_space import NullSpacePaper
 from gripmoe.data.documents import collate_inputs
@@ -596,6 +596,18 @@ def test_routers_of_low_precision_stay_in_fp32_for_rounding_undoes_the_constrain
     assert copied(**RETAIN[0].inputs).logits.isfinite().all(), "a copy has hooks of its own"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_model_that_is_cast_after_its_handle_is_closed_runs(dtype, copied):
+    """Its routers with it. The control: until then they are in fp32."""
+    model = small_model().bfloat16()
+    gripmoe.constrain(model, adamw(model), RETAIN).close()
+    assert model.model.layers[0].mlp.gate.weight.dtype == torch.float32
+    cast = (copy.deepcopy(model) if copied else model).to(dtype)
+    assert cast.model.layers[0].mlp.gate.weight.dtype == dtype
+    assert cast(**RETAIN[0].inputs).logits.isfinite().all()
+
+
 def test_what_a_handle_cannot_do_is_refused():
     model = small_model()
     for method, reason in (
@@ -687,24 +699,68 @@ def test_routers_that_others_have_sharded_are_refused(process_group):
 
 
 def test_projected_gradients_end_where_projected_updates_do_under_sgd_and_not_under_adamw():
-    """The paper says both. Momentum and weight decay leave the null space again."""
-    ends = {}
-    for make in (torch.optim.SGD, torch.optim.AdamW):
+    """The paper says both. Momentum and weight decay leave the null space again. The steps of SGD are so long that some
+    exceed a margin."""
+    rates, ends, drawn = {torch.optim.SGD: 20.0, torch.optim.AdamW: 0.05}, {}, {}
+    weaker = {"eps_null": EpsNullConfig(value=0.3, kind="relative")}
+    for make, rate in rates.items():
         for projects in ("update", "gradient"):
             model = small_model()
-            optimizer = make(model.parameters(), lr=0.05)
-            method = PAPER.model_copy(update={"projects": projects})
+            optimizer = make(model.parameters(), lr=rate)
+            method = METHODS["expert_specific_paper"].model_copy(update={"projects": projects, **weaker})
             with gripmoe.constrain(model, optimizer, RETAIN, method=method) as handle:
                 for batch in RETAIN:
                     step_of(model, optimizer, handle, batch)
-            ends[make, projects] = torch.cat([layer.mlp.gate.weight.flatten() for layer in model.model.layers]).detach()
-    start = torch.cat([layer.mlp.gate.weight.flatten() for layer in small_model().model.layers]).detach()
+                drawn[make, projects] = handle.constraint.observed()["stage_2_rate"]
+            ends[make, projects] = torch.cat(thetas_of(model))
+    start = torch.cat(thetas_of(small_model()))
     moved = {key: end - start for key, end in ends.items()}
     apart = {
         make: ((moved[make, "gradient"] - moved[make, "update"]).norm() / moved[make, "update"].norm()).item()
-        for make in (torch.optim.SGD, torch.optim.AdamW)
+        for make in rates
     }
     assert apart[torch.optim.SGD] < 1e-3 and apart[torch.optim.AdamW] > 0.1
+    assert drawn[torch.optim.SGD, "gradient"] == drawn[torch.optim.SGD, "update"] > 0
+
+
+@pytest.mark.parametrize("rate", [1e-3, 1e-5, 0.0])
+@pytest.mark.parametrize("method", ["reparameterized", "expert_specific_paper_gradient"])
+def test_momentum_keeps_the_projected_gradient_at_every_rate(method, rate):
+    """At 0 too, where a warm-up begins. The control: the gradient as it was lies outside of the null space."""
+    model = small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.0, 0.999), weight_decay=0.0)
+    with gripmoe.constrain(model, optimizer, RETAIN[:1], method=method) as handle:
+        with handle.retain():
+            loss_of(model, RETAIN[0]).backward()
+        loss_of(model, random_batch(seed=1)).backward()
+        thetas = {layer: handle.model.theta(layer) for layer in handle.model.layers}
+        gradients, seen = {layer: theta.grad.double() for layer, theta in thetas.items()}, handle._seen
+        optimizer.step()
+        for layer, gradient in gradients.items():
+            bases = handle.constraint.bases
+            basis = bases[layer] if bases else handle.constraint._basis(layer, seen[0][layer])
+            wanted, kept = basis.double().project(gradient), optimizer.state[thetas[layer]]["exp_avg"]
+            assert (kept - wanted).norm() < 1e-3 * wanted.norm()
+            assert (gradient - wanted).norm() > 0.1 * gradient.norm()
+
+
+def test_a_scaled_gradient_that_a_fused_optimizer_divides_is_projected_as_the_plain_one():
+    """The control: at a rate as many times larger the steps exceed margins, and other directions are left."""
+    kept = {}
+    for rate, scale in ((1e-3, 1.0), (1e-3, 2.0**16), (1e-3 * 2.0**16, 1.0)):
+        model = small_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_paper_gradient") as handle:
+            with handle.retain():
+                loss = loss_of(model, RETAIN[0])
+            scaler.scale(loss - loss_of(model, random_batch(seed=1))).backward()
+            scaler.step(optimizer)
+            thetas = [handle.model.theta(layer) for layer in handle.model.layers]
+        kept[rate, scale] = torch.cat([optimizer.state[theta]["exp_avg"] for theta in thetas])
+    plain, scaled, longer = kept.values()
+    torch.testing.assert_close(scaled, plain, rtol=1e-3, atol=1e-3 * plain.abs().max().item())
+    assert (longer - plain).norm() > 0.1 * plain.norm()
 
 
 @pytest.mark.parametrize("method", ["anchored", "anchored_tracked"])
@@ -733,6 +789,76 @@ def projected_by(handle, layer, function):
     constrain = handle.constraint.constrain
     handle.constraint.constrain = lambda at, *seen: (function if at == layer else constrain)(at, *seen)
     return constrain
+
+
+@pytest.mark.parametrize("method", ["expert_specific_paper", "anchored"])
+def test_evaluations_within_marks_do_not_count(method):
+    """Of documents that nobody listed, however many. They do not stand for a step's own mark: the control is a marked
+    pass that trains."""
+    model = small_model()
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method=method) as handle:
+        for trains in (False, True):
+            model.eval()
+            for seed in range(3):
+                with torch.no_grad(), handle.retain():
+                    model(**random_batch(seed=seed).inputs)
+                assert not handle._seen and handle.penalty() == 0
+            model.train()
+            with handle.retain() if trains else nullcontext():
+                loss = loss_of(model, RETAIN[0])
+            (loss + handle.penalty()).backward()
+            with nullcontext() if trains else pytest.raises(RuntimeError, match="run it within"):
+                optimizer.step()
+
+
+def test_a_pass_in_training_mode_counts_without_gradients_too():
+    """A loop may look at retain tokens for the projection alone."""
+    model = small_model().train()
+    handle, _ = spied(model, adamw(model))
+    with torch.no_grad(), handle.retain():
+        model(**RETAIN[0].inputs)
+    assert len(handle._seen) == 1
+
+
+@pytest.mark.parametrize("method", [PAPER, "anchored"], ids=["paper", "anchored"])
+def test_a_batch_that_is_given_up_leaves_no_trace(method):
+    """After `skip`. The control: without it, its pass counts in the next step."""
+    ends = {}
+    for given_up, skips in ((False, False), (True, True), (True, False)):
+        model = small_model()
+        optimizer = adamw(model, lr=1e-2)
+        with gripmoe.constrain(model, optimizer, RETAIN, method=method, loss_bound=100.0) as handle:
+            for step in range(3):
+                if given_up and step == 1:
+                    with handle.retain():
+                        handle.check(loss_of(model, RETAIN[1]))
+                if skips:
+                    handle.skip()
+                optimizer.zero_grad()
+                with handle.retain():
+                    handle.check(loss := loss_of(model, RETAIN[0]))
+                (loss + handle.penalty()).backward()
+                optimizer.step()
+        ends[given_up, skips] = list(model.parameters())
+    assert equal(ends[True, True], ends[False, False])
+    assert not equal(ends[True, False], ends[False, False])
+
+
+def test_what_is_skipped_is_no_mark_and_no_check():
+    model = small_model()
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method="anchored", loss_bound=100.0) as handle:
+        for marks, told in ((False, "run it within"), (True, "call `handle.check")):
+            with handle.retain():
+                handle.check(loss_of(model, RETAIN[0]))
+            handle.skip()
+            assert handle.penalty() == 0
+            with handle.retain() if marks else nullcontext():
+                loss = loss_of(model, RETAIN[0])
+            (loss + handle.penalty()).backward()
+            with pytest.raises(RuntimeError, match=told):
+                optimizer.step()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -10,7 +10,8 @@ import torch
 import gripmoe
 from conftest import random_batch, small_model
 from gripmoe.constraints import realignment as method_b
-from gripmoe.constraints.realignment import Original, kaczmarz_report, realign_routers
+from gripmoe.constraints.null_space import feasible_router
+from gripmoe.constraints.realignment import METHOD_A, Original, kaczmarz_report, realign_routers
 from gripmoe.geometry.realignment import realign
 from gripmoe.geometry.routing import LayerRouting, jaccard, mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel
@@ -170,6 +171,32 @@ def test_where_no_fit_serves_the_original_router_is_put_back_and_the_report_says
             assert torch.equal(theta, original.theta(layer))
 
 
+def held_out_stability(trace, moe, batch):
+    """Of every fourth document, by layer; the model is the corrected one, as layers were when they were fitted."""
+    lengths = batch.attention_mask.sum(dim=1) - 1
+    held = torch.arange(len(lengths)).repeat_interleave(lengths) % 4 == 0
+    after = moe.trace([batch])
+    return {n: jaccard(seen.top_k_Nk[held], after[n].top_k_Nk[held]).mean().item() for n, seen in trace.items()}
+
+
+def test_an_unlearned_router_that_keeps_most_held_out_sets_stays():
+    """It undoes what was done to its inputs. The control: Method A's projection of it loses sets."""
+    batch, model = random_batch(rows=32, seed=7), small_model(num_layers=1)
+    original = gripmoe.remember(model, [batch])
+    scale_d = torch.linspace(0.2, 3.0, 32)
+    with torch.no_grad():
+        model.model.layers[0].post_attention_layernorm.weight.mul_(scale_d)
+        model.model.layers[0].mlp.gate.weight.div_(scale_d)
+    moe = MoEModel(model)
+    theta, rule = moe.theta(0).detach().clone(), moe.rule(0)
+    projected = feasible_router(METHOD_A["sound"], original.theta_0[0], theta, original.trace[0], rule)
+    found = gripmoe.realign(model, original)[0]
+    assert torch.equal(moe.theta(0), theta) and not found.accepted and not found.fell_back
+    assert found.held_out_stability == held_out_stability(original.trace, moe, batch)[0] == 1.0
+    moe.set_thetas({0: projected})
+    assert held_out_stability(original.trace, moe, batch)[0] < 0.9
+
+
 @pytest.mark.parametrize("form", ["sound", "paper"])
 def test_a_layer_whose_fit_is_rejected_falls_back_to_method_a(form, monkeypatch):
     """Its router keeps the sets of the tokens that the form looks at. The control is the unlearned router."""
@@ -185,6 +212,9 @@ def test_a_layer_whose_fit_is_rejected_falls_back_to_method_a(form, monkeypatch)
     monkeypatch.setattr(method_b, name, rejecting)
     report = realign_routers(moe, original.thetas(), trace, batch, form=form)
     assert all(result.fell_back and not result.accepted for result in report.values())
+    if form == "sound":
+        reported = {layer: result.held_out_stability for layer, result in report.items()}
+        assert reported == pytest.approx(held_out_stability(trace, moe, batch), abs=1e-6)
     for layer, theta_0 in original.thetas().items():
         assert not torch.equal(moe.theta(layer), theta_0), "nor is it the original"
         rule, x = moe.rule(layer), (seen if form == "paper" else trace)[layer].x_Nd

@@ -1,13 +1,14 @@
 """Method A on a real optimizer: what it promises, and the controls without the mechanism."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gripmoe
 from conftest import METHODS, random_batch, small_model
-from gripmoe.config.methods import EpsNullConfig, Method
+from gripmoe.config.methods import EpsNullConfig, Method, method_table
 from gripmoe.constraints import null_space as module
 from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.hooks import ConstraintHandle
@@ -24,6 +25,7 @@ from gripmoe.geometry.routing import (
     selection_mask,
 )
 from gripmoe.moe import MoEModel
+from pretended_devices import FIRST, HOST, MixedDevices, PretendedDevices, device_of
 
 
 def null_space(eps_null, **axes):
@@ -240,6 +242,48 @@ def test_cached_bases_keep_the_originals_tokens_and_all_that_came_since():
     fixed = rule.fixed(second.scores_NE, second.top_k_Nk)
     U = extended(fit_bases(trace, moe.rules(), method)[0], second.x_Nd, fixed, EpsNull(1e-2, "absolute")).U_ret_Edr
     torch.testing.assert_close(U.transpose(1, 2) @ U, torch.diag_embed((U != 0).any(dim=1).float()), atol=1e-5, rtol=0)
+
+
+def test_a_projected_gradient_does_not_repair_margins_that_are_exceeded():
+    """Nor does it add to a step of next to nothing what would be divided by its rate. The control: a projected update
+    does both."""
+    generator = torch.Generator().manual_seed(0)
+    moe = MoEModel(small_model())
+    theta, rule = moe.theta(0).detach(), moe.rule(0)
+    seen = route(torch.randn(100, 32, generator=generator), theta, rule)
+    update = 1e-8 * torch.randn(theta.shape, generator=generator, dtype=torch.float64)
+    stage_1 = covariance_basis(seen.x_Nd, rule.fixed(seen.scores_NE, seen.top_k_Nk), EpsNull(0.3, "relative"))
+    for projects in ("gradient", "update"):
+        constraint = null_space_of(paper(projects=projects, safety_margin=1.0), {}, None, seed=0)
+        constraint.start(moe, [], [])
+        moved = constraint.constrain(0, theta.double(), theta.double() + update, seen) - theta
+        added = (moved - stage_1.double().project(update)).norm() / update.norm()
+        assert added < 1e-4 if projects == "gradient" else added > 1e4
+
+
+def test_a_state_loaded_to_another_device_is_brought_to_the_model():
+    """As by `torch.load(map_location="cuda")`. The control: its bases are of another device than a minibatch."""
+    method = method_table()["expert_specific_paper_cached"]
+    with PretendedDevices():
+        moe = MoEModel(small_model())
+        theta = moe.theta(0).detach()
+        seen = route(torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), theta, moe.rule(0))
+        trace = dict.fromkeys(range(2), seen)
+        constraint = null_space_of(method, trace, fit_bases(trace, moe.rules(), method), seed=0)
+        constraint.start(moe, [], [])
+        step = 0, theta, theta + 0.1, seen
+        constraint.constrain(*step)
+        state = constraint.state()
+        generator, cached = state["generator"].to(FIRST), {layer: U.to(FIRST) for layer, U in state["cached"].items()}
+        expected = constraint.constrain(*step)
+        with pytest.raises(MixedDevices):
+            seen.x_Nd @ cached[0]
+        draws, given = constraint.generator, []
+        constraint.generator = SimpleNamespace(set_state=given.append)
+        constraint.load_state(state | {"generator": generator, "cached": cached})
+        assert [device_of(tensor) for tensor in given] == [HOST], "where alone torch takes it"
+        constraint.generator = draws.set_state(given[0])
+        assert torch.equal(constraint.constrain(*step), expected)
 
 
 @pytest.mark.parametrize("surface", ["retain", "forget", "combined"])

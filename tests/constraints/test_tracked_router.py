@@ -141,6 +141,19 @@ def test_refitted_once_more_it_has_seen_what_the_last_step_did():
     assert all(map(torch.equal, weights_of(model), followed)), "a closed handle does nothing"
 
 
+def test_after_a_step_that_is_skipped_routers_may_be_refitted():
+    """The control: before `skip` they may not."""
+    model, _, handle = drifted()
+    before = [weight.detach().clone() for weight in weights_of(model)]
+    with handle.retain():
+        loss_of(model, RETAIN[0])
+    with pytest.raises(RuntimeError, match="refitted between steps"):
+        handle.refit(RETAIN[0])
+    handle.skip()
+    handle.refit(RETAIN[0])
+    assert not torch.equal(weights_of(model)[1], before[1])
+
+
 def test_a_marked_pass_without_gradients_is_an_evaluation():
     """As the evaluations within Trainer are: how often one evaluates changes nothing. The control is a pass with."""
     model, _, handle = drifted()

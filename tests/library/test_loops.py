@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 import gripmoe
 from conftest import random_batch, small_model
-from gripmoe.moe.model import unwrapped
+from gripmoe.moe.adapters import unwrapped
 
 PAGE = (Path(__file__).parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
 FORGET = random_batch(seed=102)

@@ -105,6 +105,14 @@ def test_weights_from_within_a_block_and_from_without_are_loaded_within_another(
     assert state.keys() == other.state_dict().keys()
 
 
+def test_retain_data_without_a_token_that_counts_is_refused():
+    model = small_model()
+    with pytest.raises(ValueError, match="no retain token counts"):
+        with gripmoe.reparameterize(model, [{"input_ids": torch.tensor([[5], [6]])}]):
+            pass
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 def test_a_method_without_fixed_bases_is_refused():
     with pytest.raises(ValueError, match="one of expert_specific, full_null_space"):
         with gripmoe.reparameterize(small_model(), RETAIN, method="anchored"):

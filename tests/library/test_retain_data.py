@@ -176,6 +176,18 @@ def test_what_is_no_retain_data_is_named(case):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("method", ["seuf", "forget_side", "combined"])
+@pytest.mark.parametrize("case", ["single tokens", "all padding"])
+def test_forget_data_without_a_token_that_counts_is_named(case, method):
+    """Where the method looks at it, which a frozen router does not: the control."""
+    model, (forget, message) = small_model(), ERRORS[case]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=message.replace("retain", "forget")):
+        gripmoe.constrain(model, optimizer, [random_batch()], forget=forget, method=method)
+    assert not any(module._forward_hooks for module in model.modules())
+    gripmoe.constrain(model, optimizer, [random_batch()], forget=forget, method="frozen_router").close()
+
+
 def test_a_batch_without_tokens_is_a_key_error():
     model = small_model()
     with pytest.raises(KeyError, match=r"retain\[0\] has no `input_ids`, only ids"):

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import Trainer, TrainingArguments
 
 import gripmoe
@@ -396,6 +397,26 @@ def test_how_often_one_evaluates_changes_nothing(tmp_path):
         trained(tmp_path, model, [callback], Evaluated, max_steps=3, eval_strategy=strategy, eval_steps=1)
         weights[strategy] = model.state_dict()
     assert equal(weights["steps"], weights["no"]) and not all(losses)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_step_that_a_scaler_skips_is_forgotten(skips, tmp_path, monkeypatch):
+    """Its tokens are none of the next step's. The control: no step is skipped."""
+    stepping, numbers, seen = AcceleratedOptimizer.step, iter(range(9)), []
+
+    def skipping(optimizer, closure=None):
+        return None if next(numbers) == 1 and skips else stepping(optimizer, closure)
+
+    class Counting(Unlearner):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            seen.append(len(callback.handle._seen))
+            return loss
+
+    monkeypatch.setattr(AcceleratedOptimizer, "step", skipping)
+    model, callback = small_model(), gripmoe.trainer_callback(RETAIN, method=PAPER)
+    trained(tmp_path, model, [callback], Counting, max_steps=3, learning_rate=1e-2)
+    assert seen == [1, 1, 1] and next(numbers) == 3
 
 
 def test_a_checkpoint_elsewhere_is_resumed_where_the_arguments_name_it(tmp_path):

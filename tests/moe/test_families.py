@@ -12,8 +12,11 @@ from gripmoe.attacks.quantization import quantized
 from gripmoe.attacks.relearning import low_rank_experts
 from gripmoe.attacks.restoration import PARTS, outside_parts, pairs_of, replaced, tensors_of
 from gripmoe.attacks.routers import silenced, widened
+from gripmoe.config.methods import method_table
+from gripmoe.constraints import realignment
 from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.baselines import GateAnchor, RouterL2
+from gripmoe.constraints.realignment import make_correction
 from gripmoe.data.documents import IGNORED, Row, collate
 from gripmoe.geometry.routing import SelectionRule, jaccard, route, routing_stability
 from gripmoe.moe import MoEModel, storage
@@ -428,20 +431,117 @@ def test_attacks_on_experts_leave_their_order_and_round_along_their_inputs(moe, 
         assert max(map(len, levels)) <= 3 and torch.equal(experts.down_proj, before)
 
 
-@pytest.mark.parametrize("changes", [False, True])
-def test_method_b_is_judged_by_the_sets_that_were_remembered(changes):
-    """Also where unlearning has changed the bias of a router, which Method B leaves as it is."""
+def with_other_biases():
+    """A model whose routers have got other biases since it was remembered, and what was remembered."""
     moe = make("gpt_oss")
     documents = [{"input_ids": torch.randint(3, 64, (8, 16), generator=torch.Generator().manual_seed(5))}]
     original = gripmoe.remember(moe.model, documents)
     with torch.no_grad():
         for layer in moe.layers:
-            moe.router(layer).bias.add_(3.0 * changes * torch.randn(8, generator=torch.Generator().manual_seed(layer)))
-    report, after = gripmoe.realign(moe.model, original), moe.trace(documents)
+            moe.router(layer).bias.add_(3.0 * torch.randn(8, generator=torch.Generator().manual_seed(layer)))
+    return moe, original
+
+
+CORRECTIONS = {
+    "sound": lambda moe, original: gripmoe.realign(moe.model, original),
+    "paper": lambda moe, original: gripmoe.realign(moe.model, original, form="paper"),
+    **{
+        name: lambda moe, original, name=name: make_correction(
+            method_table()[name], original.theta_0, original.biases, original.trace, original.batch
+        )(moe)
+        for name in ("ptc", "restore_router")
+    },
+}
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_a_correction_puts_the_biases_of_routers_back(correction):
+    """Without which no weight gives the original sets: the control."""
+    moe, original = with_other_biases()
+    wanted = {layer: named["bias"] for layer, named in original.biases.items()}
+    assert max(routing_stability(original.trace, moe.trace([original.batch])).values()) < 0.8
+    CORRECTIONS[correction](moe, original)
+    assert all(torch.equal(moe.router(layer).bias, bias) for layer, bias in wanted.items())
+    assert min(routing_stability(original.trace, moe.trace([original.batch])).values()) > 0.95
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_method_b_is_judged_by_the_sets_that_were_remembered(changes):
+    """Also where the bias of a router has changed, if nobody puts it back."""
+    moe, original = with_other_biases()
+    if not changes:
+        moe.set_router_biases(original.biases)
+    report = realignment.realign_routers(moe, original.theta_0, original.trace, original.batch)
+    after = moe.trace([original.batch])
     for layer, seen in after.items():
         kept = jaccard(original.trace[layer].top_k_Nk, seen.top_k_Nk).mean().item()
         assert report[layer].held_out_stability == pytest.approx(kept, abs=0.1)
         assert (kept < 0.8) == changes, "the control"
+
+
+def test_method_b_that_fails_leaves_the_biases_of_routers_as_they_were(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    moe, original = with_other_biases()
+    before = moe.router_biases()
+    monkeypatch.setattr(realignment, "realign_router", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        gripmoe.realign(moe.model, original)
+    for layer, named in moe.router_biases().items():
+        assert torch.equal(named["bias"], before[layer]["bias"])
+        assert not torch.equal(named["bias"], original.biases[layer]["bias"]), "the control"
+
+
+def test_a_correction_during_a_check_leaves_the_biases_as_they_train():
+    moe, original = with_other_biases()
+    before = moe.router_biases()
+    with loop._temporarily(moe, lambda moe: CORRECTIONS["restore_router"](moe, original)):
+        within = moe.router_biases()
+    for layer, named in moe.router_biases().items():
+        assert torch.equal(named["bias"], before[layer]["bias"])
+        assert torch.equal(within[layer]["bias"], original.biases[layer]["bias"]), "the control"
+
+
+@pytest.mark.parametrize("method", ["frozen_router", "expert_specific", None])
+def test_frozen_biases_of_routers_do_not_move_by_momentum(method):
+    """After a step that was free, and where gradients are set to 0 rather than away. The control: without a method they
+    move."""
+    moe, batch = make("gpt_oss"), collate(rows(), 0)
+    optimizer = torch.optim.AdamW(moe.model.parameters(), lr=1e-2, weight_decay=0.0)
+    moe.model(**batch.inputs, labels=batch.labels).loss.backward()
+    optimizer.step()
+    before = moe.router_biases()
+    handle = gripmoe.constrain(moe.model, optimizer, [batch], method=method) if method else None
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        moe.model(**batch.inputs, labels=batch.labels).loss.backward()
+        optimizer.step()
+    for layer, named in moe.router_biases().items():
+        assert torch.equal(named["bias"], before[layer]["bias"]) == bool(method)
+        assert (moe.theta(layer).grad is None) == (method == "frozen_router")
+    if handle:
+        handle.close()
+
+
+def test_states_of_an_optimizer_become_fp32_with_the_biases_of_routers():
+    """Which a gate anchor trains; with states in bf16 its step would fail."""
+    moe, batch = make("gpt_oss"), collate(rows(), 0)
+    moe.release()
+    model = moe.model.bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(**batch.inputs, labels=batch.labels).loss.backward()
+    optimizer.step()
+    bias = moe.router(0).bias
+    assert optimizer.state[bias]["exp_avg"].dtype == torch.bfloat16, "the control"
+    with gripmoe.constrain(model, optimizer, [batch], forget=[batch], method="gate_anchor") as handle:
+        assert optimizer.state[bias]["exp_avg"].dtype == bias.dtype == torch.float32
+        optimizer.zero_grad()
+        for mark in (handle.forget, handle.retain):
+            with mark():
+                loss = model(**batch.inputs, labels=batch.labels).loss
+            (loss + handle.penalty()).backward()
+        optimizer.step()
 
 
 def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tokenizer, tmp_path):
@@ -455,6 +555,9 @@ def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tokenizer,
 
     digest = storage.save_model(saved.model, tokenizer, tmp_path / "weights")
     loaded = MoEModel(storage.load_model(tmp_path / "weights")[0])
+    biases = storage.load_biases(tmp_path / "weights", moe)
+    for layer, named in saved.router_biases().items():
+        assert biases[layer].keys() == named.keys() and all(torch.equal(biases[layer][n], b) for n, b in named.items())
     written, read = saved.model.state_dict(), loaded.model.state_dict()
     assert all(torch.equal(read[name].to(tensor.dtype), tensor) for name, tensor in written.items())
     if all(read[name].dtype == tensor.dtype for name, tensor in written.items()):

@@ -10,6 +10,7 @@ from gripmoe.cli.main import main
 from gripmoe.config.grid import NO_OBJECTIVE, Project
 from gripmoe.io.files import write_json
 from gripmoe.planning import Costs, Step, check_budget, fake, jobs_left, steps_of, that_count, what_would_fit
+from gripmoe.planning.jobs import OUTPUTS
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 
@@ -67,21 +68,21 @@ def test_what_is_there_is_not_planned(tmp_path):
     assert sum(job.rule == "attack" for job in everything) == len(project.run_keys())
 
 
-def record(results, rule, cell, seconds, memory="-"):
-    file = results / "benchmarks" / rule / f"{cell}.tsv"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"s\th:m:s\tmax_rss\n{seconds}\t-\t{memory}\n")
+def record(results, rule, run, seconds, memory=1.0):
+    file = results / f"{OUTPUTS[rule].format(*run.split('.'))}.provenance.json"
+    write_json(file, {"step": f"gripmoe.cli.{rule}:{rule}", "seconds": seconds, "peak_memory_gib": memory})
     return file
 
 
 def test_recorded_seconds_come_before_estimates(tmp_path):
     record(tmp_path, "unlearn", "tiny_a.wmdp_tiny.gd.anchored.7", 7200.0)
-    record(tmp_path, "evaluate", "tiny_a.wmdp_tiny.gd.anchored.7", 60.0, 2500.0)
+    record(tmp_path, "evaluate", "tiny_a.wmdp_tiny.gd.anchored.7", 60.0, 2.5)
     jobs = {(job.rule, job.run): job for job in jobs_left(Project(CONFIG, "tiny"), tmp_path)}
     cell = "tiny_a.wmdp_tiny.gd"
     assert (jobs["unlearn", f"{cell}.anchored.0"].hours, jobs["unlearn", f"{cell}.anchored.0"].recorded) == (2.0, True)
     assert jobs["unlearn", f"{cell}.frozen_router.0"].hours == 2.0, "the same model and rule, for want of better"
-    assert jobs["evaluate", f"{cell}.anchored.0"].memory == 2.5 and jobs["attack", f"{cell}.anchored.0"].memory == 1.0
+    assert jobs["evaluate", f"{cell}.anchored.0"].memory == 2.5 * 2**30 / 1e9
+    assert jobs["attack", f"{cell}.anchored.0"].memory == 1.0
 
 
 def test_a_step_costs_what_its_layers_do(tmp_path):
@@ -134,7 +135,8 @@ def test_gpus_that_share_layers_work_one_after_the_other(tmp_path):
     recorded = hours(Project(CONFIG, "paper"))
     assert recorded["evaluate", f"{cell}.anchored.0"] == 2.0
     assert recorded["evaluate", f"{cell}.seuf.0"] == 2.0, "to measure it takes as long whatever trained it"
-    file.rename(tmp_path / "benchmarks" / "evaluate" / f"{cell.replace('wmdp_cyber', 'another')}.anchored.7.tsv")
+    file.unlink()
+    record(tmp_path, "evaluate", f"{cell.replace('wmdp_cyber', 'another')}.anchored.7", 3600.0)
     assert hours(Project(CONFIG, "paper")) == two, "other questions say nothing"
 
 

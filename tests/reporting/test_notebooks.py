@@ -1,4 +1,4 @@
-"""Every notebook, executed on a small fixture: seed 0 of the record, with invented histories, answers and layers."""
+"""Every notebook, executed on two models of the record, with invented histories, answers and layers."""
 
 import itertools
 import json
@@ -45,8 +45,12 @@ OF_BOTH = ("router_gradient", "expert_gradient", "forget_loss", "retain_loss", "
 def runs(tmp_path_factory):
     """The table of runs; what notebooks find beside it lies beside it."""
     folder = tmp_path_factory.mktemp("results")
-    record = pd.read_csv(ROOT / "docs" / "record" / "earlier" / "runs.csv")
-    record = record[(record.seed == 0) & (record.model != "tiny_b")]
+    parts = [pd.read_csv(ROOT / "docs" / "record" / part / "runs.csv") for part in (".", "further", "erasure")]
+    record = pd.concat(parts).drop_duplicates([*CELL, "metric"])
+    record = record[(record.seed == 0) & record.model.isin(["tiny_a", "tiny_news_a"])]
+    of_letters = record[record.model == "tiny_a"]
+    others = [of_letters.assign(model=model) for model in ("tiny_shared", "tiny_dense")]  # these have no runs
+    record = pd.concat([record, *others])
     cells = record[CELL].drop_duplicates()
 
     def invented(columns: dict) -> pd.DataFrame:

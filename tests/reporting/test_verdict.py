@@ -50,7 +50,7 @@ def test_the_sentence_has_the_numbers_and_what_is_missing():
     hides = judge(scores(forced_forget_accuracy=0.70), FACTS).sentence
     assert hides.startswith("forcing the original experts returns 0.45 [") and hides.endswith("of 0.74 lost")
     erased = judge(scores(forced_forget_accuracy=0.25), FACTS, ["restoration", "prompts"]).sentence
-    assert "as far as 1 attacks show" in erased and erased.endswith("not made: restoration, prompts")
+    assert "of 1 attacks none has an interval above" in erased and erased.endswith("not made: restoration, prompts")
 
 
 def test_what_random_sets_return_does_not_count():
@@ -72,7 +72,7 @@ def test_what_the_retrained_model_shows_does_not_count():
 def test_what_puts_knowledge_in_counts_only_beside_a_retrained_model():
     attack, forced = "restored_experts_worst_layer", dict(forced_forget_accuracy=0.25)
     alone = judge(scores(**{attack: 0.70}, **forced), FACTS)
-    assert alone.word == "erased" and "counts only beside a retrained model" in alone.sentence
+    assert alone.word == "erased" and "which counts only beside a retrained model" in alone.sentence
     assert word(**{attack: 0.70}) == "not decided", "nothing that counts was made"
     assert word(**{attack: (0.70, 0.30)}, **forced, retrained=0.25) == "hides"
 

@@ -39,6 +39,23 @@ def test_a_step_of_the_attacker_by_hand():
     assert all(torch.equal(parameter, start) for parameter, start in zip(experts, before, strict=True))
 
 
+def test_small_steps_of_the_attacker_add_up_in_bf16():
+    """Also from one visit to the next. The control: a single step moves few weights."""
+    moe, batch = MoEModel(small_model().bfloat16()), random_batch(seed=3)
+    experts = experts_of(moe)
+    before = [p.detach().clone() for p in experts]
+    adversary = RelearningAdversary(experts, rate=1e-5)
+    adversary.restart()
+    moved, losses = [], []
+    for _ in range(20):
+        with adversary.weights():
+            losses.append(adversary.relearn(lambda: cross_entropy(moe, batch)))
+            changed = [(p != start).float().mean().item() for p, start in zip(experts, before, strict=True)]
+            moved.append(sum(changed) / len(changed))
+        assert all(map(torch.equal, experts, before))
+    assert moved[0] < 0.1 < 0.5 < moved[-1] and losses[-1] < losses[0]
+
+
 def test_relearning_leaves_the_gradients_of_earlier_passes():
     moe = MoEModel(small_model())
     experts, batch = experts_of(moe), random_batch(seed=3)

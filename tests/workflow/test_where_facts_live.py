@@ -31,17 +31,6 @@ def test_experts_and_routers_are_replaced_and_nothing_else(tokenizer):
     assert changed(model, start) == blocks and not blocks & changed(model, fresh)
 
 
-def test_the_record_says_what_was_measured():
-    table = pd.read_csv(ROOT / "docs" / "record" / "earlier" / "where_facts_live.csv")
-    record = (ROOT / "docs" / "record_earlier.md").read_text().partition("## Where their facts live")[2]
-    written = [re.findall(r"\d\.\d\d, \d\.\d\d", line) for line in record.splitlines()]
-    written = [cells for cells in written if cells][:7]
-    for number, model in enumerate(("tiny_a", "tiny_b")):
-        rows = pd.concat([table[table.model == model], table[table.model == f"{model}_retrained"]])
-        measured = [f"{row.forget_accuracy:.2f}, {row.retain_accuracy:.2f}" for row in rows.itertuples()]
-        assert [cells[number] for cells in written] == measured
-
-
 def test_the_page_of_base_models_says_what_was_measured():
     folder = ROOT / "docs" / "record" / "base_models"
     table, page = pd.read_csv(folder / "where_facts_live.csv"), (folder / "README.md").read_text()

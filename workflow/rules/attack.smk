@@ -20,8 +20,6 @@ rule attack:
         questions=f"{RUN}/attack_questions.csv",
     log:
         f"{LOGS}/attack/{RUN_NAME}.log",
-    benchmark:
-        f"{BENCHMARKS}/attack/{RUN_NAME}.tsv"
     conda:
         ENVIRONMENT
     threads: 1

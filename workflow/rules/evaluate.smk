@@ -19,8 +19,6 @@ rule evaluate:
         questions=f"{RUN}/questions.csv",
     log:
         f"{LOGS}/evaluate/{RUN_NAME}.log",
-    benchmark:
-        f"{BENCHMARKS}/evaluate/{RUN_NAME}.tsv"
     conda:
         ENVIRONMENT
     threads: 1

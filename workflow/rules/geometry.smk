@@ -13,8 +13,6 @@ rule trace_routing:
         forget_trace=f"{ROUTING}_forget.safetensors",
     log:
         f"{LOGS}/trace_routing/{{model}}.{{benchmark}}.log",
-    benchmark:
-        f"{BENCHMARKS}/trace_routing/{{model}}.{{benchmark}}.tsv"
     conda:
         ENVIRONMENT
     threads: 1
@@ -41,8 +39,6 @@ rule fit_basis:
         bases=f"{BASES}.safetensors",
     log:
         f"{LOGS}/fit_basis/{{model}}.{{benchmark}}.{{method}}.log",
-    benchmark:
-        f"{BENCHMARKS}/fit_basis/{{model}}.{{benchmark}}.{{method}}.tsv"
     conda:
         ENVIRONMENT
     threads: FIT_THREADS

@@ -56,8 +56,6 @@ rule prepare_model:
         MODEL,
     log:
         f"{LOGS}/prepare_model/{{model}}.log",
-    benchmark:
-        f"{BENCHMARKS}/prepare_model/{{model}}.tsv"
     wildcard_constraints:
         model=any_of(PREPARED),
     priority: 100
@@ -85,8 +83,6 @@ rule finetune_model:
         MODEL,
     log:
         f"{LOGS}/finetune_model/{{model}}.log",
-    benchmark:
-        f"{BENCHMARKS}/finetune_model/{{model}}.tsv"
     wildcard_constraints:
         model=any_of(FINETUNED),
     priority: 100

@@ -18,8 +18,6 @@ rule unlearn:
         history=f"{RUN}/history.json",
     log:
         f"{LOGS}/unlearn/{RUN_NAME}.log",
-    benchmark:
-        f"{BENCHMARKS}/unlearn/{RUN_NAME}.tsv"
     wildcard_constraints:
         method=any_of(TRAINED),
         objective=any_of(WORLD.objectives),
@@ -60,8 +58,6 @@ rule realign:
         f"{RUN}/checkpoint.json",
     log:
         f"{LOGS}/realign/{RUN_NAME}.log",
-    benchmark:
-        f"{BENCHMARKS}/realign/{RUN_NAME}.tsv"
     wildcard_constraints:
         method=any_of(CORRECTED),
         objective=any_of(WORLD.objectives),

@@ -15,6 +15,7 @@ from gripmoe.config.training import Relearning
 from gripmoe.data.corpora import epoch_rows
 from gripmoe.data.documents import Row, collate
 from gripmoe.moe import MoEModel
+from gripmoe.moe.modes import checkpointing
 from gripmoe.training.objectives import cross_entropy
 from gripmoe.training.optimizers import make_adamw
 
@@ -47,7 +48,7 @@ def from_unrelated_documents(setting: Setting) -> Found:
 def of_routers(setting: Letters) -> Found:
     """`relearned_routers_after_<step>`: on forget documents about other facts; only routers train."""
     model = setting.after
-    routers = [parameter for layer in model.layers for parameter in model.router_parameters(layer)]
+    routers = model.router_parameters()
     return _curve(setting, "relearned_routers", _about_dev_facts(setting), routers) if routers else Found()
 
 
@@ -146,16 +147,12 @@ def relearning(
 @contextmanager
 def _trainable(model: MoEModel, gradient_checkpointing: bool) -> Iterator[None]:
     trained = [(parameter, parameter.requires_grad) for parameter in model.model.parameters()]
-    if gradient_checkpointing:
-        model.model.gradient_checkpointing_enable({"use_reentrant": False})
     model.model.requires_grad_(True)
     try:
-        with kept(model.model.parameters()):
+        with kept(model.model.parameters()), checkpointing(model.model, gradient_checkpointing):
             yield
     finally:
         model.model.eval()
-        if gradient_checkpointing:
-            model.model.gradient_checkpointing_disable()
         for parameter, requires_grad in trained:
             parameter.grad = None
             parameter.requires_grad_(requires_grad)

@@ -95,6 +95,10 @@ def own(
         raise ConfigError(f"--questions, --retain-questions: both are {forget}; give questions of two kinds")
     forget_rows = _questions(forget, "--questions", "forget")
     retain_rows = _questions(retain, "--retain-questions", "retain")
+    if {row["id"] for row in forget_rows} & {row["id"] for row in retain_rows}:  # answers are kept by id
+        for kind, rows in (("forget", forget_rows), ("retain", retain_rows)):
+            for row in rows:
+                row["id"] = f"{kind}/{row['id']}"
     forget_texts = _texts(forget_text, "--forget-text", "forget")
     retain_texts = _texts(retain_text, "--retain-text", "retain")
     holdout = _texts(holdout_text, "--holdout-text", "holdout")
@@ -163,6 +167,10 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
         if question_id in known:
             raise ConfigError(f"{where}: the id {question_id!r} stands twice; give each question an id of its own")
         known.add(question_id)
+        if (split := row.get("split")) and split not in ("dev", "test"):
+            raise ConfigError(
+                f"{where}: split {split!r} is neither 'dev' nor 'test'; give one of them, or leave it out"
+            )
         exposure = row.get("exposure", "unseen_subject")
         questions.append(
             {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -148,6 +150,14 @@ def check_vocabulary(model, tokenizer, name: str) -> None:
             f"{name}: the tokenizer gives ids up to {highest}, and the model has {rows} embeddings; give the tokenizer "
             "that belongs to the model"
         )
+
+
+def tokenizer_digest(tokenizer) -> str:
+    """A checksum of what a tokenizer makes of texts: its own description, or its words if it has none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    told = backend.to_str() if backend is not None else json.dumps(sorted(tokenizer.get_vocab().items()))
+    special = json.dumps([tokenizer.all_special_tokens, tokenizer("a")["input_ids"]])
+    return hashlib.sha256((told + special).encode()).hexdigest()
 
 
 def compare_tokenizers(one, other, pair: str) -> None:

@@ -151,6 +151,7 @@ def _measured(
         "data": hashlib.sha256(json.dumps(inputs.files, sort_keys=True).encode()).hexdigest(),
         "benchmark": inputs.benchmark.model_dump(mode="json"),
         "relearning": inputs.relearning.model_dump(mode="json"),
+        "tokenizer": models.tokenizer_digest(tokenizer),
     }
     found: dict[str, list[Found]] = {name: [] for name in moes}
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

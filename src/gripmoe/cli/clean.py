@@ -26,7 +26,7 @@ def clean(
 ) -> None:
     """List what belongs to one world alone, or remove it.
 
-    The list holds runs, models, data, tables, notebooks, figures, logs and benchmarks that no other world names.
+    The list holds runs, models, data, tables, notebooks, figures and logs that no other world names.
 
     \b
     Example:
@@ -70,7 +70,7 @@ def written(project: Project) -> set[str]:
         steps |= {benchmark, f"{model}.{benchmark}", f"{model}.{benchmark}.{method}"}
         steps.add(f"{model}.{benchmark}.{objective}.{method}.{seed}")
     for step in steps:
-        patterns |= {f"logs/*/{step}.log", f"benchmarks/*/{step}.tsv"}
+        patterns.add(f"logs/*/{step}.log")
     return {f"paper_figures/{name}", *(f"results/{project.results_name}/{pattern}" for pattern in patterns)}
 
 

@@ -13,7 +13,7 @@ from gripmoe.io.clock import now
 from gripmoe.io.files import file_digest, read_json, write_json
 from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import load_model, load_routers, save_model
+from gripmoe.moe.storage import load_biases, load_model, load_routers, save_model
 from gripmoe.moe.traces import StoredTrace
 from gripmoe.training.undo import undo
 
@@ -44,6 +44,7 @@ def realign(
         model, tokenizer = load_model(checkpoint_file.parent / "weights")
         moe = MoEModel(model)
         theta_0 = load_routers(model_file.parent / "weights", moe)
+        biases = load_biases(model_file.parent / "weights", moe)
         whose = {"model": read_json(model_file)["weights"], "corpus": file_digest(retain_corpus)}
         trace = StoredTrace(trace_file, whose)
         benchmark = run.benchmark
@@ -59,7 +60,7 @@ def realign(
             every = load_corpus(retain_corpus, tokenizer, **benchmark.reading)
             report |= undo(moe, every, run.method.undo, pad_id=tokenizer.pad_token_id, seed=run.seed)
         else:
-            report |= make_correction(run.method, theta_0, trace, batch)(moe)
+            report |= make_correction(run.method, theta_0, biases, trace, batch)(moe)
         seconds = now() - started
         digest = save_model(model, tokenizer, folder / "weights")
         corrected = read_json(checkpoint_file)

@@ -85,7 +85,7 @@ def unlearn(
             moe.originals = OriginalStore(original_answers, asked, original_memory * 1e9)
             if distributed.is_first():
                 moe.originals.remove_stale()
-        theta_0 = moe.thetas()
+        theta_0, biases = moe.thetas(), moe.router_biases()
         documents = [
             load_corpus(data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
             for name in ("forget", "retain")
@@ -119,7 +119,7 @@ def unlearn(
             replay=method.replay,
             critical_experts=method.critical_experts,
             expert_eps=method.eps_null if method.experts == "null_space" else None,
-            corrected=make_correction(method, theta_0, trace, batch) if method.correction else None,
+            corrected=make_correction(method, theta_0, biases, trace, batch) if method.correction else None,
             state_file=state_file,
             description=f"{run.objective}/{run.method_name}/{run.seed}",
         )

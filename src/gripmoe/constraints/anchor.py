@@ -63,12 +63,13 @@ class Anchored(FrozenRouter):
         self._asked = None, None
         if tokens is not seen.tokens:
             states_NLd = of_tokens(self._states, seen.tokens)
-        inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1]
-        terms = [(seen.hidden_Nd - final_Nd).square().sum() / distributed.averaged_(final_Nd.square().sum())]
+        inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1].float()  # fp16 overflows
+        terms = [(seen.hidden_Nd.float() - final_Nd).square().sum() / distributed.averaged_(final_Nd.square().sum())]
         agreement = []
         for number, layer in enumerate(self._layers):
             before_Nd, now = inputs_NLd[:, number].float(), seen.routing[layer]
-            original = route(before_Nd, self._theta_0[layer], self._rules[layer])
+            with torch.autocast(before_Nd.device.type, enabled=False):
+                original = route(before_Nd, self._theta_0[layer], self._rules[layer])
             own_Nk = self._rules[layer].select(now.scores_NE)  # under replay the pass used other sets
             agreement.append(jaccard(original.top_k_Nk, own_Nk).mean().item() if len(before_Nd) else 0.0)
             if not self.final_only:
@@ -87,6 +88,9 @@ class Anchored(FrozenRouter):
             self.weight.update(error)
             self._errors = []
         return self._trackers[layer].theta_Ed.to(before_Ed) if self.refits else before_Ed
+
+    def skip(self) -> None:
+        self._errors, self._asked = [], (None, None)
 
     def observed(self) -> dict[str, float]:
         """`anchor_weight` (lambda) and `batch_routing_stability` (on retain tokens) at the last step."""
@@ -125,6 +129,6 @@ class DualWeight:
 
     def update(self, error: float) -> float:
         """Updates and returns the weight, given the `error` of a step."""
-        grown = self.value * math.exp(self.rate * (error - self.allowed) / self.allowed)
+        grown = self.value * math.exp(min(self.rate * (error - self.allowed) / self.allowed, 700.0))
         self.value = min(max(grown, self.floor), self.ceiling)
         return self.value

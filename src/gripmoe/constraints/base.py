@@ -61,6 +61,9 @@ class RouterConstraint:
         """The router, (E, d), that `layer` uses in the current pass. Layers are called in order."""
         raise NotImplementedError
 
+    def skip(self) -> None:
+        """Forgets the passes since the last step."""
+
     def observed(self) -> dict[str, float]:
         """Numbers about the latest steps, for the history of a run."""
         return {}
@@ -84,6 +87,7 @@ class FrozenRouter(RouterConstraint):
         model.freeze_router_biases()
         for layer in model.layers:
             model.theta(layer).requires_grad_(False)
+            model.theta(layer).grad = None
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         return before_Ed

@@ -109,6 +109,15 @@ class ConstraintHandle:
             reason = f"above {self.loss_bound:.3g}" if math.isfinite(loss) else "not finite"
             raise Diverged(f"retain loss {loss:.3g}, {reason}: take an earlier checkpoint")
 
+    def skip(self) -> None:
+        """Forgets the passes marked since the last step. Call it where a step does not come: a GradScaler has skipped
+        it, or the loop gives up a batch after an error. What "anchored_tracked" has learned of these passes stays."""
+        self._seen, self._penalties, self._checked = [], [], False
+        self._marked.clear()
+        self.constraint.skip()
+        if self._refit:
+            self._refit.clear()
+
     @torch.no_grad()
     def refit(self, batch: Batch | Mapping[str, Tensor]) -> None:
         """Refits the routers of "anchored_tracked" (ours) to the current experts, by a pass over `batch`, a batch as in
@@ -169,7 +178,8 @@ class ConstraintHandle:
 
     @contextmanager
     def _mark(self, kind: str, rows: Tensor | None) -> Iterator[None]:
-        if self._closed or kind not in self.watches:
+        evaluates = not (torch.is_grad_enabled() or self.model.model.training)  # such as `Trainer.evaluate`
+        if self._closed or evaluates or kind not in self.watches:
             yield
             return
         passes: list[Tokens] = []
@@ -260,10 +270,8 @@ class ConstraintHandle:
             self.model.set_thetas(self._before)
             raise
         finally:
-            self._before, self._seen, self._checked = {}, [], False
-            self._marked.clear()
-            if self._refit:
-                self._refit.clear()
+            self._before = {}
+            self.skip()
 
     def _write_feasible(self) -> None:
         for layer, before_Ed in self._before.items():
@@ -276,12 +284,18 @@ class ConstraintHandle:
     @torch.no_grad()
     def _constrain_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Replaces the gradients, so that a plain gradient step ends at a feasible router."""
+        scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, which a fused optimizer divides by itself
+        scale = 1.0 if scale is None else float(scale)
         rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
-            if theta.grad is not None and (rate := rates[id(theta)]):
-                after_Ed = before_Ed - rate * theta.grad.to(before_Ed)
-                theta.grad.copy_((before_Ed - self._feasible(layer, before_Ed, after_Ed)) / rate)
+            if theta.grad is not None:
+                # In fp64: in fp32 a small step is lost beside the router. At a rate of 0, as a warm-up begins,
+                # momentum keeps the gradient: it is projected for a step that reaches no margin.
+                rate = (rates[id(theta)] or 1e-8) / scale
+                before64_Ed = before_Ed.double()
+                after64_Ed = before64_Ed - rate * theta.grad.to(before64_Ed)
+                theta.grad.copy_((before64_Ed - self._feasible(layer, before64_Ed, after64_Ed)) / rate)
 
     def _feasible(self, layer: int, before_Ed: Tensor, after_Ed: Tensor) -> Tensor:
         seen = None

@@ -192,7 +192,7 @@ class NullSpacePaper(_Observed):
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         original = route(seen.x_Nd, self._theta_0[layer], self._rules[layer])
-        update_Ed = after_Ed - before_Ed
+        update_Ed = (after_Ed - before_Ed).to(seen.x_Nd)
         basis = self._basis(layer, original)
         feasible_Ed = paper_update(update_Ed, basis, original, self._rules[layer], self.method, self.generator)
         self._observe(layer, basis, update_Ed, feasible_Ed)
@@ -214,8 +214,8 @@ class NullSpacePaper(_Observed):
     def load_state(self, state: dict) -> None:
         super().load_state(state)
         if state:
-            self.generator.set_state(state["generator"])
-            self._cached = dict(state.get("cached", {}))
+            self.generator.set_state(state["generator"].cpu())
+            self._cached = {layer: U_Edr.to(self._theta_0[layer]) for layer, U_Edr in state.get("cached", {}).items()}
 
 
 def paper_basis(seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: Method) -> RetainBasis:
@@ -235,10 +235,13 @@ def paper_update(
     stage_1_Ed = basis.project(update_Ed)
     if method.granularity == "layer":
         return stage_1_Ed
+    bounds_NE = _bounds(seen, rule, method.safety_margin)
+    if method.projects == "gradient":  # whose update has the scale of the learning rate, and violations have not
+        bounds_NE = bounds_NE.clamp_min(0)
     return randomized_kaczmarz(
         stage_1_Ed,
         seen.x_Nd,
-        _bounds(seen, rule, method.safety_margin),
+        bounds_NE,
         max_steps=method.kaczmarz_steps,
         tolerance=method.kaczmarz_tolerance,
         generator=generator,

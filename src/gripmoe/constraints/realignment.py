@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,11 @@ from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import Batch, collate_inputs
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.realignment import Realignment, holdout_stability, realign_paper
+from gripmoe.geometry.realignment import Realignment, better, holdout_stability, realign_paper
 from gripmoe.geometry.realignment import realign as realign_router
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, route
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import unwrapped
+from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.recording import routed_tokens
 
 KACZMARZ_DRAWS = (1, 10, 30, 100, 300, 1000, 3000)  # the paper's limit is 100
@@ -44,6 +44,7 @@ class Original:
     theta_0: dict[int, Tensor]
     trace: RoutingTrace
     batch: Batch
+    biases: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -> Original:
@@ -60,7 +61,7 @@ def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -
         if not batches:
             raise ValueError("`retain` holds no batches: Method B fits routers to what they saw of retain documents")
         batch = collate_inputs(batches)
-        original = Original(moe.thetas(), moe.trace([batch]), batch)
+        original = Original(moe.thetas(), moe.trace([batch]), batch, moe.router_biases())
     tokens = int(routed_tokens(batch.attention_mask).sum())
     if tokens < 2:
         raise ValueError(
@@ -84,7 +85,13 @@ def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dic
         raise ValueError(f"unknown form {form!r}; sound or paper")
     with _opened(model) as moe:
         _check_remembered(moe, original)
-        return realign_routers(moe, original.theta_0, original.trace, original.batch, form=form)
+        trained = moe.router_biases()
+        moe.set_router_biases(original.biases)
+        try:
+            return realign_routers(moe, original.theta_0, original.trace, original.batch, form=form)
+        except BaseException:
+            moe.set_router_biases(trained)
+            raise
 
 
 @contextmanager
@@ -137,8 +144,8 @@ def realign_routers(
     `trace` is the original model's trace of `batch`, on any device, and `theta_0` has its routers. The paper's form
     fits all layers to the inputs of the uncorrected model. The sound form works within one forward pass: it corrects
     each router before the router is used, so a layer is fitted to the outputs of the corrected layers below. If a fit
-    is rejected, the layer gets Method A's projection of its router's displacement, in the same form. `retain_tokens`
-    limits the number of tokens. After an error all routers are unchanged.
+    is rejected, the layer gets Method A's projection of its router's displacement, in the same form; in the sound form
+    only if this keeps more of the held-out sets than the unlearned router. `retain_tokens` limits the number of tokens. After an error all routers are unchanged.
     """
     theta_post = model.thetas()
     realigned: dict[int, Realignment] = {}
@@ -162,7 +169,12 @@ def realign_routers(
             rule = model.rule(layer)
             seen = route(x_post_Nd, theta_0[layer], rule) if form == "paper" else seen
             theta_Ed = feasible_router(METHOD_A[form], theta_0[layer], theta_post[layer], seen, rule)
-            realigned[layer] = replace(realigned[layer], theta_Ed=theta_Ed, fell_back=True)
+            if form == "paper":
+                realigned[layer] = replace(realigned[layer], theta_Ed=theta_Ed, fell_back=True)
+            else:  # the unlearned router itself, unless the projection keeps more of the held-out sets
+                realigned[layer] = better(
+                    realigned[layer], theta_Ed, theta_0[layer], seen, x_post_Nd, rule, documents_N
+                )
         if form == "sound":
             model.set_thetas({layer: realigned[layer].theta_Ed})
 
@@ -177,11 +189,16 @@ def realign_routers(
 
 
 def make_correction(
-    method: Method, theta_0: dict[int, Tensor], trace: RoutingTrace, batch: Batch
+    method: Method,
+    theta_0: dict[int, Tensor],
+    biases: Mapping[int, Mapping[str, Tensor]],
+    trace: RoutingTrace,
+    batch: Batch,
 ) -> Callable[[MoEModel], dict]:
     """The correction of a row of methods.yaml: a function that changes a model in place and returns a flat report."""
 
     def correct(model: MoEModel) -> dict:
+        model.set_router_biases(biases)
         if method.correction == "restore":
             model.set_thetas(theta_0)
             return {}

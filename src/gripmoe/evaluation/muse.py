@@ -23,7 +23,7 @@ from gripmoe.data.prompt_formats import knowmem_prompt
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
-from gripmoe.moe.model import evaluating
+from gripmoe.moe.modes import evaluating
 
 RECITED_TOKENS = 128
 ANSWER_TOKENS = 32

@@ -20,7 +20,7 @@ from gripmoe.data.prompt_formats import LETTERS, letter_description, letter_ques
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl, write_jsonl
 from gripmoe.moe.families import logits_of
-from gripmoe.moe.model import evaluating
+from gripmoe.moe.modes import evaluating
 
 QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
 FEWSHOT_SEED = 1234  # the harness's default

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gripmoe.geometry.routing import SelectionRule, jaccard, route
+from gripmoe.geometry.routing import LayerRouting, SelectionRule, jaccard, route
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, math.inf)
 HELD_OUT = 4  # one document of so many checks the fit
@@ -26,8 +26,8 @@ class Realignment:
     `theta_Ed`: (E, d). `fit_cosine`: -1 to 1, between original and new scores, mean over the tokens fitted to.
     `held_out_stability`: 0 to 1, routing stability (Eq. 2) on the quarter that no fit sees; None in the paper's form.
     `ridge`: in the sound form relative to the mean eigenvalue of Xt Xt^T; infinity is the original router, None the
-    unlearned one. `accepted`: False where no fit serves; on a model `fell_back` then says that Method A's projection of
-    the unlearned router stands in.
+    unlearned one. `accepted`: False where no fit serves; `fell_back` then says whether Method A's projection of the
+    unlearned router stands in, which it always does in the paper's form.
     """
 
     theta_Ed: Tensor
@@ -154,3 +154,26 @@ def realign(
     best = max(held_out_stability, key=held_out_stability.__getitem__)
     fit_cosine = score_cosine(fit_x_Nd @ theta64_Ed.T, fit_post_Nd @ candidates[best].double().T)
     return Realignment(candidates[best], fit_cosine, held_out_stability[best], best, best is not None)
+
+
+def better(
+    kept: Realignment,
+    theta_Ed: Tensor,
+    theta_0_Ed: Tensor,
+    seen: LayerRouting,
+    x_post_Nd: Tensor,
+    rule: SelectionRule,
+    documents_N: Tensor | None,
+) -> Realignment:
+    """`kept`, the unlearned router, or the router `theta_Ed` of Method A if that keeps more of the held-out sets. The
+    original model has the router `theta_0_Ed` and has `seen` the same tokens."""
+    if documents_N is None:
+        documents_N = torch.arange(len(x_post_Nd), device=x_post_Nd.device)
+    held_N, theta64_Ed, x_post_Nd = documents_N % HELD_OUT == 0, theta_Ed.double(), x_post_Nd.double()
+    got = route(x_post_Nd[held_N], theta64_Ed, rule)
+    stability = jaccard(seen.top_k_Nk[held_N], got.top_k_Nk).mean().item()
+    if stability <= kept.held_out_stability:
+        return kept
+    fit_x_Nd, fit_post_Nd = seen.x_Nd[~held_N].double(), x_post_Nd[~held_N]
+    cosine = score_cosine(fit_x_Nd @ theta_0_Ed.double().T, fit_post_Nd @ theta64_Ed.T)
+    return replace(kept, theta_Ed=theta_Ed, fit_cosine=cosine, held_out_stability=stability, fell_back=True)

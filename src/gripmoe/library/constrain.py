@@ -28,8 +28,8 @@ from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import Batch
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
-from gripmoe.moe.adapters import adapter_parameters
-from gripmoe.moe.model import unwrapped
+from gripmoe.moe.adapters import adapter_parameters, unwrapped
+from gripmoe.moe.recording import routed_tokens
 
 Data = Iterable[Batch | Mapping[str, Tensor]] | Iterable[str]  # docs/library.md lists further forms
 ALIASES = {"freeze_moe_router": "frozen_router"}
@@ -114,6 +114,8 @@ def constrain(
             )
         if method.looks_at_forget and not to_forget:
             raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
+        if method.looks_at_forget and not any(routed_tokens(batch.attention_mask).any() for batch in to_forget):
+            raise ValueError("no forget token counts: padding does not, and neither does the first of each row")
         built = build(
             method,
             trace,
@@ -126,7 +128,7 @@ def constrain(
                 raise ValueError("`original` is the model that trains: give a copy of it from before")
             built.constraint.original = undo.enter_context(_untrained(unwrapped(original)))
             _check_original(built.constraint.original, moe)
-        parameters = [parameter for layer in moe.layers for parameter in moe.router_parameters(layer)]
+        parameters = moe.router_parameters()
         trained = undo.enter_context(_trained_again(parameters))
         with moe.evaluating():
             built.constraint.start(moe, to_forget, to_retain)
@@ -342,8 +344,8 @@ def _warn_of_decay(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
 
 def _states_in_fp32(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
     """Casts the optimizer's states of routers to fp32: an optimizer that has stepped has them in the old precision."""
-    for layer in moe.layers:
-        state = optimizer.state.get(moe.theta(layer), {})
+    for parameter in moe.router_parameters():
+        state = optimizer.state.get(parameter, {})
         for name, value in state.items():
             if type(value) is Tensor and value.is_floating_point():
                 state[name] = value.float()

@@ -18,7 +18,7 @@ from gripmoe.data.documents import Batch
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.library.constrain import methods_of_loops
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import unwrapped
+from gripmoe.moe.adapters import unwrapped
 
 FREE = "parametrizations.weight.original"  # torch's name of W
 
@@ -62,6 +62,8 @@ def reparameterize(
         if not moe.layers:
             raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to reparameterize")
         trace = moe.trace(batches_of(retain, "retain", moe.model))
+        if not len(trace[moe.layers[0]]):
+            raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
         bases = fit_bases(trace, moe.rules(), fixed[method])
         for parameter in moe.freeze_router_biases():
             undo.callback(parameter.requires_grad_, True)

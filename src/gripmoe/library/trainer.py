@@ -21,7 +21,7 @@ from gripmoe.data.documents import Batch
 from gripmoe.io.files import atomic_path
 from gripmoe.library.constrain import Data, checked_method, constrain, constrain_again, warn_of_balancing
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import unwrapped
+from gripmoe.moe.adapters import unwrapped
 
 STATE = "constraint_handle.pt"  # a file in every checkpoint folder
 NAMED = "a checkpoint that does not lie in `output_dir` is named by `resume_from_checkpoint` of its arguments"
@@ -62,6 +62,9 @@ class ConstraintCallback(TrainerCallback):
         if state.is_world_process_zero:
             with atomic_path(_checkpoint(args, state.global_step) / STATE) as file:
                 torch.save({"step": state.global_step, "handle": self.handle.state_dict()}, file)
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.handle.skip()  # a GradScaler may have skipped the step; after a step there is nothing left
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         self.handle.close()

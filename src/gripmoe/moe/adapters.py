@@ -1,4 +1,4 @@
-"""PEFT wrappers around modules, recognised by their attributes: PEFT itself is never imported."""
+"""Wrappers around models and modules, recognised by their attributes: PEFT itself is never imported."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def adapter_parameters(model: nn.Module) -> set[int]:
     tuners = [module for module in model.modules() if hasattr(module, "base_layer")]
     below = {id(parameter) for module in tuners for parameter in below_adapters(module).parameters()}
     return {id(parameter) for module in tuners for parameter in module.parameters()} - below
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers of accelerate, data parallelism or PEFT."""
+    inner = getattr(model, "module", None)
+    if isinstance(inner, nn.Module):
+        return unwrapped(inner)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

@@ -35,7 +35,7 @@ def release(router: nn.Module, *, rounded: bool = False) -> None:
 def _enter(router, args):
     router._no_autocast = torch.autocast(args[0].device.type, enabled=False)
     router._no_autocast.__enter__()
-    return (args[0].float(), *args[1:])
+    return (args[0].to(router.weight.dtype), *args[1:])  # fp32, unless the whole model was cast since
 
 
 def _leave(router, args, output):

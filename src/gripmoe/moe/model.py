@@ -23,6 +23,7 @@ from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.adapters import below_adapters, is_adapted
 from gripmoe.moe.families import DENSE, family_of, router_class, unfit
 from gripmoe.moe.fp32 import compute_in_fp32, release
+from gripmoe.moe.modes import evaluating
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.recording import RoutingRecorder, hooked, in_recomputation, place_in_graph, routed_tokens
 from gripmoe.moe.unpadded import Padding, padding_of, unpadded_passes
@@ -113,9 +114,15 @@ class MoEModel:
         """The router of a layer with the adapters around it."""
         return self._outer[layer]
 
-    def router_parameters(self, layer: int) -> list[nn.Parameter]:
-        """The parameters of a layer's router and of the adapters around it."""
-        return list(self._outer[layer].parameters())
+    def router_parameters(self, layer: int | None = None) -> list[nn.Parameter]:
+        """The parameters of a layer's router and of the adapters around it, or those of all layers."""
+        layers = self.layers if layer is None else [layer]
+        return [parameter for each in layers if each in self._outer for parameter in self._outer[each].parameters()]
+
+    def other_parameters(self, layer: int) -> list[nn.Parameter]:
+        """The parameters of a layer's block outside its router: of experts, or of a dense feed-forward block."""
+        of_router = set(map(id, self.router_parameters(layer)))
+        return [parameter for parameter in self.block(layer).parameters() if id(parameter) not in of_router]
 
     @property
     def adapted_routers(self) -> list[int]:
@@ -136,10 +143,11 @@ class MoEModel:
     def freeze_router_biases(self) -> list[nn.Parameter]:
         """Freezes all router parameters but the weight, such as GPT-OSS's logit bias or a PEFT adapter. Returns the
         parameters that this call has frozen."""
-        parameters = [(p, layer) for layer in self.layers for p in self.router_parameters(layer)]
-        biases = [p for p, layer in parameters if p is not self.theta(layer) and p.requires_grad]
+        weights = {id(self.theta(layer)) for layer in self.layers}
+        biases = [p for p in self.router_parameters() if id(p) not in weights and p.requires_grad]
         for parameter in biases:
             parameter.requires_grad_(False)
+            parameter.grad = None  # or momentum and weight decay would still move it
         return biases
 
     def thetas(self) -> dict[int, Tensor]:
@@ -150,6 +158,19 @@ class MoEModel:
     def set_thetas(self, thetas: Mapping[int, Tensor]) -> None:
         for layer, theta_Ed in thetas.items():
             self.theta(layer).copy_(theta_Ed)
+
+    def router_biases(self) -> dict[int, dict[str, Tensor]]:
+        """A detached copy of all router parameters but the weights, by layer and name."""
+        return {layer: {name: bias.detach().clone() for name, bias in self._biases(layer)} for layer in self.layers}
+
+    @torch.no_grad()
+    def set_router_biases(self, biases: Mapping[int, Mapping[str, Tensor]]) -> None:
+        for layer, named in biases.items():
+            for name, bias in self._biases(layer):
+                bias.copy_(named[name])
+
+    def _biases(self, layer: int) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.router(layer).named_parameters() if p is not self.theta(layer)]
 
     def expert_parameters(self, layer: int) -> list[nn.Parameter]:
         """The fused expert tensors of a layer, experts along dimension 0."""
@@ -375,23 +396,3 @@ class MoEModel:
 
         with hooked([self.model.model.layers[layer].register_forward_hook(record)]):
             yield outputs
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block, `model` is in eval mode; afterwards each module has its own mode again."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of accelerate, data parallelism or PEFT."""
-    inner = getattr(model, "module", None)
-    if isinstance(inner, nn.Module):
-        return unwrapped(inner)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from gripmoe.moe.model import MoEModel, Routes, unwrapped
+from gripmoe.moe.adapters import unwrapped
+from gripmoe.moe.model import MoEModel, Routes
 
 
 def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:

@@ -127,6 +127,13 @@ def load_routers(folder: Path, like: MoEModel) -> dict[int, torch.Tensor]:
     return {layer: stored[f"{layer}.weight"].to(like.model.device) for layer in like.layers}
 
 
+def load_biases(folder: Path, like: MoEModel) -> dict[int, dict[str, torch.Tensor]]:
+    """Loads what the routers that `save_model` has written to `folder` have beside their weights, by layer and name, as
+    `MoEModel.router_biases` gives it. Raises ConfigError as `load_routers` does."""
+    stored = _stored_routers(folder, like)
+    return {layer: {name: stored[f"{layer}.{name}"] for name in own} for layer, own in like.router_biases().items()}
+
+
 def _stored_routers(folder: Path, moe: MoEModel) -> dict[str, torch.Tensor]:
     file, expected, stored = folder / ROUTERS, _router_parameters(moe), {}
     if file.exists():

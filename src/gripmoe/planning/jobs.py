@@ -1,9 +1,8 @@
-"""The remaining jobs of a world, their hours and memory. Times come from Snakemake's records of earlier jobs, or from
-the operations of a step."""
+"""The remaining jobs of a world, their hours and memory. Times come from the provenance of steps that have run, or
+from the operations of a step."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from statistics import fmean
 
 from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_json
 from gripmoe.planning.cost import GB, TFLOPS, Cost, Costs, Step
 
 TINY_MEMORY = 1.0  # GB of host memory for a step with an embedded model
@@ -48,6 +48,15 @@ class Job:
     memory: float | None  # None for a published model that cannot be measured
 
 
+RUN = "{}/{}/{}/{}/{}"
+OUTPUTS = {  # by rule, below the results, from the parts of a job's key
+    **dict.fromkeys(("prepare_model", "finetune_model"), "models/{}/model"),
+    "trace_routing": "{}/{}/routing",
+    "fit_basis": "{}/{}/bases/{}",
+    **dict.fromkeys(("unlearn", "realign", "erase_words", "import_checkpoint"), f"{RUN}/checkpoint"),
+    "evaluate": f"{RUN}/evaluation",
+    "attack": f"{RUN}/attack",
+}
 COPIED = {"erase_words": "erase_words", "external": "import_checkpoint"}  # rules that change weights without training
 
 
@@ -56,26 +65,23 @@ def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Co
     correction, evaluation and attack. Only Snakemake knows which outputs are out of date (`snakemake -n`)."""
     left, costs = {}, costs or Costs(project, results)
 
-    def add(rule: str, key: tuple, output: Path) -> None:
-        if (rule, key) not in left and not output.exists():
+    def add(rule: str, *key) -> None:
+        if (rule, key) not in left and not (results / f"{OUTPUTS[rule].format(*key)}.json").exists():
             left[rule, key] = _job(costs, results, rule, key, tflops)
 
     for name in project.models_needed:
-        rule = "finetune_model" if project.models[name].source == "finetuned" else "prepare_model"
-        add(rule, (name,), results / "models" / name / "model.json")
+        add("finetune_model" if project.models[name].source == "finetuned" else "prepare_model", name)
     for key in project.run_keys():
-        folder = results.joinpath(*map(str, key))
         method = project.methods[key[3]]
         if not method.baseline:
-            recorded = results.joinpath(*key[:2])
-            add("trace_routing", key[:2], recorded / "routing.json")
+            add("trace_routing", *key[:2])
             if method.has_bases:
-                add("fit_basis", (*key[:2], key[3]), recorded / "bases" / f"{key[3]}.json")
-            add("unlearn" if method.trains else "realign", key, folder / "checkpoint.json")
+                add("fit_basis", *key[:2], key[3])
+            add("unlearn" if method.trains else "realign", *key)
         elif method.baseline in COPIED:
-            add(COPIED[method.baseline], key, folder / "checkpoint.json")
-        add("evaluate", key, folder / "evaluation.json")
-        add("attack", key, folder / "attack.json")
+            add(COPIED[method.baseline], *key)
+        add("evaluate", *key)
+        add("attack", *key)
     return list(left.values())
 
 
@@ -85,17 +91,16 @@ def _job(costs: Costs, results: Path, rule: str, key: tuple, tflops: float) -> J
     step = Step(name, "undo" if undone else rule, *(key[1:4] if rule == "unlearn" or undone else key[1:2]))
     embedded = project.trained_from(name).source == "embedded"
     cost = None if rule in COPIED.values() else costs.of(step)
-    recorded = _benchmarks(results, rule, key, embedded or cost is None)
+    recorded = _records(results, rule, key, embedded or cost is None)
     gpus = cost.gpus if cost and rule not in ("prepare_model", "fit_basis") else 0
     if recorded:
-        hours = max(gpus, 1) * fmean(float(row["s"]) for row in recorded) / 3600
+        hours = max(gpus, 1) * fmean(record["seconds"] for record in recorded) / 3600
     elif embedded:
         hours = TINY_SECONDS[rule] / 3600
     else:
         hours = gpus * _seconds(costs, cost, tflops) / 3600 if gpus else UNKNOWN_HOURS
     if embedded:
-        peaks = [float(row["max_rss"]) / 1e3 for row in recorded if row.get("max_rss", "-") not in ("-", "NA")]
-        memory = max(peaks, default=TINY_MEMORY)
+        memory = max((record["peak_memory_gib"] * 2**30 / GB for record in recorded), default=TINY_MEMORY)
     elif cost and rule == "fit_basis":
         memory = costs.bases(Step(name, "unlearn", key[1], project.world.objectives[0], key[2]))
     else:
@@ -125,20 +130,19 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
     return tokens[step.what] * token + (RELEARNING_STEPS * relearned.seconds(tflops) if relearned else 0)
 
 
-def _benchmarks(results: Path, rule: str, key: tuple, any_of_the_model: bool) -> list[dict[str, str]]:
-    """Snakemake's records of the same run with another seed. Else, for evaluation and attacks, of other runs with the
-    same model and benchmark, whose times do not depend on the method. Else, with `any_of_the_model`, of this rule on
-    the same model."""
-    folder = results / "benchmarks" / rule
-    name = ".".join(map(str, key))
-    patterns = [f"{name.rpartition('.')[0]}.*.tsv" if len(key) == 5 else f"{name}.tsv"]
+def _records(results: Path, rule: str, key: tuple, any_of_the_model: bool) -> list[dict]:
+    """What the same run with another seed has recorded. Else, for evaluation and attacks, other runs with the same
+    model and benchmark, whose times do not depend on the method. Else, with `any_of_the_model`, this rule on the same
+    model."""
+    keys = [(*key[:4], "*") if len(key) == 5 else key]
     if rule in ("evaluate", "attack"):
-        patterns.append(f"{key[0]}.{key[1]}.*.tsv")
+        keys.append((*key[:2], "*", "*", "*"))
     if any_of_the_model:
-        patterns.append(f"{key[0]}.*.tsv")
-    for pattern in patterns:
-        if files := list(folder.glob(pattern)):
-            return [next(csv.DictReader(file.read_text().splitlines(), delimiter="\t")) for file in files]
+        keys.append((key[0], *"*" * (len(key) - 1)))
+    for each in keys:
+        files = results.glob(f"{OUTPUTS[rule].format(*each)}.provenance.json")
+        if found := [record for record in map(read_json, files) if record["step"].endswith(f":{rule}")]:
+            return found
     return []
 
 

@@ -28,7 +28,7 @@ class RelearningAdversary:
 
     def restart(self) -> None:
         """The attacker takes the weights that the model has now."""
-        self._weights = _copies(self._parameters)
+        self._weights = [parameter.detach().to(torch.float32, copy=True) for parameter in self._parameters]
 
     @contextmanager
     def weights(self) -> Iterator[None]:
@@ -41,7 +41,6 @@ class RelearningAdversary:
         try:
             yield
         finally:
-            self._weights = _copies(self._parameters)
             _write(self._parameters, own)
 
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
@@ -53,9 +52,10 @@ class RelearningAdversary:
             tensor.grad = None
         loss.backward()
         with torch.no_grad():
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad.sign(), alpha=self._rate)
+            for parameter, weight in zip(self._parameters, self._weights, strict=True):
+                if parameter.grad is not None:  # the attacker's weights are in fp32: in bf16 few would move
+                    weight.sub_(parameter.grad.sign(), alpha=self._rate)
+                    parameter.copy_(weight)
         for tensor, before in kept:
             tensor.grad = before
         return loss.item()

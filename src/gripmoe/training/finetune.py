@@ -13,6 +13,7 @@ from gripmoe.data.corpora import epoch_rows, in_batches
 from gripmoe.data.documents import IGNORED, Row
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
+from gripmoe.moe.modes import checkpointing
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.objectives import cross_entropy
 from gripmoe.training.optimizers import make_adamw, set_rates
@@ -53,30 +54,29 @@ def finetune(
             parameter.requires_grad_(True)
     groups = [{"params": alike} for alike in distributed.by_sharding(parameters)]
     adamw = make_adamw(optimizer, groups, lr=learning_rate, weight_decay=0.0)
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     losses: list[float] = (load_state(state_file, model, adamw) or {"losses": []})["losses"]
     steps = epochs * (len(rows) // min(batch_size, len(rows)))
     model.train()
-    for step in tqdm(range(len(losses), steps), initial=len(losses), total=steps, desc="finetune", disable=not first):
-        if step and step % save_every == 0:
-            save_state(state_file, model, adamw, losses=losses)
-        rate = learning_rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
-        set_rates(adamw.param_groups, [rate] * len(groups))
-        torch.manual_seed(1_000_000 * seed + step)  # of dropout, the same when resumed
-        adamw.zero_grad()
-        batches = in_batches(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id, *own)
-        scored = [distributed.average(int((batch.labels[:, 1:] != IGNORED).sum())) for batch in batches]
-        losses.append(0.0)
-        for batch, count in zip(batches, scored, strict=True):  # as one batch, in passes of bounded memory
-            loss = cross_entropy(moe, batch.to(model.device)) * (count / sum(scored))
-            loss.backward()
-            losses[-1] += distributed.average(loss.item())
-        distributed.clip_gradients(parameters, 1.0)
-        torch.manual_seed(1_000_000 * seed + step)  # of rounding, the same in all processes
-        adamw.step()
-    if gradient_checkpointing:
-        model.gradient_checkpointing_disable()
+    with checkpointing(model, gradient_checkpointing):
+        for step in tqdm(
+            range(len(losses), steps), initial=len(losses), total=steps, desc="finetune", disable=not first
+        ):
+            if step and step % save_every == 0:
+                save_state(state_file, model, adamw, losses=losses)
+            rate = learning_rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
+            set_rates(adamw.param_groups, [rate] * len(groups))
+            torch.manual_seed(1_000_000 * seed + step)  # of dropout, the same when resumed
+            adamw.zero_grad()
+            batches = in_batches(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id, *own)
+            scored = [distributed.average(int((batch.labels[:, 1:] != IGNORED).sum())) for batch in batches]
+            losses.append(0.0)
+            for batch, count in zip(batches, scored, strict=True):  # as one batch, in passes of bounded memory
+                loss = cross_entropy(moe, batch.to(model.device)) * (count / sum(scored))
+                loss.backward()
+                losses[-1] += distributed.average(loss.item())
+            distributed.clip_gradients(parameters, 1.0)
+            torch.manual_seed(1_000_000 * seed + step)  # of rounding, the same in all processes
+            adamw.step()
     if blocks_only:
         model.requires_grad_(True)
     model.eval()

@@ -29,6 +29,7 @@ from gripmoe.io import distributed
 from gripmoe.io.clock import now
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
+from gripmoe.moe.modes import checkpointing
 from gripmoe.training.adversary import RelearningAdversary, uphill
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.forget_gradient import ForgetGradientEdit, forget_gradient_edits
@@ -114,8 +115,6 @@ def unlearn(
     if held:
         held.freeze_others(experts)
     optimizer = _adamw(routers, experts, training)
-    if training.gradient_checkpointing:
-        model.model.gradient_checkpointing_enable({"use_reentrant": False})
     adversary = None
     if training.adversary_steps:
         adversary = RelearningAdversary(experts, training.adversary_rate * training.learning_rate)
@@ -128,7 +127,8 @@ def unlearn(
         "constraint": {},
         "tokens": 0,
     }
-    with restricted, projecting, model.unpadded(), ConstraintHandle(model, optimizer, constraint) as handle:
+    recomputed = checkpointing(model.model, training.gradient_checkpointing)
+    with recomputed, restricted, projecting, model.unpadded(), ConstraintHandle(model, optimizer, constraint) as handle:
         steps = _Steps(
             model, objective, batches, training, routers, experts, optimizer, in_linear_precision, original_sets,
             weights, adversary, forget_edits, handle, progress["tokens"],
@@ -175,8 +175,6 @@ def unlearn(
         if held:
             projecting.remove()  # timed steps leave experts as they are, to the bit
         times = None if status == "diverged" else steps.seconds_by_turns()
-    if training.gradient_checkpointing:
-        model.model.gradient_checkpointing_disable()
     if corrected:
         corrected(model)
     model.model.eval().requires_grad_(True)
@@ -341,12 +339,11 @@ def _trainable(
     """Routers of `layers` with their biases, and the rest of their MoE blocks or the fused experts of the layers in
     `scope`; freezes all other parameters."""
     model.model.requires_grad_(False)
-    routers = [p for layer in layers if layer in model.layers for p in model.router_parameters(layer)]
+    routers = [p for layer in layers for p in model.router_parameters(layer)]
     if scope:
         experts = [p for layer in scope for p in model.expert_parameters(layer)]
     else:
-        blocks = [p for layer in layers for p in model.block(layer).parameters()]
-        experts = [p for p in blocks if all(p is not router for router in routers)]
+        experts = [p for layer in layers for p in model.other_parameters(layer)]
     for parameter in routers + experts:
         parameter.requires_grad_(True)
     return routers, experts
@@ -365,13 +362,14 @@ def _adamw(routers: list[nn.Parameter], experts: list[nn.Parameter], training: T
 
 @contextmanager
 def _temporarily(model: MoEModel, corrected: Callable[[MoEModel], object] | None) -> Iterator[None]:
-    thetas = model.thetas()
+    thetas, biases = model.thetas(), model.router_biases()
     if corrected:
         corrected(model)
     try:
         yield
     finally:
         model.set_thetas(thetas)
+        model.set_router_biases(biases)
 
 
 def _gradient_norm(parameters: list[nn.Parameter]) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from gripmoe.data.corpora import epoch_rows
 from gripmoe.data.documents import Row, collate, length_buckets
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
+from gripmoe.moe.modes import checkpointing
 from gripmoe.training.objectives import OriginalPredictions
 from gripmoe.training.optimizers import make_adamw
 
@@ -26,25 +27,20 @@ def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id
     device, tokens = model.model.device, 0
     model.model.eval().requires_grad_(False)
     teacher = OriginalPredictions(model, [collate(bucket, pad_id).to(device) for bucket in buckets])
-    routers = {id(parameter) for layer in model.layers for parameter in model.router_parameters(layer)}
-    blocks = [parameter for layer in model.all_layers for parameter in model.block(layer).parameters()]
-    experts = [parameter.requires_grad_(True) for parameter in blocks if id(parameter) not in routers]
+    experts = [p.requires_grad_(True) for layer in model.all_layers for p in model.other_parameters(layer)]
     mix_in_noise(experts, settings.noise, seed)
     optimizer = make_adamw(settings.optimizer, [{"params": experts}], lr=settings.learning_rate, weight_decay=0.0)
-    if settings.gradient_checkpointing:
-        model.model.gradient_checkpointing_enable({"use_reentrant": False})
     model.model.train()
-    for step in trange(settings.steps, desc="undo"):
-        torch.manual_seed(1_000_000 * seed + step)
-        batch = collate(rows[step], pad_id).to(device)
-        tokens += int(batch.attention_mask.sum())
-        optimizer.zero_grad()
-        loss = teacher.divergence(model, batch)
-        loss.backward()
-        distributed.clip_gradients(experts, 1.0)
-        optimizer.step()
-    if settings.gradient_checkpointing:
-        model.model.gradient_checkpointing_disable()
+    with checkpointing(model.model, settings.gradient_checkpointing):
+        for step in trange(settings.steps, desc="undo"):
+            torch.manual_seed(1_000_000 * seed + step)
+            batch = collate(rows[step], pad_id).to(device)
+            tokens += int(batch.attention_mask.sum())
+            optimizer.zero_grad()
+            loss = teacher.divergence(model, batch)
+            loss.backward()
+            distributed.clip_gradients(experts, 1.0)
+            optimizer.step()
     model.model.eval().requires_grad_(True)
     return {"distillation_loss": loss.item(), "tokens": tokens}
 
