@@ -12,7 +12,7 @@ import platform
 import subprocess
 from collections import Counter
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pandas as pd
@@ -109,7 +109,7 @@ class Record:
 
     def of_worlds(self, *worlds: str) -> pd.DataFrame:
         """The runs that worlds list."""
-        keys = {key for world in worlds for key in Project(ROOT / "workflow" / "config", world).run_keys()}
+        keys = {key for world in worlds for key in run_keys(world)}
         listed = pd.MultiIndex.from_tuples(sorted(keys), names=KEYS)
         return self.runs[self.runs.set_index(KEYS).index.isin(listed)]
 
@@ -134,6 +134,11 @@ class Record:
         if name.endswith("attack_matrix"):
             return None if news and self.attacks is None else attack_matrix(runs, self.attacks, name)
         return attack_quality(runs) if name == "attack_quality" else comparison(runs, name)
+
+
+@cache
+def run_keys(world: str) -> list[tuple]:
+    return list(Project(ROOT / "workflow" / "config", world).run_keys())
 
 
 def under_every_objective(runs: pd.DataFrame) -> pd.DataFrame:

@@ -207,7 +207,7 @@ def test_a_layer_whose_fit_is_rejected_falls_back_to_method_a(form, monkeypatch)
     fit = getattr(method_b, name)
 
     def rejecting(*args, **options):
-        return replace(fit(*args, **options), theta_Ed=args[1], accepted=False)
+        return replace(fit(*args, **options), theta_Ed=args[1], held_out_stability=0.0, accepted=False)
 
     monkeypatch.setattr(method_b, name, rejecting)
     report = realign_routers(moe, original.thetas(), trace, batch, form=form)

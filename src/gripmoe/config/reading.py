@@ -12,7 +12,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import read_yaml
+from gripmoe.io.files import YAML, read_yaml
 
 SHOWN = 80  # names in an error
 SOURCES = ("embedded", "published", "muse", "finetuned")  # pydantic's names of the alternatives in its unions
@@ -62,8 +62,7 @@ def _describe(item: Any, path: Path, prefix: str) -> str:
 def read_mapping(path: Path) -> dict:
     """The mapping of a YAML file. Raises ConfigError for anything else, and for a key that stands twice."""
     content = read_yaml(path)
-    with path.open(encoding="utf-8") as stream:
-        yaml.compose(stream, _EachKeyOnce)  # of two equal keys, YAML keeps the last
+    _require_each_key_once(yaml.compose(path.read_text(encoding="utf-8"), YAML), path)
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping, `key: value`, at its top level")
     return content
@@ -74,16 +73,19 @@ def read_catalogue(path: Path, row_type: Any) -> dict[str, Any]:
     return {name: parse_as(row_type, row, path, prefix=name) for name, row in read_mapping(path).items()}
 
 
-class _EachKeyOnce(yaml.SafeLoader):
-    def compose_mapping_node(self, anchor):
-        node = super().compose_mapping_node(anchor)
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            name, line = key.value, key.start_mark.line + 1
-            if name in lines:
-                raise ConfigError(f"{self.name}: line {line}: {name!r} stands in line {lines[name]} already: join them")
-            lines[name] = line
-        return node
+def _require_each_key_once(node: yaml.Node | None, path: Path) -> None:
+    """Of two equal keys of a mapping, YAML keeps the last."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    lines: dict[str, int] = {}
+    for key, _ in pairs:
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise ConfigError(
+                f"{path}: line {line}: {key.value!r} stands in line {lines[key.value]} already: join them"
+            )
+        lines[key.value] = line
+    for child in [value for _, value in pairs] or (node.value if isinstance(node, yaml.SequenceNode) else []):
+        _require_each_key_once(child, path)
 
 
 def require_known(name: str, known: Collection[str], where: str) -> None:

@@ -145,7 +145,8 @@ def realign_routers(
     fits all layers to the inputs of the uncorrected model. The sound form works within one forward pass: it corrects
     each router before the router is used, so a layer is fitted to the outputs of the corrected layers below. If a fit
     is rejected, the layer gets Method A's projection of its router's displacement, in the same form; in the sound form
-    only if this keeps more of the held-out sets than the unlearned router. `retain_tokens` limits the number of tokens. After an error all routers are unchanged.
+    only if this keeps more of the held-out sets than the unlearned router. `retain_tokens` limits the number of tokens.
+    After an error all routers are unchanged.
     """
     theta_post = model.thetas()
     realigned: dict[int, Realignment] = {}
@@ -172,9 +173,8 @@ def realign_routers(
             if form == "paper":
                 realigned[layer] = replace(realigned[layer], theta_Ed=theta_Ed, fell_back=True)
             else:  # the unlearned router itself, unless the projection keeps more of the held-out sets
-                realigned[layer] = better(
-                    realigned[layer], theta_Ed, theta_0[layer], seen, x_post_Nd, rule, documents_N
-                )
+                kept = realigned[layer]
+                realigned[layer] = better(kept, theta_Ed, theta_0[layer], seen, x_post_Nd, rule, documents_N)
         if form == "sound":
             model.set_thetas({layer: realigned[layer].theta_Ed})
 

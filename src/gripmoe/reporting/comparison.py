@@ -5,6 +5,7 @@ What a table shows stands in comparisons.yaml; nothing here knows a table by nam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -27,10 +28,15 @@ FORGET_SLACK = {"forget_accuracy": 0.05, "verbmem": 5.0, "knowmem_forget": 5.0}
 
 def specification(name: str) -> dict:
     """The entry of a table in comparisons.yaml. Raises ValueError for an unknown name."""
-    tables = read_yaml(Path(__file__).with_name("comparisons.yaml"))
+    tables = _specifications()
     if name not in tables:
         raise ValueError(f"comparisons.yaml: no table {name!r}; one of {', '.join(tables)}")
     return tables[name]
+
+
+@functools.cache
+def _specifications() -> dict[str, dict]:
+    return read_yaml(Path(__file__).with_name("comparisons.yaml"))
 
 
 def added_to(spec: dict) -> dict[str, str]:

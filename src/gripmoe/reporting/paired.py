@@ -95,7 +95,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     for (kind, group), objective in product(apart(answers), objectives):
         entries = []
         of_objective = group[group.objective == objective]
-        of_group = runs[runs.model.isin(group.model) & runs.benchmark.isin(group.benchmark)]
+        of_group = runs[runs.model.isin(group.model.unique()) & runs.benchmark.isin(group.benchmark.unique())]
         for method in names.ordered(of_objective.method):
             cells = []
             for metric in metrics:
