@@ -91,7 +91,7 @@ def test_attacks_tell_models_apart_as_the_page_says():
     assert f"{one_layer[1]:.2f}" in PAGE
     assert f"{min(values[0] for values in quality.values()):.2f}" == "0.93"
     assert f"{max(values[1] for values in quality.values()):.2f}" == "0.27"
-    assert re.search(r"0\.93 or more against 0\.27 or less", PAGE)
+    assert "0.93 or more under it and retrained models 0.27 or less" in " ".join(PAGE.split())
 
 
 def test_the_depths_are_what_was_measured():
@@ -115,8 +115,13 @@ def test_the_depths_are_what_was_measured():
     wide = load_runs(RECORD.parent / "runs.csv").pivot_table(index=KEYS, columns="metric", values="value").reset_index()
     forgot = depths.merge(wide[wide.forget_accuracy < 0.3], on=KEYS)
     relearned = forgot.depth.corr(forgot.relearned_after_20, "spearman")
+    by = {name: (g.depth.corr(g.relearned_after_20, "spearman"), len(g)) for name, g in forgot.groupby("objective")}
+    assert f"Over the {len(forgot)} measured runs of the record" in text
     assert (
-        f"Over the {len(forgot)} measured runs of the record" in text and f"after 20 steps is {relearned:.2f}." in text
+        "after 20 steps is {:.2f}: {:+.2f} under GD ({} runs), {:.2f} under KL ({}), {:.2f} under NPO ({}) and {:.2f} under RMU ({}).".format(
+            relearned, *by["gd"], *by["kl"], *by["npo"], *by["rmu"]
+        )
+        in text
     )
     here = depths.merge(strongest_attacks(RUNS), on=KEYS)
     excess, forgetting = (here.depth.corr(here[name], "spearman") for name in ("excess", "forget_accuracy"))
