@@ -99,16 +99,19 @@ def _answer(connection: socket.socket) -> NoReturn:
     if command == 0:
         connection.close()
         _become(streams, **asked)
-    threading.Thread(target=_end_with_the_client, args=(connection, command), daemon=True).start()
+    ended = threading.Event()
+    threading.Thread(target=_end_with_the_client, args=(connection, command, ended), daemon=True).start()
     _, status = os.waitpid(command, 0)
+    ended.set()
     with suppress(OSError):
         connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 
 
-def _end_with_the_client(connection: socket.socket, command: int) -> None:
+def _end_with_the_client(connection: socket.socket, command: int, ended: threading.Event) -> None:
     connection.recv(1)  # nothing comes until the client has closed the connection
-    os.kill(command, signal.SIGTERM)
+    if not ended.is_set():
+        os.kill(command, signal.SIGTERM)
 
 
 def _become(streams: Sequence[int], arguments: list[str], folder: str, environment: dict[str, str]) -> NoReturn:
