@@ -81,8 +81,7 @@ WORLDS = {
     "attack_quality": ("tiny_erasure",),
 }
 ITEMS = ("histories", "answers", "attacks")
-MAIN = ("record_main", "tiny", "tiny_all")
-WITH_ABLATIONS = (*MAIN, "record")
+OF_MANY_MODELS, OF_ONE_MODEL = ("record_main",), ("tiny", "tiny_all")
 OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "setting_max_steps", "num_experts", "top_k"} | {
     f"{measure}_{part}" for measure in names.MATCHED for part in ("target", "half_width")
 }
@@ -113,10 +112,15 @@ class Record:
         listed = pd.MultiIndex.from_tuples(sorted(keys), names=KEYS)
         return self.runs[self.runs.set_index(KEYS).index.isin(listed)]
 
+    @property
+    def main_worlds(self) -> tuple[str, ...]:
+        """Beside six base models, what was measured on one alone stays out of the main tables."""
+        return OF_ONE_MODEL if of_kind(self.runs, "letters").model.nunique() == 1 else OF_MANY_MODELS
+
     def of_table(self, name: str) -> pd.DataFrame:
         """The runs that a table shows. Ablations have tables of their own."""
         news = name.startswith("muse")
-        of_letters = WITH_ABLATIONS if name in OF_ABLATIONS else MAIN
+        of_letters = (*self.main_worlds, "record") if name in OF_ABLATIONS else self.main_worlds
         worlds = WORLDS.get(name, ("record_muse",) if news else of_letters)
         return of_kind(self.of_worlds(*worlds), "news" if news else "letters")
 
@@ -287,7 +291,7 @@ def main() -> None:
         table = measured.table(name)
         if table and (table := measured_only(table)):
             parts.append(f"## {title}\n\n{as_markdown(table)}")
-    of_claims = measured.of_worlds(*WITH_ABLATIONS, "record_muse", "tiny_erasure")
+    of_claims = measured.of_worlds(*OF_MANY_MODELS, *OF_ONE_MODEL, "record", "record_muse", "tiny_erasure")
     if not of_claims.empty:
         statements = claims_table(of_claims)
         write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
@@ -302,7 +306,7 @@ def main() -> None:
 
 def draw_pictures(record: Record) -> None:
     """Those of README and documentation."""
-    letters = under_every_objective(record.of_worlds(*MAIN))
+    letters = under_every_objective(record.of_worlds(*record.main_worlds))
     if letters[letters.objective != NO_OBJECTIVE].empty:
         return
     figures = {"forcing_vulnerability": forcing_vulnerability(letters)}

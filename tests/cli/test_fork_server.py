@@ -61,3 +61,10 @@ def test_a_command_ends_with_the_process_that_asked_for_it(how, tmp_path):
     command.wait(HANGS)
     program.communicate(b"\n", HANGS)
     server.wait(HANGS)
+
+
+def test_without_a_server_commands_start_as_usual(tmp_path):
+    """Here the path of its socket would be too long."""
+    (long := tmp_path / ("x" * 120)).mkdir()
+    result = run(*SERVER, *GRIPMOE, "--version", env={**os.environ, "TMPDIR": str(long)})
+    assert result.returncode == 0 and result.stdout.startswith("gripmoe ")

@@ -38,19 +38,24 @@ STANDARD_STREAMS = (0, 1, 2)
 def exec_beside_server(command: Sequence[str]) -> NoReturn:
     """Replaces this process by `command`, and starts a server that ends with it."""
     if sys.platform == "linux":
-        folder = tempfile.mkdtemp(prefix="gripmoe-")  # of this user alone
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(address := str(Path(folder, "socket")))
-        listener.listen()  # a command that comes before the imports are done waits for them
-        process = os.getpid()
-        if os.fork() == 0:
-            try:
-                _serve(listener, process)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-                os._exit(0)
-        os.environ[ADDRESS] = address
+        with suppress(OSError):  # the path of a socket may be too long; commands then start as usual
+            _start()
     os.execvp(command[0], command)
+
+
+def _start() -> None:
+    folder = tempfile.mkdtemp(prefix="gripmoe-")  # of this user alone
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address := str(Path(folder, "socket")))
+    listener.listen()  # a command that comes before the imports are done waits for them
+    process = os.getpid()
+    if os.fork() == 0:
+        try:
+            _serve(listener, process)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(0)
+    os.environ[ADDRESS] = address
 
 
 def run_on_server(arguments: Sequence[str]) -> int | None:
