@@ -134,11 +134,8 @@ def assert_same(one, other):
 def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
     """A run is preempted and requeued, another trainer is killed, then the head. The next head refuses to start beside
     the jobs that are left; once they are gone it ends, with the weights of an uninterrupted run on no cluster."""
-    plain = tmp_path / "plain"
-    code, log = ended(head(plain, ENVIRONMENT, "--cores", "2"), plain)
-    assert code == 0, log
-
-    folder = tmp_path / "slurm"
+    plain, folder = tmp_path / "plain", tmp_path / "slurm"
+    alone = head(plain, ENVIRONMENT, "--cores", "2")
     first = head(folder, slurm, *ON_SLURM)
     cells = [cell(folder, WORLD, name) for name in ("unconstrained", "expert_specific")]
     until(lambda: any((each / "state.pt").exists() for each in cells), "a checkpoint")
@@ -179,8 +176,9 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, tmp_path):
     subprocess.run(["scancel", *left], env=slurm, check=True)
     until(lambda: not queue(slurm), "an empty queue")
     ended(head(folder, slurm, "--profile", "slurm", "--unlock"), folder)
-    code, log = ended(head(folder, slurm, *ON_SLURM), folder)
-    assert code == 0, log
+    for process, where in ((head(folder, slurm, *ON_SLURM), folder), (alone, plain)):
+        code, log = ended(process, where)
+        assert code == 0, log
 
     for name in ("unconstrained", "expert_specific"):
         assert_same(cell(folder, WORLD, name), cell(plain, WORLD, name))
