@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -61,6 +62,17 @@ def test_a_command_ends_with_the_process_that_asked_for_it(how, tmp_path):
     command.wait(HANGS)
     program.communicate(b"\n", HANGS)
     server.wait(HANGS)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_where_the_server_has_ended_commands_start_as_usual(left, tmp_path):
+    """As beside a GPU; its socket may still be there."""
+    address = tmp_path / "socket"
+    if left:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(address))
+    result = run(*GRIPMOE, "--version", env={**os.environ, "GRIPMOE_FORK_SERVER": str(address)})
+    assert result.returncode == 0 and result.stdout.startswith("gripmoe ")
 
 
 def test_without_a_server_commands_start_as_usual(tmp_path):

@@ -71,7 +71,7 @@ def run_on_server(arguments: Sequence[str]) -> int | None:
             socket.send_fds(connection, [b"."], STANDARD_STREAMS)
             connection.sendall(json.dumps(asked).encode() + b"\n")
             answer = connection.makefile().readline()
-        except ConnectionError:
+        except OSError:  # the server has ended, as beside a GPU
             answer = ""
     return int(answer) if answer else None
 
