@@ -1,6 +1,6 @@
 """Computes the runs of the record that are missing and writes what is there to docs/record.
 
-    python workflow/make_record.py [--cores 2] [--hours 2] [--worlds record_main record record_muse] [--add]
+    python workflow/make_record.py [--cores 2] [--hours 2] [--worlds record_main record_rates] [--add]
 
 It says first how long it takes, from docs/record/step_times.csv and the runs that are there. A block is one seed and
 objective over all base models, so that a record that is stopped early covers all base models. A finished step is not
@@ -31,7 +31,7 @@ from gripmoe.reporting.collect import KEYS, base_models, load_runs
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "record" / "runs.csv"
 TIMES = RECORD.with_name("step_times.csv")
-WORLDS = ("record_main", "record", "record_muse")
+WORLDS = ("record_main", "record_rates", "record", "record_muse")
 LAST_STEP = "attack.json"
 TABLES = ("runs", "histories", "answers", "attacks")
 POLL_SECONDS = 5
@@ -97,9 +97,7 @@ def remaining(projects: list[Project], results: Path, times: pd.Series, kept: Co
     for project in projects:
         seconds, runs = 0.0, set(missing(project, results, kept)) - counted
         for key in runs:
-            method = project.methods[key[3]]
-            own = ["unlearn"] * method.trains + ["realign"] * bool(method.corrects) + ["evaluate", "attack"]
-            seconds += sum(times.get(step, 0.0) for step in own)
+            seconds += sum(times.get(step, 0.0) for step in (project.methods[key[3]].rule, "evaluate", "attack"))
         models = {name for name in project.models_needed if not (results / "models" / name / "model.json").exists()}
         yield seconds + len(models - counted) * times.get("prepare_model", 0.0)
         counted |= runs | models

@@ -51,6 +51,7 @@ TABLES = {
     "main_results": "Main results",
     "drift_decomposition": "Where routing stability goes",
     "expert_forcing": "Expert forcing",
+    "router_rate": "The rate of routers",
     "attack_matrix": "Every attack on every method",
     "attack_controls": "Controls and further attacks",
     "paired_tests": "Question by question",
@@ -74,6 +75,7 @@ TABLES = {
 }
 OF_ABLATIONS = ("threshold_sensitivity", "per_band_threshold", "constraint_ablation", "factorial", "constraint_surface")
 WORLDS = {
+    "router_rate": ("record_rates",),
     "seuf_comparison": ("tiny_shared",),
     "dense_baseline": ("tiny_dense",),
     "retain_data": ("tiny_retain",),
@@ -82,6 +84,7 @@ WORLDS = {
 }
 ITEMS = ("histories", "answers", "attacks")
 OF_MANY_MODELS, OF_ONE_MODEL = ("record_main",), ("tiny", "tiny_all")
+OF_CLAIMS = (*OF_MANY_MODELS, *OF_ONE_MODEL, "record_rates", "record", "record_muse", "tiny_erasure")
 OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "setting_max_steps", "num_experts", "top_k"} | {
     f"{measure}_{part}" for measure in names.MATCHED for part in ("target", "half_width")
 }
@@ -291,7 +294,7 @@ def main() -> None:
         table = measured.table(name)
         if table and (table := measured_only(table)):
             parts.append(f"## {title}\n\n{as_markdown(table)}")
-    of_claims = measured.of_worlds(*OF_MANY_MODELS, *OF_ONE_MODEL, "record", "record_muse", "tiny_erasure")
+    of_claims = measured.of_worlds(*OF_CLAIMS)
     if not of_claims.empty:
         statements = claims_table(of_claims)
         write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))

@@ -81,9 +81,9 @@ def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_run(cluster, lines):
         job_of("unlearn", "anchored", JOB, seconds=-60)
         job_of("realign", "ptc", JOB + "WorkflowError:\nAt least one job did not complete successfully.\n", seconds=1)
     runs, total = lines()
-    assert re.fullmatch(r"train +gd/anchored/0: +40%.* 240/600 \[.*<.*, forget_accuracy=0.310\]", runs["anchored"])
-    assert re.fullmatch(r"correct +RuntimeError: singular", runs["ptc"])
-    assert re.fullmatch(r"train +waits", runs["frozen_router"])
+    assert re.fullmatch(r"unlearn +gd/anchored/0: +40%.* 240/600 \[.*<.*, forget_accuracy=0.310\]", runs["anchored"])
+    assert re.fullmatch(r"realign +RuntimeError: singular", runs["ptc"])
+    assert re.fullmatch(r"unlearn +waits", runs["frozen_router"])
     assert re.fullmatch(r"attack +waits", runs["unconstrained"])
     assert "done" not in total
     write_json(done / "attack.json", {})
@@ -94,7 +94,7 @@ def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_run(cluster, lines):
 def test_an_external_checkpoint_is_copied_first(tmp_path):
     (tmp_path / "others.yaml").write_text("extends: tiny\nexternal: {mine: saves/mine}\n")
     project, key = Project(CONFIG, str(tmp_path / "others.yaml")), (*KEY[:-1], "none", "mine", 0)
-    assert run_status(project, tmp_path, key) == ("copy", "waits")
+    assert run_status(project, tmp_path, key) == ("import_checkpoint", "waits")
     write_json(tmp_path.joinpath(*map(str, key), "checkpoint.json"), {"status": "external"})
     assert run_status(project, tmp_path, key) == ("evaluate", "waits")
 

@@ -49,9 +49,6 @@ BASES = f"{RESULTS}/{{model}}/{{benchmark}}/bases/{{method}}"
 RUN = f"{RESULTS}/{{model}}/{{benchmark}}/{{objective}}/{{method}}/{{seed}}"
 RUN_NAME = "{model}.{benchmark}.{objective}.{method}.{seed}"
 
-TRAINED = [name for name in WORLD.all_methods if PROJECT.methods[name].trains]
-CORRECTED = [name for name in WORLD.all_methods if PROJECT.methods[name].corrects]
-ERASED = [name for name in WORLD.all_methods if PROJECT.methods[name].baseline == "erase_words"]
 WITH_BASES = [name for name in WORLD.all_methods if PROJECT.methods[name].has_bases]
 RETRAINED = [PROJECT.models[name].retrained for name in WORLD.models if PROJECT.models[name].retrained]
 NEWS = [name for name in WORLD.benchmarks if PROJECT.benchmarks[name].is_news]
@@ -75,6 +72,11 @@ wildcard_constraints:
     objective=any_of([NO_OBJECTIVE, *WORLD.objectives]),
     method=any_of(WORLD.all_methods),
     seed=any_of(sorted({0, *WORLD.seeds})),
+
+
+def methods_of(rule):
+    """A wildcard constraint that matches the methods whose checkpoints a rule makes."""
+    return any_of(name for name in WORLD.all_methods if PROJECT.methods[name].rule == rule)
 
 
 def canonical(model):

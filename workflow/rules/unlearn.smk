@@ -19,7 +19,7 @@ rule unlearn:
     log:
         f"{LOGS}/unlearn/{RUN_NAME}.log",
     wildcard_constraints:
-        method=any_of(TRAINED),
+        method=methods_of("unlearn"),
         objective=any_of(WORLD.objectives),
     priority: 10
     conda:
@@ -59,7 +59,7 @@ rule realign:
     log:
         f"{LOGS}/realign/{RUN_NAME}.log",
     wildcard_constraints:
-        method=any_of(CORRECTED),
+        method=methods_of("realign"),
         objective=any_of(WORLD.objectives),
     conda:
         ENVIRONMENT
@@ -84,7 +84,7 @@ rule erase_words:
     log:
         f"{LOGS}/erase_words/{RUN_NAME}.log",
     wildcard_constraints:
-        method=any_of(ERASED),
+        method=methods_of("erase_words"),
         objective=NO_OBJECTIVE,
     conda:
         ENVIRONMENT

@@ -13,8 +13,8 @@ from gripmoe.config.status import kept_originals, run_status
 def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")) -> None:
     """Show the progress of every run.
 
-    Each run that is not done has a line, with the last line of its log. Further lines give the size of every
-    folder with stored outputs of original models, and the numbers of runs.
+    Each run that is not done has a line, with its next rule and the last line of that rule's log. Further lines
+    give the size of every folder with stored outputs of original models, and the numbers of runs.
 
     \b
     Example:
@@ -24,10 +24,10 @@ def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/confi
     results = Path("results") / project.results_name
     counts: Counter[str] = Counter()
     for key in project.run_keys():
-        phase, detail = run_status(project, results, key)
-        counts[phase] += 1
-        if phase != "done":
-            print(f"{'.'.join(map(str, key)):<48} {phase:<9} {detail}")
+        rule, detail = run_status(project, results, key)
+        counts[rule] += 1
+        if rule != "done":
+            print(f"{'.'.join(map(str, key)):<48} {rule:<9} {detail}")
     for folder, size in kept_originals(project, results).items():
         print(f"{folder}: {size:.3g} GB")
-    print(", ".join(f"{count} {phase}" for phase, count in counts.items()))
+    print(", ".join(f"{count} {rule}" for rule, count in counts.items()))

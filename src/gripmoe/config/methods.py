@@ -115,6 +115,15 @@ class Method(Strict):
         return self.constraint is not None
 
     @property
+    def rule(self) -> str | None:
+        """The rule of the workflow that makes the run's checkpoint; None for the original and the retrained model."""
+        if self.trains:
+            return "unlearn"
+        if self.corrects:
+            return "realign"
+        return {"erase_words": "erase_words", "external": "import_checkpoint"}.get(self.baseline)
+
+    @property
     def has_bases(self) -> bool:
         """Whether `gripmoe fit-basis` fits bases to the original model's routing before training."""
         return self.basis in ("original", "cached")

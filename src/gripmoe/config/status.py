@@ -12,23 +12,14 @@ CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 
 def run_status(project: Project, results: Path, key: tuple) -> tuple[str, str]:
-    """The next phase of a run (train, correct, erase, copy, evaluate, attack, done), and why SLURM ended its job, or
-    the last line of its log."""
-    method, name = project.methods[key[3]], list(map(str, key))
-    steps = [("evaluate", "evaluate", "evaluation.json"), ("attack", "attack", "attack.json")]
-    if method.trains:
-        steps.insert(0, ("train", "unlearn", "checkpoint.json"))
-    elif method.corrects:
-        steps.insert(0, ("correct", "realign", "checkpoint.json"))
-    elif method.baseline == "erase_words":
-        steps.insert(0, ("erase", "erase_words", "checkpoint.json"))
-    elif method.baseline == "external":
-        steps.insert(0, ("copy", "import_checkpoint", "checkpoint.json"))
-    for phase, rule, output in steps:
-        if not results.joinpath(*name, output).exists():
+    """The next rule of a run, or "done"; and why SLURM ended its job, or the last line of its log."""
+    name = list(map(str, key))
+    outputs = {project.methods[key[3]].rule: "checkpoint", "evaluate": "evaluation", "attack": "attack"}
+    for rule, output in outputs.items():
+        if rule and not results.joinpath(*name, f"{output}.json").exists():
             log = results / "logs" / rule / f"{'.'.join(name)}.log"
             ended = ended_by_cluster(CLUSTER_LOGS / f"rule_{rule}" / "_".join(name), log)
-            return phase, ended or last_line(log) or "waits"
+            return rule, ended or last_line(log) or "waits"
     return "done", ""
 
 

@@ -57,7 +57,7 @@ OUTPUTS = {  # by rule, below the results, from the parts of a job's key
     "evaluate": f"{RUN}/evaluation",
     "attack": f"{RUN}/attack",
 }
-COPIED = {"erase_words": "erase_words", "external": "import_checkpoint"}  # rules that change weights without training
+COPYING = ("erase_words", "import_checkpoint")  # rules that write a checkpoint without a forward pass
 
 
 def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Costs | None = None) -> list[Job]:
@@ -77,9 +77,8 @@ def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Co
             add("trace_routing", *key[:2])
             if method.has_bases:
                 add("fit_basis", *key[:2], key[3])
-            add("unlearn" if method.trains else "realign", *key)
-        elif method.baseline in COPIED:
-            add(COPIED[method.baseline], *key)
+        if method.rule:
+            add(method.rule, *key)
         add("evaluate", *key)
         add("attack", *key)
     return list(left.values())
@@ -90,7 +89,7 @@ def _job(costs: Costs, results: Path, rule: str, key: tuple, tflops: float) -> J
     undone = rule == "realign" and project.methods[key[3]].undo
     step = Step(name, "undo" if undone else rule, *(key[1:4] if rule == "unlearn" or undone else key[1:2]))
     embedded = project.trained_from(name).source == "embedded"
-    cost = None if rule in COPIED.values() else costs.of(step)
+    cost = None if rule in COPYING else costs.of(step)
     recorded = _records(results, rule, key, embedded or cost is None)
     gpus = cost.gpus if cost and rule not in ("prepare_model", "fit_basis") else 0
     if recorded:
