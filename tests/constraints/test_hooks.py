@@ -27,6 +27,9 @@ RETAIN = [random_batch(seed=100), random_batch(seed=101)]
 PAPER = METHODS["expert_specific_paper"].model_copy(update={"safety_margin": 1.0})
 
 
+EVERY_2 = METHODS["expert_specific"].model_copy(update={"every": 2})
+
+
 def adamw(model, lr=0.05):
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
 
@@ -415,7 +418,7 @@ def resumed(method, with_state=True, from_original=True):
 
 
 @pytest.mark.parametrize(
-    "method", ["expert_specific", PAPER, "expert_specific_tracked", "anchored", "anchored_tracked"]
+    "method", ["expert_specific", EVERY_2, PAPER, "expert_specific_tracked", "anchored", "anchored_tracked"]
 )
 def test_training_resumes_where_it_was(method):
     """To the bit; the control is what a handle forgets without its state, save sound Method A, which has nothing to."""
@@ -424,6 +427,39 @@ def test_training_resumes_where_it_was(method):
     assert equal(resumed(method, with_state=False), uninterrupted) == (method == "expert_specific")
     with pytest.raises(ValueError, match="call gripmoe.constrain on the original model"):
         resumed(method, from_original=False)
+
+
+def test_routers_wait_for_their_projection():
+    """At every second step, when the loop asks for it, and when the handle closes. The control: between, they move."""
+    model, kept = small_model(), []
+    moe = MoEModel(model)
+    trace, optimizer = moe.trace(RETAIN), adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method=EVERY_2) as handle:
+        for step in range(4):
+            step_of(model, optimizer, handle, RETAIN[step % 2])
+            kept.append(router_only_stability(trace, model))
+        assert kept[1] == kept[3] == 1.0 and kept[0] < 1.0 and kept[2] < 1.0
+        step_of(model, optimizer, handle, RETAIN[0])
+        handle.settle()
+        assert router_only_stability(trace, model) == 1.0
+        settled = moe.thetas()
+        handle.settle()
+        assert equal(moe.thetas().values(), settled.values()), "nothing waits"
+        step_of(model, optimizer, handle, RETAIN[1])
+        assert router_only_stability(trace, model) < 1.0, "the count begins anew"
+    assert router_only_stability(trace, model) == 1.0
+
+
+def test_what_is_not_finite_closes_without_a_projection():
+    model = small_model()
+    optimizer = adamw(model)
+    handle = gripmoe.constrain(model, optimizer, RETAIN, method=EVERY_2)
+    step_of(model, optimizer, handle, RETAIN[0])
+    with torch.no_grad():
+        MoEModel(model).theta(0).fill_(torch.nan)
+    handle.close()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    handle.settle()
 
 
 def test_a_state_is_of_its_method_and_its_documents():

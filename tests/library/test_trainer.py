@@ -336,6 +336,7 @@ def test_arguments_are_checked_when_the_callback_is_made():
 
 # Draws rows at random wherever a margin is exceeded, which with a wide one is in every step.
 PAPER = METHODS["expert_specific_paper"].model_copy(update={"safety_margin": 1.0})
+EVERY_2 = METHODS["expert_specific"].model_copy(update={"every": 2})
 SAVED = dict(save_strategy="steps", save_steps=3, max_steps=6, learning_rate=1e-2)
 
 
@@ -354,11 +355,12 @@ def equal(some, others):
     ("method", "dtype"),
     [
         ("expert_specific", torch.bfloat16),
+        (EVERY_2, torch.float32),
         (PAPER, torch.float32),
         ("anchored", torch.bfloat16),
         ("anchored_tracked", torch.bfloat16),
     ],
-    ids=["sound", "paper", "anchored", "tracked"],
+    ids=["sound", "every 2", "paper", "anchored", "tracked"],
 )
 def test_training_resumes_where_it_was(method, dtype, tmp_path, monkeypatch):
     """To the bit, from a checkpoint of the trainer; the control is what a handle forgets without its state."""
@@ -366,7 +368,28 @@ def test_training_resumes_where_it_was(method, dtype, tmp_path, monkeypatch):
     assert equal(weights_after(tmp_path, method, dtype, resume=f"{tmp_path}/checkpoint-3"), uninterrupted)
     monkeypatch.setattr(ConstraintHandle, "load_state_dict", lambda handle, state: None)
     forgetful = weights_after(tmp_path, method, dtype, resume=f"{tmp_path}/checkpoint-3")
-    assert equal(forgetful, uninterrupted) == (method == "expert_specific"), "sound Method A has nothing to forget"
+    sound = method in ("expert_specific", EVERY_2)
+    assert equal(forgetful, uninterrupted) == sound, "sound Method A has nothing to forget"
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_what_is_evaluated_and_saved_is_feasible(settles, tmp_path, monkeypatch):
+    """After one step of two that wait for a projection. The control: without it, selections change."""
+    if not settles:
+        monkeypatch.setattr(ConstraintHandle, "settle", lambda handle: None)
+    model, found = small_model(), []
+    trace = recorded(model)
+
+    class Evaluated(Trainer):
+        def evaluate(self, *args, **kwargs):
+            found.append(kept(trace, copy.deepcopy(self.model)))
+
+    strategy = dict(save_strategy="steps", save_steps=3, eval_strategy="steps", eval_steps=3)
+    callback = gripmoe.trainer_callback(RETAIN, method=EVERY_2)
+    trained(tmp_path, model, [callback], Evaluated, max_steps=3, learning_rate=0.05, **strategy)
+    saved = type(model).from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float32)
+    found += [kept(trace, saved), kept(trace, model)]
+    assert len(found) > 2 and {each == 1.0 for each in found} == {settles}
 
 
 def test_the_same_trainer_resumes_where_it_was(tmp_path):

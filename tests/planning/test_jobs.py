@@ -98,6 +98,8 @@ def test_a_step_costs_what_its_layers_do(tmp_path):
     assert (rmu.total, rmu.tflop) == (24 + 4 + 2 + 1, 8)
     bases = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "expert_specific"))
     assert bases.parts["bases"] == 16 and bases.host == 2 * (48 + 8 + 80), "what exceeds basis_memory is on the host"
+    seldom = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "expert_specific_every_10"))
+    assert bases.waiting > seldom.waiting > 0 and seldom.parts == bases.parts and seldom.host == bases.host
     cached = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "expert_specific_paper_cached"))
     assert cached.parts["bases"] == 96 and cached.waiting == 0, "what grows with each step stays where the model is"
     evaluated, attacked = (costs.of(Step("qwen3_30b_a3b", what, "wmdp_cyber")) for what in ("evaluate", "attack"))

@@ -17,10 +17,12 @@ from gripmoe.config.training import Relearning, Training
 from gripmoe.constraints.anchor import Anchored
 from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.build import build
-from gripmoe.constraints.null_space import NullSpacePaper
-from gripmoe.data.corpora import Corpora, epoch_rows
+from gripmoe.constraints.hooks import ConstraintHandle
+from gripmoe.constraints.null_space import NullSpacePaper, fit_bases
+from gripmoe.data.corpora import Corpora, epoch_rows, in_batches
 from gripmoe.data.documents import Row
 from gripmoe.evaluation.stop_rule import StopRule
+from gripmoe.geometry.routing import mean_stability, route, routing_stability
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
@@ -458,6 +460,40 @@ def test_timing_a_step_changes_no_bit(tmp_path, optimizer, monkeypatch):
         digests.add(weights_digest(model.model))
         assert all(seconds > 0 for seconds in outcome.seconds)
     assert len(digests) == 1
+
+
+def seldom_projected(every):
+    """Sound Method A on the retain documents, and what their original routing is."""
+    moe, row = MoEModel(small_model()), METHODS["expert_specific"].model_copy(update={"every": every})
+    trace = moe.trace([batch.inputs for batch in in_batches(CORPORA.retain, CORPORA.pad_id)])
+    return build(row, trace, bases=lambda seen: fit_bases(seen, moe.rules(), row), seed=0).constraint, trace
+
+
+def kept_by_routers(trace, moe):
+    moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
+    return mean_stability(routing_stability(trace, moved))
+
+
+def test_what_is_checked_saved_and_returned_is_feasible(tmp_path, monkeypatch):
+    """Between projections routers wait. The control: the same checks, where nothing settles them."""
+    training, found = TRAINING.model_copy(update={"learning_rate": 0.05, "max_steps": 7, "check_every": 2}), {}
+    for settles in (True, False):
+        constraint, trace = seldom_projected(every=5)
+        if not settles:
+            monkeypatch.setattr(ConstraintHandle, "settle", lambda handle: None)
+        kept = []
+        accuracy = lambda moe, kept=kept, trace=trace: kept.append(kept_by_routers(trace, moe)) or 1.0  # noqa: E731
+        moe, _ = run(tmp_path / f"{settles}.pt", training=training, constraint=constraint, accuracy=accuracy)
+        found[settles] = [*kept, kept_by_routers(trace, moe)]
+    assert set(found[True]) == {1.0} and min(found[False][1:]) < 1.0 == found[False][0]
+
+
+def test_a_projection_counts_by_how_often_it_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(unlearning._Steps, "_seconds", lambda steps: 1.0 if steps.handle.is_lifted else 3.0)
+    ratios = [
+        run(tmp_path / f"{every}.pt", constraint=seldom_projected(every)[0])[1].costs["time_ratio"] for every in (1, 4)
+    ]
+    assert ratios == [3.0, 1.5]
 
 
 def test_a_step_that_would_diverge_is_not_timed(tmp_path):

@@ -23,6 +23,7 @@ AXES = {  # which axes have an effect in a row that has these words
     "constraint: null_space with form: sound": {"max_rank"},
     "constraint: null_space with form: paper": {"surface", "kaczmarz_steps", "kaczmarz_tolerance"},
     "basis: original": {"surface"},
+    "basis: original with form: sound with projects: update": {"every"},
     "basis: tracked": {"forgetting"},
     "constraint: router_l2": {"weight"},
     "constraint: gate_anchor": {"weight"},
@@ -63,6 +64,7 @@ class Method(Strict):
     max_rank: PositiveInt | None = None
     projects: Literal["update", "gradient", "both"] = "update"
     safety_margin: NonNegative = 1e-3
+    every: PositiveInt = 1
     kaczmarz_steps: PositiveInt = 100
     kaczmarz_tolerance: NonNegative = 1e-4
     weight: PositiveFloat = 1.0

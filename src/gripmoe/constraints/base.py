@@ -44,14 +44,15 @@ class RouterConstraint:
     of_gradient = False  # whether `constrain` is called before the step, with the result of a plain gradient step
     of_update = True  # whether `constrain` is called after the step, with the optimizer's result
     refits = False  # whether retain passes use the routers that `refit` returns
+    every = 1  # steps from one `constrain` to the next, if it is called after the step
     original: MoEModel | None = None  # a copy; without one, `start` stores what the model computes for retain data
 
     def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
         """Is called once, with the model before unlearning and the documents that training will use."""
 
     def constrain(self, layer: int, before_Ed: Tensor, after_Ed: Tensor, seen: LayerRouting | None) -> Tensor:
-        """The feasible router, (E, d), given the routers before and after the optimizer's step; `seen` is the routing
-        of the passes in `collects`."""
+        """The feasible router, (E, d), given the router after the optimizer's step and the one that the last call left,
+        or that before the step; `seen` is the routing of the passes in `collects`."""
         return after_Ed
 
     def penalty(self, kind: str, seen: Seen) -> Tensor | float:

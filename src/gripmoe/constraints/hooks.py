@@ -61,6 +61,8 @@ class ConstraintHandle:
         self.prepared: object = None  # set by `gripmoe.constrain`: what it has made from the original model
         self._closed = False
         self._before: dict[int, Tensor] = {}  # copies of the routers, during a step
+        self._feasible_before: dict[int, Tensor] = {}  # those before the first step that waits
+        self._waiting = 0  # steps since routers were made feasible, of a method that does not do so at each
         # Since the last step:
         self._marked: set[str] = set()  # kinds of marked forward passes
         self._seen: list[RoutingTrace] = []  # routing of the passes in `constraint.collects`
@@ -119,6 +121,13 @@ class ConstraintHandle:
             self._refit.clear()
 
     @torch.no_grad()
+    def settle(self) -> None:
+        """Makes the routers feasible now, for a method that does so at every n-th step only (`every`). Call it before
+        an evaluation or a save, in every process; `close` does the same. It has no effect where no step waits."""
+        if self._waiting and not self._closed:
+            self._write_feasible()
+
+    @torch.no_grad()
     def refit(self, batch: Batch | Mapping[str, Tensor]) -> None:
         """Refits the routers of "anchored_tracked" (ours) to the current experts, by a pass over `batch`, a batch as in
         `constrain`. Call it before an evaluation or a save, in every process. It has no effect for other methods, or
@@ -145,7 +154,8 @@ class ConstraintHandle:
 
     def state_dict(self) -> dict:
         """What a resumed run needs beyond the states of model and optimizer, for `torch.save`."""
-        return {**self.constraint.state(), "origin": self.origin}
+        waiting = {"waiting": (self._waiting, dict(self._feasible_before))} if self._waiting else {}
+        return {**self.constraint.state(), "origin": self.origin, **waiting}
 
     def load_state_dict(self, state: dict) -> None:
         """Restores a state of `state_dict`. Raises ValueError for the state of a handle of another model, other
@@ -155,7 +165,9 @@ class ConstraintHandle:
                 "this state is of another model, method or documents: call gripmoe.constrain on the original model, "
                 "before its trained weights are loaded"
             )
-        self.constraint.load_state({name: value for name, value in state.items() if name != "origin"})
+        self._waiting, feasible = state.get("waiting", (0, {}))
+        self._feasible_before = {n: theta_Ed.to(self.model.theta(n).device) for n, theta_Ed in feasible.items()}
+        self.constraint.load_state({n: value for n, value in state.items() if n not in ("origin", "waiting")})
 
     def on_close(self, function: Callable[[], object]) -> None:
         """Registers a `function` to call when the handle closes. Functions run in reverse order."""
@@ -164,9 +176,13 @@ class ConstraintHandle:
     def close(self) -> None:
         """Removes all hooks from model and optimizer, and unfreezes what the constraint froze. Routers that were in
         lower precision stay in fp32, because rounding would undo part of the constraint. May be called twice."""
-        self._closed = True
-        self._seen, self._penalties = [], []
-        self._undo.close()
+        try:
+            if self._waiting and not layers_not_finite(self.model):
+                self.settle()
+        finally:
+            self._closed = True
+            self._seen, self._penalties = [], []
+            self._undo.close()
 
     def __enter__(self) -> ConstraintHandle:
         return self
@@ -243,6 +259,8 @@ class ConstraintHandle:
 
     def _before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self._before = {} if self.is_lifted else self.model.thetas()
+        if not self._waiting:
+            self._feasible_before = self._before
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if closure is None:
             self._require_marks()
@@ -264,6 +282,9 @@ class ConstraintHandle:
         try:
             if self._before:  # not while lifted
                 self._require_finite()
+                if self._waiting + 1 < self.constraint.every:
+                    self._waiting += 1
+                    return
                 self._write_feasible()
                 self._require_finite()
         except BaseException:
@@ -274,12 +295,13 @@ class ConstraintHandle:
             self.skip()
 
     def _write_feasible(self) -> None:
-        for layer, before_Ed in self._before.items():
+        for layer, before_Ed in self._feasible_before.items():
             theta = self.model.theta(layer)
             if self.constraint.of_update:
                 after_Ed = theta.detach().to(before_Ed.device, copy=True)
                 theta.copy_(self._feasible(layer, before_Ed, after_Ed))
             distributed.from_first_(theta.data)
+        self._waiting, self._feasible_before = 0, {}
 
     @torch.no_grad()
     def _constrain_gradients(self, optimizer: torch.optim.Optimizer) -> None:

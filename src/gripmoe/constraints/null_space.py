@@ -69,15 +69,19 @@ class NullSpace(_Observed):
     With D the router's displacement since the start, x_0, S_0 and tau_0 recorded once from the original model: D_j
     x_0 = 0 for the tokens that select j, D_j x_0 <= max(tau_0 - safety_margin, 0) for all others (Eq. 3). This
     polyhedron is fixed, contains D = 0, and needs nothing of the current forward pass. After each step D is replaced
-    by the nearest point in it, so what the optimizer adds (momentum, weight decay) is constrained too. The equalities
+    by the nearest point in it, so what the optimizer adds (momentum, weight decay) is constrained too. Because nothing
+    but D counts, a step may also leave D outside: with `every` D returns at every n-th step. The equalities
     are those of the basis: in directions that eps_null counts as none, selected scores may still move.
     """
 
-    def __init__(self, trace: RoutingTrace, bases: Mapping[int, RetainBasis], safety_margin: float = 1e-3):
+    def __init__(
+        self, trace: RoutingTrace, bases: Mapping[int, RetainBasis], safety_margin: float = 1e-3, every: int = 1
+    ):
         super().__init__()
         self.trace = trace
         self.bases = bases
         self.safety_margin = safety_margin
+        self.every = every
 
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()
@@ -273,7 +277,9 @@ def null_space_of(
         return NullSpacePaper(method, seed, bases)
     if method.projects == "both":
         return NullSpaceReparameterized(bases)
-    return NullSpace(trace, bases, method.safety_margin) if method.has_bases else NullSpaceMinibatch(method)
+    if method.has_bases:
+        return NullSpace(trace, bases, method.safety_margin, method.every)
+    return NullSpaceMinibatch(method)
 
 
 def constrained_trace(method: Method, retain: RoutingTrace, forget: RoutingTrace) -> RoutingTrace:

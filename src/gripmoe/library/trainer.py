@@ -58,6 +58,12 @@ class ConstraintCallback(TrainerCallback):
         else:
             self._constrain(args, model, optimizer, processing_class)
 
+    def on_step_end(self, args, state, control, **kwargs):
+        if control.should_evaluate or control.should_save:  # as transformers' own callback has said before
+            self.handle.settle()
+
+    on_epoch_end = on_step_end
+
     def on_save(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             with atomic_path(_checkpoint(args, state.global_step) / STATE) as file:

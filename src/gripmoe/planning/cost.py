@@ -135,7 +135,7 @@ class Costs:
         host = models * 2 * of_model["parameters"] / GB
         if step.what == "unlearn":
             host += world.original_memory + min(elsewhere / GB, world.basis_host_memory)
-        waiting = of_model["received"] / LINK + elsewhere / HOST
+        waiting = of_model["received"] / LINK + elsewhere / HOST / question.get("every", 1)
         gpus = self.project.gpus(step.model)
         return Cost(step, gpus, processes, parts, processes * host, of_model["flops"] / 1e12, waiting)
 
@@ -163,8 +163,9 @@ class Costs:
     # What is measured
 
     def _question(self, step: Step) -> dict[str, Any]:
-        """The argument of `measure` for a step. This class adds two keys of its own: `models`, the number of models in
-        memory; and `in_part`, the number of layers that "run" or are "trained", if not all."""
+        """The argument of `measure` for a step. This class adds keys of its own: `models`, the number of models in
+        memory; `in_part`, the number of layers that "run" or are "trained", if not all; and `every`, of the method,
+        whose projection is measured in each step."""
         project, model = self.project, self.project.models[step.model]
         if step.what == "unlearn":
             return self._any_step(step) | self._unlearning(step)
@@ -207,7 +208,7 @@ class Costs:
             in_part["trained"] = training.trained_layers
         # Methods that differ only in these keys cost the same and share a measurement.
         one_step = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1, "adversary_restart": 1}
-        alike = {"correction": None, "retain_tokens": None, "training": {}}
+        alike = {"correction": None, "retain_tokens": None, "training": {}, "every": 1}
         if method.eps_null:
             alike["eps_null"] = {"value": 1.0, "kind": method.eps_null.kind}
         else:
@@ -217,6 +218,7 @@ class Costs:
             "rows": [passes * training.forget_batch_size, passes * training.retain_batch_size],
             "length": project.benchmarks[step.benchmark].max_length,
             "in_part": in_part,
+            "every": method.every,
             "traced": self._traced(step) if method.constraint == "null_space" else 1,
             "objective": project.objectives[step.objective].path,
             "method": method.model_dump(mode="json") | alike,
@@ -258,7 +260,7 @@ class Costs:
 
     def _measure(self, question: dict[str, Any], counts: dict[str, int]) -> dict[str, float]:
         """The result of `measure` for few layers, or the stored one; empty if the model cannot be measured."""
-        asked = {key: value for key, value in question.items() if key not in ("models", "in_part")}
+        asked = {key: value for key, value in question.items() if key not in ("models", "in_part", "every")}
         asked["layers"] = counts["layers"]
         if "run" in counts:
             objective = {**asked["training"]["objective"], "layer": counts["run"] - 1}

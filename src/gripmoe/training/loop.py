@@ -143,6 +143,7 @@ def unlearn(
                 if not math.isfinite(distributed.total_norm([p.detach() for p in routers + experts])):
                     status = "diverged"  # a model that answers nothing would pass for one that has forgotten
                     break
+                handle.settle()
                 if not history or history[-1]["step"] < step:
                     if step:
                         handle.refit(batches.of("retain", step - 1))
@@ -159,6 +160,7 @@ def unlearn(
                 status = "not_reached"
                 break
             if step % training.checkpoint_every == 0 and step > progress["step"]:
+                handle.settle()
                 state = handle.state_dict()
                 kept = dict(step=step, history=history, constraint=state, tokens=steps.tokens)
                 save_state(state_file, model.model, optimizer, **kept)
@@ -172,6 +174,8 @@ def unlearn(
             bar.update()
         bar.close()
         tokens = round(distributed.average(steps.tokens) * distributed.processes())
+        if status != "diverged":
+            handle.settle()
         if held:
             projecting.remove()  # timed steps leave experts as they are, to the bit
         times = None if status == "diverged" else steps.seconds_by_turns()
@@ -290,6 +294,7 @@ class _Steps:
         if a step diverged. The routers are restored."""
         before, pairs = [parameter.detach().clone() for parameter in self.routers], []
         *others, of_routers = self.optimizer.param_groups
+        every, self.handle.constraint.every = self.handle.constraint.every, 1  # each timed step is constrained
         with rate_zero(others):
             for _ in range(TIMED_PAIRS):
                 constrained = self._seconds()
@@ -298,7 +303,10 @@ class _Steps:
         with torch.no_grad():
             for parameter, own in zip(self.routers, before, strict=True):
                 parameter.copy_(own)
-        return None if any(None in pair for pair in pairs) else tuple(map(min, zip(*pairs, strict=True)))
+        if not pairs or any(None in pair for pair in pairs):
+            return None
+        constrained, plain = map(min, zip(*pairs, strict=True))
+        return plain + (constrained - plain) / every, plain
 
     def _seconds(self) -> float | None:
         started = now()
