@@ -130,13 +130,14 @@ def compute(world: str, targets: list[Path], cores: int, until: float | None, ba
     return "done"
 
 
-def collect(project: Project, results: Path) -> Path | None:
-    """Tables of the runs that are there."""
+def collect(project: Project, results: Path, known: Path | None) -> Path | None:
+    """Tables of the runs that are there, which are compared with those of the table `known` too."""
     keys = [key for key in project.run_keys() if (folder(results, key) / LAST_STEP).exists()]
     if not keys:
         return None
     paths = {name: results / f"{name}_{project.name}.csv" for name in TABLES}
     flags = [part for name in TABLES[1:] for part in (f"--{name}", str(paths[name]))]
+    flags += ["--known", str(known)] if known else []
     command(["collect", *(str(folder(results, key)) for key in keys), "--output", str(paths["runs"]), *flags])
     return paths["runs"]
 
@@ -177,7 +178,7 @@ def main() -> None:
         if ended == "stopped":
             break
     of_all = [Project(ROOT / "workflow" / "config", world) for world in WORLDS]  # a record holds all of them
-    tables = [table for project in of_all if (table := collect(project, results))]
+    tables = [table for project in of_all if (table := collect(project, results, RECORD if args.add else None))]
     if not tables:
         raise SystemExit("no run has ended: there is nothing to record")
     if args.add:

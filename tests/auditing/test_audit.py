@@ -92,17 +92,17 @@ def with_other_routers(model):
     return moved
 
 
-@pytest.mark.parametrize("which", ["erased", "hides", "not forgotten"])
+@pytest.mark.parametrize("which", ["nothing found", "hides", "not forgotten"])
 def test_models_that_are_known_are_called_what_they_are(embedded, which):
     """The retrained model never knew; a model whose routers alone were moved has all its experts; a copy forgot
     nothing."""
     original, retrained, given = embedded
-    model = {"erased": retrained, "hides": with_other_routers(original), "not forgotten": tiny_model()[0]}[which]
+    model = {"nothing found": retrained, "hides": with_other_routers(original), "not forgotten": tiny_model()[0]}[which]
     report = gripmoe.audit(
         original, model, **given, attacks=["forcing", "relearning"], relearning=Relearning(learning_rate=1e-3)
     )
     assert report.verdict.word == which, str(report)
-    assert "not made" in str(report) or which != "erased"
+    assert "not made" in str(report) or which != "nothing found"
     if which == "hides":
         returned = report.verdict.returned.set_index("metric").loc["forced_forget_accuracy"]
         assert returned.low > 0.3 and report.found["unlearned"].metrics["random_forced_forget_accuracy"] < 0.4

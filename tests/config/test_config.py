@@ -434,6 +434,9 @@ def test_a_world_that_extends_another_shares_its_results(folder):
     assert more.results_name == base.name == "tiny" and more.name == "more"
     assert more.world.training == base.world.training and more.world.objectives == ["gd", "rmu"]
     assert set(base.run_keys()) < set(more.run_keys())
+    (folder / "less.yaml").write_text("extends: tiny\nextra_methods: {gd: [retrained]}\n")
+    with pytest.raises(ConfigError, match="extra_methods.gd: 'retrained' has no objective; list it under `methods`"):
+        Project(folder, "less")
     extra = {key[2] for key in more.run_keys() if key[3] == "anchored_replay"}
     assert extra == {"rmu"}, "under one objective only"
     (folder / "most.yaml").write_text("extends: more\nseeds: [0, 1, 2, 3]\n")

@@ -23,11 +23,16 @@ def copy(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "SOURCE", folder)
 
     def digest(entry=UNLEARN):
-        fingerprint._definitions.cache_clear()
+        forget_files()
         return fingerprint.code_fingerprint(entry)
 
     yield tmp_path, digest
+    forget_files()
+
+
+def forget_files():
     fingerprint._definitions.cache_clear()
+    fingerprint._digests.cache_clear()
 
 
 def test_comments_docstrings_and_formatting_do_not_count(copy):
@@ -65,6 +70,18 @@ def test_an_edit_counts_where_it_runs(copy, place, affected, others):
     assert {entry for entry in before if digest(entry) != before[entry]} == set(affected)
 
 
+@pytest.mark.parametrize(
+    ("file", "affected"),
+    [("worlds/shipped/tiny_a/card.json", MODEL), ("config/audits.yaml", "gripmoe.cli.audit:audit")],
+)
+def test_a_data_file_counts_wherever_it_lies(copy, file, affected):
+    root, digest = copy
+    before = digest(affected), digest(REALIGN)
+    with (root / "src" / "gripmoe" / file).open("a") as data:
+        data.write("\n")
+    assert digest(affected) != before[0] and digest(REALIGN) == before[1]
+
+
 def test_the_help_of_a_flag_does_not_count_and_its_default_does(copy):
     root, digest = copy
     before = digest()
@@ -99,11 +116,11 @@ def digest_of(tmp_path, monkeypatch):
 
     def digest(source):
         (folder / "sample.py").write_text(source, encoding="utf-8")
-        fingerprint._definitions.cache_clear()
+        forget_files()
         return fingerprint.code_fingerprint("gripmoe.sample")
 
     yield digest
-    fingerprint._definitions.cache_clear()
+    forget_files()
 
 
 def test_what_is_empty_counts_where_it_says_something(digest_of):

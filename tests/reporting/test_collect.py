@@ -1,6 +1,7 @@
 """Files of finished runs become tidy tables: by hand."""
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from gripmoe.io.files import write_csv, write_json, write_yaml
@@ -131,15 +132,23 @@ def test_what_counts_as_forgotten_on_news_comes_from_the_retrained(tmp_path):
         cell("original", verbmem=100.0, knowmem_forget=65.0, knowmem_retain=80.0),
         cell("retrained", verbmem=22.0, knowmem_forget=12.0, knowmem_retain=90.0),
         cell("ptc", verbmem=60.0, knowmem_forget=30.0, knowmem_retain=40.0),
+        cell("anchored", verbmem=60.0, knowmem_forget=30.0, knowmem_retain=0.0),
     ]
-    collect_runs(folders, *(tmp_path / f"{name}_n.csv" for name in ("runs", "histories", "answers", "attacks")))
+    tables = [
+        [tmp_path / f"{name}_{part}.csv" for name in ("runs", "histories", "answers", "attacks")] for part in "no"
+    ]
+    collect_runs(folders, *tables[0])
+    collect_runs(folders[2:], *tables[1], known=tables[0][0])  # as runs that a record lacks
+    both = [load_runs(paths[0], kind=None).set_index(["method", "metric"]).value for paths in tables]
+    pd.testing.assert_series_equal(both[1], both[0].loc[["anchored", "ptc"]])
+    assert both[1]["anchored", "knowmem_retain_share"] == 0.0
     values = load_runs(tmp_path / "runs_n.csv", "news").set_index(["method", "metric"]).value
     assert values["ptc", "verbmem_target"] == 27.0 and values["ptc", "knowmem_forget_target"] == 17.0
     assert values["ptc", "knowmem_retain_share"] == 0.5 and values["retrained", "knowmem_retain_share"] == 1.125
     assert load_answers(tmp_path / "runs_n.csv").empty and load_runs(tmp_path / "runs_n.csv").empty
-    assert load_answers(tmp_path / "runs_n.csv", "news").score.tolist() == [1.0] * 3
+    assert load_answers(tmp_path / "runs_n.csv", "news").score.tolist() == [1.0] * 4
     attacked = load_attacks(tmp_path / "runs_n.csv")
-    assert attacked[["verbmem", "forced_verbmem"]].values.tolist() == [[1.0, 2.0]] * 3, "beside what it adds to"
+    assert attacked[["verbmem", "forced_verbmem"]].values.tolist() == [[1.0, 2.0]] * 4, "beside what it adds to"
 
 
 def test_the_area_under_retain_over_forget_accuracy_by_hand():

@@ -1,5 +1,7 @@
 """What stands in a table: numbers by hand, marks computed, the paper's values apart."""
 
+from math import nan
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -83,6 +85,13 @@ def test_method_b_says_of_how_many_layers_its_own_test_accepts_the_router():
     assert row(comparison(all_of_them, "main_results"), "Method A, paper")[0] == "Method A, paper"
 
 
+def test_a_mean_over_fewer_runs_than_its_row_says_over_how_many():
+    runs = synthetic()
+    runs.loc[(runs.method == "unconstrained") & (runs.metric == "retain_accuracy") & (runs.seed == 0), "value"] = nan
+    cells = row(comparison(runs, "main_results"), "Unconstrained")[1]
+    assert cells["RA"].text.endswith("(n = 1)") and "(n = " not in cells["FA"].text
+
+
 def test_rows_over_different_runs_say_over_how_many_and_only_those_over_most_compete():
     runs = synthetic()
     runs.loc[runs.metric == "reached", "value"] = 1.0
@@ -94,6 +103,9 @@ def test_rows_over_different_runs_say_over_how_many_and_only_those_over_most_com
     assert row(fewer, "Frozen router (n = 2)")[1]["RA"].best and not row(fewer, "Method A, paper")[1]["RA"].best
     assert "Mean over up to 2" in fewer.notes[0] and "(n = ...) runs of a row" in fewer.notes[-1]
     assert ", of rows over the same runs as the one with most" in fewer.notes[-1]
+    other = runs[runs.seed == 0].assign(objective="gd")  # one seed, in every row of the other objective
+    assert "Mean over up to 2 unlearning seeds" in comparison(pd.concat([runs, other]), "main_results").notes[0]
+    assert "Mean over 2 unlearning seeds" in alike.notes[0], "the control"
     twins = [runs[runs.method == "unconstrained"].assign(model=model) for model in ("tiny_a", "tiny_dense")]
     twins[1].loc[twins[1].metric == "retain_accuracy", "value"] = 0.95
     assert row(comparison(pd.concat(twins), "dense_baseline"), "Dense twin")[1]["RA"].best, "models differ by design"

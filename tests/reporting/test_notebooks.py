@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +12,7 @@ import yaml
 
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.moe.bases import save_bases
-from gripmoe.reporting import names
+from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.comparison import specification
 from gripmoe.reporting.manifest import manifest
 
@@ -39,6 +40,19 @@ PER_LAYER = (
 OF_NEWS = ("verbmem", "knowmem_forget", "knowmem_retain")
 OF_LETTERS = ("forget_accuracy", "retain_accuracy")
 OF_BOTH = ("router_gradient", "expert_gradient", "forget_loss", "retain_loss", "seconds")
+
+
+def test_what_notebooks_call_is_in_the_fingerprint_of_their_rules():
+    """Or a change there would render nothing again."""
+    called = {
+        f"{module}:{name}"
+        for notebook in NOTEBOOKS
+        for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+        for module, names in re.findall(r"(?m)^from (gripmoe\S+) import (.+)$", "".join(cell["source"]))
+        for name in re.findall(r"(\w+)(?: as \w+)?(?:,|$)", names)
+    }
+    inside = {entry for entry in called if entry.partition(":")[0] in RENDERING}
+    assert len(called) > 20 and called - inside <= {"gripmoe.geometry:example"}
 
 
 @pytest.fixture(scope="module")

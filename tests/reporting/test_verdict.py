@@ -1,9 +1,14 @@
 """The verdict of an audit on answers made up for it, and what it would be without a control or an interval."""
 
+from unittest.mock import patch
+
 import numpy as np
+import pandas as pd
 import pytest
 
 from gripmoe.attacks.run import OF_LETTERS
+from gripmoe.reporting import paired
+from gripmoe.reporting.paired import paired_interval
 from gripmoe.reporting.verdict import COUNTED, judge, what_returns
 
 COUNT = 240
@@ -39,7 +44,7 @@ def test_attacks_are_those_of_the_package():
 def test_the_four_words():
     assert word(own=0.97, forced_forget_accuracy=0.98) == "not forgotten"
     assert word(forced_forget_accuracy=0.70) == "hides"
-    assert word(forced_forget_accuracy=0.25) == "erased"
+    assert word(forced_forget_accuracy=0.25) == "nothing found"
     assert word(own=0.40, forced_forget_accuracy=0.40) == "not decided", "a fifth may remain"
     assert word() == "not decided", "no attack was made"
     assert word(original=0.25) == "not decided", "nothing was known"
@@ -61,7 +66,7 @@ def test_what_random_sets_return_does_not_count():
 
 def test_what_the_retrained_model_shows_does_not_count():
     attack = "relearned_from_corpus_after_20"
-    assert word(**{attack: (0.70, 0.70)}, retrained=0.25) == "erased", "the documents taught it"
+    assert word(**{attack: (0.70, 0.70)}, retrained=0.25) == "nothing found", "the documents taught it"
     assert word(**{attack: (0.70, 0.30)}, retrained=0.25) == "hides"
     found = what_returns(scores(**{attack: (0.70, 0.40)}, retrained=0.25), FACTS).iloc[0]
     assert (
@@ -72,14 +77,14 @@ def test_what_the_retrained_model_shows_does_not_count():
 def test_what_puts_knowledge_in_counts_only_beside_a_retrained_model():
     attack, forced = "restored_experts_worst_layer", dict(forced_forget_accuracy=0.25)
     alone = judge(scores(**{attack: 0.70}, **forced), FACTS)
-    assert alone.word == "erased" and "which counts only beside a retrained model" in alone.sentence
+    assert alone.word == "nothing found" and "which counts only beside a retrained model" in alone.sentence
     assert word(**{attack: 0.70}) == "not decided", "nothing that counts was made"
     assert word(**{attack: (0.70, 0.30)}, **forced, retrained=0.25) == "hides"
 
 
 def test_rising_to_guessing_is_no_return():
     """A model that always gives one letter is below guessing, and an attack that breaks this habit returns nothing."""
-    assert word(own=0.05, forced_forget_accuracy=0.27) == "erased"
+    assert word(own=0.05, forced_forget_accuracy=0.27) == "nothing found"
     assert what_returns(scores(own=0.05, forced_forget_accuracy=0.27), FACTS).iloc[0].returned == pytest.approx(
         0.02, abs=5e-3
     )
@@ -92,6 +97,20 @@ def test_intervals_hold_together():
     many = what_returns(scores(forced_forget_accuracy=0.35, restored_router_worst_layer=0.25, **layers), FACTS).iloc[0]
     assert many.metric == alone.metric and many.returned == alone.returned
     assert many.high - many.low > 1.3 * (alone.high - alone.low)
+
+
+def test_strict_levels_are_resolved():
+    """An interval at 99.9 % over 60 facts misses a mean of 0 about as often as it says. The control: 4,000 resamples,
+    whose extreme quantiles lie too far inside, miss it more often."""
+    generator, level, missed = np.random.default_rng(0), 1 - 0.05 / 36, {True: 0, False: 0}
+    for _ in range(400):
+        right = generator.random((2, 60, 4)) < generator.beta(2, 2, (60, 1))
+        difference = pd.Series((right[0].astype(float) - right[1]).ravel(), index=np.repeat(np.arange(60), 4))
+        for resolved in missed:
+            with patch.object(paired, "LEAST_TAIL", 50 if resolved else 0):
+                _, low, high = paired_interval([difference], level=level)
+            missed[resolved] += not low <= 0 <= high
+    assert missed[True] <= 4 and missed[True] <= missed[False]
 
 
 def test_few_questions_decide_little():

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gripmoe.cli.common import provenance_of
-from gripmoe.cli.options import OutputFile, written_file
+from gripmoe.cli.options import OutputFile, read_file, written_file
 from gripmoe.config.provenance import recorded
 from gripmoe.io.files import read_json, write_json
 from gripmoe.reporting.collect import collect_runs, computed_with
@@ -21,6 +21,9 @@ def collect(
     histories: Annotated[Path, written_file("--histories", "The table to write of all checks.")],
     answers: Annotated[Path, written_file("--answers", "The table to write of all questions.")],
     attacks: Annotated[Path, written_file("--attacks", "The table to write of what attacks ask.")],
+    known: Annotated[
+        Path | None, read_file("--known", "A table of other runs: originals, retrained and unconstrained models.")
+    ] = None,
 ) -> None:
     """Gather all runs in tidy tables.
 
@@ -33,5 +36,5 @@ def collect(
     """
     record = provenance_of(output)
     with recorded(record, collect):
-        collect_runs(folders, output, histories, answers, attacks)
+        collect_runs(folders, output, histories, answers, attacks, known)
     write_json(record, read_json(record) | {"runs": computed_with(folders)})  # artefacts quote this

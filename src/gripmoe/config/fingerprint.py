@@ -150,9 +150,14 @@ def _parts(module: str, statement: ast.stmt, imported: dict[str, Reference], own
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAMED.fullmatch(node.value):
             yield tuple(node.value.split(":"))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(DATA):
-            file = _file(module).parent / node.value
-            if file.is_file():
-                yield hashlib.sha256(file.read_bytes()).hexdigest()
+            yield from _digests(node.value)
+
+
+@functools.cache
+def _digests(name: str) -> tuple[str, ...]:
+    """Of the package's data files of that name, wherever they lie."""
+    files = sorted(SOURCE.rglob(name)) if re.fullmatch(r"[\w.]+", name) else []
+    return tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
 
 
 def _is_docstring(node: ast.AST) -> bool:

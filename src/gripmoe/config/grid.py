@@ -97,6 +97,10 @@ class Project:
                 raise ConfigError(f"{self.world_file}: methods: {name!r} is external; give its folder under `external`")
         for objective in self.world.objectives:
             listed = self.world.methods_of(objective)
+            for name in self.world.extra_methods.get(objective, []):
+                if self.methods[name].baseline:
+                    where = f"{self.world_file}: extra_methods.{objective}"
+                    raise ConfigError(f"{where}: {name!r} has no objective; list it under `methods`")
             for name in listed:
                 if (corrected := self.methods[name].corrects) and corrected not in listed:
                     raise ConfigError(

@@ -6,6 +6,8 @@ RENDERING = (
     "gripmoe.reporting.claims",
     "gripmoe.reporting.paired",
     "gripmoe.reporting.attacks",
+    "gripmoe.reporting.erasure",
+    "gripmoe.reporting.tables",
     "gripmoe.reporting.figures",
     "gripmoe.reporting.mechanism",
     "gripmoe.geometry.example",

@@ -99,7 +99,8 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
     with house_style():
         figure, panels = panels_of(found, 0.9 + 0.17 * len(methods))
         for axes, objective, group in panels:
-            means = group.groupby(["objective", "method", "metric"]).value.mean().unstack("metric")
+            of_models = group.groupby(["objective", "method", "metric", "model"]).value.mean()
+            means = of_models.groupby(level=["objective", "method", "metric"]).mean().unstack("metric")
             of_kind = runs[runs.model.isin(group.model) & runs.benchmark.isin(group.benchmark)]
             for y, method in enumerate(reversed(methods)):
                 of = NO_OBJECTIVE if method in without_objective else objective

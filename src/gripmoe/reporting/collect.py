@@ -28,18 +28,23 @@ FOUR_WAY = 0.25  # chance of a four-way question
 ANSWER_COLUMNS = ["id", "fact", "metric", "chosen", "score"]  # the metric is the mean of its scores
 
 
-def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers: Path, attacks: Path) -> None:
+def collect_runs(
+    folders: Sequence[Path], output: Path, histories: Path, answers: Path, attacks: Path, known: Path | None = None
+) -> None:
     """Reads what each run folder holds and writes the four tables. Numbers only: the status of a run becomes
-    `reached` and `diverged`, truths are 0 or 1, and training settings are metrics named setting_..."""
+    `reached` and `diverged`, truths are 0 or 1, and training settings are metrics named setting_... Runs are compared
+    with the original, the retrained and the unconstrained ones among them, or else with those of the table `known`."""
     rows, history_rows, answer_rows, attack_rows = [], [], [], []
     settings = [read_yaml(folder / "run.yaml") for folder in folders]
     keys = [tuple(run[name] for name in RUN_KEYS) for run in settings]
     measured = {key: _metrics(folder, run) for key, folder, run in zip(keys, folders, settings, strict=True)}
-    baselines = {(*key[:2], key[3]): metrics for key, metrics in measured.items()}
+    others = load_runs(known, kind=None) if known else pd.DataFrame(columns=COLUMNS)
+    every = {key: dict(zip(run.metric, run.value, strict=True)) for key, run in others.groupby(KEYS)} | measured
+    baselines = {(*key[:2], key[3]): metrics for key, metrics in every.items()}
     for key, folder, run in zip(keys, folders, settings, strict=True):
         metrics, (model, benchmark, objective, _, seed) = measured[key], key
         metrics |= _targets(run["benchmark"]["target"], baselines.get((model, benchmark, "retrained"), {}))
-        metrics |= _whole_time(metrics, measured.get((model, benchmark, objective, "unconstrained", seed), {}))
+        metrics |= _whole_time(metrics, every.get((model, benchmark, objective, "unconstrained", seed), {}))
         metrics |= {name: float("nan") for name in NEED_DATA if name not in metrics}
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
         targets = {name: metrics[f"{name}_target"] for name in names.MATCHED if f"{name}_target" in metrics}
@@ -56,7 +61,7 @@ def collect_runs(folders: Sequence[Path], output: Path, histories: Path, answers
             of_run = dict(zip(KEYS, key, strict=True), id=row["id"], fact=item["fact"])
             attack_rows.append({**of_run, item["metric"]: item["score"], **row})
     tables = {
-        output: with_shares(pd.DataFrame(rows, columns=COLUMNS)),
+        output: with_shares(pd.DataFrame(rows, columns=COLUMNS), others),
         attacks: pd.DataFrame(attack_rows),
         answers: pd.DataFrame(answer_rows, columns=[*KEYS, *ANSWER_COLUMNS]),
         histories: pd.DataFrame(history_rows, columns=HISTORY_COLUMNS),
@@ -124,12 +129,14 @@ def _half_widths(asked: dict[str, dict[str, str]]) -> dict[str, float]:
 SHARED = ("retain_accuracy", "truthfulqa_mc1", "truthfulqa_mc2", "knowmem_retain")
 
 
-def with_shares(runs: pd.DataFrame) -> pd.DataFrame:
+def with_shares(runs: pd.DataFrame, others: pd.DataFrame | None = None) -> pd.DataFrame:
     """The table of runs with their general utility as a share of the original model's (metrics named ..._share), where
-    the table lacks it."""
-    scores = runs[runs.metric.isin(SHARED) & runs.value.gt(0)]
+    the table lacks it. The original model is among the runs, or in the table of `others`."""
+    scores = runs[runs.metric.isin(SHARED)]
     of_model = ["model", "benchmark", "metric"]
-    originals = scores[scores.method == "original"].drop_duplicates(of_model).set_index(of_model).value
+    every = pd.concat([runs, others]) if others is not None and len(others) else runs
+    originals = every[(every.method == "original") & every.metric.isin(SHARED) & every.value.gt(0)]
+    originals = originals.drop_duplicates(of_model).set_index(of_model).value
     before = originals.reindex(pd.MultiIndex.from_frame(scores[of_model])).to_numpy()
     shares = scores.assign(metric=scores.metric + "_share", value=scores.value / before)
     both = pd.concat([runs, shares[shares.value.notna()]]).drop_duplicates([*KEYS, "metric"])

@@ -67,7 +67,8 @@ def _mean_of(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
     if half_width is not None:
         unit = "×" * text.endswith("×")
         text = f"{text.removesuffix(unit)} ± {_text(metric, half_width, news)}"
-    return Cell(text, mean, half_width)
+    valued, of_row = (len(rows[KEYS].drop_duplicates()) for rows in (measured[measured.value.notna()], runs))
+    return Cell(text + f" (n = {valued})" * (valued < of_row), mean, half_width)
 
 
 def comparison(runs: pd.DataFrame, name: str, measured: Measured = _mean_of) -> Table:
@@ -258,7 +259,8 @@ def _mark_best(rows: list[Row], metrics: list[str], chance: float) -> None:
 
 
 def _notes(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], counts: set[int]) -> list[str]:
-    seeds = runs.loc[runs.objective != NO_OBJECTIVE, "seed"].nunique()
+    of_cells = runs[runs.objective != NO_OBJECTIVE].groupby(["model", "objective"]).seed.nunique()
+    seeds, alike = int(of_cells.max()) if len(of_cells) else 0, of_cells.nunique() < 2
     of_one_model = any("model" in row for block in spec["blocks"] for row in block["rows"])
     groups = _groups(runs, spec)
     models = max(group.model[~group.method.isin(names.ORIGINALS)].nunique() for _, group in groups) or 1
@@ -270,7 +272,7 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], count
     cells = [cell for _, measured, _ in table.rows for cell in measured if cell.value is not None]
     spread += " without ± one run," if spread and any(cell.half_width is None for cell in cells) else ""
     notes = [
-        f"Mean over {'up to ' * bool(counts)}{seeds} unlearning seed{'s' * (seeds > 1)},"
+        f"Mean over {'up to ' * (bool(counts) or not alike)}{seeds} unlearning seed{'s' * (seeds > 1)},"
         f" {models} base model{'s' * (models > 1)}{' per block' * (len(groups) > 1)},{spread} test questions, held-out"
         f" retain tokens. {spec['title']}.",
         "; ".join(f"{text}: {names.metric(m).note}" for m, text in headings(spec).items() if names.metric(m).note)
@@ -290,9 +292,11 @@ def _explained(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], c
         explained.append(f"runs stop after {' or '.join(f'{steps:.0f}' for steps in most_steps)} steps at most")
     if " layers)" in labels:
         explained.append("(... of ... layers): those where Method B's own test accepts its router, on average of runs")
-    if counts:
-        explained.append("(n = ...) runs of a row, by base model and seed, where rows of its block differ in them")
     cells = [cell for _, measured, paper in table.rows for cell in (*measured, *paper)]
+    if counts or any(" (n = " in cell.text for cell in cells):
+        explained.append(
+            "(n = ...) runs of a row where rows of its block differ in them, and runs with a value where some have none"
+        )
     if any(cell.best for cell in cells):
         same = ", of rows over the same runs as the one with most" * bool(counts)
         alike = f", accuracies up to {names.CHANCE} and recoveries up to 0 alike" * (spec.get("kind") != "news")

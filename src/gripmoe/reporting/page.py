@@ -26,7 +26,7 @@ from gripmoe.reporting import names
 
 TEMPLATE = "page.html.jinja"
 GOOD, BAD, PARTLY = "#0072b2", "#b34700", "#7a1f5c"  # background colours of verdict words; others are grey
-COLOURS = {"holds": GOOD, "erased": GOOD, "does not hold": BAD, "hides": BAD, "not forgotten": PARTLY}
+COLOURS = {"holds": GOOD, "nothing found": GOOD, "does not hold": BAD, "hides": BAD, "not forgotten": PARTLY}
 VERDICTS_SHOWN = 12  # the others are folded
 MOST_CHOICES = 100  # entries of a drop-down
 LONGEST_CHOICE = 60  # characters

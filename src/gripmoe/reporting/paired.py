@@ -19,6 +19,7 @@ from gripmoe.reporting.uncertainty import LEAST, student
 
 RUN = ["model", "benchmark", "seed"]
 RESAMPLES = 4000
+LEAST_TAIL = 50  # resamples beyond an end of an interval, below which they do not tell where it lies
 MEASURES = ("forget_accuracy", "retain_accuracy", "verbmem", "knowmem_forget", "knowmem_retain")
 
 
@@ -45,12 +46,16 @@ def paired_interval(
 ) -> tuple[float, float, float]:
     """Mean difference and its interval. A run's series has left minus right per item, indexed by the fact that the item
     asks about. `models` names the base model of each run. With three or more base models, the interval is Student's
-    over their means. With fewer, it is a bootstrap that draws runs, and facts within each run, with replacement."""
+    over their means. With fewer, it is a bootstrap that draws runs, and facts within each run, with replacement; of one
+    run at a level that RESAMPLES do not resolve, Student's over its facts."""
     observed = np.array([difference.mean() for difference in differences])
     if len(set(models)) >= LEAST:
         of_models = pd.Series(observed).groupby(list(models)).mean()
         mean, half = float(of_models.mean()), student(of_models, level)
         return mean, mean - half, mean + half
+    if len(differences) == 1 and RESAMPLES * (1 - level) / 2 < LEAST_TAIL:
+        half = _over_facts(differences[0], level)
+        return float(observed[0]), float(observed[0]) - half, float(observed[0]) + half
     generator = np.random.default_rng(0)
     means = np.empty((len(differences), RESAMPLES))
     for row, difference in enumerate(differences):
@@ -62,6 +67,14 @@ def paired_interval(
     resampled = np.take_along_axis(means, chosen, axis=0).mean(axis=0)
     low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
     return float(observed.mean()), float(low), float(high)
+
+
+def _over_facts(difference: pd.Series, level: float) -> float:
+    """Half-width of Student's interval of the mean over items, with facts as independent clusters."""
+    facts = difference.groupby(level=0)
+    residuals, number = facts.sum() - difference.mean() * facts.count(), facts.ngroups
+    error = (number / (number - 1) * residuals.pow(2).sum()) ** 0.5 / len(difference)
+    return float(stats.t.ppf((1 + level) / 2, number - 1) * error)
 
 
 def compared(answers: pd.DataFrame, objective: str, method: str, against: str, metric: str) -> dict[str, float] | None:

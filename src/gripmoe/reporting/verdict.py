@@ -12,7 +12,7 @@ from gripmoe.io.files import read_yaml
 from gripmoe.reporting.collect import FOUR_WAY
 from gripmoe.reporting.paired import paired_interval
 
-ERASED, HIDES, NOT_FORGOTTEN, NOT_DECIDED = "erased", "hides", "not forgotten", "not decided"
+NOTHING_FOUND, HIDES, NOT_FORGOTTEN, NOT_DECIDED = "nothing found", "hides", "not forgotten", "not decided"
 REMAINS = 0.2  # share of the knowledge: a model that keeps more has not forgotten
 RETURNS = 0.1  # share of what was lost: if an attack returns more, the model hides it
 COUNTED = read_yaml(Path(__file__).with_name("verdict.yaml"))
@@ -75,7 +75,7 @@ def judge(scores: Mapping[str, Scores], facts: Mapping[str, str], not_made: Coll
     shown += f"the highest ends at {at_most:.2f}"
     if len(taught):  # attacks that may bring knowledge in
         shown += f"; {_returns(_most(taught))}, which counts only beside a retrained model: it may gain as much"
-    return Verdict(ERASED, shown + absent, returned)
+    return Verdict(NOTHING_FOUND, shown + absent, returned)
 
 
 def what_returns(scores: Mapping[str, Scores], facts: Mapping[str, str]) -> pd.DataFrame:
