@@ -18,7 +18,7 @@ import pandas as pd
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml, write_text
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import load_runs, of_kind
+from gripmoe.reporting.collect import KEYS, load_runs, of_kind
 from gripmoe.reporting.erasure import depth_scores, strongest_attacks
 from gripmoe.reporting.tables import fixed
 from gripmoe.reporting.uncertainty import of_runs
@@ -48,12 +48,17 @@ def folder_of(record: str) -> Path:
 
 def mean_of(record: str, objective: str, method: str, metric: str) -> float:
     """Mean over base models, or over the runs of a single one; of the original and retrained models too. With "all",
-    the mean over objectives; with "news", of MUSE."""
+    the mean over objectives; with "news", of MUSE. The metric "runs" is their number. Raises ValueError for "all" of a
+    method that was not measured under each."""
     runs = of_kind(runs_of(record), "news" if objective == "news" else "letters")
     objective = NO_OBJECTIVE if method in names.ORIGINALS else objective
     of_objective = (runs.objective == objective) | (objective in ("all", "news"))
-    chosen = runs[of_objective & (runs.method == method) & (runs.metric == metric)]
-    return float(of_runs(chosen).mean())
+    of_method = runs[of_objective & (runs.method == method)]
+    if objective == "all" and len(of_method) and {*of_method.objective} != {*names.objectives_of(runs)}:
+        raise ValueError(f"{QUOTES.name}: {method!r} was not measured under all objectives of {record!r}; name one")
+    if metric == "runs":
+        return len(of_method[KEYS].drop_duplicates())
+    return float(of_runs(of_method[of_method.metric == metric]).mean())
 
 
 def excess_of(objective: str, method: str) -> float:
@@ -83,7 +88,7 @@ def value_of(source: str) -> str:
         case [record, "claim", claim, "difference" | "low" | "high" as column]:
             return fixed(claims_of(record)[column][claim], 2)
         case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):
-            return fixed(mean, 0 if metric in OF_HUNDRED else 2)
+            return fixed(mean, 0 if metric in (*OF_HUNDRED, "runs") else 2)
     raise ValueError(f"{QUOTES.name}: {source!r} is no source, or the record has no number of it")
 
 
@@ -104,11 +109,15 @@ def with_sentence(page: str, text: str, sources: list[str]) -> str:
     return page
 
 
-def with_rows(page: str, heading: str, row_of: Callable[[str], list[str]]) -> str:
-    """The page with the cells of the table below a heading line; `row_of` gives those beside the first one's text."""
+def with_rows(page: str, heading: str, columns: dict[str, str], row_of: Callable[[str], list[str]]) -> str:
+    """The page with the cells of the table below a heading line; `row_of` gives those beside the first one's text.
+    Raises ValueError if the page names other `columns`."""
     start = page.index(heading)
     end = page.index("\n\n", start)
     names_of_columns, rule, *rows = page[start:end].splitlines()
+    named = [cell.strip() for cell in names_of_columns.strip("|").split("|")][1:]
+    if named != list(columns):
+        raise ValueError(f"{QUOTES.name}: below {heading!r} the columns are {named}, not {list(columns)}")
     firsts = [row.strip("|").split("|")[0].strip() for row in rows]
     rows = [f"| {' | '.join([first, *row_of(first)])} |" for first in firsts]
     return page[:start] + "\n".join([names_of_columns, rule, *rows]) + page[end:]
@@ -124,7 +133,7 @@ def with_table(page: str, heading: str, record: str, objective: str, columns: di
         cells = [mean_of(record, objective, labels[label], metric) for metric in columns.values()]
         return [ABSENT if pd.isna(cell) else fixed(cell, 2) for cell in cells]
 
-    return with_rows(page, heading, row_of)
+    return with_rows(page, heading, columns, row_of)
 
 
 def with_models(page: str, heading: str, record: str, columns: dict[str, str]) -> str:
@@ -140,7 +149,7 @@ def with_models(page: str, heading: str, record: str, columns: dict[str, str]) -
         known = [ABSENT if pd.isna(v) else fixed(v, 0 if name in whole else 2) for name, v in values.items()]
         return ", ".join(dict.fromkeys(known) if ABSENT in known else known)
 
-    return with_rows(page, heading, lambda model: [cell_of(model.strip("`"), each) for each in columns.values()])
+    return with_rows(page, heading, columns, lambda model: [cell_of(model.strip("`"), each) for each in columns.values()])
 
 
 def quoted(name: str, entries: dict) -> str:

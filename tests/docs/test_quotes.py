@@ -70,6 +70,12 @@ def test_every_decimal_of_what_we_found_is_quoted(page, heading, allowed):
 def test_a_sentence_that_is_not_there_is_an_error():
     with pytest.raises(ValueError, match="is there 0 times"):
         script["with_sentence"]("Nothing.", "It keeps {} of it.", ["main claims all"])
+    with pytest.raises(ValueError, match="'expert_specific_single' was not measured under all objectives"):
+        script["value_of"]("main all expert_specific_single forget_accuracy")
+    with pytest.raises(ValueError, match="below '.*' the columns are"):
+        (table,) = QUOTES["README.md"]["tables"]
+        columns = dict(reversed(table["columns"].items()))
+        script["with_table"]((ROOT / "README.md").read_text(encoding="utf-8"), **table | {"columns": columns})
     with pytest.raises(ValueError, match="is no source"):
         script["value_of"]("somewhere")
 
