@@ -117,6 +117,18 @@ def run_steps(
     return read_json(folder / "checkpoint.json")
 
 
+def test_what_had_forgotten_before_its_first_step_is_corrected(prepared, tmp_path):
+    """And takes no multiple of the time of no step."""
+    root, *_ = prepared
+    finished = tmp_path / "finished" / "checkpoint.json"
+    shutil.copytree(root / "model" / "weights", finished.parent / "weights")
+    write_json(
+        finished, read_json(root / "model" / "model.json") | {"status": "reached", "steps": 0, "seconds_per_step": 1.0}
+    )
+    outcome = run_steps(prepared, "ptc", "gd", tmp_path, checkpoint=finished)
+    assert outcome["status"] == "reached" and "time_ratio" not in outcome
+
+
 def changed_experts(prepared, folder):
     """Per layer, how many experts differ from the original's, and whether the router does."""
     before, after = (MoEModel(load_model(f / "weights")[0]) for f in (prepared[0] / "model", folder))

@@ -208,6 +208,16 @@ def test_finetuning_of_blocks_leaves_all_else_to_the_bit(blocks_only, tokenizer,
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_finetuning_that_diverges_ends_and_saves_nothing(tmp_path):
+    model, rows = small_model(), [Row(str(n), [n + 3] * 4, [n + 3] * 4) for n in range(4)]
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight.fill_(torch.nan)
+    options = dict(epochs=4, learning_rate=1e-2, batch_size=2, pad_id=0, seed=0, save_every=1)
+    with pytest.raises(ConfigError, match="training diverged at step 0"):
+        finetune(model, rows, **options, state_file=tmp_path / "state.pt")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_finetuning_resumes_to_the_bit(optimizer, tokenizer, files, tmp_path):
     """Published models finetune in bf16 and 8 bits, at a rate that changes in every step, some with dropout."""

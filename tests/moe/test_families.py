@@ -588,3 +588,23 @@ def test_log_probabilities_and_kl_are_of_the_logits_that_a_family_gives(family):
     after = moe.model(**batch.inputs).logits.float().log_softmax(-1)
     by_hand = (before.exp() * (before - after)).sum(-1)[:, :-1][scored].mean().item()
     assert by_hand > 1e-5 and objective.retain_loss(moe, batch).item() == pytest.approx(by_hand, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_biases_that_transformers_keeps_in_fp32_stay_as_they_are(family):
+    """Beside router weights in bf16. The control: the biases are not numbers of bf16."""
+    model = make(family).model.bfloat16()
+
+    def biases():
+        named = (*model.named_parameters(), *model.named_buffers())
+        return {name: tensor for name, tensor in named if name.endswith("e_score_correction_bias")}
+
+    for tensor in biases().values():
+        tensor.data = tensor.data.float() + 1e-4
+    before = {name: tensor.clone() for name, tensor in biases().items()}
+    assert before and not any(torch.equal(each, each.bfloat16().float()) for each in before.values())
+    gripmoe.routed_experts(model, torch.arange(3, 11)[None])
+    with MoEModel(model).rounded_routers():
+        rounded = {name: tensor.clone() for name, tensor in biases().items()}
+    for each in (rounded, biases()):
+        assert all(torch.equal(each[name], before[name]) for name in before)

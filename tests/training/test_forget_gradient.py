@@ -105,6 +105,14 @@ def test_a_gradient_that_is_not_finite_ends_a_run_of_repselect(tmp_path):
     assert weights_digest(moe.model) == weights_digest(small_model())
 
 
+def test_lower_precision_than_that_of_the_radius_is_refused(tmp_path):
+    """A move that small is lost in bf16. The control: other baselines train there."""
+    options = dict(moe=MoEModel(small_model().bfloat16()), constraint=Unconstrained())
+    with pytest.raises(ConfigError, match="`sharpness_radius` needs weights in fp32"):
+        run(tmp_path / "s.pt", training=changed(**BASELINES["sam"]), **options)
+    assert run(tmp_path / "s.pt", training=changed(**BASELINES["repselect"]), **options)[1].steps
+
+
 def test_components_that_are_all_of_a_matrix_and_models_without_experts_are_refused():
     moe = MoEModel(small_model())
     rank = min(min(p.shape[1:]) for p in experts_of(moe))

@@ -71,10 +71,11 @@ def run(
     constraint=None,
     objective=None,
     seed=5,
+    moe=None,
     **more,
 ):
     """A run with the constraint that has a random generator, so that resuming must restore that too."""
-    moe = MoEModel(small_model())
+    moe = moe or MoEModel(small_model())
     outcome = unlearn(
         moe,
         objective or GradientDifference(alpha=1.0),

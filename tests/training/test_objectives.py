@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import gripmoe.training.objectives
 from conftest import random_batch, small_model
 from gripmoe.data.documents import Row, collate
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.training.objectives import EPSILON, GradientDifference, cross_entropy, make_objective, sequence_logprobs
 
@@ -160,6 +161,11 @@ def test_rmu_by_hand_and_its_retain_term_is_zero_at_the_start(moe):
     squared = (hidden - objective.target_d).square().mean(dim=-1)
     by_hand = squared[batch.attention_mask.bool()].mean()
     assert objective.forget_loss(moe, batch).item() == pytest.approx(by_hand.item(), rel=1e-5)
+
+
+def test_rmu_names_the_layers_of_the_model(moe):
+    with pytest.raises(ConfigError, match="rmu: `layer` 7: the model has layers 0 to"):
+        started("rmu", moe, random_batch(), layer=7)
 
 
 def test_rmu_differs_from_other_code_where_the_module_says(moe):

@@ -2,12 +2,14 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.optimizers import make_adamw
 
 
@@ -81,6 +83,21 @@ def test_fp32_states_are_resumed_in_fp32():
     assert {state.dtype for state in again.state[stopped].values()} == {torch.float32}
     trained(again, stopped, 4, first=4)
     assert torch.equal(whole, stopped)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists what is mapped")
+@pytest.mark.parametrize("kind", ["adamw", "adamw_fp32"])
+def test_a_resumed_run_does_not_hold_the_file_that_it_came_from(kind, tmp_path):
+    """Or a replaced checkpoint would stay on disk until the process ends."""
+    model, state = torch.nn.Linear(64, 64), tmp_path / "state.pt"
+    optimizer = make_adamw(kind, [{"params": list(model.parameters())}], lr=0.1)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    save_state(state, model, optimizer, seen=torch.ones(64))
+    progress = load_state(state, model, optimizer)
+    assert str(state) not in Path("/proc/self/maps").read_text() and progress["seen"].sum() == 64
+    mapped = torch.load(state, mmap=True)
+    assert str(state) in Path("/proc/self/maps").read_text() and mapped, "the control"
 
 
 def test_what_others_write_into_a_weight_stands():

@@ -1,22 +1,27 @@
 """UNDO: noise goes into experts alone, and the teacher's predictions come back by distillation."""
 
+from math import nan
+
 import pytest
 import torch
 
 from conftest import random_batch, small_model
 from gripmoe.config.methods import UndoConfig
 from gripmoe.constraints.original import final_hidden_states
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
+from gripmoe.training import undo as module
 from gripmoe.training.undo import mix_in_noise, undo
+from moe.test_families import make
 from training.test_loop import corpus
 
 SETTINGS = UndoConfig(noise=0.3, steps=12, learning_rate=3e-3, batch_size=4)
 RETAIN = corpus(1)
 
 
-def undone(family="qwen2_moe", seed=0, **changes):
-    moe = MoEModel(small_model(family))
+def undone(moe=None, seed=0, **changes):
+    moe = moe or MoEModel(small_model("qwen2_moe"))
     report = undo(moe, RETAIN, SETTINGS.model_copy(update=changes), pad_id=0, seed=seed)
     return moe, report
 
@@ -37,7 +42,7 @@ def test_noise_is_mixed_in_by_its_share():
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3"])
 def test_all_of_the_experts_change_and_nothing_else(family):
     """Of a dense model its feed-forward blocks."""
-    before, (after, _) = MoEModel(small_model(family)), undone(family)
+    before, (after, _) = MoEModel(small_model(family)), undone(MoEModel(small_model(family)))
     old, new = before.model.state_dict(), after.model.state_dict()
     for name, value in old.items():
         is_expert = ".mlp." in name and not name.endswith("mlp.gate.weight")
@@ -53,6 +58,26 @@ def test_distillation_brings_the_predictions_back():
     assert reports[60]["distillation_loss"] < 0.5 * reports[1]["distillation_loss"]
     still, _ = undone(noise=0.0, steps=1, learning_rate=1e-12)
     torch.testing.assert_close(final_hidden_states(still, batch), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_biases_of_experts_get_no_noise():
+    """Also those of fused experts, which are matrices."""
+    bias = torch.ones(4, 5)
+    mix_in_noise([bias], share=0.25, seed=0, biases={bias})
+    assert torch.equal(bias, torch.full((4, 5), 0.75))
+    before, (after, _) = (
+        MoEModel(make("gpt_oss").model),
+        undone(MoEModel(make("gpt_oss").model), steps=1, learning_rate=1e-12),
+    )
+    old, new = before.model.state_dict(), after.model.state_dict()
+    name = next(name for name in old if name.endswith("experts.gate_up_proj_bias"))
+    torch.testing.assert_close(new[name], 0.7 * old[name])
+
+
+def test_a_loss_that_is_not_finite_ends_it(monkeypatch):
+    monkeypatch.setattr(module.OriginalPredictions, "divergence", lambda self, model, batch: model.theta(0).sum() * nan)
+    with pytest.raises(ConfigError, match="training diverged at step 0: lower `learning_rate`"):
+        undone()
 
 
 def test_a_seed_says_all_and_tokens_count():

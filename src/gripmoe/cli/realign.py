@@ -67,7 +67,7 @@ def realign(
         outcome = {"status": corrected["status"], "steps": corrected["steps"], "correction_seconds": seconds}
         if "tokens" in report:
             report["tokens"] += corrected.get("tokens", 0)
-        if "seconds_per_step" in corrected:  # the correction adds to the time of the run
+        if corrected["steps"] and "seconds_per_step" in corrected:  # the correction adds to the time of the run
             trained = corrected["seconds_per_step"] * corrected["steps"]
             outcome |= {"time_ratio": (trained + seconds) / trained}
             outcome |= {name: corrected[name] for name in ("seconds_per_step", "plain_seconds_per_step")}

@@ -21,7 +21,8 @@ AXES = {  # which axes have an effect in a row that has these words
     "correction: undo": {"undo"},
     "constraint: null_space": {"form", "basis", "granularity", "eps_null", "safety_margin", "projects"},
     "constraint: null_space with form: sound": {"max_rank"},
-    "constraint: null_space with form: paper": {"surface", "kaczmarz_steps", "kaczmarz_tolerance"},
+    "constraint: null_space with form: paper": {"surface"},
+    "constraint: null_space with form: paper with granularity: expert": {"kaczmarz_steps", "kaczmarz_tolerance"},
     "basis: original": {"surface"},
     "basis: original with form: sound with projects: update": {"every"},
     "basis: tracked": {"forgetting"},
@@ -87,6 +88,9 @@ class Method(Strict):
             if getattr(self, axis) != type(self).model_fields[axis].default and not any(map(self._has, rows)):
                 choice = " or ".join(f"`{words}`" for words in rows)
                 raise Mistake(axis, f"without effect here; it is a choice of {choice}")
+        of_routers = self.training.keys() & {"router_multiplier", "router_weight_decay"}
+        if of_routers and self.constraint == "frozen":
+            raise Mistake(f"training.{min(of_routers)}", "without effect here: `constraint: frozen` trains no router")
         if self.corrects and not self.correction:
             raise ValueError("`corrects` needs `correction: restore`, `correction: realign` or `correction: undo`")
         if self.correction == "undo" and not (self.corrects and self.undo):

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def compute_in_fp32(router: nn.Module) -> bool:
     """Makes weight and logits of `router` fp32, under autocast too. The weights of chosen experts need no cast back,
     because transformers casts their products to the hidden dtype. Returns whether this call has converted the
     router."""
-    dtype = router.weight.dtype
+    dtypes = {name: tensor.dtype for name, tensor in _tensors(router)}
+    lower = router.weight.dtype != torch.float32
     router.float()
     if hasattr(router, "_in_fp32"):
-        if dtype != torch.float32:  # the whole model was cast in between
-            router._in_fp32 = dtype, router._in_fp32[1]
+        if lower:  # the whole model was cast in between
+            router._in_fp32 = dtypes, router._in_fp32[1]
         return False
     handles = router.register_forward_pre_hook(_enter), router.register_forward_hook(_leave, always_call=True)
-    router._in_fp32, router._no_autocast = (dtype, handles), None
+    router._in_fp32, router._no_autocast = (dtypes, handles), None
     return True
 
 
 def release(router: nn.Module, *, rounded: bool = False) -> None:
     """Undoes `compute_in_fp32` for a router that was in fp32 before. A router of lower precision stays in fp32. With
-    `rounded` it returns to its dtype, which changes some of its selections."""
-    dtype, handles = getattr(router, "_in_fp32", (None, ()))
-    if dtype == torch.float32 or (dtype and rounded):
+    `rounded` each of its tensors returns to its own dtype, which changes some selections. (transformers keeps the
+    biases of some families in fp32 beside a weight in bf16.)"""
+    dtypes, handles = getattr(router, "_in_fp32", ({}, ()))
+    if dtypes and (rounded or dtypes["weight"] == torch.float32):
         for handle in handles:
             handle.remove()
-        router.to(dtype)
+        for name, tensor in _tensors(router):
+            tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
         del router._in_fp32, router._no_autocast
+
+
+def _tensors(router: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that `nn.Module.float` casts."""
+    named = (*router.named_parameters(), *router.named_buffers())
+    return ((name, tensor) for name, tensor in named if tensor.is_floating_point())
 
 
 def _enter(router, args):

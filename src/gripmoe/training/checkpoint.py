@@ -59,7 +59,10 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         state = _load(_part(path, state["number"]))
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    return state["progress"]
+    # torch keeps what is on the CPU as it is: views, which hold the file's blocks after the next one has replaced it.
+    for held in (*optimizer.state.values(), *optimizer.param_groups):
+        held.update(_copied({name: value for name, value in held.items() if name != "params"}))
+    return _copied(state["progress"])
 
 
 def claim_state(path: Path, identity: Mapping[str, Any]) -> None:
@@ -109,6 +112,15 @@ def _parts(path: Path) -> list[Path]:
 def _save(path: Path, state: dict) -> None:
     with atomic_path(path) as temporary, temporary.open("wb") as file:  # by name torch hides why it could not write
         torch.save(state, file)
+
+
+def _copied(value: Any) -> Any:
+    """The value with copies of its tensors that are on the CPU."""
+    if type(value) is torch.Tensor:
+        return value.clone() if value.device.type == "cpu" else value
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    return type(value)(map(_copied, value)) if isinstance(value, list | tuple) else value
 
 
 def _load(path: Path) -> dict:

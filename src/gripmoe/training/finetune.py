@@ -16,7 +16,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.modes import checkpointing
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.objectives import cross_entropy
-from gripmoe.training.optimizers import make_adamw, set_rates
+from gripmoe.training.optimizers import finite_norm, make_adamw, set_rates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,7 +42,8 @@ def finetune(
     Resumes from `state_file`; the result is the same as without the interruption.
 
     Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, and
-    trains on its rows of every batch. Raises ValueError if the rows cannot be shared out evenly.
+    trains on its rows of every batch. Raises ValueError if the rows cannot be shared out evenly, and ConfigError if a
+    loss or gradient is not finite.
     """
     first = distributed.is_first()
     moe = MoEModel(model)  # its routers are in fp32 from here on, and so are their states
@@ -74,7 +75,7 @@ def finetune(
                 loss = cross_entropy(moe, batch.to(model.device)) * (count / sum(scored))
                 loss.backward()
                 losses[-1] += distributed.average(loss.item())
-            distributed.clip_gradients(parameters, 1.0)
+            distributed.clip_gradients(parameters, 1.0, finite_norm(losses[-1], parameters, step))
             torch.manual_seed(1_000_000 * seed + step)  # of rounding, the same in all processes
             adamw.step()
     if blocks_only:

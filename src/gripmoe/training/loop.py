@@ -27,6 +27,7 @@ from gripmoe.data.documents import Batch
 from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.io import distributed
 from gripmoe.io.clock import now
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
 from gripmoe.moe.modes import checkpointing
@@ -95,8 +96,8 @@ def unlearn(
 
     Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, trains
     on its rows of every batch and takes part in every check. Batch sizes are of each process and pass; the effective
-    ones are printed. Raises ConfigError for what processes cannot share, for a corpus smaller than a batch, and for a
-    state of another number of processes.
+    ones are printed. Raises ConfigError for what processes cannot share, for a corpus smaller than a batch, for a state
+    of another number of processes, and for SAM in lower precision than fp32.
     """
     batches = StepBatches(corpora, training, seed, model.model.device)
     batches.check(scope)
@@ -106,6 +107,10 @@ def unlearn(
     model.model.eval()
     used = batches.used("forget"), batches.used("retain")
     routers, experts = _trainable(model, scope, _trained_layers(model, objective.last_layer, training.trained_layers))
+    if training.sharpness_radius and any(parameter.dtype != torch.float32 for parameter in experts):
+        raise ConfigError(
+            "`sharpness_radius` needs weights in fp32: in lower precision the move up the loss is rounded away"
+        )
     objective.start(model, *used)
     constraint.start(model, *used)
     original_sets = OriginalSets(model, [*used[0], *used[1]]) if replay else None

@@ -154,6 +154,8 @@ class RepresentationMisdirection:
         self.monitor: dict[str, float] = {}
 
     def start(self, model, forget, retain) -> None:
+        if self.layer >= (number := len(model.model.model.layers)):
+            raise ConfigError(f"rmu: `layer` {self.layer}: the model has layers 0 to {number - 1}")
         self._hidden = OriginalCache(model.originals)
         what = f"RMU original {self.layer}"
         with model.only_layers(self.layer + 1):

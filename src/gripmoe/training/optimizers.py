@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 
 
@@ -37,6 +39,15 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
             return OptimState8bit.zeros(p.shape, signed, block_size, p.device)
 
     return ShardableAdamW8bit(groups, bf16_stochastic_round=True, **settings)
+
+
+def finite_norm(loss: float, parameters: Sequence[torch.nn.Parameter], step: int) -> float:
+    """The norm of all gradients, over all processes. Raises ConfigError, before the step, if the norm or the loss of
+    any process is not finite: weights that are NaN answer questions like a model that knows nothing."""
+    norm = distributed.total_norm([p.grad for p in parameters if p.grad is not None]).item()
+    if not math.isfinite(distributed.average(loss) + norm):
+        raise ConfigError(f"training diverged at step {step}: lower `learning_rate`")
+    return norm
 
 
 @contextmanager
