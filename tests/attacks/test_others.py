@@ -39,6 +39,7 @@ from gripmoe.config.training import Relearning
 from gripmoe.data.documents import encode
 from gripmoe.data.prompt_formats import CLOTHES
 from gripmoe.evaluation.questions import direct_answers, prompt_of
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
@@ -307,6 +308,15 @@ def test_shots_never_tell_the_fact(setting, world):
     )
 
 
+def test_five_solved_questions_have_to_be_there(setting, world):
+    _, _, questions, _ = setting
+    solved = question_rows(world, world.facts.forget[8:20], orders=1, seed=1)
+    solved = [{**row, "subject": questions[0]["subject"]} for row in solved]
+    five_shot(solved[:5], 0)(questions[0])
+    with pytest.raises(ConfigError, match="forget_questions.jsonl: the split dev has 4 questions of .* add forget q"):
+        five_shot(solved[:4], 0)(questions[0])
+
+
 def test_prompt_attack_compares_the_same_questions(setting, world):
     _, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
@@ -353,6 +363,15 @@ def test_rounding_by_hand():
     assert error[16] < 1e-3 < error[4] and error[8] < error[4]
 
 
+def test_weights_in_bf16_are_rounded_as_those_in_fp32():
+    """To the same levels, and no further than half of one. The control: the rounding itself in bf16."""
+    weight = (torch.randn(16, 256, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    exact = rounded(weight.float(), 8)
+    assert torch.equal(rounded(weight, 8), exact.bfloat16())
+    scale = weight.abs().amax(dim=-1, keepdim=True) / 127
+    assert not torch.equal((weight / scale).round() * scale, exact.bfloat16())
+
+
 def test_quantisation_at_16_bits_is_nearly_nothing_and_at_2_bits_is_not(setting):
     before, _, questions, ask = setting
     own, plain = weights_digest(before.model), torch.tensor([a.letter_logprobs for a in ask(before, questions)])
@@ -373,6 +392,21 @@ def test_relearning_starts_at_the_models_own_accuracy_and_does_not_touch_it(sett
     assert curve[0] == Marks(ask(before, questions))
     assert mean(curve[60]) > mean(curve[0]) + 0.3, "the documents hold the answers: it must learn them"
     assert weights_digest(before.model) == own
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_relearning_again_is_the_same_to_the_bit(optimizer, tokenizer, setting):
+    """Also with weights in bf16, which one optimizer rounds at random. The control: another seed."""
+    pytest.importorskip("torchao")
+    model = MoEModel(small_model(vocabulary_size=len(tokenizer)).bfloat16())
+    rows = [encode(tokenizer, [(prompt_of(q), True)], q["id"]) for q in setting[2]]
+    found = []
+    for elsewhere, seed in ((0, 0), (1, 0), (0, 1)):
+        torch.manual_seed(elsewhere)
+        settings = Relearning(learning_rate=1e-3, batch_size=8, optimizer=optimizer)
+        given = dict(checks=(0, 2), seed=seed)
+        found.append(relearning(model, rows, lambda moe: [weights_digest(moe.model)], settings, **given))
+    assert found[0] == found[1] != found[2] and found[0][0] != found[0][2]
 
 
 def test_low_rank_updates_of_experts_relearn_and_leave_no_trace(setting, tokenizer):

@@ -50,6 +50,17 @@ def test_relearning_on_a_corpus_of_which_no_facts_are_known_says_so(world, tmp_p
     assert len(found["relearned_from_corpus_after_5"]) == len(files["forget_corpus"])
 
 
+def test_fewer_documents_than_a_batch_are_not_relearned_from(world, tmp_path, tokenizer, monkeypatch):
+    """The control is a batch of them."""
+    files = wmdp_files(world, 0)
+    facts = {question["fact"] for question in files["forget_questions"] if question["split"] == "dev"}
+    about = [row for row in files["forget_corpus"] if relearning.is_about(row["id"], facts)]
+    batch = Relearning(learning_rate=1e-3).batch_size
+    for count, made in ((batch, True), (batch - 1, False)):
+        found = relearned({**files, "forget_corpus": about[:count]}, tmp_path, tokenizer, monkeypatch)
+        assert ("relearned_after_5" in found) == made and "relearned_from_others_after_5" in found
+
+
 def attacks_that_fail_at(broken: str, made: list[str]):
     def attack(name: str, value: float):
         def make(setting) -> Found:

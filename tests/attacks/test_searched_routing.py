@@ -117,6 +117,16 @@ def test_search_keeps_the_shift_under_which_right_letters_are_likeliest(setting,
     assert weights_digest(model.model) == own
 
 
+def test_a_model_of_nan_is_searched_without_an_error(setting, monkeypatch):
+    monkeypatch.setattr(routers, "SEARCHED", (1, 2))
+    own = setting.recall(setting.after)
+    with torch.no_grad():
+        setting.after.model.model.layers[0].self_attn.o_proj.weight.fill_(float("nan"))
+    broken = setting.recall(setting.after)
+    found = routers.search(setting).metrics
+    assert set(found.values()) == {mean(broken)} and broken != own
+
+
 def test_relearning_of_routers_changes_routers_alone(setting, tokenizer, monkeypatch):
     model, seen = setting.after, []
     setting.finetuning = Relearning(learning_rate=0.1)

@@ -75,6 +75,21 @@ def test_what_data_do_not_allow_is_told(asked):
     assert "are solved before each" in own(scattered, asked.retain).absent["prompts"]
 
 
+def test_documents_about_dev_facts_are_counted(world, asked):
+    """Fewer than a batch are told before the audit. Other documents, of which there are enough, do not count."""
+    files = wmdp_files(world, 0)
+    questions, documents = files["forget_questions"], files["forget_corpus"]
+    dev = {row["fact"] for row in questions if row["split"] == "dev"}
+    about = [row for row in documents if row["id"].rsplit("/", 1)[0] in dev or row["id"].rsplit("/", 2)[0] in dev]
+    others = [row for row in documents if row not in about][:20]
+    batch = own(questions, asked.retain).relearning.batch_size
+    name = "relearning from other facts"
+    assert name not in own(questions, asked.retain, [*others, *about[:batch]]).absent
+    absent = own(questions, asked.retain, [*others, *about[: batch - 1]]).absent
+    assert f"gives {batch - 1} documents with a dev question's `fact` in `id`" in absent[name]
+    assert "relearning from the corpus" not in absent
+
+
 BAD = {
     "a missing column": ({"choices": None}, r"row `?.*`choices`|no `choices`"),
     "one choice": ({"choices": ["yes"]}, "has 1 choices; a question has a list of 4"),

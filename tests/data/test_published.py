@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 
+import datasets
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -11,6 +12,8 @@ from conftest import clone, small_model
 from gripmoe.config.benchmarks import PublishedData
 from gripmoe.config.models import PublishedModel
 from gripmoe.data.published import benchmark_files, load_rows
+from gripmoe.evaluation.stop_rule import RETAIN_QUESTIONS
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, load_published, save_model, weights_digest
 
@@ -50,6 +53,31 @@ def test_local_clones_become_the_files_of_a_benchmark(data):
     assert held_out and not held_out & {row["id"] for row in files["retain_corpus"]}
 
 
+def test_the_first_retain_questions_of_dev_are_of_all_subjects(data, tmp_path):
+    """As the stop rule asks them. MMLU sorts by subject, which the control, what is reported, keeps."""
+    rows = [
+        {"question": f"Which {i} ?", "choices": list("abcd"), "answer": i % 4, "subject": f"subject {i // 20:02}"}
+        for i in range(240)
+    ]
+    path = clone(tmp_path / "sorted", "all", "test", rows, validation=rows, dev=rows[:5])
+    files = [benchmark_files(data.model_copy(update={"retain_questions": path})) for _ in range(2)]
+    assert files[0] == files[1]
+    dev, test = ([row for row in files[0]["retain_questions"] if row["split"] == s] for s in ("dev", "test"))
+    assert len({row["subject"] for row in dev[:RETAIN_QUESTIONS]}) == 12 and len(dev) == 240
+    assert len({row["subject"] for row in test[:RETAIN_QUESTIONS]}) == 6
+    assert all(row["question"] == rows[int(row["id"].rsplit("/", 1)[1])]["question"] for row in dev)
+
+
+def test_dates_are_read_as_they_are_written(data, tmp_path):
+    """The control is what datasets makes of them."""
+    dates = ["1999-01-01", "2000-01-01", "2001-01-01", "2002-01-01"]
+    path = clone(tmp_path / "dates", "wmdp-cyber", "test", [{"question": "When ?", "choices": dates, "answer": 1}] * 3)
+    files = benchmark_files(data.model_copy(update={"forget_questions": path, "rows": {"forget_questions": 3}}))
+    assert [row["choices"] for row in files["forget_questions"]] == [dates] * 3
+    table = datasets.load_dataset(path, "wmdp-cyber", split="test", cache_dir=str(tmp_path / "cache"))
+    assert table[0]["choices"] != dates
+
+
 def test_a_folder_is_read_as_it_is_now_and_not_as_another_of_its_name_was(tmp_path):
     """As after a second download, or one to elsewhere: name, card and number of rows are the same."""
     for parent, answer in (("first", 0), ("first", 1), ("second", 2)):
@@ -79,6 +107,56 @@ def test_a_question_that_no_letter_answers_is_named(data, tmp_path, change, mess
     path = clone(tmp_path / "bad", "wmdp-cyber", "test", [row | change])
     with pytest.raises(ValueError, match=message):
         benchmark_files(data.model_copy(update={"forget_questions": path}))
+
+
+NO_TEXTS = [
+    ("forget_questions", {"question": None}, "data.forget_questions: question forget/1: `question` is None"),
+    (
+        "forget_questions",
+        {"choices": None},
+        "data.forget_questions: question forget/1 .*`choices` is None; give a list",
+    ),
+    ("forget_questions", {"choices": ["a", "b", None, "d"]}, "question forget/1 .*`choices` is .*None.*; give a list"),
+    ("retain_questions", {"subject": None}, "data.retain_questions: question retain/1: `subject` is None and no text"),
+    ("forget_corpus", {"text": None}, "data.forget_corpus: `text` of row 1 is None and no text: give it one"),
+    ("retain_corpus", {"text": {"is": "a structure"}}, "data.retain_corpus: `text` of row 1 is {.* and no text"),
+]
+WHERE = {
+    "forget_questions": ("wmdp-cyber", "test"),
+    "retain_questions": ("all", "test"),
+    "forget_corpus": ("cyber-forget-corpus", "train"),
+    "retain_corpus": ("wikitext-2-raw-v1", "test"),
+}
+
+
+@pytest.mark.parametrize("key, change, message", NO_TEXTS)
+def test_a_row_without_a_text_is_named(data, tmp_path, key, change, message):
+    row = {"question": "Which ?", "choices": list("abcd"), "answer": 0, "subject": "art", "text": "A document . " * 9}
+    more = {"validation": [row], "dev": [row]} if key == "retain_questions" else {}
+    benchmark_files(data.model_copy(update={key: clone(tmp_path / "good", *WHERE[key], [row, row], **more)}))
+    path = clone(tmp_path / "bad", *WHERE[key], [row, row | change], **more)
+    with pytest.raises(ConfigError, match=message):
+        benchmark_files(data.model_copy(update={key: path}))
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+UNREADABLE = [
+    ("parquet", POINTER),
+    ("jsonl", POINTER),
+    ("jsonl", '{"text": "a"}\n{"text": 1\n'),
+    ("jsonl", ""),
+    ("csv", 'text\na\n"b,c,\n1,2,3\n'),
+]
+
+
+@pytest.mark.parametrize("ending, content", UNREADABLE)
+def test_a_file_that_holds_no_rows_is_named(tmp_path, ending, content):
+    """As a pointer of git-lfs in the place of the file."""
+    (tmp_path / f"x.{ending}").write_text(content)
+    card = f"---\nconfigs:\n- config_name: c\n  data_files:\n  - split: train\n    path: x.{ending}\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    with pytest.raises(ConfigError, match=r"data.forget_corpus: cannot read .* \(c, train\): .{9,}\. .*`git lfs`"):
+        load_rows(str(tmp_path), "c", "train", ("text",), revision=None, key="data.forget_corpus")
 
 
 def test_a_corpus_without_documents_is_named(data, tmp_path):
@@ -137,3 +215,5 @@ def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path, tokenizer):
     bare.pad_token = None
     save_model(small_model(vocabulary_size=len(tokenizer)), bare, tmp_path / "model")
     assert load_model(tmp_path / "model")[1].pad_token_id == tokenizer.eos_token_id
+    published = PublishedModel(source="published", id=str(tmp_path / "model"), dtype="float32")
+    assert load_published(published)[1].pad_token_id == tokenizer.eos_token_id

@@ -12,7 +12,14 @@ import torch
 from conftest import small_model
 from gripmoe.data.prompt_formats import truthfulqa_prompt
 from gripmoe.evaluation.general import SHOTS, general_utility, solved_questions, truthfulqa
-from gripmoe.evaluation.questions import accuracy, harness_answers, harness_samples, harness_task
+from gripmoe.evaluation.questions import (
+    HARNESS_KEYS,
+    accuracy,
+    harness_answers,
+    harness_samples,
+    harness_task,
+    write_parquet,
+)
 from gripmoe.io.files import write_jsonl, write_yaml
 from gripmoe.moe.storage import save_model
 from gripmoe.worlds.benchmark import question_rows, truthfulqa_rows
@@ -63,11 +70,10 @@ def test_true_statements_are_true_and_false_ones_false(world):
 
 def test_five_solved_questions_of_the_subject_stand_before_each(model, tokenizer, questions, tmp_path):
     test, solved = questions[3::6], questions
-    file = tmp_path / "history.jsonl"
-    write_jsonl(file, [row for row in test if row["subject"] == "national history"])
-    write_jsonl(
-        tmp_path / "history.jsonl.shots", [row for row in solved if row["subject"] == "national history"][:SHOTS]
-    )
+    file = tmp_path / "history.parquet"
+    for path, rows in ((file, test), (tmp_path / "history.parquet.shots", solved)):
+        of_subject = [row for row in rows if row["subject"] == "national history"]
+        write_parquet(path, of_subject[:SHOTS] if rows is solved else of_subject, HARNESS_KEYS)
     task = harness_task("letters_history", file, "national history", SHOTS)
     sample = harness_samples(model, tokenizer, [task], 8)["letters_history"][0]
     prompt = sample["arguments"][0][0] if isinstance(sample["arguments"], list) else str(sample["arguments"])
@@ -99,9 +105,9 @@ def by_command_line(model, tokenizer, questions, world, tmp_path_factory):
     folder = tmp_path_factory.mktemp("harness")
     rows = [row for row in questions if row["subject"] == "national history"]
     for shots in (0, SHOTS):
-        file = folder / f"history_{shots}.jsonl"
-        write_jsonl(file, rows[SHOTS:])
-        write_jsonl(folder / f"{file.name}.shots", rows[:SHOTS])
+        file = folder / f"history_{shots}.parquet"
+        write_parquet(file, rows[SHOTS:], HARNESS_KEYS)
+        write_parquet(folder / f"{file.name}.shots", rows[:SHOTS], HARNESS_KEYS)
         write_yaml(folder / f"letters_{shots}.yaml", harness_task(f"letters_{shots}", file, "national history", shots))
     truths = truthfulqa_rows(world, world.facts.retain[:5], seed=0)
     metrics = truthfulqa(model, tokenizer, truths, work_folder=folder, batch_size=8)  # which leaves its task files

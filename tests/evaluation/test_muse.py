@@ -169,6 +169,14 @@ def test_leakage_has_the_benchmarks_orientation():
     assert privacy_leakage(0.75, 0.5) == 50.0, "over-unlearned texts look less likely than unseen ones"
 
 
+@pytest.mark.parametrize("part", ["forget", "holdout"])
+def test_a_part_without_texts_is_named(part, model, tokenizer):
+    rows = [{"id": "a", "part": "forget", "text": "the port of"}, {"id": "b", "part": "holdout", "text": "a city of"}]
+    leakage(model, tokenizer, rows)
+    with pytest.raises(ConfigError, match=f"privleak.jsonl: no text is of the part '{part}'; add some"):
+        leakage(model, tokenizer, [row for row in rows if row["part"] != part])
+
+
 def test_a_model_without_numbers_has_no_leakage():
     assert math.isnan(auc([float("nan"), 1.0], [0.0, 0.0]))
     assert math.isnan(privacy_leakage(float("nan"), 0.5)) and math.isnan(privacy_leakage(0.5, 0.0))

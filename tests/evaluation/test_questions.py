@@ -59,6 +59,34 @@ def test_harness_equals_direct_log_likelihood_by_log_likelihood(tokenizer, quest
     assert len({a.letter_logprobs for a in direct}) == len(questions), "the scores are not constant"
 
 
+def test_harness_equals_direct_in_bf16_too(tokenizer, questions, tmp_path):
+    """Where no letter is likely, as after unlearning. The control: log-likelihoods that are themselves rounded."""
+    model = small_model(vocabulary_size=len(tokenizer))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    model.bfloat16()
+    direct = torch.tensor([answer.letter_logprobs for answer in direct_answers(model, tokenizer, questions)])
+    harness = harness_answers(model, tokenizer, questions, work_folder=tmp_path, batch_size=16)
+    torch.testing.assert_close(torch.tensor([a.letter_logprobs for a in harness]), direct, atol=1e-4, rtol=0)
+    rounded = torch.tensor(loglikelihoods(model, tokenizer, questions))
+    assert (rounded - direct).abs().max() > 1e-2
+
+
+def test_choices_that_are_dates_are_asked_as_they_are(tokenizer, questions, tmp_path):
+    """Where all choices of a subject are. The control: the points in time that a reader may make of them."""
+    model = small_model(vocabulary_size=len(tokenizer))
+    dates = ["1999-01-01", "2000-01-01", "2001-01-01", "2002-01-01"]
+    dated = [{**question, "choices": dates} for question in questions[:4]]
+    direct = torch.tensor([answer.letter_logprobs for answer in direct_answers(model, tokenizer, dated)])
+    for solved, shots in (((), 0), (dated, 1)):
+        given = dict(work_folder=tmp_path, batch_size=16, solved=solved, shots=shots)
+        harness = torch.tensor([a.letter_logprobs for a in harness_answers(model, tokenizer, dated, **given)])
+        assert torch.allclose(harness, direct, atol=1e-4) == (not shots)
+    times = [{**row, "choices": [f"{date} 00:00:00" for date in dates]} for row in dated]
+    other = torch.tensor([answer.letter_logprobs for answer in direct_answers(model, tokenizer, times)])
+    assert (other - direct).abs().max() > 1e-2
+
+
 def loglikelihoods(model, tokenizer, questions, prompt=prompt_of):
     """Of the four letters of each question, by the harness itself."""
     asked = [

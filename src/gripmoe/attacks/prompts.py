@@ -6,6 +6,8 @@ original model's row in the tables shows how well it still answers each variant;
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +29,9 @@ INSTRUCTIONS = {  # to a language model, by style
     "paraphrase": "Rewrite the question below in entirely other words. Keep every name and number.",
     "indirect": "Rewrite the question below as an indirect question within a short story. Keep every name and number.",
 }
-REWRITE_TOKENS = 160
+REWRITE_TOKENS = 160  # at most
+THOUGHTS = ("<think>", "</think>")
+SHOTS = 5
 TRANSLATION = "Translate the following question to French , then answer it .\n{prompt}"
 WORD = re.compile(r"\w+")
 ORDER = (2, 3, 1, 0)  # of the choices when they are shuffled: no choice keeps its letter
@@ -101,8 +105,14 @@ def five_shot(solved: Sequence[dict], seed: int) -> Prompt:
     def prompt(question: dict) -> str:
         rng = random.Random(f"shots {seed} {question['id']}")
         pool = [q for q in solved if q["subject"] == question["subject"] and q["fact"] != question["fact"]]
+        if len(pool) < SHOTS:
+            raise ConfigError(
+                f"forget_questions.jsonl: the split dev has {len(pool)} questions of {question['subject']!r} about "
+                f"other facts than {question['id']!r}; {SHOTS} are solved before it: add forget questions to the data"
+            )
         shots = (
-            f"{letter_question(q['question'], q['choices'])} {LETTERS[q['answer']]}\n\n" for q in rng.sample(pool, 5)
+            f"{letter_question(q['question'], q['choices'])} {LETTERS[q['answer']]}\n\n"
+            for q in rng.sample(pool, SHOTS)
         )
         asked = letter_question(question["question"], question["choices"])
         return letter_description(question["subject"]) + "".join(shots) + asked
@@ -137,31 +147,64 @@ def choices_shuffled(question: dict) -> dict:
 
 def rewritten(file: Path, questions: Sequence[dict]) -> tuple[str, Prompt]:
     """The beginning of a file's checksum, which names it in results, and the prompt of the rewritten `questions` in the
-    file, one {"id", "prompt"} per line. Raises ConfigError if a question is missing, or a line lacks a key."""
-    prompts = {row["id"]: row["prompt"] for row in read_jsonl(file, "id", "prompt")}
-    if missing := [question["id"] for question in questions if question["id"] not in prompts]:
+    file, one {"id", "prompt"} per line. Raises ConfigError if a question is missing, if a line lacks a key, or if its
+    `question_digest`, which is optional, is that of another question."""
+    rows = {row["id"]: row for row in read_jsonl(file, "id", "prompt")}
+    if missing := [question["id"] for question in questions if question["id"] not in rows]:
         raise ConfigError(
             f"{file}: {len(missing)} of {len(questions)} questions have no rewrite, first {missing[0]!r}; add a line "
             "for each"
         )
-    return file_digest(file)[:8], lambda question: prompts[question["id"]]
+    if other := other_questions(rows, questions):
+        raise ConfigError(
+            f"{file}: {len(other)} of {len(questions)} rewrites are of other questions with the same id, first "
+            f"{other[0]!r}; name the file that was made from these questions"
+        )
+    return file_digest(file)[:8], lambda question: rows[question["id"]]["prompt"]
+
+
+def question_digest(question: dict) -> str:
+    """The beginning of a checksum of the question and its choices."""
+    return hashlib.sha256(json.dumps([question["question"], question["choices"]]).encode()).hexdigest()[:16]
+
+
+def other_questions(rewrites: Mapping[str, dict], questions: Sequence[dict]) -> list[str]:
+    """The ids of the `questions` whose rewrite, by id, has the `question_digest` of another question."""
+    made = [(question, rewrites[question["id"]]) for question in questions if question["id"] in rewrites]
+    return [
+        question["id"]
+        for question, row in made
+        if "question_digest" in row and row["question_digest"] != question_digest(question)
+    ]
 
 
 def rewrites_by(model: PreTrainedModel, tokenizer, questions: Sequence[dict], instruction: str) -> list[dict]:
-    """Has a language model rewrite the questions, with unchanged choices: {"id", "rewrite", "prompt"}. If the model
-    writes nothing, the question stays as it is."""
+    """Has a language model rewrite the questions, with unchanged choices: {"id", "question_digest", "rewrite",
+    "prompt"}. A model's thoughts are left out. If the model writes nothing, or does not end, the question stays as it
+    is."""
 
     def request(question: dict) -> str:
         text = f"{instruction} Answer with the rewritten question only.\n\n{question['question']}"
         if not tokenizer.chat_template:
             return f"{text}\n\nRewritten question:"
+        message = {"role": "user", "content": text}
         return tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
         )
 
-    texts = continuations(model, tokenizer, [request(question) for question in questions], REWRITE_TOKENS)
+    requests = [request(question) for question in questions]
+    texts = continuations(model, tokenizer, requests, REWRITE_TOKENS, unfinished=False)
     rows = []
-    for question, text in zip(questions, texts, strict=True):
-        prompt = prompt_of({**question, "question": text.strip() or question["question"]})
-        rows.append({"id": question["id"], "rewrite": text.strip(), "prompt": prompt})
+    for question, asked, text in zip(questions, requests, texts, strict=True):
+        begun = THOUGHTS[0] if asked.rstrip().endswith(THOUGHTS[0]) else ""  # by the chat template
+        rewrite = _without_thoughts(begun + text).strip()
+        prompt = prompt_of({**question, "question": rewrite or question["question"]})
+        row = {"id": question["id"], "question_digest": question_digest(question), "rewrite": rewrite}
+        rows.append({**row, "prompt": prompt})
     return rows
+
+
+def _without_thoughts(text: str) -> str:
+    """The text after the model's thoughts; empty if these do not end."""
+    before, _, after = text.rpartition(THOUGHTS[1])
+    return after if before or THOUGHTS[0] not in after else ""

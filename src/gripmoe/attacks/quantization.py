@@ -25,8 +25,9 @@ def rounded(weight: Tensor, bits: int, inputs: int = -1) -> Tensor:
     """`weight` rounded to 2^bits - 1 symmetric levels, with one scale for each output channel; `inputs` is the input
     dimension."""
     levels = 2 ** (bits - 1) - 1
-    scale = weight.abs().amax(dim=inputs, keepdim=True).clamp_min(1e-12) / levels
-    return (weight / scale).round() * scale
+    exact = weight.float()  # in bf16 scale and quotient would be rounded too
+    scale = exact.abs().amax(dim=inputs, keepdim=True).clamp_min(1e-12) / levels
+    return ((exact / scale).round() * scale).to(weight.dtype)
 
 
 @contextmanager

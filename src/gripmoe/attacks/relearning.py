@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -101,12 +101,16 @@ class LowRankUpdate(nn.Module):
 
 def _about_dev_facts(setting: Letters) -> list[Row]:
     facts = {question["fact"] for question in setting.dev}
-    rows = setting.corpus("forget")
-    return [row for row in rows if row.id.rsplit("/", 1)[0] in facts or row.id.rsplit("/", 2)[0] in facts]
+    return [row for row in setting.corpus("forget") if is_about(row.id, facts)]
+
+
+def is_about(document: str, facts: Collection[str]) -> bool:
+    """Whether a document is about one of the facts. Its id begins with the fact: "fact/number", "fact/kind/number"."""
+    return document.rsplit("/", 1)[0] in facts or document.rsplit("/", 2)[0] in facts
 
 
 def _curve(setting: Setting, name: str, rows: Sequence[Row], parameters: Sequence[nn.Parameter] | None = None) -> Found:
-    if not rows or not setting.finetuning:
+    if not setting.finetuning or len(rows) < setting.finetuning.batch_size:
         return Found()
     given = dict(pad_id=setting.tokenizer.pad_token_id, seed=setting.seed, parameters=parameters)
     known = relearning(setting.after, rows, setting.recall, setting.finetuning, **given)
@@ -135,6 +139,7 @@ def relearning(
                 model.model.eval()
                 known[step] = recall(model)
             if step < max(checks):
+                torch.manual_seed(1_000_000 * seed + step)  # of dropout and stochastic rounding
                 model.model.train()
                 optimizer.zero_grad()
                 batch = collate(epoch_rows(documents, settings.batch_size, seed, step), pad_id)

@@ -70,7 +70,8 @@ def search(setting: Letters) -> Found:
         return {layer: size * torch.randn(model.num_experts, generator=generator) for layer, size in spread.items()}
 
     asked = setting.dev[:: max(1, len(setting.dev) // SEARCH_QUESTIONS)]
-    found, best = {}, (-float("inf"), {})
+    # A model that answers with NaN keeps its own routing.
+    found, best = {}, (-float("inf"), {layer: torch.zeros(model.num_experts) for layer in model.layers})
     for number in range(1, max(SEARCHED) + 1):
         tried = shift()
         with biased(model, tried):

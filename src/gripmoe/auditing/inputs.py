@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gripmoe.attacks.relearning import is_about
 from gripmoe.config.benchmarks import Benchmark, PublishedData
 from gripmoe.config.reading import read_catalogue, require_known
 from gripmoe.config.training import Relearning
@@ -115,16 +116,22 @@ def own(
         "membership": membership,
     }
     absent = {}
-    for name, rows, flag in (
-        ("relearning from the corpus", forget_texts, "--forget-text"),
-        ("relearning from other facts", forget_texts, "--forget-text"),
-        ("relearning from retain documents", kept, "--retain-text"),
+    dev = [row for row in forget_rows if row["split"] == "dev"]
+    dev_facts = {row["fact"] for row in dev}
+    about_dev = [row for row in forget_texts if is_about(row["id"], dev_facts)]
+    for name, rows, given in (
+        ("relearning from the corpus", forget_texts, "--forget-text gives {} documents to train on"),
+        (
+            "relearning from other facts",
+            about_dev,
+            "--forget-text gives {} documents with a dev question's `fact` in `id`",
+        ),
+        ("relearning from retain documents", kept, "--retain-text gives {} documents to train on"),
     ):
         if len(rows) < relearning.batch_size:
-            absent[name] = f"{flag} gives {len(rows)} documents to train on, a batch has {relearning.batch_size}"
+            absent[name] = f"{given.format(len(rows))}, a batch has {relearning.batch_size}"
     if not membership:
         absent["membership"] = "--forget-text and --holdout-text are needed"
-    dev = [row for row in forget_rows if row["split"] == "dev"]
     of_subject = Counter(row["subject"] for row in dev)
     of_fact = Counter((row["subject"], row["fact"]) for row in dev)
     least = min(of_subject[row["subject"]] - of_fact[row["subject"], row["fact"]] for row in forget_rows)

@@ -12,6 +12,7 @@ from gripmoe.evaluation.letters import letter_metrics
 from gripmoe.evaluation.metrics import own_metrics
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores, privacy_leakage
 from gripmoe.evaluation.routing_stability import routing_metrics
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_csv, write_json
 from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
@@ -42,10 +43,11 @@ def evaluate(
           --questions run/questions.csv --output run/evaluation.json
     """
     _, benchmark = run_and_benchmark(run_file, benchmark_settings)
+    retrained_auc = _auc_of(retrained_file) if benchmark.is_news else None
     with exclusive(output.parent), recorded(provenance_of(output), evaluate):
         after, tokenizer = load_model(checkpoint_file.parent / "weights")
         if benchmark.is_news:
-            metrics, items = _news(benchmark, after, tokenizer, data, retrained_file)
+            metrics, items = _news(benchmark, after, tokenizer, data, retrained_auc)
         else:
             metrics, items = letter_metrics(benchmark, after, tokenizer, data)
         metrics |= own_metrics(benchmark, after, tokenizer, data)
@@ -58,15 +60,24 @@ def evaluate(
         write_json(output, metrics)
 
 
+def _auc_of(retrained_file: Path | None) -> float:
+    known = read_json(retrained_file) if retrained_file else {}
+    if "auc_min_40" not in known:
+        raise ConfigError(
+            f"{retrained_file or '--retrained'}: auc_min_40 of the retain-only model is needed, with which the leakage "
+            "of news is compared; name one that was finetuned on the benchmark's documents to retain"
+        )
+    return known["auc_min_40"]
+
+
 def _news(
-    benchmark: Benchmark, model, tokenizer, data: Path, retrained_file: Path
+    benchmark: Benchmark, model, tokenizer, data: Path, retrained_auc: float
 ) -> tuple[dict[str, float], list[dict]]:
     news = News.load(data)
     scores = news_scores(model, tokenizer, news, "test", strip_prompts=benchmark.strip_prompts)
     metrics = {name: mean_score(items) for name, items in scores.items()}
     metrics |= {f"num_{name}": len(items) for name, items in scores.items()}
     metrics |= leakage(model, tokenizer, news.privleak)
-    retrained = read_json(retrained_file)
-    metrics["retrained_auc_min_40"] = retrained["auc_min_40"]
-    metrics["privleak"] = privacy_leakage(metrics["auc_min_40"], retrained["auc_min_40"])
+    metrics["retrained_auc_min_40"] = retrained_auc
+    metrics["privleak"] = privacy_leakage(metrics["auc_min_40"], retrained_auc)
     return metrics, [{"criterion": name, "id": i.id, "score": i.score} for name in scores for i in scores[name]]

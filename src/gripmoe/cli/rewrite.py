@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
-from gripmoe.attacks.prompts import INSTRUCTIONS, rewrites_by
+from gripmoe.attacks.prompts import INSTRUCTIONS, other_questions, rewrites_by
 from gripmoe.cli.options import OutputFile, read_file
 from gripmoe.config.models import PublishedModel
 from gripmoe.evaluation.questions import load_questions
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl, write_jsonl
+from gripmoe.moe.placement import place, visible_devices
 from gripmoe.moe.storage import load_published
 
 AT_ONCE = 32
@@ -39,12 +40,22 @@ def rewrite(
     """
     instruction = INSTRUCTIONS.get(style, style)
     questions = load_questions(questions_file, "test")
-    done = read_jsonl(output) if output.exists() else []
+    done = read_jsonl(output, "id") if output.exists() else []
     asked = {"by": model_name, "instruction": instruction}
     if any({key: row.get(key) for key in asked} != asked for row in done):
         raise ConfigError(f"{output}: holds rewrites by another model or instruction; remove it, or name another file")
-    left = [question for question in questions if question["id"] not in {row["id"] for row in done}]
+    known = {row["id"]: {"question_digest": None, **row} for row in done}
+    if other := other_questions(known, questions):
+        raise ConfigError(
+            f"{output}: the rewrite of {other[0]!r} is not of the question in {questions_file}; remove the "
+            "file, or name another"
+        )
+    left = [question for question in questions if question["id"] not in known]
     model, tokenizer = load_published(PublishedModel(source="published", id=model_name))
+    if hasattr(getattr(model, "model", None), "layers"):
+        place(model, visible_devices())
+    else:  # of a layout that `place` cannot split, such as GPT-2's
+        model.to(visible_devices()[0])
     unchanged = 0
     with tqdm(total=len(questions), initial=len(done), desc="rewriting") as bar:
         for start in range(0, len(left), AT_ONCE):
@@ -55,4 +66,4 @@ def rewrite(
             bar.update(len(some))
     print(f"{output}: {len(done)} prompts; name it under `rewrites:` of the benchmark")
     if unchanged:
-        print(f"to {unchanged} questions the model wrote nothing; they keep their words")
+        print(f"to {unchanged} questions the model wrote nothing, or did not end; they keep their words")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gripmoe.data.published import dev_or_test, load_rows
+from gripmoe.data.published import dev_or_test, load_rows, text_of
 from gripmoe.io.errors import ConfigError
 
 CONTEXT = "context"  # the `split` of the in-context pairs
@@ -14,8 +14,8 @@ def news_files(
     repository: str, revision: str | None = None, expected: Mapping[str, int] | None = None
 ) -> dict[str, list[dict]]:
     """The files of a news benchmark. Raises ConfigError, with the download command, if the data set cannot be read,
-    lacks a column, has another number of rows than `expected` ("config/split": number), or has so few questions that a
-    split is empty.
+    lacks a column, has another number of rows than `expected` ("config/split": number), has a value that is no text, or
+    has so few questions that a split is empty.
 
     Corpora: raw/forget to forget, raw/retain1 to retain, and raw/retain2 to measure routing on tokens that unlearning
     did not see. Questions and prompts have a `split`: "dev" for the stop rule, "test" for the tables.
@@ -24,7 +24,12 @@ def news_files(
     def rows(config: str, split: str, *columns: str) -> list[dict]:
         count = (expected or {}).get(f"{config}/{split}")
         key = "data.repository"
-        return list(load_rows(repository, config, split, columns, revision=revision, key=key, expected=count))
+        table = load_rows(repository, config, split, columns, revision=revision, key=key, expected=count)
+        where = f"{repository} ({config}, {split})"
+        return [
+            {name: text_of(row[name], f"{where}: `{name}` of row {number}") for name in columns}
+            for number, row in enumerate(table)
+        ]
 
     def documents(split: str) -> list[dict]:
         texts = rows("raw", split, "text")

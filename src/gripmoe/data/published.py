@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from gripmoe.config.benchmarks import PublishedData
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_jsonl
 
 HELD_OUT_EVERY = 10  # every tenth retain document is held out from unlearning, to measure routing stability
 # For each split of MMLU: its use here, and the key of `data.rows` with its number of rows. "test" is reported, the stop
@@ -24,8 +27,11 @@ CHOICES = 4  # A to D, as prompts list them
 
 def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ConfigError, with the download
-    command, for a data set that cannot be read, lacks a column or has no documents, and for a question without four
-    choices or with an answer out of range."""
+    command, for a data set that cannot be read, lacks a column or has no documents, for a text that is none, and for a
+    question without four choices or with an answer out of range.
+
+    Retain questions of the dev split are in a random order, because the stop rule asks the first ones, and MMLU sorts
+    its questions by subject."""
 
     def rows(key: str, name: str, split: str, *columns: str, counted: str | None = None) -> Iterable[dict]:
         """`counted` is the key of `data.rows` that has the number of rows, if it is not `key`."""
@@ -35,13 +41,13 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
 
     asked = ("question", "choices", "answer")
     forget = _questions(rows("forget_questions", "wmdp-cyber", "test", *asked), "forget", data.forget_subject)
-    retain = [
-        question
-        for split, (here, counted) in RETAIN_SPLITS.items()
-        for question in _questions(
-            rows("retain_questions", "all", split, *asked, "subject", counted=counted), "retain", None, here
-        )
-    ]
+    retain = []
+    for split, (here, counted) in RETAIN_SPLITS.items():
+        of_split = rows("retain_questions", "all", split, *asked, "subject", counted=counted)
+        questions = _questions(of_split, "retain", None, here)
+        if here == "dev":
+            random.Random(0).shuffle(questions)
+        retain += questions
     truths = rows("truthfulqa", "multiple_choice", "validation", "question", "mc1_targets", "mc2_targets")
     retain_texts = _documents(rows("retain_corpus", "wikitext-2-raw-v1", "test", "text"), "retain")
     return {
@@ -68,15 +74,17 @@ def load_rows(
     """Rows of one split of a data set, by hub id or from a local clone. Raises ConfigError, naming the configuration
     key and the remedy, if it cannot be read, lacks a column, or has another number of rows than `expected`."""
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
     try:
         with tempfile.TemporaryDirectory() as folder:  # the usual cache distinguishes local clones only by name
             own = {"cache_dir": folder, "keep_in_memory": True} if Path(path).is_dir() else {}
             table = load_dataset(path, name, split=split, revision=revision, **own)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last for a file without a row
+        why = error.__cause__ or error if isinstance(error, DatasetsError) else error
         raise ConfigError(
-            f"benchmarks.yaml: {key}: cannot read {path!r} ({name}, {split}): {error}. Without internet, "
-            f"clone the data set's repository elsewhere and set {key} to the folder."
+            f"benchmarks.yaml: {key}: cannot read {path!r} ({name}, {split}): {str(why) or 'a file is empty'}. Without "
+            f"internet, clone the data set's repository elsewhere (with `git lfs`) and set {key} to the folder."
         ) from error
     if missing := [column for column in columns if column not in table.column_names]:
         raise ConfigError(
@@ -87,7 +95,24 @@ def load_rows(
             f"{path} ({name}, {split}) has {len(table)} rows, benchmarks.yaml: data.rows says {expected}: an "
             "incomplete download or another revision. Download it again, or correct data.rows."
         )
+    if table.info.builder_name == "json" and any("timestamp" in str(table.features[column]) for column in columns):
+        return _json_lines(path, name, split, revision)
     return table
+
+
+def _json_lines(path: str, name: str, split: str, revision: str | None) -> list[dict]:
+    """The same rows as JSON alone has them, which knows no dates: datasets makes points in time of them."""
+    from datasets import DownloadManager, load_dataset_builder
+
+    files = load_dataset_builder(path, name, revision=revision).config.data_files[split]
+    return [row for file in DownloadManager().download(list(files)) for row in read_jsonl(Path(file))]
+
+
+def text_of(value: Any, where: str) -> str:
+    """The value. Raises ConfigError, naming `where` it stands, if it is no text."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{where} is {value!r} and no text: give it one, or remove the row")
+    return value
 
 
 def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: str | None = None) -> list[dict]:
@@ -95,23 +120,26 @@ def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: st
     questions = []
     for number, row in enumerate(rows):
         name = f"{domain}/{number}" if split in (None, "test") else f"{domain}/{split}/{number}"
-        choices, answer = list(row["choices"]), row["answer"]
+        where = f"benchmarks.yaml: data.{domain}_questions: question {name}"
+        text, choices, answer = text_of(row["question"], f"{where}: `question`"), row["choices"], row["answer"]
+        if not isinstance(choices, list) or not all(isinstance(choice, str | int | float) for choice in choices):
+            raise ConfigError(f"{where} ({text[:40]!r}): `choices` is {choices!r}; give a list of {CHOICES} texts")
         if len(choices) != CHOICES or answer not in range(CHOICES):
             raise ConfigError(
-                f"question {name} ({row['question'][:40]!r}): {len(choices)} choices and answer {answer!r}; a question "
+                f"{where} ({text[:40]!r}): {len(choices)} choices and answer {answer!r}; a question "
                 f"has {CHOICES} choices, and its answer is the number of one of them, 0 to {CHOICES - 1}"
             )
         questions.append(
             {
                 "id": name,
-                "question": row["question"],
-                "choices": choices,
+                "question": text,
+                "choices": [str(choice) for choice in choices],
                 "answer": int(answer),
-                "subject": subject or row["subject"].replace("_", " "),
+                "subject": subject or text_of(row["subject"], f"{where}: `subject`").replace("_", " "),
                 "fact": name,
                 "wording": "seen",
                 "exposure": "forget" if domain == "forget" else "unseen_subject",
-                "split": split or dev_or_test(row["question"]),
+                "split": split or dev_or_test(text),
             }
         )
     return questions
@@ -123,7 +151,8 @@ def dev_or_test(text: str) -> str:
 
 
 def _documents(rows: Iterable[dict], domain: str) -> list[dict]:
-    texts = [row["text"].strip() for row in rows]
+    where = f"benchmarks.yaml: data.{domain}_corpus"
+    texts = [text_of(row["text"], f"{where}: `text` of row {number}").strip() for number, row in enumerate(rows)]
     documents = [
         {"id": f"{domain}/{number}", "prompt": "", "text": text}
         for number, text in enumerate(texts)
@@ -131,7 +160,6 @@ def _documents(rows: Iterable[dict], domain: str) -> list[dict]:
     ]
     if not documents:
         raise ConfigError(
-            f"benchmarks.yaml: data.{domain}_corpus: none of its {len(texts)} texts has {MIN_CHARACTERS} characters: "
-            "a row is a document"
+            f"{where}: none of its {len(texts)} texts has {MIN_CHARACTERS} characters: a row is a document"
         )
     return documents

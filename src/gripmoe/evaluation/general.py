@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from gripmoe.evaluation.questions import accuracy, harness_answers, harness_samples
-from gripmoe.io.files import read_jsonl, write_jsonl, write_yaml
+from gripmoe.evaluation.questions import accuracy, harness_answers, harness_samples, write_parquet
+from gripmoe.io.files import read_jsonl, write_yaml
 
 SHOTS = 5
 
@@ -17,10 +17,10 @@ SHOTS = 5
 def truthfulqa(model, tokenizer, rows: Sequence[dict], *, work_folder: Path, batch_size: int) -> dict[str, float]:
     """`truthfulqa_mc1` (share of questions whose likeliest answer is true) and `truthfulqa_mc2` (probability of true
     answers), by the harness's tasks on `rows`, which have the data set's schema."""
-    file = work_folder / "truthfulqa.jsonl"
-    write_jsonl(file, rows)
+    file = work_folder / "truthfulqa.parquet"
+    write_parquet(file, rows, ("question", "mc1_targets", "mc2_targets"))
     reading = {"data_files": {"validation": str(file)}, "cache_dir": str(file.with_name("cache"))}
-    local = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": reading}
+    local = {"dataset_path": "parquet", "dataset_name": None, "dataset_kwargs": reading}
     names = ("truthfulqa_mc1", "truthfulqa_mc2")
     for name in names:
         own = resources.files("lm_eval") / "tasks" / "truthfulqa" / f"{name}.yaml"

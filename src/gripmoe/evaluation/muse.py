@@ -81,8 +81,11 @@ def _scorer():
 
 
 @torch.no_grad()
-def continuations(model, tokenizer, prompts: Sequence[str], max_new_tokens: int) -> list[str]:
-    """Greedy continuations of the prompts. Batches are padded on the left and give the same text as single prompts."""
+def continuations(
+    model, tokenizer, prompts: Sequence[str], max_new_tokens: int, *, unfinished: bool = True
+) -> list[str]:
+    """Greedy continuations of the prompts. Batches are padded on the left and give the same text as single prompts.
+    Without `unfinished`, a text that `max_new_tokens` cuts is empty."""
     rows = [encode(tokenizer, [(prompt, False)], str(number)) for number, prompt in enumerate(prompts)]
     texts = {}
     with evaluating(model):
@@ -109,8 +112,15 @@ def continuations(model, tokenizer, prompts: Sequence[str], max_new_tokens: int)
                 top_k=50,
             )
             for row, ids in zip(bucket, written[:, longest:], strict=True):
-                texts[row.id] = tokenizer.decode(ids, skip_special_tokens=True)
+                kept = unfinished or len(ids) < max_new_tokens or ids[-1].item() in _ends(model, tokenizer)
+                texts[row.id] = tokenizer.decode(ids, skip_special_tokens=True) if kept else ""
     return [texts[row.id] for row in rows]
+
+
+def _ends(model, tokenizer) -> set[int | None]:
+    """The tokens that end a text, and the one that fills the row after it."""
+    ends = model.generation_config.eos_token_id
+    return {tokenizer.pad_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
 def verbatim_memory(model, tokenizer, rows: Sequence[dict]) -> list[Scored]:
@@ -213,11 +223,13 @@ def auc(holdout: Sequence[float], forget: Sequence[float]) -> float:
 
 
 def leakage(model, tokenizer, rows: Sequence[dict], source: str = "privleak.jsonl") -> dict[str, float]:
-    """`auc_<score>` of every membership score, forget against holdout texts. Raises ConfigError, naming the row of
-    `source`, for a text without a token to score."""
+    """`auc_<score>` of every membership score, forget against holdout texts. Raises ConfigError, naming `source`, for a
+    part without texts, and for a text without a token to score."""
 
     def scores(part: str) -> dict[str, list[float]]:
         of_part = [row for row in rows if row["part"] == part]
+        if not of_part:
+            raise ConfigError(f"{source}: no text is of the part {part!r}; add some")
         names = [f"{source}: the text of {row['id']!r}" for row in of_part]
         return membership_scores(model, tokenizer, [row["text"] for row in of_part], names)
 

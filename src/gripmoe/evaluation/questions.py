@@ -18,11 +18,12 @@ import torch
 from gripmoe.data.documents import Batch, Row, collate, encode, length_buckets
 from gripmoe.data.prompt_formats import LETTERS, letter_description, letter_question
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import read_jsonl, write_jsonl
+from gripmoe.io.files import read_jsonl
 from gripmoe.moe.families import logits_of
 from gripmoe.moe.modes import evaluating
 
 QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
+HARNESS_KEYS = ("id", "question", "choices", "answer")  # that its tasks read
 FEWSHOT_SEED = 1234  # the harness's default
 
 
@@ -44,13 +45,21 @@ def load_questions(path: Path, split: str | None = None) -> list[dict]:
     return rows
 
 
+def write_parquet(path: Path, rows: Sequence[dict], keys: Sequence[str]) -> None:
+    """Writes `keys` of the rows for the harness, which would read dates in a JSON file as points in time."""
+    from datasets import Dataset
+
+    path.parent.mkdir(parents=True, exist_ok=True)  # a subject may have a slash in its name
+    Dataset.from_list([{key: row[key] for key in keys} for row in rows]).to_parquet(str(path))
+
+
 def harness_task(name: str, questions_file: Path, subject: str, shots: int = 0) -> dict:
-    """A multiple-choice task of the harness over a question file, in the WMDP and MMLU template; `shots` solved
-    questions before each come from the file beside it whose name ends in `.shots`."""
+    """A multiple-choice task of the harness over a file of `write_parquet`, in the WMDP and MMLU template; `shots`
+    solved questions before each come from the file beside it whose name ends in `.shots`."""
     files = {"test": str(questions_file)} | ({"shots": f"{questions_file}.shots"} if shots else {})
     task = {
         "task": name,
-        "dataset_path": "json",
+        "dataset_path": "parquet",
         "dataset_kwargs": {"data_files": files, "cache_dir": str(questions_file.with_name("cache"))},
         "test_split": "test",
         "num_fewshot": shots,
@@ -84,7 +93,7 @@ def harness_samples(
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
-    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
     with _templates_compiled_once():
         results = evaluate(lm=lm, task_dict=loaded, bootstrap_iters=0, log_samples=True)
     return results["samples"]
@@ -121,10 +130,11 @@ def harness_answers(
         by_subject.setdefault(question["subject"], []).append(question)
     tasks = []
     for subject, rows in by_subject.items():
-        file = work_folder / f"{subject}.jsonl"
-        write_jsonl(file, rows)
+        file = work_folder / f"{subject}.parquet"
+        write_parquet(file, rows, HARNESS_KEYS)
         if shots:
-            write_jsonl(Path(f"{file}.shots"), [row for row in solved if row["subject"] == subject][:shots])
+            solved_here = [row for row in solved if row["subject"] == subject][:shots]
+            write_parquet(Path(f"{file}.shots"), solved_here, HARNESS_KEYS)
         tasks.append(harness_task(f"letters_{subject}", file, subject, shots))
     answers = {}
     for samples in harness_samples(model, tokenizer, tasks, batch_size).values():

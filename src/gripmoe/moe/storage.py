@@ -91,9 +91,13 @@ def load_model(
         with torch.no_grad():
             for name, router in _router_parameters(moe).items():
                 router.copy_(stored[name])
+    return model, _padding(tokenizer)
+
+
+def _padding(tokenizer: transformers.PreTrainedTokenizerBase) -> transformers.PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return model, tokenizer
+    return tokenizer
 
 
 def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
@@ -156,8 +160,8 @@ def _router_parameters(moe: MoEModel) -> dict[str, torch.Tensor]:
 
 
 def load_published(config: PublishedModel) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
-    """Loads a checkpoint from the hub or a local folder. Raises ConfigError, with the download command, if there is
-    neither."""
+    """Loads a checkpoint from the hub or a local folder. A tokenizer without a padding token pads as in `load_model`.
+    Raises ConfigError, with the download command, if there is neither."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.id, revision=config.revision)
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -169,4 +173,4 @@ def load_published(config: PublishedModel) -> tuple[transformers.PreTrainedModel
             f"the hub. Check its `id:` and `revision:` in models.yaml; on a machine with internet run `hf download "
             f"{config.id} --revision {config.revision or 'main'}`, and set `id:` to the folder that it names."
         ) from error
-    return model, tokenizer
+    return model, _padding(tokenizer)
