@@ -6,14 +6,17 @@ from collections import Counter
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import gripmoe
 from conftest import clone, small_model
 from gripmoe.config.benchmarks import PublishedData
 from gripmoe.config.models import PublishedModel
 from gripmoe.data.published import benchmark_files, load_rows
 from gripmoe.evaluation.stop_rule import RETAIN_QUESTIONS
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_json, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, load_published, save_model, weights_digest
 
@@ -185,6 +188,26 @@ def test_offline_says_what_to_do(data):
         benchmark_files(data.model_copy(update={"forget_corpus": "cais/wmdp-corpora"}))
     with pytest.raises(ValueError, match="'nobody/nothing'.*neither a local folder nor reachable"):
         load_published(PublishedModel(source="published", id="nobody/nothing"))
+
+
+@pytest.mark.parametrize("broken", ["lacks", "truncated", "unknown"])
+def test_a_checkpoint_that_is_not_whole_is_refused(broken, tmp_path):
+    """transformers would initialise what is not there at random. The control: the whole one is read."""
+    model, tokenizer = gripmoe.tiny_model()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = PublishedModel(source="published", id=str(tmp_path), dtype="float32")
+    assert load_published(config)[0].num_parameters() == model.num_parameters()
+    weights, settings = tmp_path / "model.safetensors", tmp_path / "config.json"
+    if broken == "lacks":
+        kept = {name: tensor for name, tensor in load_file(weights).items() if ".1.mlp.experts." not in name}
+        save_file(kept, weights, metadata={"format": "pt"})
+    elif broken == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    else:
+        write_json(settings, read_json(settings) | {"model_type": "nothing_moe"})
+    with pytest.raises(ConfigError, match="the weights lack model.layers.1" if broken == "lacks" else "cannot be read"):
+        load_published(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers  # its classes are imported on first use
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from gripmoe.config.models import PublishedModel
@@ -116,12 +117,16 @@ def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerB
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no model can be read from here ({error}); save the model again") from error
-    if missing := sorted(loaded["missing_keys"]):  # transformers initialises them at random
-        lacking = f"{missing[0]} and {len(missing) - 1} others"
-        raise ConfigError(f"{folder}: the weights lack {lacking}; save the model again")
+    _require_whole(loaded, f"{folder}", "save the model again")
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # what transformers makes without files
         raise ConfigError(f"{folder}: the tokenizer is missing; save it there too, by `tokenizer.save_pretrained`")
     return tokenizer, model.eval()
+
+
+def _require_whole(loaded: dict, where: str, remedy: str) -> None:
+    if missing := sorted(loaded["missing_keys"]):  # transformers initialises them at random
+        lacking = f"{missing[0]} and {len(missing) - 1} others"
+        raise ConfigError(f"{where}: the weights lack {lacking}; {remedy}")
 
 
 def load_routers(folder: Path, like: MoEModel) -> dict[int, torch.Tensor]:
@@ -161,16 +166,19 @@ def _router_parameters(moe: MoEModel) -> dict[str, torch.Tensor]:
 
 def load_published(config: PublishedModel) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     """Loads a checkpoint from the hub or a local folder. A tokenizer without a padding token pads as in `load_model`.
-    Raises ConfigError, with the download command, if there is neither."""
+    Raises ConfigError, with the download command, if there is neither, and for a checkpoint that is not whole."""
+    where = f"model {config.id!r} (revision {config.revision or 'main'})"
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.id, revision=config.revision)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            config.id, revision=config.revision, dtype=config.dtype
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            config.id, revision=config.revision, dtype=config.dtype, output_loading_info=True
         )
+    except (SafetensorError, ValueError) as error:
+        raise ConfigError(f"{where} cannot be read ({error}); download it again") from error
     except OSError as error:
         raise ConfigError(
-            f"model {config.id!r} (revision {config.revision or 'main'}) is neither a local folder nor reachable on "
-            f"the hub. Check its `id:` and `revision:` in models.yaml; on a machine with internet run `hf download "
+            f"{where} is neither a local folder nor reachable on the hub. Check its `id:` and `revision:` in models.yaml; on a machine with internet run `hf download "
             f"{config.id} --revision {config.revision or 'main'}`, and set `id:` to the folder that it names."
         ) from error
+    _require_whole(loaded, where, "download it again")
     return model, _padding(tokenizer)
