@@ -1,5 +1,6 @@
 """A step on fake tensors: it runs under every method and objective at true dimensions, and its numbers are right."""
 
+from copy import copy
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from gripmoe.constraints.build import build
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting
 from gripmoe.geometry.tracking import RouterTracker
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
-from gripmoe.planning import Costs, Step
-from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, measure
+from gripmoe.planning import Costs, Step, fake
+from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, layers_of, measure
 from gripmoe.training.loop import held_bytes
 
 PAPER = Project(Path(__file__).parents[2] / "workflow" / "config", "paper")
@@ -42,6 +44,33 @@ SMALL = dict(
     model_type="qwen3_moe", vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=2, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=4,
 )  # fmt: skip
+NARROW = dict(
+    vocab_size=64, hidden_size=64, num_hidden_layers=9, num_attention_heads=4, num_key_value_heads=4, head_dim=16,
+    intermediate_size=128, moe_intermediate_size=32,
+)  # fmt: skip
+DENSE_FIRST = {
+    "deepseek_v3": dict(
+        NARROW, model_type="deepseek_v3", n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=3,
+        n_group=4, topk_group=2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16,
+        v_head_dim=16,
+    ),
+    "glm4_moe": dict(
+        NARROW, model_type="glm4_moe", n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=3
+    ),
+}  # fmt: skip
+TAKING_TURNS = {
+    "qwen2_moe": dict(
+        NARROW, model_type="qwen2_moe", shared_expert_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
+        decoder_sparse_step=2,
+    ),
+    "qwen3_next": dict(
+        NARROW, model_type="qwen3_next", shared_expert_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
+        linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+    ),
+    "jamba": dict(
+        NARROW, model_type="jamba", num_experts=8, num_experts_per_tok=2, use_mamba_kernels=False, mamba_d_state=8
+    ),
+}  # fmt: skip
 OBJECTIVES = ["gd", "kl", "npo", "rmu"]
 # A row for each kind of constraint, and one for each other path through the code.
 KINDS = [
@@ -61,6 +90,14 @@ def row(config):
 
 def real_model():
     return MoEModel(AutoModelForCausalLM.from_config(AutoConfig.for_model(**SMALL), dtype=torch.bfloat16))
+
+
+def costs_of(config, folder, **world):
+    """Those of the paper's world, with a model of these dimensions in place of OLMoE."""
+    project = copy(PAPER)
+    project.models = {**PAPER.models, "olmoe": PAPER.models["olmoe"].model_copy(update={"config": config})}
+    project.world = PAPER.world.model_copy(update=world)
+    return Costs(project, folder)
 
 
 def unlearning(model="olmoe", objective="gd", method="unconstrained", layers=2, processes=1, length=32, **change):
@@ -147,6 +184,50 @@ def test_every_method_takes_a_step_in_every_family(model, objective, method):
 def test_parameters_are_as_many_as_published(tmp_path, model, parameters):
     """Of all layers, from three and four of them."""
     assert Costs(PAPER, tmp_path).parameters(Step(model, "evaluate", "wmdp_cyber")) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "objective", "in_part"), [("deepseek_v3", "gd", {"trained": 4}), ("glm4_moe", "rmu", {"run": 8})]
+)
+def test_first_layers_may_differ(tmp_path, name, objective, in_part):
+    """Three dense ones, then six with experts: what few layers predict of all nine is what these take."""
+    costs, asked = costs_of(DENSE_FIRST[name], tmp_path), unlearning(objective=objective)
+    question = {**asked, "model": row(DENSE_FIRST[name]), "in_part": in_part}
+    assert costs._of_model(question) == pytest.approx(costs._measure(question, {"layers": 9, **in_part}), rel=1e-3)
+
+
+def test_the_first_gpu_has_the_first_layers_and_its_share_of_the_others(tmp_path):
+    config, step = DENSE_FIRST["deepseek_v3"], Step("olmoe", "evaluate", "wmdp_cyber")
+    costs = costs_of(config, tmp_path, gpus={"olmoe": 3})
+    held = costs._measure(costs._question(step), {"layers": 3 + 2})["weights"]
+    assert costs.of(step).parts["weights"] == pytest.approx(2 * held / 1e9), "of two models"
+
+
+@pytest.mark.parametrize("name", TAKING_TURNS)
+def test_a_model_whose_layers_take_turns_is_not_measured(tmp_path, name):
+    """Three layers and four do not tell how many of the others have experts, or attention."""
+    with pytest.raises(NotMeasurable, match="take turns"):
+        layers_of(row(TAKING_TURNS[name]), 3)
+    costs = costs_of(TAKING_TURNS[name], tmp_path)
+    steps = Step("olmoe", "evaluate", "wmdp_cyber"), Step("olmoe", "unlearn", "wmdp_cyber", "gd", "unconstrained")
+    assert [costs.of(step) for step in steps] == [None, None]
+
+
+def test_few_layers_that_do_not_run_or_differ_in_size_are_not_measured(monkeypatch):
+    """But an unknown family is a fault that its error names."""
+
+    def failing(*_):
+        raise RuntimeError("no fake operation")
+
+    assert layers_of(row(SMALL), 3) == {"of_layers": 2, "first": 0}
+    with monkeypatch.context() as patched, pytest.raises(NotMeasurable, match=r"do not run \(no fake operation\)"):
+        patched.setitem(fake.STEPS, "evaluate", failing)
+        layers_of(row(SMALL), 3)
+    with monkeypatch.context() as patched, pytest.raises(NotMeasurable, match="do not tell the size"):
+        patched.setattr(fake, "measure", lambda _: {"parameters": 1})
+        layers_of(row(SMALL), 3)
+    with pytest.raises(ConfigError, match="family 'gpt2'"):
+        layers_of(row({"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 2, "vocab_size": 64}), 3)
 
 
 def test_operations_are_those_of_the_real_model():

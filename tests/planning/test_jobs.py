@@ -8,8 +8,18 @@ import pytest
 
 from gripmoe.cli.main import main
 from gripmoe.config.grid import NO_OBJECTIVE, Project
-from gripmoe.io.files import write_json
-from gripmoe.planning import Costs, Step, check_budget, fake, jobs_left, steps_of, that_count, what_would_fit
+from gripmoe.io.files import read_json, write_json
+from gripmoe.planning import (
+    Costs,
+    Step,
+    check_budget,
+    disk_needed,
+    fake,
+    jobs_left,
+    steps_of,
+    that_count,
+    what_would_fit,
+)
 from gripmoe.planning.jobs import OUTPUTS
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
@@ -39,6 +49,7 @@ def measured(monkeypatch):
         }  # fmt: skip
 
     monkeypatch.setattr(fake, "measure", measure)
+    monkeypatch.setattr(fake, "layers_of", lambda *_: {"of_layers": 48, "first": 0})
     return asked
 
 
@@ -83,6 +94,23 @@ def test_recorded_seconds_come_before_estimates(tmp_path):
     assert jobs["unlearn", f"{cell}.frozen_router.0"].hours == 2.0, "the same model and rule, for want of better"
     assert jobs["evaluate", f"{cell}.anchored.0"].memory == 2.5 * 2**30 / 1e9
     assert jobs["attack", f"{cell}.anchored.0"].memory == 1.0
+
+
+def test_seconds_after_an_interruption_are_not_those_of_a_job(tmp_path):
+    """An estimate takes their place, or another run that nothing has interrupted."""
+
+    def hours():
+        jobs = jobs_left(Project(CONFIG, "tiny"), tmp_path)
+        return next(job.hours for job in jobs if (job.rule, job.run) == ("unlearn", f"{cell}.0"))
+
+    cell = "tiny_a.wmdp_tiny.gd.anchored"
+    estimate = hours()
+    file = record(tmp_path, "unlearn", f"{cell}.7", 36.0)
+    assert hours() == 0.01
+    write_json(file, read_json(file) | {"resumed": True})
+    assert hours() == estimate != 0.01
+    record(tmp_path, "unlearn", f"{cell}.8", 7200.0)
+    assert hours() == 2.0
 
 
 def test_a_step_costs_what_its_layers_do(tmp_path):
@@ -243,6 +271,17 @@ def test_changes_are_tried(tmp_path):
     assert not any("gpus: 2" in way for way in what_would_fit(costs, step, 50, 2000))
     assert list(what_would_fit(costs, step, 1, 2000)) == []
     assert step in steps_of(costs.project)
+
+
+def test_a_checkpoint_of_one_process_has_all_layers(tmp_path):
+    """Also where two GPUs share these: 48 GB of weights and 24 of states in 8 bits, and all again beside them. So much
+    do two processes save together."""
+    for method in ("seuf", "unconstrained"):
+        project = changed("paper", models=["qwen3_30b_a3b"], methods=[method], objectives=["gd"], extra_methods={})
+        costs = Costs(project, tmp_path)
+        cost = costs.of(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", method))
+        assert (cost.gpus, cost.parts["weights"]) == (2, 24)
+        assert disk_needed(costs, 1)["training"] == 2 * (48 + 24), method
 
 
 def test_the_command_lists_the_most_expensive_runs_or_all(tmp_path, monkeypatch, capsys):

@@ -47,7 +47,7 @@ def attack(
     run, benchmark = run_and_benchmark(run_file, benchmark_settings)
     finetuning = parse_settings(Relearning | None, settings)
     state_file = output.with_name("attack_state.json")
-    with exclusive(output.parent), recorded(provenance_of(output), attack):
+    with exclusive(output.parent), recorded(provenance_of(output), attack, state_file.name):
         before = MoEModel(load_model(model_file.parent / "weights", device="cpu")[0])
         model, tokenizer = load_model(checkpoint_file.parent / "weights")
         after = MoEModel(model)

@@ -19,8 +19,11 @@ PACKAGES = ("gripmoe", "torch", "transformers", "lm_eval", "datasets", "numpy", 
 
 
 @contextmanager
-def recorded(path: Path, step: Callable) -> Iterator[None]:
-    """Writes a provenance record of `step`, the function around the block, if the block ends without an error."""
+def recorded(path: Path, step: Callable, states: str = "state*.pt") -> Iterator[None]:
+    """Writes a provenance record of `step`, the function around the block, if the block ends without an error. A step
+    counts as resumed if files named as `states` lie beside the record: an interrupted step has left them. The seconds
+    are of the block alone."""
+    resumed = any(path.parent.glob(states))
     started, code = time.perf_counter(), code_fingerprint(entry_of(step))
     yield
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -34,6 +37,7 @@ def recorded(path: Path, step: Callable) -> Iterator[None]:
             "python": platform.python_version(),
             "device": _device(),
             "job": os.environ.get("SLURM_JOB_ID"),
+            "resumed": resumed,
             "seconds": round(time.perf_counter() - started, 2),
             "cpu_seconds": round(_cpu_seconds(), 2),  # since the process began; Snakemake's figure may be 30 s old
             "peak_memory_gib": round(peak_kib / 2**20, 3),

@@ -1,5 +1,6 @@
 """The cost of a step of a published model, measured on fake tensors with three and with four layers: the difference is
-the cost of one layer. Measurements are stored beside the results. torch is imported only for new measurements."""
+the cost of one layer. First layers that differ from the others are added to both. Measurements are stored beside the
+results. torch is imported only for new measurements."""
 
 from __future__ import annotations
 
@@ -105,8 +106,7 @@ class Costs:
         if step not in self._costs:
             published = isinstance(self.project.trained_from(step.model), PublishedModel)
             question = self._question(step) if published else None
-            measurable = question and self._number_of_layers(question)
-            self._costs[step] = self._cost(step, question) if measurable else None
+            self._costs[step] = self._cost(step, question) if question and self._layers(question) else None
         return self._costs[step]
 
     def flops_per_token(self, step: Step) -> float:
@@ -122,6 +122,12 @@ class Costs:
     def bases(self, step: Step) -> float:
         """GB of all bases of an "unlearn" step."""
         return self._of_model(self._question(step))["basis"] / GB
+
+    def checkpoint(self, step: Step) -> float:
+        """GB of weights and optimizer states that all processes of an "unlearn" step save, on however many GPUs."""
+        question = self._question(step)
+        of_model = self._of_model(question)
+        return question["processes"] * (of_model["weights"] + of_model["states"]) / GB
 
     # From measurements to a cost
 
@@ -142,9 +148,10 @@ class Costs:
     def _parts(self, step: Step, question: dict[str, Any], bases: float) -> dict[str, float]:
         """Peak bytes of the first GPU, by use. The first GPU has the `bases`, and in one process also what the
         constraint keeps of all layers."""
-        layers = self._number_of_layers(question)
+        of_layers, first = (self._layers(question)[name] for name in ("of_layers", "first"))
+        layers = of_layers
         if question["processes"] == 1:  # the GPUs share the layers
-            layers = ceil(layers / self.project.gpus(step.model))
+            layers = first + ceil((of_layers - first) / self.project.gpus(step.model))
         in_part = {name: min(count, layers) for name, count in question["in_part"].items()}
         of_gpu = self._extrapolated(question, {"layers": layers, **in_part})
         parts = {name: of_gpu[name] for name in ("weights", "gradients", "states")} | {"bases": bases}
@@ -236,30 +243,31 @@ class Costs:
 
     # Measurements at few layers
 
-    def _number_of_layers(self, question: dict[str, Any]) -> int:
-        """The number of layers of the published model; 0 if it cannot be measured."""
-        return int(self._measure(question, dict.fromkeys(["layers", *question["in_part"]], FEWEST)).get("of_layers", 0))
+    def _layers(self, question: dict[str, Any]) -> dict[str, int]:
+        """The result of `layers_of`; empty if the published model cannot be measured."""
+        return self._stored("layers_of", question["model"], FEWEST)
 
     def _of_model(self, question: dict[str, Any]) -> dict[str, float]:
         """The measurement, extrapolated to all layers."""
-        return self._extrapolated(question, {"layers": self._number_of_layers(question), **question["in_part"]})
+        return self._extrapolated(question, {"layers": self._layers(question)["of_layers"], **question["in_part"]})
 
     def _extrapolated(self, question: dict[str, Any], wanted: dict[str, int]) -> dict[str, float]:
         """The measurement for the `wanted` counts: "layers", and layers that "run" and are "trained". Every number is
         linear in each count. So each count is increased by one in turn, and the difference is extrapolated."""
-        counts = dict.fromkeys(wanted, FEWEST)
-        before = self._measure(question, counts)
-        extrapolated = dict(before)
+        first = self._layers(question)["first"]
+        few = {name: FEWEST if name == "trained" else FEWEST + first for name in wanted}  # the last layers train
+        before = self._measure(question, few)
+        extrapolated, counts = dict(before), few
         for name, count in wanted.items():
-            counts = {**counts, name: FEWEST + 1}
+            counts = {**counts, name: few[name] + 1}
             after = self._measure(question, counts)
             for key, value in after.items():
-                extrapolated[key] += (count - FEWEST) * (value - before[key])
+                extrapolated[key] += (count - few[name]) * (value - before[key])
             before = after
         return extrapolated
 
     def _measure(self, question: dict[str, Any], counts: dict[str, int]) -> dict[str, float]:
-        """The result of `measure` for few layers, or the stored one; empty if the model cannot be measured."""
+        """The result of `measure` for few layers."""
         asked = {key: value for key, value in question.items() if key not in ("models", "in_part", "every")}
         asked["layers"] = counts["layers"]
         if "run" in counts:
@@ -267,15 +275,19 @@ class Costs:
             asked["training"] = {**asked["training"], "objective": objective}
         if "trained" in counts:
             asked["training"] = {**asked["training"], "trained_layers": counts["trained"]}
-        entry = "gripmoe.planning.fake:measure"
+        return self._stored("measure", asked)
+
+    def _stored(self, name: str, *asked: Any) -> dict[str, Any]:
+        """The result of a function of `fake`, or the stored one; empty if the model cannot be measured."""
+        entry = "gripmoe.planning.fake:layers_of"  # it calls `measure`
         self._code = self._code or code_fingerprint(entry) + str(package_versions(("torch", "transformers", "torchao")))
-        key = hashlib.sha256(json.dumps([self._code, asked], sort_keys=True).encode()).hexdigest()[:16]
+        key = hashlib.sha256(json.dumps([self._code, name, *asked], sort_keys=True).encode()).hexdigest()[:16]
         if key not in self._measured:
-            from gripmoe.planning.fake import NotMeasurable, measure
+            from gripmoe.planning import fake
 
             try:
-                self._measured[key] = measure(asked)
-            except NotMeasurable:
+                self._measured[key] = getattr(fake, name)(*asked)
+            except fake.NotMeasurable:
                 return {}
             write_json(self._file, self._measured)
         return self._measured[key]

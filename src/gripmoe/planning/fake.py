@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -40,7 +41,9 @@ from gripmoe.geometry import nullspace
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting
 from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
+from gripmoe.moe.families import family_of
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.training import loop as unlearning
 from gripmoe.training.finetune import finetune
@@ -88,7 +91,7 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
                 revert_weight_conversion(moe.model, moe.model.state_dict())
     return {
         "of_layers": of_layers,
-        "parameters": sum(parameter.numel() for parameter in moe.model.parameters()),
+        "parameters": _parameters(moe.model),
         "weights": weights,
         "gradients": memory.gradients,
         "states": memory.states,
@@ -99,6 +102,34 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
         **spent(),
         **(taken or {}),
     }
+
+
+def layers_of(model: Mapping[str, Any], fewest: int) -> dict[str, int]:
+    """The number of all layers of a published model ("of_layers"), and of the "first" ones, up to the last layer that
+    differs in size from those after it; 0 if that is only one. A step is measured with these and `fewest` layers after
+    them. Raises NotMeasurable if that does not tell the cost of the whole model, or if so few layers cannot run."""
+    with _quiet(), torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(dimensions(model))
+    family_of(whole)  # which says what an unknown family lacks
+    sizes = [_parameters(layer) for layer in whole.model.layers]
+    differing = max((number for number, size in enumerate(sizes, 1) if size != sizes[-1]), default=0)
+    first = differing if differing > 1 else 0
+    if first and first + fewest >= len(sizes):
+        raise NotMeasurable(f"model {model['id']!r}: layers of several sizes take turns")
+    question = {"model": model, "layers": first + fewest, "processes": 1, "what": "evaluate"}
+    try:
+        found = measure({**question, "rows": [1], "length": 2, "news": False})
+    except (ConfigError, NotMeasurable):
+        raise
+    except Exception as error:
+        raise NotMeasurable(f"model {model['id']!r}: {first + fewest} of its layers do not run ({error})") from error
+    if found["parameters"] + (len(sizes) - first - fewest) * sizes[-1] != _parameters(whole):
+        raise NotMeasurable(f"model {model['id']!r}: {first + fewest} of its layers do not tell the size of all")
+    return {"of_layers": len(sizes), "first": first}
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def dimensions(model: Mapping[str, Any]) -> PretrainedConfig:
@@ -116,7 +147,7 @@ def dimensions(model: Mapping[str, Any]) -> PretrainedConfig:
 
 
 class NotMeasurable(ValueError):
-    """The dimensions of a model are unknown, or torch has no fake operation for it."""
+    """The dimensions of a model are unknown, torch has no fake operation for it, or few layers say nothing of all."""
 
 
 class _Answers(TorchDispatchMode):

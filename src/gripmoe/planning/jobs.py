@@ -132,7 +132,7 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
 def _records(results: Path, rule: str, key: tuple, any_of_the_model: bool) -> list[dict]:
     """What the same run with another seed has recorded. Else, for evaluation and attacks, other runs with the same
     model and benchmark, whose times do not depend on the method. Else, with `any_of_the_model`, this rule on the same
-    model."""
+    model. A record of the last part of an interrupted job does not count."""
     keys = [(*key[:4], "*") if len(key) == 5 else key]
     if rule in ("evaluate", "attack"):
         keys.append((*key[:2], "*", "*", "*"))
@@ -140,7 +140,8 @@ def _records(results: Path, rule: str, key: tuple, any_of_the_model: bool) -> li
         keys.append((key[0], *"*" * (len(key) - 1)))
     for each in keys:
         files = results.glob(f"{OUTPUTS[rule].format(*each)}.provenance.json")
-        if found := [record for record in map(read_json, files) if record["step"].endswith(f":{rule}")]:
+        records = [record for record in map(read_json, files) if not record.get("resumed")]
+        if found := [record for record in records if record["step"].endswith(f":{rule}")]:
             return found
     return []
 
@@ -171,10 +172,10 @@ def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
     keys = [key for key in project.run_keys() if key[0] in sizes and key[3] in kept]
     for key in keys:
         if project.methods[key[3]].trains:
-            cost = costs.of(Step(key[0], "unlearn", *key[1:4]))
-            states.append(cost.processes * (cost.parts["weights"] + cost.parts["states"]))
+            step = Step(key[0], "unlearn", *key[1:4])
+            states.append(costs.checkpoint(step))
             if project.methods[key[3]].has_bases:
-                bases[key[0], key[1], key[3]] = costs.bases(cost.step)
+                bases[key[0], key[1], key[3]] = costs.bases(step)
     found = {
         "finished runs": sum(sizes[key[0]] for key in keys),
         "base models": sum(sizes.values()),
