@@ -177,9 +177,9 @@ def load_published(config: PublishedModel) -> tuple[transformers.PreTrainedModel
         raise ConfigError(f"{where} cannot be read ({error}); download it again") from error
     except OSError as error:
         raise ConfigError(
-            f"{where} is neither a local folder nor reachable on the hub. Check its `id:` and `revision:` in models.yaml; "
-            f"on a machine with internet run `hf download {config.id} --revision {config.revision or 'main'}`, and set "
-            "`id:` to the folder that it names."
+            f"{where} is neither a local folder nor reachable on the hub. Check its `id:` and `revision:` in "
+            f"models.yaml; on a machine with internet run `hf download {config.id} --revision "
+            f"{config.revision or 'main'}`, and set `id:` to the folder that it names."
         ) from error
     _require_whole(loaded, where, "download it again")
     return model, _padding(tokenizer)
