@@ -138,12 +138,17 @@ def test_one_step_of_an_attacked_method_can_be_planned(tmp_path):
     assert Training(**question["training"]).adversary_steps == 2
 
 
-@pytest.mark.parametrize("name", ["frozen_router_adversary", "sam", "repselect", "weight_distance"])
+@pytest.mark.parametrize("name", ["frozen_router_adversary", "repselect", "weight_distance"])
 def test_what_becomes_of_the_forget_gradient_costs(name):
     """The control: none of it is free of operations, or of memory."""
     changes = PAPER.methods[name].training
     plain, found = (measure(unlearning(method="frozen_router", **change)) for change in ({}, changes))
     assert found["flops"] > 1.2 * plain["flops"] or found["passes"] > 1.2 * plain["passes"]
+
+
+def test_what_bf16_cannot_train_is_not_planned():
+    with pytest.raises(ConfigError, match="`sharpness_radius` needs weights in fp32"):
+        measure(unlearning(method="frozen_router", **PAPER.methods["sam"].training))
 
 
 def test_refitted_routers_cost(monkeypatch):

@@ -1,5 +1,6 @@
 """Plans: what is left, by recorded time where there is one; what fits; a budget that refuses."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from gripmoe.cli.main import main
+from gripmoe.cli.prepare_model import prepare_model
 from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.config.provenance import step_seconds
 from gripmoe.io.files import read_json, write_json
 from gripmoe.planning import (
     Costs,
@@ -20,7 +23,7 @@ from gripmoe.planning import (
     that_count,
     what_would_fit,
 )
-from gripmoe.planning.jobs import OUTPUTS
+from gripmoe.planning.jobs import OUTPUTS, _records
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 
@@ -94,6 +97,14 @@ def test_recorded_seconds_come_before_estimates(tmp_path):
     assert jobs["unlearn", f"{cell}.frozen_router.0"].hours == 2.0, "the same model and rule, for want of better"
     assert jobs["evaluate", f"{cell}.anchored.0"].memory == 2.5 * 2**30 / 1e9
     assert jobs["attack", f"{cell}.anchored.0"].memory == 1.0
+
+
+def test_the_record_of_a_base_model_is_where_its_step_writes_it(tmp_path):
+    output = tmp_path / f"{OUTPUTS['prepare_model'].format('tiny_b')}.json"
+    settings = {"source": "embedded", "family": "qwen3_moe", "seed": 0, "base": "skills", "shipped": "tiny_a"}
+    prepare_model(settings=json.dumps(settings), output=output)
+    [seconds] = step_seconds(tmp_path)["prepare_model"]
+    assert seconds > 0 and _records(tmp_path, "prepare_model", ("tiny_b",), True)[0]["cpu_seconds"] == seconds
 
 
 def test_seconds_after_an_interruption_are_not_those_of_a_job(tmp_path):

@@ -153,8 +153,10 @@ def plan_of(
 
 
 def _whole(question: dict) -> dict[str, float]:
-    """The result of `measure` for all layers, extrapolated linearly from FEWEST layers and one more."""
-    from gripmoe.planning.fake import measure
+    """The result of `measure` for all layers, extrapolated linearly from FEWEST alike ones and one more."""
+    from gripmoe.planning.fake import layers_of, measure
 
-    few, more = (measure({**question, "layers": FEWEST + extra}) for extra in (0, 1))
-    return {key: value + (few["of_layers"] - FEWEST) * (more[key] - value) for key, value in few.items()}
+    found = layers_of(question["model"], FEWEST)
+    least = found["first"] + FEWEST
+    few, more = (measure({**question, "layers": least + extra}) for extra in (0, 1))
+    return {key: value + (found["of_layers"] - least) * (more[key] - value) for key, value in few.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gripmoe.cli import options
-from gripmoe.cli.common import identity_of, start_together, training_together
+from gripmoe.cli.common import identity_of, provenance_of, start_together, training_together
 from gripmoe.config.benchmarks import Task
 from gripmoe.config.models import FinetunedModel
 from gripmoe.config.reading import parse_settings
@@ -43,7 +43,7 @@ def finetune_model(
     config = parse_settings(FinetunedModel, settings)
     task = parse_settings(Task, benchmark, "--benchmark")
     folder = output.parent
-    with training_together(output, folder / "provenance.json", finetune_model):
+    with training_together(output, provenance_of(output), finetune_model):
         model, tokenizer = load_model(model_file.parent / "weights")
         shard_experts(model)
         names = ("retain", "held_out") if config.trained_on == "retain_only" else ("forget", "retain", "held_out")

@@ -8,7 +8,7 @@ import torch
 import typer
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from gripmoe.cli.common import identity_of
+from gripmoe.cli.common import identity_of, provenance_of
 from gripmoe.cli.options import BaseFile, OutputFile, Settings
 from gripmoe.config.models import ModelConfig
 from gripmoe.config.provenance import recorded
@@ -38,7 +38,7 @@ def prepare_model(
     """
     config = parse_settings(ModelConfig, settings)
     folder = output.parent
-    with exclusive(folder), recorded(folder / "provenance.json", prepare_model):
+    with exclusive(folder), recorded(provenance_of(output), prepare_model):
         if config.source == "published":
             model, tokenizer = load_published(config)
             read = cached_file(config.id, "config.json", revision=config.revision)

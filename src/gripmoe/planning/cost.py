@@ -1,6 +1,6 @@
 """The cost of a step of a published model, measured on fake tensors with three and with four layers: the difference is
-the cost of one layer. First layers that differ from the others are added to both. Measurements are stored beside the
-results. torch is imported only for new measurements."""
+the cost of one layer. Where several first layers differ from the others, both have these too. Measurements are
+stored beside the results. torch is imported only for new measurements."""
 
 from __future__ import annotations
 

@@ -105,9 +105,9 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
 
 
 def layers_of(model: Mapping[str, Any], fewest: int) -> dict[str, int]:
-    """The number of all layers of a published model ("of_layers"), and of the "first" ones, up to the last layer that
-    differs in size from those after it; 0 if that is only one. A step is measured with these and `fewest` layers after
-    them. Raises NotMeasurable if that does not tell the cost of the whole model, or if so few layers cannot run."""
+    """The number of layers of a published model, "of_layers", and of its "first" ones: those before all that are as
+    large as the last. A single first layer counts as none. A step is measured with the first ones and `fewest` others.
+    Raises NotMeasurable if these do not tell the size of the whole model, or do not run."""
     with _quiet(), torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(dimensions(model))
     family_of(whole)  # which says what an unknown family lacks

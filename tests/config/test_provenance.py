@@ -1,0 +1,33 @@
+"""What a step records of itself."""
+
+import pytest
+
+from gripmoe.cli.attack import attack
+from gripmoe.cli.unlearn import unlearn
+from gripmoe.config.provenance import recorded
+from gripmoe.io.files import read_json
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "states"),
+    [
+        (unlearn, "state.pt", {}),
+        (unlearn, "state_1000.pt", {}),  # of the attempt at a base model with that seed
+        (attack, "attack_state.json", {"states": "attack_state.json"}),
+    ],
+)
+def test_a_step_that_continues_says_so(tmp_path, step, state, states):
+    """Its seconds are not those of the whole step. One that begins anew says that, also beside the state of another."""
+    file, found = tmp_path / "step.provenance.json", []
+    for name in (state, f"other_{state}"):
+        (tmp_path / name).touch()
+        with recorded(file, step, **states):
+            (tmp_path / name).unlink()
+        found.append(read_json(file)["resumed"])
+    assert found == [True, False]
+
+
+def test_a_folder_need_not_be_there_yet(tmp_path):
+    with recorded(tmp_path / "new" / "provenance.json", unlearn):
+        pass
+    assert read_json(tmp_path / "new" / "provenance.json")["resumed"] is False
