@@ -266,10 +266,9 @@ def test_a_plan_needs_no_weights(tmp_path, capsys, monkeypatch):
     content = json.loads((tmp_path / "model" / "config.json").read_text())
     monkeypatch.setattr(
         "gripmoe.planning.fake.measure",
-        lambda question: (
-            dict.fromkeys(("weights", "passes", "update", "flops"), 1e9 * question["layers"]) | {"of_layers": 4}
-        ),
+        lambda question: dict.fromkeys(("weights", "passes", "update", "flops"), 1e9 * question["layers"]),
     )
+    monkeypatch.setattr("gripmoe.planning.fake.layers_of", lambda model, fewest: {"of_layers": 4, "first": 1})
     line = ["audit", *("--original", str(tmp_path / "model")), "--unlearned", "x", "--forget", "wmdp_cyber"]
     assert main([*line, "--output", str(tmp_path / "out"), "--plan-only"]) == 0 and content["num_hidden_layers"] == 2
     told = capsys.readouterr().out
