@@ -20,4 +20,4 @@ def test_all_methods_that_the_record_has_under_every_objective_are_in_the_table(
     shown = [line.strip("|").split("|")[0].strip() for line in FOUND.splitlines() if line.startswith("|")][2:]
     objectives = runs.groupby("method").objective.unique()
     measured = objectives.index[objectives.map(lambda of: set(of) in ({"none"}, {"gd", "kl", "npo", "rmu"}))]
-    assert {method_label(name) for name in measured} == set(shown)
+    assert {method_label(name) for name in measured if name != "erase_words"} == set(shown)  # a control of the facts
