@@ -477,7 +477,7 @@ def kept_by_routers(trace, moe):
 
 def test_what_is_checked_saved_and_returned_is_feasible(tmp_path, monkeypatch):
     """Between projections routers wait. The control: the same checks, where nothing settles them."""
-    training, found = TRAINING.model_copy(update={"learning_rate": 0.05, "max_steps": 7, "check_every": 2}), {}
+    training, found = TRAINING.model_copy(update={"learning_rate": 0.05, "max_steps": 8, "check_every": 2}), {}
     for settles in (True, False):
         constraint, trace = seldom_projected(every=5)
         if not settles:

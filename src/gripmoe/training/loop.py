@@ -148,7 +148,7 @@ def unlearn(
                 if not math.isfinite(distributed.total_norm([p.detach() for p in routers + experts])):
                     status = "diverged"  # a model that answers nothing would pass for one that has forgotten
                     break
-                handle.settle()
+                handle.settle()  # a run is saved and ends after a check
                 if not history or history[-1]["step"] < step:
                     if step:
                         handle.refit(batches.of("retain", step - 1))
@@ -165,7 +165,6 @@ def unlearn(
                 status = "not_reached"
                 break
             if step % training.checkpoint_every == 0 and step > progress["step"]:
-                handle.settle()
                 state = handle.state_dict()
                 kept = dict(step=step, history=history, constraint=state, tokens=steps.tokens)
                 save_state(state_file, model.model, optimizer, **kept)
@@ -179,8 +178,6 @@ def unlearn(
             bar.update()
         bar.close()
         tokens = round(distributed.average(steps.tokens) * distributed.processes())
-        if status != "diverged":
-            handle.settle()
         if held:
             projecting.remove()  # timed steps leave experts as they are, to the bit
         times = None if status == "diverged" else steps.seconds_by_turns()
