@@ -55,7 +55,9 @@ def test_the_sentence_has_the_numbers_and_what_is_missing():
     hides = judge(scores(forced_forget_accuracy=0.70), FACTS).sentence
     assert hides.startswith("forcing the original experts returns 0.45 [") and hides.endswith("of 0.74 lost")
     erased = judge(scores(forced_forget_accuracy=0.25), FACTS, ["restoration", "prompts"]).sentence
-    assert "of 1 attacks none has an interval above" in erased and erased.endswith("not made: restoration, prompts")
+    assert "no interval of the 1 attacks lies wholly above" in erased and erased.endswith(
+        "not made: restoration, prompts"
+    )
 
 
 def test_what_random_sets_return_does_not_count():
