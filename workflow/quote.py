@@ -61,6 +61,15 @@ def mean_of(record: str, objective: str, method: str, metric: str) -> float:
     return float(of_runs(of_method[of_method.metric == metric]).mean())
 
 
+def least_of(record: str, metric: str) -> float:
+    """The least mean of a method that was measured under all objectives."""
+    runs = of_kind(runs_of(record), "letters")
+    unlearned = runs[runs.objective != NO_OBJECTIVE]
+    objectives = unlearned.groupby("method").objective.nunique()
+    methods = objectives.index[objectives == objectives.max()]
+    return min(mean_of(record, "all", method, metric) for method in methods)
+
+
 def excess_of(objective: str, method: str) -> float:
     strongest = strongest_attacks(runs_of("erasure"))
     chosen = strongest[(strongest.objective == objective) & (strongest.method == method)]
@@ -87,6 +96,8 @@ def value_of(source: str) -> str:
             return str(len(claims) if verdict == "all" else int(alike.sum()))
         case [record, "claim", claim, "difference" | "low" | "high" as column]:
             return fixed(claims_of(record)[column][claim], 2)
+        case [record, "all", "least", metric]:
+            return fixed(least_of(record, metric), 2)
         case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):
             return fixed(mean, 0 if metric in (*OF_HUNDRED, "runs") else 2)
     raise ValueError(f"{QUOTES.name}: {source!r} is no source, or the record has no number of it")
