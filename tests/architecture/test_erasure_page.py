@@ -112,10 +112,11 @@ def test_the_depths_are_what_was_measured():
     depths = depth_scores(measured)
     depths = depths[~depths.method.isin(["original", "retrained", "erase_words"])]
     wide = load_runs(RECORD.parent / "runs.csv").pivot_table(index=KEYS, columns="metric", values="value").reset_index()
-    forgot = depths.merge(wide[wide.forget_accuracy < 0.3], on=KEYS)
+    # The record's runs of the second seed are others than those whose weights were measured.
+    forgot = depths.merge(wide[(wide.forget_accuracy < 0.3) & (wide.seed == 0)], on=KEYS)
     relearned = forgot.depth.corr(forgot.relearned_after_20, "spearman")
     by = {name: (g.depth.corr(g.relearned_after_20, "spearman"), len(g)) for name, g in forgot.groupby("objective")}
-    assert f"Over the {len(forgot)} measured runs of the record" in text
+    assert f"Over the {len(forgot)} measured runs of the record's first seed" in text
     told = (
         "is {:.2f}: {:+.2f} under GD ({} runs), {:.2f} under KL ({}), {:.2f} under NPO ({}) and {:.2f} under RMU ({})."
     )
