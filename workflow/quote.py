@@ -160,7 +160,10 @@ def with_models(page: str, heading: str, record: str, columns: dict[str, str]) -
         known = [ABSENT if pd.isna(v) else fixed(v, 0 if name in whole else 2) for name, v in values.items()]
         return ", ".join(dict.fromkeys(known) if ABSENT in known else known)
 
-    return with_rows(page, heading, columns, lambda model: [cell_of(model.strip("`"), each) for each in columns.values()])
+    def row_of(model: str) -> list[str]:
+        return [cell_of(model.strip("`"), measures) for measures in columns.values()]
+
+    return with_rows(page, heading, columns, row_of)
 
 
 def quoted(name: str, entries: dict) -> str:

@@ -71,8 +71,8 @@ def judge(scores: Mapping[str, Scores], facts: Mapping[str, str], not_made: Coll
     if most.returned > margin:
         return Verdict(NOT_DECIDED, f"{_returns(most)} {of_lost}: more forget questions decide it{absent}", returned)
     at_most = max(counted.high.max(), 0)
-    shown = f"no interval of the {len(counted)} attacks lies wholly above {margin:.2f}, a tenth of the {lost:.2f} lost; "
-    shown += f"the largest upper end is {at_most:.2f}"
+    shown = f"no interval of the {len(counted)} attacks lies wholly above {margin:.2f}, a tenth of the {lost:.2f} "
+    shown += f"lost; the largest upper end is {at_most:.2f}"
     if len(taught):  # attacks that may bring knowledge in
         shown += f"; {_returns(_most(taught))}, which counts only beside a retrained model: it may gain as much"
     return Verdict(NOTHING_FOUND, shown + absent, returned)
