@@ -59,9 +59,10 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         state = _load(_part(path, state["number"]))
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    # torch keeps what is on the CPU as it is: views, which hold the file's blocks after the next one has replaced it.
-    for held in (*optimizer.state.values(), *optimizer.param_groups):
-        held.update(_copied({name: value for name, value in held.items() if name != "params"}))
+    if isinstance(optimizer, torch.optim.Optimizer):
+        # It keeps what is on the CPU as it is: views, which hold the file's blocks after the next one has replaced it.
+        for held in (*optimizer.state.values(), *optimizer.param_groups):
+            held.update(_copied({name: value for name, value in held.items() if name != "params"}))
     return _copied(state["progress"])
 
 
