@@ -18,7 +18,8 @@ from gripmoe.moe.adapters import unwrapped
 
 PAGE = (Path(__file__).parents[2] / "docs" / "library.md").read_text(encoding="utf-8")
 FORGET = random_batch(seed=102)
-HARD = ("expert_specific", "expert_specific_every_10", "full_null_space", "frozen_router")  # keep all selections of original inputs
+# These keep all selections of original inputs.
+HARD = ("expert_specific", "expert_specific_every_10", "full_null_space", "frozen_router")
 ERRORS = {
     "a": (RuntimeError, r"looks at the (retain|forget) forward: run it within `with handle\.\1\(\):`"),
     "b": (ValueError, 'adapters leave routers as they are: use method="frozen_router"'),
