@@ -5,6 +5,7 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from gripmoe.attacks.run import OF_LETTERS
 from gripmoe.reporting import paired
@@ -102,17 +103,23 @@ def test_intervals_hold_together():
 
 
 def test_strict_levels_are_resolved():
-    """An interval at 99.9 % over 60 facts misses a mean of 0 about as often as it says. The control: 4,000 resamples,
-    whose extreme quantiles lie too far inside, miss it more often."""
-    generator, level, missed = np.random.default_rng(0), 1 - 0.05 / 36, {True: 0, False: 0}
-    for _ in range(400):
-        right = generator.random((2, 60, 4)) < generator.beta(2, 2, (60, 1))
-        difference = pd.Series((right[0].astype(float) - right[1]).ravel(), index=np.repeat(np.arange(60), 4))
-        for resolved in missed:
-            with patch.object(paired, "LEAST_TAIL", 50 if resolved else 0):
-                _, low, high = paired_interval([difference], level=level)
-            missed[resolved] += not low <= 0 <= high
-    assert missed[True] <= 4 and missed[True] <= missed[False]
+    """Of one run they are Student's over its facts. The control: resamples have no quantiles beyond their ends."""
+    difference = pd.Series(np.random.default_rng(0).normal(size=60), index=range(60))
+    levels = 1 - 1e-4, 1 - 1e-6
+    for level in levels:
+        expected = stats.t.interval(level, 59, difference.mean(), difference.sem())
+        assert paired_interval([difference], level=level)[1:] == pytest.approx(expected)
+    with patch.object(paired, "LEAST_TAIL", 0):
+        (_, low, high), (_, lower, higher) = (paired_interval([difference], level=level) for level in levels)
+    assert higher - lower < 1.05 * (high - low), "a hundredth of the tail, and as wide"
+    assert stats.t.ppf(1 - 5e-7, 59) > 1.2 * stats.t.ppf(1 - 5e-5, 59)
+
+
+def test_items_of_one_fact_count_as_one():
+    """Four equal answers about a fact tell no more than one."""
+    facts = pd.Series(np.random.default_rng(0).normal(size=60), index=range(60))
+    once, four_times = (paired_interval([pd.concat([facts] * n)], level=0.9999) for n in (1, 4))
+    assert four_times == pytest.approx(once)
 
 
 def test_few_questions_decide_little():
