@@ -28,8 +28,8 @@ MOE_FAMILIES = ("qwen3_moe", "qwen2_moe")
 METHODS = {  # one row of each kind that a loop of one's own can have
     name: method_table()[name]
     for name in (
-        "frozen_router", "expert_specific", "full_null_space", "expert_specific_minibatch", "expert_specific_tracked",
-        "expert_specific_paper", "anchored", "anchored_tracked", "seuf",
+        "frozen_router", "expert_specific", "full_null_space", "expert_specific_minibatch",
+        "expert_specific_paper", "anchored", "seuf",
     )
 }  # fmt: skip
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_experts=8, top_k=2, expert_width=16)

@@ -38,7 +38,7 @@ CASES = {
     "unconstrained": Method(constraint="none"),
     "expert_specific": METHODS["expert_specific"],
     "expert_specific_minibatch": METHODS["expert_specific_minibatch"],
-    "anchored_tracked": METHODS["anchored_tracked"],
+    "anchored": METHODS["anchored"],
     "router_l2": Method(constraint="router_l2"),
     "routing_scores": Method(constraint="routing_scores"),
     "gd": Method(constraint="none"),
@@ -75,7 +75,7 @@ OBJECTIVES = {
     "rmu": {"alpha": 1.0, "layer": 1, "kappa": 2.0},
 }
 FIRST_STEP = ("unconstrained", "expert_specific", "gd", "rmu", "kl")
-RESUMED = ("anchored_tracked", "adamw_8bit", "bf16")
+RESUMED = ("anchored", "adamw_8bit", "bf16")
 BF16 = ("bf16", "bf16_fp8", "bf16_8bit")
 NEAR_TIES = EpsNullConfig(value=1e-2, kind="relative")  # so that no direction is decided by a rounding error
 
@@ -160,7 +160,7 @@ def main(folder: Path) -> None:
         results = {name: train(name, folder) for name in CASES}
         results["first step"] = {name: first_step(name, folder) for name in FIRST_STEP}
         for time in ("made", "found"):
-            on_disk = train("anchored_tracked", folder / time, original_answers=folder / "original_answers")
+            on_disk = train("anchored", folder / time, original_answers=folder / "original_answers")
             results[f"references {time}"] = on_disk
         results["finetuned"] = finetuned(folder)
         results["finetuned again"] = finetuned(folder)  # from the state of its second step

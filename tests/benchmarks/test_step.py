@@ -20,8 +20,8 @@ from gripmoe.training.optimizers import make_adamw
 from gripmoe.worlds.models import make_model
 
 METHODS = (
-    "frozen_router", "expert_specific", "full_null_space", "expert_specific_minibatch", "expert_specific_tracked",
-    "expert_specific_paper", "anchored", "anchored_tracked", "seuf",
+    "frozen_router", "expert_specific", "full_null_space", "expert_specific_minibatch",
+    "expert_specific_paper", "anchored", "seuf",
 )  # fmt: skip
 PAIRS = 25
 SETTLED = 15  # steps before the first pair: constraints bind only where routers have moved
@@ -86,13 +86,6 @@ def test_step_of_the_tiny_model(method, benchmark):
     plain = make_model("qwen3_moe", 700, seed=0)
     held, free = Loop(plain, method, forget, retain), Loop(plain, None, forget, retain)
     compare(benchmark, f"{method}, of an unconstrained step", held, free, forget, trained)
-
-
-def test_what_tracking_adds_to_the_anchor(benchmark):
-    forget, retain, trained = documents()
-    plain = make_model("qwen3_moe", 700, seed=0)
-    tracked, frozen = (Loop(plain, method, forget, retain) for method in ("anchored_tracked", "anchored"))
-    compare(benchmark, "anchored_tracked, of an anchored step", tracked, frozen, forget, trained)
 
 
 @pytest.mark.parametrize("original_answers", ["cached", "forward"])

@@ -496,7 +496,7 @@ def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer,
     for method in ("ptc", "ptc_paper"):
         run_steps(prepared, method, "gd", tmp_path / method, checkpoint=folder / "checkpoint.json")
         attack(**evaluated(tmp_path, tmp_path / method))
-    for method in ("ptc_matched", "anchored_tracked"):
+    for method in ("ptc_matched", "anchored"):
         again = run_steps(prepared, method, "gd", tmp_path / method, learning_rate=1e35, max_steps=6)
         assert again["status"] == "diverged"
 

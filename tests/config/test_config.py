@@ -362,7 +362,7 @@ WITHOUT_EFFECT = [
     ),
     ({"corrects": "unconstrained", "correction": "realign", "replay": True}, "replay", "`constraint`"),
     (ROWS["ptc"] | {"undo": ROWS["undo"]["undo"]}, "undo", "`correction: undo`"),
-    (ROWS["expert_specific_tracked"] | {"basis": "minibatch", "forgetting": 0.5}, "forgetting", "`basis: tracked`"),
+    (ROWS["expert_specific_paper"] | {"max_rank": 3}, "max_rank", "`constraint: null_space with form: sound`"),
 ]
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gripmoe
 from conftest import METHODS, random_batch, small_model
-from gripmoe.config.methods import EpsNullConfig, Method
+from gripmoe.config.methods import EpsNullConfig, Method, method_table
 from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.null_space import NullSpacePaper
 from gripmoe.data.documents import collate_inputs
@@ -27,6 +27,7 @@ RETAIN = [random_batch(seed=100), random_batch(seed=101)]
 PAPER = METHODS["expert_specific_paper"].model_copy(update={"safety_margin": 1.0})
 
 
+CACHED = method_table()["expert_specific_paper_cached"]
 EVERY_2 = METHODS["expert_specific"].model_copy(update={"every": 2})
 
 
@@ -167,9 +168,7 @@ def accumulated(method, by_accelerate, marked=2):
     return [parameter.detach() for parameter in accelerator.unwrap_model(model).parameters()]
 
 
-@pytest.mark.parametrize(
-    "method", ["expert_specific_minibatch", "expert_specific_tracked", "anchored", "anchored_tracked"]
-)
+@pytest.mark.parametrize("method", ["expert_specific_minibatch", CACHED, "anchored"])
 def test_what_is_marked_under_accelerate_counts_as_in_a_plain_loop(method):
     """All micro-batches of a step; the control is a loop that leaves the second one's mark out."""
     accelerated, plain = accumulated(method, True), accumulated(method, False)
@@ -206,7 +205,7 @@ def test_a_resumed_loop_is_the_uninterrupted_one():
 # Of two layers, how many routers move; what keeps its sets on original retain inputs; and of each step on its own.
 MOVES = {"frozen_router": 0, "anchored": 0, "seuf": 1}
 HOLDS_ORIGINAL = {"frozen_router", "anchored", "expert_specific", "full_null_space"}
-HOLDS_STEP = {"frozen_router", "anchored", "expert_specific_minibatch", "expert_specific_tracked"}
+HOLDS_STEP = {"frozen_router", "anchored", "expert_specific_minibatch"}
 
 
 @pytest.mark.parametrize("name", [*METHODS, "no constraint"])
@@ -417,9 +416,7 @@ def resumed(method, with_state=True, from_original=True):
     return list(model.parameters())
 
 
-@pytest.mark.parametrize(
-    "method", ["expert_specific", EVERY_2, PAPER, "expert_specific_tracked", "anchored", "anchored_tracked"]
-)
+@pytest.mark.parametrize("method", ["expert_specific", EVERY_2, PAPER, CACHED, "anchored"])
 def test_training_resumes_where_it_was(method):
     """To the bit; the control is what a handle forgets without its state, save sound Method A, which has nothing to."""
     uninterrupted = resumed(method, with_state=None)
@@ -480,13 +477,13 @@ def test_a_state_is_of_its_method_and_its_documents():
 def test_a_state_stays_as_it_was_taken():
     model = small_model()
     optimizer = adamw(model)
-    with gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_tracked") as handle:
+    with gripmoe.constrain(model, optimizer, RETAIN, method=CACHED) as handle:
         step_of(model, optimizer, handle, RETAIN[0])
         state = handle.state_dict()
         kept = copy.deepcopy(state)
         step_of(model, optimizer, handle, RETAIN[1])
-        assert all(torch.equal(state["factors"][layer], kept["factors"][layer]) for layer in kept["factors"])
-        assert not torch.equal(handle.state_dict()["factors"][0], kept["factors"][0]), "the control"
+        assert all(torch.equal(state["cached"][layer], kept["cached"][layer]) for layer in kept["cached"])
+        assert not torch.equal(handle.state_dict()["cached"][0], kept["cached"][0]), "the control"
 
 
 def test_mistakes():
@@ -648,7 +645,6 @@ def test_what_a_handle_cannot_do_is_refused():
     model = small_model()
     for method, reason in (
         (Method(baseline="original"), "trains nothing"),
-        (Method(constraint="none", critical_experts=2), "in the loss"),
         (Method(constraint="none", correction="realign"), "after training"),
         (Method(corrects="unconstrained", correction="restore"), "gripmoe.realign"),
     ):
@@ -799,7 +795,7 @@ def test_a_scaled_gradient_that_a_fused_optimizer_divides_is_projected_as_the_pl
     assert (longer - plain).norm() > 0.1 * plain.norm()
 
 
-@pytest.mark.parametrize("method", ["anchored", "anchored_tracked"])
+@pytest.mark.parametrize("method", ["anchored", "routing_scores"])
 def test_a_soft_method_that_a_loop_leaves_out_is_an_error(method, batch):
     """And not a frozen router in silence: a retain pass that is not marked, a penalty that is not added."""
     model = small_model()
@@ -996,7 +992,7 @@ class Wrapper:
         self.inside, self.param_groups, self.state = optimizer, optimizer.param_groups, optimizer.state
 
 
-@pytest.mark.parametrize("method", ["expert_specific", "anchored_tracked"])
+@pytest.mark.parametrize("method", ["expert_specific", "anchored"])
 @pytest.mark.parametrize("fault", ["no hooks", "half its hooks", "start"])
 def test_a_handle_that_cannot_be_made_leaves_nothing_behind(method, fault, monkeypatch):
     """Routers of low precision get theirs back, and so does what the optimizer knows of them."""

@@ -12,7 +12,7 @@ from gripmoe.config.methods import EpsNullConfig, Method, method_table
 from gripmoe.constraints import null_space as module
 from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.hooks import ConstraintHandle
-from gripmoe.constraints.null_space import NullSpace, NullSpaceMinibatch, NullSpacePaper, fit_bases, null_space_of
+from gripmoe.constraints.null_space import NullSpace, NullSpacePaper, fit_bases, null_space_of
 from gripmoe.geometry import screening
 from gripmoe.geometry.halfspace import nearest_feasible, violation
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis, extended
@@ -340,7 +340,7 @@ def test_bands_count_layers_of_the_whole_trace():
     assert ranks[0] == ranks[1] < ranks[2]
 
 
-@pytest.mark.parametrize("basis", ["original", "minibatch", "tracked"])
+@pytest.mark.parametrize("basis", ["original", "minibatch"])
 def test_a_rank_cap_holds_the_strongest_directions_alone(basis):
     """Inputs with one strong direction: capped at one, bases keep it and drop the weak ones."""
     generator = torch.Generator().manual_seed(0)
@@ -363,35 +363,6 @@ def test_a_rank_cap_holds_the_strongest_directions_alone(basis):
         weakly[cap] = (x @ feasible.T).abs().gather(1, seen.top_k_Nk).max().item()
     assert max(strongly.values()) < 1e-4 < (update[served] @ strong).abs().max()
     assert weakly[None] < 1e-5 < 1e-3 < weakly[1]
-
-
-def test_tracked_bases_remember_and_forget():
-    """A token of an earlier step stays fixed for a while: longer the less is forgotten; minibatch bases drop it."""
-    generator = torch.Generator().manual_seed(0)
-    moe = MoEModel(small_model())
-    theta = moe.theta(0).detach()
-    old, new = torch.randn(1, 32, generator=generator), torch.randn(40, 6, 32, generator=generator)
-    update = 0.01 * torch.randn(theta.shape, generator=generator)
-    selected = route(old, theta, moe.rule(0)).top_k_Nk[0]
-    moved = {}
-    for forgetting in (None, 0.5, 0.99):
-        tracked = {"basis": "tracked", "forgetting": forgetting} if forgetting else {"basis": "minibatch"}
-        method = null_space(1e-3).model_copy(update=tracked)
-        constraint = NullSpaceMinibatch(method)
-        constraint.start(moe, [], [])
-        constraint.constrain(0, theta, theta, route(old, theta, moe.rule(0)))
-        moved[forgetting] = []
-        for x in new:
-            feasible = constraint.constrain(0, theta, theta + update, route(x, theta, moe.rule(0)))
-            moved[forgetting].append((old @ (feasible - theta).T)[0, selected].abs().max().item())
-        resumed = NullSpaceMinibatch(method)
-        resumed.start(moe, [], [])
-        resumed.load_state(constraint.state())
-        step = 0, theta, theta + update, route(new[0], theta, moe.rule(0))
-        assert torch.equal(resumed.constrain(*step), constraint.constrain(*step))
-    assert moved[None][0] > 1e-3
-    assert moved[0.5][0] < 1e-5 and moved[0.99][0] < 1e-5
-    assert moved[0.5][-1] > moved[0.99][-1]
 
 
 @pytest.mark.parametrize("learning_rate, least, most", [(0.3, 0.1, 1.0), (1e-7, 0.0, 0.0)])

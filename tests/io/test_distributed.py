@@ -122,7 +122,7 @@ def test_two_processes_resume_where_two_were_stopped(name, shared):
 @pytest.mark.parametrize("time", ["made", "found"])
 def test_references_on_disk_are_one_file_for_both_processes(time, shared):
     folder, results = shared
-    assert results[f"references {time}"]["digest"] == results["anchored_tracked"]["digest"]
+    assert results[f"references {time}"]["digest"] == results["anchored"]["digest"]
     [file] = (folder / "original_answers").glob("*.safetensors")
     assert file.name.startswith("original_states_")
 
@@ -158,7 +158,7 @@ def test_a_part_that_was_not_finished_by_all_is_passed_over(tmp_path, monkeypatc
 
 def test_one_process_does_not_resume_what_two_have_saved(shared):
     with pytest.raises(ValueError, match="saved by 2 processes.*delete the file"):
-        train("anchored_tracked", shared[0])
+        train("anchored", shared[0])
 
 
 def test_a_step_in_which_no_process_has_a_row_that_counts_has_no_share(monkeypatch):

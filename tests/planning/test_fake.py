@@ -13,7 +13,6 @@ from gripmoe.config.training import Training
 from gripmoe.constraints.build import build
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting
-from gripmoe.geometry.tracking import RouterTracker
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.planning import Costs, Step, fake
@@ -78,9 +77,8 @@ KINDS = [
     "expert_specific_paper",
 ]  # fmt: skip
 OTHERS = [
-    "gate_anchor", "anchored_tracked", "full_null_space", "combined", "expert_specific_minibatch",
-    "expert_specific_tracked", "expert_specific_paper_gradient", "routing_aware", "routing_replay",
-    "expert_null_space",
+    "gate_anchor", "full_null_space", "combined", "expert_specific_minibatch",
+    "expert_specific_paper_gradient", "routing_replay", "expert_null_space",
 ]  # fmt: skip
 
 
@@ -149,13 +147,6 @@ def test_what_becomes_of_the_forget_gradient_costs(name):
 def test_what_bf16_cannot_train_is_not_planned():
     with pytest.raises(ConfigError, match="`sharpness_radius` needs weights in fp32"):
         measure(unlearning(method="frozen_router", **PAPER.methods["sam"].training))
-
-
-def test_refitted_routers_cost(monkeypatch):
-    """The tracker of `anchored_tracked`, whose checks must not end its pass. The control: a tracker that ends it."""
-    found = measure(unlearning(method="anchored_tracked"))
-    monkeypatch.setattr(RouterTracker, "update", lambda tracker, *_: tracker.theta_Ed)
-    assert found["flops"] > measure(unlearning(method="anchored_tracked"))["flops"]
 
 
 def test_a_step_of_undo_is_a_step_of_training():
@@ -348,35 +339,6 @@ def test_a_real_null_space_keeps_what_is_said():
     constraint.start(moe, [], [])
     constraint.trace = constraint.bases = None
     assert said["held"] - said["weights"] == pytest.approx(held_bytes(constraint), rel=0.01)
-
-
-def test_tracked_bases_are_as_large_as_many_steps_make_them():
-    """A factor of d rows for each expert of each layer, in fp64, whatever a batch holds; its decompositions count."""
-    batch, tracked, longer = (
-        measure(unlearning(method=f"expert_specific_{basis}", layers=layers))
-        for basis, layers in (("minibatch", 2), ("tracked", 2), ("tracked", 3))
-    )
-    config = PUBLISHED["olmoe"]
-    factor = config["num_experts"] * config["hidden_size"] ** 2 * 8
-    assert tracked["passes"] - batch["passes"] == pytest.approx(2 * factor, rel=0.01)
-    kept = sum(longer[name] - tracked[name] for name in ("weights", "gradients", "states"))
-    more = longer["update"] - tracked["update"] - kept
-    assert more == pytest.approx(factor, rel=0.01), "a new factor takes the place of the last one"
-    assert tracked["flops"] > 10 * batch["flops"]
-
-
-def test_many_steps_make_real_tracked_bases_as_large():
-    """After eight steps of sixteen tokens or more for each expert, of 64 dimensions, and no larger after the ninth."""
-    moe, generator = real_model(), torch.Generator().manual_seed(0)
-    constraint = build(PAPER.methods["expert_specific_tracked"], {}, bases=lambda _: {}, seed=0).constraint
-    constraint.start(moe, [], [])
-    layer = moe.layers[0]
-    theta_Ed = moe.thetas()[layer].float()
-    for step in range(9):
-        seen = LayerRouting(torch.randn(32, 64, generator=generator), None, None)
-        constraint.constrain(layer, theta_Ed, theta_Ed + 1e-3, seen)
-        if step >= 7:
-            assert held_bytes(constraint._factors) == 8 * 64 * 64 * 8
 
 
 def test_what_a_run_asks_once_is_no_part_of_a_step():

@@ -147,11 +147,10 @@ def test_external_checkpoints_are_marked_as_our_runs_are():
 
 
 def test_methods_that_need_it_are_explained_whatever_they_are_called_in_a_table():
-    runs, seuf, trace = synthetic(), "the paper's SEUF is an L2 penalty", "our TRACE: implemented from"
+    runs, seuf = synthetic(), "the paper's SEUF is an L2 penalty"
     notes = comparison(runs.replace("frozen_router", "router_l2_single"), "factorial").notes[-1]
-    assert seuf in notes and trace not in notes, "Soft (L2), single expert, in the paper"
+    assert seuf in notes, "Soft (L2), single expert, in the paper"
     assert seuf not in comparison(runs.assign(objective="gd"), "expert_forcing").notes[-1], "no value of the paper"
-    assert trace in comparison(runs.replace("frozen_router", "routing_aware"), "main_results").notes[-1]
 
 
 def test_how_long_runs_were_that_missed_their_target():

@@ -30,7 +30,6 @@ from gripmoe.training import loop as unlearning
 from gripmoe.training.loop import unlearn
 from gripmoe.training.objectives import GradientDifference, RepresentationMisdirection
 from gripmoe.training.step_batches import StepBatches
-from gripmoe.training.token_weights import routing_aware_weights
 
 TRAINING = Training(
     learning_rate=1e-3,
@@ -95,15 +94,11 @@ def run(
 
 
 class Watched(GradientDifference):
-    """Gradient difference that keeps the retain batches that it saw, and the weights of forget batches."""
+    """Gradient difference that keeps the retain batches that it saw."""
 
     def __init__(self):
         super().__init__(alpha=1.0)
-        self.retain, self.forget_weights = [], []
-
-    def forget_loss(self, model, batch):
-        self.forget_weights.append(batch.weights)
-        return super().forget_loss(model, batch)
+        self.retain = []
 
     def retain_loss(self, model, batch):
         self.retain.append(batch)
@@ -301,7 +296,6 @@ ARMS = {
     "anchored": {"constraint": Anchored(routing_stability=0.9, floor=1.0)},
     "replayed": {"constraint": Unconstrained(), "replay": True},
     "one expert": {"constraint": Unconstrained(), "scope": {0: [1]}},
-    "weighted": {"constraint": Unconstrained(), "critical_experts": 1},
 }
 
 
@@ -315,21 +309,6 @@ def test_every_method_sees_the_same_retain_documents_in_the_same_order(tmp_path,
     control = seen.pop("another seed")
     assert all(order == seen["unconstrained"] for order in seen.values()), seen
     assert len(control) == 4 and control != seen["unconstrained"]
-
-
-def test_training_gives_retain_tokens_their_weights_and_forget_tokens_none(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        unlearning, "routing_aware_weights", lambda *args: made.append(routing_aware_weights(*args)) or made[0]
-    )
-    watched, plain = Watched(), Watched()
-    weighted, _ = run(tmp_path / "a.pt", objective=watched, **ARMS["weighted"])
-    unweighted, _ = run(tmp_path / "b.pt", objective=plain, **ARMS["unconstrained"])
-    for batch in watched.retain:
-        assert torch.equal(batch.weights, made[0].of(**batch.inputs)) and batch.weights.std() > 0
-    assert len(made) == 1 and not any(w is not None for w in watched.forget_weights)
-    assert all(batch.weights is None for batch in plain.retain)
-    assert weights_digest(weighted.model) != weights_digest(unweighted.model)
 
 
 def test_only_expert_blocks_and_routers_train(tmp_path):

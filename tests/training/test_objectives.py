@@ -227,28 +227,6 @@ LOSSES_OF_TWO_MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", ["kl", "rmu"])
-def test_a_token_with_all_the_weight_is_the_loss(name, moe):
-    """The weight of a token is that of what it predicts (KL), or of its own state (RMU)."""
-    batch = random_batch()
-    objective, after = started(name, moe, batch), moved(moe)
-    plain = objective.retain_loss(after, batch).item()
-    batch.weights = 2 * batch.attention_mask.float()
-    assert objective.retain_loss(after, batch).item() == pytest.approx(plain, rel=1e-5), "all alike"
-    batch.weights = torch.zeros_like(batch.weights)
-    batch.weights[1, 4] = 3.0
-    before, now = (
-        m.model(**batch.inputs, output_hidden_states=True) for m in (MoEModel(copy.deepcopy(moe.model)), after)
-    )
-    if name == "kl":
-        p, q = (out.logits[1, 4].log_softmax(-1) for out in (before, now))
-        alone = (p.exp() * (p - q)).sum()
-    else:
-        alone = (now.hidden_states[1] - before.hidden_states[1])[1, 4].square().mean()
-    assert objective.retain_loss(after, batch).item() == pytest.approx(alone.item(), rel=1e-4)
-    assert alone.item() != pytest.approx(plain, rel=2e-2)
-
-
 def test_what_asks_the_original_model_is_known():
     started = {name: type(make_objective(name, settings, seed=0)).start for name, settings in SETTINGS.items()}
     cached = {name for name, start in started.items() if start is not GradientDifference.start}

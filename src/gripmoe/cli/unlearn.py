@@ -117,7 +117,6 @@ def unlearn(
             seed=run.seed,
             scope=built.scope,
             replay=method.replay,
-            critical_experts=method.critical_experts,
             expert_eps=method.eps_null if method.experts == "null_space" else None,
             corrected=make_correction(method, theta_0, biases, trace, batch) if method.correction else None,
             state_file=state_file,

@@ -14,7 +14,7 @@ from gripmoe.config.types import Fraction, Name, NonNegative, Strict
 
 TABLE = Path(__file__).with_name("methods.yaml")
 AXES = {  # which axes have an effect in a row that has these words
-    "constraint": {"experts", "replay", "critical_experts", "correction", "training"},
+    "constraint": {"experts", "replay", "correction", "training"},
     "experts: null_space": {"eps_null"},
     "corrects": {"correction"},
     "correction: realign": {"form", "retain_tokens"},
@@ -25,11 +25,10 @@ AXES = {  # which axes have an effect in a row that has these words
     "constraint: null_space with form: paper with granularity: expert": {"kaczmarz_steps", "kaczmarz_tolerance"},
     "basis: original": {"surface"},
     "basis: original with form: sound with projects: update": {"every"},
-    "basis: tracked": {"forgetting"},
     "constraint: router_l2": {"weight"},
     "constraint: gate_anchor": {"weight"},
     "constraint: routing_scores": {"weight"},
-    "constraint: anchor": {"routing_stability", "anchor_floor", "final_only", "tracked"},
+    "constraint: anchor": {"routing_stability", "anchor_floor", "final_only"},
 }
 
 
@@ -55,12 +54,10 @@ class Method(Strict):
     ) = None
     experts: Literal["all", "top_attributed", "null_space"] = "all"
     replay: bool = False
-    critical_experts: PositiveInt | None = None
     form: Literal["sound", "paper"] = "sound"
     granularity: Literal["expert", "layer"] = "expert"
     surface: Literal["retain", "forget", "combined"] = "retain"
-    basis: Literal["original", "minibatch", "tracked", "cached"] | None = None
-    forgetting: Fraction = 0.95
+    basis: Literal["original", "minibatch", "cached"] | None = None
     eps_null: EpsNullConfig | None = None
     max_rank: PositiveInt | None = None
     projects: Literal["update", "gradient", "both"] = "update"
@@ -72,7 +69,6 @@ class Method(Strict):
     routing_stability: Fraction = 0.95
     anchor_floor: NonNegative = 1.0
     final_only: bool = False
-    tracked: bool = False
     correction: Literal["restore", "realign", "undo"] | None = None
     corrects: Name | None = None
     retain_tokens: PositiveInt | None = None

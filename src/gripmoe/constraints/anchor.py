@@ -1,4 +1,4 @@
-"""The anchor (ours): a penalty on the change of router inputs, with frozen or tracked routers."""
+"""The anchor (ours): a frozen router, and a penalty on the change of its inputs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from gripmoe.constraints.base import FrozenRouter, Tokens
+from gripmoe.constraints.base import FrozenRouter
 from gripmoe.constraints.original import of_tokens, original_values
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import jaccard, route
-from gripmoe.geometry.tracking import RouterTracker
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
@@ -25,44 +24,30 @@ class Anchored(FrozenRouter):
     x_l are the original router inputs, h is the final normed hidden state, and ~ marks the model that trains.
     Numerators and denominators are sums over the batch. lambda grows while the routing stability of the retain batch is
     below `routing_stability`, and falls to `floor` while it is above (`DualWeight`). With `final_only` only the last
-    term counts (a control). With `tracked` each router is refitted within the retain pass, by recursive least squares.
+    term counts (a control).
     """
 
     watches = frozenset({"retain"})
     needs_graph = True
 
-    def __init__(self, routing_stability: float, floor: float, final_only: bool = False, tracked: bool = False):
+    def __init__(self, routing_stability: float, floor: float, final_only: bool = False):
         if not 0 < routing_stability < 1:
             raise ConfigError(
                 f"`routing_stability` must lie between 0 and 1, both excluded, not at {routing_stability}"
             )
         self.weight = DualWeight(1 - routing_stability, floor)
         self.final_only = final_only
-        self.refits = tracked
-        self._trackers: dict[int, RouterTracker] = {}
         self._errors: list[float] = []  # one per retain pass since the last step
         self._observed: dict[str, float] = {}
-        self._asked: tuple[Tokens, Tensor] | tuple[None, None] = None, None  # of the current pass
 
     def start(self, model, forget, retain) -> None:
         super().start(model, forget, retain)
         self._layers, self._rules = model.layers, model.rules()
         self._theta_0 = model.thetas()
-        if self.refits:
-            self._trackers = {layer: RouterTracker(theta) for layer, theta in self._theta_0.items()}
         self._states = original_values(model, self.original, retain, _inputs_and_final, "original states")
 
-    def refit(self, layer, x_Nd, tokens) -> Tensor:
-        if layer == self._layers[0]:
-            self._asked = tokens, of_tokens(self._states, tokens)
-        wanted_NE = self._asked[1][:, self._layers.index(layer)].float() @ self._theta_0[layer].T
-        return self._trackers[layer].update(distributed.gathered(x_Nd), distributed.gathered(wanted_NE))
-
     def penalty(self, kind, seen) -> Tensor:
-        tokens, states_NLd = self._asked
-        self._asked = None, None
-        if tokens is not seen.tokens:
-            states_NLd = of_tokens(self._states, seen.tokens)
+        states_NLd = of_tokens(self._states, seen.tokens)
         inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1].float()  # fp16 overflows
         terms = [(seen.hidden_Nd.float() - final_Nd).square().sum() / distributed.averaged_(final_Nd.square().sum())]
         agreement = []
@@ -87,24 +72,21 @@ class Anchored(FrozenRouter):
             self._observed = {"anchor_weight": self.weight.value, "batch_routing_stability": 1 - error}
             self.weight.update(error)
             self._errors = []
-        return self._trackers[layer].theta_Ed.to(before_Ed) if self.refits else before_Ed
+        return before_Ed
 
     def skip(self) -> None:
-        self._errors, self._asked = [], (None, None)
+        self._errors = []
 
     def observed(self) -> dict[str, float]:
         """`anchor_weight` (lambda) and `batch_routing_stability` (on retain tokens) at the last step."""
         return self._observed
 
     def state(self) -> dict:
-        trackers = {layer: tracker.state() for layer, tracker in self._trackers.items()}
-        return {"weight": self.weight.value, "trackers": trackers}
+        return {"weight": self.weight.value}
 
     def load_state(self, state: dict) -> None:
         if state:
             self.weight.value = state["weight"]
-            for layer, tracked in state["trackers"].items():
-                self._trackers[layer].load_state(tracked)
 
 
 def _inputs_and_final(model: MoEModel, batch: Batch) -> Tensor:

@@ -43,7 +43,6 @@ class RouterConstraint:
     needs_graph = False  # whether gradients of `penalty` flow through router inputs
     of_gradient = False  # whether `constrain` is called before the step, with the result of a plain gradient step
     of_update = True  # whether `constrain` is called after the step, with the optimizer's result
-    refits = False  # whether retain passes use the routers that `refit` returns
     every = 1  # steps from one `constrain` to the next, if it is called after the step
     original: MoEModel | None = None  # a copy; without one, `start` stores what the model computes for retain data
 
@@ -57,10 +56,6 @@ class RouterConstraint:
 
     def penalty(self, kind: str, seen: Seen) -> Tensor | float:
         return 0.0
-
-    def refit(self, layer: int, x_Nd: Tensor, tokens: Tokens) -> Tensor:
-        """The router, (E, d), that `layer` uses in the current pass. Layers are called in order."""
-        raise NotImplementedError
 
     def skip(self) -> None:
         """Forgets the passes since the last step."""

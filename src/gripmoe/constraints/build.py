@@ -46,7 +46,7 @@ def build(
     if method.constraint == "routing_scores":
         return Built(RoutingScores(method.weight), scope)
     if method.constraint == "anchor":
-        anchor = Anchored(method.routing_stability, method.anchor_floor, method.final_only, method.tracked)
+        anchor = Anchored(method.routing_stability, method.anchor_floor, method.final_only)
         return Built(anchor, scope)
     if method.constraint == "null_space":
         trace = constrained_trace(method, retain, forget) if method.has_bases else retain

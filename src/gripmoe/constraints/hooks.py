@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from gripmoe.constraints.base import RouterConstraint, Seen, Tokens
-from gripmoe.constraints.refit import RouterRefit
 from gripmoe.data.batches import seems_padded
-from gripmoe.data.documents import Batch, attention_mask_of
+from gripmoe.data.documents import attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
@@ -68,12 +67,9 @@ class ConstraintHandle:
         self._seen: list[RoutingTrace] = []  # routing of the passes in `constraint.collects`
         self._penalties: list[Tensor | float] = []  # penalties that the loop has not yet taken
         self._checked = False  # whether the retain loss was checked
-        self._refit = RouterRefit(model, constraint) if constraint.refits else None
         with ExitStack() as undo:
             model.model._constrained = id(model.model)
             undo.callback(delattr, model.model, "_constrained")
-            if self._refit:
-                undo.enter_context(self._refit.hooks())
             undo.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             undo.callback(optimizer.register_step_post_hook(self._after_step).remove)
             self._undo = undo.pop_all()  # runs when the handle closes
@@ -113,12 +109,10 @@ class ConstraintHandle:
 
     def skip(self) -> None:
         """Forgets the passes marked since the last step. Call it where a step does not come: a GradScaler has skipped
-        it, or the loop gives up a batch after an error. What "anchored_tracked" has learned of these passes stays."""
+        it, or the loop gives up a batch after an error."""
         self._seen, self._penalties, self._checked = [], [], False
         self._marked.clear()
         self.constraint.skip()
-        if self._refit:
-            self._refit.clear()
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -126,17 +120,6 @@ class ConstraintHandle:
         an evaluation or a save, in every process; `close` does the same. It has no effect where no step waits."""
         if self._waiting and not self._closed:
             self._write_feasible()
-
-    @torch.no_grad()
-    def refit(self, batch: Batch | Mapping[str, Tensor]) -> None:
-        """Refits the routers of "anchored_tracked" (ours) to the current experts, by a pass over `batch`, a batch as in
-        `constrain`. Call it before an evaluation or a save, in every process. It has no effect for other methods, or
-        once the handle is closed. Raises RuntimeError between the passes of a step and the step itself, KeyError for a
-        document whose original states were not stored, ValueError for a batch without `input_ids`."""
-        if self._refit and not self._closed and not self.is_lifted:
-            given, device = batch.inputs if isinstance(batch, Batch) else batch, self.model.model.device
-            inputs = {name: given[name].to(device) for name in ("input_ids", "attention_mask") if name in given}
-            self._refit.refit(inputs, _tokens("retain", inputs, None))
 
     @property
     def watches(self) -> frozenset[str]:
@@ -212,13 +195,9 @@ class ConstraintHandle:
                     "padding, which then counts as text: give the mask",
                     stacklevel=2,
                 )
-            if self._refit:
-                self._refit.follow(passes[-1] if kind == "retain" and torch.is_grad_enabled() else None)
 
         def end(module, args, output) -> None:
             hidden.append(output.last_hidden_state)
-            if self._refit:
-                self._refit.follow(None)
 
         def note_grad_mode(*_) -> None:
             grad_modes.add(torch.is_grad_enabled())
@@ -229,8 +208,6 @@ class ConstraintHandle:
             *(module.register_forward_pre_hook(note_grad_mode) for module in (decoder, *routers)),
         ]
         with ExitStack() as undo:
-            if self._refit:
-                undo.callback(self._refit.follow, None)  # also after an interrupted pass
             undo.enter_context(hooked(hooks))
             recorder = undo.enter_context(self.model.record_routing())
             yield

@@ -131,18 +131,13 @@ class NullSpaceReparameterized(_Observed):
 
 class NullSpaceMinibatch(_Observed):
     """Method A against the current retain minibatch, soundly: the optimizer's own update is replaced by the nearest one
-    that changes no set which the router of the step before selects for these tokens. Other tokens are free.
-
-    With `basis: tracked` the tokens of earlier steps stay in the bases with a weight that falls by `forgetting` at
-    every step: selected scores are fixed (to first order) on directions seen lately, margins on the minibatch alone.
-    """
+    that changes no set which the router of the step before selects for these tokens. Other tokens are free."""
 
     watches = collects = frozenset({"retain"})
 
     def __init__(self, method: Method):
         super().__init__()
         self.method = method
-        self._factors: dict[int, Tensor] = {}  # of tracked bases
 
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()
@@ -152,21 +147,11 @@ class NullSpaceMinibatch(_Observed):
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         method, rule = self.method, self._rules[layer]
         current = route(seen.x_Nd, before_Ed, rule)
-        earlier_Erd = self._factors.get(layer)
-        basis, factor_Erd = _basis_and_factor(current, rule, self._eps_null[layer], method, earlier_Erd)
-        if method.basis == "tracked":
-            self._factors[layer] = method.forgetting**0.5 * factor_Erd
+        basis = _basis(current, rule, self._eps_null[layer], method)
         bounds_NE = _bounds(current, rule, method.safety_margin).clamp_min(0)
         update_Ed = self._nearest(layer, nearest_feasible, after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE)
         self._observe(layer, basis, after_Ed - before_Ed, update_Ed)
         return before_Ed + update_Ed
-
-    def state(self) -> dict:
-        return {**super().state(), "factors": dict(self._factors)}
-
-    def load_state(self, state: dict) -> None:
-        super().load_state(state)
-        self._factors = dict(state.get("factors", {}))
 
 
 class NullSpacePaper(_Observed):
@@ -264,7 +249,7 @@ def feasible_router(
         generator = torch.Generator(seen.x_Nd.device).manual_seed(0)
         basis = paper_basis(seen, rule, eps_null, method)
         return theta_0_Ed + paper_update(update_Ed, basis, seen, rule, method, generator)
-    basis, _ = _basis_and_factor(seen, rule, eps_null, method)
+    basis = _basis(seen, rule, eps_null, method)
     bounds_NE = _bounds(seen, rule, method.safety_margin).clamp_min(0)
     return theta_0_Ed + nearest_feasible(update_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
 
@@ -293,7 +278,7 @@ def fit_bases(trace: RoutingTrace, rules: Mapping[int, SelectionRule], method: M
     """The retain basis of each layer of a trace, per expert or, with granularity "layer", of all tokens for all experts
     (the full null space, Sec. 4.1)."""
     eps_null = eps_by_layer(method.eps_null, list(trace))
-    return {layer: _basis_and_factor(seen, rules[layer], eps_null[layer], method)[0] for layer, seen in trace.items()}
+    return {layer: _basis(seen, rules[layer], eps_null[layer], method) for layer, seen in trace.items()}
 
 
 def eps_by_layer(config: EpsNullConfig, layers: Sequence[int]) -> dict[int, EpsNull]:
@@ -317,16 +302,12 @@ def _fixed(seen: LayerRouting, rule: SelectionRule, method: Method) -> Tensor:
     return torch.ones_like(fixed_NE[:, :1]) if method.granularity == "layer" else fixed_NE
 
 
-def _basis_and_factor(
-    seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: Method, earlier_Erd: Tensor | None = None
-) -> tuple[RetainBasis, Tensor]:
-    """The basis of the tokens seen and of those in `earlier_Erd`, the factor of an earlier call; and their factor."""
+def _basis(seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: Method) -> RetainBasis:
+    """The directions of the tokens seen that Stage 1 fixes."""
     fixed_NE = _fixed(seen, rule, method)
     hidden_size, experts = seen.x_Nd.shape[1], fixed_NE.shape[1]
     statistics = RetainStatistics(experts, hidden_size, method.max_rank)
-    if earlier_Erd is not None:
-        statistics.factor_Erd = earlier_Erd
     at_once = max(1024, hidden_size * experts // (4 * seen.top_k_Nk.shape[1]))  # tokens that fill factors of d rows
     for start in range(0, len(seen), at_once):
         statistics.update(seen.x_Nd[start : start + at_once], fixed_NE[start : start + at_once])
-    return RetainBasis(statistics.basis(eps_null).U_ret_Edr.float()), statistics.factor_Erd
+    return RetainBasis(statistics.basis(eps_null).U_ret_Edr.float())

@@ -48,18 +48,15 @@ def opening(tokenizer) -> list[int]:
 
 @dataclass
 class Batch:
-    """Right-padded rows: `input_ids`, `attention_mask`, `labels`, and optional `weights` of tokens in a mean; each
-    (rows, positions)."""
+    """Right-padded rows: `input_ids`, `attention_mask` and `labels`, each (rows, positions)."""
 
     row_ids: list[str]
     input_ids: Tensor
     attention_mask: Tensor
     labels: Tensor
-    weights: Tensor | None = None
 
     def to(self, device) -> Batch:
-        tensors = (self.input_ids, self.attention_mask, self.labels, self.weights)
-        return Batch(self.row_ids, *(None if tensor is None else tensor.to(device) for tensor in tensors))
+        return Batch(self.row_ids, *(given.to(device) for given in (self.input_ids, self.attention_mask, self.labels)))
 
     @property
     def inputs(self) -> dict[str, Tensor]:

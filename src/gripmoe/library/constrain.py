@@ -39,7 +39,6 @@ UNABLE = {  # keys of a method that `constrain` cannot apply, and why
     "undo": "it distils a finished model; `gripmoe realign` does so to a run",
     "corrects": "it refits routers after training; call gripmoe.remember before and gripmoe.realign after training",
     "correction": "it comes after training; call gripmoe.realign",
-    "critical_experts": "it weighs tokens in the loss, which is the loop's own",
 }
 
 

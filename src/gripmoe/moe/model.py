@@ -209,35 +209,15 @@ class MoEModel:
         with hooked(r.register_forward_hook(partial(record, layer)) for layer, r in self._routers.items()):
             yield recorder
 
-    @contextmanager
-    def before_routers(self, function: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
+    def before_routers(self, function: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
         """Within the block, `function(layer, x_Td)` is called with the inputs of every router before the router runs. A
-        change of the router's weight takes effect at once. A returned tensor, (E, d), replaces the weight in this pass
-        alone. The weight itself is not written to, because an earlier pass may need it for its backward pass."""
-        weights: dict[int, nn.Parameter] = {}
+        change of the router's weight takes effect at once."""
 
         def enter(layer: int, router: nn.Module, args) -> None:
             x_Td = args[0].detach().reshape(-1, self.hidden_size).to(self.model.device, torch.float32)
-            theta_Ed = function(layer, self._padded(x_Td))
-            if theta_Ed is not None:
-                weights.setdefault(layer, router.weight)
-                router._parameters["weight"] = theta_Ed.to(router.weight)
+            function(layer, self._padded(x_Td))
 
-        def leave(layer: int, router: nn.Module, *_) -> None:
-            if layer in weights:
-                router._parameters["weight"] = weights.pop(layer)
-
-        def handles():
-            for layer, router in self._routers.items():
-                yield router.register_forward_pre_hook(partial(enter, layer))
-                yield router.register_forward_hook(partial(leave, layer), always_call=True)
-
-        try:
-            with hooked(handles()):
-                yield
-        finally:
-            for layer in list(weights):  # left by an interrupted pass
-                leave(layer, self._routers[layer])
+        return hooked(r.register_forward_pre_hook(partial(enter, layer)) for layer, r in self._routers.items())
 
     def trace(self, batches: Iterable[Batch | Mapping[str, Tensor]]) -> RoutingTrace:
         """The routing of all batches in eval mode, without padding and without the first position of each row (BOS, an

@@ -332,10 +332,6 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
     built = build(method, of_a_side, of_a_side, bases=lambda _: bases, seed=0)
     if isinstance(built.constraint, NullSpace):  # its joined trace of forget and retain data stays in host memory
         built.constraint.trace = recorded(tokens)
-    if method.basis == "tracked":
-        shape_of_factor = shape[0], method.max_rank or d, d  # the size after many steps
-        zeros = lambda: torch.zeros(shape_of_factor, dtype=torch.float64)  # noqa: E731
-        built.constraint.load_state = lambda _: built.constraint._factors.update((n, zeros()) for n in moe.layers)
     before: dict[str, float] = {}
 
     def scores(_: MoEModel) -> dict[str, float]:
@@ -358,7 +354,6 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
             seed=0,
             scope=built.scope,
             replay=method.replay,
-            critical_experts=method.critical_experts,
             expert_eps=method.eps_null if method.experts == "null_space" else None,
             state_file=NOWHERE,
         )

@@ -21,7 +21,7 @@ from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.baselines import restricted_experts
 from gripmoe.constraints.expert_null_space import ExpertNullSpace
 from gripmoe.constraints.hooks import ConstraintHandle, Diverged
-from gripmoe.constraints.original import OriginalCache, OriginalSets
+from gripmoe.constraints.original import OriginalSets
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Batch
 from gripmoe.evaluation.stop_rule import StopRule
@@ -37,7 +37,6 @@ from gripmoe.training.forget_gradient import ForgetGradientEdit, forget_gradient
 from gripmoe.training.objectives import Objective, cross_entropy
 from gripmoe.training.optimizers import make_adamw, rate_zero
 from gripmoe.training.step_batches import StepBatches
-from gripmoe.training.token_weights import routing_aware_weights
 
 TIMED_PAIRS = 8
 ATTACKER_SEED = 500_000  # added to a run's own: the attacker draws other documents than the step unlearns
@@ -79,7 +78,6 @@ def unlearn(
     seed: int,
     scope: dict[int, list[int]] | None = None,
     replay: bool = False,
-    critical_experts: int | None = None,
     expert_eps: EpsNullConfig | None = None,
     corrected: Callable[[MoEModel], object] | None = None,
     state_file: Path,
@@ -89,9 +87,8 @@ def unlearn(
 
     Expert blocks train, or only the experts of `scope` by layer, and routers as the constraint lets them; everything
     else is frozen. With `replay` training passes use the original model's expert sets, with live weights. With
-    `critical_experts` retain tokens have the weights of `routing_aware_weights`. With `expert_eps` experts move outside
-    the span of their retain inputs (`ExpertNullSpace`). With `corrected` (Method B, or the
-    original routers) the check looks at corrected routers and the model ends corrected, while training goes on
+    `expert_eps` experts move outside the span of their retain inputs (`ExpertNullSpace`). With `corrected` (Method B,
+    or the original routers) the check looks at corrected routers and the model ends corrected, while training goes on
     uncorrected. Resumes from `state_file`; on CPU the result is the same to the bit as without the interruption.
 
     Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, trains
@@ -114,7 +111,6 @@ def unlearn(
     objective.start(model, *used)
     constraint.start(model, *used)
     original_sets = OriginalSets(model, [*used[0], *used[1]]) if replay else None
-    weights = routing_aware_weights(model, *used, critical_experts) if critical_experts else None
     held = ExpertNullSpace(model, used[1], expert_eps) if expert_eps else None
     ranks = {"expert_rank": held.rank} if held else {}
     if held:
@@ -136,7 +132,7 @@ def unlearn(
     with recomputed, restricted, projecting, model.unpadded(), ConstraintHandle(model, optimizer, constraint) as handle:
         steps = _Steps(
             model, objective, batches, training, routers, experts, optimizer, in_linear_precision, original_sets,
-            weights, adversary, forget_edits, handle, progress["tokens"],
+            adversary, forget_edits, handle, progress["tokens"],
         )  # fmt: skip
         handle.load_state_dict(progress["constraint"])
         step, history, sums = progress["step"], progress["history"], Counter()
@@ -150,8 +146,6 @@ def unlearn(
                     break
                 handle.settle()  # a run is saved and ends after a check
                 if not history or history[-1]["step"] < step:
-                    if step:
-                        handle.refit(batches.of("retain", step - 1))
                     with _temporarily(model, corrected):
                         scores = distributed.agreed(stop.scores(model))
                     count = sums.pop("count", 1)
@@ -200,7 +194,6 @@ class _Steps:
     optimizer: torch.optim.Optimizer
     in_linear_precision: Callable[[], AbstractContextManager[None]]
     original_sets: OriginalSets | None
-    weights: OriginalCache | None
     adversary: RelearningAdversary | None
     forget_edits: list[ForgetGradientEdit]
     handle: ConstraintHandle
@@ -244,8 +237,6 @@ class _Steps:
         for number in range(passes):
             batch, marked = self.batches.of(kind, step, number), getattr(self.handle, kind) if marks else nullcontext
             self.tokens += int(batch.attention_mask.sum())
-            if kind == "retain" and self.weights:
-                batch.weights = self.weights.of(**batch.inputs)
             with self._as_trained(batch):  # in the backward pass too, which may compute activations again
                 with self._needed_layers(kind), marked():
                     loss = loss_of(self.model, batch)

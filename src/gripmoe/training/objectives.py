@@ -89,8 +89,7 @@ class OriginalPredictions:
         hidden_Td = final_hidden_states(model, batch)[:, :-1][scored]
         original, current = (partial(logits_of, model.model, head=head) for head in (self._head, model.model.lm_head))
         divergence_T = divergences(wanted_Td, hidden_Td, original, current)
-        weights_T = torch.ones_like(divergence_T) if batch.weights is None else batch.weights[:, :-1][scored]
-        return _token_mean(divergence_T, weights_T)
+        return _token_mean(divergence_T, torch.ones_like(divergence_T))
 
 
 class KullbackLeibler(GradientDifference):
@@ -173,8 +172,7 @@ class RepresentationMisdirection:
 
     def retain_loss(self, model, batch) -> Tensor:
         moved = hidden_states(model, self.layer, batch) - self._hidden.of(**batch.inputs)
-        mask = batch.attention_mask if batch.weights is None else batch.weights
-        return _token_mean(moved.square().mean(dim=-1), mask)
+        return _token_mean(moved.square().mean(dim=-1), batch.attention_mask)
 
 
 def make_objective(name: str, settings: dict, seed: int) -> Objective:
@@ -205,10 +203,8 @@ def sequence_logprobs(model: MoEModel, batch: Batch) -> Tensor:
 
 
 def cross_entropy(model: MoEModel, batch: Batch) -> Tensor:
-    """Mean negative log-likelihood of the scored tokens; where tokens have weights, of their weighted mean. A weight
-    belongs to the token that predicts."""
-    logprobs, scored = token_logprobs(model, batch), batch.labels[:, 1:] != IGNORED
-    return _token_mean(-logprobs, scored if batch.weights is None else batch.weights[:, :-1] * scored)
+    """Mean negative log-likelihood of the scored tokens."""
+    return _token_mean(-token_logprobs(model, batch), batch.labels[:, 1:] != IGNORED)
 
 
 TOKENS_PER_CHUNK = 1024
