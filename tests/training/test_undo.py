@@ -32,6 +32,9 @@ def test_noise_is_mixed_in_by_its_share():
     assert weight.mean().item() == pytest.approx(1.5, abs=2e-3)
     assert weight.std().item() == pytest.approx(0.25 * (2 / 120) ** 0.5, rel=0.05)
     assert torch.equal(bias, torch.full((5,), 0.75))
+    little = torch.full((4, 50, 70), 2.0)
+    mix_in_noise([little], share=0.25, seed=0, scale=0.1)
+    torch.testing.assert_close(little - 1.5, 0.1 * (weight - 1.5), atol=1e-6, rtol=1e-4)
     again = torch.full((4, 50, 70), 2.0)
     mix_in_noise([again], share=0.25, seed=0)
     other = torch.full((4, 50, 70), 2.0)
@@ -56,6 +59,8 @@ def test_distillation_brings_the_predictions_back():
     wanted = final_hidden_states(teacher, batch).detach()
     reports = {steps: undone(steps=steps, learning_rate=1e-2)[1] for steps in (1, 60)}
     assert reports[60]["distillation_loss"] < 0.5 * reports[1]["distillation_loss"]
+    lost = {scale: undone(noise_scale=scale, steps=1)[1]["distillation_loss"] for scale in (0.0, 1.0)}
+    assert lost[0.0] < lost[1.0], "shrinking alone costs less"
     still, _ = undone(noise=0.0, steps=1, learning_rate=1e-12)
     torch.testing.assert_close(final_hidden_states(still, batch), wanted, atol=1e-5, rtol=1e-4)
 

@@ -42,6 +42,7 @@ class UndoConfig(Relearning):
     """Distillation on retain documents, of experts that are partly noise."""
 
     noise: Fraction  # UNDO's alpha: the share of noise in the weights of experts
+    noise_scale: NonNegative = 1.0  # UNDO's beta: the noise in units of Xavier's initialisation
     steps: PositiveInt  # of distillation
 
 

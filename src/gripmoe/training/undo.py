@@ -19,8 +19,9 @@ from gripmoe.training.optimizers import finite_norm, make_adamw
 
 
 def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id: int, seed: int) -> dict[str, float]:
-    """Corrects in place: weights W of experts become (1 - noise) W + noise N, with N of Xavier's initialisation, and
-    then learn the predictions that the model made before on retain documents. Everything else is held, routers too.
+    """Corrects in place: weights W of experts become (1 - noise) W + noise noise_scale N, with N of Xavier's
+    initialisation, and then learn the predictions that the model made before on retain documents. Everything else is
+    held, routers too.
     Returns the last `distillation_loss`, and the `tokens` that were passed forward and backward. Raises ConfigError if
     a loss or gradient is not finite."""
     rows = [epoch_rows(retain, min(settings.batch_size, len(retain)), seed, step) for step in range(settings.steps)]
@@ -30,7 +31,7 @@ def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id
     teacher = OriginalPredictions(model, [collate(bucket, pad_id).to(device) for bucket in buckets])
     experts = [p.requires_grad_(True) for layer in model.all_layers for p in model.other_parameters(layer)]
     biases = {parameter for name, parameter in model.model.named_parameters() if name.endswith("bias")}
-    mix_in_noise(experts, settings.noise, seed, biases)
+    mix_in_noise(experts, settings.noise, seed, biases, settings.noise_scale)
     optimizer = make_adamw(settings.optimizer, [{"params": experts}], lr=settings.learning_rate, weight_decay=0.0)
     model.model.train()
     with checkpointing(model.model, settings.gradient_checkpointing):
@@ -49,12 +50,17 @@ def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id
 
 @torch.no_grad()
 def mix_in_noise(
-    parameters: Sequence[nn.Parameter], share: float, seed: int, biases: Collection[nn.Parameter] = ()
+    parameters: Sequence[nn.Parameter],
+    share: float,
+    seed: int,
+    biases: Collection[nn.Parameter] = (),
+    scale: float = 1.0,
 ) -> None:
-    """Each becomes (1 - share) of itself plus `share` of Xavier's noise, which is none for vectors and `biases`."""
+    """Each becomes (1 - share) of itself plus `share` times `scale` of Xavier's noise, which is none for vectors and
+    `biases`."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         parameter.mul_(1 - share)
         if parameter.ndim > 1 and parameter not in biases:
             noise = torch.randn(parameter.shape, generator=generator) * (2 / sum(parameter.shape[-2:])) ** 0.5
-            parameter.add_(noise.to(parameter), alpha=share)
+            parameter.add_(noise.to(parameter), alpha=share * scale)
