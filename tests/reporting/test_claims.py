@@ -161,7 +161,10 @@ def test_the_table_counts_what_it_shows():
     assert len(table.rows) == len(verdicts) == len(load_claims())
     assert set(verdicts) <= set(VERDICTS) and (verdicts == "holds").sum() >= 1
     shown = {cells[1].text for _, cells, _ in table.rows}
-    assert "-0.20" in shown and claims._signed(-0.001) == "+0.00"
+    assert "0.30" in shown and claims._signed(-0.001) == "+0.00"
+    of_one, of_two = {"right": 0.5, "relation": "<"}, {"right": "other", "relation": ">", "margin": 0.13}
+    assert (claims.measured(-0.2, of_one), claims._asked(of_one)) == ("0.30", "< 0.5"), "of one method its value"
+    assert (claims.measured(-0.2, of_two), claims._asked(of_two)) == ("-0.20", "> +0.13"), "of two their difference"
     assert f"{(verdicts == 'not measured').sum()} not measured" in table.notes[2]
     others = judged(data)[~judged(data).primary]
     decided = others[others.verdict.isin(VERDICTS[:2])]
@@ -261,7 +264,7 @@ def test_worlds_as_units_count_each_once():
 
 def test_objectives_are_told_apart():
     both = pd.concat([runs(a=[0.5], b=[0.4]), runs(a=[0.3], b=[0.4]).assign(objective="gd")])
-    assert claims._by_objective(differences(both, ABOVE)) == "GD -0.10, RMU +0.10"
+    assert claims._by_objective(differences(both, ABOVE), ABOVE) == "GD -0.10, RMU +0.10"
 
 
 def test_the_shown_interval_is_that_of_the_verdict():

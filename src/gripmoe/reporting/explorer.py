@@ -15,7 +15,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
 from gripmoe.reporting import names
 from gripmoe.reporting.attacks import component_restoration, forcing_vulnerability, load_attacks, relearning_curves
-from gripmoe.reporting.claims import VERDICTS, judged
+from gripmoe.reporting.claims import VERDICTS, judged, load_claims, measured
 from gripmoe.reporting.collect import KEYS, apart, beside, load_histories, load_runs
 from gripmoe.reporting.figures import forget_utility_tradeoff, made_of, routing_stability_by_layer
 from gripmoe.reporting.page import write_page
@@ -73,13 +73,13 @@ def write_explorer(output: Path, runs_file: Path, data: Iterable[Path], title: s
 
 def verdicts(runs: pd.DataFrame) -> list[tuple[str, str]]:
     """The claims that were measured, decided ones first."""
-    said: dict[str, list[str]] = {verdict: [] for verdict in VERDICTS}
+    claims, said = load_claims(), {verdict: [] for verdict in VERDICTS}
     for row in judged(runs).itertuples():
-        interval = f" [{row.low:.2f}, {row.high:.2f}]" if row.units >= LEAST else ""
+        value, low, high = (measured(number, claims[row.claim]) for number in (row.difference, row.low, row.high))
+        interval = f" [{low}, {high}]" if row.units >= LEAST else ""
         runs_of = f"{row.units} {row.unit}{'s' * (row.units > 1)}"
         to_decide = f" To decide: {row.to_decide}." if row.to_decide else ""
-        measured = f"{row.comparison}: {row.difference:+.2f}{interval}, {runs_of}"
-        said[row.verdict].append(f"{row.text} {measured}.{to_decide}")
+        said[row.verdict].append(f"{row.text} {row.comparison}: {value}{interval}, {runs_of}.{to_decide}")
     return [(verdict, sentence) for verdict in VERDICTS[:-1] for sentence in said[verdict]]
 
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pandas as pd
 
-from gripmoe.reporting.claims import VERDICTS, judged
+from gripmoe.reporting.claims import VERDICTS, judged, load_claims, measured
 from gripmoe.reporting.comparison import comparison
 
 SHOWN = ["FA", "RA", "RA 5-shot", "RS", "recovery"]  # columns of the main table
@@ -29,11 +29,12 @@ def main_table(runs: pd.DataFrame) -> str:
 
 
 def decided_claims(runs: pd.DataFrame) -> str:
-    """The decided claims with their differences, and the number of undecided ones."""
-    claims, lines = judged(runs), []
+    """The decided claims with what was measured, and the number of undecided ones."""
+    claims, named, lines = judged(runs), load_claims(), []
     for row in claims[claims.verdict.isin(DECIDED)].itertuples():
         lines += textwrap.wrap(f"{row.verdict}: {row.text}", WIDTH, subsequent_indent="  ")
-        interval = f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
+        value, low, high = (measured(number, named[row.claim]) for number in (row.difference, row.low, row.high))
+        interval = f"{value} [{low}, {high}]"
         lines.append(f"  {row.comparison}: {interval}, {row.units} {row.unit}s")
     counts = claims.verdict.value_counts()
     return "\n".join([*lines, "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS)])
