@@ -281,11 +281,12 @@ def claims_table(runs: pd.DataFrame) -> Table:
     survive = of_others.survives_holm.sum()
     table.notes = [
         "Measured: the difference of two methods, paired by base model, objective and seed, or the value of one; means "
-        "over all runs. The unit (n) is the base model. Where a single one was measured, it is the run, and the verdict "
-        "is about this base model alone. Worlds as units: the verdict if each world of facts counts once, as its base "
-        "models are alike. The interval is a t-interval at the level of the verdict, or the range of fewer than three "
-        "values. line: of the paper's source; asked for: between two methods a third of the paper's difference (ours: "
-        "0.05, or 5 points). The CSV has what is compared, and differences from the number asked for.",
+        "over all runs. The unit (n) is the base model. Where a single one was measured, it is the run, and the "
+        "verdict is about this base model alone. Worlds as units: the verdict if each world of facts counts once, as "
+        "its base models are alike. The interval is a t-interval at the level of the verdict, or the range of fewer "
+        "than three values. line: of the paper's source; asked for: between two methods a third of the paper's "
+        "difference (ours: 0.05, or 5 points). The CSV has what is compared, and differences from the number asked "
+        "for.",
         "The primary statements are a family, corrected by Holm. The others are judged at 95 %, uncorrected: "
         f"{survive} of their {len(of_others)} verdicts survive Holm over all of them. Of those that forgot: at the "
         "same level, without runs that missed the forget target or, where it is not about what is retained, kept "
