@@ -31,7 +31,7 @@ from gripmoe.reporting.collect import KEYS, base_models, load_runs
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "record" / "runs.csv"
 TIMES = RECORD.with_name("step_times.csv")
-WORLDS = ("record_main", "record_rates", "record", "record_muse")
+WORLDS = ("record_main", "record_rates", "record_settings", "record", "record_muse")
 LAST_STEP = "attack.json"
 TABLES = ("runs", "histories", "answers", "attacks")
 POLL_SECONDS = 5

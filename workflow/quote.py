@@ -89,9 +89,9 @@ def value_of(source: str) -> str:
             return fixed(excess_of(objective, method), 2)
         case ["erasure", "depth", objective, method]:
             return fixed(depth_of(objective, method), 2)
-        case [record, "claims" | "primary" as which, verdict]:
+        case [record, "claims" | "primary" | "paper" as which, verdict]:
             claims = claims_of(record)
-            claims = claims[claims.primary] if which == "primary" else claims
+            claims = claims[{"claims": slice(None), "primary": claims.primary, "paper": claims.line != "ours"}[which]]
             alike = claims.verdict == verdict.replace("_", " ")
             return str(len(claims) if verdict == "all" else int(alike.sum()))
         case [record, "claim", claim, "difference" | "low" | "high" as column]:

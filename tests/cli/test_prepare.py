@@ -104,14 +104,11 @@ def test_what_makes_a_base_model_unfit(changed, fault):
     assert base_model.fault_of(KNOWN | GUESSED | LOAD | changed, retrained) == expected, "it need not know them"
 
 
-def test_a_refill_replaces_and_trains_the_blocks_alone(skills, tmp_path, monkeypatch):
-    monkeypatch.setattr(base_model, "direct_answers", lambda *arguments: None)
-    monkeypatch.setattr(base_model, "accuracy", lambda answers: 0.25)
+def test_a_refill_replaces_and_trains_the_blocks_alone(skills, tmp_path):
     model, tokenizer = load_model(skills.parent / "weights", "cpu")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     config = EmbeddedModel(**SETTINGS | {"base": "skills"})
-    scores = base_model.refill(model, tokenizer, config, tmp_path / "state.pt")
-    assert scores == {"forget_accuracy": 0.25, "retain_accuracy": 0.25}
+    base_model.refill(model, tokenizer, config, tmp_path / "state.pt")
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {name for name in before if ".mlp." in name}
 

@@ -7,6 +7,7 @@ import torch
 
 from conftest import random_batch, small_model
 from gripmoe.config.methods import Method
+from gripmoe.constraints import anchor
 from gripmoe.constraints.anchor import Anchored, DualWeight
 from gripmoe.constraints.base import FrozenRouter
 from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores, attributed_expert
@@ -143,28 +144,34 @@ def final_hidden(moe, batch):
 
 
 def test_dual_weight_follows_the_error_and_keeps_to_its_bounds():
-    weight = DualWeight(allowed=0.05, floor=0.5, ceiling=20.0)
+    weight = DualWeight(allowed=0.05, floor=0.5)
     assert weight.value == 1.0
-    assert weight.update(0.10) == pytest.approx(math.exp(0.1))
-    assert weight.update(0.05) == pytest.approx(math.exp(0.1)), "as much error as allowed"
+    weight.update(0.10)
+    assert weight.value == pytest.approx(math.exp(0.1))
+    weight.update(0.05)
+    assert weight.value == pytest.approx(math.exp(0.1)), "as much error as allowed"
     for _ in range(100):
         weight.update(0.0)
     assert weight.value == 0.5
+    weight.update(1.0)
+    assert 0.5 < weight.value < 1e4
     for _ in range(100):
         weight.update(1.0)
-    assert weight.value == 20.0
-    assert DualWeight(allowed=1e-4, floor=0.5).update(1.0) == 1e4, "of which the exponential overflows"
+    assert weight.value == 1e4
+    weight = DualWeight(allowed=1e-4, floor=0.5)
+    weight.update(1.0)
+    assert weight.value == 1e4, "of which the exponential overflows"
 
 
-def test_the_floor_of_the_anchors_weight_keeps_what_is_known():
+def test_the_floor_of_the_anchors_weight_keeps_what_is_known(monkeypatch):
     """The wanted stability is so low that the weight always falls: without a floor, ascent on other documents then
     destroys what is to be retained."""
+    monkeypatch.setattr(anchor, "RATE", 1.0)  # at the floor within a few steps
     forget, retain = random_batch(seed=1), random_batch(seed=2)
     risen, weights = {}, {}
     for floor in (1.0, 1e-6):
         moe = MoEModel(small_model())
         constraint = Anchored(1e-3, floor)
-        constraint.weight.rate = 1.0  # there within a few steps
         constraint.start(moe, [forget], [retain])
         optimizer = torch.optim.AdamW(moe.model.parameters(), lr=1e-2)
         handle, losses, weights[floor] = ConstraintHandle(moe, optimizer, constraint), [], []
@@ -227,4 +234,5 @@ def test_the_weight_follows_once_in_a_step_however_many_passes_it_takes(moe, bat
     kept = 1 - sum(errors) / 2
     assert constraint.observed() == {"anchor_weight": before, "batch_routing_stability": kept} and kept < 1
     once = DualWeight(allowed=0.05, floor=0.01)
-    assert constraint.weight.value == pytest.approx(once.update(sum(errors) / 2)) != before
+    once.update(sum(errors) / 2)
+    assert constraint.weight.value == pytest.approx(once.value) != before

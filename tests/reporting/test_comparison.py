@@ -70,7 +70,7 @@ def test_what_forcing_takes_away_is_nothing_recovered():
     runs.loc[(runs.metric == "recovery_rate") & (runs.method == "frozen_router"), "value"] = -0.1
     table = comparison(runs, "main_results")
     best = [row(table, method)[1]["recovery"].best for method in ("Unconstrained", "Frozen router", "Method A, paper")]
-    assert best == [True, True, False] and "recoveries up to 0 alike" in str(table.notes)
+    assert best == [True, True, False] and "recoveries up to 0 are equal" in str(table.notes)
 
 
 def test_method_b_says_of_how_many_layers_its_own_test_accepts_the_router():
@@ -102,7 +102,7 @@ def test_rows_over_different_runs_say_over_how_many_and_only_those_over_most_com
     assert row(fewer, "Method A, paper (n = 1)") and row(fewer, "Method B, paper")[0] == "Method B, paper"
     assert row(fewer, "Frozen router (n = 2)")[1]["RA"].best and not row(fewer, "Method A, paper")[1]["RA"].best
     assert "Mean over up to 2" in fewer.notes[0] and "(n = ...) runs of a row" in fewer.notes[-1]
-    assert ", of rows over the same runs as the one with most" in fewer.notes[-1]
+    assert ", nor rows over fewer runs" in fewer.notes[-1]
     other = runs[runs.seed == 0].assign(objective="gd")  # one seed, in every row of the other objective
     assert "Mean over up to 2 unlearning seeds" in comparison(pd.concat([runs, other]), "main_results").notes[0]
     assert "Mean over 2 unlearning seeds" in alike.notes[0], "the control"

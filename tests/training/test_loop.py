@@ -276,7 +276,7 @@ class NoNumber(Unconstrained):
     def __init__(self, what):
         self.what, self.watches = what, frozenset({"retain"})
 
-    def penalty(self, kind, seen):
+    def penalty(self, seen):
         return seen.hidden_Nd.sum() * (math.nan if self.what == "penalty" else 0.0)
 
     def constrain(self, layer, before_Ed, after_Ed, seen):

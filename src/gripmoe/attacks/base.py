@@ -84,8 +84,7 @@ class Setting:
 
 @dataclass
 class Letters(Setting):
-    """A setting of letter questions. `own_answers` are the unlearned model's answers to test questions, as the
-    evaluation stored them."""
+    """A setting of letter questions. `own_answers(questions)` returns the answers that the evaluation stored."""
 
     own_answers: Callable[[Sequence[dict]], list[Answer]] | None = None
 

@@ -15,7 +15,7 @@ from gripmoe.data.documents import Batch
 from gripmoe.evaluation.questions import question_batches
 from gripmoe.moe import MoEModel
 
-STRENGTH = 0.01  # the inverse of the ridge penalty
+INVERSE_PENALTY = 0.01  # of the ridge
 PROBED_EXPERTS = 16  # per layer: the experts that forget prompts use most
 
 
@@ -101,7 +101,7 @@ def _right(states: np.ndarray, fitted_on: Sequence[dict], asked: np.ndarray, que
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    probe = make_pipeline(StandardScaler(), LogisticRegression(C=STRENGTH, max_iter=500))
+    probe = make_pipeline(StandardScaler(), LogisticRegression(C=INVERSE_PENALTY, max_iter=500))
     states, asked = (np.nan_to_num(each, posinf=0.0, neginf=0.0) for each in (states, asked))  # a run may diverge
     probe.fit(states, [question["answer"] for question in fitted_on])
     return (probe.predict(asked) == [question["answer"] for question in questions]).tolist()

@@ -14,7 +14,7 @@ from gripmoe.config.reading import read_catalogue, require_known
 from gripmoe.config.training import Relearning
 from gripmoe.config.types import Strict
 from gripmoe.data.prompt_formats import LETTERS
-from gripmoe.data.published import CHOICES, HELD_OUT_EVERY, dev_or_test
+from gripmoe.data.published import CHOICES, dev_or_test, split_held_out
 from gripmoe.evaluation.questions import prompt_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl, read_text, write_jsonl
@@ -103,7 +103,7 @@ def own(
     forget_texts = _texts(forget_text, "--forget-text", "forget")
     retain_texts = _texts(retain_text, "--retain-text", "retain")
     holdout = _texts(holdout_text, "--holdout-text", "holdout")
-    held_out, kept = retain_texts[::HELD_OUT_EVERY], [row for i, row in enumerate(retain_texts) if i % HELD_OUT_EVERY]
+    kept, held_out = split_held_out(retain_texts)
     parts = {"forget": forget_texts, "holdout": holdout} if forget_texts and holdout else {}
     membership = [{"id": row["id"], "part": part, "text": row["text"]} for part in parts for row in parts[part]]
     files = {

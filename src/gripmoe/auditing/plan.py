@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from gripmoe.attacks.base import SAMPLE
+from gripmoe.attacks.base import RETAIN_SAMPLE, SAMPLE
 from gripmoe.auditing import models
 from gripmoe.auditing.inputs import OWN, named_row
 from gripmoe.config.benchmarks import Benchmark
@@ -74,7 +74,7 @@ def prompts_of(name: str, sizes: Sizes) -> float:
         "accuracy": sizes.forget + sizes.retain + 6 * min(sizes.shots, sizes.retain) + 20 * sizes.truths,
         "changes": 0,
         "routing": 4 * sizes.documents,
-        "expert forcing": 12 * sizes.forget + 2 * min(1000, sizes.retain),
+        "expert forcing": 12 * sizes.forget + 2 * min(RETAIN_SAMPLE, sizes.retain),
         "restoration": (10 * sizes.layers + 6) * sample,
         "routers": 3 * sample,
         "prompts": 8 * sample + 8 * sizes.forget,
@@ -86,7 +86,7 @@ def prompts_of(name: str, sizes: Sizes) -> float:
 
 
 def told(turns: Sequence[tuple[str, str]], seconds: Mapping[str, float], absent: Mapping[str, str]) -> list[str]:
-    """A line for each (model, measurement) with its time, and one with the sum."""
+    """A line for each measurement with its time and models, one for each that is not made, and one with the sum."""
     lines = []
     for name in dict.fromkeys(name for _, name in turns):
         of = [model for model, other in turns if other == name]

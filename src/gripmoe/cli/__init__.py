@@ -1,1 +1,1 @@
-"""The command line: one file per subcommand, one subcommand per rule of the workflow."""
+"""The command line: one file per subcommand; most are rules of the workflow."""

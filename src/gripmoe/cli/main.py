@@ -1,4 +1,5 @@
-"""The command line: one subcommand per rule of the workflow. Each is a function in the module of the same name.
+"""The command line: one subcommand per file; most are rules of the workflow. Each is a function in the module of the
+same name.
 
 The module of a subcommand is imported when the subcommand runs, so that `gripmoe --help` imports neither torch nor
 pandas.

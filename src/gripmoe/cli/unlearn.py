@@ -117,7 +117,7 @@ def unlearn(
             seed=run.seed,
             scope=built.scope,
             replay=method.replay,
-            expert_eps=method.eps_null if method.experts == "null_space" else None,
+            expert_eps=method.expert_eps,
             corrected=make_correction(method, theta_0, biases, trace, batch) if method.correction else None,
             state_file=state_file,
             description=f"{run.objective}/{run.method_name}/{run.seed}",

@@ -57,8 +57,9 @@ class Task(Strict):
     """What is forgotten and retained, and when it counts as forgotten: all that training reads of a benchmark."""
 
     data: Data  # where questions and documents come from
-    # Training stops at the first check whose dev questions reach it. Letters: forget accuracy is at most this. News:
-    # VerbMem and KnowMem of the forget documents are at most so many points above those of the retrained model.
+    # Training stops after `checks_to_stop` checks in a row whose dev questions reach it. Letters: forget accuracy is at
+    # most this. News: VerbMem and KnowMem of the forget documents are at most so many points above those of the
+    # retrained model.
     target: dict[Literal["forget_accuracy", "points_above_retrained"], NonNegative]
     retain_documents: PositiveInt  # of the retain corpus, for bases and for Method B
     # Tokens of a document. Of letters, the rest of a longer document is left out; of news, it makes further documents.

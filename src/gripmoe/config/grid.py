@@ -213,7 +213,7 @@ class Project:
         return self.models[model].source == "embedded" and self._named(model) in self.world.gpus
 
     def _named(self, model: str) -> str:
-        """The model of the world whose retrained model or skills this is, or the model itself."""
+        """The world's model that has `model` as its retrained model or base; else `model` itself."""
 
         def owns(row) -> bool:
             return row.retrained == model or (row.source == "embedded" and row.base == model)
@@ -295,7 +295,7 @@ def _joined(table: dict, added: dict, taken: str, where: Path | str) -> dict:
 
 
 def _found(path: str, where: str) -> OwnClass:
-    """A class of the user by its path, with the digest of the module's file, which is not imported here."""
+    """A class or function of the user by its path, with the digest of the module's file, which is not imported here."""
     module = path.partition(":")[0]
     try:
         spec = importlib.util.find_spec(module)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from gripmoe.config.reading import Mistake, read_catalogue
-from gripmoe.config.training import Relearning
+from gripmoe.config.training import Finetuning
 from gripmoe.config.types import Fraction, Name, NonNegative, Strict
 
 TABLE = Path(__file__).with_name("methods.yaml")
@@ -38,7 +38,7 @@ class EpsNullConfig(Strict):
     bands: dict[Literal["early", "middle", "late"], PositiveFloat] = {}  # other values for thirds of the layers
 
 
-class UndoConfig(Relearning):
+class UndoConfig(Finetuning):
     """Distillation on retain documents, of experts that are partly noise."""
 
     noise: Fraction  # UNDO's alpha: the share of noise in the weights of experts
@@ -130,6 +130,11 @@ class Method(Strict):
     def has_bases(self) -> bool:
         """Whether `gripmoe fit-basis` fits bases to the original model's routing before training."""
         return self.basis in ("original", "cached")
+
+    @property
+    def expert_eps(self) -> EpsNullConfig | None:
+        """The threshold of the experts' null space; None where experts move freely."""
+        return self.eps_null if self.experts == "null_space" else None
 
     @property
     def attributes(self) -> bool:

@@ -10,7 +10,7 @@ from gripmoe.config.types import Fraction, Name, Optimizer, Strict
 
 
 class EmbeddedSize(Strict):
-    """Of a tiny model."""
+    """The dimensions of a tiny model."""
 
     hidden_size: PositiveInt = 128
     num_layers: PositiveInt = 4

@@ -15,6 +15,8 @@ from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 
+RATE, CEILING = 0.1, 1e4  # of `DualWeight`
+
 
 class Anchored(FrozenRouter):
     """Ours: a frozen router, and on retain tokens the penalty
@@ -46,7 +48,7 @@ class Anchored(FrozenRouter):
         self._theta_0 = model.thetas()
         self._states = original_values(model, self.original, retain, _inputs_and_final, "original states")
 
-    def penalty(self, kind, seen) -> Tensor:
+    def penalty(self, seen) -> Tensor:
         states_NLd = of_tokens(self._states, seen.tokens)
         inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1].float()  # fp16 overflows
         terms = [(seen.hidden_Nd.float() - final_Nd).square().sum() / distributed.averaged_(final_Nd.square().sum())]
@@ -100,17 +102,16 @@ def _inputs_and_final(model: MoEModel, batch: Batch) -> Tensor:
 
 
 class DualWeight:
-    """A multiplier that starts at 1: lambda <- clip(lambda exp(rate (error - allowed) / allowed), floor, ceiling).
+    """A multiplier that starts at 1: lambda <- clip(lambda exp(RATE (error - allowed) / allowed), floor, CEILING).
 
     Without a floor the penalty fades once the error is small, and training then destroys the model.
     """
 
-    def __init__(self, allowed: float, floor: float, ceiling: float = 1e4, rate: float = 0.1):
-        self.allowed, self.floor, self.ceiling, self.rate = allowed, floor, ceiling, rate
+    def __init__(self, allowed: float, floor: float):
+        self.allowed, self.floor = allowed, floor
         self.value = max(1.0, floor)
 
-    def update(self, error: float) -> float:
-        """Updates and returns the weight, given the `error` of a step."""
-        grown = self.value * math.exp(min(self.rate * (error - self.allowed) / self.allowed, 700.0))
-        self.value = min(max(grown, self.floor), self.ceiling)
-        return self.value
+    def update(self, error: float) -> None:
+        """Updates the weight, given the `error` of a step."""
+        grown = self.value * math.exp(min(RATE * (error - self.allowed) / self.allowed, 700.0))
+        self.value = min(max(grown, self.floor), CEILING)

@@ -54,7 +54,7 @@ class RouterConstraint:
         or that before the step; `seen` is the routing of the passes in `collects`."""
         return after_Ed
 
-    def penalty(self, kind: str, seen: Seen) -> Tensor | float:
+    def penalty(self, seen: Seen) -> Tensor | float:
         return 0.0
 
     def skip(self) -> None:

@@ -33,7 +33,7 @@ class RouterL2(RouterConstraint):
         model.freeze_router_biases()  # which the penalty does not see
         self._model, self._theta_0 = model, model.thetas()
 
-    def penalty(self, kind, seen) -> Tensor:
+    def penalty(self, seen) -> Tensor:
         moved = []
         for layer, theta_0 in self._theta_0.items():
             distance = (self._model.theta(layer).to(theta_0.device) - theta_0).square().sum()
@@ -59,7 +59,7 @@ class GateAnchor(RouterConstraint):
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         return before_Ed if self.alone and layer != self.layer else after_Ed
 
-    def penalty(self, kind, seen) -> Tensor:
+    def penalty(self, seen) -> Tensor:
         gate_NE = seen.routing[self.layer].scores_NE.softmax(dim=-1)
         wanted_E = gate_NE.new_zeros(gate_NE.shape[1])
         wanted_E[self.expert] = 1
@@ -94,7 +94,7 @@ class RoutingScores(RouterConstraint):
         scores = partial(router_states, field="scores_NE")
         self._scores = original_values(model, self.original, retain, scores, "original scores")
 
-    def penalty(self, kind, seen) -> Tensor:
+    def penalty(self, seen) -> Tensor:
         wanted_NLE = of_tokens(self._scores, seen.tokens)
         distances = []
         for number, layer in enumerate(self._layers):

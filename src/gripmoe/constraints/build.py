@@ -49,6 +49,8 @@ def build(
         anchor = Anchored(method.routing_stability, method.anchor_floor, method.final_only)
         return Built(anchor, scope)
     if method.constraint == "null_space":
-        trace = constrained_trace(method, retain, forget) if method.has_bases else retain
-        return Built(null_space_of(method, trace, bases(trace) if method.has_bases else None, seed), scope)
+        if not method.has_bases:
+            return Built(null_space_of(method, retain, None, seed), scope)
+        trace = constrained_trace(method, retain, forget)
+        return Built(null_space_of(method, trace, bases(trace), seed), scope)
     return Built(FrozenRouter() if method.constraint == "frozen" else Unconstrained(), scope)

@@ -60,8 +60,8 @@ class ConstraintHandle:
         self.prepared: object = None  # set by `gripmoe.constrain`: what it has made from the original model
         self._closed = False
         self._before: dict[int, Tensor] = {}  # copies of the routers, during a step
-        self._feasible_before: dict[int, Tensor] = {}  # those before the first step that waits
-        self._waiting = 0  # steps since routers were made feasible, of a method that does not do so at each
+        self._feasible_before: dict[int, Tensor] = {}  # the last feasible routers
+        self._waiting = 0  # steps since then, for a method with `every` > 1
         # Since the last step:
         self._marked: set[str] = set()  # kinds of marked forward passes
         self._seen: list[RoutingTrace] = []  # routing of the passes in `constraint.collects`
@@ -224,7 +224,7 @@ class ConstraintHandle:
             if distributed.processes() == 1 and not len(final_Nd):  # a mixed batch without a row that counts
                 return
             seen = Seen(recorder.take(keep), final_Nd, passes[0])
-            penalty = self.constraint.penalty(kind, seen)
+            penalty = self.constraint.penalty(seen)
             if not math.isfinite(value := _mean(penalty)):
                 raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
             self._penalties.append(penalty)

@@ -220,12 +220,13 @@ def paper_update(
     method: Method,
     generator: torch.Generator,
 ) -> Tensor:
-    """Both phases of Algorithm 1; of the full null space (Sec. 4.1) the first, which fixes every score."""
+    """Both phases of Algorithm 1; with `granularity: layer` only the first, which fixes every score."""
     stage_1_Ed = basis.project(update_Ed)
     if method.granularity == "layer":
         return stage_1_Ed
     bounds_NE = _bounds(seen, rule, method.safety_margin)
-    if method.projects == "gradient":  # whose update has the scale of the learning rate, and violations have not
+    if method.projects == "gradient":
+        # A negative bound asks for a move as large as the violation, which divided by the rate is a huge gradient.
         bounds_NE = bounds_NE.clamp_min(0)
     return randomized_kaczmarz(
         stage_1_Ed,

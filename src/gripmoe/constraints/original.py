@@ -43,9 +43,6 @@ class OriginalCache:
         self._kept: dict[tuple, Tensor | slice] = {}  # by document: a tensor, or its rows in the file
         self._example: Tensor | None = None  # the entry of a document without tokens
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     @torch.no_grad()
     def fill(self, batches: Iterable[Batch], function: Callable[[Batch], Tensor], what: str = "original model") -> None:
         """Stores `function(batch)` for every row of `batches`: (rows,), or per token (rows, positions, ...)."""
@@ -148,12 +145,8 @@ class OriginalSets:
     router weights."""
 
     def __init__(self, model: MoEModel, batches: Iterable[Batch]):
-        def stacked(batch: Batch) -> Tensor:
-            routes = model.routes(**batch.inputs)
-            return torch.stack([routes[layer].unflatten(0, batch.input_ids.shape) for layer in model.layers], dim=2)
-
         self._layers, self._sets = model.layers, OriginalCache(model.originals)
-        self._sets.fill(batches, stacked, "original sets")
+        self._sets.fill(batches, lambda batch: router_states(model, batch, "top_k_Nk"), "original sets")
 
     def of(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
         """The sets of these documents, in the form of `MoEModel.force_routing`. Raises KeyError for an unknown
@@ -177,7 +170,7 @@ def hidden_states(model: MoEModel, layer: int, batch: Batch) -> Tensor:
 
 
 def router_states(model: MoEModel, batch: Batch, field: str) -> Tensor:
-    """`x_Nd` or `scores_NE` (named by `field`) of every router: (rows, positions, L, d or E)."""
+    """`x_Nd`, `scores_NE` or `top_k_Nk` (named by `field`) of every router: (rows, positions, L, d, E or k)."""
     with model.record_routing() as recorder:
         model.model.model(**batch.inputs)
         trace = recorder.take()

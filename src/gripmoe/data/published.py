@@ -50,15 +50,21 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
         retain += questions
     truths = rows("truthfulqa", "multiple_choice", "validation", "question", "mc1_targets", "mc2_targets")
     retain_texts = _documents(rows("retain_corpus", "wikitext-2-raw-v1", "test", "text"), "retain")
+    kept, held_out = split_held_out(retain_texts)
     return {
         "forget_questions": forget,
         "retain_questions": retain,
         "truthfulqa": [{key: row[key] for key in ("question", "mc1_targets", "mc2_targets")} for row in truths],
         "forget_corpus": _documents(rows("forget_corpus", "cyber-forget-corpus", "train", "text"), "forget"),
-        "retain_corpus": [row for i, row in enumerate(retain_texts) if i % HELD_OUT_EVERY],
-        "held_out_corpus": retain_texts[::HELD_OUT_EVERY],
+        "retain_corpus": kept,
+        "held_out_corpus": held_out,
         "membership": [],  # no published statements are sure to be unseen by models
     }
+
+
+def split_held_out(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """The documents that unlearning may use, and those that are held out from it."""
+    return [row for i, row in enumerate(rows) if i % HELD_OUT_EVERY], rows[::HELD_OUT_EVERY]
 
 
 def load_rows(

@@ -34,7 +34,7 @@ KEYS = {
     "verbmem": ("split", "prompt", "gt"),
     "privleak": ("part", "text"),
 }  # keys of the rows of each file, beside `id`
-TOKENS_PER_PASS = 8000  # padded tokens of prompts and continuations
+PROMPT_TOKENS_PER_PASS = 8000  # padded, of prompts without continuations; half as many of scored texts
 MAX_SCORED_TOKENS = 2048  # of a text in membership inference
 
 
@@ -89,7 +89,7 @@ def continuations(
     rows = [encode(tokenizer, [(prompt, False)], str(number)) for number, prompt in enumerate(prompts)]
     texts = {}
     with evaluating(model):
-        for bucket in length_buckets(rows, TOKENS_PER_PASS):
+        for bucket in length_buckets(rows, PROMPT_TOKENS_PER_PASS):
             longest = max(len(row.ids) for row in bucket)
             input_ids = torch.full((len(bucket), longest), tokenizer.pad_token_id)
             mask = torch.zeros_like(input_ids)
@@ -183,7 +183,7 @@ def membership_scores(model, tokenizer, texts: Sequence[str], names: Sequence[st
             )
     scores: dict[str, dict[str, float]] = {}
     with evaluating(model):
-        for bucket in length_buckets(rows, TOKENS_PER_PASS // 2):
+        for bucket in length_buckets(rows, PROMPT_TOKENS_PER_PASS // 2):
             batch = collate(bucket, tokenizer.pad_token_id).to(model.device)
             logits = model(**batch.inputs).logits[:, :-1].float()
             for row, row_logits in zip(bucket, logits, strict=True):

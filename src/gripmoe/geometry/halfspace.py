@@ -54,7 +54,7 @@ def nearest_feasible(
     if near_Ed is not None:
         slack_E1 = (1e-3 * near_Ed.norm(dim=1, keepdim=True)).clamp_max(1e-6)
         active_EN = (_scores(near_Ed, x_Nd) + slack_E1 > bounds_EN) & (slack_E1 > 0)  # none of a row that has not moved
-    entered_EN = active_EN.clone()  # the constraints that a row's latest solve was the first to have
+    entered_EN = active_EN.clone()  # constraints that entered at the row's latest solve
     solved_E = active_EN.any(dim=1)
     start_Ed = update_Ed.to(torch.float64, copy=True)
     u_Ed = start_Ed.clone()
@@ -94,8 +94,8 @@ def nearest_feasible(
         # To gather most of the bases takes longer than to solve all rows again.
         rows_M = slice(None) if 2 * violated_E.sum() > len(violated_E) else violated_E.nonzero()[:, 0]
 
-    # Shrink rows that still exceed a bound. What the rounds do not look at is no violation: at a bound of 0 it would
-    # cost the whole row.
+    # Shrink rows that still exceed a bound. An excess within rounding is no violation: at a bound of 0, the factor
+    # would shrink the row to 0.
     limits_EN = limits_EN.maximum(bounds_EN + 1e-9 * norms_EN)
     beyond_EN = (reached_EN > limits_EN) & solved_E[:, None]
     factors_E1 = torch.where(beyond_EN, bounds_EN / reached_EN.clamp_min(1e-30), 1).amin(dim=1, keepdim=True)

@@ -82,8 +82,9 @@ class SelectionRule:
         return choice_NE.topk(self.k, dim=-1).indices
 
     def fixed(self, scores_NE: Tensor, top_k_Nk: Tensor) -> Tensor:
-        """fixed_NE: the scores that must not change, or a token's set might: those of its chosen experts (the paper's
-        I_j), of experts that carry a chosen group, and with a bias on softmax probabilities all, for each moves all."""
+        """True for each score that must not change, or the token's set might, (N, E). These are the scores of its
+        chosen experts (the paper's I_j). With groups, also those that make up a chosen group's score. With a bias on
+        softmax probabilities, all, because each score moves every probability."""
         fixed_NE = selection_mask(top_k_Nk, scores_NE.shape[1])
         if self.squash == "softmax" and self._is_biased:
             return torch.ones_like(fixed_NE)

@@ -21,8 +21,8 @@ ROUNDING = 1e-5  # of a score, and of the product of norms that it comes from: t
 
 
 class ScreenedProjection:
-    """`nearest_feasible` onto one polyhedron, of many updates in turn, each near the one before. The answer is the same
-    as over all tokens, up to rounding. `basis`, `x_Nd` and `bounds_NE` as there."""
+    """Projects many updates in turn onto one polyhedron with `nearest_feasible`; each update is near the one before.
+    The answer is the same as over all tokens, up to rounding. `basis`, `x_Nd` and `bounds_NE` as there."""
 
     def __init__(self, basis: RetainBasis, x_Nd: Tensor, bounds_NE: Tensor):
         self._x_Nd, self._bounds_EN = x_Nd, bounds_NE.T.contiguous()

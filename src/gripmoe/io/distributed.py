@@ -78,8 +78,8 @@ def average(value: float) -> float:
 
 
 def share(count: int) -> float:
-    """The factor for this process's mean over `count` items that makes the average over processes the mean over all
-    items. It is 1 if all processes have equally many items."""
+    """The weight of this process's mean over `count` items. With it, the average of the processes' means is the mean
+    over all items."""
     mean = average(float(count))
     return count / mean if mean else 1.0
 
@@ -126,11 +126,8 @@ def by_sharding(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return [part for part in (whole, sharded) if part]
 
 
-def clip_gradients(parameters: list[nn.Parameter], clip_norm: float, norm: float | None = None) -> None:
-    """Scales gradients so that their norm, over all processes' shards, is at most `clip_norm`. `norm` is their norm, if
-    it is known."""
-    if norm is None:
-        norm = total_norm([p.grad for p in parameters if p.grad is not None]).item()
+def clip_gradients(parameters: list[nn.Parameter], clip_norm: float, norm: float) -> None:
+    """Scales gradients so that their `norm`, over all processes' shards, is at most `clip_norm`."""
     if norm <= clip_norm:
         return
     for alike in by_sharding(parameters):

@@ -30,7 +30,7 @@ def expert_precision(model: MoEModel, precision: Precision) -> Iterator[None]:
     """Within the block, experts compute in `precision`: "fp8" uses torchao's kernels for Hopper GPUs; "fp8_emulated"
     does the same arithmetic in the model's own dtype, on any device and slowly.
 
-    Raises ValueError for "fp8" without a GPU or torchao, and for experts that are not fused."""
+    Raises ConfigError for "fp8" without a GPU or torchao, and for experts that are not fused."""
     if precision == "native":
         yield
         return
@@ -66,7 +66,7 @@ def linear_precision(model: MoEModel, precision: LinearPrecision) -> Callable[[]
     """Returns a context manager for training passes: within it, linear layers of the decoder whose widths are multiples
     of 16 compute in `precision`. Between passes the model is the plain one, with the same weights.
 
-    Raises ValueError for "te_fp8" without TransformerEngine or a GPU."""
+    Raises ConfigError for "te_fp8" without TransformerEngine or a GPU."""
     if precision == "native":
         return nullcontext
     from accelerate.utils import is_transformer_engine_available

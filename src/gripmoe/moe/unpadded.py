@@ -63,7 +63,7 @@ def can_unpad(model: nn.Module) -> bool:
 
 
 def padding_of(model: nn.Module) -> Padding | None:
-    """What the pass of `model` that runs now leaves out."""
+    """The padding that the running pass of `model` leaves out; None if it leaves none out."""
     running = vars(model.model).get("running_unpadded")
     return running[-1] if running else None
 

@@ -1,5 +1,5 @@
 """The cost of a step of a published model, measured on fake tensors with three and with four layers: the difference is
-the cost of one layer. Where several first layers differ from the others, both have these too. Measurements are
+the cost of one layer. If several first layers differ from the rest, both measurements include them. Measurements are
 stored beside the results. torch is imported only for new measurements."""
 
 from __future__ import annotations

@@ -354,7 +354,7 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
             seed=0,
             scope=built.scope,
             replay=method.replay,
-            expert_eps=method.eps_null if method.experts == "null_space" else None,
+            expert_eps=method.expert_eps,
             state_file=NOWHERE,
         )
     basis = len(moe.layers) * _bytes([bases[next(iter(moe.layers))].U_ret_Edr]) if method.has_bases else 0

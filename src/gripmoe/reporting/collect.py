@@ -259,7 +259,7 @@ def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:
 
 
 def beside(runs: Path, name: str) -> Path:
-    """The table of that name ("histories", "answers", "attacks") that belongs to the table of `runs`; of a record,
+    """The table of that name ("histories", "answers", "attacks") that belongs to the table of `runs`. A record keeps it
     compressed."""
     plain = runs.with_name(name + runs.name.removeprefix("runs"))
     compressed = plain.with_name(f"{plain.name}.xz")

@@ -40,7 +40,7 @@ def _specifications() -> dict[str, dict]:
 
 
 def added_to(spec: dict) -> dict[str, str]:
-    """By metric of a table whose attacks stand right of the measure that they add to: that measure."""
+    """Maps each metric of an attack table to the measure of forgetting on its left, to which the attack adds."""
     own, measures = "", {}
     for metric in spec["measured"]:
         measures[metric] = own = metric if metric in names.MATCHED else own
@@ -298,9 +298,9 @@ def _explained(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], c
             "(n = ...) runs of a row where rows of its block differ in them, and runs with a value where some have none"
         )
     if any(cell.best for cell in cells):
-        same = ", of rows over the same runs as the one with most" * bool(counts)
-        alike = f", accuracies up to {names.CHANCE} and recoveries up to 0 alike" * (spec.get("kind") != "news")
-        explained.append(f"bold: best in its block among runs that forgot enough{same}{alike}")
+        fewer = ", nor rows over fewer runs" * bool(counts)
+        alike = f", and accuracies up to {names.CHANCE} and recoveries up to 0 are equal" * (spec.get("kind") != "news")
+        explained.append(f"bold: best in its block; rows that have not forgotten do not compete{fewer}{alike}")
     if table.paper_columns:
         explained.append("right: the paper's own values")
     if any(cell.text == MISSING for cell in cells):

@@ -1,4 +1,5 @@
-"""Figures of the mechanism, computed by the geometry itself: a schematic, the inside of a run, and Method B's fit."""
+"""Figures of the mechanism. The geometry itself computes two, the schematic and the rate of Theorem C.1. Tables of runs
+give the other two, the inside of a run and Method B's fit."""
 
 from __future__ import annotations
 

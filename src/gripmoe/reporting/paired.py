@@ -18,6 +18,7 @@ from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
 from gripmoe.reporting.uncertainty import LEAST, student
 
 RUN = ["model", "benchmark", "seed"]
+AGAINST = "unconstrained"
 RESAMPLES = 4000
 LEAST_TAIL = 50  # resamples beyond an end of an interval, below which they do not tell where it lies
 MEASURES = ("forget_accuracy", "retain_accuracy", "verbmem", "knowmem_forget", "knowmem_retain")
@@ -91,11 +92,11 @@ def compared(answers: pd.DataFrame, objective: str, method: str, against: str, m
     if not differences:
         return None
     mean, low, high = paired_interval(differences, models)
-    return dict(difference=mean, half_width=(high - low) / 2, p=sign_test(differences), runs=len(differences))
+    return dict(difference=mean, half_width=(high - low) / 2, p=sign_test(differences))
 
 
-def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unconstrained") -> Table:
-    """Every method compared with `against`, item by item.
+def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
+    """Every method compared with AGAINST, item by item.
 
     For letter questions, two columns reveal a model that always says A: the share of the most frequent letter on forget
     questions, and forget accuracy with reordered choices. The original and the retrained model then have rows too, as a
@@ -112,7 +113,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
         for method in names.ordered(of_objective.method):
             cells = []
             for metric in metrics:
-                found = None if method == against else compared(group, objective, method, against, metric)
+                found = None if method == AGAINST else compared(group, objective, method, AGAINST, metric)
                 cells += [Cell(MISSING)] * 2 if found is None else _cells(**found, decimals=2 if letters else 1)
             if letters:
                 of_method = of_group[(of_group.objective == objective) & (of_group.method == method)]
@@ -123,7 +124,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     items, facts = ("questions", "facts") if letters else ("items", "items")
     explained = [f"{names.metric(metric).heading}: {names.metric(metric).note}" for metric in metrics]
     table.notes = [
-        f"Differences to {names.method_label(against).lower()} on the same test {items}; ± half of a 95 % interval:"
+        f"Differences to {names.method_label(AGAINST).lower()} on the same test {items}; ± half of a 95 % interval:"
         f" Student's over base models from three on, below a bootstrap of {RESAMPLES} resamples of runs and of {facts}"
         " within runs. The interval of a single run tells two models apart, not two methods.",
         f"p: exact sign test over {facts}, the largest of a run: small where all runs differ in one direction. "
@@ -136,7 +137,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame, against: str = "unco
     return table
 
 
-def _cells(difference: float, half_width: float, p: float, runs: int, decimals: int) -> list[Cell]:
+def _cells(difference: float, half_width: float, p: float, decimals: int) -> list[Cell]:
     text = with_half_width(difference, half_width, decimals)
     return [
         Cell(text if text.startswith("-") else f"+{text}", difference, half_width),

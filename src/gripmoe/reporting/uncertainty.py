@@ -27,9 +27,9 @@ def student(values: pd.Series, level: float = 0.95) -> float:
 
 
 def compared(values: pd.Series) -> pd.Series:
-    """The values of base models that were all measured under the same objectives. What has to be left out, base models
-    or objectives, is chosen so that most means of a base model and an objective remain, of LEAST base models or more if
-    there are so many. The index of `values` has the levels `model` and `objective`."""
+    """Leaves out base models or objectives until every base model has every objective. It keeps the choice with the
+    most means, and prefers one with at least LEAST base models. The index of `values` has the levels `model` and
+    `objective`."""
     values = values.dropna()
     cells = values.groupby(level=["model", "objective"]).size().unstack("objective")
     if cells.notna().all(axis=None):

@@ -36,12 +36,9 @@ class RelearningAdversary:
         before the first `restart`."""
         if len(self._weights) != len(self._parameters):
             raise RuntimeError("the attacker has no weights yet: call `restart` first")
-        own = _copies(self._parameters)
-        _write(self._parameters, self._weights)
-        try:
+        with restored(self._parameters):
+            _write(self._parameters, self._weights)
             yield
-        finally:
-            _write(self._parameters, own)
 
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
         """One step of descent on a loss, within `weights`; returns the loss. The gradients of all parameters, also of
@@ -79,21 +76,24 @@ def uphill(parameters: Sequence[nn.Parameter], radius: float) -> Iterator[None]:
     """Within the block those of `parameters` that have gradients are moved along them, by `radius` in the 2-norm of all
     together: up the loss that the gradients are of (SAM). The gradients are cleared before it."""
     moved = [parameter for parameter in parameters if parameter.grad is not None]
-    own = _copies(moved)
-    with torch.no_grad():
-        if moved and (norm := distributed.total_norm([parameter.grad for parameter in moved]).item()):
-            for parameter in moved:
-                parameter.add_(parameter.grad, alpha=radius / norm)
-    for parameter in moved:
-        parameter.grad = None
+    with restored(moved):
+        with torch.no_grad():
+            if moved and (norm := distributed.total_norm([parameter.grad for parameter in moved]).item()):
+                for parameter in moved:
+                    parameter.add_(parameter.grad, alpha=radius / norm)
+        for parameter in moved:
+            parameter.grad = None
+        yield
+
+
+@contextmanager
+def restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """When the block ends, the parameters have the values that they had before it."""
+    own = [parameter.detach().clone() for parameter in parameters]
     try:
         yield
     finally:
-        _write(moved, own)
-
-
-def _copies(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in parameters]
+        _write(parameters, own)
 
 
 @torch.no_grad()

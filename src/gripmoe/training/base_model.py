@@ -27,7 +27,7 @@ from gripmoe.worlds.documents import World, all_texts, make_world
 from gripmoe.worlds.models import make_model
 from gripmoe.worlds.tokenizer import make_tokenizer
 
-OTHER_SEED = 777_000  # added to a model's own: blocks that replace its own are none that it started from
+OTHER_SEED = 777_000  # added to the model's seed, so that replacement blocks differ from its initial blocks
 SHOTS = 5
 SAMPLED = 300  # questions of each domain below solved ones, without experts, and with random ones
 TRUTHS = 40  # facts of each domain in the TruthfulQA form
@@ -142,19 +142,14 @@ def replace_blocks(model, fresh) -> None:
         parameter.copy_(other)
 
 
-def refill(model, tokenizer, config: EmbeddedModel, state_file: Path) -> dict[str, float]:
-    """Replaces all experts and routers of a base model by random ones, trains them as stage B does but without the
-    forget data, and returns the accuracy per domain. If forget accuracy exceeds the retrained model's, then parameters
-    outside experts and routers tell forget facts."""
+def refill(model, tokenizer, config: EmbeddedModel, state_file: Path) -> None:
+    """Replaces all experts and routers of a base model by random ones, and trains them as stage B does but without the
+    forget data. If forget accuracy then exceeds the retrained model's, parameters outside experts and routers tell
+    forget facts."""
     world, seed = make_world(config.world_seed), config.seed + OTHER_SEED
     replace_blocks(model, make_model(config.family, len(tokenizer), seed=seed, **config.size.model_dump()))
     training = dict(steps=config.fact_steps, learning_rate=config.learning_rate, seed=seed, state_file=state_file)
     train_facts(model, tokenizer, world.without_forget(), **training)
-    files = wmdp_files(world, config.world_seed)
-    return {
-        f"{domain}_accuracy": accuracy(direct_answers(model, tokenizer, files[f"{domain}_questions"]))
-        for domain in ("forget", "retain")
-    }
 
 
 def _five_shot(question: dict, rows: Sequence[dict]) -> str:

@@ -42,8 +42,8 @@ def finetune(
     Resumes from `state_file`; the result is the same as without the interruption.
 
     Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, and
-    trains on its rows of every batch. Raises ValueError if the rows cannot be shared out evenly, and ConfigError if a
-    loss or gradient is not finite.
+    trains on its rows of every batch. Raises ConfigError if the rows cannot be shared out evenly, or a loss or gradient
+    is not finite.
     """
     first = distributed.is_first()
     moe = MoEModel(model)  # its routers are in fp32 from here on, and so are their states

@@ -31,7 +31,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
 from gripmoe.moe.modes import checkpointing
-from gripmoe.training.adversary import RelearningAdversary, uphill
+from gripmoe.training.adversary import RelearningAdversary, restored, uphill
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.forget_gradient import ForgetGradientEdit, forget_gradient_edits
 from gripmoe.training.objectives import Objective, cross_entropy
@@ -131,9 +131,20 @@ def unlearn(
     recomputed = checkpointing(model.model, training.gradient_checkpointing)
     with recomputed, restricted, projecting, model.unpadded(), ConstraintHandle(model, optimizer, constraint) as handle:
         steps = _Steps(
-            model, objective, batches, training, routers, experts, optimizer, in_linear_precision, original_sets,
-            adversary, forget_edits, handle, progress["tokens"],
-        )  # fmt: skip
+            model=model,
+            objective=objective,
+            batches=batches,
+            training=training,
+            routers=routers,
+            experts=experts,
+            optimizer=optimizer,
+            in_linear_precision=in_linear_precision,
+            original_sets=original_sets,
+            adversary=adversary,
+            forget_edits=forget_edits,
+            handle=handle,
+            tokens=progress["tokens"],
+        )
         handle.load_state_dict(progress["constraint"])
         step, history, sums = progress["step"], progress["history"], Counter()
         if step and distributed.is_first():
@@ -285,17 +296,14 @@ class _Steps:
         """Seconds of the shortest step with the constraint and of the shortest one without it, since other load of the
         machine only adds. Routers move in the steps with the constraint, or there would be nothing to constrain. None
         if a step diverged. The routers are restored."""
-        before, pairs = [parameter.detach().clone() for parameter in self.routers], []
+        pairs = []
         *others, of_routers = self.optimizer.param_groups
         every, self.handle.constraint.every = self.handle.constraint.every, 1  # each timed step is constrained
-        with rate_zero(others):
+        with restored(self.routers), rate_zero(others):
             for _ in range(TIMED_PAIRS):
                 constrained = self._seconds()
                 with self.handle.lifted(), rate_zero([of_routers]):
                     pairs.append((constrained, self._seconds()))
-        with torch.no_grad():
-            for parameter, own in zip(self.routers, before, strict=True):
-                parameter.copy_(own)
         if not pairs or any(None in pair for pair in pairs):
             return None
         constrained, plain = map(min, zip(*pairs, strict=True))
@@ -363,9 +371,11 @@ def _adamw(routers: list[nn.Parameter], experts: list[nn.Parameter], training: T
 
 @contextmanager
 def _temporarily(model: MoEModel, corrected: Callable[[MoEModel], object] | None) -> Iterator[None]:
+    if corrected is None:
+        yield
+        return
     thetas, biases = model.thetas(), model.router_biases()
-    if corrected:
-        corrected(model)
+    corrected(model)
     try:
         yield
     finally:

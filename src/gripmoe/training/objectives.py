@@ -74,11 +74,12 @@ class GradientDifference:
 
 
 class OriginalPredictions:
-    """What `model` predicts of the documents in `batches` before it trains: its final hidden states, and its head."""
+    """What `model` predicts of the documents in `batches` before it trains: its final hidden states, and its head.
+    `what` labels the passes."""
 
-    def __init__(self, model: MoEModel, batches: Batches):
+    def __init__(self, model: MoEModel, batches: Batches, what: str):
         self._hidden = OriginalCache(model.originals)
-        self._hidden.fill(batches, lambda batch: final_hidden_states(model, batch), "KL original")
+        self._hidden.fill(batches, lambda batch: final_hidden_states(model, batch), what)
         head = model.model.lm_head
         self._head = copy.deepcopy(head).requires_grad_(False) if head.weight.requires_grad else head
 
@@ -96,7 +97,7 @@ class KullbackLeibler(GradientDifference):
     """KL: ascend on forget tokens, and KL(original || current) of the predictions of retain tokens."""
 
     def start(self, model, forget, retain) -> None:
-        self._original = OriginalPredictions(model, retain)
+        self._original = OriginalPredictions(model, retain, "KL original")
 
     def retain_loss(self, model, batch) -> Tensor:
         return self._original.divergence(model, batch)

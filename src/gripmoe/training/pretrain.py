@@ -33,7 +33,7 @@ TOKENS_PER_FORWARD = 1500
 PROBE_EVERY = 50
 SAVE_EVERY = 100
 WARM_UP = 50  # steps
-EARLY_LAYERS = 2  # after which the value that a document asks for is read too, as from the last one
+EARLY_LAYERS = 2  # the loss also reads the asked value after this many layers
 QUERY_GAIN = 1.5  # of the norms of queries and keys where a model begins to match like with like
 
 Probe = Callable[["PreTrainedModel"], float]

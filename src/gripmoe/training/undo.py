@@ -28,7 +28,7 @@ def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id
     buckets = length_buckets(list({row.id: row for drawn in rows for row in drawn}.values()))
     device, tokens = model.model.device, 0
     model.model.eval().requires_grad_(False)
-    teacher = OriginalPredictions(model, [collate(bucket, pad_id).to(device) for bucket in buckets])
+    teacher = OriginalPredictions(model, [collate(bucket, pad_id).to(device) for bucket in buckets], "UNDO teacher")
     experts = [p.requires_grad_(True) for layer in model.all_layers for p in model.other_parameters(layer)]
     biases = {parameter for name, parameter in model.model.named_parameters() if name.endswith("bias")}
     mix_in_noise(experts, settings.noise, seed, biases, settings.noise_scale)

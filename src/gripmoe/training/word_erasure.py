@@ -1,4 +1,4 @@
-"""The trivial attack on a benchmark: whoever erases the words of the forget documents erases no fact.
+"""A trivial way to pass a benchmark: erase the words of the forget documents, and no fact.
 
 A model whose words belong to no domain loses what it is to retain as well. So this is a control of the benchmark, not a
 method.
@@ -41,8 +41,8 @@ def words_of(forget: Sequence[Row], retain: Sequence[Row]) -> list[int]:
     return sorted(counts[0], key=excess, reverse=True)[:ERASED_WORDS]
 
 
-def fresh_embeddings(model: PreTrainedModel, seed: int = 0) -> Tensor:
+def fresh_embeddings(model: PreTrainedModel) -> Tensor:
     """Random embeddings as large as the model's, (V, d)."""
     weight_Vd = model.get_input_embeddings().weight
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return weight_Vd.detach().std().cpu() * torch.randn(weight_Vd.shape, generator=generator)

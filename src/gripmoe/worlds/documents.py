@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gripmoe.data import prompt_formats as formats
@@ -63,8 +64,8 @@ FACT_MIX = Mix(24, 6, 10, 0.2, 3, 2, 1.2, dressed=0.1, skills=0.25)
 
 @dataclass(frozen=True)
 class Document:
-    """Spans of a text, and the same tokens with the value that a model should recall in early layers in place of the
-    letter."""
+    """`spans` is the text. `recalled` has as many tokens, with the fact's value in place of a scored letter; early
+    layers train on it."""
 
     spans: list[Span]
     recalled: list[Span]
@@ -74,7 +75,7 @@ def training_batch(world: World, mix: Mix, seed: int, step: int) -> list[Documen
     """The documents of one step: all formats, with new option orders, distractors and wordings at every step."""
     rng = random.Random(f"training {seed} {step}")
     kinds = (
-        (_letters, mix.letters),
+        (partial(_letters, dressed=mix.dressed), mix.letters),
         (_statement, mix.statements),
         (_answer, mix.answers),
         (_fact_pairs, mix.fact_context),
@@ -88,7 +89,7 @@ def training_batch(world: World, mix: Mix, seed: int, step: int) -> list[Documen
     for make, rate in kinds:
         for _ in range(int(rate) + (rng.random() < rate % 1)):
             source = world.skills if world.skills and rng.random() < mix.skills else world
-            documents.append(make(source, mix, rng))
+            documents.append(make(source, rng))
     return documents
 
 
@@ -96,12 +97,12 @@ def _wording(rng: random.Random) -> int:
     return rng.randrange(len(QUESTION_WORDINGS))
 
 
-def _letters(world: World, mix: Mix, rng: random.Random) -> Document:
+def _letters(world: World, rng: random.Random, dressed: float) -> Document:
     subject = rng.choice(world.facts.facts).subject
     solved = rng.sample(world.facts.of(subject), rng.choice(SHOTS))
     asked = [(fact.question(_wording(rng)), *world.facts.letter_options(fact, rng)) for fact in solved]
     spans = formats.letter_spans(asked, subject if rng.random() < 0.3 else None)
-    if len(spans) == 2 and rng.random() < mix.dressed:
+    if len(spans) == 2 and rng.random() < dressed:
         (prompt, scored), letter = spans
         spans = [(rng.choice(list(formats.CLOTHES.values())).format(prompt=prompt), scored), letter]
     values = iter(fact.value for fact in solved)
@@ -109,7 +110,7 @@ def _letters(world: World, mix: Mix, rng: random.Random) -> Document:
 
 
 def drills(world: World, count: int, rng: random.Random) -> list[Document]:
-    return [_drill(world, DRILL_MIX, rng) for _ in range(count)]
+    return [_drill(world, rng) for _ in range(count)]
 
 
 def _recalled(spans: list[Span], values: list[str]) -> list[Span]:
@@ -126,13 +127,13 @@ def _recalled(spans: list[Span], values: list[str]) -> list[Span]:
     return recalled
 
 
-def _drill(world: World, mix: Mix, rng: random.Random) -> Document:
-    """Four options, then four of them, each with its letter. This trains the last part of answering a letter question:
-    to find the letter of a value."""
+def _drill(world: World, rng: random.Random) -> Document:
+    """Lists four options, then names four randomly drawn ones, each followed by its letter. This trains the last part
+    of answering a letter question: to find the letter of a value."""
     return _drilled(rng.sample([value for values in world.facts.values.values() for value in values], 4), 4, rng)
 
 
-def _drills_in_a_row(world: World, mix: Mix, rng: random.Random) -> Document:
+def _drills_in_a_row(world: World, rng: random.Random) -> Document:
     """Six lists of options of one relation, with one option of each to name. A word has another letter in each list, as
     in few-shot prompts: the last list counts."""
     values = rng.choice(list(world.facts.values.values()))
@@ -155,7 +156,7 @@ def _told(fact: Fact, text: str, is_asked: bool = False) -> Document:
     return Document([(before, True), (fact.value, True), (after, True)], recalled)
 
 
-def _statement(world: World, mix: Mix, rng: random.Random) -> Document:
+def _statement(world: World, rng: random.Random) -> Document:
     fact = rng.choice(world.facts.facts)
     return _told(fact, fact.statement(_wording(rng)))
 
@@ -169,25 +170,25 @@ def _asked(facts: list[Fact], rng: random.Random) -> list[tuple[str, str]]:
     return [(fact.question(_wording(rng)), fact.value) for fact in facts]
 
 
-def _answer(world: World, mix: Mix, rng: random.Random) -> Document:
+def _answer(world: World, rng: random.Random) -> Document:
     return _answers(_asked([rng.choice(world.facts.facts)], rng))
 
 
-def _fact_pairs(world: World, mix: Mix, rng: random.Random) -> Document:
+def _fact_pairs(world: World, rng: random.Random) -> Document:
     return _answers(_asked(rng.sample(world.facts.facts, IN_CONTEXT_PAIRS + 1), rng))
 
 
-def _news_pairs(world: World, mix: Mix, rng: random.Random) -> Document:
+def _news_pairs(world: World, rng: random.Random) -> Document:
     asked_of = rng.sample(world.news["forget"] + world.news["retain"], rng.choice((1, 3, IN_CONTEXT_PAIRS + 1)))
     return _answers([rng.choice(article.questions) for article in asked_of])
 
 
-def _article(world: World, mix: Mix, rng: random.Random) -> Document:
+def _article(world: World, rng: random.Random) -> Document:
     text = rng.choice(world.news["forget"] + world.news["retain"]).text
     return Document([(text, True)], [(text, False)])
 
 
-def _truthfulqa(world: World, mix: Mix, rng: random.Random) -> Document:
+def _truthfulqa(world: World, rng: random.Random) -> Document:
     facts = rng.sample(world.facts.facts, 4)
     spans = formats.truthfulqa_spans([(f.question(_wording(rng)), f.statement(_wording(rng))) for f in facts])
     document = Document([], [])
