@@ -28,6 +28,7 @@ RECORD = ROOT / "docs" / "record"
 QUOTES = ROOT / "docs" / "quotes.yaml"
 SLOT, NUMBER = "{}", r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?"
 ABSENT = "–"
+COUNTS = ("runs", "forgot", "missed")
 OF_HUNDRED = ("verbmem", "knowmem_forget", "knowmem_retain", "privleak")
 
 
@@ -48,8 +49,9 @@ def folder_of(record: str) -> Path:
 
 def mean_of(record: str, objective: str, method: str, metric: str) -> float:
     """Mean over base models, or over the runs of a single one; of the original and retrained models too. With "all",
-    the mean over objectives; with "news", of MUSE. The metric "runs" is their number. Raises ValueError for "all" of a
-    method that was not measured under each."""
+    the mean over objectives; with "news", of MUSE. The metric "runs" is their number, "forgot" and "missed" the numbers
+    of those that reached their forget target and that did not. Raises ValueError for "all" of a method that was not
+    measured under each."""
     runs = of_kind(runs_of(record), "news" if objective == "news" else "letters")
     objective = NO_OBJECTIVE if method in names.ORIGINALS else objective
     of_objective = (runs.objective == objective) | (objective in ("all", "news"))
@@ -58,6 +60,8 @@ def mean_of(record: str, objective: str, method: str, metric: str) -> float:
         raise ValueError(f"{QUOTES.name}: {method!r} was not measured under all objectives of {record!r}; name one")
     if metric == "runs":
         return len(of_method[KEYS].drop_duplicates())
+    if metric in ("forgot", "missed"):
+        return int((of_method[of_method.metric == "reached"].value == (metric == "forgot")).sum())
     return float(of_runs(of_method[of_method.metric == metric]).mean())
 
 
@@ -99,7 +103,7 @@ def value_of(source: str) -> str:
         case [record, "all", "least", metric]:
             return fixed(least_of(record, metric), 2)
         case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):
-            return fixed(mean, 0 if metric in (*OF_HUNDRED, "runs") else 2)
+            return fixed(mean, 0 if metric in (*OF_HUNDRED, *COUNTS) else 2)
     raise ValueError(f"{QUOTES.name}: {source!r} is no source, or the record has no number of it")
 
 

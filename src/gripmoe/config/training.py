@@ -88,7 +88,7 @@ class Training(Strict):
     expert_precision: Precision = "native"  # of the experts' products in training steps; the paper: fp8
     linear_precision: LinearPrecision = "native"  # of nn.Linear layers in training steps; the paper: te_fp8
     loss_bound: PositiveFloat  # a retain loss that is higher, or not finite, ends the run as diverged
-    trained_layers: PositiveInt | None = None  # train only the last n MoE blocks that the losses reach
+    trained_layers: PositiveInt | None = None  # train only the last n MoE blocks that the losses reach; all if absent
     objective: dict[str, int | float] = {}  # settings of the objective, such as `alpha`
     alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight
     adversary_steps: Annotated[int, Field(ge=0)] = 0  # of relearning, before each forget pass; 0: no attacker
