@@ -146,7 +146,8 @@ def _draw_dimensions(axes: plt.Axes, dimensions: pd.DataFrame) -> None:
             axes.vlines(x, rows["0"], rows["100"], color=look["color"], linewidth=0.5)
             axes.vlines(x, rows["25"], rows["75"], color=look["color"], linewidth=1.8)
         axes.plot(x, rows["mean"], label=names.method_label(method), **look)
-    axes.set(xlabel="MoE layer", ylabel="dimensions", title="left free by Method A", ylim=(0, None))
+    axes.set(xlabel="MoE layer", ylabel="dimensions", title="left free by Method A")
+    axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend, which does not evade `vlines`
     axes.set_xticks(sorted(set(dimensions.layer)))
 
 
