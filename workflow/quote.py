@@ -95,7 +95,8 @@ def value_of(source: str) -> str:
             return fixed(depth_of(objective, method), 2)
         case [record, "claims" | "primary" | "paper" as which, verdict]:
             claims = claims_of(record)
-            claims = claims[{"claims": slice(None), "primary": claims.primary, "paper": claims.line != "ours"}[which]]
+            if which != "claims":
+                claims = claims[claims.primary if which == "primary" else claims.line != "ours"]
             alike = claims.verdict == verdict.replace("_", " ")
             return str(len(claims) if verdict == "all" else int(alike.sum()))
         case [record, "claim", claim, "difference" | "low" | "high" as column]:

@@ -64,6 +64,18 @@ def test_paired_differences_are_the_records():
     assert ((wide.anchored_adversary - wide.anchored) < 0).sum() == 5
 
 
+def test_what_the_anchor_adds_to_relearning_is_the_records():
+    runs = load_runs(ROOT / "docs" / "record" / "runs.csv")
+    runs = runs[(runs.metric == "relearned_after_20") & (runs.objective != "rmu")]
+    wide = runs.pivot(index=["model", "objective", "seed"], columns="method", values="value")
+    difference = (
+        (wide.anchored - wide.frozen_router).dropna().groupby(["model", "objective"]).mean().groupby("model").mean()
+    )
+    half = 2.571 * difference.std() / 6**0.5
+    assert len(difference) == 6
+    assert f"the difference is {difference.mean():.2f} (± {half:.2f})" in " ".join(PAGE.split())
+
+
 def test_differences_of_other_papers_methods_are_the_records():
     wide = strongest_attacks(RUNS).pivot(index=["model", "objective"], columns="method", values="excess")
     told = " ".join(PAGE.split()).partition("Five methods of other papers have no decided effect")[2].partition(". ")[0]

@@ -222,6 +222,11 @@ def measured(difference: float, claim: dict) -> str:
     return _signed(difference) if isinstance(claim["right"], str) else fixed(difference + claim["right"], 2)
 
 
+def value_and_interval(row, claim: dict) -> tuple[str, str, str]:
+    """What was measured, and the ends of its interval, of a row of `judged`."""
+    return tuple(measured(number, claim) for number in (row.difference, row.low, row.high))
+
+
 def _formula(claim: dict) -> str:
     """What is compared, as "RS: expert_specific > frozen_router + 0.13"."""
     right = claim["right"] if isinstance(claim["right"], str) else f"{claim['right']:g}"
@@ -263,8 +268,8 @@ def claims_table(runs: pd.DataFrame) -> Table:
         for row in verdicts[chosen].itertuples():
             claim, value, spread = claims[row.claim], Cell(MISSING), Cell(MISSING)
             if row.verdict != "not measured":
-                value = Cell(measured(row.difference, claim), row.difference)
-                spread = Cell(f"{measured(row.low, claim)} .. {measured(row.high, claim)}", row.high - row.low)
+                text, low, high = value_and_interval(row, claim)
+                value, spread = Cell(text, row.difference), Cell(f"{low} .. {high}", row.high - row.low)
             verdict = Cell(row.verdict, best=row.verdict == "holds", colour=COLOURS[row.verdict])
             number = Cell(f"{row.units} of {row.runs} runs" if row.unit == "base model" else f"{row.runs}", row.units)
             asked, of_worlds = Cell(_asked(claim)), Cell(row.world_verdict)

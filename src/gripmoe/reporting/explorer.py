@@ -15,7 +15,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
 from gripmoe.reporting import names
 from gripmoe.reporting.attacks import component_restoration, forcing_vulnerability, load_attacks, relearning_curves
-from gripmoe.reporting.claims import VERDICTS, judged, load_claims, measured
+from gripmoe.reporting.claims import VERDICTS, judged, load_claims, value_and_interval
 from gripmoe.reporting.collect import KEYS, apart, beside, load_histories, load_runs
 from gripmoe.reporting.figures import forget_utility_tradeoff, made_of, routing_stability_by_layer
 from gripmoe.reporting.page import write_page
@@ -75,7 +75,7 @@ def verdicts(runs: pd.DataFrame) -> list[tuple[str, str]]:
     """The claims that were measured, decided ones first."""
     claims, said = load_claims(), {verdict: [] for verdict in VERDICTS}
     for row in judged(runs).itertuples():
-        value, low, high = (measured(number, claims[row.claim]) for number in (row.difference, row.low, row.high))
+        value, low, high = value_and_interval(row, claims[row.claim])
         interval = f" [{low}, {high}]" if row.units >= LEAST else ""
         runs_of = f"{row.units} {row.unit}{'s' * (row.units > 1)}"
         to_decide = f" To decide: {row.to_decide}." if row.to_decide else ""

@@ -6,7 +6,7 @@ import textwrap
 
 import pandas as pd
 
-from gripmoe.reporting.claims import VERDICTS, judged, load_claims, measured
+from gripmoe.reporting.claims import VERDICTS, judged, load_claims, value_and_interval
 from gripmoe.reporting.comparison import comparison
 
 SHOWN = ["FA", "RA", "RA 5-shot", "RS", "recovery"]  # columns of the main table
@@ -33,7 +33,7 @@ def decided_claims(runs: pd.DataFrame) -> str:
     claims, named, lines = judged(runs), load_claims(), []
     for row in claims[claims.verdict.isin(DECIDED)].itertuples():
         lines += textwrap.wrap(f"{row.verdict}: {row.text}", WIDTH, subsequent_indent="  ")
-        value, low, high = (measured(number, named[row.claim]) for number in (row.difference, row.low, row.high))
+        value, low, high = value_and_interval(row, named[row.claim])
         interval = f"{value} [{low}, {high}]"
         lines.append(f"  {row.comparison}: {interval}, {row.units} {row.unit}s")
     counts = claims.verdict.value_counts()
