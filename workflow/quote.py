@@ -39,7 +39,8 @@ def runs_of(record: str) -> pd.DataFrame:
 
 @functools.cache
 def claims_of(record: str) -> pd.DataFrame:
-    return pd.read_csv(folder_of(record) / "claims.csv").set_index("claim")
+    file = RECORD / "replication" / "claims_of_both.csv" if record == "both" else folder_of(record) / "claims.csv"
+    return pd.read_csv(file).set_index("claim")
 
 
 def folder_of(record: str) -> Path:

@@ -25,7 +25,7 @@ from gripmoe.config.provenance import package_versions, step_seconds
 from gripmoe.io.files import atomic_path, file_digest, read_json, write_json, write_text
 from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
-from gripmoe.reporting.claims import claims_table, load_claims
+from gripmoe.reporting.claims import claims_table, load_claims, replication_table
 from gripmoe.reporting.collect import (
     KEYS,
     base_models,
@@ -83,7 +83,7 @@ WORLDS = {
     "attack_quality": ("tiny_erasure",),
 }
 ITEMS = ("histories", "answers", "attacks")
-OF_MANY_MODELS, OF_ONE_MODEL = ("record_main",), ("tiny", "tiny_all")
+OF_MANY_MODELS, OF_ONE_MODEL = ("record_main", "record_replication"), ("tiny", "tiny_all")
 OF_CLAIMS = (*OF_MANY_MODELS, *OF_ONE_MODEL, "record_rates", "record", "record_muse", "tiny_erasure")
 OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "setting_max_steps", "num_experts", "top_k"} | {
     f"{measure}_{part}" for measure in names.MATCHED for part in ("target", "half_width")
@@ -275,6 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="tables that `gripmoe collect` wrote, or a record's")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="another folder than docs/record")
+    parser.add_argument("--before", type=Path, help="a record's runs, whose primary statements these runs test again")
     args = parser.parse_args()
     measured = Record(args.runs)
     runs = measured.runs.sort_values([*KEYS, "metric"])
@@ -299,6 +300,10 @@ def main() -> None:
         statements = claims_table(of_claims)
         write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
         parts.append(f"## Statements\n\n{as_markdown(statements)}")
+    if args.before:
+        replication = replication_table(Record([args.before]).of_worlds(*OF_CLAIMS), of_claims)
+        write_text(args.output / "claims_of_both.csv", replication.data.to_csv(index=False, float_format="%.4g"))
+        parts.insert(1, f"## Primary statements again\n\n{as_markdown(replication)}")
     write_text(args.output / "tables.md", "\n".join(parts))
     if args.output == OUTPUT:
         draw_pictures(measured)

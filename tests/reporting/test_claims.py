@@ -19,6 +19,7 @@ from gripmoe.reporting.claims import (
     judged,
     load_claims,
     primary_claims,
+    replication_table,
     units_to_decide,
 )
 from gripmoe.reporting.collect import COLUMNS
@@ -289,6 +290,32 @@ def test_the_primary_claims_are_a_family_of_all_that_were_named(monkeypatch):
         monkeypatch.setattr(claims, "load_claims", lambda now=claims_now: now)
         with pytest.raises(ValueError, match="a primary claim was changed"):
             primary_claims()
+
+
+def on_models(**values):
+    """Routing stability of one run of each of several base models."""
+    return pd.concat(runs(unconstrained=[value]).assign(model=f"tiny_{model}") for model, value in values.items())
+
+
+def test_base_models_that_are_added_to_a_record_make_a_second_look():
+    before, more = on_models(a=0.41, b=0.44, c=0.46), on_models(d=0.42, e=0.43, f=0.45)
+    of_both = pd.concat([before, more])
+    once, twice = (judged(of_both, looks).set_index("claim").loc["routing_collapses"] for looks in (1, 2))
+    assert twice.p == pytest.approx(2 * once.p) and twice.level == pytest.approx(once.level / 2)
+    assert twice.high - twice.low > once.high - once.low and twice.verdict == "holds"
+    spread = on_models(a=0.3675, b=0.3885, c=0.4095, d=0.4305, e=0.4515, f=0.4725)
+    verdicts = [judged(spread, looks).set_index("claim").verdict["routing_collapses"] for looks in (1, 2)]
+    assert verdicts == ["holds", "undecided"], "the second look asks for more"
+
+    table = replication_table(before, more)
+    (label, cells, _), *others = table.rows
+    assert label == load_claims()["routing_collapses"]["text"] and not others, "what was not measured again is left out"
+    asked, *found = (cell.text for cell in cells)
+    assert asked == "< 0.5" and [text.split(", ")[-1] for text in found] == [
+        "n = 3: undecided", "n = 3: undecided", "n = 6: holds",
+    ]  # fmt: skip
+    assert found[0].startswith("0.44 (") and found[1].startswith("0.43 (")
+    assert table.data.set_index("claim").p["routing_collapses"] == pytest.approx(twice.p)
 
 
 def test_of_several_parts_an_undecided_one_shows_its_interval_at_the_level_of_the_claim():

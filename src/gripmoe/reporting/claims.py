@@ -178,20 +178,23 @@ def _to_decide(runs: pd.DataFrame, found: Judgement, claim: dict, alpha: float) 
     return f"three {found.unit}s or more" if len(found.values) < LEAST else f"> {MOST_UNITS} {found.unit}s"
 
 
-def judged(runs: pd.DataFrame) -> pd.DataFrame:
+def judged(runs: pd.DataFrame, looks: int = 1) -> pd.DataFrame:
     """All claims with their verdicts, one row each. The primary claims are judged as a family, by Holm's levels,
     measured or not; every other claim at 0.05. Columns `forgot_` are of the runs that forgot, at the same level;
-    `world_verdict` takes worlds of facts as units; `by_objective` has the mean difference under each objective."""
+    `world_verdict` takes worlds of facts as units; `by_objective` has the mean difference under each objective.
+
+    Runs that are judged again because more were added have several `looks`: every p is multiplied by their number."""
     claims, primary = load_claims(), primary_claims()
     pairs = {name: differences(runs, claim) for name, claim in claims.items()}
     p_values = pd.Series(
         {name: p_of([] if found.empty else _parts(found, claims[name])) for name, found in pairs.items()}, dtype=float
     )
+    p_values = (p_values * looks).clip(upper=1.0)
     of_family = p_values.index.isin(primary)
     holm_levels = pd.concat([holm(p_values[of_family], ALPHA), holm(p_values[~of_family], ALPHA)])
     rows = []
     for name, claim in claims.items():
-        level = holm_levels[name] if name in primary else ALPHA
+        level = (holm_levels[name] if name in primary else ALPHA) / looks
         found = judge(pairs[name], claim, level)
         of_forgot = judge(differences(runs, claim, forgot=True), claim, level)
         row = {"claim": name, "text": claim["text"], "line": claim["line"], "comparison": _formula(claim)}
@@ -249,6 +252,29 @@ def _asked(claim: dict) -> str:
         return f"{right:g} ± {margin:g}" if relation == "~" else f"{relation} {right:g}"
     signs = {">": "> +", "<": "< -", "~": "± "} if margin else {">": "> ", "<": "< "}
     return f"{signs[relation]}{margin:g}"
+
+
+def replication_table(before: pd.DataFrame, runs: pd.DataFrame) -> Table:
+    """The primary claims that `runs` measure again: before, on these runs alone, and on both together."""
+    claims = load_claims()
+    found = [judged(before), judged(runs), judged(pd.concat([before, runs]), looks=2)]
+    again = found[1][found[1].primary & (found[1].verdict != "not measured")].claim
+    entries = []
+    for name in again:
+        cells = [Cell(_asked(claims[name]))]
+        for row in (next(table[table.claim == name].itertuples()) for table in found):
+            value, low, high = value_and_interval(row, claims[name])
+            text = f"{value} ({low} .. {high}), n = {row.units}: {row.verdict}"
+            cells.append(Cell(text, row.difference, colour=COLOURS[row.verdict]))
+        entries.append((claims[name]["text"], cells, []))
+    table = Table(["asked for", "before", "these", "both"], heading="Statement", data=found[2])
+    table.blocks.append(("", entries))
+    table.notes = [
+        "Measured value, its interval at the level of the verdict, the number of base models (n), and the verdict. "
+        "These: the runs of this record alone, so an independent test. Both: all base models are judged a second "
+        "time, so every p is multiplied by 2. Each column is one family of primary statements, corrected by Holm."
+    ]
+    return table
 
 
 def claims_table(runs: pd.DataFrame) -> Table:
