@@ -186,10 +186,17 @@ def measured_only(table: Table) -> Table | None:
         (block, [(label, [cells[i] for i in kept], paper) for label, cells, paper in rows])
         for block, rows in table.blocks
     ]
-    table.notes = [
-        "; ".join(n for n in note.split("; ") if n.partition(": ")[0] not in dropped) for note in table.notes
-    ]
+    table.legend = [entry for entry in table.legend if entry.partition(": ")[0] not in dropped]
     return table
+
+
+def shared_legend(tables: list[Table]) -> list[str]:
+    """Takes what several tables explain out of them, and returns it."""
+    count = Counter(entry for table in tables for entry in table.legend)
+    shared = [entry for entry, times in count.items() if times > 1]
+    for table in tables:
+        table.legend = [entry for entry in table.legend if entry not in shared]
+    return shared
 
 
 def provenance(paths: list[Path], output: Path) -> dict:
@@ -290,11 +297,11 @@ def main() -> None:
     tidy = pd.concat([intervals(measured.of_table(name), name) for name in ("main_results", "muse_results")])
     if not tidy.empty:
         write_text(args.output / "main_results.csv", tidy.to_csv(index=False, float_format="%.4g"))
-    parts = ["# Tables of the record\n"]
-    for name, title in TABLES.items():
-        table = measured.table(name)
-        if table and (table := measured_only(table)):
-            parts.append(f"## {title}\n\n{as_markdown(table)}")
+    found = {title: measured.table(name) for name, title in TABLES.items()}
+    shown = {title: table for title, each in found.items() if each and (table := measured_only(each))}
+    legend = "\n".join(f"- {entry}" for entry in shared_legend([*shown.values()])).replace("*", "\\*")
+    parts = ["# Tables of the record\n", *[f"Headings and signs of several tables:\n\n{legend}\n"] * bool(legend)]
+    parts += [f"## {title}\n\n{as_markdown(table)}" for title, table in shown.items()]
     of_claims = measured.of_worlds(*OF_CLAIMS)
     if not of_claims.empty:
         statements = claims_table(of_claims)

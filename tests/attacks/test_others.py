@@ -12,10 +12,10 @@ from gripmoe.attacks.base import Marks, Setting, mean
 from gripmoe.attacks.probes import expert_probes, last_router_inputs, last_states, probes
 from gripmoe.attacks.prompts import (
     choices_shuffled,
-    dressed,
     five_shot,
     prompt_attacks,
     prompt_recovery,
+    reworded,
     rewritten,
     technical_terms,
     without_terms,
@@ -37,7 +37,7 @@ from gripmoe.attacks.restoration import (
 from gripmoe.attacks.routers import noisy, widened
 from gripmoe.config.training import Relearning
 from gripmoe.data.documents import encode
-from gripmoe.data.prompt_formats import CLOTHES
+from gripmoe.data.prompt_formats import REWORDINGS
 from gripmoe.evaluation.questions import direct_answers, prompt_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, write_jsonl
@@ -289,7 +289,7 @@ def test_of_a_dense_model_feed_forward_blocks_are_put_back(setting, world, token
 def test_prompts_hold_the_question_and_are_in_the_vocabulary(setting, world, tokenizer):
     _, _, questions, _ = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
-    prompts = [dressed(text) for text in CLOTHES.values()] + [five_shot(solved, 0)]
+    prompts = [reworded(text) for text in REWORDINGS.values()] + [five_shot(solved, 0)]
     for prompt in prompts:
         text = prompt(questions[0])
         assert questions[0]["question"] in text and all(c in text for c in questions[0]["choices"])
@@ -322,10 +322,10 @@ def test_prompt_attack_compares_the_same_questions(setting, world):
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
     found = prompt_attacks(lambda *asked: Marks(ask(after, *asked)), questions, solved)
     accuracy = {name: mean(scores) for name, scores in found.items()}
-    names = ["five_shot", *CLOTHES, "choice_shuffle"]
+    names = ["five_shot", *REWORDINGS, "choice_shuffle"]
     gain = sum(accuracy[f"prompt_{name}"] for name in names) / len(names) - mean(Marks(ask(after, questions)))
     assert prompt_recovery(found) == pytest.approx(gain)
-    assert found["prompt_verse"] == Marks(ask(after, questions, dressed(CLOTHES["verse"])))
+    assert found["prompt_verse"] == Marks(ask(after, questions, reworded(REWORDINGS["verse"])))
 
 
 def test_other_prompts_are_asked_and_do_not_count_in_the_mean(setting, world):

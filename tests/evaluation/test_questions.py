@@ -9,8 +9,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from conftest import small_model
-from gripmoe.attacks.prompts import dressed
-from gripmoe.data.prompt_formats import CLOTHES, LETTERS
+from gripmoe.attacks.prompts import reworded
+from gripmoe.data.prompt_formats import LETTERS, REWORDINGS
 from gripmoe.evaluation.metrics import choice_metrics, load_answers, question_results
 from gripmoe.evaluation.questions import (
     accuracy,
@@ -99,7 +99,7 @@ def loglikelihoods(model, tokenizer, questions, prompt=prompt_of):
 
 
 def test_reworded_prompts_as_the_harness_answers_them(tokenizer, questions):
-    model, verse = small_model(vocabulary_size=len(tokenizer)), dressed(CLOTHES["verse"])
+    model, verse = small_model(vocabulary_size=len(tokenizer)), reworded(REWORDINGS["verse"])
     direct = [answer.letter_logprobs for answer in direct_answers(model, tokenizer, questions, prompt=verse)]
     by_harness = loglikelihoods(model, tokenizer, questions, verse)
     for own, wanted in zip(direct, by_harness, strict=True):

@@ -132,4 +132,4 @@ def test_what_a_dense_model_cannot_have_is_told_from_what_was_not_measured():
         table = attack_matrix(runs_of([cell], num_experts=experts, forget_accuracy=0.2, prompt_plain=0.2))
         found = entries(table)["Unconstrained"]
         assert found["+ forced"].text == found["+ noise"].text == text and found["+ 4 bit"].text == "–"
-        assert any("dense" in note for note in table.notes) == (experts == 0)
+        assert any("dense" in note for note in table.below) == (experts == 0)

@@ -70,7 +70,7 @@ def test_what_forcing_takes_away_is_nothing_recovered():
     runs.loc[(runs.metric == "recovery_rate") & (runs.method == "frozen_router"), "value"] = -0.1
     table = comparison(runs, "main_results")
     best = [row(table, method)[1]["recovery"].best for method in ("Unconstrained", "Frozen router", "Method A, paper")]
-    assert best == [True, True, False] and "recoveries up to 0 are equal" in str(table.notes)
+    assert best == [True, True, False] and "recoveries up to 0 are equal" in str(table.below)
 
 
 def test_method_b_says_of_how_many_layers_its_own_test_accepts_the_router():
@@ -80,7 +80,7 @@ def test_method_b_says_of_how_many_layers_its_own_test_accepts_the_router():
     accepted = [one.assign(metric=f"accepted_layer_{layer}", value=[1.0, float(layer == 0)]) for layer in range(4)]
     table = comparison(pd.concat([runs, *accepted]), "main_results")
     assert row(table, "Method A, paper")[0] == "Method A, paper (2.5 of 4 layers)"
-    assert "where Method B's own test accepts its router" in str(table.notes)
+    assert "where Method B's own test accepts its router" in str(table.below)
     all_of_them = pd.concat([runs, *(part.assign(value=1.0) for part in accepted)])
     assert row(comparison(all_of_them, "main_results"), "Method A, paper")[0] == "Method A, paper"
 
@@ -97,12 +97,12 @@ def test_rows_over_different_runs_say_over_how_many_and_only_those_over_most_com
     runs.loc[runs.metric == "reached", "value"] = 1.0
     runs.loc[(runs.method == "expert_specific_paper") & (runs.metric == "retain_accuracy"), "value"] = 1.0
     alike = comparison(runs, "main_results")
-    assert row(alike, "Method A, paper")[1]["RA"].best and "(n = " not in str(alike.blocks) + str(alike.notes)
+    assert row(alike, "Method A, paper")[1]["RA"].best and "(n = " not in str(alike.blocks) + str(alike.below)
     fewer = comparison(runs[(runs.method != "expert_specific_paper") | (runs.seed == 0)], "main_results")
     assert row(fewer, "Method A, paper (n = 1)") and row(fewer, "Method B, paper")[0] == "Method B, paper"
     assert row(fewer, "Frozen router (n = 2)")[1]["RA"].best and not row(fewer, "Method A, paper")[1]["RA"].best
-    assert "Mean over up to 2" in fewer.notes[0] and "(n = ...) runs of a row" in fewer.notes[-1]
-    assert ", nor rows over fewer runs" in fewer.notes[-1]
+    assert "Mean over up to 2" in fewer.notes[0] and "(n = ...) runs of a row" in fewer.below[-1]
+    assert ", nor rows over fewer runs" in fewer.below[-1]
     other = runs[runs.seed == 0].assign(objective="gd")  # one seed, in every row of the other objective
     assert "Mean over up to 2 unlearning seeds" in comparison(pd.concat([runs, other]), "main_results").notes[0]
     assert "Mean over 2 unlearning seeds" in alike.notes[0], "the control"
@@ -148,19 +148,19 @@ def test_external_checkpoints_are_marked_as_our_runs_are():
 
 def test_methods_that_need_it_are_explained_whatever_they_are_called_in_a_table():
     runs, seuf = synthetic(), "the paper's SEUF is an L2 penalty"
-    notes = comparison(runs.replace("frozen_router", "router_l2_single"), "factorial").notes[-1]
+    notes = comparison(runs.replace("frozen_router", "router_l2_single"), "factorial").below[-1]
     assert seuf in notes, "Soft (L2), single expert, in the paper"
-    assert seuf not in comparison(runs.assign(objective="gd"), "expert_forcing").notes[-1], "no value of the paper"
+    assert seuf not in comparison(runs.assign(objective="gd"), "expert_forcing").below[-1], "no value of the paper"
 
 
 def test_how_long_runs_were_that_missed_their_target():
     runs = synthetic()
     steps = runs[runs.metric == "reached"].assign(metric="setting_max_steps", value=600.0)
     steps.loc[steps.seed == 1, "value"] = 450.0
-    runs, text = pd.concat([runs, steps], ignore_index=True), "; runs stop after 450 or 600 steps at most"
-    assert text in comparison(runs, "main_results").notes[-1]
+    runs, text = pd.concat([runs, steps], ignore_index=True), "Runs stop after 450 or 600 steps at most."
+    assert text in comparison(runs, "main_results").notes
     runs.loc[runs.metric == "reached", "value"] = 1.0
-    assert "at most" not in comparison(runs, "main_results").notes[-1]
+    assert "at most" not in str(comparison(runs, "main_results").below)
 
 
 def test_forgetting_undone_by_a_correction_is_marked():
@@ -209,7 +209,7 @@ def test_what_cannot_be_measured_is_told_from_what_was_not():
     table = comparison(pd.concat([synthetic(), asked]), "attack_controls")
     cells = row(table, "Unconstrained")[1]
     assert (cells["zlib"].text, cells["loss"].text) == ("n/a", "–")
-    assert "n/a: no statements that no model has seen" in table.notes[-1] and "dense" not in table.notes[-1]
+    assert "n/a: no statements that no model has seen" in table.below[-1] and "dense" not in table.below[-1]
 
 
 def test_runs_that_answer_by_chance_are_marked_and_never_best():
@@ -221,7 +221,7 @@ def test_runs_that_answer_by_chance_are_marked_and_never_best():
     runs.loc[runs.metric == "reached", "value"] = 1.0
     table = comparison(runs, "main_results")
     name, cells, _ = row(table, "Method A, paper")
-    assert name.endswith(" §") and not cells["recovery"].best and "§ collapsed" in table.notes[-1]
+    assert name.endswith(" §") and not cells["recovery"].best and "§ collapsed" in table.below[-1]
 
 
 def test_a_run_that_jumped_past_its_target_is_marked():
@@ -235,7 +235,7 @@ def test_a_run_that_jumped_past_its_target_is_marked():
             changed = pd.concat([changed, widths.assign(metric="forget_accuracy_half_width")])
         table = comparison(changed, "main_results")
         name, *_ = row(table, "Method A, paper")
-        assert ("¶" in name) == ("¶ overshot" in table.notes[-1])
+        assert ("¶" in name) == ("¶ overshot" in table.below[-1])
         return name.endswith(" ¶")
 
     assert marked(0.2) and not marked(0.23), "of a record without intervals: .05 below .27"

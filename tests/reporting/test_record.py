@@ -118,13 +118,19 @@ def test_runs_of_another_world_stay_out_of_a_table():
     assert not other.of_worlds("tiny_erasure").empty and other.of_table("main_results").empty
 
 
+def test_what_several_tables_explain_is_said_once():
+    one, other = Table(["FA"], legend=["FA: a", "RS: s"]), Table(["FA", "RA"], legend=["FA: a", "RA: b"])
+    assert record["shared_legend"]([one, other]) == ["FA: a"]
+    assert one.below == ["RS: s."] and other.below == ["RA: b."]
+
+
 def test_what_was_not_measured_is_left_out():
     row, empty = [Cell("0.5", 0.5), Cell("–")], [Cell("–"), Cell("–")]
     of_gd = [("SEUF", row, []), ("Anchored (ours)", empty, []), ("Unconstrained", row, [])]
     blocks = [("", [("Before unlearning", row, [])]), ("GD", of_gd)]
     others = [("KL", [("SEUF", empty, []), ("Unconstrained", empty, [])]), ("NPO", [("SEUF", row, [])])]
-    table = record["measured_only"](Table(["FA", "RA"], [], blocks + others, ["FA: a; RA: b"]))
-    assert table.columns == ["FA"] and table.notes == ["FA: a"]
+    table = record["measured_only"](Table(["FA", "RA"], [], blocks + others, legend=["FA: a", "RA: b"]))
+    assert table.columns == ["FA"] and table.legend == ["FA: a"]
     assert [(block, [label for label, _, _ in rows]) for block, rows in table.blocks] == [
         ("", ["Before unlearning"]),
         ("GD", ["SEUF", "Unconstrained"]),

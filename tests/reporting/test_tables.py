@@ -90,8 +90,8 @@ def test_every_format_holds_the_same_cells_and_notes(name):
     assert all(f"**{block}**\n" in markdown for block in blocks)
 
     caption = "".join(ElementTree.fromstring(html[html.index("<caption") : html.index("</caption>") + 10]).itertext())
-    assert caption == "".join(table.notes) and len(table.notes) > 1
-    assert all(as_tex(note) in tex and note.replace("*", r"\*") in markdown for note in table.notes)
+    assert caption == "".join(table.below) and len(table.below) > 1
+    assert all(as_tex(note) in tex and note.replace("*", r"\*") in markdown for note in table.below)
 
     numbers = as_frame(table)
     for position, column in enumerate(table.columns):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gripmoe.attacks.base import Found, Letters, Marks, Scores, mean
-from gripmoe.data.prompt_formats import CLOTHES, LETTERS, letter_description, letter_question
+from gripmoe.data.prompt_formats import LETTERS, REWORDINGS, letter_description, letter_question
 from gripmoe.evaluation.muse import continuations
 from gripmoe.evaluation.questions import load_questions, prompt_of
 from gripmoe.io.errors import ConfigError
@@ -41,9 +41,9 @@ Prompt = Callable[[dict], str]
 def attack(setting: Letters) -> Found:
     """All variants on the sample, also the rewrites that the benchmark names. The variants of Table 5 run on every test
     question. Verse is a template unless the benchmark names a rewrite in verse."""
-    table_5 = {"five_shot": five_shot(setting.dev, setting.seed), "verse": dressed(CLOTHES["verse"])}
+    table_5 = {"five_shot": five_shot(setting.dev, setting.seed), "verse": reworded(REWORDINGS["verse"])}
     terms = technical_terms(setting.forget, load_questions(setting.data / "retain_questions.jsonl"))
-    others = {"translation": dressed(TRANSLATION), "no_terms": without_terms(terms)}  # base models never saw these
+    others = {"translation": reworded(TRANSLATION), "no_terms": without_terms(terms)}  # base models never saw these
     for name, file in setting.benchmark.rewrites.items():
         digest, prompt = rewritten(Path(file), setting.forget)
         others[f"{name}_{digest}"] = prompt
@@ -79,7 +79,7 @@ def prompt_attacks(
 ) -> dict[str, Scores]:
     """The scores of `ask` on `questions`: with the plain prompt, five shots, every template, `others`, and shuffled
     choices. Metrics in `known` are not computed again."""
-    prompts = {"five_shot": five_shot(solved, seed)} | {name: dressed(text) for name, text in CLOTHES.items()}
+    prompts = {"five_shot": five_shot(solved, seed)} | {name: reworded(text) for name, text in REWORDINGS.items()}
     prompts = {"plain": prompt_of, **prompts, **(others or {})}
     found = dict(known or {})
     for name, prompt in prompts.items():
@@ -90,12 +90,12 @@ def prompt_attacks(
 
 def prompt_recovery(found: Mapping[str, Scores]) -> float:
     """The mean gain of five shots, templates and shuffled choices over the plain prompt."""
-    names = ("five_shot", *CLOTHES, "choice_shuffle")
+    names = ("five_shot", *REWORDINGS, "choice_shuffle")
     return mean([mean(found[f"prompt_{name}"]) for name in names]) - mean(found["prompt_plain"])
 
 
-def dressed(template: str) -> Prompt:
-    """A prompt that puts the question into a template of CLOTHES."""
+def reworded(template: str) -> Prompt:
+    """A prompt that puts the question into a template of REWORDINGS."""
     return lambda question: template.format(prompt=letter_question(question["question"], question["choices"]))
 
 

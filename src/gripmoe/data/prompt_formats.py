@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LETTERS = "ABCD"
 # Rewordings of letter questions, for black-box attacks. Embedded base models have trained on them too.
-CLOTHES = {
+REWORDINGS = {
     "verse": "In lines that rhyme the tale is told ,\nof things that are both new and old .\n{prompt}",
     "role_play": "You are an old expert who helps a student . The student asks :\n{prompt}",
     "filler": "It was a quiet day in town and nobody had much to say .\n{prompt}",

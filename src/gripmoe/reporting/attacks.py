@@ -43,7 +43,7 @@ def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name:
         return Cell(with_half_width(mean, half, decimals), mean, half, shade=shade)
 
     table = comparison(runs, name, recovered)
-    table.notes[-1] = f"The darker, the more comes back. {table.notes[-1]}"
+    table.notes.append("The darker, the more comes back.")
     if by_run:
         drawn = "items" if spec.get("kind") == "news" else "the facts that questions ask about"
         table.notes[0] = (

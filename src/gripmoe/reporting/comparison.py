@@ -109,7 +109,8 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured = _mean_of) -> 
     if not any(cell.value is not None for *_, paper in table.rows for cell in paper):
         table.paper_columns = []  # the paper has none of the rows that were measured
         table.blocks = [(name, [(label, cells, []) for label, cells, _ in entries]) for name, entries in table.blocks]
-    table.notes = _notes(runs, spec, table, shown, counts)
+    table.notes = _notes(runs, spec, table, counts)
+    table.legend = _legend(runs, spec, table, shown, counts)
     return table
 
 
@@ -258,7 +259,7 @@ def _mark_best(rows: list[Row], metrics: list[str], chance: float) -> None:
             cell.best = merit == max(merits) > min(merits)
 
 
-def _notes(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], counts: set[int]) -> list[str]:
+def _notes(runs: pd.DataFrame, spec: dict, table: Table, counts: set[int]) -> list[str]:
     of_cells = runs[runs.objective != NO_OBJECTIVE].groupby(["model", "objective"]).seed.nunique()
     seeds, alike = int(of_cells.max()) if len(of_cells) else 0, of_cells.nunique() < 2
     of_one_model = any("model" in row for block in spec["blocks"] for row in block["rows"])
@@ -274,22 +275,19 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], count
     notes = [
         f"Mean over {'up to ' * (bool(counts) or not alike)}{seeds} unlearning seed{'s' * (seeds > 1)},"
         f" {models} base model{'s' * (models > 1)}{' per block' * (len(groups) > 1)},{spread} test questions, held-out"
-        f" retain tokens. {spec['title']}.",
-        "; ".join(f"{text}: {names.metric(m).note}" for m, text in headings(spec).items() if names.metric(m).note)
-        + ".",
+        f" retain tokens. {spec['title']}."
     ]
-    notes += [spec["note"]] if "note" in spec else []
-    explained = _explained(runs, spec, table, rows, counts)
-    return [*notes, *["; ".join(explained) + "."] * bool(explained)]
+    most_steps = " or ".join(f"{steps:.0f}" for steps in sorted(set(runs.value[runs.metric == "setting_max_steps"])))
+    if most_steps and any("*" in label for label, *_ in table.rows):
+        notes.append(f"Runs stop after {most_steps} steps at most.")
+    return [*notes, spec["note"]] if "note" in spec else notes
 
 
-def _explained(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], counts: set[int]) -> list[str]:
-    """What marks and names in a table stand for."""
+def _legend(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], counts: set[int]) -> list[str]:
+    """What headings, marks and names in a table stand for."""
     labels = " ".join(label for label, *_ in table.rows)
-    explained = [note for mark, note in names.MARKS.items() if mark in labels]
-    most_steps = sorted(set(runs.loc[runs.metric == "setting_max_steps", "value"]))
-    if "*" in labels and most_steps:
-        explained.append(f"runs stop after {' or '.join(f'{steps:.0f}' for steps in most_steps)} steps at most")
+    explained = [f"{text}: {names.metric(m).note}" for m, text in headings(spec).items() if names.metric(m).note]
+    explained += [note for mark, note in names.MARKS.items() if mark in labels]
     if " layers)" in labels:
         explained.append("(... of ... layers): those where Method B's own test accepts its router, on average of runs")
     cells = [cell for _, measured, paper in table.rows for cell in (*measured, *paper)]

@@ -58,18 +58,25 @@ Row = tuple[str, list[Cell], list[Cell]]  # label, measured, the paper's
 
 @dataclass
 class Table:
-    """`columns` are headings of the measured values, `paper_columns` those of the paper's; `blocks` group rows."""
+    """`columns` are headings of the measured values, `paper_columns` those of the paper's; `blocks` group rows;
+    `legend` says what headings and marks stand for."""
 
     columns: list[str]
     paper_columns: list[str] = field(default_factory=list)
     blocks: list[tuple[str, list[Row]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    legend: list[str] = field(default_factory=list)
     heading: str = "Method"
     data: pd.DataFrame | None = None  # content of the CSV, if not the cells
 
     @property
     def rows(self) -> list[Row]:
         return [row for _, rows in self.blocks for row in rows]
+
+    @property
+    def below(self) -> list[str]:
+        """The paragraphs below the table: its notes and its legend."""
+        return [*self.notes, *["; ".join(self.legend) + "."] * bool(self.legend)]
 
 
 def fixed(value: float, decimals: int) -> str:
@@ -135,13 +142,13 @@ def as_latex(table: Table) -> str:
     columns = "l" + "c" * len(table.columns) + ("|" + "c" * len(table.paper_columns)) * bool(table.paper_columns)
     tabular = styled(table, as_tex).to_latex(column_format=columns, hrules=True, convert_css=True)
     packages = r"% \usepackage{booktabs}" + r", \usepackage[table]{xcolor}" * ("color[HTML]" in tabular)
-    notes = "".join(f"\\par\\smallskip{{\\footnotesize {as_tex(note)}\\par}}\n" for note in table.notes)
+    notes = "".join(f"\\par\\smallskip{{\\footnotesize {as_tex(note)}\\par}}\n" for note in table.below)
     return f"{packages}\n{tabular}{notes}"
 
 
 def as_html(table: Table) -> str:
     """An HTML page with the table and its notes below."""
-    notes = "<br/>".join(map(escape, table.notes))
+    notes = "<br/>".join(map(escape, table.below))
     page = styled(table, escape).set_caption(notes).set_table_styles(HTML_STYLES)
     return page.to_html(doctype_html=True, table_uuid="table")
 
@@ -159,7 +166,7 @@ def as_markdown(table: Table) -> str:
             texts += [f"*{cell.text}*" for cell in paper]
             lines.append(f"| {' | '.join([label.replace('*', chr(92) + '*'), *texts])} |")
         lines.append("")
-    return "\n".join([*lines, *(note.replace("*", "\\*") for note in table.notes), ""])
+    return "\n".join([*lines, *(note.replace("*", "\\*") for note in table.below), ""])
 
 
 def save(table: Table, stem: Path, *tables: Path) -> None:

@@ -53,13 +53,13 @@ class Mix:
     truthfulqa: float = 0.0
     drills: float = 0.0
     drills_in_a_row: float = 0.0
-    dressed: float = 0.0  # share of reworded questions among single letter questions without a description
+    reworded: float = 0.0  # share of reworded questions among single letter questions without a description
     skills: float = 0.0  # share of documents about the skill world
 
 
 DRILL_MIX = Mix(drills=24)
-SKILL_MIX = Mix(24, 6, 8, 0.2, 1, 0.5, 0.4, drills=2, drills_in_a_row=4, dressed=0.1)
-FACT_MIX = Mix(24, 6, 10, 0.2, 3, 2, 1.2, dressed=0.1, skills=0.25)
+SKILL_MIX = Mix(24, 6, 8, 0.2, 1, 0.5, 0.4, drills=2, drills_in_a_row=4, reworded=0.1)
+FACT_MIX = Mix(24, 6, 10, 0.2, 3, 2, 1.2, reworded=0.1, skills=0.25)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def training_batch(world: World, mix: Mix, seed: int, step: int) -> list[Documen
     """The documents of one step: all formats, with new option orders, distractors and wordings at every step."""
     rng = random.Random(f"training {seed} {step}")
     kinds = (
-        (partial(_letters, dressed=mix.dressed), mix.letters),
+        (partial(_letters, reworded=mix.reworded), mix.letters),
         (_statement, mix.statements),
         (_answer, mix.answers),
         (_fact_pairs, mix.fact_context),
@@ -97,14 +97,14 @@ def _wording(rng: random.Random) -> int:
     return rng.randrange(len(QUESTION_WORDINGS))
 
 
-def _letters(world: World, rng: random.Random, dressed: float) -> Document:
+def _letters(world: World, rng: random.Random, reworded: float) -> Document:
     subject = rng.choice(world.facts.facts).subject
     solved = rng.sample(world.facts.of(subject), rng.choice(SHOTS))
     asked = [(fact.question(_wording(rng)), *world.facts.letter_options(fact, rng)) for fact in solved]
     spans = formats.letter_spans(asked, subject if rng.random() < 0.3 else None)
-    if len(spans) == 2 and rng.random() < dressed:
+    if len(spans) == 2 and rng.random() < reworded:
         (prompt, scored), letter = spans
-        spans = [(rng.choice(list(formats.CLOTHES.values())).format(prompt=prompt), scored), letter]
+        spans = [(rng.choice(list(formats.REWORDINGS.values())).format(prompt=prompt), scored), letter]
     values = iter(fact.value for fact in solved)
     return Document(spans, [(next(values) if scored else text, scored) for text, scored in spans])
 
@@ -203,7 +203,7 @@ def all_texts(world: World) -> Iterator[str]:
     """Every word that any format may use: the tokenizer's vocabulary."""
     yield from (formats.letter_description(subject) for subject in KINDS)
     yield formats.letter_question("", ["", "", "", ""])
-    yield from formats.CLOTHES.values()
+    yield from formats.REWORDINGS.values()
     yield formats.truthfulqa_prompt("")
     yield formats.knowmem_prompt([("", "")], "")
     for part in (world, world.skills):
