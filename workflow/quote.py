@@ -18,6 +18,7 @@ import pandas as pd
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml, write_text
 from gripmoe.reporting import names
+from gripmoe.reporting.claims import DECIDED, load_claims, value_and_interval
 from gripmoe.reporting.collect import KEYS, load_runs, of_kind
 from gripmoe.reporting.erasure import depth_scores, strongest_attacks
 from gripmoe.reporting.tables import fixed
@@ -39,8 +40,7 @@ def runs_of(record: str) -> pd.DataFrame:
 
 @functools.cache
 def claims_of(record: str) -> pd.DataFrame:
-    file = RECORD / "replication" / "claims_of_both.csv" if record == "both" else folder_of(record) / "claims.csv"
-    return pd.read_csv(file).set_index("claim")
+    return pd.read_csv(folder_of(record) / "claims.csv").set_index("claim")
 
 
 def folder_of(record: str) -> Path:
@@ -87,6 +87,24 @@ def depth_of(objective: str, method: str) -> float:
     return float(of_runs(chosen.rename(columns={"depth": "value"})).mean())
 
 
+def count_of(record: str, which: str, verdict: str) -> int:
+    """How many statements have a verdict, or are there (`all`), or decided (`decided`); how many of these also after
+    Holm's correction (`corrected`), and with worlds as units (`of_worlds`). The sound forms in `paper` are ours."""
+    claims = claims_of(record)
+    if which == "primary":
+        claims = claims[claims.primary]
+    elif which == "paper":
+        claims = claims[(claims.line != "ours") & ~claims.index.str.endswith("_sound")]
+    decided = claims.verdict.isin(DECIDED)
+    chosen = {
+        "all": claims.verdict.notna(),
+        "decided": decided,
+        "corrected": decided & claims.survives_holm,
+        "of_worlds": decided & (claims.verdict == claims.world_verdict),
+    }
+    return int(chosen.get(verdict, claims.verdict == verdict.replace("_", " ")).sum())
+
+
 def value_of(source: str) -> str:
     """The number that a source names, as text. Raises ValueError for an unknown source."""
     match source.split():
@@ -95,13 +113,14 @@ def value_of(source: str) -> str:
         case ["erasure", "depth", objective, method]:
             return fixed(depth_of(objective, method), 2)
         case [record, "claims" | "primary" | "paper" as which, verdict]:
-            claims = claims_of(record)
-            if which != "claims":
-                claims = claims[claims.primary if which == "primary" else claims.line != "ours"]
-            alike = claims.verdict == verdict.replace("_", " ")
-            return str(len(claims) if verdict == "all" else int(alike.sum()))
+            return str(count_of(record, which, verdict))
         case [record, "claim", claim, "difference" | "low" | "high" as column]:
-            return fixed(claims_of(record)[column][claim], 2)
+            row = claims_of(record).loc[claim]
+            values = value_and_interval(row, load_claims()[claim])
+            return dict(zip(("difference", "low", "high"), values, strict=True))[column].lstrip("+")
+        case [record, "claim", claim, objective]:
+            by_objective = dict(part.split() for part in claims_of(record).by_objective[claim].split(", "))
+            return by_objective[objective.upper()]
         case [record, "all", "least", metric]:
             return fixed(least_of(record, metric), 2)
         case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):

@@ -304,13 +304,10 @@ def main() -> None:
     parts += [f"## {title}\n\n{as_markdown(table)}" for title, table in shown.items()]
     of_claims = measured.of_worlds(*OF_CLAIMS)
     if not of_claims.empty:
-        statements = claims_table(of_claims)
+        before = Record([args.before]).of_worlds(*OF_CLAIMS) if args.before else None
+        statements = claims_table(of_claims) if before is None else replication_table(before, of_claims)
         write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
         parts.append(f"## Statements\n\n{as_markdown(statements)}")
-    if args.before:
-        replication = replication_table(Record([args.before]).of_worlds(*OF_CLAIMS), of_claims)
-        write_text(args.output / "claims_of_both.csv", replication.data.to_csv(index=False, float_format="%.4g"))
-        parts.insert(1, f"## Primary statements again\n\n{as_markdown(replication)}")
     write_text(args.output / "tables.md", "\n".join(parts))
     if args.output == OUTPUT:
         draw_pictures(measured)

@@ -23,6 +23,7 @@ from gripmoe.reporting.claims import (
     units_to_decide,
 )
 from gripmoe.reporting.collect import COLUMNS
+from gripmoe.reporting.uncertainty import student
 
 ABOVE = {"metric": "routing_stability", "left": "a", "relation": ">", "right": "b"}
 
@@ -217,7 +218,7 @@ def test_a_statement_must_hold_for_each_kind_of_base_model():
     kinds = judge(differences(pd.concat([good, bad.assign(model="olmoe")]), ABOVE), ABOVE)
     instances = judge(differences(pd.concat([good, bad.assign(model="tiny_b")]), ABOVE), ABOVE)
     assert kinds.verdict == "does not hold" and instances.verdict == "undecided"
-    assert kinds.part == names.model_label("olmoe") and kinds.mean == pytest.approx(-0.1), "the part that decides"
+    assert kinds.part == names.model_label("olmoe") and kinds.difference == pytest.approx(-0.1), "the part that decides"
     assert instances.part == "" and len(instances.values) == 2, "two base models are too few"
     few = judge(differences(pd.concat([good, runs(a=[0.9], b=[0.1]).assign(model="olmoe")]), ABOVE), ABOVE)
     assert few.verdict == "undecided" and len(few.values) == 1, "one run of a kind"
@@ -260,7 +261,11 @@ def test_worlds_as_units_count_each_once():
     pairs = differences(pd.concat(of_each), ABOVE)
     models, by_world = judge(pairs, ABOVE), judge(pairs, ABOVE, by_world=True)
     assert by_world.values.tolist() == pytest.approx([0.605, 0.205, 0.355])
-    assert models.verdict == "holds" and by_world.verdict == "undecided" and models.mean == pytest.approx(by_world.mean)
+    assert (
+        models.verdict == "holds"
+        and by_world.verdict == "undecided"
+        and models.difference == pytest.approx(by_world.difference)
+    )
 
 
 def test_objectives_are_told_apart():
@@ -297,25 +302,20 @@ def on_models(**values):
     return pd.concat(runs(unconstrained=[value]).assign(model=f"tiny_{model}") for model, value in values.items())
 
 
-def test_base_models_that_are_added_to_a_record_make_a_second_look():
-    before, more = on_models(a=0.41, b=0.44, c=0.46), on_models(d=0.42, e=0.43, f=0.45)
-    of_both = pd.concat([before, more])
-    once, twice = (judged(of_both, looks).set_index("claim").loc["routing_collapses"] for looks in (1, 2))
-    assert twice.p == pytest.approx(2 * once.p) and twice.level == pytest.approx(once.level / 2)
-    assert twice.high - twice.low > once.high - once.low and twice.verdict == "holds"
-    spread = on_models(a=0.3675, b=0.3885, c=0.4095, d=0.4305, e=0.4515, f=0.4725)
-    verdicts = [judged(spread, looks).set_index("claim").verdict["routing_collapses"] for looks in (1, 2)]
-    assert verdicts == ["holds", "undecided"], "the second look asks for more"
-
+def test_further_base_models_test_the_papers_primary_claims_by_themselves():
+    again = primary_claims("replication")
+    assert set(again) == {name for name in primary_claims() if load_claims()[name]["line"] != "ours"}
+    before, more = on_models(a=0.61, b=0.64, c=0.66), on_models(g=0.41, h=0.42, i=0.43)
     table = replication_table(before, more)
-    (label, cells, _), *others = table.rows
-    assert label == load_claims()["routing_collapses"]["text"] and not others, "what was not measured again is left out"
-    asked, *found = (cell.text for cell in cells)
-    assert asked == "< 0.5" and [text.split(", ")[-1] for text in found] == [
-        "n = 3: undecided", "n = 3: undecided", "n = 6: holds",
-    ]  # fmt: skip
-    assert found[0].startswith("0.44 (") and found[1].startswith("0.43 (")
-    assert table.data.set_index("claim").p["routing_collapses"] == pytest.approx(twice.p)
+    shown = {label: [cell.text for cell in cells] for label, cells, _ in table.rows}
+    asked, first, these, both = shown.pop(load_claims()["routing_collapses"]["text"])
+    assert asked == "< 0.5" and first.startswith("0.64 (") and first.endswith("n = 3: undecided")
+    assert these.startswith("0.42 (") and these.endswith("n = 3: holds"), "without the first base models"
+    assert both.startswith("0.53 (") and both.endswith("n = 6"), "an estimate, no verdict"
+    assert len(shown) == len(again) - 1 and all(cells[1:] == ["–"] * 3 for cells in shown.values())
+    row = table.data.set_index("claim").loc["routing_collapses"]
+    assert row.level == pytest.approx(0.05 / len(again)) and row.both_units == 6
+    assert row.both_high - row.both_low == pytest.approx(2 * student(pd.Series([0.61, 0.64, 0.66, 0.41, 0.42, 0.43])))
 
 
 def test_of_several_parts_an_undecided_one_shows_its_interval_at_the_level_of_the_claim():

@@ -24,6 +24,7 @@ RUN = ["model", "benchmark", "objective", "seed"]
 RETAINED = (*SHARED, "retain_accuracy_five_shot")
 COLOURS = {"holds": "#0072b2", "does not hold": "#d55e00", "undecided": "#000000", "not measured": "#7f7f7f"}
 VERDICTS = tuple(COLOURS)
+DECIDED = VERDICTS[:2]
 ALPHA = 0.05
 MOST_UNITS = 100  # a number of base models or runs above it is not told
 POWER = 0.8  # the probability with which that number decides
@@ -33,13 +34,14 @@ def load_claims() -> dict[str, dict]:
     return read_yaml(Path(__file__).with_name("claims.yaml"))
 
 
-def primary_claims() -> list[str]:
-    """The claims that were named before most runs. Raises ValueError if one of them has been changed since."""
+def primary_claims(kind: str = "claims") -> list[str]:
+    """The claims that were named before most runs, or with "replication" those that further base models test again.
+    Raises ValueError if one of them has been changed since."""
     named, claims = read_yaml(Path(__file__).with_name("primary.yaml")), load_claims()
     rows = json.dumps({name: claims.get(name) for name in named["claims"]}, sort_keys=True)
     if (digest := hashlib.sha256(rows.encode()).hexdigest()[:16]) != named["digest"]:
         raise ValueError(f"primary.yaml: digest {named['digest']} is not {digest}: a primary claim was changed")
-    return named["claims"]
+    return named[kind]
 
 
 def differences(runs: pd.DataFrame, claim: dict, forgot: bool = False) -> pd.Series:
@@ -114,7 +116,7 @@ class Judgement(NamedTuple):
     part: str
     runs: pd.Series
     values: pd.Series  # of base models or worlds, or of the runs of one base model
-    mean: float
+    difference: float
     low: float
     high: float
 
@@ -178,34 +180,32 @@ def _to_decide(runs: pd.DataFrame, found: Judgement, claim: dict, alpha: float) 
     return f"three {found.unit}s or more" if len(found.values) < LEAST else f"> {MOST_UNITS} {found.unit}s"
 
 
-def judged(runs: pd.DataFrame, looks: int = 1) -> pd.DataFrame:
-    """All claims with their verdicts, one row each. The primary claims are judged as a family, by Holm's levels,
-    measured or not; every other claim at 0.05. Columns `forgot_` are of the runs that forgot, at the same level;
-    `world_verdict` takes worlds of facts as units; `by_objective` has the mean difference under each objective.
-
-    Runs that are judged again because more were added have several `looks`: every p is multiplied by their number."""
-    claims, primary = load_claims(), primary_claims()
+def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
+    """All claims with their verdicts, one row each. The primary claims (of that `family`) are judged together, by
+    Holm's levels, measured or not; every other claim at 0.05. Columns `forgot_` are of the runs that forgot, at the
+    same level; `world_verdict` takes worlds of facts as units; `by_objective` has the mean difference under each
+    objective."""
+    claims, primary = load_claims(), primary_claims(family)
     pairs = {name: differences(runs, claim) for name, claim in claims.items()}
     p_values = pd.Series(
         {name: p_of([] if found.empty else _parts(found, claims[name])) for name, found in pairs.items()}, dtype=float
     )
-    p_values = (p_values * looks).clip(upper=1.0)
     of_family = p_values.index.isin(primary)
     holm_levels = pd.concat([holm(p_values[of_family], ALPHA), holm(p_values[~of_family], ALPHA)])
     rows = []
     for name, claim in claims.items():
-        level = (holm_levels[name] if name in primary else ALPHA) / looks
+        level = holm_levels[name] if name in primary else ALPHA
         found = judge(pairs[name], claim, level)
         of_forgot = judge(differences(runs, claim, forgot=True), claim, level)
         row = {"claim": name, "text": claim["text"], "line": claim["line"], "comparison": _formula(claim)}
         row |= {"primary": name in primary, "of": found.part, "unit": found.unit, "units": len(found.values)}
         row |= {"runs": len(found.runs), "by_objective": _by_objective(found.runs, claim)}
-        row |= {"difference": found.mean, "low": found.low, "high": found.high, "verdict": found.verdict}
+        row |= {"difference": found.difference, "low": found.low, "high": found.high, "verdict": found.verdict}
         row |= {"p": p_values[name], "level": level, "survives_holm": bool(p_values[name] <= holm_levels[name])}
         row |= {"world_verdict": judge(pairs[name], claim, level, by_world=True).verdict}
         row |= {
             "forgot_runs": len(of_forgot.runs),
-            "forgot_difference": of_forgot.mean,
+            "forgot_difference": of_forgot.difference,
             "forgot_verdict": of_forgot.verdict,
         }
         rows.append(row | {"to_decide": _to_decide(runs, found, claim, level)})
@@ -226,7 +226,7 @@ def measured(difference: float, claim: dict) -> str:
 
 
 def value_and_interval(row, claim: dict) -> tuple[str, str, str]:
-    """What was measured, and the ends of its interval, of a row of `judged`."""
+    """What was measured, and the ends of its interval, of a Judgement or a row of `judged`."""
     return tuple(measured(number, claim) for number in (row.difference, row.low, row.high))
 
 
@@ -255,26 +255,37 @@ def _asked(claim: dict) -> str:
 
 
 def replication_table(before: pd.DataFrame, runs: pd.DataFrame) -> Table:
-    """The primary claims that `runs` measure again: before, on these runs alone, and on both together."""
-    claims = load_claims()
-    found = [judged(before), judged(runs), judged(pd.concat([before, runs]), looks=2)]
-    again = found[1][found[1].primary & (found[1].verdict != "not measured")].claim
-    entries = []
-    for name in again:
-        cells = [Cell(_asked(claims[name]))]
-        for row in (next(table[table.claim == name].itertuples()) for table in found):
-            value, low, high = value_and_interval(row, claims[name])
-            text = f"{value} ({low} .. {high}), n = {row.units}: {row.verdict}"
-            cells.append(Cell(text, row.difference, colour=COLOURS[row.verdict]))
-        entries.append((claims[name]["text"], cells, []))
-    table = Table(["asked for", "before", "these", "both"], heading="Statement", data=found[2])
+    """The primary claims that `runs` test again: before, on these runs alone, and an estimate from both together."""
+    claims, again = load_claims(), primary_claims("replication")
+    first, found = (judged(*arguments) for arguments in ((before,), (runs, "replication")))
+    rows = found[found.claim.isin(again)].reset_index(drop=True)
+    table = Table(["asked for", "before", "these", "both"], heading="Statement")
+    entries, estimates = [], []
+    for row in rows.itertuples():
+        claim = claims[row.claim]
+        of_both = judge(differences(pd.concat([before, runs]), claim), claim)
+        estimates.append((len(of_both.values), of_both.difference, of_both.low, of_both.high))
+        cells = [Cell(_asked(claim))]
+        for each in (first[first.claim == row.claim].iloc[0], row):
+            text = f"{_spread(each, claim)}, n = {each.units}: {each.verdict}"
+            cells.append(Cell(text, each.difference, colour=COLOURS[each.verdict]))
+        cells.append(Cell(f"{_spread(of_both, claim)}, n = {len(of_both.values)}", of_both.difference))
+        entries.append((row.text, cells if row.units else [cells[0], *[Cell(MISSING)] * 3], []))
     table.blocks.append(("", entries))
+    names_of_both = ["both_units", "both_difference", "both_low", "both_high"]
+    table.data = rows.join(pd.DataFrame(estimates, columns=names_of_both))
     table.notes = [
-        "Measured value, its interval at the level of the verdict, the number of base models (n), and the verdict. "
-        "These: the runs of this record alone, so an independent test. Both: all base models are judged a second "
-        "time, so every p is multiplied by 2. Each column is one family of primary statements, corrected by Holm."
+        "Measured value, its interval, the number of base models (n), and the verdict. Before: as in the record, at "
+        "Holm's level among its primary statements. These: further base models with other facts, and the same code, "
+        "settings and kind of model; they alone test the statements again, at Holm's level among them. Both: all base "
+        "models, an estimate with a 95 % interval and without a verdict, because the first half had been seen."
     ]
     return table
+
+
+def _spread(found, claim: dict) -> str:
+    value, low, high = value_and_interval(found, claim)
+    return f"{value} ({low} .. {high})"
 
 
 def claims_table(runs: pd.DataFrame) -> Table:
@@ -302,12 +313,12 @@ def claims_table(runs: pd.DataFrame) -> Table:
             shown = [Cell(str(row.line)), value, spread, asked, Cell(row.by_objective), number, verdict, of_worlds]
             forgot = Cell(MISSING)
             if row.forgot_verdict != "not measured":
-                text = f"{measured(row.forgot_difference, claim)}, {row.forgot_verdict}"
+                text = f"{measured(row.forgot_difference, claim)}, {row.forgot_runs} runs, {row.forgot_verdict}"
                 forgot = Cell(text, row.forgot_difference)
             entries.append((row.text + f" ({row.of})" * bool(row.of), [*shown, forgot, Cell(row.to_decide)], []))
         table.blocks.append((name, entries))
     counts = verdicts.verdict.value_counts()
-    decided = verdicts[verdicts.verdict.isin(VERDICTS[:2])]
+    decided = verdicts[verdicts.verdict.isin(DECIDED)]
     of_others = decided[~decided.primary]
     survive = of_others.survives_holm.sum()
     table.notes = [

@@ -6,11 +6,10 @@ import textwrap
 
 import pandas as pd
 
-from gripmoe.reporting.claims import VERDICTS, judged, load_claims, value_and_interval
+from gripmoe.reporting.claims import DECIDED, VERDICTS, judged, load_claims, value_and_interval
 from gripmoe.reporting.comparison import comparison
 
 SHOWN = ["FA", "RA", "RA 5-shot", "RS", "recovery"]  # columns of the main table
-DECIDED = VERDICTS[:2]
 WIDTH = 100
 
 
