@@ -20,7 +20,7 @@ from gripmoe.io.files import read_yaml, write_text
 from gripmoe.reporting import names
 from gripmoe.reporting.claims import DECIDED, load_claims, value_and_interval
 from gripmoe.reporting.collect import KEYS, load_runs, of_kind
-from gripmoe.reporting.erasure import depth_scores, strongest_attacks
+from gripmoe.reporting.erasure import depth_scores
 from gripmoe.reporting.tables import fixed
 from gripmoe.reporting.uncertainty import of_runs
 
@@ -75,12 +75,6 @@ def least_of(record: str, metric: str) -> float:
     return min(mean_of(record, "all", method, metric) for method in methods)
 
 
-def excess_of(objective: str, method: str) -> float:
-    strongest = strongest_attacks(runs_of("erasure"))
-    chosen = strongest[(strongest.objective == objective) & (strongest.method == method)]
-    return float(of_runs(chosen.rename(columns={"excess": "value"})).mean())
-
-
 def depth_of(objective: str, method: str) -> float:
     depths = depth_scores(pd.read_csv(folder_of("erasure") / "readable_depth.csv"))
     chosen = depths[(depths.objective == objective) & (depths.method == method)]
@@ -108,8 +102,6 @@ def count_of(record: str, which: str, verdict: str) -> int:
 def value_of(source: str) -> str:
     """The number that a source names, as text. Raises ValueError for an unknown source."""
     match source.split():
-        case ["erasure", "excess", objective, method]:
-            return fixed(excess_of(objective, method), 2)
         case ["erasure", "depth", objective, method]:
             return fixed(depth_of(objective, method), 2)
         case [record, "claims" | "primary" | "paper" as which, verdict]:

@@ -54,7 +54,7 @@ def test_paired_differences_are_the_records():
     frozen = (wide.frozen_router_adversary - wide.frozen_router).dropna()
     anchored = (wide.anchored_adversary - wide.anchored).dropna().groupby("model").mean()
     for difference, shown in (
-        (frozen, "by 0.06 (± 0.03), paired by base model"),
+        (frozen, "in the mean by 0.06 (± 0.03)"),
         (anchored, "by 0.09 over both objectives (± 0.20, undecided)"),
     ):
         assert len(difference) == 3 and shown in PAGE
