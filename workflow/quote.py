@@ -106,8 +106,9 @@ def value_of(source: str) -> str:
             return fixed(depth_of(objective, method), 2)
         case [record, "claims" | "primary" | "paper" as which, verdict]:
             return str(count_of(record, which, verdict))
-        case [record, "claim", claim, "difference" | "low" | "high" as column]:
+        case [record, "claim" | "both" as kind, claim, "difference" | "low" | "high" as column]:
             row = claims_of(record).loc[claim]
+            row = row.filter(like="both_").rename(lambda name: name.removeprefix("both_")) if kind == "both" else row
             values = value_and_interval(row, load_claims()[claim])
             return dict(zip(("difference", "low", "high"), values, strict=True))[column].lstrip("+")
         case [record, "claim", claim, objective]:

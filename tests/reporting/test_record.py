@@ -30,6 +30,15 @@ def test_the_tables_are_what_the_numbers_give(tmp_path, monkeypatch):
     assert written["runs.csv"] == file_digest(RECORD / "runs.csv") and written["packages"]["pandas"]
 
 
+def test_the_replication_is_what_its_numbers_give(tmp_path, monkeypatch):
+    folder = RECORD / "replication"
+    options = ["--before", str(RECORD / "runs.csv"), "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["record.py", str(folder / "runs.csv"), *options])
+    record["main"]()
+    for name in ("runs.csv", "tables.md", "main_results.csv", "claims.csv"):
+        assert (tmp_path / name).read_text() == (folder / name).read_text(), name
+
+
 def test_the_main_tables_are_there_as_numbers():
     """Those that the drawn table shows, with their intervals and marks, and no other; base models are the units."""
     tidy = pd.read_csv(RECORD / "main_results.csv", keep_default_na=False, na_values={"half_width": ""})
