@@ -55,7 +55,7 @@ class Folder:
 
 @pytest.mark.parametrize("page, heading, allowed", [
     ("README.md", "What we found", ["0.27", "0.25"]),  # the target, and a guess
-    ("docs/record.md", "What the runs say", ["0.05"]),
+    ("docs/record.md", "What the runs say", ["0.05"] * 3),  # margins
 ])  # fmt: skip
 def test_every_decimal_of_what_we_found_is_quoted(page, heading, allowed):
     """But for what the paper says."""
