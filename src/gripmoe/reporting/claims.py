@@ -34,14 +34,14 @@ def load_claims() -> dict[str, dict]:
     return read_yaml(Path(__file__).with_name("claims.yaml"))
 
 
-def primary_claims(kind: str = "claims") -> list[str]:
+def primary_claims(family: str = "claims") -> list[str]:
     """The claims that were named before most runs, or with "replication" those that further base models test again.
     Raises ValueError if one of them has been changed since."""
     named, claims = read_yaml(Path(__file__).with_name("primary.yaml")), load_claims()
     rows = json.dumps({name: claims.get(name) for name in named["claims"]}, sort_keys=True)
     if (digest := hashlib.sha256(rows.encode()).hexdigest()[:16]) != named["digest"]:
         raise ValueError(f"primary.yaml: digest {named['digest']} is not {digest}: a primary claim was changed")
-    return named[kind]
+    return named[family]
 
 
 def differences(runs: pd.DataFrame, claim: dict, forgot: bool = False) -> pd.Series:
@@ -257,7 +257,7 @@ def _asked(claim: dict) -> str:
 def replication_table(before: pd.DataFrame, runs: pd.DataFrame) -> Table:
     """The primary claims that `runs` test again: before, on these runs alone, and an estimate from both together."""
     claims, again = load_claims(), primary_claims("replication")
-    first, found = (judged(*arguments) for arguments in ((before,), (runs, "replication")))
+    first, found = judged(before), judged(runs, "replication")
     rows = found[found.claim.isin(again)].reset_index(drop=True)
     table = Table(["asked for", "before", "these", "both"], heading="Statement")
     entries, estimates = [], []
