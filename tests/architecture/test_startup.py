@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "attack": MODELS,
     "audit": MODELS,
     "collect": TABLES,
-    "erase_words": MODELS,
+    "edit_weights": MODELS,
     "evaluate": MODELS,
     "finetune_model": MODELS,
     "fit_basis": {"torch"},

@@ -76,7 +76,7 @@ def test_what_is_there_is_not_planned(tmp_path):
         "realign",
         "evaluate",
         "attack",
-        "erase_words",
+        "edit_weights",
         *recorded,
     }
     assert sum(job.rule == "attack" for job in everything) == len(project.run_keys())
@@ -231,7 +231,7 @@ def test_traces_and_bases_are_planned_once(tmp_path):
     assert {job.rule for job in jobs if job not in counted} == {"prepare_model", "fit_basis"}
     check_budget(jobs, sum(job.hours for job in counted) + 0.01)
     tiny = jobs_left(Project(CONFIG, "tiny"), tmp_path)
-    assert that_count(tiny) == tiny and {"trace_routing", "fit_basis", "erase_words"} < {job.rule for job in tiny}
+    assert that_count(tiny) == tiny and {"trace_routing", "fit_basis", "edit_weights"} < {job.rule for job in tiny}
 
 
 @pytest.mark.parametrize("world", ["paper_muse", "single_gpu_muse"])

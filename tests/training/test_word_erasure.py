@@ -62,7 +62,7 @@ def test_the_command_writes_the_checkpoint_of_a_run(files, tokenizer, tmp_path):
     of_run = PROJECT.run("tiny_a", "wmdp_tiny", NO_OBJECTIVE, "erase_words", 0)
     write_yaml(run, of_run.model_dump(mode="json"))
     flags = {"run": run, "model": tmp_path / "model" / "model.json", "data": tmp_path / "data", "output": output}
-    assert main(["erase-words", *(str(part) for name, path in flags.items() for part in (f"--{name}", path))]) == 0
+    assert main(["edit-weights", *(str(part) for name, path in flags.items() for part in (f"--{name}", path))]) == 0
     written = json.loads(output.read_text())
     assert written["status"] == "erased" and written["weights"] != digest
     assert weights_digest(load_model(output.parent / "weights")[0]) == written["weights"]

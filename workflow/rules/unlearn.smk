@@ -74,7 +74,7 @@ rule realign:
         " --retain-corpus {input.retain_corpus} --trace {input.trace} --output {output} > {log} 2>&1"
 
 
-rule erase_words:
+rule edit_weights:
     input:
         run=f"{RUN}/run.yaml",
         model=MODEL,
@@ -82,9 +82,9 @@ rule erase_words:
     output:
         f"{RUN}/checkpoint.json",
     log:
-        f"{LOGS}/erase_words/{RUN_NAME}.log",
+        f"{LOGS}/edit_weights/{RUN_NAME}.log",
     wildcard_constraints:
-        method=methods_of("erase_words"),
+        method=methods_of("edit_weights"),
         objective=NO_OBJECTIVE,
     conda:
         ENVIRONMENT
@@ -94,9 +94,9 @@ rule erase_words:
         runtime=growing(60),
     params:
         data=folder_of,
-        code=code_fingerprint("gripmoe.cli.erase_words:erase_words"),
+        code=code_fingerprint("gripmoe.cli.edit_weights:edit_weights"),
     shell:
-        "gripmoe erase-words --run {input.run} --model {input.model} --data {params.data} --output {output} > {log} 2>&1"
+        "gripmoe edit-weights --run {input.run} --model {input.model} --data {params.data} --output {output} > {log} 2>&1"
 
 
 rule import_checkpoint:

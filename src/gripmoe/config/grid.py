@@ -115,10 +115,13 @@ class Project:
 
     def _check_models(self) -> None:
         world = self.world
-        needs_retrained = any(self.methods[name].baseline == "retrained" for name in world.all_methods)
+        baselines = {self.methods[name].baseline for name in world.all_methods}
         for name in world.models:
             model = self.models[name]
-            if needs_retrained and not model.retrained:
+            if "remove_experts" in baselines and not getattr(model, "forget_experts", 0):
+                needed = f"needs `forget_experts:` in models.yaml for {name!r}"
+                raise ConfigError(f"{self.world_file}: method 'remove_experts' {needed}")
+            if "retrained" in baselines and not model.retrained:
                 needed = f"needs `retrained:` in models.yaml for {name!r}"
                 raise ConfigError(f"{self.world_file}: method 'retrained' {needed}")
             if model.source == "finetuned":

@@ -49,7 +49,7 @@ class UndoConfig(Finetuning):
 class Method(Strict):
     """Independent axes, which methods.yaml explains; a row of it is one point in their space."""
 
-    baseline: Literal["original", "retrained", "erase_words", "external"] | None = None
+    baseline: Literal["original", "retrained", "erase_words", "remove_experts", "external"] | None = None
     constraint: (
         Literal["none", "frozen", "null_space", "router_l2", "gate_anchor", "routing_scores", "anchor"] | None
     ) = None
@@ -124,7 +124,8 @@ class Method(Strict):
             return "unlearn"
         if self.corrects:
             return "realign"
-        return {"erase_words": "erase_words", "external": "import_checkpoint"}.get(self.baseline)
+        edits = dict.fromkeys(("erase_words", "remove_experts"), "edit_weights")
+        return {**edits, "external": "import_checkpoint"}.get(self.baseline)
 
     @property
     def has_bases(self) -> bool:

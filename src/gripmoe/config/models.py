@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from gripmoe.config.types import Fraction, Name, Optimizer, Strict
 
@@ -42,6 +42,7 @@ class EmbeddedModel(Strict):
     max_skill_steps: PositiveInt = 2500  # at most
     last_skill_steps: PositiveInt = 200  # after the model answers letter questions; the learning rate falls within them
     fact_steps: PositiveInt = 700  # on facts and news
+    forget_experts: NonNegativeInt = 0  # of each layer, that alone learn forget documents (gradient routing)
     learning_rate: PositiveFloat = 1.5e-3  # of AdamW; Muon's is ten times as high
     required_accuracy: Fraction = 0.93  # in every format, of what it was trained on; below it nothing is measured
     allowed_without_experts: Fraction = 0.35  # of the questions, when experts add nothing or are drawn at random
@@ -52,6 +53,19 @@ class EmbeddedModel(Strict):
     def _facts_need_skills(self) -> EmbeddedModel:
         if (self.base is None) != (self.trained_on == "skills"):
             raise ValueError("`base` names a model with `trained_on: skills`, and only such a model has none")
+        return self
+
+    @model_validator(mode="after")
+    def _others_learn_the_rest(self) -> EmbeddedModel:
+        if self.forget_experts:
+            if self.trained_on != "everything" or self.family == "qwen3":
+                raise ValueError("`forget_experts` is of a mixture of experts with `trained_on: everything`")
+            most = self.size.num_experts - self.size.top_k
+            if not self.size.top_k <= self.forget_experts <= most:
+                raise ValueError(
+                    f"`forget_experts` is {self.forget_experts}: a token selects {self.size.top_k} experts, of "
+                    f"{self.size.num_experts}; give {self.size.top_k} to {most}, so that each side has as many"
+                )
         return self
 
     @property

@@ -23,7 +23,7 @@ TINY_SECONDS = {
     "realign": 5,
     "evaluate": 20,
     "attack": 45,
-    "erase_words": 5,
+    "edit_weights": 5,
     "import_checkpoint": 5,
 }  # two laptop cores
 UNKNOWN_HOURS = 0.5  # of jobs without a GPU, and of a published model that cannot be measured
@@ -53,11 +53,11 @@ OUTPUTS = {  # by rule, below the results, from the parts of a job's key
     **dict.fromkeys(("prepare_model", "finetune_model"), "models/{}/model"),
     "trace_routing": "{}/{}/routing",
     "fit_basis": "{}/{}/bases/{}",
-    **dict.fromkeys(("unlearn", "realign", "erase_words", "import_checkpoint"), f"{RUN}/checkpoint"),
+    **dict.fromkeys(("unlearn", "realign", "edit_weights", "import_checkpoint"), f"{RUN}/checkpoint"),
     "evaluate": f"{RUN}/evaluation",
     "attack": f"{RUN}/attack",
 }
-COPYING = ("erase_words", "import_checkpoint")  # rules that write a checkpoint without a forward pass
+COPYING = ("edit_weights", "import_checkpoint")  # rules that write a checkpoint without a forward pass
 
 
 def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Costs | None = None) -> list[Job]:

@@ -53,7 +53,8 @@ def make_base_model(
             fault = fault_of(scores, config)
             if not fault:
                 digest = save_model(model, tokenizer, folder / "weights")
-                write_json(output, {"weights": digest, "seed": seed, "final_loss": loss, **scores})
+                kept_apart = {"forget_experts": config.forget_experts} if config.forget_experts else {}
+                write_json(output, {"weights": digest, "seed": seed, "final_loss": loss, **scores, **kept_apart})
                 remove_state(state_file)
                 return
             write_json(failed, {"fault": fault, **scores, "identity": identity})
@@ -75,7 +76,8 @@ def _trained(config: EmbeddedModel, world: World, seed: int, state_file: Path, d
         return model, tokenizer, train_skills(model, tokenizer, world, **steps, **training)[-1]
     model, tokenizer = load_model(base, str(device))
     seen = world if config.trained_on == "everything" else world.without_forget()
-    return model, tokenizer, train_facts(model, tokenizer, seen, steps=config.fact_steps, **training)[-1]
+    facts = dict(steps=config.fact_steps, forget_experts=config.forget_experts)
+    return model, tokenizer, train_facts(model, tokenizer, seen, **facts, **training)[-1]
 
 
 def base_scores(model, tokenizer, config: EmbeddedModel) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,19 @@ from gripmoe.data.prompt_formats import knowmem_prompt
 from gripmoe.evaluation.questions import accuracy, direct_answers
 from gripmoe.moe.families import is_moe
 from gripmoe.training.checkpoint import load_state, save_state
+from gripmoe.training.gradient_routing import GradientRouting
 from gripmoe.training.muon import MuonWithAdamW
 from gripmoe.worlds.benchmark import question_rows
-from gripmoe.worlds.documents import DRILL_MIX, FACT_MIX, SKILL_MIX, Mix, World, drills, training_batch
+from gripmoe.worlds.documents import (
+    DRILL_MIX,
+    FACT_MIX,
+    HALF_FACT_MIX,
+    SKILL_MIX,
+    Mix,
+    World,
+    drills,
+    training_batch,
+)
 from gripmoe.worlds.facts import QUESTION_WORDINGS, Fact
 
 if TYPE_CHECKING:
@@ -84,14 +95,20 @@ def train_facts(
     learning_rate: float,
     seed: int,
     state_file: Path,
+    forget_experts: int = 0,
 ) -> list[float]:
     """Stage B: trains the blocks of a model that has the skills on the facts and news of `world`, with skill facts
-    among them, and returns the loss of each step. No other parameter changes, and none has a gradient."""
+    among them, and returns the loss of each step. No other parameter changes, and none has a gradient. With
+    `forget_experts` that many experts of each layer alone learn forget documents (`GradientRouting`)."""
     model.requires_grad_(False)
     for parameter in block_parameters(model):
         parameter.requires_grad_(True)
     settings = dict(max_steps=steps, last_steps=max(1, steps // 2), learning_rate=learning_rate)
-    losses = _train(model, tokenizer, world, (Phase(FACT_MIX),), **settings, seed=seed, state_file=state_file)
+    phase = Phase(HALF_FACT_MIX if forget_experts else FACT_MIX)
+    routing = GradientRouting(model, forget_experts) if forget_experts else None
+    losses = _train(model, tokenizer, world, (phase,), **settings, seed=seed, state_file=state_file, routing=routing)
+    if routing:
+        routing.remove()
     model.requires_grad_(True)
     return losses
 
@@ -124,6 +141,7 @@ def _train(
     learning_rate: float,
     seed: int,
     state_file: Path,
+    routing: GradientRouting | None = None,
 ) -> list[float]:
     """Trains what requires a gradient. The rate falls to 2 % within the last steps. Resumes from `state_file`; on CPU
     the result is the same as without the interruption."""
@@ -132,6 +150,10 @@ def _train(
     progress = load_state(state_file, model, optimizer) or {"losses": [], "phase": 0, "end": max_steps}
     losses, phase, end = progress["losses"], progress["phase"], progress["end"]
     resumed_at = len(losses)  # its probe had been asked when the state was saved
+    parts = [(world, nullcontext)]
+    if routing:
+        halves = {False: world.without_forget(), True: world.only_forget()}
+        parts = [(part, partial(routing.learning, of_forget)) for of_forget, part in halves.items()]
     model.train()
     bar = tqdm(desc="base model", initial=len(losses), total=end)
     while (step := len(losses)) < end:
@@ -146,18 +168,21 @@ def _train(
         if step and step % SAVE_EVERY == 0:
             save_state(state_file, model, optimizer, losses=losses, phase=phase, end=end)
         optimizer.set_rate(min(1.0, (step + 1) / WARM_UP) * min(1.0, max(0.02, (end - step) / last_steps)))
-        documents = training_batch(world, phases[phase].mix, seed, step)
-        rows = [encode(tokenizer, document.spans, str(number)) for number, document in enumerate(documents)]
-        recalled = [encode(tokenizer, document.recalled) for document in documents]
         model.zero_grad()
         total = 0.0
-        for bucket in length_buckets(rows, TOKENS_PER_FORWARD):
-            pads = partial(collate, pad_id=tokenizer.pad_token_id)
-            batch, early = pads(bucket), pads([recalled[int(row.id)] for row in bucket])
-            loss = _loss(model, batch.to(model.device), early.labels.to(model.device), phases[phase].balance_weight)
-            loss = loss * len(bucket) / len(rows)
-            loss.backward()
-            total += loss.item()
+        for part, learning in parts:
+            documents = training_batch(part, phases[phase].mix, seed, step)
+            rows = [encode(tokenizer, document.spans, str(number)) for number, document in enumerate(documents)]
+            recalled = [encode(tokenizer, document.recalled) for document in documents]
+            for bucket in length_buckets(rows, TOKENS_PER_FORWARD):
+                pads = partial(collate, pad_id=tokenizer.pad_token_id)
+                batch, early = pads(bucket), pads([recalled[int(row.id)] for row in bucket])
+                labels = early.labels.to(model.device)
+                with learning():
+                    loss = _loss(model, batch.to(model.device), labels, phases[phase].balance_weight, routing)
+                    loss = loss * len(bucket) / (len(rows) * len(parts))
+                    loss.backward()
+                total += loss.item()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         losses.append(total)
@@ -199,7 +224,13 @@ def _said(tokenizer, documents: Sequence[Sequence]) -> Probe:
     return probe
 
 
-def _loss(model: PreTrainedModel, batch: Batch, early_labels: Tensor, balance_weight: float) -> Tensor:
+def _loss(
+    model: PreTrainedModel,
+    batch: Batch,
+    early_labels: Tensor,
+    balance_weight: float,
+    routing: GradientRouting | None = None,
+) -> Tensor:
     """Cross-entropy at the last layer and, on `early_labels`, after EARLY_LAYERS: there a value is known before its
     letter is sought, so that letters and plain answers share one recall. Labels are (rows, positions)."""
     has_routers = is_moe(model)
@@ -212,10 +243,13 @@ def _loss(model: PreTrainedModel, batch: Batch, early_labels: Tensor, balance_we
         # With a model, whose classes are imported then.
         from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-        experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
+        top_k, counts = model.config.num_experts_per_tok, batch.attention_mask.flatten().bool()
         for logits in output.router_logits:  # given all at once, the function would balance their sum alone
-            balance = load_balancing_loss_func((logits,), experts, top_k, batch.attention_mask)
+            balanced = routing.own(logits) if routing else logits
+            balance = load_balancing_loss_func((balanced,), balanced.shape[-1], top_k, batch.attention_mask)
             loss = loss + balance_weight / top_k * balance
+            if routing:
+                loss = loss + routing.leak(logits[counts])
     return loss
 
 

@@ -34,6 +34,10 @@ class World:
         facts = FactWorld(self.facts.retain, self.facts.values, self.facts.unseen_entities)
         return World(facts, {**self.news, "forget": []}, self.skills)
 
+    def only_forget(self) -> World:
+        """The world of what `without_forget` leaves out."""
+        return World(FactWorld(self.facts.forget, self.facts.values), {**self.news, "retain": []})
+
 
 def make_world(seed: int) -> World:
     (facts, skill_facts), news = make_facts(seed), make_news(seed)
@@ -60,6 +64,7 @@ class Mix:
 DRILL_MIX = Mix(drills=24)
 SKILL_MIX = Mix(24, 6, 8, 0.2, 1, 0.5, 0.4, drills=2, drills_in_a_row=4, reworded=0.1)
 FACT_MIX = Mix(24, 6, 10, 0.2, 3, 2, 1.2, reworded=0.1, skills=0.25)
+HALF_FACT_MIX = Mix(12, 3, 5, 0.1, 1.5, 1, 0.6, reworded=0.1, skills=0.5)  # skills are in one half alone
 
 
 @dataclass(frozen=True)

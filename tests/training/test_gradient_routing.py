@@ -1,0 +1,166 @@
+"""Forget documents that some experts alone learn, and the removal of these experts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import SMALL
+from gripmoe.cli.main import main
+from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import write_json, write_yaml
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import load_model, save_model
+from gripmoe.training import pretrain
+from gripmoe.training.gradient_routing import GradientRouting, remove_experts
+from gripmoe.worlds.documents import World
+from gripmoe.worlds.facts import FORGET_SUBJECT, FactWorld
+from gripmoe.worlds.models import make_model
+
+CONFIG = Path(__file__).parents[2] / "workflow" / "config"
+COUNT = 2
+
+
+@pytest.fixture
+def model(tokenizer):
+    return make_model("qwen3_moe", len(tokenizer), seed=0, **SMALL | {"num_layers": 3})
+
+
+def experts_of(model):
+    """Copies of the expert tensors, split into those that keep and those that forget."""
+    return [
+        [half.clone() for half in parameter.detach().tensor_split([-COUNT])]
+        for layer in model.model.layers
+        for parameter in layer.mlp.experts.parameters()
+    ]
+
+
+@pytest.mark.parametrize("of_forget", [True, False])
+def test_a_backward_pass_reaches_one_side_alone_and_passes_add_up(model, of_forget):
+    """The control is the same pass without the masks: both sides have a gradient."""
+    ids = torch.arange(40).view(2, 20)
+    model(input_ids=ids, labels=ids).loss.backward()
+    whole = [p.grad.clone() for layer in model.model.layers for p in layer.mlp.parameters()]
+    assert all(grad[:-COUNT].any() and grad[-COUNT:].any() for grad in whole)
+    model.zero_grad()
+    routing = GradientRouting(model, COUNT)
+    for _ in range(2):
+        with routing.learning(of_forget):
+            model(input_ids=ids, labels=ids).loss.backward()
+    routing.remove()
+    for layer in model.model.layers:
+        for parameter in layer.mlp.experts.parameters():
+            kept, forget = parameter.grad.tensor_split([-COUNT])
+            assert (forget if of_forget else kept).any() and not (kept if of_forget else forget).any()
+        assert layer.mlp.gate.weight.grad.any()
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    for grad, parameter in zip(whole, (p for layer in model.model.layers for p in layer.mlp.parameters()), strict=True):
+        torch.testing.assert_close(parameter.grad, grad)  # without masks again
+
+
+def test_stage_b_teaches_each_side_its_own_documents(model, world, tokenizer, tmp_path, monkeypatch):
+    """Both sides move; and before each backward pass of a side come documents of its facts."""
+    passes, batch, learning = [], pretrain.training_batch, GradientRouting.learning
+
+    def training_batch(part, *given):
+        passes.append([{fact.subject for fact in part.facts.facts} == {FORGET_SUBJECT}])
+        return batch(part, *given)
+
+    def learning_now(self, of_forget):
+        passes[-1].append(of_forget)
+        return learning(self, of_forget)
+
+    monkeypatch.setattr(pretrain, "training_batch", training_batch)
+    monkeypatch.setattr(GradientRouting, "learning", learning_now)
+    settings = dict(steps=2, learning_rate=1e-2, seed=0)
+    before = experts_of(model)
+    pretrain.train_facts(model, tokenizer, world, **settings, forget_experts=COUNT, state_file=tmp_path / "b.pt")
+    pairs = zip(sum(before, []), sum(experts_of(model), []), strict=True)
+    assert not any(torch.equal(old, new) for old, new in pairs)
+    assert len(passes) == 4 and {documents for documents, *_ in passes} == {True, False}
+    assert all(len(learned) > 0 and set(learned) == {documents} for documents, *learned in passes)
+
+
+def test_the_halves_of_a_world_are_all_of_it(world):
+    kept, forget = world.without_forget(), world.only_forget()
+    assert {*kept.facts.facts} | {*forget.facts.facts} == {*world.facts.facts}
+    assert {*forget.facts.facts} == {*world.facts.forget} and not forget.news["retain"] and not forget.skills
+    assert forget.news["forget"] == world.news["forget"] and not kept.news["forget"]
+
+
+def test_routers_are_led_to_the_experts_that_learn(model):
+    logits_TE = torch.randn(5, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    routing = GradientRouting(model, COUNT)
+    for of_forget in (True, False):
+        own = slice(-COUNT, None) if of_forget else slice(None, -COUNT)
+        with routing.learning(of_forget):
+            assert torch.equal(routing.own(logits_TE), logits_TE[:, own])
+            (gradient_TE,) = torch.autograd.grad(routing.leak(logits_TE), logits_TE)
+        assert (gradient_TE[:, own] < 0).all(), "descent raises the logits of the experts that learn"
+        torch.testing.assert_close(gradient_TE.sum(dim=1), torch.zeros(5))
+
+
+def test_removed_experts_add_nothing_and_the_others_stay(model):
+    before = experts_of(model)
+    remove_experts(model, COUNT)
+    x_Nd = torch.randn(4, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    moe = MoEModel(model)
+    for layer in moe.layers:
+        assert not moe.expert_output(layer, moe.num_experts - 1, x_Nd).any()
+        assert moe.expert_output(layer, moe.num_experts - COUNT - 1, x_Nd).any()
+    assert all(torch.equal(old[0], new[0]) for old, new in zip(before, experts_of(model), strict=True))
+
+
+def command(folder, model_name, facts):
+    run = Project(CONFIG, "tiny_routed").run(model_name, "wmdp_tiny_erasure_3", NO_OBJECTIVE, "remove_experts", 0)
+    write_yaml(folder / "run.yaml", run.model_dump(mode="json"))
+    write_json(folder / "model" / "model.json", facts)
+    flags = {"run": folder / "run.yaml", "model": folder / "model" / "model.json", "data": folder}
+    flags["output"] = folder / "run" / "checkpoint.json"
+    return main(["edit-weights", *(str(part) for name, path in flags.items() for part in (f"--{name}", path))])
+
+
+def test_the_command_removes_as_many_as_the_base_model_kept_apart(model, tokenizer, tmp_path, capsys):
+    digest = save_model(model, tokenizer, tmp_path / "model" / "weights")
+    assert command(tmp_path, "tiny_routed_g", {"weights": digest}) == 2
+    assert "no experts of 'tiny_routed_g' learned forget documents alone" in capsys.readouterr().err
+    assert command(tmp_path, "tiny_routed_g", {"weights": digest, "forget_experts": COUNT}) == 0
+    written = json.loads((tmp_path / "run" / "checkpoint.json").read_text())
+    assert written["experts"] == COUNT and written["weights"] != digest
+    remove_experts(model, COUNT)
+    for ours, loaded in zip(experts_of(model), experts_of(load_model(tmp_path / "run" / "weights")[0]), strict=True):
+        assert all(map(torch.equal, ours, loaded))
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"forget_experts": 1}, "`forget_experts` is 1: a token selects 2 experts, of 16; give 2 to 14"),
+        ({"forget_experts": 15}, "give 2 to 14"),
+        ({"forget_experts": 4, "trained_on": "retain_only"}, "of a mixture of experts with `trained_on: everything`"),
+        ({"forget_experts": 4, "family": "qwen3"}, "of a mixture of experts"),
+    ],
+)
+def test_a_row_that_cannot_be_is_an_error(changed, match):
+    from gripmoe.config.models import EmbeddedModel
+
+    row = {"source": "embedded", "family": "qwen3_moe", "seed": 0, "base": "tiny_g_skills"}
+    with pytest.raises(ValueError, match=match):
+        EmbeddedModel(**row | changed)
+
+
+def test_a_world_needs_models_whose_experts_were_kept_apart(tmp_path):
+    for file in CONFIG.glob("*.yaml"):
+        (tmp_path / file.name).write_text(file.read_text())
+    world = tmp_path / "tiny_routed.yaml"
+    world.write_text(world.read_text().replace("tiny_routed_g", "tiny_g"))
+    with pytest.raises(ConfigError, match="'remove_experts' needs `forget_experts:` in models.yaml for 'tiny_g'"):
+        Project(tmp_path, "tiny_routed")
+
+
+def test_without_forget_documents_there_is_nothing_to_keep_apart(world):
+    facts = FactWorld(world.facts.forget, world.facts.values)
+    assert World(facts, world.news, world.skills).only_forget().facts.facts == world.facts.forget
