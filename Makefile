@@ -6,6 +6,9 @@ CORES  ?= $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)) if
 TORCH  ?= torch==2.13.0
 WORLD  ?= tiny
 export PATH := $(abspath $(VENV))/bin:$(PATH)
+# Half of pip's time compiles modules, most of which nothing imports: Python compiles and keeps those that are.
+PIP    := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE ?= 1
 export OMP_NUM_THREADS ?= 1
 # glibc otherwise returns the memory of every forward pass to the system and asks for it again: a tenth of all time
@@ -34,8 +37,8 @@ setup: $(VENV)/.installed
 # torch first and by itself, so that a machine's own build of this version (CPU or CUDA) is taken if it has one.
 $(VENV)/.installed: pyproject.toml envs/requirements.lock
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/requirements.lock --editable '.[dev]'
+	$(PIP) $(TORCH)
+	$(PIP) --requirement envs/requirements.lock --editable '.[dev]'
 	touch $@
 
 base: setup
@@ -59,18 +62,18 @@ report: setup
 
 # Warnings are errors, so a link to a page or heading that is not there fails.
 docs: setup
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/docs.lock
+	$(PIP) --requirement envs/docs.lock
 	sphinx-build --quiet --fresh-env --fail-on-warning --builder html docs build/docs
 	@echo "The site: build/docs/index.html"
 
 gpu: setup
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/gpu.lock
+	$(PIP) --requirement envs/gpu.lock
 
 quick: lint
 	pytest -q -n $(CORES) tests/geometry tests/config tests/constraints
 
 test: gpu lint
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement envs/test.lock
+	$(PIP) --requirement envs/test.lock
 	pytest -n $(CORES) -m "not workflow"
 	pytest -n $(CORES) --dist loadfile -m workflow
 

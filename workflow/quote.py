@@ -83,12 +83,12 @@ def depth_of(objective: str, method: str) -> float:
 
 def count_of(record: str, which: str, verdict: str) -> int:
     """How many statements have a verdict, or are there (`all`), or decided (`decided`); how many of these also after
-    Holm's correction (`corrected`), and with worlds as units (`of_worlds`). The sound forms in `paper` are ours."""
+    Holm's correction (`corrected`), and with worlds as units (`of_worlds`)."""
     claims = claims_of(record)
     if which == "primary":
         claims = claims[claims.primary]
     elif which == "paper":
-        claims = claims[(claims.line != "ours") & ~claims.index.str.endswith("_sound")]
+        claims = claims[claims.line != "ours"]
     decided = claims.verdict.isin(DECIDED)
     chosen = {
         "all": claims.verdict.notna(),

@@ -46,9 +46,9 @@ def test_a_backward_pass_reaches_one_side_alone_and_passes_add_up(model, of_forg
     assert all(grad[:-COUNT].any() and grad[-COUNT:].any() for grad in whole)
     model.zero_grad()
     routing = GradientRouting(model, COUNT)
+    routing.of_forget = of_forget
     for _ in range(2):
-        with routing.learning(of_forget):
-            model(input_ids=ids, labels=ids).loss.backward()
+        model(input_ids=ids, labels=ids).loss.backward()
     routing.remove()
     for layer in model.model.layers:
         for parameter in layer.mlp.experts.parameters():
@@ -63,18 +63,18 @@ def test_a_backward_pass_reaches_one_side_alone_and_passes_add_up(model, of_forg
 
 def test_stage_b_teaches_each_side_its_own_documents(model, world, tokenizer, tmp_path, monkeypatch):
     """Both sides move; and before each backward pass of a side come documents of its facts."""
-    passes, batch, learning = [], pretrain.training_batch, GradientRouting.learning
+    passes, batch, masked = [], pretrain.training_batch, GradientRouting._masked
 
     def training_batch(part, *given):
         passes.append([{fact.subject for fact in part.facts.facts} == {FORGET_SUBJECT}])
         return batch(part, *given)
 
-    def learning_now(self, of_forget):
-        passes[-1].append(of_forget)
-        return learning(self, of_forget)
+    def masked_now(self, gradient):
+        passes[-1].append(self.of_forget)
+        return masked(self, gradient)
 
     monkeypatch.setattr(pretrain, "training_batch", training_batch)
-    monkeypatch.setattr(GradientRouting, "learning", learning_now)
+    monkeypatch.setattr(GradientRouting, "_masked", masked_now)
     settings = dict(steps=2, learning_rate=1e-2, seed=0)
     before = experts_of(model)
     pretrain.train_facts(model, tokenizer, world, **settings, forget_experts=COUNT, state_file=tmp_path / "b.pt")
@@ -96,9 +96,9 @@ def test_routers_are_led_to_the_experts_that_learn(model):
     routing = GradientRouting(model, COUNT)
     for of_forget in (True, False):
         own = slice(-COUNT, None) if of_forget else slice(None, -COUNT)
-        with routing.learning(of_forget):
-            assert torch.equal(routing.own(logits_TE), logits_TE[:, own])
-            (gradient_TE,) = torch.autograd.grad(routing.leak(logits_TE), logits_TE)
+        routing.of_forget = of_forget
+        assert torch.equal(routing.own(logits_TE), logits_TE[:, own])
+        (gradient_TE,) = torch.autograd.grad(routing.leak(logits_TE), logits_TE)
         assert (gradient_TE[:, own] < 0).all(), "descent raises the logits of the experts that learn"
         torch.testing.assert_close(gradient_TE.sum(dim=1), torch.zeros(5))
 

@@ -6,8 +6,6 @@ This is an upper bound for unlearning: whoever has only the finished model canno
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,12 +20,12 @@ FORGET_WEIGHT, RETAIN_WEIGHT = 0.3, 1.0
 
 
 class GradientRouting:
-    """Masks the gradients of the experts of `model`: within `learning(True)`, of forget documents, the last `count`
-    experts of each layer have one, within `learning(False)` all others. Routers have theirs always."""
+    """Masks the gradients of the experts of `model`. While `of_forget` is true, the last `count` experts of each layer
+    have a gradient, otherwise all others. Routers always have theirs."""
 
     def __init__(self, model: PreTrainedModel, count: int):
         self._count = count
-        self._of_forget = False
+        self.of_forget = False
         self._hooks = [
             parameter.register_hook(self._masked)  # of the gradient of each backward pass, before the passes are added
             for layer in model.model.layers
@@ -38,25 +36,20 @@ class GradientRouting:
         for hook in self._hooks:
             hook.remove()
 
-    @contextmanager
-    def learning(self, of_forget: bool) -> Iterator[None]:
-        self._of_forget = of_forget
-        yield
-
     def own(self, logits_TE: Tensor) -> Tensor:
         """The logits of the experts that learn now."""
         kept, forget = logits_TE.tensor_split([-self._count], dim=-1)
-        return forget if self._of_forget else kept
+        return forget if self.of_forget else kept
 
     def leak(self, logits_TE: Tensor) -> Tensor:
         """How little a router's softmax gives to the experts that learn now: minus the log of their share, weighted."""
         share_T = self.own(logits_TE.log_softmax(dim=-1)).logsumexp(dim=-1)
-        return -(FORGET_WEIGHT if self._of_forget else RETAIN_WEIGHT) * share_T.mean()
+        return -(FORGET_WEIGHT if self.of_forget else RETAIN_WEIGHT) * share_T.mean()
 
     def _masked(self, gradient: Tensor) -> Tensor:
         gradient = gradient.clone()
         kept, forget = gradient.tensor_split([-self._count])
-        (kept if self._of_forget else forget).zero_()
+        (kept if self.of_forget else forget).zero_()
         return gradient
 
 

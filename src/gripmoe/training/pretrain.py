@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -150,10 +149,7 @@ def _train(
     progress = load_state(state_file, model, optimizer) or {"losses": [], "phase": 0, "end": max_steps}
     losses, phase, end = progress["losses"], progress["phase"], progress["end"]
     resumed_at = len(losses)  # its probe had been asked when the state was saved
-    parts = [(world, nullcontext)]
-    if routing:
-        halves = {False: world.without_forget(), True: world.only_forget()}
-        parts = [(part, partial(routing.learning, of_forget)) for of_forget, part in halves.items()]
+    parts = {False: world.without_forget(), True: world.only_forget()} if routing else {False: world}
     model.train()
     bar = tqdm(desc="base model", initial=len(losses), total=end)
     while (step := len(losses)) < end:
@@ -170,7 +166,9 @@ def _train(
         optimizer.set_rate(min(1.0, (step + 1) / WARM_UP) * min(1.0, max(0.02, (end - step) / last_steps)))
         model.zero_grad()
         total = 0.0
-        for part, learning in parts:
+        for of_forget, part in parts.items():
+            if routing:
+                routing.of_forget = of_forget
             documents = training_batch(part, phases[phase].mix, seed, step)
             rows = [encode(tokenizer, document.spans, str(number)) for number, document in enumerate(documents)]
             recalled = [encode(tokenizer, document.recalled) for document in documents]
@@ -178,10 +176,9 @@ def _train(
                 pads = partial(collate, pad_id=tokenizer.pad_token_id)
                 batch, early = pads(bucket), pads([recalled[int(row.id)] for row in bucket])
                 labels = early.labels.to(model.device)
-                with learning():
-                    loss = _loss(model, batch.to(model.device), labels, phases[phase].balance_weight, routing)
-                    loss = loss * len(bucket) / (len(rows) * len(parts))
-                    loss.backward()
+                loss = _loss(model, batch.to(model.device), labels, phases[phase].balance_weight, routing)
+                loss = loss * len(bucket) / (len(rows) * len(parts))
+                loss.backward()
                 total += loss.item()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
