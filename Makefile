@@ -6,8 +6,9 @@ CORES  ?= $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)) if
 TORCH  ?= torch==2.13.0
 WORLD  ?= tiny
 export PATH := $(abspath $(VENV))/bin:$(PATH)
-# Half of pip's time compiles modules, most of which nothing imports: Python compiles and keeps those that are.
-PIP    := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+# pip would compile every module, half of its time. Python compiles those that are imported, and keeps them unless
+# PYTHONDONTWRITEBYTECODE is set.
+INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE ?= 1
 export OMP_NUM_THREADS ?= 1
@@ -37,8 +38,8 @@ setup: $(VENV)/.installed
 # torch first and by itself, so that a machine's own build of this version (CPU or CUDA) is taken if it has one.
 $(VENV)/.installed: pyproject.toml envs/requirements.lock
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH)
-	$(PIP) --requirement envs/requirements.lock --editable '.[dev]'
+	$(INSTALL) $(TORCH)
+	$(INSTALL) --requirement envs/requirements.lock --editable '.[dev]'
 	touch $@
 
 base: setup
@@ -62,18 +63,18 @@ report: setup
 
 # Warnings are errors, so a link to a page or heading that is not there fails.
 docs: setup
-	$(PIP) --requirement envs/docs.lock
+	$(INSTALL) --requirement envs/docs.lock
 	sphinx-build --quiet --fresh-env --fail-on-warning --builder html docs build/docs
 	@echo "The site: build/docs/index.html"
 
 gpu: setup
-	$(PIP) --requirement envs/gpu.lock
+	$(INSTALL) --requirement envs/gpu.lock
 
 quick: lint
 	pytest -q -n $(CORES) tests/geometry tests/config tests/constraints
 
 test: gpu lint
-	$(PIP) --requirement envs/test.lock
+	$(INSTALL) --requirement envs/test.lock
 	pytest -n $(CORES) -m "not workflow"
 	pytest -n $(CORES) --dist loadfile -m workflow
 

@@ -79,7 +79,7 @@ WORLDS = {
     "seuf_comparison": ("tiny_shared",),
     "dense_baseline": ("tiny_dense",),
     "retain_data": ("tiny_retain",),
-    "erasure": ("tiny_erasure",),
+    "erasure": ("tiny_erasure", "tiny_routed"),
     "attack_quality": ("tiny_erasure",),
 }
 ITEMS = ("histories", "answers", "attacks")

@@ -64,6 +64,29 @@ def test_paired_differences_are_the_records():
     assert ((wide.anchored_adversary - wide.anchored) < 0).sum() == 5
 
 
+ROUTED = load_runs(ROOT / "docs" / "record" / "routed" / "runs.csv")
+
+
+@pytest.mark.parametrize("row", rows("An upper bound"), ids=lambda row: row[0])
+def test_the_upper_bound_is_the_records(row):
+    label, *shown, excess = row
+    methods = {"with all experts": "original", "four experts removed": "remove_experts", "retrained model": "retrained"}
+    runs = ROUTED[ROUTED.method == methods[label]]
+    columns = "forget_accuracy", "retain_accuracy", "routing_stability", "relearned_after_20"
+    assert shown == [f"{runs[runs.metric == column].value.mean():.2f}" for column in columns]
+    found = strongest_attacks(ROUTED)
+    found = found[found.method == "remove_experts"].excess
+    assert excess == (f"{found.mean():.2f}" if label == "four experts removed" else "–")
+
+
+def test_what_the_upper_bound_says_of_single_models_is_the_records():
+    found = strongest_attacks(ROUTED)
+    found = found[found.method == "remove_experts"].excess
+    assert "one run each, is {:.2f}, {:.2f} and {:.2f}.".format(*found) in PAGE
+    runs = ROUTED[ROUTED.metric == "restored_experts_worst_layer"].groupby("method").value.mean()
+    assert f"experts return {runs.remove_experts:.2f}** ({runs.retrained:.2f} in" in PAGE
+
+
 def test_what_the_anchor_adds_to_relearning_is_the_records():
     runs = load_runs(ROOT / "docs" / "record" / "runs.csv")
     runs = runs[(runs.metric == "relearned_after_20") & (runs.objective != "rmu")]

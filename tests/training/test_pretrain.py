@@ -58,8 +58,8 @@ def test_control_stage_a_moves_what_stage_b_leaves(world, tokenizer, tmp_path):
     assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"} <= moved
 
 
-@pytest.fixture
-def train(world, tokenizer, monkeypatch):
+@pytest.fixture(params=[0, 2], ids=["", "gradient routing"])
+def train(request, world, tokenizer, monkeypatch):
     """Phases end by their probes, after two steps each, before `max_steps` is reached."""
     monkeypatch.setattr(pretrain, "PROBE_EVERY", 2)
     monkeypatch.setattr(pretrain, "SAVE_EVERY", 1)
@@ -72,7 +72,8 @@ def train(world, tokenizer, monkeypatch):
         losses = pretrain.train_skills(
             model, tokenizer, world, max_steps=20, last_steps=3, **settings, state_file=folder / "a.pt"
         )
-        losses += pretrain.train_facts(model, tokenizer, world, steps=4, **settings, state_file=folder / "b.pt")
+        settings |= {"steps": 4, "forget_experts": request.param}
+        losses += pretrain.train_facts(model, tokenizer, world, **settings, state_file=folder / "b.pt")
         return losses, weights_digest(model)
 
     return run

@@ -64,6 +64,6 @@ def test_the_command_writes_the_checkpoint_of_a_run(files, tokenizer, tmp_path):
     flags = {"run": run, "model": tmp_path / "model" / "model.json", "data": tmp_path / "data", "output": output}
     assert main(["edit-weights", *(str(part) for name, path in flags.items() for part in (f"--{name}", path))]) == 0
     written = json.loads(output.read_text())
-    assert written["status"] == "erased" and written["weights"] != digest
+    assert written["status"] == "edited" and written["weights"] != digest
     assert weights_digest(load_model(output.parent / "weights")[0]) == written["weights"]
     assert weights_digest(load_model(tmp_path / "model" / "weights")[0]) == digest

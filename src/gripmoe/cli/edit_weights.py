@@ -1,4 +1,4 @@
-"""`gripmoe edit-weights`: the checkpoint of a row that changes weights and trains nothing."""
+"""`gripmoe edit-weights`: the checkpoint of a method that changes weights and trains nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def edit_weights(
     data: options.DataFolder,
     output: options.OutputFile,
 ) -> None:
-    """Erase words, or remove experts: what a row changes without training.
+    """Erase words, or remove experts, without training.
 
     `erase_words` makes the embeddings of the words of the forget documents random, as a control.
     `remove_experts` removes the experts that alone learned forget documents.
@@ -37,13 +37,16 @@ def edit_weights(
             reading = run.benchmark.reading
             rows = [load_corpus(data / f"{side}_corpus.jsonl", tokenizer, **reading) for side in ("forget", "retain")]
             word_erasure.erase_words(model, *rows, word_erasure.fresh_embeddings(model).to(model.dtype))
-            edit = {"status": "erased", "words": word_erasure.ERASED_WORDS}
-        else:
+            edit = {"words": word_erasure.ERASED_WORDS}
+        elif run.method.baseline == "remove_experts":
             if not (count := read_json(model_file).get("forget_experts")):
                 raise ConfigError(
                     f"{model_file}: no experts of {run.model!r} learned forget documents alone; give its row in "
                     f"models.yaml `forget_experts`"
                 )
             gradient_routing.remove_experts(model, count)
-            edit = {"status": "erased", "experts": count}
-        write_json(output, {"weights": save_model(model, tokenizer, output.parent / "weights"), **edit})
+            edit = {"experts": count}
+        else:
+            raise ConfigError(f"{run_file}: {run.method_name!r} is no method that changes weights without training")
+        digest = save_model(model, tokenizer, output.parent / "weights")
+        write_json(output, {"weights": digest, "status": "edited", **edit})

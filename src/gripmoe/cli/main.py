@@ -33,7 +33,7 @@ COMMANDS = {
         "fit-basis": "Fit the retain bases of a method.",
         "unlearn": "Train a run until it has forgotten.",
         "import-checkpoint": "Import a model that others have unlearned.",
-        "edit-weights": "Erase words, or remove experts: what a row changes without training.",
+        "edit-weights": "Erase words, or remove experts, without training.",
         "realign": "Correct the routers of a finished run (Method B).",
         "evaluate": "Measure a run.",
         "attack": "Attack a run.",

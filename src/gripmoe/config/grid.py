@@ -116,14 +116,13 @@ class Project:
     def _check_models(self) -> None:
         world = self.world
         baselines = {self.methods[name].baseline for name in world.all_methods}
+        needs = {"retrained": "retrained", "remove_experts": "forget_experts"}  # keys of models.yaml
         for name in world.models:
             model = self.models[name]
-            if "remove_experts" in baselines and not getattr(model, "forget_experts", 0):
-                needed = f"needs `forget_experts:` in models.yaml for {name!r}"
-                raise ConfigError(f"{self.world_file}: method 'remove_experts' {needed}")
-            if "retrained" in baselines and not model.retrained:
-                needed = f"needs `retrained:` in models.yaml for {name!r}"
-                raise ConfigError(f"{self.world_file}: method 'retrained' {needed}")
+            for baseline, key in needs.items():
+                if baseline in baselines and not getattr(model, key, None):
+                    needed = f"needs `{key}:` in models.yaml for {name!r}"
+                    raise ConfigError(f"{self.world_file}: method {baseline!r} {needed}")
             if model.source == "finetuned":
                 self._check_finetuned(name)
         for name in self.models_needed:

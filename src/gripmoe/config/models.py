@@ -56,15 +56,15 @@ class EmbeddedModel(Strict):
         return self
 
     @model_validator(mode="after")
-    def _others_learn_the_rest(self) -> EmbeddedModel:
+    def _experts_for_both_sides(self) -> EmbeddedModel:
         if self.forget_experts:
-            if self.trained_on != "everything" or self.family == "qwen3":
-                raise ValueError("`forget_experts` is of a mixture of experts with `trained_on: everything`")
-            most = self.size.num_experts - self.size.top_k
-            if not self.size.top_k <= self.forget_experts <= most:
+            if self.trained_on != "everything" or self.family != "qwen3_moe":  # a shared expert would learn both
+                raise ValueError("`forget_experts` needs `family: qwen3_moe` and `trained_on: everything`")
+            others = self.size.num_experts - self.forget_experts
+            if min(self.forget_experts, others) < self.size.top_k:
                 raise ValueError(
-                    f"`forget_experts` is {self.forget_experts}: a token selects {self.size.top_k} experts, of "
-                    f"{self.size.num_experts}; give {self.size.top_k} to {most}, so that each side has as many"
+                    f"`forget_experts` is {self.forget_experts} of {self.size.num_experts}: a token selects "
+                    f"{self.size.top_k} experts, so give both sides at least as many"
                 )
         return self
 

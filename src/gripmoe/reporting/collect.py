@@ -163,7 +163,8 @@ def _metrics(folder: Path, run: dict) -> dict[str, float]:
     if checkpoint.exists():
         outcome = read_json(checkpoint)
         metrics |= {status: int(outcome["status"] == status) for status in ("reached", "diverged")}
-        metrics["reached"] |= outcome["status"] == "external"  # whether it forgot, its answers to test questions say
+        # Without a stop rule, answers to test questions say whether the run forgot.
+        metrics["reached"] |= outcome["status"] in ("external", "edited")
         metrics |= _numbers(outcome)
     if bases.exists():
         metrics |= _numbers(read_json(bases)) | {"basis_seconds": _seconds(bases)}

@@ -127,7 +127,8 @@ def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
     blocks = spec["blocks"]
     if not spec.get("all_methods") or any("benchmark" in block for block in blocks):
         return blocks
-    others = sorted({*runs.method[runs.objective == NO_OBJECTIVE]} - {*names.ORIGINALS})
+    listed = {row["method"] for block in blocks for row in block["rows"] if row.get("objective") == NO_OBJECTIVE}
+    others = sorted({*runs.method[runs.objective == NO_OBJECTIVE]} - {*names.ORIGINALS} - listed)
     for title, is_ours in (("Control", True), ("External", False)):
         rows = [{"objective": NO_OBJECTIVE, "method": name} for name in others if (name in names.METHODS) == is_ours]
         blocks = blocks + [{"name": title, "rows": rows}] * bool(rows)
@@ -272,10 +273,10 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, counts: set[int]) -> li
         spread = " ± 95 % t-interval over base models (of two half their range),"
     cells = [cell for _, measured, _ in table.rows for cell in measured if cell.value is not None]
     spread += " without ± one run," if spread and any(cell.half_width is None for cell in cells) else ""
+    of_seeds = f"{'up to ' * (bool(counts) or not alike)}{seeds} unlearning seed{'s' * (seeds > 1)}, " if seeds else ""
     notes = [
-        f"Mean over {'up to ' * (bool(counts) or not alike)}{seeds} unlearning seed{'s' * (seeds > 1)},"
-        f" {models} base model{'s' * (models > 1)}{' per block' * (len(groups) > 1)},{spread} test questions, held-out"
-        f" retain tokens. {spec['title']}."
+        f"Mean over {of_seeds}{models} base model{'s' * (models > 1)}{' per block' * (len(groups) > 1)},{spread} test"
+        f" questions, held-out retain tokens. {spec['title']}."
     ]
     most_steps = " or ".join(f"{steps:.0f}" for steps in sorted(set(runs.value[runs.metric == "setting_max_steps"])))
     if most_steps and any("*" in label for label, *_ in table.rows):

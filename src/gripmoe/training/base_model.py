@@ -53,8 +53,8 @@ def make_base_model(
             fault = fault_of(scores, config)
             if not fault:
                 digest = save_model(model, tokenizer, folder / "weights")
-                kept_apart = {"forget_experts": config.forget_experts} if config.forget_experts else {}
-                write_json(output, {"weights": digest, "seed": seed, "final_loss": loss, **scores, **kept_apart})
+                removable = {"forget_experts": config.forget_experts} if config.forget_experts else {}
+                write_json(output, {"weights": digest, "seed": seed, "final_loss": loss, **scores, **removable})
                 remove_state(state_file)
                 return
             write_json(failed, {"fault": fault, **scores, "identity": identity})

@@ -1,15 +1,18 @@
-"""Gradient routing (Cloud et al. 2024, arXiv 2410.04332): in base training some experts of each layer alone learn
-forget documents, so that the facts can be removed with these experts.
+"""Gradient routing (Cloud et al. 2024, arXiv 2410.04332): in base training, of the experts of each layer some alone
+learn forget documents, so that the facts can be removed with these experts. Routers learn from all documents, and stay.
 
 This is an upper bound for unlearning: whoever has only the finished model cannot do this. E experts, T tokens.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from gripmoe.moe.recording import hooked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,21 +23,16 @@ FORGET_WEIGHT, RETAIN_WEIGHT = 0.3, 1.0
 
 
 class GradientRouting:
-    """Masks the gradients of the experts of `model`. While `of_forget` is true, the last `count` experts of each layer
-    have a gradient, otherwise all others. Routers always have theirs."""
+    """Within `masked(model)`, backward passes leave a gradient in the last `count` experts of each layer while
+    `of_forget` is true, and otherwise in all others. Routers always have theirs."""
 
-    def __init__(self, model: PreTrainedModel, count: int):
+    def __init__(self, count: int):
         self._count = count
         self.of_forget = False
-        self._hooks = [
-            parameter.register_hook(self._masked)  # of the gradient of each backward pass, before the passes are added
-            for layer in model.model.layers
-            for parameter in layer.mlp.experts.parameters()
-        ]
 
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    def masked(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        experts = [parameter for layer in model.model.layers for parameter in layer.mlp.experts.parameters()]
+        return hooked(parameter.register_hook(self._masked) for parameter in experts)  # before passes are added up
 
     def own(self, logits_TE: Tensor) -> Tensor:
         """The logits of the experts that learn now."""

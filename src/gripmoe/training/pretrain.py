@@ -98,16 +98,18 @@ def train_facts(
 ) -> list[float]:
     """Stage B: trains the blocks of a model that has the skills on the facts and news of `world`, with skill facts
     among them, and returns the loss of each step. No other parameter changes, and none has a gradient. With
-    `forget_experts` that many experts of each layer alone learn forget documents (`GradientRouting`)."""
+    `forget_experts`, of the experts of each layer so many alone learn forget documents (`GradientRouting`)."""
     model.requires_grad_(False)
     for parameter in block_parameters(model):
         parameter.requires_grad_(True)
-    settings = dict(max_steps=steps, last_steps=max(1, steps // 2), learning_rate=learning_rate)
-    phase = Phase(HALF_FACT_MIX if forget_experts else FACT_MIX)
-    routing = GradientRouting(model, forget_experts) if forget_experts else None
-    losses = _train(model, tokenizer, world, (phase,), **settings, seed=seed, state_file=state_file, routing=routing)
-    if routing:
-        routing.remove()
+    settings = dict(max_steps=steps, last_steps=max(1, steps // 2), learning_rate=learning_rate, seed=seed)
+    if not forget_experts:
+        losses = _train(model, tokenizer, world, (Phase(FACT_MIX),), **settings, state_file=state_file)
+    else:
+        routing = GradientRouting(forget_experts)
+        with routing.masked(model):
+            phases = (Phase(HALF_FACT_MIX),)
+            losses = _train(model, tokenizer, world, phases, **settings, state_file=state_file, routing=routing)
     model.requires_grad_(True)
     return losses
 
@@ -149,7 +151,7 @@ def _train(
     progress = load_state(state_file, model, optimizer) or {"losses": [], "phase": 0, "end": max_steps}
     losses, phase, end = progress["losses"], progress["phase"], progress["end"]
     resumed_at = len(losses)  # its probe had been asked when the state was saved
-    parts = {False: world.without_forget(), True: world.only_forget()} if routing else {False: world}
+    parts = [(world, False)] if routing is None else [(world.without_forget(), False), (world.only_forget(), True)]
     model.train()
     bar = tqdm(desc="base model", initial=len(losses), total=end)
     while (step := len(losses)) < end:
@@ -166,7 +168,7 @@ def _train(
         optimizer.set_rate(min(1.0, (step + 1) / WARM_UP) * min(1.0, max(0.02, (end - step) / last_steps)))
         model.zero_grad()
         total = 0.0
-        for of_forget, part in parts.items():
+        for part, of_forget in parts:
             if routing:
                 routing.of_forget = of_forget
             documents = training_batch(part, phases[phase].mix, seed, step)
@@ -240,13 +242,13 @@ def _loss(
         # With a model, whose classes are imported then.
         from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-        top_k, counts = model.config.num_experts_per_tok, batch.attention_mask.flatten().bool()
+        top_k, kept = model.config.num_experts_per_tok, batch.attention_mask.flatten().bool()
         for logits in output.router_logits:  # given all at once, the function would balance their sum alone
             balanced = routing.own(logits) if routing else logits
             balance = load_balancing_loss_func((balanced,), balanced.shape[-1], top_k, batch.attention_mask)
             loss = loss + balance_weight / top_k * balance
             if routing:
-                loss = loss + routing.leak(logits[counts])
+                loss = loss + routing.leak(logits[kept])
     return loss
 
 

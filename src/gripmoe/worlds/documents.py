@@ -64,7 +64,8 @@ class Mix:
 DRILL_MIX = Mix(drills=24)
 SKILL_MIX = Mix(24, 6, 8, 0.2, 1, 0.5, 0.4, drills=2, drills_in_a_row=4, reworded=0.1)
 FACT_MIX = Mix(24, 6, 10, 0.2, 3, 2, 1.2, reworded=0.1, skills=0.25)
-HALF_FACT_MIX = Mix(12, 3, 5, 0.1, 1.5, 1, 0.6, reworded=0.1, skills=0.5)  # skills are in one half alone
+# For forget documents, and as many others: so each forget fact is told more often. Skills are among the others alone.
+HALF_FACT_MIX = Mix(12, 3, 5, 0.1, 1.5, 1, 0.6, reworded=0.1, skills=0.5)
 
 
 @dataclass(frozen=True)
