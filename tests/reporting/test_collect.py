@@ -54,6 +54,22 @@ def test_collecting_runs(tmp_path):
         load_runs(tmp_path / "bad.csv")
 
 
+@pytest.mark.parametrize(
+    "status, reached", [("edited", 1.0), ("external", 1.0), ("reached", 1.0), ("not_reached", 0.0)]
+)
+def test_without_a_stop_rule_no_run_missed_its_target(status, reached, tmp_path):
+    run = {"model": "m", "benchmark_name": "b", "objective": "none", "method_name": "erase_words", "seed": 0}
+    benchmark = {"target": {"forget_accuracy": 0.27}}
+    write_yaml(tmp_path / "run.yaml", run | {"benchmark": benchmark, "method": {"corrects": None}})
+    write_json(tmp_path / "checkpoint.json", {"weights": "w", "status": status})
+    for name in ("evaluation", "attack"):
+        write_json(tmp_path / f"{name}.json", {"forget_accuracy": 0.2})
+    for name in ("questions", "attack_questions"):
+        (tmp_path / f"{name}.csv").write_text("id\n")
+    collect_runs([tmp_path], *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
+    assert load_runs(tmp_path / "runs_w.csv").set_index("metric").value["reached"] == reached
+
+
 def test_a_whole_run_costs_what_it_needs_before_its_first_step_too(tmp_path):
     benchmark = tmp_path / "m" / "b"
 

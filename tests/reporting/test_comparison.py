@@ -146,6 +146,18 @@ def test_external_checkpoints_are_marked_as_our_runs_are():
     assert "External" not in dict(comparison(runs, "main_results").blocks)
 
 
+def test_a_listed_row_without_an_objective_is_no_control_and_runs_without_seeds_of_unlearning_count_none():
+    measured = dict(forget_accuracy=0.25, retain_accuracy=0.9, reached=1.0, diverged=0.0, forget_accuracy_target=0.27)
+    cell = ("tiny_a", "wmdp_tiny", "none", "remove_experts", 0)
+    rows = pd.DataFrame([(*cell, *each) for each in measured.items()], columns=COLUMNS)
+    originals = synthetic()[lambda runs: runs.method == "original"]
+    table = comparison(pd.concat([originals, rows]), "erasure")
+    shown = [label for _, entries in table.blocks for label, *_ in entries]
+    assert [label.startswith("Gradient routing") for label in shown].count(True) == 1
+    assert table.notes[0].startswith("Mean over 1 base model,")
+    assert "Control" in dict(comparison(rows.assign(method="erase_words"), "erasure").blocks)
+
+
 def test_methods_that_need_it_are_explained_whatever_they_are_called_in_a_table():
     runs, seuf = synthetic(), "the paper's SEUF is an L2 penalty"
     notes = comparison(runs.replace("frozen_router", "router_l2_single"), "factorial").below[-1]
