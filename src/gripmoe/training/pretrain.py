@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -103,13 +104,10 @@ def train_facts(
     for parameter in block_parameters(model):
         parameter.requires_grad_(True)
     settings = dict(max_steps=steps, last_steps=max(1, steps // 2), learning_rate=learning_rate, seed=seed)
-    if not forget_experts:
-        losses = _train(model, tokenizer, world, (Phase(FACT_MIX),), **settings, state_file=state_file)
-    else:
-        routing = GradientRouting(forget_experts)
-        with routing.masked(model):
-            phases = (Phase(HALF_FACT_MIX),)
-            losses = _train(model, tokenizer, world, phases, **settings, state_file=state_file, routing=routing)
+    routing = GradientRouting(forget_experts) if forget_experts else None
+    phases = (Phase(HALF_FACT_MIX if routing else FACT_MIX),)
+    with routing.masked(model) if routing else nullcontext():
+        losses = _train(model, tokenizer, world, phases, **settings, state_file=state_file, routing=routing)
     model.requires_grad_(True)
     return losses
 
