@@ -37,7 +37,7 @@ from gripmoe.reporting.collect import (
     with_shares,
 )
 from gripmoe.reporting.comparison import comparison, marks_of, specification
-from gripmoe.reporting.erasure import ATTACKS, attack_quality, erasure_frontier, strongest_attacks
+from gripmoe.reporting.erasure import ATTACKS, HARMLESS, attack_quality, erasure_frontier, harmless, strongest_attacks
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_figure
 from gripmoe.reporting.paired import load_answers, paired_table
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
@@ -166,7 +166,8 @@ def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
 
 def _shown() -> set[str]:
     named = [name for name in TABLES if not name.endswith("paired_tests") and name != "attack_quality"]
-    return OF_MARKS | set(ATTACKS) | {claim["metric"] for claim in load_claims().values()} | {
+    of_changed = {harmless(attack, change) for attack in ATTACKS for change in HARMLESS}
+    return OF_MARKS | set(ATTACKS) | of_changed | {claim["metric"] for claim in load_claims().values()} | {
         metric for name in named for metric in specification(name)["measured"]
     }  # fmt: skip
 

@@ -100,12 +100,15 @@ def test_paper_and_sound_agree_in_fp64_on_well_conditioned_data():
     torch.testing.assert_close(paper, sound, atol=1e-8, rtol=0)
 
 
-def test_few_tokens_in_many_dimensions_give_the_paper_the_same_basis():
-    """Where an SVD of the tokens takes the place of a d x d eigendecomposition."""
-    x, selected, update = instance(N=60, d=240)
+@pytest.mark.parametrize("d", [16, 60, 240])
+def test_every_number_of_tokens_gives_the_paper_the_same_basis(d):
+    """Where a QR of the tokens, and an SVD for the fewest, take the place of a d x d eigendecomposition."""
+    x, selected, update = instance(N=60, d=d)
     eps_null = EpsNull(1e-6, "absolute")
     thin = covariance_basis(x, selected, eps_null)
-    assert 4 * int(selected.sum(dim=0).max()) <= 240 and thin.U_ret_Edr.shape[2] < 240
+    tokens = int(selected.sum(dim=0).max())
+    assert (tokens < d, 4 * tokens <= d) == {16: (False, False), 60: (True, False), 240: (True, True)}[d]
+    assert d == 16 or thin.U_ret_Edr.shape[2] < d
     served = torch.where(selected.T[:, :, None], x, 0)
     eigenvalues, vectors = torch.linalg.eigh(served.transpose(1, 2) @ served)
     for j in range(6):

@@ -1,5 +1,7 @@
 """Passes without padding: the same outputs, gradients and records, from fewer tokens."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -8,7 +10,7 @@ from conftest import SMALL, small_model
 from gripmoe.constraints.original import final_hidden_states, hidden_states, router_states
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.moe import MoEModel
-from gripmoe.moe.recording import hooked
+from gripmoe.moe.recording import hooked, routed_tokens
 from gripmoe.moe.unpadded import FAMILIES, padding_of
 from gripmoe.training.objectives import cross_entropy
 
@@ -86,6 +88,29 @@ def test_whoever_looks_at_tokens_sees_the_padded_batch(moe):
         with again.unpadded(), moe.before_routers(lambda _, x_Td: seen.append(x_Td)):
             final_hidden_states(moe, batch)
         assert torch.equal(torch.stack(seen, dim=1).unflatten(0, batch.input_ids.shape), states)
+
+
+def test_kept_tokens_of_several_passes_are_those_of_the_padded_batches(moe):
+    """With their gradients. A pass without padding counts as well."""
+    batches = [padded(*COUNTED[side]) for side in ("right", "left")]
+    whole = batches[0].input_ids[:1, : int(batches[0].attention_mask[0].sum())]
+    batches.append(Batch([], whole, torch.ones_like(whole), whole))
+    keep = torch.cat([routed_tokens(batch.attention_mask) for batch in batches])
+
+    def kept_and_gradient(mode):
+        moe.model.zero_grad()
+        with mode, moe.record_routing() as recorder:
+            for batch in batches:
+                moe.model.model(**batch.inputs)
+            trace = recorder.take(keep)
+        assert not recorder.take()
+        seen = trace[moe.layers[-1]]
+        (seen.x_Nd**3).sum().backward()
+        return [*vars(seen).values(), moe.expert_parameters(moe.layers[0])[0].grad]
+
+    assert keep.sum() < len(keep)
+    for few, wanted in zip(kept_and_gradient(moe.unpadded()), kept_and_gradient(nullcontext()), strict=True):
+        torch.testing.assert_close(few, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -74,9 +74,25 @@ def test_an_attack_is_worth_what_tells_models_that_know_from_models_that_never_k
         b__original={"relearned_after_5": 0.9, "restored_router_all": 1.0},
     )
     table = attack_quality(pd.concat([TABLE, known]))
-    values = {label: [cell.value for cell in cells] for label, cells, _ in table.rows}
+    worth = ["knows", "never knew", "gap", "luck", "finds"]
+    values = {label: dict(zip(table.columns, cells, strict=True)) for label, cells, _ in table.rows}
+    values = {label: [cells[name].value for name in worth] for label, cells in values.items()}
     assert values["learn 5"] == pytest.approx([0.95, 0.3, 0.65, 0.2 / 2**0.5, 0.2])
     assert values["routers"] == pytest.approx([1.0, 0.3, 0.7, 0.4 / 2**0.5, 0.3])
+
+
+def test_an_attack_is_robust_if_harmless_changes_do_not_move_it():
+    """Changes in both directions do not cancel, and those of unlearned models are told apart."""
+    changed = runs(
+        a__original={"relearned_after_5": 1.0, "relearned_after_5_if_rounded": 0.9},
+        a__retrained={"relearned_after_5_if_rounded": 0.3, "relearned_after_5_if_finetuned": 0.4},
+        b__anchored={"relearned_after_5_if_finetuned": 0.9},
+    )
+    table = attack_quality(pd.concat([TABLE, changed]))
+    values = {label: dict(zip(table.columns, cells, strict=True)) for label, cells, _ in table.rows}
+    assert values["learn 5"]["moves"].value == pytest.approx((0.1 + 0.1 + 0.2) / 3)
+    assert values["learn 5"]["moves unlearned"].value == pytest.approx(0.4)
+    assert values["routers"]["moves"].text == "", "not measured"
 
 
 def test_the_depth_is_read_beside_the_retrained_model():

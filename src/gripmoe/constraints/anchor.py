@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import mse_loss
 
 from gripmoe.constraints.base import FrozenRouter
 from gripmoe.constraints.original import of_tokens, original_values
@@ -51,7 +52,8 @@ class Anchored(FrozenRouter):
     def penalty(self, seen) -> Tensor:
         states_NLd = of_tokens(self._states, seen.tokens)
         inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1].float()  # fp16 overflows
-        terms = [(seen.hidden_Nd.float() - final_Nd).square().sum() / distributed.averaged_(final_Nd.square().sum())]
+        moved = mse_loss(seen.hidden_Nd.float(), final_Nd, reduction="sum")
+        terms = [moved / distributed.averaged_(final_Nd.square().sum())]
         agreement = []
         for number, layer in enumerate(self._layers):
             before_Nd, now = inputs_NLd[:, number].float(), seen.routing[layer]
@@ -60,7 +62,7 @@ class Anchored(FrozenRouter):
             own_Nk = self._rules[layer].select(now.scores_NE)  # under replay the pass used other sets
             agreement.append(jaccard(original.top_k_Nk, own_Nk).mean().item() if len(before_Nd) else 0.0)
             if not self.final_only:
-                moved = (now.x_Nd - before_Nd).square().sum()
+                moved = mse_loss(now.x_Nd.float(), before_Nd, reduction="sum")
                 terms.append(moved / distributed.averaged_(before_Nd.square().sum()))
         penalty = self.weight.value * 10 / len(self._layers) * torch.stack(terms).sum()
         stability = sum(agreement) / len(agreement) * distributed.share(len(final_Nd))

@@ -20,7 +20,7 @@ from gripmoe.data.documents import attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
-from gripmoe.moe.recording import hooked, routed_tokens
+from gripmoe.moe.recording import hooked, places_of, routed_tokens
 
 
 class Diverged(RuntimeError):
@@ -220,7 +220,8 @@ class ConstraintHandle:
                 )
             self._marked.add(kind)  # not before: the block may have raised
             keep = passes[0].keep
-            final_Nd = hidden[0].to(keep.device).flatten(0, 1)[keep]  # accelerate puts the last norm elsewhere
+            final_Td = hidden[0].to(keep.device).flatten(0, 1)  # accelerate puts the last norm elsewhere
+            final_Nd = final_Td.index_select(0, places_of(keep))
             if distributed.processes() == 1 and not len(final_Nd):  # a mixed batch without a row that counts
                 return
             seen = Seen(recorder.take(keep), final_Nd, passes[0])
@@ -340,8 +341,8 @@ def inner_optimizer(optimizer) -> torch.optim.Optimizer:
 
 def layers_not_finite(model: MoEModel) -> list[int]:
     """The layers whose router weight has NaN or infinity. One sum over all routers shows the usual case of none."""
-    thetas = {layer: model.theta(layer).detach() for layer in model.layers}
-    if sum(theta_Ed.sum().to(model.model.device) for theta_Ed in thetas.values()).isfinite():
+    thetas, device = {layer: model.theta(layer).detach() for layer in model.layers}, model.model.device
+    if sum(theta_Ed.sum().to(device) for theta_Ed in thetas.values()).isfinite():
         return []
     return [layer for layer, theta_Ed in thetas.items() if (~theta_Ed.isfinite()).any()]
 

@@ -29,6 +29,7 @@ from gripmoe.io.locks import take_lock
 from gripmoe.io.tensorfile import tensor_file
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
+from gripmoe.moe.recording import places_of
 
 WAIT = 5.0  # seconds between two checks of a file that another run writes
 
@@ -69,24 +70,31 @@ class OriginalCache:
     def of(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
         """The stored output of each row, with zeros for padding and for rows that the mask hides altogether. A cache
         `by_labels` needs `labels`. Raises KeyError for a document that `fill` did not get."""
-        kept = []
         documents = documents_of(input_ids, attention_mask)
-        for tokens, key in zip(documents, self._keys(documents, attention_mask, labels), strict=True):
-            if not tokens:
-                kept.append(torch.zeros_like(self._example))
-            elif key not in self._kept:
-                raise KeyError(
-                    f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: give every "
-                    "document that training uses beforehand"
-                )
-            else:
-                found = self._kept[key]
-                kept.append(self._file.get_slice("values")[found] if isinstance(found, slice) else found)
+        keys = self._keys(documents, attention_mask, labels)
+        kept = [self._found(tokens, key) for tokens, key in zip(documents, keys, strict=True)]
         if not self._example.ndim:
             return torch.stack(kept).to(input_ids.device)
         padded = self._example.new_zeros(*input_ids.shape, *self._example.shape[1:])
         padded[attention_mask.cpu().bool()] = torch.cat(kept)
         return padded.to(input_ids.device)
+
+    def of_counted(self, tokens: Tokens) -> Tensor:
+        """The stored outputs of the tokens that count, (N, ...), without padding them first."""
+        documents = documents_of(tokens.input_ids, tokens.attention_mask)
+        found = torch.cat([self._found(document, document) for document in documents]).to(tokens.keep.device)
+        return found.index_select(0, places_of(tokens.keep[tokens.attention_mask.flatten().bool()]))
+
+    def _found(self, tokens: tuple[int, ...], key: tuple) -> Tensor:
+        if not tokens:
+            return torch.zeros_like(self._example)
+        if key not in self._kept:
+            raise KeyError(
+                f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: give every "
+                "document that training uses beforehand"
+            )
+        found = self._kept[key]
+        return self._file.get_slice("values")[found] if isinstance(found, slice) else found
 
     def _answers(
         self, batches: Sequence[Batch], function: Callable[[Batch], Tensor], what: str
@@ -137,6 +145,8 @@ def original_values(
 
 def of_tokens(values: OriginalCache | OriginalForward, tokens: Tokens) -> Tensor:
     """The original model's outputs for the tokens that count, (N, ...)."""
+    if isinstance(values, OriginalCache):
+        return values.of_counted(tokens)
     return values.of(tokens.input_ids, tokens.attention_mask).flatten(0, 1)[tokens.keep]
 
 

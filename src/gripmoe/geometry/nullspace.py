@@ -129,15 +129,21 @@ def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> Re
     """The paper's construction to the letter (App. B.1): eigenvectors of C_j = X_j X_j^T in the dtype of the input.
 
     In fp32 the noise of this eigendecomposition lies near eps_null = 1e-2 (absolute), so the rank inflates where
-    activations are large. Where no expert serves more tokens than a quarter of d, the same vectors come from an SVD of
-    X_j, without that noise and without a d x d matrix.
+    activations are large. Where experts serve fewer tokens than d, X_j = Q R comes first, since R R^T is smaller and
+    has the same eigenvalues. Where no expert serves more than a quarter of d, the SVD of R has them without that noise.
     """
-    served_Emd = _served(x_Nd, selected_NE)
-    if 4 * served_Emd.shape[1] <= x_Nd.shape[1]:
-        _, singular_Em, vectors_Emd = torch.linalg.svd(served_Emd, full_matrices=False)
-        return _padded_basis(vectors_Emd.transpose(1, 2), eps_null.ranks(singular_Em**2))
-    eigenvalues_Ed, vectors_Edd = torch.linalg.eigh(served_Emd.transpose(1, 2) @ served_Emd)
-    return _padded_basis(vectors_Edd.flip(-1), eps_null.ranks(eigenvalues_Ed.flip(-1)))
+    X_Edm = _served(x_Nd, selected_NE).transpose(1, 2)
+    size, tokens = X_Edm.shape[1:]
+    if tokens >= size:
+        eigenvalues_Er, vectors_Edr = torch.linalg.eigh(X_Edm @ X_Edm.transpose(1, 2))
+        return _padded_basis(vectors_Edr.flip(-1), eps_null.ranks(eigenvalues_Er.flip(-1)))
+    Q_Edm, R_Emm = torch.linalg.qr(X_Edm)
+    if 4 * tokens <= size:
+        vectors_Emm, singular_Em, _ = torch.linalg.svd(R_Emm)
+        eigenvalues_Em = singular_Em**2
+    else:
+        eigenvalues_Em, vectors_Emm = (each.flip(-1) for each in torch.linalg.eigh(R_Emm @ R_Emm.transpose(1, 2)))
+    return _padded_basis(Q_Edm @ vectors_Emm, eps_null.ranks(eigenvalues_Em))
 
 
 def extended(basis: RetainBasis, x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> RetainBasis:

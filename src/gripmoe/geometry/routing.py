@@ -5,7 +5,7 @@ N tokens, d hidden size, E experts, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,11 @@ class LayerRouting:
     def __len__(self) -> int:
         return self.x_Nd.shape[0]
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> LayerRouting:
+        return LayerRouting(function(self.x_Nd), function(self.scores_NE), function(self.top_k_Nk))
+
     def to(self, device: torch.device | str) -> LayerRouting:
-        return LayerRouting(self.x_Nd.to(device), self.scores_NE.to(device), self.top_k_Nk.to(device))
+        return self.map(lambda values: values.to(device))
 
     @staticmethod
     def joined(parts: Sequence[LayerRouting]) -> LayerRouting:

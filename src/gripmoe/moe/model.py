@@ -203,8 +203,8 @@ class MoEModel:
 
         def record(layer: int, router, args, output):
             if not in_recomputation():
-                seen = map(self._padded, (args[0].reshape(-1, self.hidden_size), output[0], output[2]))
-                recorder._add(layer, LayerRouting(*seen).to(self.model.device))
+                routing = LayerRouting(args[0].reshape(-1, self.hidden_size), output[0], output[2])
+                recorder._add(layer, routing.to(self.model.device), self._padding)
 
         with hooked(r.register_forward_hook(partial(record, layer)) for layer, r in self._routers.items()):
             yield recorder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
+from gripmoe.moe.unpadded import Padding
 
 
 def in_recomputation() -> bool:
@@ -29,20 +30,40 @@ class RoutingRecorder:
     """Collects the routing of every forward pass within `MoEModel.record_routing`."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, list[LayerRouting]] = {}
+        self._seen: dict[int, list[tuple[LayerRouting, Padding | None]]] = {}  # and the padding that the pass left out
 
-    def _add(self, layer: int, routing: LayerRouting) -> None:
-        self._seen.setdefault(layer, []).append(routing)
+    def _add(self, layer: int, routing: LayerRouting, padding: Padding | None) -> None:
+        self._seen.setdefault(layer, []).append((routing, padding))
 
     def take(self, keep: Tensor | None = None) -> RoutingTrace:
         """Returns and clears the trace of the forward passes since the last call. `keep` (bool, one entry per token)
         selects tokens, for example those that are not padding."""
-        trace = {layer: LayerRouting.joined(seen) for layer, seen in self._seen.items()}
-        self._seen.clear()
+        seen, self._seen = self._seen, {}
         if keep is None:
-            return trace
-        keep = keep.reshape(-1)
-        return {layer: LayerRouting(r.x_Nd[keep], r.scores_NE[keep], r.top_k_Nk[keep]) for layer, r in trace.items()}
+            return {
+                layer: LayerRouting.joined([each.map(padding.added) if padding else each for each, padding in passes])
+                for layer, passes in seen.items()
+            }
+        rows = _rows(keep.reshape(-1), next(iter(seen.values()))) if seen else []  # the same in every layer
+        return {
+            layer: LayerRouting.joined([each.map(chosen) for (each, _), chosen in zip(passes, rows, strict=True)])
+            for layer, passes in seen.items()
+        }
+
+
+def _rows(keep_T: Tensor, passes: Sequence[tuple[LayerRouting, Padding | None]]) -> list[Callable[[Tensor], Tensor]]:
+    """For each pass, a function that selects its kept tokens; it takes the tokens that the pass has computed."""
+    sizes = [padding.shape.numel() if padding else len(routing) for routing, padding in passes]
+    chosen = []
+    for keep, (_, padding) in zip(keep_T.split(sizes), passes, strict=True):
+        index = places_of(keep[padding.counted_U] if padding else keep)
+        chosen.append(lambda values, index=index: values.index_select(0, index))
+    return chosen
+
+
+def places_of(keep_T: Tensor) -> Tensor:
+    """The numbers of the kept tokens: to select with them is faster than to select with a mask again and again."""
+    return torch.arange(len(keep_T), device=keep_T.device)[keep_T]
 
 
 def routed_tokens(attention_mask: Tensor) -> Tensor:

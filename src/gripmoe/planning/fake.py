@@ -246,6 +246,11 @@ def _decomposition(each: int) -> Callable[..., int]:
     return lambda a_shape, *_, **__: SLOW * each * prod(a_shape) * min(a_shape[-2:])
 
 
+def _qr(a_shape, mode="reduced", *_, **__) -> int:
+    """Operations of a QR; to form Q takes as many as R does."""
+    return _decomposition(2 if mode == "r" else 4)(a_shape)
+
+
 # The weight of an operation of a decomposition: a GPU decomposes many small matrices at about a hundredth of the rate
 # at which it multiplies (our assumption, not measured).
 SLOW = 100
@@ -255,7 +260,7 @@ FORMULAS = {  # formulas that torch's counter lacks
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten._linalg_svd: _decomposition(14),
     aten._linalg_eigh: _decomposition(9),
-    aten.linalg_qr: _decomposition(2),
+    aten.linalg_qr: _qr,
 }
 
 

@@ -29,6 +29,7 @@ ATTACKS = (
     "relearned_from_others_after_20",
     "relearned_from_unrelated_after_20",
 )
+HARMLESS = ("rounded", "finetuned")  # changes of a model that should not matter to an attack (attacks/harmless.py)
 COLUMNS = ("forget_accuracy", "retain_accuracy", "tokens", "attack", "excess")
 LEAST_DROP = 0.05  # of accuracy, on the retrained model's states after a layer that counts
 MARGIN = 0.05  # above the retrained model: a method that stays below has erased, as far as these attacks tell
@@ -72,29 +73,44 @@ def depth_scores(runs: pd.DataFrame) -> pd.DataFrame:
 
 def attack_quality(runs: pd.DataFrame) -> Table:
     """The attacks themselves: what each returns of models that know and of models that never knew, how far the latter
-    differ by luck, and what the attack finds in unlearned models beyond its own retrained model."""
+    differ by luck, how far harmless changes of a model move it, and what it finds in unlearned models beyond its own
+    retrained model."""
     wide = (
         runs.pivot_table(index=KEYS, columns="metric", values="value").reset_index().set_index(["model", "benchmark"])
     )
     attacks = [name for name in (*ATTACKS, "restored_experts_worst_layer") if name in wide]
     original, retrained = (wide[wide.method == name][attacks] for name in names.ORIGINALS)
-    unlearned = wide[~wide.method.isin(names.ORIGINALS)][attacks]
+    is_unlearned = ~wide.method.isin(names.ORIGINALS)
+    unlearned = wide[is_unlearned][attacks]
     found = unlearned - retrained.reindex(unlearned.index)
-    table = Table(["knows", "never knew", "gap", "luck", "finds"], heading="Attack")
+    table = Table(["knows", "never knew", "gap", "luck", "moves", "moves unlearned", "finds"], heading="Attack")
     rows = []
     for name in attacks:
         values = original[name].mean(), retrained[name].mean(), (original - retrained)[name].mean()
-        values = *values, retrained[name].std(), found[name].mean()
+        moved = [_moved(wide[runs], name) for runs in (~is_unlearned, is_unlearned)]
+        values = *values, retrained[name].std(), *moved, found[name].mean()
         cells = [Cell("" if pd.isna(value) else f"{value:.2f}", value) for value in values]
         rows.append((names.metric(name).heading, cells, []))
     table.blocks = [("", rows)]
     table.notes = [
         "Forget accuracy under each attack. Knows: of models before unlearning. Never knew: of retrained models. Gap: "
         "their difference, by which the attack tells both apart. Luck: standard deviation over retrained models. "
+        "Moves: the mean absolute difference that a harmless change makes to the attack on these models (weights "
+        "rounded to 8 bits; 10 steps on documents of neither corpus); moves unlearned: the same of unlearned models. "
         "Finds: the mean over unlearned models of what the attack returns beyond what it returns of the retrained one.",
         *(f"{names.metric(name).heading}: {names.metric(name).note}." for name in attacks if names.metric(name).note),
     ]
     return table
+
+
+def _moved(wide: pd.DataFrame, attack: str) -> float:
+    changed = [wide[name] - wide[attack] for change in HARMLESS if (name := harmless(attack, change)) in wide]
+    return pd.concat(changed).abs().mean() if changed else nan
+
+
+def harmless(metric: str, change: str) -> str:
+    """The metric of the same attack on a model with a change of HARMLESS."""
+    return f"{metric}_if_{change}"
 
 
 def erasure_frontier(strongest: pd.DataFrame) -> plt.Figure:
