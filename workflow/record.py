@@ -1,6 +1,7 @@
 """Writes a record of measured runs: their numbers as one compact CSV, their tables as Markdown, the main tables and the
 statements as CSV too, checks, answers and attacked items compressed, the time of each step, and what the runs were
-computed with; for docs/record also the README's pictures. A record can be drawn again from its own CSV.
+computed with. Draws the README's pictures for docs/record, and that of docs/erasure.md from runs of tiny_erasure. A
+record can be drawn again from its own CSV.
 
 python workflow/record.py results/tiny/runs_record.csv results/tiny/runs_tiny_shared.csv [more tables of runs]
 """
@@ -85,6 +86,7 @@ WORLDS = {
 ITEMS = ("histories", "answers", "attacks")
 OF_MANY_MODELS, OF_ONE_MODEL = ("record_main", "record_replication"), ("tiny", "tiny_all")
 OF_CLAIMS = (*OF_MANY_MODELS, *OF_ONE_MODEL, "record_rates", "record", "record_muse", "tiny_erasure")
+COMPARED_WITH = {("tiny_a", "wmdp_tiny")}  # which the worlds of further tables list too
 OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "setting_max_steps", "num_experts", "top_k"} | {
     f"{measure}_{part}" for measure in names.MATCHED for part in ("target", "half_width")
 }
@@ -105,7 +107,7 @@ class Record:
     def _items(self, load) -> pd.DataFrame | None:
         kept = []
         for path in self.paths:
-            with suppress(FileNotFoundError):  # of a record, which keeps none
+            with suppress(FileNotFoundError):  # of a table that was kept without its items
                 kept.append(load(path))
         return joined(kept) if kept else None
 
@@ -133,8 +135,8 @@ class Record:
         kind, runs = "news" if news else "letters", self.of_table(name)
         if runs.empty:
             return None
-        if name in WORLDS and not set(runs.set_index(["model", "benchmark"]).index) - {("tiny_a", "wmdp_tiny")}:
-            return None
+        if name in WORLDS and not set(runs.set_index(["model", "benchmark"]).index) - COMPARED_WITH:
+            return None  # nothing but the runs to compare with
         if name.endswith("paired_tests"):
             answers = self.answers[kind]
             return None if answers is None or answers.empty else paired_table(answers, runs)

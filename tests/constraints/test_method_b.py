@@ -12,7 +12,7 @@ from conftest import random_batch, small_model
 from gripmoe.constraints import realignment as method_b
 from gripmoe.constraints.null_space import feasible_router
 from gripmoe.constraints.realignment import METHOD_A, Original, kaczmarz_report, realign_routers
-from gripmoe.geometry.realignment import realign
+from gripmoe.geometry.realignment import realign_sound
 from gripmoe.geometry.routing import LayerRouting, jaccard, mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel
 
@@ -57,9 +57,9 @@ def test_tokens_carry_the_numbers_of_their_documents(rows, wanted, monkeypatch):
 
     def spy(*tokens, documents_N, **options):
         given.append((documents_N, len(tokens[2])))
-        return realign(*tokens, documents_N=documents_N, **options)
+        return realign_sound(*tokens, documents_N=documents_N, **options)
 
-    monkeypatch.setattr(method_b, "realign_router", spy)
+    monkeypatch.setattr(method_b, "realign_sound", spy)
     realign_routers(unlearned(), original.thetas(), trace, batch)
     for documents_N, tokens in given:
         assert (documents_N is None) == (wanted is None)
@@ -120,12 +120,12 @@ def test_routers_are_as_they_were_where_a_later_layer_fails(monkeypatch):
     before, fitted = moe.thetas(), []
 
     def fails_in_the_second(*tokens, **options):
-        fitted.append(realign(*tokens, **options).theta_Ed)
+        fitted.append(realign_sound(*tokens, **options).theta_Ed)
         if len(fitted) == 2:
             raise RuntimeError("out of memory")
-        return realign(*tokens, **options)
+        return realign_sound(*tokens, **options)
 
-    monkeypatch.setattr(method_b, "realign_router", fails_in_the_second)
+    monkeypatch.setattr(method_b, "realign_sound", fails_in_the_second)
     with pytest.raises(RuntimeError, match="out of memory"):
         realign_routers(moe, original.thetas(), trace, batch)
     assert not torch.equal(fitted[0], before[0]), "the control"
@@ -143,7 +143,7 @@ def test_each_layer_is_fitted_to_what_corrected_layers_below_it_send():
         thetas, seen = at_once.thetas(), at_once.trace([batch])
         for layer, theta in original.thetas().items():
             states = trace[layer].x_Nd, seen[layer].x_Nd
-            at_once.set_thetas({layer: realign(theta, thetas[layer], *states, moe.rule(layer)).theta_Ed})
+            at_once.set_thetas({layer: realign_sound(theta, thetas[layer], *states, moe.rule(layer)).theta_Ed})
         assert torch.equal(moe.theta(0), at_once.theta(0)) and not torch.equal(moe.theta(1), at_once.theta(1))
         stability = [mean_stability(routing_stability(wanted, model.trace(held_out))) for model in (moe, at_once)]
         gained.append(stability[0] - stability[1])
@@ -203,7 +203,7 @@ def test_a_layer_whose_fit_is_rejected_falls_back_to_method_a(form, monkeypatch)
     original, batch, trace, *_ = setting(count=1)
     moe = unlearned()
     after, seen = moe.thetas(), moe.trace([batch])
-    name = "realign_paper" if form == "paper" else "realign_router"
+    name = "realign_paper" if form == "paper" else "realign_sound"
     fit = getattr(method_b, name)
 
     def rejecting(*args, **options):

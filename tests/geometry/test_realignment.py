@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gripmoe.geometry.realignment import RIDGES, realign, realign_paper
+from gripmoe.geometry.realignment import RIDGES, realign_paper, realign_sound
 from gripmoe.geometry.routing import SelectionRule, jaccard, route
 
 
@@ -37,7 +37,7 @@ def test_linear_drift_is_undone(form):
     result = (
         realign_paper(theta, theta, x, x_post)
         if form == "paper"
-        else realign(theta, theta, x, x_post, SelectionRule(2))
+        else realign_sound(theta, theta, x, x_post, SelectionRule(2))
     )
     after = stability(theta, x, result.theta_Ed.double(), x_post)
     assert result.accepted and before < 0.9 and after > 0.98
@@ -53,7 +53,7 @@ def test_error_peaks_at_as_many_tokens_as_dimensions_in_the_papers_form_only():
         rest = slice(4 * d, None)
         for number, size in enumerate((d // 2, d, 4 * d)):
             given = theta, theta, x[:size], x_post[:size]
-            for form, result in (("paper", realign_paper(*given)), ("sound", realign(*given, SelectionRule(2)))):
+            for form, result in (("paper", realign_paper(*given)), ("sound", realign_sound(*given, SelectionRule(2)))):
                 error[form][number] += (1 - stability(theta, x[rest], result.theta_Ed.double(), x_post[rest])) / 3
                 if form == "paper" and size == d:
                     assert result.accepted and result.fit_cosine > 0.99
@@ -87,7 +87,7 @@ def test_paper_acceptance_passes_at_low_stability():
 def test_sound_form_puts_the_original_router_back_when_nothing_drifted():
     x, _, theta = drifted(1000)
     post = theta + 0.5 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    result = realign(theta, post, x, x.clone(), SelectionRule(2))
+    result = realign_sound(theta, post, x, x.clone(), SelectionRule(2))
     assert result.held_out_stability == 1.0
     assert stability(theta, x, result.theta_Ed, x) == 1.0
 
@@ -100,7 +100,7 @@ def test_documents_are_kept_from_the_fit_as_a_whole():
     alike = [tokens[documents] for tokens in (x, x_post)]
     others, others_post, _ = drifted(4000, noise=1.0, seed=1)
     results = {
-        kind: realign(theta, theta, *alike, SelectionRule(2), documents_N=numbers)
+        kind: realign_sound(theta, theta, *alike, SelectionRule(2), documents_N=numbers)
         for kind, numbers in (("documents", documents), ("tokens", None))
     }
     claimed = {kind: result.held_out_stability for kind, result in results.items()}
@@ -118,11 +118,11 @@ def test_sound_form_without_a_fit_that_serves_takes_the_router_that_does_and_say
     seen = (x_post if best == "unlearned" else x).clone()
     fitted = torch.arange(200) % 4 != 0
     seen[fitted] = drifted(200, seed=9)[0][fitted]
-    result = realign(theta, post, x, seen, SelectionRule(2))
+    result = realign_sound(theta, post, x, seen, SelectionRule(2))
     expected, ridge = (theta, math.inf) if best == "original" else (post, None)
     assert result.ridge == ridge and result.accepted == (best == "original") and result.held_out_stability == 1.0
     assert torch.equal(result.theta_Ed, expected)
-    repaired = realign(theta, post, x, x_post, SelectionRule(2))
+    repaired = realign_sound(theta, post, x, x_post, SelectionRule(2))
     assert (repaired.ridge in RIDGES[:-1]) == (best == "original"), "the control: tokens that do say something"
 
 
@@ -150,9 +150,9 @@ def test_tokens_that_leave_nothing_to_fit_or_nothing_to_check_are_refused(number
     documents = None if numbers is None else torch.tensor(numbers)
     tokens = slice(1) if numbers is None else slice(None)
     with pytest.raises(ValueError, match="on one side"):
-        realign(theta, theta, x[tokens], x_post[tokens], SelectionRule(2), documents_N=documents)
+        realign_sound(theta, theta, x[tokens], x_post[tokens], SelectionRule(2), documents_N=documents)
     two = None if numbers is None else torch.tensor([0, 0, 0, 1, 1])
-    result = realign(theta, theta, x, x_post, SelectionRule(2), documents_N=two)
+    result = realign_sound(theta, theta, x, x_post, SelectionRule(2), documents_N=two)
     assert math.isfinite(result.fit_cosine) and math.isfinite(result.held_out_stability)
 
 
@@ -161,6 +161,6 @@ def test_a_model_that_has_diverged_is_no_reason_to_stop(broken):
     """No ridge can be fitted to its states: the original router, or the unlearned one, is what remains."""
     x, x_post, theta = drifted(200)
     post = theta + 0.1
-    result = realign(theta, post, x, x_post * broken, SelectionRule(2))
+    result = realign_sound(theta, post, x, x_post * broken, SelectionRule(2))
     assert result.ridge in (math.inf, None) and torch.equal(result.theta_Ed, theta if result.ridge else post)
-    assert realign(theta, post, x, x_post, SelectionRule(2)).ridge not in (math.inf, None), "the control"
+    assert realign_sound(theta, post, x, x_post, SelectionRule(2)).ridge not in (math.inf, None), "the control"

@@ -485,7 +485,7 @@ def test_method_b_that_fails_leaves_the_biases_of_routers_as_they_were(monkeypat
 
     moe, original = with_other_biases()
     before = moe.router_biases()
-    monkeypatch.setattr(realignment, "realign_router", fail)
+    monkeypatch.setattr(realignment, "realign_sound", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         gripmoe.realign(moe.model, original)
     for layer, named in moe.router_biases().items():

@@ -1,1 +1,1 @@
-"""One file per attack, and the list of them in `run`."""
+"""One file per kind of attack, and the default ones in `run`."""

@@ -1,10 +1,11 @@
-"""Input (`Setting`) and result (`Found`) of an attack. An attack is a function of a `Setting`, listed in `run.py`."""
+"""Input (`Setting`) and result (`Found`) of an attack. An attack is a function of a `Setting`. `run.py` has the default
+attacks; a benchmark's row may name more."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import exp
@@ -23,6 +24,7 @@ from gripmoe.evaluation.muse import News, knowledge_memory
 from gripmoe.evaluation.questions import Answer, direct_answers, load_questions, prompt_of
 from gripmoe.geometry.routing import RoutingTrace
 from gripmoe.moe import MoEModel
+from gripmoe.moe.modes import restored
 
 Scores = Sequence[float]  # one per item, in order: right (1) or wrong (0), or the score of a text
 SAMPLE = 240  # forget questions for attacks with many evaluations: a standard error of 0.03 near chance
@@ -63,8 +65,9 @@ class Found:
 
 @dataclass
 class Setting:
-    """A run under attack. Without `finetuning`, relearning is skipped. Subclasses define a sample of items that is the
-    same for every run: their `ids`, their `prompts`, and `recall(model)`, the scores of a model on them."""
+    """A run under attack. Without `finetuning`, relearning is skipped. Subclasses define a sample of test items that is
+    the same for every run: their `ids`, and `recall(model)`, the scores of a model on them; and `prompts`, those of the
+    dev items, which the attacker may look at."""
 
     before: MoEModel  # the original model
     after: MoEModel  # the unlearned model
@@ -187,16 +190,9 @@ def expert_usage(model: MoEModel, tokenizer, prompts: Sequence[str]) -> dict[int
     return {layer: count_E / count_E.sum() for layer, count_E in counts.items()}
 
 
-@contextmanager
-def kept(parameters: Iterable[Tensor]) -> Iterator[None]:
+def kept(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Restores `parameters` on exit. Their copies are in host memory, so that GPUs hold only the models."""
-    own = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, before in own:
-                parameter.copy_(before)
+    return restored(parameters, device="cpu")
 
 
 def by_item(found: Found) -> list[dict]:

@@ -31,11 +31,12 @@ def letters_attack(setting: Letters) -> Found:
 
 
 def expert_forcing(setting: Letters) -> Found:
-    """Accuracy under forcing, on all forget questions and on those whose routing shifted, and recovery rates.
+    """Accuracy under forcing on all forget questions, and what it recovers.
 
-    `recovery_rate_paper` is forced accuracy on shifted questions minus normal accuracy on all (as in the paper).
-    `recovery_rate_shifted` takes both accuracies on shifted questions. Controls: forcing the original gate weights too,
-    random sets, and forced retain accuracy. Forcing the original model to its own sets must change no answer.
+    `recovery_rate`: forced minus normal accuracy. `adversarial_recovery_rate`: forced accuracy on questions whose
+    routing shifted. `recovery_rate_paper`: that minus normal accuracy on all questions (as in the paper).
+    `recovery_rate_shifted`: that minus normal accuracy on the shifted ones. Controls: the original gate weights forced
+    too, random sets, and forced retain accuracy.
     """
     before, after, forget = setting.before, setting.after, setting.forget
     with after.force_routing(before.routes):

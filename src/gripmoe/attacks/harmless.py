@@ -32,10 +32,15 @@ def _finetuned(setting: Letters) -> dict[str, float]:
     if not setting.finetuning:
         return {}
     made = {}
+
+    def attacked(_) -> list:
+        made.update(_attacked(setting))
+        return []
+
     relearning(
         setting.after,
         setting.corpus("held_out"),
-        lambda _: made.update(_attacked(setting)) or [],
+        attacked,
         setting.finetuning,
         checks=[STEPS],
         pad_id=setting.tokenizer.pad_token_id,

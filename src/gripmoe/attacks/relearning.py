@@ -69,7 +69,7 @@ def low_rank_experts(model: MoEModel, rank: int, seed: int) -> Iterator[list[nn.
     parameters of the updates."""
     generator, added = torch.Generator().manual_seed(seed), []
     modules = [model.block(layer).experts for layer in model.layers]
-    order = {module: list(module._parameters) for module in modules}
+    order = {module: list(module._parameters) for module in modules}  # two models' parameters are compared in order
     try:
         for module in modules:
             for name, weight in list(module.named_parameters(recurse=False)):
@@ -80,7 +80,7 @@ def low_rank_experts(model: MoEModel, rank: int, seed: int) -> Iterator[list[nn.
     finally:
         for module, name, _ in added:
             parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-        for module, names in order.items():  # parameters of two models are compared one after the other
+        for module, names in order.items():
             for name in names:
                 module.register_parameter(name, module._parameters.pop(name))
 

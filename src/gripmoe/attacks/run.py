@@ -1,4 +1,5 @@
-"""The list of attacks, and the loop that makes them. A new attack is a function of a `Setting` and a row here."""
+"""The default attacks, and the loop that makes attacks. A new attack is a function of a `Setting`, named here or in a
+benchmark's row."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from gripmoe.constraints.base import FrozenRouter
-from gripmoe.constraints.original import of_tokens, original_values
+from gripmoe.constraints.original import original_values
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import jaccard, route
 from gripmoe.io import distributed
@@ -50,7 +50,7 @@ class Anchored(FrozenRouter):
         self._states = original_values(model, self.original, retain, _inputs_and_final, "original states")
 
     def penalty(self, seen) -> Tensor:
-        states_NLd = of_tokens(self._states, seen.tokens)
+        states_NLd = self._states.of_counted(seen.tokens)
         inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1].float()  # fp16 overflows
         moved = mse_loss(seen.hidden_Nd.float(), final_Nd, reduction="sum")
         terms = [moved / distributed.averaged_(final_Nd.square().sum())]
@@ -104,7 +104,9 @@ def _inputs_and_final(model: MoEModel, batch: Batch) -> Tensor:
 
 
 class DualWeight:
-    """A multiplier that starts at 1: lambda <- clip(lambda exp(RATE (error - allowed) / allowed), floor, CEILING).
+    """A multiplier that starts at 1, or at `floor` if that is more:
+
+        lambda <- clip(lambda exp(RATE (error - allowed) / allowed), floor, CEILING)
 
     Without a floor the penalty fades once the error is small, and training then destroys the model.
     """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gripmoe.constraints.base import RouterConstraint
-from gripmoe.constraints.original import of_tokens, original_values, router_states
+from gripmoe.constraints.original import original_values, router_states
 from gripmoe.geometry.routing import RoutingTrace, selection_mask
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
@@ -95,7 +95,7 @@ class RoutingScores(RouterConstraint):
         self._scores = original_values(model, self.original, retain, scores, "original scores")
 
     def penalty(self, seen) -> Tensor:
-        wanted_NLE = of_tokens(self._scores, seen.tokens)
+        wanted_NLE = self._scores.of_counted(seen.tokens)
         distances = []
         for number, layer in enumerate(self._layers):
             wanted_NE = wanted_NLE[:, number]

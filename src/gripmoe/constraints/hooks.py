@@ -1,7 +1,7 @@
 """The hooks that apply a constraint in a training loop, and the handle that owns them.
 
 Before an optimizer's step, a hook copies the routers. After the step, another hook replaces each new router by the
-feasible router that the constraint returns.
+feasible router that the constraint returns. For a constraint on gradients the first hook replaces the gradients.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ConstraintHandle:
     `origin` is a checksum of what the constraint was made from; `load_state_dict` accepts only states of the same
     origin. Raises ValueError if another handle of the model is open, or for an optimizer without step hooks. The
     optimizer's `step` raises RuntimeError if the loop has left out a mark, the penalty or the check of `loss_bound`, or
-    if it gives a closure where gradients are projected. It raises Diverged if a router would not be finite. After such
-    an error the routers are those before the step; other weights may have changed.
+    if it gives a closure where gradients are projected; and Diverged if a router would not be finite. After such an
+    error the routers are those before the step; other weights may have changed.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ConstraintHandle:
         origin: str = "",
     ):
         optimizer = inner_optimizer(optimizer)
-        if getattr(model.model, "_constrained", None) == id(model.model):  # a copy of the model has another id
+        if model.is_constrained:
             raise ValueError(
                 "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`; if it is "
                 "lost, load the model again"
@@ -157,7 +157,8 @@ class ConstraintHandle:
         self._undo.callback(function)
 
     def close(self) -> None:
-        """Removes all hooks from model and optimizer, and unfreezes what the constraint froze. Routers that were in
+        """Removes all hooks from model and optimizer, and undoes what `on_close` has registered, such as frozen routers
+        of `gripmoe.constrain`. Routers that were in
         lower precision stay in fp32, because rounding would undo part of the constraint. May be called twice."""
         try:
             if self._waiting and not layers_not_finite(self.model):
@@ -231,7 +232,7 @@ class ConstraintHandle:
             self._penalties.append(penalty)
             if kind in self.constraint.collects:
                 routing = seen.routing.items()
-                self._seen.append({layer: LayerRouting(*map(Tensor.detach, vars(r).values())) for layer, r in routing})
+                self._seen.append({layer: each.map(Tensor.detach) for layer, each in routing})
 
     # Hooks around the optimizer's step
 
@@ -300,8 +301,7 @@ class ConstraintHandle:
     def _feasible(self, layer: int, before_Ed: Tensor, after_Ed: Tensor) -> Tensor:
         seen = None
         if self._seen:  # by all processes, in all passes
-            joined = LayerRouting.joined([trace[layer] for trace in self._seen])
-            seen = LayerRouting(*map(distributed.gathered, vars(joined).values()))
+            seen = LayerRouting.joined([trace[layer] for trace in self._seen]).map(distributed.gathered)
         with torch.autocast(after_Ed.device.type, enabled=False):  # a loop may step within its own
             return self.constraint.constrain(layer, before_Ed, after_Ed, seen)
 

@@ -21,8 +21,9 @@ from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule, 
 from gripmoe.geometry.screening import ScreenedProjection
 
 
-class _Observed(RouterConstraint):
-    """What the forms of Method A report of their steps: of every tenth only, since a report projects once more."""
+class _Reporting(RouterConstraint):
+    """What forms of Method A report of their steps. `stage_2_rate` and ranks are of every tenth step, since they cost
+    another projection; `rows_shrunk` is of every step."""
 
     def __init__(self) -> None:
         self._calls: Counter[int] = Counter()
@@ -30,11 +31,10 @@ class _Observed(RouterConstraint):
         self._ranks: dict[int, float] = {}
         self._shrunk: dict[int, int] = {}
 
-    def _nearest(self, layer: int, projected: Callable[..., Tensor], *args) -> Tensor:
-        """What `projected`, a form of `nearest_feasible`, gives, and how many rows of this layer it shrinks."""
+    def _shrinks(self, layer: int) -> Callable[[int], None]:
+        """Sets the layer's number of shrunk rows to 0, and returns what a projection calls with another number."""
         self._shrunk[layer] = 0
-        on_shrunk = lambda rows: self._shrunk.update({layer: rows})  # noqa: E731
-        return projected(*args, tolerance=1e-6, on_shrunk=on_shrunk)
+        return partial(self._shrunk.__setitem__, layer)
 
     def _observe(self, layer: int, basis: RetainBasis, update_Ed: Tensor, feasible_Ed: Tensor) -> None:
         self._calls[layer] += 1
@@ -62,16 +62,15 @@ class _Observed(RouterConstraint):
         self._calls = Counter(calls)
 
 
-class NullSpace(_Observed):
-    """Method A, the sound form: selections on the *original* retain representations do not change, but for small moves
-    in the directions that `eps_null` counts as free.
+class NullSpace(_Reporting):
+    """Method A, the sound form: selections on the *original* retain representations stay.
 
-    With D the router's displacement since the start, x_0, S_0 and tau_0 recorded once from the original model: D_j
-    x_0 = 0 for the tokens that select j, D_j x_0 <= max(tau_0 - safety_margin, 0) for all others (Eq. 3). This
-    polyhedron is fixed, contains D = 0, and needs nothing of the current forward pass. After each step D is replaced
-    by the nearest point in it, so what the optimizer adds (momentum, weight decay) is constrained too. Because nothing
-    but D counts, a step may also leave D outside: with `every` D returns at every n-th step. The equalities
-    are those of the basis: in directions that eps_null counts as none, selected scores may still move.
+    D is a router's displacement since the start; x_0 and tau_0 are the inputs and margins of the original model's
+    retain tokens, recorded once. D_j x_0 = 0 for the tokens that select expert j, up to the directions that `eps_null`
+    leaves free; D_j x_0 <= max(tau_0 - safety_margin, 0) for all others (Eq. 3). This polyhedron is fixed, contains
+    D = 0 and needs nothing of the current forward pass. After each step D is replaced by the nearest point in it, so
+    what the optimizer adds (momentum, weight decay) is constrained too. With `every` = n that happens at every n-th
+    step, and D may be outside in between.
     """
 
     def __init__(
@@ -86,18 +85,20 @@ class NullSpace(_Observed):
     def start(self, model, forget, retain) -> None:
         model.freeze_router_biases()
         self._theta_0 = model.thetas()
-        if model.model.device.type == "cpu" and getattr(self.bases, "in_memory", True):  # else converted in every step
+        # Converted once: `nearest_feasible` would convert them at every step.
+        if model.model.device.type == "cpu" and getattr(self.bases, "in_memory", True):
             self.bases = {layer: self.bases[layer].double().narrow() for layer in self.trace}
         self._projections = {}
         for layer, recorded in self.trace.items():
             seen = recorded.to(model.model.device)
-            bounds_NE = _bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0)
+            bounds_NE = bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0)
             self._projections[layer] = ScreenedProjection(self.bases[layer], seen.x_Nd, bounds_NE)
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         theta_0, basis = self._theta_0[layer], self.bases[layer]
-        projected = partial(self._projections[layer], basis=basis, near_Ed=before_Ed - theta_0)
-        displacement_Ed = self._nearest(layer, projected, after_Ed - theta_0)
+        displacement_Ed = self._projections[layer](
+            after_Ed - theta_0, basis, before_Ed - theta_0, tolerance=1e-6, on_shrunk=self._shrinks(layer)
+        )
         self._observe(layer, basis, after_Ed - theta_0, displacement_Ed)
         return theta_0 + displacement_Ed
 
@@ -111,14 +112,13 @@ class NullSpace(_Observed):
                 self._projections[layer].look(*looked)
 
 
-class NullSpaceReparameterized(_Observed):
+class NullSpaceReparameterized(RouterConstraint):
     """Theta = Theta_0 + P (W - Theta_0) with a free W (Eq. 14, App. B.2). The gradient and the update of Theta are
     projected, which is the same as training W without weight decay. This is Stage 1 alone."""
 
     of_gradient = True
 
     def __init__(self, bases: Mapping[int, RetainBasis]):
-        super().__init__()
         self.bases = bases
 
     def start(self, model, forget, retain) -> None:
@@ -129,7 +129,7 @@ class NullSpaceReparameterized(_Observed):
         return before_Ed + basis.project(after_Ed.double() - before_Ed)
 
 
-class NullSpaceMinibatch(_Observed):
+class NullSpaceMinibatch(_Reporting):
     """Method A against the current retain minibatch, soundly: the optimizer's own update is replaced by the nearest one
     that changes no set which the router of the step before selects for these tokens. Other tokens are free."""
 
@@ -148,16 +148,17 @@ class NullSpaceMinibatch(_Observed):
         method, rule = self.method, self._rules[layer]
         current = route(seen.x_Nd, before_Ed, rule)
         basis = _basis(current, rule, self._eps_null[layer], method)
-        bounds_NE = _bounds(current, rule, method.safety_margin).clamp_min(0)
-        update_Ed = self._nearest(layer, nearest_feasible, after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE)
+        bounds_NE = bounds(current, rule, method.safety_margin).clamp_min(0)
+        options = dict(tolerance=1e-6, on_shrunk=self._shrinks(layer))
+        update_Ed = nearest_feasible(after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE, **options)
         self._observe(layer, basis, after_Ed - before_Ed, update_Ed)
         return before_Ed + update_Ed
 
 
-class NullSpacePaper(_Observed):
+class NullSpacePaper(_Reporting):
     """Method A to the letter (Alg. 1, App. B-D): the update of each step, projected with the current minibatch.
 
-    Bases come from the minibatch by eigendecomposition in fp32 with an absolute eps_null, or with `basis: cached` from
+    Bases come from the minibatch (`covariance_basis`, in fp32, with an absolute eps_null), or with `basis: cached` from
     the original model's retain tokens, once, and grow by the directions of each minibatch; margins are those of the
     original router on the current representations, spent afresh at every step; Stage 2 is randomized Kaczmarz. With
     `projects: gradient` the gradient is projected before the optimizer sees it (App. D's hook); momentum and weight
@@ -188,12 +189,11 @@ class NullSpacePaper(_Observed):
         return before_Ed + feasible_Ed
 
     def _basis(self, layer: int, seen: LayerRouting) -> RetainBasis:
-        of_layer = self._rules[layer], self._eps_null[layer], self.method
+        eps_null, fixed_NE = self._eps_null[layer], _fixed(seen, self._rules[layer], self.method)
         if self.method.basis != "cached":
-            return paper_basis(seen, *of_layer)
+            return covariance_basis(seen.x_Nd, fixed_NE, eps_null)
         before_Edr = self._cached[layer] if layer in self._cached else self.bases[layer].U_ret_Edr.to(seen.x_Nd)
-        fixed_NE = _fixed(seen, self._rules[layer], self.method)
-        basis = extended(RetainBasis(before_Edr), seen.x_Nd, fixed_NE, self._eps_null[layer])
+        basis = extended(RetainBasis(before_Edr), seen.x_Nd, fixed_NE, eps_null)
         self._cached[layer] = basis.U_ret_Edr
         return basis
 
@@ -205,11 +205,6 @@ class NullSpacePaper(_Observed):
         if state:
             self.generator.set_state(state["generator"].cpu())
             self._cached = {layer: U_Edr.to(self._theta_0[layer]) for layer, U_Edr in state.get("cached", {}).items()}
-
-
-def paper_basis(seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: Method) -> RetainBasis:
-    """The directions that Stage 1 fixes (App. B.1): per expert, or of all tokens seen for all experts."""
-    return covariance_basis(seen.x_Nd, _fixed(seen, rule, method), eps_null)
 
 
 def paper_update(
@@ -224,7 +219,7 @@ def paper_update(
     stage_1_Ed = basis.project(update_Ed)
     if method.granularity == "layer":
         return stage_1_Ed
-    bounds_NE = _bounds(seen, rule, method.safety_margin)
+    bounds_NE = bounds(seen, rule, method.safety_margin)
     if method.projects == "gradient":
         # A negative bound asks for a move as large as the violation, which divided by the rate is a huge gradient.
         bounds_NE = bounds_NE.clamp_min(0)
@@ -248,10 +243,10 @@ def feasible_router(
     eps_null = EpsNull(method.eps_null.value, method.eps_null.kind)
     if method.form == "paper":
         generator = torch.Generator(seen.x_Nd.device).manual_seed(0)
-        basis = paper_basis(seen, rule, eps_null, method)
+        basis = covariance_basis(seen.x_Nd, _fixed(seen, rule, method), eps_null)
         return theta_0_Ed + paper_update(update_Ed, basis, seen, rule, method, generator)
     basis = _basis(seen, rule, eps_null, method)
-    bounds_NE = _bounds(seen, rule, method.safety_margin).clamp_min(0)
+    bounds_NE = bounds(seen, rule, method.safety_margin).clamp_min(0)
     return theta_0_Ed + nearest_feasible(update_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
 
 
@@ -291,7 +286,7 @@ def eps_by_layer(config: EpsNullConfig, layers: Sequence[int]) -> dict[int, EpsN
     }
 
 
-def _bounds(seen: LayerRouting, rule: SelectionRule, safety_margin: float) -> Tensor:
+def bounds(seen: LayerRouting, rule: SelectionRule, safety_margin: float) -> Tensor:
     """How much each score may rise; infinity for those that Stage 1 fixes."""
     fixed_NE = rule.fixed(seen.scores_NE, seen.top_k_Nk)
     return (rule.margins(seen.scores_NE, seen.top_k_Nk) - safety_margin).masked_fill(fixed_NE, torch.inf)

@@ -126,6 +126,10 @@ class OriginalForward:
         batch = Batch([], input_ids, attention_mask, input_ids).to(self._original.model.device)
         return self._function(self._original, batch).to(input_ids.device)
 
+    def of_counted(self, tokens: Tokens) -> Tensor:
+        """The outputs of the tokens that count, (N, ...)."""
+        return self.of(tokens.input_ids, tokens.attention_mask).flatten(0, 1)[tokens.keep]
+
 
 def original_values(
     model: MoEModel,
@@ -141,13 +145,6 @@ def original_values(
     cache = OriginalCache(model.originals)
     cache.fill(documents, lambda batch: function(model, batch), what)
     return cache
-
-
-def of_tokens(values: OriginalCache | OriginalForward, tokens: Tokens) -> Tensor:
-    """The original model's outputs for the tokens that count, (N, ...)."""
-    if isinstance(values, OriginalCache):
-        return values.of_counted(tokens)
-    return values.of(tokens.input_ids, tokens.attention_mask).flatten(0, 1)[tokens.keep]
 
 
 class OriginalSets:

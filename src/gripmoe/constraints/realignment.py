@@ -10,21 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from gripmoe.config.methods import EpsNullConfig, Method
-from gripmoe.constraints.null_space import feasible_router
+from gripmoe.constraints.null_space import bounds, feasible_router
 from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import Batch, collate_inputs
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.realignment import Realignment, better, holdout_stability, realign_paper
-from gripmoe.geometry.realignment import realign as realign_router
-from gripmoe.geometry.routing import LayerRouting, RoutingTrace, route
+from gripmoe.geometry.realignment import Realignment, holdout_stability, realign_paper, realign_sound, with_fallback
+from gripmoe.geometry.routing import RoutingTrace, route
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.recording import routed_tokens
 
 KACZMARZ_DRAWS = (1, 10, 30, 100, 300, 1000, 3000)  # the paper's limit is 100
 KACZMARZ_TOKENS = 400
-# Method A for layers whose fit is rejected. Stated here, since with methods.yaml every run would depend on that file.
+# Method A for layers whose fit is rejected. If it were read from methods.yaml, every run would depend on that file.
 METHOD_A = {
     "paper": Method(
         constraint="null_space", form="paper", basis="minibatch", eps_null=EpsNullConfig(value=1e-2, kind="absolute")
@@ -158,25 +157,22 @@ def realign_routers(
         documents_N = None
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
-        fields = (tensor[:retain_tokens].to(x_post_Nd.device) for tensor in vars(trace[layer]).values())
-        seen, x_post_Nd = LayerRouting(*fields), x_post_Nd[:retain_tokens]
-        given = theta_0[layer], theta_post[layer], seen.x_Nd, x_post_Nd
+        rule, old, new = model.rule(layer), theta_0[layer], theta_post[layer]
+        x_post_Nd = x_post_Nd[:retain_tokens]
+        seen = trace[layer].map(lambda values: values[:retain_tokens].to(x_post_Nd.device))
         if form == "paper":
-            realigned[layer] = realign_paper(*given)
+            result = realign_paper(old, new, seen.x_Nd, x_post_Nd)
+            if not result.accepted:
+                fallback_Ed = feasible_router(METHOD_A[form], old, new, route(x_post_Nd, old, rule), rule)
+                result = replace(result, theta_Ed=fallback_Ed, fell_back=True)
         else:
-            held = dict(wanted_Nk=seen.top_k_Nk, documents_N=documents_N)
-            realigned[layer] = realign_router(*given, model.rule(layer), **held)
-        if not realigned[layer].accepted:
-            rule = model.rule(layer)
-            seen = route(x_post_Nd, theta_0[layer], rule) if form == "paper" else seen
-            theta_Ed = feasible_router(METHOD_A[form], theta_0[layer], theta_post[layer], seen, rule)
-            if form == "paper":
-                realigned[layer] = replace(realigned[layer], theta_Ed=theta_Ed, fell_back=True)
-            else:  # the unlearned router itself, unless the projection keeps more of the held-out sets
-                kept = realigned[layer]
-                realigned[layer] = better(kept, theta_Ed, theta_0[layer], seen, x_post_Nd, rule, documents_N)
-        if form == "sound":
-            model.set_thetas({layer: realigned[layer].theta_Ed})
+            held_out = dict(wanted_Nk=seen.top_k_Nk, documents_N=documents_N)
+            result = realign_sound(old, new, seen.x_Nd, x_post_Nd, rule, **held_out)
+            if not result.accepted:
+                fallback_Ed = feasible_router(METHOD_A[form], old, new, seen, rule)
+                result = with_fallback(result, fallback_Ed, old, seen, x_post_Nd, rule, documents_N)
+            model.set_thetas({layer: result.theta_Ed})
+        realigned[layer] = result
 
     try:
         with model.evaluating(), model.before_routers(lambda layer, x_Td: fit(layer, x_Td[keep])):
@@ -243,9 +239,9 @@ def kaczmarz_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingT
     thetas = model.thetas()
     for layer, recorded in trace.items():
         rule = model.rule(layer)
-        x_Nd, *chosen = (tensor[:KACZMARZ_TOKENS].to(model.model.device) for tensor in vars(recorded).values())
-        bounds_NE = rule.margins(*chosen).clamp_min(0).masked_fill(rule.fixed(*chosen), torch.inf).double()
-        moved_Ed, x_Nd = (thetas[layer] - theta_0[layer]).double(), x_Nd.double()
+        seen = recorded.map(lambda values: values[:KACZMARZ_TOKENS].to(model.model.device))
+        bounds_NE = bounds(seen, rule, 0.0).clamp_min(0).double()
+        moved_Ed, x_Nd = (thetas[layer] - theta_0[layer]).double(), seen.x_Nd.double()
         points = {}
         for draws in KACZMARZ_DRAWS:
             generator = torch.Generator(x_Nd.device).manual_seed(0)

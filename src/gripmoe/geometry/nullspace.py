@@ -126,11 +126,11 @@ class RetainStatistics:
 
 
 def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> RetainBasis:
-    """The paper's construction to the letter (App. B.1): eigenvectors of C_j = X_j X_j^T in the dtype of the input.
+    """The paper's bases (App. B.1): eigenvectors of C_j = X_j X_j^T, in the dtype of the input.
 
-    In fp32 the noise of this eigendecomposition lies near eps_null = 1e-2 (absolute), so the rank inflates where
-    activations are large. Where experts serve fewer tokens than d, X_j = Q R comes first, since R R^T is smaller and
-    has the same eigenvalues. Where no expert serves more than a quarter of d, the SVD of R has them without that noise.
+    m is the largest number of tokens that an expert serves. m >= d: eigenvectors of C_j, to the letter. In fp32 their
+    noise lies near eps_null = 1e-2 (absolute), so the rank inflates where activations are large. m < d: X_j = Q R, and
+    eigenvectors of R R^T, which is smaller and has the same eigenvalues. m <= d / 4: the SVD of R, without that noise.
     """
     X_Edm = _served(x_Nd, selected_NE).transpose(1, 2)
     size, tokens = X_Edm.shape[1:]

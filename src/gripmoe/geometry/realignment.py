@@ -23,11 +23,12 @@ HELD_OUT = 4  # one document of so many checks the fit
 class Realignment:
     """The router that Method B chose for one layer (Eq. 5), and how well it fits.
 
-    `theta_Ed`: (E, d). `fit_cosine`: -1 to 1, between original and new scores, mean over the tokens fitted to.
-    `held_out_stability`: 0 to 1, routing stability (Eq. 2) on the quarter that no fit sees; None in the paper's form.
-    `ridge`: in the sound form relative to the mean eigenvalue of Xt Xt^T; infinity is the original router, None the
-    unlearned one. `accepted`: False where no fit serves; `fell_back` then says whether Method A's projection of the
-    unlearned router stands in, which it always does in the paper's form.
+    `theta_Ed`: (E, d). `fit_cosine`: -1 to 1, between original and new scores, mean over the tokens fitted to; in the
+    paper's form that of the fit, even of a rejected one. `held_out_stability`: 0 to 1, routing stability (Eq. 2) on the
+    quarter that no fit sees; None in the paper's form. `ridge`: absolute in the paper's form; in the sound form
+    relative to the mean eigenvalue of Xt Xt^T, infinity for the original router, None without an accepted fit.
+    `accepted`: False if no fit was. `fell_back`: whether `theta_Ed` is Method A's projection of the unlearned router
+    (`constraints.realignment` decides that).
     """
 
     theta_Ed: Tensor
@@ -58,7 +59,7 @@ def holdout_stability(
         if form == "paper":
             result = realign_paper(*old, accept=-math.inf)
         else:
-            result = realign(*old, rule, wanted_Nk=wanted_Nk[:size])
+            result = realign_sound(*old, rule, wanted_Nk=wanted_Nk[:size])
         agreement_N = jaccard(wanted_Nk, route(x_post_Nd, result.theta_Ed.to(x_post_Nd), rule).top_k_Nk)
         stability[size] = agreement_N[:size].mean().item(), agreement_N[half:].mean().item()
     return stability
@@ -79,7 +80,7 @@ def realign_paper(
     accept: float = 0.95,
 ) -> Realignment:
     """Eq. 5 to the letter: Delta = Theta X Xt^T (Xt Xt^T + ridge I)^-1 - Theta_t, accepted on the tokens it was fitted
-    to. A rejected layer keeps its unlearned router.
+    to. The result of a rejected fit has the unlearned router.
 
     In fp64, not the FP32 of App. D: for fewer tokens than dimensions Xt Xt^T is near singular, fp32 rounding exceeds
     the ridge, and the weights become up to hundreds of times too large.
@@ -98,7 +99,7 @@ def realign_paper(
     return Realignment(corrected_Ed if accepted else theta_post_Ed, cosine, None, ridge, accepted)
 
 
-def realign(
+def realign_sound(
     theta_Ed: Tensor,
     theta_post_Ed: Tensor,
     x_Nd: Tensor,
@@ -119,9 +120,7 @@ def realign(
     """
     dtype = theta_post_Ed.dtype
     theta64_Ed, x_Nd, x_post_Nd = theta_Ed.double(), x_Nd.double(), x_post_Nd.double()
-    if documents_N is None:
-        documents_N = torch.arange(len(x_Nd), device=x_Nd.device)
-    is_held_out_N = documents_N % HELD_OUT == 0
+    is_held_out_N = _held_out(documents_N, x_Nd)
     if is_held_out_N.all() or not is_held_out_N.any():
         raise ValueError(
             f"Method B fits to some documents and checks on one in {HELD_OUT}, and all {len(x_Nd)} tokens are on one "
@@ -156,7 +155,13 @@ def realign(
     return Realignment(candidates[best], fit_cosine, held_out_stability[best], best, best is not None)
 
 
-def better(
+def _held_out(documents_N: Tensor | None, x_Nd: Tensor) -> Tensor:
+    """Which tokens check a fit, (N,), bool."""
+    numbers_N = torch.arange(len(x_Nd), device=x_Nd.device) if documents_N is None else documents_N
+    return numbers_N % HELD_OUT == 0
+
+
+def with_fallback(
     kept: Realignment,
     theta_Ed: Tensor,
     theta_0_Ed: Tensor,
@@ -165,11 +170,9 @@ def better(
     rule: SelectionRule,
     documents_N: Tensor | None,
 ) -> Realignment:
-    """`kept`, the unlearned router, or the router `theta_Ed` of Method A if that keeps more of the held-out sets. The
-    original model has the router `theta_0_Ed` and has `seen` the same tokens."""
-    if documents_N is None:
-        documents_N = torch.arange(len(x_post_Nd), device=x_post_Nd.device)
-    held_N, theta64_Ed, x_post_Nd = documents_N % HELD_OUT == 0, theta_Ed.double(), x_post_Nd.double()
+    """`kept`, which has the unlearned router, or the same with Method A's router `theta_Ed` if that keeps more of the
+    original sets on held-out tokens. `seen` is how the original router `theta_0_Ed` routes the tokens."""
+    held_N, theta64_Ed, x_post_Nd = _held_out(documents_N, x_post_Nd), theta_Ed.double(), x_post_Nd.double()
     got = route(x_post_Nd[held_N], theta64_Ed, rule)
     stability = jaccard(seen.top_k_Nk[held_N], got.top_k_Nk).mean().item()
     if stability <= kept.held_out_stability:

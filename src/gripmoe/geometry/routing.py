@@ -45,8 +45,8 @@ RoutingTrace = Mapping[int, LayerRouting]  # by decoder layer
 class SelectionRule:
     """How a linear router turns logits into sets (Sec. 3): the `k` largest choice scores, and what some families add.
 
-    Choice scores are the logits, or with `choice_bias_E` the sigmoid or softmax of the logits (`squash`) plus that
-    bias, which balances load. `logit_bias_E` is part of the logits. With `num_groups` > 1 only experts of the
+    Choice scores are the logits, or their sigmoid or softmax (`squash`), plus `choice_bias_E` if there is one, which
+    balances load. `logit_bias_E` is part of the logits. With `num_groups` > 1 only experts of the
     `chosen_groups` best groups may be selected; a group's score is the sum of its `counted` largest choice scores.
     Raises ValueError for another `squash`.
     """
@@ -64,6 +64,7 @@ class SelectionRule:
             raise ValueError(f"`squash` is {self.squash!r}: give 'none', 'sigmoid' or 'softmax'")
 
     def scores(self, x_Nd: Tensor, theta_Ed: Tensor) -> Tensor:
+        """The logits, (N, E), with their bias."""
         scores_NE = x_Nd @ theta_Ed.T
         return scores_NE if self.logit_bias_E is None else scores_NE + self.logit_bias_E.to(scores_NE)
 
@@ -76,7 +77,7 @@ class SelectionRule:
         return scores_NE if self.choice_bias_E is None else scores_NE + self.choice_bias_E.to(scores_NE)
 
     def select(self, scores_NE: Tensor, without_E: Tensor | None = None) -> Tensor:
-        """The chosen experts, (N, k), of all or of those that `without_E`, bool, does not name."""
+        """The chosen experts, (N, k). Those that `without_E`, bool of shape (E,), marks are never chosen."""
         choice_NE = self.choice(scores_NE)
         if without_E is not None:
             choice_NE = choice_NE.masked_fill(without_E.to(choice_NE.device), -torch.inf)

@@ -15,9 +15,9 @@ from torch import Tensor
 from gripmoe.geometry.halfspace import in_full_precision, nearest_feasible
 from gripmoe.geometry.nullspace import RetainBasis
 
-AHEAD = 4.0  # steps of the present length that the tokens in reach are looked up for
+AHEAD = 4.0  # the radius within which tokens are looked up, in lengths of the present step
 AT_ONCE = 65_536  # tokens that may need a copy in fp64
-ROUNDING = 1e-5  # of a score, and of the product of norms that it comes from: ten times what no violation is
+ROUNDING = 1e-5  # of scores and of the products of norms behind them: ten times what `nearest_feasible` forgives
 
 
 class ScreenedProjection:
@@ -30,7 +30,7 @@ class ScreenedProjection:
         self._free_norms_EN = basis.free_norms(x_Nd)
         self.looked_from: tuple[Tensor, Tensor] | None = None  # a feasible point, and how far around it, (E,)
 
-    @torch.inference_mode()  # a seventh of the time of many small operations
+    @torch.inference_mode()  # saves a seventh of the time, which many small operations take
     def __call__(self, update_Ed: Tensor, basis: RetainBasis, near_Ed: Tensor, **options) -> Tensor:
         """The point nearest to `update_Ed`. `near_Ed` is that of the step before; `options` are of `nearest_feasible`.
         The basis is given again, since a basis may lie on disk between two steps."""

@@ -85,7 +85,8 @@ def constrain(
     - `loss_bound`: `handle.check(retain_loss)` raises `Diverged` above it.
     - `seed`: of the draws of Algorithm 1.
 
-    Warns of a load-balancing loss, of weight decay on routers, and of rows that seem padded but have no mask.
+    Warns of a load-balancing loss, of weights in float16, of weight decay on routers under Method A's sound form, and
+    of rows that seem padded but have no mask.
 
     Raises ValueError for a wrong argument, an unknown family or method, a method that is more than a constraint on
     routers, a dense model, data without a token that counts or with tokens outside the vocabulary, missing forget data,

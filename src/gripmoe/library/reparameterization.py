@@ -83,7 +83,7 @@ def _save_plain(router: nn.Module, state: dict[str, Tensor], prefix: str, *_) ->
 
 
 def _load_plain(router: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
-    """Loads a router weight as W; projecting it changes nothing."""
+    """Loads a router weight as W. The projection changes none that `_save_plain` has saved."""
     if prefix + "weight" in state:
         state[prefix + FREE] = state.pop(prefix + "weight")
 

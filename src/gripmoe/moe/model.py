@@ -1,6 +1,7 @@
-"""A model seen as routers and experts: record routing, force selections, restrict which experts change.
+"""A model seen as routers and experts: record what routers select, and force it.
 
-Hooks exist only inside context managers. If layers are on several devices, recorded tensors move to the device of the
+Routers compute in fp32 by hooks (fp32.py) until `release`. The hooks that record and force exist only inside their
+context managers. If layers are on several devices, recorded tensors move to the device of the
 model, and forced ones to the device of the layer.
 
 Shapes: T tokens of a forward pass in row-major order (rows x positions), N of them that count, d hidden size, E experts
@@ -160,7 +161,7 @@ class MoEModel:
             self.theta(layer).copy_(theta_Ed)
 
     def router_biases(self) -> dict[int, dict[str, Tensor]]:
-        """A detached copy of all router parameters but the weights, by layer and name."""
+        """A detached copy of the routers' own parameters but the weights, by layer and name."""
         return {layer: {name: bias.detach().clone() for name, bias in self._biases(layer)} for layer in self.layers}
 
     @torch.no_grad()
@@ -183,6 +184,11 @@ class MoEModel:
         x_Nd = x_Nd.to(next(experts.parameters()))
         chosen_N1 = torch.full((len(x_Nd), 1), expert, device=x_Nd.device)
         return experts(x_Nd, chosen_N1, torch.ones_like(chosen_N1, dtype=x_Nd.dtype)).float()
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether an open handle holds this very model. A copy of a held model has another id."""
+        return getattr(self.model, "_constrained", None) == id(self.model)
 
     def unpadded(self) -> AbstractContextManager[None]:
         """Within the block, passes compute nothing for padding, where the family allows that. The methods below still

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 @contextmanager
@@ -18,6 +19,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def restored(tensors: Iterable[Tensor], device: str | None = None) -> Iterator[None]:
+    """When the block ends, the tensors have the values that they had before it. Their copies are on `device`, or beside
+    them. Values are written in place: FSDP keeps the storage of a parameter."""
+    own = [(tensor, tensor.detach().to(device or tensor.device, copy=True)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, before in own:
+                tensor.copy_(before)
 
 
 @contextmanager

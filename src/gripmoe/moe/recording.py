@@ -1,4 +1,4 @@
-"""Hooks that record the routing of forward passes, and the rule which tokens count."""
+"""What has been recorded of forward passes, which tokens count, and helpers for hooks."""
 
 from __future__ import annotations
 

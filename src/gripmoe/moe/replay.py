@@ -58,7 +58,7 @@ def replay_experts(
         with moe.force_routing(routes):
             yield
     finally:
-        if getattr(moe.model, "_constrained", None) != id(moe.model):  # a handle opened meanwhile needs routers in fp32
+        if not moe.is_constrained:  # a handle opened meanwhile needs routers in fp32
             moe.release(rounded=True)
 
 

@@ -25,7 +25,7 @@ ROUTERS = "routers.safetensors"
 
 
 def weights_digest(model: transformers.PreTrainedModel) -> str:
-    """A checksum of every parameter and buffer, name by name."""
+    """A checksum of every entry of the state dict, name by name."""
     return _digest(whole_state(model))
 
 
@@ -92,10 +92,10 @@ def load_model(
         with torch.no_grad():
             for name, router in _router_parameters(moe).items():
                 router.copy_(stored[name])
-    return model, _padding(tokenizer)
+    return model, _with_pad_token(tokenizer)
 
 
-def _padding(tokenizer: transformers.PreTrainedTokenizerBase) -> transformers.PreTrainedTokenizerBase:
+def _with_pad_token(tokenizer: transformers.PreTrainedTokenizerBase) -> transformers.PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -182,4 +182,4 @@ def load_published(config: PublishedModel) -> tuple[transformers.PreTrainedModel
             f"{config.revision or 'main'}`, and set `id:` to the folder that it names."
         ) from error
     _require_whole(loaded, where, "download it again")
-    return model, _padding(tokenizer)
+    return model, _with_pad_token(tokenizer)

@@ -12,7 +12,7 @@ from gripmoe.reporting.collect import KEYS
 from gripmoe.reporting.figures import house_style, legend_below
 from gripmoe.reporting.tables import Cell, Table
 
-# Attacks that put no original experts back, which bring facts to a model that never knew them.
+# Without attacks that put original experts back: those bring facts even to a model that never knew them.
 ATTACKS = (
     "forced_forget_accuracy",
     "restored_router_all",
@@ -36,10 +36,10 @@ MARGIN = 0.05  # above the retrained model: a method that stays below has erased
 
 
 def strongest_attacks(runs: pd.DataFrame) -> pd.DataFrame:
-    """A row per run: retain accuracy, tokens of training, the attack of ATTACKS that returns most beyond what it
-    returns of the retrained model of the same base model, and that `excess` in forget accuracy. The control is a
-    retrained model beside the retrained models of other base models of its benchmark: its excess is luck, the largest
-    of many noisy differences."""
+    """A row per attacked run but the originals: forget and retain accuracy, tokens of training, the attack of ATTACKS
+    that returns most beyond what it returns of the retrained model of the same base model, and that `excess` in forget
+    accuracy. The control is a retrained model beside the retrained models of other base models of its benchmark: its
+    excess is luck, the largest of many noisy differences."""
     wide = runs.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
     attacks = [name for name in ATTACKS if name in wide]
     retrained = wide[wide.method == "retrained"]
@@ -86,9 +86,9 @@ def attack_quality(runs: pd.DataFrame) -> Table:
     table = Table(["knows", "never knew", "gap", "luck", "moves", "moves unlearned", "finds"], heading="Attack")
     rows = []
     for name in attacks:
-        values = original[name].mean(), retrained[name].mean(), (original - retrained)[name].mean()
-        moved = [_moved(wide[runs], name) for runs in (~is_unlearned, is_unlearned)]
-        values = *values, retrained[name].std(), *moved, found[name].mean()
+        knows, never = original[name], retrained[name]
+        moved = [_moved(wide[chosen], name) for chosen in (~is_unlearned, is_unlearned)]
+        values = knows.mean(), never.mean(), (knows - never).mean(), never.std(), *moved, found[name].mean()
         cells = [Cell("" if pd.isna(value) else f"{value:.2f}", value) for value in values]
         rows.append((names.metric(name).heading, cells, []))
     table.blocks = [("", rows)]

@@ -2,7 +2,7 @@
 
 An attacker relearns while a model unlearns, as in TAR (Tamirisa et al. 2024) and MUDMAN (Sondej et al. 2025).
 Unlearning takes the gradient of its forget loss where relearning would bring the model, so that the loss holds there
-too. The attacker starts from the model's weights every `restart` steps and goes on from its own in between. SAM (Fan et
+too. The attacker starts from the model's weights at each `restart` and goes on from its own in between. SAM (Fan et
 al. 2025) takes the gradient at the worst of the weights nearby, to first order.
 """
 
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from gripmoe.io import distributed
+from gripmoe.moe.modes import restored
 
 
 class RelearningAdversary:
     """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
-    `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no state (ours).
-    `weights` raises RuntimeError before the first `restart`."""
+    `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no optimizer state
+    (ours)."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rate: float):
         self._parameters, self._rate = list(parameters), rate
@@ -37,7 +38,9 @@ class RelearningAdversary:
         if len(self._weights) != len(self._parameters):
             raise RuntimeError("the attacker has no weights yet: call `restart` first")
         with restored(self._parameters):
-            _write(self._parameters, self._weights)
+            with torch.no_grad():
+                for parameter, weight in zip(self._parameters, self._weights, strict=True):
+                    parameter.copy_(weight)
             yield
 
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
@@ -74,7 +77,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 @contextmanager
 def uphill(parameters: Sequence[nn.Parameter], radius: float) -> Iterator[None]:
     """Within the block those of `parameters` that have gradients are moved along them, by `radius` in the 2-norm of all
-    together: up the loss that the gradients are of (SAM). The gradients are cleared before it."""
+    together: up the loss that the gradients are of (SAM). Their gradients are cleared before the block runs."""
     moved = [parameter for parameter in parameters if parameter.grad is not None]
     with restored(moved):
         with torch.no_grad():
@@ -84,20 +87,3 @@ def uphill(parameters: Sequence[nn.Parameter], radius: float) -> Iterator[None]:
         for parameter in moved:
             parameter.grad = None
         yield
-
-
-@contextmanager
-def restored(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """When the block ends, the parameters have the values that they had before it."""
-    own = [parameter.detach().clone() for parameter in parameters]
-    try:
-        yield
-    finally:
-        _write(parameters, own)
-
-
-@torch.no_grad()
-def _write(parameters: Sequence[nn.Parameter], weights: Sequence[Tensor]) -> None:
-    # In place: FSDP keeps the storage of a parameter, and would not see another tensor in its stead.
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.copy_(weight)

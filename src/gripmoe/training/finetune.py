@@ -37,9 +37,9 @@ def finetune(
     state_file: Path,
     save_every: int = 50,
 ) -> list[float]:
-    """Trains `model` in place on documents, with a learning rate that falls to zero, and returns the loss of each step.
-    With `blocks_only` nothing but experts and routers trains; of a dense model, nothing but the feed-forward blocks.
-    Resumes from `state_file`; the result is the same as without the interruption.
+    """Trains `model` in place on documents, with a learning rate that rises and then falls to zero, and returns the
+    loss of each step. With `blocks_only` nothing but experts and routers trains; of a dense model, nothing but the
+    feed-forward blocks. Resumes from `state_file`; the result is the same as without the interruption.
 
     Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, and
     trains on its rows of every batch. Raises ConfigError if the rows cannot be shared out evenly, or a loss or gradient

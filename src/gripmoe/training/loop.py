@@ -30,8 +30,8 @@ from gripmoe.io.clock import now
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
-from gripmoe.moe.modes import checkpointing
-from gripmoe.training.adversary import RelearningAdversary, restored, uphill
+from gripmoe.moe.modes import checkpointing, restored
+from gripmoe.training.adversary import RelearningAdversary, uphill
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.forget_gradient import ForgetGradientEdit, forget_gradient_edits
 from gripmoe.training.objectives import Objective, cross_entropy
@@ -293,9 +293,10 @@ class _Steps:
         return self.model.only_layers(self.objective.last_layer + 1)
 
     def seconds_by_turns(self) -> tuple[float, float] | None:
-        """Seconds of the shortest step with the constraint and of the shortest one without it, since other load of the
-        machine only adds. Routers move in the steps with the constraint, or there would be nothing to constrain. None
-        if a step diverged. The routers are restored."""
+        """Seconds of a step under the constraint, averaged over the steps from one projection to the next, and of one
+        without it. Each comes from the shortest of TIMED_PAIRS, since other load of the machine only adds. Routers move
+        in the steps with the constraint, or there would be nothing to constrain. None if a step diverged. The routers
+        are restored."""
         pairs = []
         *others, of_routers = self.optimizer.param_groups
         every, self.handle.constraint.every = self.handle.constraint.every, 1  # each timed step is constrained

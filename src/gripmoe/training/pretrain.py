@@ -1,4 +1,4 @@
-"""Training of the embedded world's base models in two stages: skills in all parameters, facts in experts alone."""
+"""Training of the embedded world's base models: skills in all parameters, then facts in experts and routers alone."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def _train(
     state_file: Path,
     routing: GradientRouting | None = None,
 ) -> list[float]:
-    """Trains what requires a gradient. The rate falls to 2 % within the last steps. Resumes from `state_file`; on CPU
-    the result is the same as without the interruption."""
+    """Trains what requires a gradient. The rate rises over WARM_UP steps and falls to 2 % within the last ones. Resumes
+    from `state_file`; on CPU the result is the same as without the interruption."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = MuonWithAdamW(model, lr=learning_rate)
     progress = load_state(state_file, model, optimizer) or {"losses": [], "phase": 0, "end": max_steps}
