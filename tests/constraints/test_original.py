@@ -10,9 +10,10 @@ import torch
 
 from conftest import random_batch, small_model
 from gripmoe.constraints import original as originals
-from gripmoe.constraints.original import OriginalCache, OriginalSets, OriginalStore, final_hidden_states
+from gripmoe.constraints.original import OriginalCache, OriginalSets, OriginalStore
 from gripmoe.io.locks import take_lock
 from gripmoe.moe import MoEModel
+from gripmoe.moe.states import final_hidden_states
 
 DOCUMENTS = [random_batch(rows=3, length=6 + seed, seed=seed) for seed in range(3)]
 

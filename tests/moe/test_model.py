@@ -9,7 +9,7 @@ import gripmoe
 from conftest import MOE_FAMILIES, random_batch, small_model
 from gripmoe.constraints.baselines import restricted_experts
 from gripmoe.moe import MoEModel
-from gripmoe.moe.recording import routed_tokens
+from gripmoe.moe.recording import counted_tokens
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def test_routes_that_could_not_be_given_are_asked_for_again(moe, batch):
 
 def test_routed_tokens_by_hand():
     mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
-    assert routed_tokens(mask).tolist() == [False, True, True, False, False, False, True, True]
+    assert counted_tokens(mask).tolist() == [False, True, True, False, False, False, True, True]
 
 
 def together(loss_of):

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import SMALL, small_model
-from gripmoe.constraints.original import final_hidden_states, hidden_states, router_states
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.moe import MoEModel
-from gripmoe.moe.recording import hooked, routed_tokens
+from gripmoe.moe.recording import counted_tokens, hooked
+from gripmoe.moe.states import final_hidden_states, hidden_states, router_states
 from gripmoe.moe.unpadded import FAMILIES, padding_of
 from gripmoe.training.objectives import cross_entropy
 
@@ -95,7 +95,7 @@ def test_kept_tokens_of_several_passes_are_those_of_the_padded_batches(moe):
     batches = [padded(*COUNTED[side]) for side in ("right", "left")]
     whole = batches[0].input_ids[:1, : int(batches[0].attention_mask[0].sum())]
     batches.append(Batch([], whole, torch.ones_like(whole), whole))
-    keep = torch.cat([routed_tokens(batch.attention_mask) for batch in batches])
+    keep = torch.cat([counted_tokens(batch.attention_mask) for batch in batches])
 
     def kept_and_gradient(mode):
         moe.model.zero_grad()

@@ -66,7 +66,7 @@ def run(
     training=TRAINING,
     target=-1.0,
     accuracy=None,
-    corrected=None,
+    correct=None,
     constraint=None,
     objective=None,
     seed=5,
@@ -86,7 +86,7 @@ def run(
             lambda m: {"forget_accuracy": (accuracy or (lambda m: m.theta(0).sum().item()))(m)},
         ),
         seed=seed,
-        corrected=corrected,
+        correct=correct,
         state_file=state_file,
         **more,
     )
@@ -345,7 +345,7 @@ def test_the_check_sees_corrected_routers_and_training_does_not(tmp_path):
         return 1.0
 
     restore = lambda moe: moe.set_thetas(original)  # noqa: E731
-    corrected, _ = run(tmp_path / "a.pt", accuracy=accuracy, corrected=restore, constraint=Unconstrained())
+    corrected, _ = run(tmp_path / "a.pt", accuracy=accuracy, correct=restore, constraint=Unconstrained())
     plain, _ = run(tmp_path / "b.pt", accuracy=lambda m: 1.0, constraint=Unconstrained())
     assert all(seen)
     assert torch.equal(corrected.theta(0), original[0]) and not torch.equal(plain.theta(0), original[0])

@@ -7,9 +7,9 @@ import torch
 
 from conftest import random_batch, small_model
 from gripmoe.config.methods import UndoConfig
-from gripmoe.constraints.original import final_hidden_states
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
+from gripmoe.moe.states import final_hidden_states
 from gripmoe.moe.storage import weights_digest
 from gripmoe.training import undo as module
 from gripmoe.training.undo import mix_in_noise, undo

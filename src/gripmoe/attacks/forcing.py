@@ -18,7 +18,7 @@ from gripmoe.geometry.routing import jaccard
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
 from gripmoe.moe.random_routing import random_sets
-from gripmoe.moe.recording import routed_tokens
+from gripmoe.moe.recording import counted_tokens
 
 SHIFTED_BELOW = 0.999  # the routing of a prompt counts as shifted below this mean Jaccard similarity
 
@@ -81,7 +81,7 @@ def prompt_agreement(before: MoEModel, after: MoEModel, tokenizer, questions: Se
         routes_before, routes_after = before.routes(batch.input_ids), after.routes(batch.input_ids)
         per_token = torch.stack([jaccard(routes_before[layer], routes_after[layer]) for layer in after.layers])
         per_position = per_token.mean(dim=0).view(batch.input_ids.shape)
-        counted = routed_tokens(batch.attention_mask).view(batch.input_ids.shape)
+        counted = counted_tokens(batch.attention_mask).view(batch.input_ids.shape)
         means = (per_position * counted).sum(dim=1) / counted.sum(dim=1)
         agreement.update(zip(batch.row_ids, means.tolist(), strict=True))
     return agreement

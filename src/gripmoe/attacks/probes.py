@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gripmoe.attacks.base import Found, Letters, Scores, highest
 from gripmoe.attacks.restoration import most_used_experts
-from gripmoe.constraints.original import router_states
 from gripmoe.data.documents import Batch
 from gripmoe.evaluation.questions import question_batches
 from gripmoe.moe import MoEModel
+from gripmoe.moe.states import router_states
 
 INVERSE_PENALTY = 0.01  # of the ridge
 PROBED_EXPERTS = 16  # per layer: the experts that forget prompts use most

@@ -113,11 +113,11 @@ def restoration(
     recall: Callable[[MoEModel], Scores],
     experts: Mapping[int, Sequence[int]],
 ) -> dict[str, Scores]:
-    """`recall` of the unlearned model with original parts ("restored"), and of the original model with unlearned parts
-    ("transplanted"). Restored are the experts, router or attention of each layer, of the layer that returns most, and
-    of all layers; `other`, which is all else: embeddings, head, last norm and layers without experts; also the best of
-    the single `experts` (by layer), and all of these. Transplanted are the parts of each layer and of the layer that
-    lowers recall most, and `other`."""
+    """`recall` by metric. Original parts (experts, router, attention) in the unlearned model:
+    `restored_<part>_layer_<n>`, `restored_<part>_worst_layer` (of the layer that returns most), `restored_<part>_all`, `restored_other` (all else:
+    embeddings, head, last norm, layers without experts), `restored_single_expert` (the best of `experts`, by layer) and
+    `restored_top_experts` (all of these). Unlearned parts in the original model: `transplanted_<part>_layer_<n>`,
+    `transplanted_<part>_lowest` (of the layer that takes most) and `transplanted_other`."""
     parts = parts_of_model(after)
     found = {}
     for name, source, target in (("restored", before, after), ("transplanted", after, before)):

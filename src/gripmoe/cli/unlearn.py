@@ -118,7 +118,7 @@ def unlearn(
             scope=built.scope,
             replay=method.replay,
             expert_eps=method.expert_eps,
-            corrected=make_correction(method, theta_0, biases, trace, batch) if method.correction else None,
+            correct=make_correction(method, theta_0, biases, trace, batch) if method.correction else None,
             state_file=state_file,
             description=f"{run.objective}/{run.method_name}/{run.seed}",
         )

@@ -49,14 +49,14 @@ class Anchored(FrozenRouter):
         self._theta_0 = model.thetas()
         self._states = original_values(model, self.original, retain, _inputs_and_final, "original states")
 
-    def penalty(self, seen) -> Tensor:
-        states_NLd = self._states.of_counted(seen.tokens)
+    def penalty(self, marked) -> Tensor:
+        states_NLd = self._states.of_counted(marked.tokens)
         inputs_NLd, final_Nd = states_NLd[:, :-1], states_NLd[:, -1].float()  # fp16 overflows
-        moved = mse_loss(seen.hidden_Nd.float(), final_Nd, reduction="sum")
+        moved = mse_loss(marked.hidden_Nd.float(), final_Nd, reduction="sum")
         terms = [moved / distributed.averaged_(final_Nd.square().sum())]
         agreement = []
         for number, layer in enumerate(self._layers):
-            before_Nd, now = inputs_NLd[:, number].float(), seen.routing[layer]
+            before_Nd, now = inputs_NLd[:, number].float(), marked.routing[layer]
             with torch.autocast(before_Nd.device.type, enabled=False):
                 original = route(before_Nd, self._theta_0[layer], self._rules[layer])
             own_Nk = self._rules[layer].select(now.scores_NE)  # under replay the pass used other sets

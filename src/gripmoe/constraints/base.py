@@ -26,7 +26,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Seen:
+class MarkedPass:
     """Routing and final normed hidden states of the tokens that count in a marked forward pass, with their graph."""
 
     routing: RoutingTrace
@@ -50,11 +50,13 @@ class RouterConstraint:
         """Is called once, with the model before unlearning and the documents that training will use."""
 
     def constrain(self, layer: int, before_Ed: Tensor, after_Ed: Tensor, seen: LayerRouting | None) -> Tensor:
-        """The feasible router, (E, d), given the router after the optimizer's step and the one that the last call left,
-        or that before the step; `seen` is the routing of the passes in `collects`."""
+        """The router, (E, d), that replaces `after_Ed`. `after_Ed`: after the optimizer's step (`of_update`) or after a
+        plain gradient step (`of_gradient`, fp64). `before_Ed`: what the last call returned, or the router before the
+        first step since then. `seen`: the routing of the passes in `collects` since the last step, joined."""
         return after_Ed
 
-    def penalty(self, seen: Seen) -> Tensor | float:
+    def penalty(self, marked: MarkedPass) -> Tensor | float:
+        """What to add to the loss for a marked pass: a scalar with its graph, or 0.0."""
         return 0.0
 
     def skip(self) -> None:

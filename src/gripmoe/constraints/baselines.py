@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from gripmoe.constraints.base import RouterConstraint
-from gripmoe.constraints.original import original_values, router_states
+from gripmoe.constraints.original import original_values
 from gripmoe.geometry.routing import RoutingTrace, selection_mask
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import hooked
+from gripmoe.moe.states import router_states
 
 
 class RouterL2(RouterConstraint):
@@ -33,7 +34,7 @@ class RouterL2(RouterConstraint):
         model.freeze_router_biases()  # which the penalty does not see
         self._model, self._theta_0 = model, model.thetas()
 
-    def penalty(self, seen) -> Tensor:
+    def penalty(self, marked) -> Tensor:
         moved = []
         for layer, theta_0 in self._theta_0.items():
             distance = (self._model.theta(layer).to(theta_0.device) - theta_0).square().sum()
@@ -59,8 +60,8 @@ class GateAnchor(RouterConstraint):
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         return before_Ed if self.alone and layer != self.layer else after_Ed
 
-    def penalty(self, seen) -> Tensor:
-        gate_NE = seen.routing[self.layer].scores_NE.softmax(dim=-1)
+    def penalty(self, marked) -> Tensor:
+        gate_NE = marked.routing[self.layer].scores_NE.softmax(dim=-1)
         wanted_E = gate_NE.new_zeros(gate_NE.shape[1])
         wanted_E[self.expert] = 1
         distance = (gate_NE - wanted_E).square().sum() / max(1, len(gate_NE))  # a process may have no forget rows
@@ -94,12 +95,12 @@ class RoutingScores(RouterConstraint):
         scores = partial(router_states, field="scores_NE")
         self._scores = original_values(model, self.original, retain, scores, "original scores")
 
-    def penalty(self, seen) -> Tensor:
-        wanted_NLE = self._scores.of_counted(seen.tokens)
+    def penalty(self, marked) -> Tensor:
+        wanted_NLE = self._scores.of_counted(marked.tokens)
         distances = []
         for number, layer in enumerate(self._layers):
             wanted_NE = wanted_NLE[:, number]
-            moved = (seen.routing[layer].scores_NE - wanted_NE).square().sum() / max(1, wanted_NE.numel())
+            moved = (marked.routing[layer].scores_NE - wanted_NE).square().sum() / max(1, wanted_NE.numel())
             distances.append(moved / distributed.gathered(wanted_NE).var())
         return self.weight * torch.stack(distances).mean() * distributed.share(len(wanted_NLE))
 

@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from gripmoe.constraints.base import RouterConstraint, Seen, Tokens
+from gripmoe.constraints.base import MarkedPass, RouterConstraint, Tokens
 from gripmoe.data.batches import seems_padded
 from gripmoe.data.documents import attention_mask_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
-from gripmoe.moe.recording import hooked, places_of, routed_tokens
+from gripmoe.moe.recording import counted_tokens, hooked, places_of
 
 
 class Diverged(RuntimeError):
@@ -225,13 +225,13 @@ class ConstraintHandle:
             final_Nd = final_Td.index_select(0, places_of(keep))
             if distributed.processes() == 1 and not len(final_Nd):  # a mixed batch without a row that counts
                 return
-            seen = Seen(recorder.take(keep), final_Nd, passes[0])
-            penalty = self.constraint.penalty(seen)
+            marked = MarkedPass(recorder.take(keep), final_Nd, passes[0])
+            penalty = self.constraint.penalty(marked)
             if not math.isfinite(value := _mean(penalty)):
                 raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
             self._penalties.append(penalty)
             if kind in self.constraint.collects:
-                routing = seen.routing.items()
+                routing = marked.routing.items()
                 self._seen.append({layer: each.map(Tensor.detach) for layer, each in routing})
 
     # Hooks around the optimizer's step
@@ -363,4 +363,4 @@ def _tokens(kind: str, inputs: Mapping[str, Tensor], rows: Tensor | None) -> Tok
                 f"`rows` must be a bool tensor with an entry for each of the {len(mask)} rows, not {given}"
             )
         mask = mask * rows[:, None].to(mask)
-    return Tokens(inputs["input_ids"], mask, routed_tokens(mask))
+    return Tokens(inputs["input_ids"], mask, counted_tokens(mask))

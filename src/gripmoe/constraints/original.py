@@ -30,6 +30,7 @@ from gripmoe.io.tensorfile import tensor_file
 from gripmoe.moe import MoEModel
 from gripmoe.moe.model import Routes
 from gripmoe.moe.recording import places_of
+from gripmoe.moe.states import router_states
 
 WAIT = 5.0  # seconds between two checks of a file that another run writes
 
@@ -167,27 +168,6 @@ def documents_of(input_ids: Tensor, attention_mask: Tensor) -> list[tuple[int, .
     """The tokens of each row (or its labels), without padding."""
     rows = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
     return [tuple(compress(ids, mask)) for ids, mask in rows]
-
-
-def hidden_states(model: MoEModel, layer: int, batch: Batch) -> Tensor:
-    """Output of decoder layer `layer`, (rows, positions, d)."""
-    with model.record_hidden(layer) as outputs:
-        model.model.model(**batch.inputs)
-    return outputs[0]
-
-
-def router_states(model: MoEModel, batch: Batch, field: str) -> Tensor:
-    """`x_Nd`, `scores_NE` or `top_k_Nk` (named by `field`) of every router: (rows, positions, L, d, E or k)."""
-    with model.record_routing() as recorder:
-        model.model.model(**batch.inputs)
-        trace = recorder.take()
-    states = [getattr(trace[layer], field).unflatten(0, batch.input_ids.shape) for layer in model.layers]
-    return torch.stack(states, dim=2)
-
-
-def final_hidden_states(model: MoEModel, batch: Batch) -> Tensor:
-    """The input of the language-model head: normed hidden states, (rows, positions, d)."""
-    return model.model.model(**batch.inputs).last_hidden_state
 
 
 @dataclass(frozen=True)

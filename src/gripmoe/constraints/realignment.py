@@ -19,7 +19,7 @@ from gripmoe.geometry.realignment import Realignment, holdout_stability, realign
 from gripmoe.geometry.routing import RoutingTrace, route
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import unwrapped
-from gripmoe.moe.recording import routed_tokens
+from gripmoe.moe.recording import counted_tokens
 
 KACZMARZ_DRAWS = (1, 10, 30, 100, 300, 1000, 3000)  # the paper's limit is 100
 KACZMARZ_TOKENS = 400
@@ -61,7 +61,7 @@ def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -
             raise ValueError("`retain` holds no batches: Method B fits routers to what they saw of retain documents")
         batch = collate_inputs(batches)
         original = Original(moe.thetas(), moe.trace([batch]), batch, moe.router_biases())
-    tokens = int(routed_tokens(batch.attention_mask).sum())
+    tokens = int(counted_tokens(batch.attention_mask).sum())
     if tokens < 2:
         raise ValueError(
             f"`retain` holds {tokens} tokens that count, the first of every row aside: Method B fits to one and checks "
@@ -111,7 +111,7 @@ def _check_remembered(moe: MoEModel, original: Original) -> None:
                 f"this model has routers in layers {moe.layers}, and {what} are remembered of layers {layers}: realign "
                 "the model that was remembered"
             )
-    tokens = int(routed_tokens(original.batch.attention_mask).sum())
+    tokens = int(counted_tokens(original.batch.attention_mask).sum())
     for layer in moe.layers:
         for what, tensor, shape in (
             ("router", original.theta_0[layer], tuple(moe.theta(layer).shape)),
@@ -149,7 +149,7 @@ def realign_routers(
     """
     theta_post = model.thetas()
     realigned: dict[int, Realignment] = {}
-    keep = routed_tokens(batch.attention_mask)
+    keep = counted_tokens(batch.attention_mask)
     rows = torch.arange(len(batch.input_ids), device=keep.device)
     rows_N = rows.repeat_interleave(batch.input_ids.shape[1])[keep][:retain_tokens]
     documents_N = rows_N.unique_consecutive(return_inverse=True)[1]  # rows without a token that counts are left out

@@ -117,7 +117,7 @@ def segments_of(inputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def starts_anew(segments: Tensor, mask: Tensor) -> Tensor:
-    """Whether the next token that counts belongs to another document, (rows, positions - 1)."""
+    """Whether the next token, unless it is padding, belongs to another document, (rows, positions - 1)."""
     mask = mask.bool().to(segments.device)
     return (segments.diff(dim=-1) != 0) & mask[:, 1:] & mask[:, :-1]
 

@@ -29,7 +29,7 @@ from gripmoe.data.documents import Batch
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import adapter_parameters, unwrapped
-from gripmoe.moe.recording import routed_tokens
+from gripmoe.moe.recording import counted_tokens
 
 Data = Iterable[Batch | Mapping[str, Tensor]] | Iterable[str]  # docs/library.md lists further forms
 ALIASES = {"freeze_moe_router": "frozen_router"}
@@ -114,7 +114,7 @@ def constrain(
             )
         if method.looks_at_forget and not to_forget:
             raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
-        if method.looks_at_forget and not any(routed_tokens(batch.attention_mask).any() for batch in to_forget):
+        if method.looks_at_forget and not any(counted_tokens(batch.attention_mask).any() for batch in to_forget):
             raise ValueError("no forget token counts: padding does not, and neither does the first of each row")
         built = build(
             method,

@@ -26,7 +26,7 @@ from gripmoe.moe.families import DENSE, family_of, router_class, unfit
 from gripmoe.moe.fp32 import compute_in_fp32, release
 from gripmoe.moe.modes import evaluating
 from gripmoe.moe.placement import devices_of, place
-from gripmoe.moe.recording import RoutingRecorder, hooked, in_recomputation, place_in_graph, routed_tokens
+from gripmoe.moe.recording import RoutingRecorder, counted_tokens, hooked, in_recomputation, place_in_graph
 from gripmoe.moe.unpadded import Padding, padding_of, unpadded_passes
 
 # By layer: top_k_Tk of one forward pass, or a pair (top_k_Tk, weights_Tk).
@@ -247,7 +247,7 @@ class MoEModel:
                 nothing = False
                 inputs = as_batch(batch, self.model.device).inputs
                 self.model.model(**inputs)
-                yield recorder.take(routed_tokens(inputs["attention_mask"]))
+                yield recorder.take(counted_tokens(inputs["attention_mask"]))
         if nothing:
             raise ValueError("nothing to trace: no batches were given")
 

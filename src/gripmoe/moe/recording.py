@@ -56,7 +56,7 @@ def _rows(keep_T: Tensor, passes: Sequence[tuple[LayerRouting, Padding | None]])
     sizes = [padding.shape.numel() if padding else len(routing) for routing, padding in passes]
     chosen = []
     for keep, (_, padding) in zip(keep_T.split(sizes), passes, strict=True):
-        index = places_of(keep[padding.counted_U] if padding else keep)
+        index = places_of(keep[padding.real_U] if padding else keep)
         chosen.append(lambda values, index=index: values.index_select(0, index))
     return chosen
 
@@ -66,7 +66,7 @@ def places_of(keep_T: Tensor) -> Tensor:
     return torch.arange(len(keep_T), device=keep_T.device)[keep_T]
 
 
-def routed_tokens(attention_mask: Tensor) -> Tensor:
+def counted_tokens(attention_mask: Tensor) -> Tensor:
     """Which tokens count in a routing measure, (rows * positions,): neither padding nor the first token of a row."""
     return (attention_mask.bool() & (attention_mask.cumsum(dim=-1) > 1)).reshape(-1)
 

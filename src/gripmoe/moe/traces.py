@@ -14,13 +14,13 @@ from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import LayerRouting, SelectionRule
 from gripmoe.io.tensorfile import metadata_of, open_checked, open_tensors, tensor_file
 from gripmoe.moe.model import MoEModel
-from gripmoe.moe.recording import routed_tokens
+from gripmoe.moe.recording import counted_tokens
 
 
 def record_trace(path: Path, moe: MoEModel, batches: Sequence[Batch], metadata: Mapping[str, str]) -> int:
     """Writes the trace of `batches` (`MoEModel.trace`), with router inputs in the model's dtype, and the selection
     rules of the routers. Returns the number of tokens."""
-    tokens = sum(int(routed_tokens(batch.attention_mask).sum()) for batch in batches)
+    tokens = sum(int(counted_tokens(batch.attention_mask).sum()) for batch in batches)
     of_field = {
         "x_Nd": (moe.model.dtype, (tokens, moe.hidden_size)),
         "scores_NE": (torch.float32, (tokens, moe.num_experts)),

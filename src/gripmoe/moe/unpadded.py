@@ -1,9 +1,9 @@
 """Forward passes that compute nothing for padding.
 
-The decoder gets a padded batch as one row of the tokens that count. Attention alone pads again, since the kernels that
+The decoder gets a padded batch as one row without padding. Attention alone pads again, since the kernels that
 need no padding (flash-attention) need a GPU. Outputs are padded again too, with zeros.
 
-Shapes: T tokens of a padded batch (rows x positions), U of them that count.
+Shapes: T tokens of a padded batch (rows x positions), U of them that are not padding.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ ATTENTION = "gripmoe_unpadded"  # the name of the attention function in transfor
 
 @dataclass(frozen=True)
 class Padding:
-    """Where the tokens that count stand in a padded batch, and where in rows that are padded on the right alone."""
+    """Where the tokens that are not padding stand in a padded batch, and where in rows padded on the right alone."""
 
     shape: torch.Size  # (rows, positions)
-    counted_U: Tensor
+    real_U: Tensor
     aligned_U: Tensor
 
     @classmethod
     def of(cls, attention_mask: Tensor) -> Padding:
-        counted_U = attention_mask.flatten().nonzero().squeeze(1)
+        real_U = attention_mask.flatten().nonzero().squeeze(1)
         rank = attention_mask.cumsum(dim=1) - 1
         first = torch.arange(len(rank), device=rank.device)[:, None] * rank.shape[1]
-        return cls(rank.shape, counted_U, (first + rank).flatten()[counted_U])
+        return cls(rank.shape, real_U, (first + rank).flatten()[real_U])
 
     def added(self, tokens_U: Tensor) -> Tensor:
         """(U, ...) as (T, ...), with zeros for padding."""
-        return _spread(tokens_U, self.counted_U, self.shape)
+        return _spread(tokens_U, self.real_U, self.shape)
 
     def removed(self, tokens_T: Tensor) -> Tensor:
         """(T, ...) as (U, ...)."""
-        return tokens_T.index_select(0, self.counted_U.to(tokens_T.device))
+        return tokens_T.index_select(0, self.real_U.to(tokens_T.device))
 
     def to_rows(self, heads: Tensor) -> Tensor:
         """(1, heads, U, d) as rows padded on the right, (rows, heads, positions, d)."""
@@ -90,7 +90,7 @@ def unpadded_passes(model: nn.Module) -> Iterator[None]:
             return padded_forward(input_ids, attention_mask, *args, **kwargs)
         one_row = padding.removed(input_ids.flatten())[None]
         as_it_is = attention_mask.new_ones(1, 1, 1, 1, dtype=torch.bool)  # transformers takes a 4-D mask as prepared
-        positions_U = padding.counted_U % padding.shape[1]
+        positions_U = padding.real_U % padding.shape[1]
         kwargs |= {"position_ids": positions_U[None], "use_cache": False, "padding": padding}
         decoder.running_unpadded.append(padding)
         try:

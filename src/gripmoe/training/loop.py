@@ -79,7 +79,7 @@ def unlearn(
     scope: dict[int, list[int]] | None = None,
     replay: bool = False,
     expert_eps: EpsNullConfig | None = None,
-    corrected: Callable[[MoEModel], object] | None = None,
+    correct: Callable[[MoEModel], object] | None = None,
     state_file: Path,
     description: str = "unlearn",
 ) -> Outcome:
@@ -87,7 +87,7 @@ def unlearn(
 
     Expert blocks train, or only the experts of `scope` by layer, and routers as the constraint lets them; everything
     else is frozen. With `replay` training passes use the original model's expert sets, with live weights. With
-    `expert_eps` experts move outside the span of their retain inputs (`ExpertNullSpace`). With `corrected` (Method B,
+    `expert_eps` experts move outside the span of their retain inputs (`ExpertNullSpace`). With `correct` (Method B,
     or the original routers) the check looks at corrected routers and the model ends corrected, while training goes on
     uncorrected. Resumes from `state_file`; on CPU the result is the same to the bit as without the interruption.
 
@@ -157,7 +157,7 @@ def unlearn(
                     break
                 handle.settle()  # a run is saved and ends after a check
                 if not history or history[-1]["step"] < step:
-                    with _temporarily(model, corrected):
+                    with _corrected(model, correct):
                         scores = distributed.agreed(stop.scores(model))
                     count = sums.pop("count", 1)
                     history.append({"step": step, **scores, **{name: total / count for name, total in sums.items()}})
@@ -186,8 +186,8 @@ def unlearn(
         if held:
             projecting.remove()  # timed steps leave experts as they are, to the bit
         times = None if status == "diverged" else steps.seconds_by_turns()
-    if corrected:
-        corrected(model)
+    if correct:
+        correct(model)
     model.model.eval().requires_grad_(True)
     return Outcome(status, step, history, times, {kind: batches.size(kind) for kind in ("forget", "retain")}, tokens)
 
@@ -371,12 +371,12 @@ def _adamw(routers: list[nn.Parameter], experts: list[nn.Parameter], training: T
 
 
 @contextmanager
-def _temporarily(model: MoEModel, corrected: Callable[[MoEModel], object] | None) -> Iterator[None]:
-    if corrected is None:
+def _corrected(model: MoEModel, correct: Callable[[MoEModel], object] | None) -> Iterator[None]:
+    if correct is None:
         yield
         return
     thetas, biases = model.thetas(), model.router_biases()
-    corrected(model)
+    correct(model)
     try:
         yield
     finally:

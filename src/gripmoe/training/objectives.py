@@ -27,13 +27,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gripmoe.config.training import OBJECTIVES
-from gripmoe.constraints.original import OriginalCache, final_hidden_states, hidden_states
+from gripmoe.constraints.original import OriginalCache
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.imports import imported
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import logits_of
+from gripmoe.moe.states import final_hidden_states, hidden_states
 
 Batches = Sequence[Batch]
 EPSILON = 1e-2  # of unlikelihood: log(1 - p) of a certain token is not finite
