@@ -114,10 +114,11 @@ def restoration(
     experts: Mapping[int, Sequence[int]],
 ) -> dict[str, Scores]:
     """`recall` by metric. Original parts (experts, router, attention) in the unlearned model:
-    `restored_<part>_layer_<n>`, `restored_<part>_worst_layer` (of the layer that returns most), `restored_<part>_all`, `restored_other` (all else:
-    embeddings, head, last norm, layers without experts), `restored_single_expert` (the best of `experts`, by layer) and
-    `restored_top_experts` (all of these). Unlearned parts in the original model: `transplanted_<part>_layer_<n>`,
-    `transplanted_<part>_lowest` (of the layer that takes most) and `transplanted_other`."""
+    `restored_<part>_layer_<n>`, `restored_<part>_worst_layer` (of the layer that returns most), `restored_<part>_all`,
+    `restored_other` (all else: embeddings, head, last norm, layers without experts), `restored_single_expert` (the best
+    of `experts`, by layer) and `restored_top_experts` (all of these). Unlearned parts in the original model:
+    `transplanted_<part>_layer_<n>`, `transplanted_<part>_lowest` (of the layer that takes most) and
+    `transplanted_other`."""
     parts = parts_of_model(after)
     found = {}
     for name, source, target in (("restored", before, after), ("transplanted", after, before)):

@@ -21,7 +21,7 @@ from gripmoe.moe.modes import restored
 class RelearningAdversary:
     """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
     `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no optimizer state
-    (ours)."""
+    (ours). `weights` raises RuntimeError before the first `restart`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rate: float):
         self._parameters, self._rate = list(parameters), rate
