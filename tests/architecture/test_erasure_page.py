@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from scipy.stats import ttest_1samp
 
 from gripmoe.reporting.collect import KEYS, load_runs
-from gripmoe.reporting.erasure import attack_quality, depth_scores, strongest_attacks
+from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores, harmless, strongest_attacks
+from gripmoe.reporting.uncertainty import holm
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "erasure.md").read_text(encoding="utf-8")
+TEXT = " ".join(PAGE.split())
 RECORD = ROOT / "docs" / "record" / "erasure"
 RUNS = load_runs(RECORD / "runs.csv")
 ATTEMPTS = pd.read_csv(RECORD / "attempts.csv")
@@ -24,6 +27,9 @@ METHODS = {
     "UNDO": "undo",
     "expert null space": "expert_null_space",
 }
+
+
+OTHER_PAPERS = ["SAM", "weight distance", "RepSelect", "UNDO", "expert null space"]
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -51,17 +57,25 @@ def test_the_table_is_the_records(row):
 
 def test_paired_differences_are_the_records():
     wide = strongest_attacks(RUNS).pivot(index=["model", "objective"], columns="method", values="excess")
-    frozen = (wide.frozen_router_adversary - wide.frozen_router).dropna()
-    anchored = (wide.anchored_adversary - wide.anchored).dropna().groupby("model").mean()
-    for difference, shown in (
-        (frozen, "in the mean by 0.06 (± 0.03)"),
-        (anchored, "by 0.09 over both objectives (± 0.20, undecided)"),
-    ):
-        assert len(difference) == 3 and shown in PAGE
+    pairs = (wide.anchored_adversary - wide.anchored).dropna()
+    under_unlikelihood = wide.xs("unlikelihood", level="objective")
+    differences = {
+        "mean by {} (± {}).": wide.frozen_router - wide.frozen_router_adversary,
+        "With the anchor it falls by {} (± {}) under unlikelihood": -pairs.xs("unlikelihood", level="objective"),
+        "by {} (± {}, undecided).": -pairs.groupby("model").mean(),
+        "its excess is {} (± {}) above that of a frozen router": under_unlikelihood.anchored
+        - under_unlikelihood.frozen_router,
+    }
+    for shown, difference in differences.items():
+        difference = difference.dropna()
         half = 4.303 * difference.std() / 3**0.5
-        assert f"{half:.2f}" in shown
-    assert f"{-frozen.mean():.2f}" == "0.06" and f"{-anchored.mean():.2f}" == "0.09"
-    assert ((wide.anchored_adversary - wide.anchored) < 0).sum() == 5
+        assert len(difference) == 3
+        assert shown.format(f"{difference.mean():.2f}", f"{half:.2f}") in TEXT
+    assert f"in {(pairs < 0).sum()} of {len(pairs)} pairs" in TEXT
+    others = [wide[METHODS[label]] - wide.frozen_router for label in OTHER_PAPERS]
+    values = pd.Series([ttest_1samp(each.dropna(), 0).pvalue for each in (*differences.values(), *others)])
+    survive = values <= holm(values, 0.05)[values.index]
+    assert len(values) == 9 and survive.tolist() == [*[False] * 8, True], "that of the expert null space"
 
 
 ROUTED = load_runs(ROOT / "docs" / "record" / "routed" / "runs.csv")
@@ -101,12 +115,11 @@ def test_what_the_anchor_adds_to_relearning_is_the_records():
 
 def test_differences_of_other_papers_methods_are_the_records():
     wide = strongest_attacks(RUNS).pivot(index=["model", "objective"], columns="method", values="excess")
-    told = " ".join(PAGE.split()).partition("Five methods of other papers have no decided effect")[2].partition(". ")[0]
-    labels = ["SAM", "weight distance", "RepSelect", "UNDO", "expert null space"]
-    for label in labels:
+    told = TEXT.partition("No method of another paper lowers the excess.")[2].partition("RepSelect and the expert")[0]
+    for label in OTHER_PAPERS:
         difference = (wide[METHODS[label]] - wide.frozen_router).dropna()
         half = 4.303 * difference.std() / 3**0.5
-        assert len(difference) == 3 and half > abs(difference.mean())
+        assert len(difference) == 3 and difference.mean() > -half
         assert f"{label} {difference.mean():+.2f} (± {half:.2f})" in told
     missed = RUNS[(RUNS.metric == "reached") & (RUNS.value == 0)].groupby("method").model.nunique()
     assert (missed.repselect, missed.expert_null_space) == (2, 2)
@@ -125,7 +138,45 @@ def test_attacks_tell_models_apart_as_the_page_says():
     assert f"{one_layer[1]:.2f}" in PAGE
     assert f"{min(values[0] for values in quality.values()):.2f}" == "0.93"
     assert f"{max(values[1] for values in quality.values()):.2f}" == "0.27"
-    assert "0.93 or more under it and retrained models 0.27 or less" in " ".join(PAGE.split())
+    assert "0.93 or more under each and retrained models 0.27 or less" in TEXT
+    assert len(quality) == 14 and "**All 14 attacks are faithful.**" in TEXT
+    assert max(values[4] for values in quality.values()) < 0.025
+
+
+def test_the_table_of_attacks_is_the_records():
+    table = attack_quality(RUNS)
+    shown = ["knows", "never knew", "moves", "moves unlearned", "finds"]
+    found = [dict(zip(table.columns, cells, strict=True)) for _, cells, _ in table.rows]
+    assert [row[1:] for row in rows("What the attacks are worth")] == [[c[name].text for name in shown] for c in found]
+
+
+def test_what_harmless_finetuning_does_is_the_records():
+    wide = RUNS.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
+    wide = wide[~wide.method.isin(["original", "retrained"])]
+    raised = {name: wide[harmless(name, "finetuned")] - wide[name] for name in ATTACKS}
+    assert sum(change.mean() > 0.02 for change in raised.values()) > len(ATTACKS) / 2
+    assert f"in single runs by up to {max(change.max() for change in raised.values()):.2f}." in TEXT
+    low_rank = wide[wide.objective == "rmu"].relearned_lora_after_20.min()
+    assert f"low-rank relearning returns {low_rank:.2f} or more" in TEXT
+
+
+def test_what_is_left_of_the_attacked_anchor_is_the_records():
+    wide = RUNS.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
+    ours = wide[(wide.method == "anchored_adversary") & (wide.objective == "unlikelihood")].set_index("model")
+    retrained = wide[wide.method == "retrained"].set_index("model")
+    low_rank = [each.relearned_lora_after_20.mean() for each in (ours, retrained)]
+    told = "answers {:.2f} of the other forget questions, and the retrained models {:.2f}.".format(*low_rank)
+    assert f"`anchored_adversary` (unlikelihood) {told}" in TEXT
+    others = [
+        name for name in ATTACKS if not name.startswith(("relearned_after", "relearned_lora", "relearned_routers"))
+    ]
+    assert f"{(ours[others] - retrained[others]).max().max():.2f}" == "0.05"
+    assert f"the smallest at {unlearned_excess().min():.2f}, has an excess" in TEXT
+
+
+def unlearned_excess():
+    found = strongest_attacks(RUNS)
+    return found[found.method != "retrained"].excess
 
 
 def test_the_depths_are_what_was_measured():

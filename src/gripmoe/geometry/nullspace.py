@@ -128,22 +128,18 @@ class RetainStatistics:
 def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> RetainBasis:
     """The paper's bases (App. B.1): eigenvectors of C_j = X_j X_j^T, in the dtype of the input.
 
-    m is the largest number of tokens that an expert serves. m >= d: eigenvectors of C_j, to the letter. In fp32 their
-    noise lies near eps_null = 1e-2 (absolute), so the rank inflates where activations are large. m < d: X_j = Q R, and
-    eigenvectors of R R^T, which is smaller and has the same eigenvalues. m <= d / 4: the SVD of R, without that noise.
+    In fp32 the noise of this eigendecomposition lies near eps_null = 1e-2 (absolute), so the rank inflates where
+    activations are large. Where no expert serves more tokens than a quarter of d, the same vectors come from X_j = Q R
+    and an SVD of R, without that noise and without a d x d matrix. (Eigenvectors of the smaller R R^T would be faster,
+    but LAPACK's solver does not always converge on it.)
     """
     X_Edm = _served(x_Nd, selected_NE).transpose(1, 2)
-    size, tokens = X_Edm.shape[1:]
-    if tokens >= size:
-        eigenvalues_Er, vectors_Edr = torch.linalg.eigh(X_Edm @ X_Edm.transpose(1, 2))
-        return _padded_basis(vectors_Edr.flip(-1), eps_null.ranks(eigenvalues_Er.flip(-1)))
+    if 4 * X_Edm.shape[2] > X_Edm.shape[1]:
+        eigenvalues_Ed, vectors_Edd = torch.linalg.eigh(X_Edm @ X_Edm.transpose(1, 2))
+        return _padded_basis(vectors_Edd.flip(-1), eps_null.ranks(eigenvalues_Ed.flip(-1)))
     Q_Edm, R_Emm = torch.linalg.qr(X_Edm)
-    if 4 * tokens <= size:
-        vectors_Emm, singular_Em, _ = torch.linalg.svd(R_Emm)
-        eigenvalues_Em = singular_Em**2
-    else:
-        eigenvalues_Em, vectors_Emm = (each.flip(-1) for each in torch.linalg.eigh(R_Emm @ R_Emm.transpose(1, 2)))
-    return _padded_basis(Q_Edm @ vectors_Emm, eps_null.ranks(eigenvalues_Em))
+    vectors_Emm, singular_Em, _ = torch.linalg.svd(R_Emm)
+    return _padded_basis(Q_Edm @ vectors_Emm, eps_null.ranks(singular_Em**2))
 
 
 def extended(basis: RetainBasis, x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> RetainBasis:

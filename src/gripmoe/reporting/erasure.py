@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from math import nan
 
 import matplotlib.pyplot as plt
@@ -30,6 +31,7 @@ ATTACKS = (
     "relearned_from_unrelated_after_20",
 )
 HARMLESS = ("rounded", "finetuned")  # changes of a model that should not matter to an attack (attacks/harmless.py)
+BESIDE = ("left", (5, 4)), ("right", (-5, -9)), ("left", (5, -9)), ("right", (-5, 4))  # labels of points, in points
 COLUMNS = ("forget_accuracy", "retain_accuracy", "tokens", "attack", "excess")
 LEAST_DROP = 0.05  # of accuracy, on the retrained model's states after a layer that counts
 MARGIN = 0.05  # above the retrained model: a method that stays below has erased, as far as these attacks tell
@@ -129,10 +131,9 @@ def erasure_frontier(strongest: pd.DataFrame) -> plt.Figure:
                 for points, part in ((of_method, {"markersize": 2.5, "alpha": 0.5}), (means, {"markersize": 6})):
                     axes.plot(points.excess, scale * points[measure], linestyle="", **{**look, **part})
                 if len(means) > 1:
-                    for place, (objective, mean) in enumerate(means.iterrows()):
+                    for (objective, mean), (side, offset) in zip(means.iterrows(), cycle(BESIDE), strict=False):
                         label, at = names.objective_label(objective), (mean.excess, scale * mean[measure])
-                        offset = (5, 4 - 11 * place)  # in points
-                        axes.annotate(label, at, offset, textcoords="offset points", fontsize=6)
+                        axes.annotate(label, at, offset, textcoords="offset points", fontsize=6, ha=side)
             axes.set(xlabel="excess under the strongest attack", ylabel=text)
             axes.set_xlim(left=min(-0.02, strongest.excess.min() - 0.02))
         for method in names.ordered(set(strongest.method)):
