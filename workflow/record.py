@@ -168,7 +168,8 @@ def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
 
 def _shown() -> set[str]:
     named = [name for name in TABLES if not name.endswith("paired_tests") and name != "attack_quality"]
-    of_changed = {harmless(attack, change) for attack in ATTACKS for change in HARMLESS}
+    judged = (*ATTACKS, "restored_experts_worst_layer")
+    of_changed = {harmless(attack, change) for attack in judged for change in HARMLESS}
     return OF_MARKS | set(ATTACKS) | of_changed | {claim["metric"] for claim in load_claims().values()} | {
         metric for name in named for metric in specification(name)["measured"]
     }  # fmt: skip

@@ -171,7 +171,7 @@ def test_what_is_left_of_the_attacked_anchor_is_the_records():
         name for name in ATTACKS if not name.startswith(("relearned_after", "relearned_lora", "relearned_routers"))
     ]
     assert f"{(ours[others] - retrained[others]).max().max():.2f}" == "0.05"
-    assert f"the smallest at {unlearned_excess().min():.2f}, has an excess" in TEXT
+    assert f"the smallest is {unlearned_excess().min():.2f}." in TEXT
 
 
 def unlearned_excess():
