@@ -158,8 +158,8 @@ class ConstraintHandle:
 
     def close(self) -> None:
         """Removes all hooks from model and optimizer, and undoes what `on_close` has registered, such as frozen routers
-        of `gripmoe.constrain`. Routers that were in
-        lower precision stay in fp32, because rounding would undo part of the constraint. May be called twice."""
+        of `gripmoe.constrain`. Routers that were in lower precision stay in fp32, because rounding would undo part of
+        the constraint. May be called twice."""
         try:
             if self._waiting and not layers_not_finite(self.model):
                 self.settle()
