@@ -496,7 +496,7 @@ def test_method_b_that_fails_leaves_the_biases_of_routers_as_they_were(monkeypat
 def test_a_correction_during_a_check_leaves_the_biases_as_they_train():
     moe, original = with_other_biases()
     before = moe.router_biases()
-    with loop._temporarily(moe, lambda moe: CORRECTIONS["restore_router"](moe, original)):
+    with loop._corrected(moe, lambda moe: CORRECTIONS["restore_router"](moe, original)):
         within = moe.router_biases()
     for layer, named in moe.router_biases().items():
         assert torch.equal(named["bias"], before[layer]["bias"])
