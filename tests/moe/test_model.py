@@ -43,7 +43,7 @@ def test_routes_that_could_not_be_given_are_asked_for_again(moe, batch):
         assert torch.equal(logits(moe, batch), forced) and not torch.equal(forced, free)
 
 
-def test_routed_tokens_by_hand():
+def test_counted_tokens_by_hand():
     mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
     assert counted_tokens(mask).tolist() == [False, True, True, False, False, False, True, True]
 
