@@ -56,8 +56,9 @@ def _rows(keep_T: Tensor, passes: Sequence[tuple[LayerRouting, Padding | None]])
     sizes = [padding.shape.numel() if padding else len(routing) for routing, padding in passes]
     chosen = []
     for keep, (_, padding) in zip(keep_T.split(sizes), passes, strict=True):
-        index = places_of(keep[padding.real_U] if padding else keep)
-        chosen.append(lambda values, index=index: values.index_select(0, index))
+        # The loop's mask may be on another device than the pass, as under accelerate.
+        index = places_of(keep[padding.real_U.to(keep.device)] if padding else keep)
+        chosen.append(lambda values, index=index: values.index_select(0, index.to(values.device)))
     return chosen
 
 
