@@ -53,6 +53,7 @@ CASES = {
     "attacked": Method(constraint="none"),
     "sam": Method(constraint="none"),
     "repselect": Method(constraint="none"),
+    "mudman": Method(constraint="none"),
     "weight_distance": Method(constraint="none"),
 }
 CHANGES = {
@@ -66,6 +67,7 @@ CHANGES = {
     "sam": {"sharpness_radius": 0.05},
     # What is left of a gradient of few tokens is near zero, of which AdamW makes whole steps.
     "repselect": {"dropped_components": 2, "adam_epsilon": 1e-5},
+    "mudman": {"disruption_mask": True, "adam_epsilon": 1e-5},
     "weight_distance": {"distance_weight": 0.5},
 }
 OBJECTIVES = {

@@ -10,6 +10,7 @@ unlearned model's.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -18,11 +19,14 @@ from tqdm import tqdm
 from gripmoe.attacks.base import SAMPLE, Letters, mean
 from gripmoe.attacks.restoration import read_above
 from gripmoe.config.grid import Project
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_text
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS
+
+CONFIG = Path(__file__).parent / "config"
 
 
 def weights_of(project: Project, results: Path, key: tuple) -> Path:
@@ -31,6 +35,19 @@ def weights_of(project: Project, results: Path, key: tuple) -> Path:
         name = model if method == "original" else project.models[model].retrained
         return results / "models" / name / "weights"
     return results.joinpath(*map(str, key), "weights")
+
+
+def runs_with_weights(config: Path, worlds: Sequence[str], results: Path) -> dict[tuple, tuple]:
+    """By key, the arguments of `measure` for each run of letter questions whose weights are there. Raises ConfigError
+    without such runs."""
+    found = {}
+    for project in (Project(config, world) for world in worlds):
+        letters = [key for key in map(tuple, project.run_keys()) if not project.benchmarks[key[1]].is_news]
+        found |= {key: (project, results, key, weights_of(project, results, key)) for key in letters}
+    there = {key: run for key, run in found.items() if run[-1].exists()}
+    if not there:
+        raise ConfigError(f"no run of {', '.join(worlds)} has weights in {results}; snakemake makes them")
+    return there
 
 
 def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[dict]:
@@ -50,22 +67,13 @@ def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", nargs="+", default=["record_main"])
-    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "config")
+    parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--results", type=Path, default=Path("results/tiny"))
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    runs = {}
-    for project in (Project(args.config, world) for world in args.worlds):
-        letters = [key for key in map(tuple, project.run_keys()) if not project.benchmarks[key[1]].is_news]
-        runs |= {key: (project, weights_of(project, args.results, key)) for key in letters}
-    there = {key: run for key, run in runs.items() if run[1].exists()}
-    if not there:
-        parser.error(
-            f"--results: no run of {', '.join(args.worlds)} has weights in {args.results}; snakemake makes them"
-        )
     rows = []
-    for key, (project, weights) in tqdm(there.items(), unit="run"):
-        rows += measure(project, args.results, key, weights)
+    for run in tqdm(runs_with_weights(args.config, args.worlds, args.results).values(), unit="run"):
+        rows += measure(*run)
     write_text(args.output, pd.DataFrame(rows).to_csv(index=False, float_format="%.6g"))
 
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from gripmoe.cli.main import main as cli
 from gripmoe.config.grid import Project
+from gripmoe.config.world import Run
 from gripmoe.io.files import read_json, read_yaml, write_yaml
 
 CONFIG = Path(__file__).parent / "config"
@@ -35,35 +36,48 @@ def trial(
     project: Project, results: Path, model: str, benchmark: str, objective: str, method: str, seed: int, change: dict
 ) -> dict:
     """Dev scores of one setting: `change` changes Training and the objective's own settings."""
-    run = project.run(model, benchmark, objective, method, seed)
-    settings = run.training.model_dump()
-    for key, value in change.items():
-        (settings if key in settings else settings["objective"])[key] = value
-    run = run.model_copy(update={"training": type(run.training)(**settings)})
-    setting = "_".join(f"{key}-{value}" for key, value in change.items())
+    run = changed(project.run(model, benchmark, objective, method, seed), change)
+    setting = named(change)
     folder = results / "tuning" / model / benchmark / objective / method / setting / str(seed)
-    recorded = results / model / benchmark
-    files = {
-        "model": results / "models" / model / "model.json",
-        "trace": recorded / "routing.safetensors",
-        "forget-trace": recorded / "routing_forget.safetensors",
-    }
-    asked = run.model_dump(mode="json")
-    if not (folder / "checkpoint.json").exists() or read_yaml(folder / "run.yaml") != asked:
-        (folder / "checkpoint.json").unlink(missing_ok=True)
-        write_yaml(folder / "run.yaml", asked)
-        made = {}
-        if run.method.has_bases:
-            made["bases"], axes = folder / "bases.safetensors", run.method.model_dump_json()
-            command("fit-basis", **files, settings=axes, digest=folder / "bases.json", output=made["bases"])
-        if retrained := project.models[model].retrained:
-            made["retrained"] = results / "models" / retrained / "model.json"
-        data, output = results / "data" / benchmark, folder / "checkpoint.json"
-        command("unlearn", **files, **made, run=folder / "run.yaml", data=data, output=output)
+    train(project, results, run, folder)
     last, outcome = read_json(folder / "history.json")[-1], read_json(folder / "checkpoint.json")
     scores = {key: last[key] for key in SCORES if key in last}
     tried = {"model": model, "objective": objective, "method": method, "setting": setting, "seed": seed}
     return {**tried, **scores, "status": outcome["status"], "steps": outcome["steps"]}
+
+
+def changed(run: Run, change: dict) -> Run:
+    settings = run.training.model_dump()
+    for key, value in change.items():
+        (settings if key in settings else settings["objective"])[key] = value
+    return run.model_copy(update={"training": type(run.training)(**settings)})
+
+
+def named(change: dict) -> str:
+    return "_".join(f"{key}-{value}" for key, value in change.items())
+
+
+def train(project: Project, results: Path, run: Run, folder: Path) -> None:
+    """Unlearns in a folder, unless this very run has ended there."""
+    recorded = results / run.model / run.benchmark_name
+    files = {
+        "model": results / "models" / run.model / "model.json",
+        "trace": recorded / "routing.safetensors",
+        "forget-trace": recorded / "routing_forget.safetensors",
+    }
+    asked = run.model_dump(mode="json")
+    if (folder / "checkpoint.json").exists() and read_yaml(folder / "run.yaml") == asked:
+        return
+    (folder / "checkpoint.json").unlink(missing_ok=True)
+    write_yaml(folder / "run.yaml", asked)
+    made = {}
+    if run.method.has_bases:
+        made["bases"], axes = folder / "bases.safetensors", run.method.model_dump_json()
+        command("fit-basis", **files, settings=axes, digest=folder / "bases.json", output=made["bases"])
+    if retrained := project.models[run.model].retrained:
+        made["retrained"] = results / "models" / retrained / "model.json"
+    data, output = results / "data" / run.benchmark_name, folder / "checkpoint.json"
+    command("unlearn", **files, **made, run=folder / "run.yaml", data=data, output=output)
 
 
 def chosen(table: pd.DataFrame, score: str) -> pd.Series:

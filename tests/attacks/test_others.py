@@ -33,6 +33,7 @@ from gripmoe.attacks.restoration import (
     replaced,
     restoration,
     restored_experts,
+    without_expert,
 )
 from gripmoe.attacks.routers import noisy, widened
 from gripmoe.config.training import Relearning
@@ -136,6 +137,17 @@ def test_single_experts_come_back_and_go(setting):
             same = [e for e in range(after.num_experts) if torch.equal(original[e], current[e])]
             assert same == [2]
     assert weights_digest(after.model) == own
+
+
+def test_an_expert_is_silenced_and_comes_back(setting):
+    _, model, _, _ = setting
+    x_Nd = torch.randn(5, model.hidden_size, generator=torch.Generator().manual_seed(0))
+    own = [model.expert_output(1, expert, x_Nd) for expert in range(model.num_experts)]
+    with without_expert(model, 1, 3):
+        silent = [model.expert_output(1, expert, x_Nd) for expert in range(model.num_experts)]
+    assert not silent[3].any() and own[3].any()
+    assert all(torch.equal(a, b) for number, (a, b) in enumerate(zip(own, silent, strict=True)) if number != 3)
+    assert torch.equal(model.expert_output(1, 3, x_Nd), own[3])
 
 
 def test_most_used_experts_are_those_of_the_prompts(setting, tokenizer):

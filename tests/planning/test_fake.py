@@ -10,14 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gripmoe.config.grid import Project
 from gripmoe.config.training import Training
-from gripmoe.constraints.build import build
+from gripmoe.constraints.build import build, held_bytes
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.planning import Costs, Step, fake
 from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, layers_of, measure
-from gripmoe.training.loop import held_bytes
 
 PAPER = Project(Path(__file__).parents[2] / "workflow" / "config", "paper")
 PUBLISHED = {  # as their config.json have them
@@ -136,7 +135,7 @@ def test_one_step_of_an_attacked_method_can_be_planned(tmp_path):
     assert Training(**question["training"]).adversary_steps == 2
 
 
-@pytest.mark.parametrize("name", ["frozen_router_adversary", "repselect", "weight_distance"])
+@pytest.mark.parametrize("name", ["frozen_router_adversary", "repselect", "mudman", "weight_distance"])
 def test_what_becomes_of_the_forget_gradient_costs(name):
     """The control: none of it is free of operations, or of memory."""
     changes = PAPER.methods[name].training

@@ -9,18 +9,20 @@ from conftest import random_batch, small_model
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.training import Training
 from gripmoe.constraints.base import FrozenRouter, Unconstrained
+from gripmoe.data.documents import collate
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.training.adversary import uphill
-from gripmoe.training.forget_gradient import ComponentFilter, WeightDistance
+from gripmoe.training.forget_gradient import ComponentFilter, WeightDistance, disruption_masked
 from gripmoe.training.objectives import GradientDifference, cross_entropy
 from training.test_adversary import Asked, experts_of
-from training.test_loop import TRAINING, run
+from training.test_loop import CORPORA, TRAINING, Watched, run
 
 BASELINES = {
     "sam": {"sharpness_radius": 0.05},
     "repselect": {"dropped_components": 2},
+    "mudman": {"disruption_mask": True, "adversary_steps": 1, "adversary_restart": 2},
     "weight_distance": {"distance_weight": 0.5},
 }
 
@@ -150,6 +152,32 @@ def test_the_distance_is_rewarded(tmp_path):
         _, outcome = run(tmp_path / f"{weight}.pt", training=training, constraint=FrozenRouter())
         ends.append(outcome.history[-1]["weight_distance"])
     assert ends[1] > 1.1 * ends[0] > 0
+
+
+def test_elements_that_disrupt_what_is_retained_are_masked():
+    """Those whose sign the retain gradient does not share. A weight that the retain loss does not reach stays."""
+    weight, other, untrained = (torch.nn.Parameter(torch.zeros(4)) for _ in range(3))
+    weight.grad, other.grad = torch.tensor([1.0, 1.0, -2.0, 3.0]), torch.ones(4)
+    with disruption_masked([weight, other, untrained]):
+        weight.grad = torch.tensor([0.5, -0.5, -0.5, 0.0])
+    assert weight.grad.tolist() == [1.5, -0.5, -2.5, 0.0]
+    assert other.grad is None and untrained.grad is None
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_a_masked_step_does_not_disrupt_what_is_retained(tmp_path, mask):
+    """A forget loss that falls as the retain loss rises decides a step; with the mask the retain loss does."""
+
+    class Opposed(Watched):
+        def forget_loss(self, model, _):
+            return -cross_entropy(model, collate(CORPORA.retain, 0))
+
+    once = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1, "weight_decay": 0.0}
+    training = changed(disruption_mask=mask, betas=(0.0, 0.0), learning_rate=1e-4, alpha_multiplier=1e-3, **once)
+    moe, _ = run(tmp_path / "s.pt", training=training, constraint=FrozenRouter(), objective=(asked := Opposed()))
+    batch, start = asked.retain[0], MoEModel(small_model())
+    before, after = (cross_entropy(each, batch).item() for each in (start, moe))
+    assert (after < before) == mask
 
 
 @pytest.mark.parametrize("name", BASELINES)

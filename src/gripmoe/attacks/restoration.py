@@ -169,6 +169,13 @@ def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Se
         yield
 
 
+@contextmanager
+def without_expert(model: MoEModel, layer: int, expert: int) -> Iterator[None]:
+    """Within the block the expert's output is zero. Routers still select it."""
+    with replaced([(weight.detach()[expert], weight.new_zeros(())) for weight in model.expert_parameters(layer)]):
+        yield
+
+
 def pairs_of(
     before: MoEModel, after: MoEModel, layers: Sequence[int], parts: Sequence[str]
 ) -> list[tuple[Tensor, Tensor]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from gripmoe.attacks.base import Letters, NewsItems, by_item
 from gripmoe.attacks.run import attacks_on, run_attacks
 from gripmoe.cli import options
-from gripmoe.cli.common import identity_of, provenance_of, run_and_benchmark
-from gripmoe.config.provenance import recorded
+from gripmoe.cli.common import identity_of, run_and_benchmark
+from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.training import Relearning
 from gripmoe.evaluation.metrics import load_answers

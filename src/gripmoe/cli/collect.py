@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from gripmoe.cli.common import provenance_of
 from gripmoe.cli.options import OutputFile, read_file, written_file
-from gripmoe.config.provenance import recorded
+from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.io.files import read_json, write_json
 from gripmoe.reporting.collect import collect_runs, computed_with
 

@@ -20,11 +20,6 @@ from gripmoe.io.files import file_digest
 BY_TORCHRUN = "TORCHELASTIC_RUN_ID"  # torchrun alone sets this variable; batch scripts export WORLD_SIZE too
 
 
-def provenance_of(output: Path) -> Path:
-    """The provenance file of an output."""
-    return output.with_name(f"{output.stem}.provenance.json")
-
-
 def run_and_benchmark(run_file: Path, benchmark_settings: str) -> tuple[Run, Benchmark]:
     """The run of --run and the benchmark of --benchmark. Raises ConfigError if their tasks differ."""
     run, benchmark = load_run(run_file), parse_settings(Benchmark, benchmark_settings, "--benchmark")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gripmoe.cli import options
-from gripmoe.cli.common import provenance_of
-from gripmoe.config.provenance import recorded
+from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.config.world import load_run
 from gripmoe.data.corpora import load_corpus
 from gripmoe.io.errors import ConfigError

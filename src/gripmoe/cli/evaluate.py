@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from gripmoe.cli import options
-from gripmoe.cli.common import provenance_of, run_and_benchmark
+from gripmoe.cli.common import run_and_benchmark
 from gripmoe.config.benchmarks import Benchmark
-from gripmoe.config.provenance import recorded
+from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.evaluation.letters import letter_metrics
 from gripmoe.evaluation.metrics import own_metrics
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores, privacy_leakage

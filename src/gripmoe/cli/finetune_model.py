@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from gripmoe.cli import options
-from gripmoe.cli.common import identity_of, provenance_of, start_together, training_together
+from gripmoe.cli.common import identity_of, start_together, training_together
 from gripmoe.config.benchmarks import Task
 from gripmoe.config.models import FinetunedModel
+from gripmoe.config.provenance import provenance_of
 from gripmoe.config.reading import parse_settings
 from gripmoe.data.corpora import load_corpus
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from gripmoe.cli import options
-from gripmoe.cli.common import provenance_of
 from gripmoe.config.methods import Method
-from gripmoe.config.provenance import recorded
+from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.constraints.null_space import constrained_trace, fit_bases
 from gripmoe.io.files import file_digest, read_json, remove_halves, write_json

@@ -9,8 +9,7 @@ import typer
 
 from gripmoe.auditing import models
 from gripmoe.cli import options
-from gripmoe.cli.common import provenance_of
-from gripmoe.config.provenance import recorded
+from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.io.files import write_json
 from gripmoe.io.locks import exclusive
 from gripmoe.moe.storage import save_model

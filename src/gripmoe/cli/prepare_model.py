@@ -8,10 +8,10 @@ import torch
 import typer
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from gripmoe.cli.common import identity_of, provenance_of
+from gripmoe.cli.common import identity_of
 from gripmoe.cli.options import BaseFile, OutputFile, Settings
 from gripmoe.config.models import ModelConfig
-from gripmoe.config.provenance import recorded
+from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_json

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 from gripmoe.cli import options
-from gripmoe.cli.common import provenance_of
 from gripmoe.config.benchmarks import Task
-from gripmoe.config.provenance import recorded
+from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.io.files import file_digest, read_json, remove_halves, write_json

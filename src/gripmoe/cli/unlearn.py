@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from gripmoe.cli import options
-from gripmoe.cli.common import identity_of, provenance_of, start_together, training_together
+from gripmoe.cli.common import identity_of, start_together, training_together
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.provenance import entry_of
+from gripmoe.config.provenance import entry_of, provenance_of
 from gripmoe.config.world import load_run
-from gripmoe.constraints.build import build
+from gripmoe.constraints.build import build, held_bytes
 from gripmoe.constraints.original import OriginalStore
 from gripmoe.constraints.realignment import make_correction
 from gripmoe.data.corpora import Corpora, load_corpus
@@ -26,7 +26,6 @@ from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.moe.traces import StoredTrace
 from gripmoe.training.checkpoint import claim_state, remove_state
-from gripmoe.training.loop import held_bytes
 from gripmoe.training.loop import unlearn as run_unlearning
 from gripmoe.training.objectives import make_objective
 

@@ -18,6 +18,11 @@ from gripmoe.io.files import read_json, write_json
 PACKAGES = ("gripmoe", "torch", "transformers", "lm_eval", "datasets", "numpy", "snakemake")
 
 
+def provenance_of(output: Path) -> Path:
+    """The provenance file of an output."""
+    return output.with_name(f"{output.stem}.provenance.json")
+
+
 @contextmanager
 def recorded(path: Path, step: Callable, states: str = "state*.pt") -> Iterator[None]:
     """Writes a provenance record of `step`, the function around the block, if the block ends without an error. A step

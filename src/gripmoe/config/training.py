@@ -71,7 +71,7 @@ class Training(Strict):
 
     learning_rate: PositiveFloat  # constant over the run
     router_multiplier: NonNegative  # learning rate of the routers, as a multiple
-    betas: tuple[Fraction, Fraction]  # of AdamW
+    betas: tuple[Fraction, Fraction]  # of AdamW; [0, 0] makes it step by the sign of each gradient
     adam_epsilon: PositiveFloat  # of AdamW
     optimizer: Optimizer = "adamw"  # 8-bit states with stochastic rounding, or fp32 states, for bf16 weights
     weight_decay: NonNegative  # of all parameters but the routers
@@ -95,6 +95,7 @@ class Training(Strict):
     adversary_rate: PositiveFloat = 1.0  # by which multiple of the learning rate a step of the attacker moves a weight
     adversary_restart: PositiveInt = 10  # steps after which the attacker starts from the model again
     sharpness_radius: NonNegative = 0.0  # SAM's rho: how far up the forget loss its gradient is taken; 0: not moved
+    disruption_mask: bool = False  # MUDMAN: a forget gradient counts only where the retain gradient has its sign
     dropped_components: Annotated[int, Field(ge=0)] = 0  # RepSelect: that each expert's forget gradient loses
     distance_weight: NonNegative = 0.0  # of the relative distance from the original weights, which the loss rewards
 

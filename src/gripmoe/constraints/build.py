@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from gripmoe.config.methods import Method
 from gripmoe.constraints.anchor import Anchored
 from gripmoe.constraints.base import FrozenRouter, RouterConstraint, Unconstrained
@@ -12,6 +14,7 @@ from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores, a
 from gripmoe.constraints.null_space import constrained_trace, null_space_of
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import RoutingTrace
+from gripmoe.moe import MoEModel
 
 
 @dataclass(frozen=True)
@@ -54,3 +57,23 @@ def build(
         trace = constrained_trace(method, retain, forget)
         return Built(null_space_of(method, trace, bases(trace), seed), scope)
     return Built(FrozenRouter() if method.constraint == "frozen" else Unconstrained(), scope)
+
+
+def held_bytes(thing: object) -> int:
+    """Bytes of the tensors that an object keeps in memory, itself or in its parts; shared storage counts once."""
+    storages: dict[int, int] = {}
+    waiting, known = [thing], set()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in known:
+            continue
+        known.add(id(item))
+        if isinstance(item, torch.Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, (list, tuple)):
+            waiting += item
+        elif type(item).__module__.startswith("gripmoe.") and not isinstance(item, MoEModel):
+            waiting += vars(item).values()
+    return sum(storages.values())

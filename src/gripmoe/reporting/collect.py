@@ -11,7 +11,7 @@ from statistics import fmean
 
 import pandas as pd
 
-from gripmoe.config.provenance import step_seconds
+from gripmoe.config.provenance import provenance_of, step_seconds
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_csv, read_json, read_yaml, write_text
 from gripmoe.reporting import names
@@ -225,7 +225,7 @@ def computed_with(folders: Sequence[Path]) -> dict[str, list[str]]:
 
 def _seconds(output: Path) -> float:
     """Seconds of the step that wrote `output`."""
-    record = output.with_name(f"{output.stem}.provenance.json")
+    record = provenance_of(output)
     return read_json(record)["seconds"] if record.exists() else float("nan")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import cycle
+from itertools import product
 from math import nan
 
 import matplotlib.pyplot as plt
@@ -10,7 +10,7 @@ import pandas as pd
 
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS
-from gripmoe.reporting.figures import house_style, legend_below
+from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below
 from gripmoe.reporting.tables import Cell, Table
 
 # Without attacks that put original experts back: those bring facts even to a model that never knew them.
@@ -31,7 +31,6 @@ ATTACKS = (
     "relearned_from_unrelated_after_20",
 )
 HARMLESS = ("rounded", "finetuned")  # changes of a model that should not matter to an attack (attacks/harmless.py)
-BESIDE = ("left", (5, 4)), ("right", (-5, -9)), ("left", (5, -9)), ("right", (-5, 4))  # labels of points, in points
 COLUMNS = ("forget_accuracy", "retain_accuracy", "tokens", "attack", "excess")
 LEAST_DROP = 0.05  # of accuracy, on the retrained model's states after a layer that counts
 MARGIN = 0.05  # above the retrained model: a method that stays below has erased, as far as these attacks tell
@@ -116,28 +115,38 @@ def harmless(metric: str, change: str) -> str:
 
 
 def erasure_frontier(strongest: pd.DataFrame) -> plt.Figure:
-    """Two panels over the excess of `strongest_attacks`: retain accuracy, and tokens of training. A small point is a
-    run, a large one the mean of a method under one objective; the band is MARGIN."""
+    """Panels over the excess of `strongest_attacks`: retain accuracy, and below it the tokens of training; a column for
+    each objective, with the retrained models in each. A small point is a run, a large one the mean of a method; the
+    band is MARGIN."""
+    unlearned = strongest[strongest.method != "retrained"]
+    objectives, measures = names.objectives_of(unlearned), ("retain_accuracy", "tokens")
+    widths = [unlearned[unlearned.objective == objective].method.nunique() ** 0.5 for objective in objectives]
     with house_style():
-        figure, panels = plt.subplots(1, 2, figsize=(5.5, 2.4))
-        for axes, measure, text in zip(
-            panels, ("retain_accuracy", "tokens"), ("retain accuracy", "tokens of training, thousands"), strict=True
-        ):
-            scale = 1e-3 if measure == "tokens" else 1.0
+        figure, rows = plt.subplots(
+            2,
+            len(objectives),
+            figsize=(PAPER_WIDTH, 3.6),
+            width_ratios=widths,
+            sharex=True,
+            sharey="row",
+            squeeze=False,
+        )
+        for (number, objective), row in product(enumerate(objectives), range(2)):
+            axes, measure = rows[row][number], measures[row]
+            shown = strongest[(strongest.objective == objective) | (strongest.method == "retrained")]
+            scale = 1e-6 if measure == "tokens" else 1.0
             axes.axvspan(-0.1, MARGIN, color="0.92", linewidth=0, zorder=0)
-            for method in names.ordered(set(strongest.method)):
-                of_method, look = strongest[strongest.method == method], names.look_of(method)
-                means = of_method.groupby("objective")[["excess", measure]].mean()
-                for points, part in ((of_method, {"markersize": 2.5, "alpha": 0.5}), (means, {"markersize": 6})):
-                    axes.plot(points.excess, scale * points[measure], linestyle="", **{**look, **part})
-                if len(means) > 1:
-                    for (objective, mean), (side, offset) in zip(means.iterrows(), cycle(BESIDE), strict=False):
-                        label, at = names.objective_label(objective), (mean.excess, scale * mean[measure])
-                        axes.annotate(label, at, offset, textcoords="offset points", fontsize=6, ha=side)
-            axes.set(xlabel="excess under the strongest attack", ylabel=text)
-            axes.set_xlim(left=min(-0.02, strongest.excess.min() - 0.02))
+            for method in names.ordered(set(shown.method)):
+                runs, look = shown[shown.method == method], names.look_of(method)
+                for points, part in ((runs, {"markersize": 2.5, "alpha": 0.5}), (runs[["excess", measure]].mean(), {})):
+                    axes.plot(points.excess, scale * points[measure], linestyle="", **{"markersize": 6, **look, **part})
+            axes.set_title(names.objective_label(objective) if row == 0 else "")
+            axes.set_xlabel("excess" if row else "")
+        rows[0][0].set_xlim(min(-0.02, strongest.excess.min() - 0.02), strongest.excess.max() + 0.02)
+        rows[0][0].set_ylabel("retain accuracy")
+        rows[1][0].set_ylabel("million tokens")
         for method in names.ordered(set(strongest.method)):
-            panels[0].plot([], [], linestyle="", label=names.method_label(method), **names.look_of(method))
-        panels[0].plot([], [], color="0.88", linewidth=5, label=f"at most {MARGIN} above the retrained model")
-        legend_below(figure, panels[0])
+            rows[0][0].plot([], [], linestyle="", label=names.method_label(method), **names.look_of(method))
+        rows[0][0].plot([], [], color="0.88", linewidth=5, label=f"at most {MARGIN} above the retrained model")
+        legend_below(figure, rows[0][0])
     return figure

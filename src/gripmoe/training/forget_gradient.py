@@ -1,11 +1,12 @@
-"""What baselines against relearning make of the forget gradient, before the retain gradient is added to it.
+"""What baselines against relearning make of the forget gradient, before it and the retain gradient are added.
 
 E experts, whose matrices are (m, n).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -69,6 +70,20 @@ class WeightDistance:
             if distances[-1]:
                 parameter.grad.sub_(moved, alpha=self._weight / (len(trained) * length * scale))
         return {"weight_distance": sum(distances) / max(1, len(distances))}
+
+
+@contextmanager
+def disruption_masked(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """MUDMAN's masks (Sondej et al. 2025): around the pass of the retain loss, before which `parameters` have the
+    gradient of the forget loss. On exit they have the sum of both, but for the elements of the forget gradient whose
+    sign differs from the retain gradient's: unlearning changes no weight in a direction that raises the retain loss."""
+    of_forget = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in of_forget:
+        parameter.grad = None
+    yield
+    for parameter, gradient in of_forget:
+        if parameter.grad is not None:
+            parameter.grad.add_(gradient * (gradient.sign() == parameter.grad.sign()))
 
 
 def forget_gradient_edits(parameters: Sequence[nn.Parameter], training: Training) -> list[ForgetGradientEdit]:

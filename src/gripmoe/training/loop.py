@@ -33,7 +33,7 @@ from gripmoe.moe.fp8 import expert_precision, linear_precision
 from gripmoe.moe.modes import checkpointing, restored
 from gripmoe.training.adversary import RelearningAdversary, uphill
 from gripmoe.training.checkpoint import load_state, save_state
-from gripmoe.training.forget_gradient import ForgetGradientEdit, forget_gradient_edits
+from gripmoe.training.forget_gradient import ForgetGradientEdit, disruption_masked, forget_gradient_edits
 from gripmoe.training.objectives import Objective, cross_entropy
 from gripmoe.training.optimizers import make_adamw, rate_zero
 from gripmoe.training.step_batches import StepBatches
@@ -222,7 +222,9 @@ class _Steps:
             with self._elsewhere(step) as relearned:
                 forget_loss = self._backward("forget", self.objective.forget_loss, step, 1.0)
             edited = {name: number for edit in self.forget_edits for name, number in edit().items()}
-            retain_loss = self._backward("retain", self.objective.retain_loss, step, alpha)
+            masked = self.training.disruption_mask
+            with disruption_masked(self.routers + self.experts) if masked else nullcontext():
+                retain_loss = self._backward("retain", self.objective.retain_loss, step, alpha)
             losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **self.objective.monitor}
             losses |= relearned | edited
             losses = {name: distributed.average(loss) for name, loss in losses.items()}
@@ -314,26 +316,6 @@ class _Steps:
         started = now()
         # None for a step that diverges: a rate of zero does not keep what is not finite out of the weights
         return None if self.take(step=0) is None else now() - started
-
-
-def held_bytes(thing: object) -> int:
-    """Bytes of the tensors that an object keeps in memory, itself or in its parts; shared storage counts once."""
-    storages: dict[int, int] = {}
-    waiting, known = [thing], set()
-    while waiting:
-        item = waiting.pop()
-        if id(item) in known:
-            continue
-        known.add(id(item))
-        if isinstance(item, torch.Tensor):
-            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
-        elif isinstance(item, dict):
-            waiting += item.values()
-        elif isinstance(item, (list, tuple)):
-            waiting += item
-        elif type(item).__module__.startswith("gripmoe.") and not isinstance(item, MoEModel):
-            waiting += vars(item).values()
-    return sum(storages.values())
 
 
 def _trained_layers(model: MoEModel, last_layer: int | None, count: int | None) -> list[int]:

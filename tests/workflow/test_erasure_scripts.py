@@ -1,0 +1,75 @@
+"""The scripts behind docs/erasure.md: settings against relearning, and what each expert contributes."""
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from conftest import small_model
+from gripmoe.config.grid import Project
+from gripmoe.io.files import write_json, write_jsonl
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import save_model
+from gripmoe.worlds.benchmark import question_rows, wmdp_files
+
+WORKFLOW = Path(__file__).parents[2] / "workflow"
+
+
+def run(script, monkeypatch, *flags):
+    monkeypatch.syspath_prepend(str(WORKFLOW))
+    monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
+    runpy.run_path(str(WORKFLOW / script))["main"]()
+
+
+@pytest.fixture(scope="module")
+def results(world, tokenizer, tmp_path_factory):
+    """A base model, its retrained twin, and the data of a benchmark."""
+    folder = tmp_path_factory.mktemp("results")
+    for seed, name in enumerate(("tiny_a", "tiny_a_retrained")):
+        model = small_model(vocabulary_size=len(tokenizer), seed=seed)
+        save_model(model, tokenizer, folder / "models" / name / "weights")
+    files, data = wmdp_files(world, 0), folder / "data" / "wmdp_tiny_erasure"
+    for name, rows in files.items():
+        write_jsonl(data / f"{name}.jsonl", rows[:400])
+    for domain, facts in (("forget", world.facts.forget), ("retain", world.facts.retain)):
+        write_jsonl(data / f"{domain}_questions.jsonl", question_rows(world, facts[:30], orders=1, seed=0))
+    return folder
+
+
+def test_an_attempt_takes_all_steps_and_is_measured_on_dev_and_test_questions(results, monkeypatch):
+    """The dev questions are attacked with documents about the facts of the test questions."""
+    monkeypatch.syspath_prepend(str(WORKFLOW))
+    script = runpy.run_path(str(WORKFLOW / "attempt.py"))
+    asked = []
+
+    def trained(project, results, run, folder):
+        asked.append(run)
+        shutil.copytree(results / "models" / "tiny_a" / "weights", folder / "weights")
+        write_json(folder / "checkpoint.json", {"status": "not_reached", "steps": run.training.max_steps})
+
+    monkeypatch.setitem(script["attempt"].__globals__, "train", trained)
+    key = "tiny_a", "wmdp_tiny_erasure", "unlikelihood", "frozen_router", 0
+    project = Project(WORKFLOW / "config", "tiny_erasure")
+    row = script["attempt"](project, results, key, 80, {"sharpness_radius": 0.5, "alpha": 2.0})
+    (run,) = asked
+    assert (run.training.max_steps, run.training.sharpness_radius, run.training.objective["alpha"]) == (80, 0.5, 2.0)
+    assert run.benchmark.target == {"forget_accuracy": 0.0} and row["steps"] == 80
+    assert row["routing_stability"] == 1.0 and json.loads(row["change"]) == {"sharpness_radius": 0.5, "alpha": 2.0}
+    assert set(script["MEASURED"]) < set(row)
+
+    swapped = script["Swapped"](None, None, None, results / "data" / "wmdp_tiny_erasure", run.benchmark)
+    splits = [{question["split"] for question in questions} for questions in (swapped.sample, swapped.dev)]
+    assert splits == [{"dev"}, {"test"}]
+
+
+def test_each_expert_has_what_the_answers_lose_without_it(results, tmp_path, monkeypatch):
+    output = tmp_path / "experts.csv"
+    run("expert_attribution.py", monkeypatch, "--results", results, "--output", output, "--methods", "original")
+    table, moe = pd.read_csv(output), MoEModel(small_model())
+    assert set(table.method) == {"original"} and set(table.model) == {"tiny_a"}
+    assert len(table) == len(moe.layers) * moe.num_experts == len(table[["layer", "expert"]].drop_duplicates())
+    assert table.forget.abs().gt(1e-6).any() and not table.forget.equals(table.retain)

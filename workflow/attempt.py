@@ -1,0 +1,136 @@
+"""Tries settings of a method against relearning, in runs of equal length, and measures each.
+
+    python workflow/attempt.py --method frozen_router --output attempts.csv \\
+        --change '{"sharpness_radius": 0.01}' --change '{"sharpness_radius": 0.1}'
+
+The setting to choose is the one that answers fewest dev questions after 10 steps on other forget facts
+(`dev_relearned_after_10`), among those with a retain accuracy of at least 0.9 on dev questions. The other columns are
+those of docs/record/erasure/attempts.csv, on test questions. Models, data and traces come from the results folder of
+the world, where `snakemake` makes them. A finished run is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor
+from functools import cached_property
+from multiprocessing import get_context
+from pathlib import Path
+
+import pandas as pd
+from tqdm import tqdm
+from tune import CONFIG, changed, named, train
+
+from gripmoe.attacks import restoration
+from gripmoe.attacks.base import Letters, mean
+from gripmoe.attacks.relearning import from_other_facts, from_retain_documents
+from gripmoe.config.grid import Project
+from gripmoe.data.documents import collate, length_buckets
+from gripmoe.evaluation.questions import load_questions
+from gripmoe.geometry.routing import mean_stability, routing_stability
+from gripmoe.io.files import read_json, write_text
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import load_model
+
+RETAIN_QUESTIONS = 400  # of the test split
+NEVER = {"forget_accuracy": 0.0}  # the target of the stop rule: every run takes all its steps
+SAME = ["objective", "method", "change", "steps"]  # of one attempt, whose newest row is kept
+MEASURED = [
+    "dev_forget_accuracy",
+    "dev_retain_accuracy",
+    "dev_relearned_after_10",
+    "forget_accuracy",
+    "retain_accuracy",
+    "routing_stability",
+    "restored_router_all",
+    *(f"relearned_{kind}after_{step}" for kind in ("", "from_others_") for step in (5, 10, 20)),
+    "restored_experts_layer_0",
+    "restored_experts_layer_1",
+]
+
+
+class Swapped(Letters):
+    """A setting whose sample are all dev questions, while the attacker knows the facts of the test questions."""
+
+    @cached_property
+    def dev(self) -> list[dict]:
+        return load_questions(self.data / "forget_questions.jsonl", "test")
+
+    @cached_property
+    def sample(self) -> list[dict]:
+        return load_questions(self.data / "forget_questions.jsonl", "dev")
+
+
+def attempt(project: Project, results: Path, key: tuple, steps: int, change: dict) -> dict:
+    model, benchmark, objective, method, _ = key
+    run = changed(project.run(*key), {"max_steps": steps, **change})
+    run = run.model_copy(update={"benchmark": run.benchmark.model_copy(update={"target": NEVER})})
+    folder = results.joinpath("attempts", *map(str, key), f"steps-{steps}_{named(change)}")
+    train(project, results, run, folder)
+    outcome = read_json(folder / "checkpoint.json")
+    tried = {"objective": objective, "method": method, "change": json.dumps(change), "steps": outcome["steps"]}
+    return {**tried, "status": outcome["status"], **measured(project, results, model, benchmark, folder / "weights")}
+
+
+def measured(project: Project, results: Path, model: str, benchmark: str, weights: Path) -> dict[str, float]:
+    before = MoEModel(load_model(results / "models" / model / "weights", device="cpu")[0])
+    after, tokenizer = load_model(weights)
+    settings = [
+        kind(
+            before,
+            MoEModel(after),
+            tokenizer,
+            results / "data" / benchmark,
+            project.benchmarks[benchmark],
+            finetuning=project.world.relearning,
+        )
+        for kind in (Letters, Swapped)
+    ]
+    letters, swapped = settings
+    rows = letters.corpus("held_out")
+    batches = [collate(bucket, tokenizer.pad_token_id) for bucket in length_buckets(rows)]
+    stability = routing_stability(before.trace(batches), letters.after.trace(batches))
+    asked = {
+        "dev_forget_accuracy": swapped.sample,
+        "dev_retain_accuracy": load_questions(letters.data / "retain_questions.jsonl", "dev"),
+        "forget_accuracy": letters.sample,
+        "retain_accuracy": load_questions(letters.data / "retain_questions.jsonl", "test")[:RETAIN_QUESTIONS],
+    }
+    found = {name: mean(letters.right(letters.after, questions)) for name, questions in asked.items()}
+    found |= {"routing_stability": mean_stability(stability)}
+    found |= {f"dev_{name}": value for name, value in from_other_facts(swapped).metrics.items()}
+    for attack in (from_other_facts, from_retain_documents, restoration.attack):
+        found |= attack(letters).metrics
+    return {name: found[name] for name in MEASURED}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", default="tiny_erasure")
+    parser.add_argument("--results", type=Path, default=Path("results/tiny"))
+    parser.add_argument("--model", default="tiny_a")
+    parser.add_argument("--benchmark", default="wmdp_tiny_erasure")
+    parser.add_argument("--objective", default="unlikelihood")
+    parser.add_argument("--method", required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--change", action="append", type=json.loads, required=True, help="settings, as JSON; again")
+    parser.add_argument("--output", type=Path, required=True, help="a table, to which rows are added")
+    parser.add_argument("--cores", type=int, default=1, help="runs side by side")
+    args = parser.parse_args()
+    project = Project(CONFIG, args.world)
+    key = args.model, args.benchmark, args.objective, args.method, args.seed
+    with ProcessPoolExecutor(args.cores, mp_context=get_context("spawn")) as pool:
+        running = [pool.submit(attempt, project, args.results, key, args.steps, change) for change in args.change]
+        rows = [run.result() for run in tqdm(running)]
+    known = [pd.read_csv(args.output)] if args.output.exists() else []
+    table = pd.concat([*known, pd.DataFrame(rows)]).drop_duplicates(
+        ["objective", "method", "change", "steps"], keep="last"
+    )
+    write_text(args.output, table.round(3).to_csv(index=False))
+    print(table.round(3).to_string(index=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Measures how much each expert of a model contributes to the answers to forget and retain questions.
+
+    python workflow/expert_attribution.py --worlds tiny_erasure --methods original retrained frozen_router \
+        --objectives none unlikelihood --output expert_attribution.csv
+
+Runs count whose weights are below `--results`. A run has a row for each expert of each layer. `forget` and `retain` are
+in nats: by how much the probability of the right letter among the four, as a mean logarithm over questions, falls when
+the expert's output is zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+import pandas as pd
+import torch
+from readable_depth import CONFIG, runs_with_weights
+from tqdm import tqdm
+
+from gripmoe.attacks.base import SAMPLE, Letters
+from gripmoe.attacks.restoration import without_expert
+from gripmoe.config.grid import Project
+from gripmoe.io.files import write_text
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import load_model
+from gripmoe.reporting.collect import KEYS
+
+
+def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[dict]:
+    benchmark = key[1]
+    model, tokenizer = load_model(weights, device="cpu")
+    moe = MoEModel(model)
+    setting = Letters(moe, moe, tokenizer, results / "data" / benchmark, project.benchmarks[benchmark])
+    asked = {"forget": setting.sample, "retain": setting.retain[:SAMPLE]}
+
+    def score(questions: Sequence[dict]) -> float:
+        answers = setting.ask(moe, questions)
+        letters_NL = torch.tensor([answer.letter_logprobs for answer in answers]).log_softmax(dim=1)
+        return fmean(row[question["answer"]].item() for row, question in zip(letters_NL, questions, strict=True))
+
+    whole, rows = {name: score(questions) for name, questions in asked.items()}, []
+    for layer in moe.layers:
+        for expert in range(moe.num_experts):
+            with without_expert(moe, layer, expert):
+                lost = {name: whole[name] - score(questions) for name, questions in asked.items()}
+            rows.append({**dict(zip(KEYS, key, strict=True)), "layer": layer, "expert": expert, **lost})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", nargs="+", default=["tiny_erasure"])
+    parser.add_argument("--methods", nargs="+", help="all if absent")
+    parser.add_argument("--objectives", nargs="+", help="all if absent; original and retrained models have `none`")
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--results", type=Path, default=Path("results/tiny"))
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    chosen = [
+        run
+        for (_, _, objective, method, _), run in runs_with_weights(args.config, args.worlds, args.results).items()
+        if method in (args.methods or [method]) and objective in (args.objectives or [objective])
+    ]
+    rows = [row for run in tqdm(chosen, unit="run") for row in measure(*run)]
+    write_text(args.output, pd.DataFrame(rows).to_csv(index=False, float_format="%.4g"))
+
+
+if __name__ == "__main__":
+    main()
