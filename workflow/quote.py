@@ -20,7 +20,7 @@ from gripmoe.io.files import read_yaml, write_text
 from gripmoe.reporting import names
 from gripmoe.reporting.claims import DECIDED, load_claims, value_and_interval
 from gripmoe.reporting.collect import KEYS, load_runs, of_kind
-from gripmoe.reporting.erasure import depth_scores
+from gripmoe.reporting.erasure import depth_scores, strongest_attacks
 from gripmoe.reporting.tables import fixed
 from gripmoe.reporting.uncertainty import of_runs
 
@@ -51,8 +51,8 @@ def folder_of(record: str) -> Path:
 def mean_of(record: str, objective: str, method: str, metric: str) -> float:
     """Mean over base models, or over the runs of a single one; of the original and retrained models too. With "all",
     the mean over objectives; with "news", of MUSE. The metric "runs" is their number, "forgot" and "missed" the numbers
-    of those that reached their forget target and that did not. Raises ValueError for "all" of a method that was not
-    measured under each."""
+    of those that reached their forget target and that did not, "excess" that of `strongest_attacks`. Raises ValueError
+    for "all" of a method that was not measured under each."""
     runs = of_kind(runs_of(record), "news" if objective == "news" else "letters")
     objective = NO_OBJECTIVE if method in names.ORIGINALS else objective
     of_objective = (runs.objective == objective) | (objective in ("all", "news"))
@@ -61,6 +61,9 @@ def mean_of(record: str, objective: str, method: str, metric: str) -> float:
         raise ValueError(f"{QUOTES.name}: {method!r} was not measured under all objectives of {record!r}; name one")
     if metric == "runs":
         return len(of_method[KEYS].drop_duplicates())
+    if metric == "excess":
+        strongest = strongest_attacks(runs)
+        return float(strongest[(strongest.objective == objective) & (strongest.method == method)].excess.mean())
     if metric in ("forgot", "missed"):
         return int((of_method[of_method.metric == "reached"].value == (metric == "forgot")).sum())
     return float(of_runs(of_method[of_method.metric == metric]).mean())

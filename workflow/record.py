@@ -80,7 +80,7 @@ WORLDS = {
     "seuf_comparison": ("tiny_shared",),
     "dense_baseline": ("tiny_dense",),
     "retain_data": ("tiny_retain",),
-    "erasure": ("tiny_erasure", "tiny_routed"),
+    "erasure": ("tiny_erasure", "tiny_erasure_further", "tiny_routed"),
     "attack_quality": ("tiny_erasure",),
 }
 ITEMS = ("histories", "answers", "attacks")
