@@ -4,16 +4,17 @@
         --change '{"sharpness_radius": 0.01}' --change '{"sharpness_radius": 0.1}'
 
 The setting to choose is the one that answers fewest dev questions after 10 steps on other forget facts
-(`dev_relearned_after_10`), among those with a retain accuracy of at least 0.9 on dev questions. The other columns are
-those of docs/record/erasure/attempts.csv, on test questions. Models, data and traces come from the results folder of
-the world, where `snakemake` makes them. A finished run is not repeated.
+(`dev_relearned_after_10`), among those with a retain accuracy of at least 0.9 on dev questions. The other measured
+columns are on test questions. Models, data and traces come from the results folder of the world, where `snakemake`
+makes them. A finished run is not trained again. A run that diverges has a row without measurements.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from concurrent.futures import ProcessPoolExecutor
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
@@ -35,7 +36,15 @@ from gripmoe.moe.storage import load_model
 
 RETAIN_QUESTIONS = 400  # of the test split
 NEVER = {"forget_accuracy": 0.0}  # the target of the stop rule: every run takes all its steps
-SAME = ["objective", "method", "change", "steps"]  # of one attempt, whose newest row is kept
+SAME = [
+    "model",
+    "benchmark",
+    "objective",
+    "method",
+    "seed",
+    "change",
+    "steps",
+]  # of one attempt: its newest row is kept
 MEASURED = [
     "dev_forget_accuracy",
     "dev_retain_accuracy",
@@ -51,7 +60,8 @@ MEASURED = [
 
 
 class Swapped(Letters):
-    """A setting whose sample are all dev questions, while the attacker knows the facts of the test questions."""
+    """Dev and test questions change places: all dev questions are asked, and the attacker relearns documents about the
+    facts of test questions."""
 
     @cached_property
     def dev(self) -> list[dict]:
@@ -63,19 +73,20 @@ class Swapped(Letters):
 
 
 def attempt(project: Project, results: Path, key: tuple, steps: int, change: dict) -> dict:
-    model, benchmark, objective, method, _ = key
     run = changed(project.run(*key), {"max_steps": steps, **change})
     run = run.model_copy(update={"benchmark": run.benchmark.model_copy(update={"target": NEVER})})
     folder = results.joinpath("attempts", *map(str, key), f"steps-{steps}_{named(change)}")
     train(project, results, run, folder)
     outcome = read_json(folder / "checkpoint.json")
-    tried = {"objective": objective, "method": method, "change": json.dumps(change), "steps": outcome["steps"]}
-    return {**tried, "status": outcome["status"], **measured(project, results, model, benchmark, folder / "weights")}
+    tried = dict(zip(SAME, (*key, json.dumps(change), outcome["steps"]), strict=True)) | {"status": outcome["status"]}
+    if outcome["status"] == "diverged":
+        return tried
+    return tried | measured(project, results, run.model, run.benchmark_name, folder / "weights")
 
 
 def measured(project: Project, results: Path, model: str, benchmark: str, weights: Path) -> dict[str, float]:
     before = MoEModel(load_model(results / "models" / model / "weights", device="cpu")[0])
-    after, tokenizer = load_model(weights)
+    after, tokenizer = load_model(weights, device="cpu")
     settings = [
         kind(
             before,
@@ -121,15 +132,18 @@ def main() -> None:
     args = parser.parse_args()
     project = Project(CONFIG, args.world)
     key = args.model, args.benchmark, args.objective, args.method, args.seed
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs side by side share the cores
     with ProcessPoolExecutor(args.cores, mp_context=get_context("spawn")) as pool:
         running = [pool.submit(attempt, project, args.results, key, args.steps, change) for change in args.change]
-        rows = [run.result() for run in tqdm(running)]
-    known = [pd.read_csv(args.output)] if args.output.exists() else []
-    table = pd.concat([*known, pd.DataFrame(rows)]).drop_duplicates(
-        ["objective", "method", "change", "steps"], keep="last"
-    )
-    write_text(args.output, table.round(3).to_csv(index=False))
-    print(table.round(3).to_string(index=False))
+        for run in tqdm(as_completed(running), total=len(running)):
+            add_row(args.output, run.result())
+    print(args.output.read_text())
+
+
+def add_row(output: Path, row: dict) -> None:
+    known = [pd.read_csv(output)] if output.exists() else []
+    table = pd.concat([*known, pd.DataFrame([row])]).drop_duplicates(SAME, keep="last")
+    write_text(output, table.round(3).to_csv(index=False))
 
 
 if __name__ == "__main__":

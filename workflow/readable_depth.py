@@ -72,7 +72,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     rows = []
-    for run in tqdm(runs_with_weights(args.config, args.worlds, args.results).values(), unit="run"):
+    try:
+        runs = runs_with_weights(args.config, args.worlds, args.results)
+    except ConfigError as error:
+        parser.error(str(error))
+    for run in tqdm(runs.values(), unit="run"):
         rows += measure(*run)
     write_text(args.output, pd.DataFrame(rows).to_csv(index=False, float_format="%.6g"))
 

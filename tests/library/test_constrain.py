@@ -71,7 +71,7 @@ def test_every_row_works_by_name_or_says_why_not():
         "sam": "`training.sharpness_radius`: hyperparameters of the loop; set them there",
         "repselect": "`training.dropped_components`: hyperparameters of the loop; set them there",
         "mudman": "`training.adversary_rate`, `training.adversary_steps`, `training.disruption_mask`: hyperparameters",
-        "sign_descent": "`training.betas`, `training.learning_rate`: hyperparameters of the loop; set them there",
+        "sign_descent": "`training.betas`: hyperparameters of the loop; set them there",
         "weight_distance": "`training.distance_weight`: hyperparameters of the loop; set them there",
         "undo": "`undo`: it distils a finished model; `gripmoe realign` does so to a run",
         "expert_null_space": "`experts: null_space`: it moves experts, which the loop trains",

@@ -76,6 +76,13 @@ def test_the_frontier_shows_each_run_and_each_method_under_each_objective():
     assert drawn[3][2:] == [pytest.approx((0.7, 0.7, 2.0, 2.0)), pytest.approx((0.7, 2.0))]
 
 
+def test_the_frontier_leaves_out_what_no_objective_unlearned():
+    edited = unlearned(TABLE).reset_index().assign(objective=NO_OBJECTIVE, method="remove_experts", excess=0.9)
+    figure = erasure_frontier(pd.concat([strongest_attacks(TABLE), edited]))
+    assert figure.axes[0].get_xlim()[1] < 0.9 and "Experts removed" not in str(figure.legends[0].get_texts())
+    assert "not measured" in erasure_frontier(edited).texts[0].get_text()
+
+
 def test_an_attack_is_worth_what_tells_models_that_know_from_models_that_never_knew():
     known = runs(
         a__original={"relearned_after_5": 1.0, "restored_router_all": 1.0},

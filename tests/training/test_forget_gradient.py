@@ -164,6 +164,22 @@ def test_elements_that_disrupt_what_is_retained_are_masked():
     assert other.grad is None and untrained.grad is None
 
 
+def test_masks_of_several_passes_are_those_of_one(tmp_path):
+    """The sign counts of the whole retain gradient, not of a pass."""
+    settings = dict(disruption_mask=True, adam_epsilon=1e-3, max_steps=2)
+    whole, _ = run(tmp_path / "whole.pt", training=changed(**settings))
+    halves = dict(gradient_accumulation=2, forget_batch_size=2, retain_batch_size=2)
+    accumulated, _ = run(tmp_path / "halves.pt", training=changed(**settings, **halves))
+    for one, other in zip(whole.model.parameters(), accumulated.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_masks_without_a_retain_loss_are_refused():
+    settings = TRAINING.model_dump() | {"disruption_mask": True, "objective": {"alpha": 0.0}}
+    with pytest.raises(ConfigError, match="`disruption_mask` drops the whole forget gradient"):
+        parse_settings(Training, json.dumps(settings))
+
+
 @pytest.mark.parametrize("mask", [True, False])
 def test_a_masked_step_does_not_disrupt_what_is_retained(tmp_path, mask):
     """A forget loss that falls as the retain loss rises decides a step; with the mask the retain loss does."""

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from conftest import small_model
+from gripmoe.attacks.restoration import without_expert
 from gripmoe.config.grid import Project
+from gripmoe.evaluation.questions import direct_answers, load_questions
 from gripmoe.io.files import write_json, write_jsonl
 from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import save_model
+from gripmoe.moe.storage import load_model, save_model
 from gripmoe.worlds.benchmark import question_rows, wmdp_files
 
 WORKFLOW = Path(__file__).parents[2] / "workflow"
@@ -66,10 +69,36 @@ def test_an_attempt_takes_all_steps_and_is_measured_on_dev_and_test_questions(re
     assert splits == [{"dev"}, {"test"}]
 
 
+def test_attempts_are_kept_by_what_was_tried(tmp_path):
+    """A repeated attempt replaces its row; one on another base model does not; a diverged one has no measurements."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(WORKFLOW))
+        script = runpy.run_path(str(WORKFLOW / "attempt.py"))
+    row = dict.fromkeys(script["SAME"], "same") | {"status": "reached", "forget_accuracy": 0.5}
+    for change in ({}, {"forget_accuracy": 0.25}, {"model": "tiny_b"}):
+        script["add_row"](tmp_path / "a.csv", row | change)
+    script["add_row"](tmp_path / "a.csv", {**dict.fromkeys(script["SAME"], "other"), "status": "diverged"})
+    table = pd.read_csv(tmp_path / "a.csv")
+    assert table.forget_accuracy.tolist()[:2] == [0.25, 0.5] and table.model.tolist() == ["same", "tiny_b", "other"]
+    assert table.forget_accuracy.isna().tolist() == [False, False, True]
+
+
 def test_each_expert_has_what_the_answers_lose_without_it(results, tmp_path, monkeypatch):
     output = tmp_path / "experts.csv"
     run("expert_attribution.py", monkeypatch, "--results", results, "--output", output, "--methods", "original")
     table, moe = pd.read_csv(output), MoEModel(small_model())
     assert set(table.method) == {"original"} and set(table.model) == {"tiny_a"}
     assert len(table) == len(moe.layers) * moe.num_experts == len(table[["layer", "expert"]].drop_duplicates())
-    assert table.forget.abs().gt(1e-6).any() and not table.forget.equals(table.retain)
+    weights = results / "models" / "tiny_a" / "weights"
+    model, tokenizer = load_model(weights)
+    moe, retain = MoEModel(model), load_questions(results / "data/wmdp_tiny_erasure/retain_questions.jsonl", "test")
+
+    def score():
+        letters = [torch.tensor(answer.letter_logprobs) for answer in direct_answers(model, tokenizer, retain)]
+        right = [of.log_softmax(0)[question["answer"]] for of, question in zip(letters, retain, strict=True)]
+        return torch.stack(right).mean().item()
+
+    whole, row = score(), table.loc[table.retain.abs().idxmax()]
+    with without_expert(moe, row.layer, row.expert):
+        assert row.retain == pytest.approx(whole - score(), rel=1e-3) and row.retain != 0
+    assert row.forget != row.retain

@@ -109,6 +109,8 @@ class Training(Strict):
             raise ValueError(
                 "give one of `adversary_steps` and `sharpness_radius`: both say where the gradient is taken"
             )
+        if self.disruption_mask and self.objective.get("alpha") == 0:
+            raise ValueError("`disruption_mask` drops the whole forget gradient without a retain loss: raise `alpha`")
         if self.max_steps % self.check_every:
             raise ValueError("`max_steps` must be a multiple of `check_every`: the last steps are to be checked too")
         return self

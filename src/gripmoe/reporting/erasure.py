@@ -8,9 +8,10 @@ from math import nan
 import matplotlib.pyplot as plt
 import pandas as pd
 
+from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS
-from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below
+from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, nothing
 from gripmoe.reporting.tables import Cell, Table
 
 # Without attacks that put original experts back: those bring facts even to a model that never knew them.
@@ -118,8 +119,11 @@ def erasure_frontier(strongest: pd.DataFrame) -> plt.Figure:
     """Panels over the excess of `strongest_attacks`: retain accuracy, and below it the tokens of training; a column for
     each objective, with the retrained models in each. A small point is a run, a large one the mean of a method; the
     band is MARGIN."""
+    strongest = strongest[(strongest.objective != NO_OBJECTIVE) | (strongest.method == "retrained")]
     unlearned = strongest[strongest.method != "retrained"]
     objectives, measures = names.objectives_of(unlearned), ("retain_accuracy", "tokens")
+    if not objectives:
+        return nothing("no run was unlearned and attacked")
     widths = [unlearned[unlearned.objective == objective].method.nunique() ** 0.5 for objective in objectives]
     with house_style():
         figure, rows = plt.subplots(

@@ -74,9 +74,10 @@ class WeightDistance:
 
 @contextmanager
 def disruption_masked(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """MUDMAN's masks (Sondej et al. 2025): around the pass of the retain loss, before which `parameters` have the
-    gradient of the forget loss. On exit they have the sum of both, but for the elements of the forget gradient whose
-    sign differs from the retain gradient's: unlearning changes no weight in a direction that raises the retain loss."""
+    """MUDMAN's masks (Sondej et al. 2025): around the pass of the retain loss and penalty, before which `parameters`
+    have the gradient of the forget loss. On exit they have the sum of both gradients. Elements of the forget gradient
+    whose sign is not that of the retain gradient are dropped, also where the retain gradient is 0, as in experts that
+    no retain token of the step has selected."""
     of_forget = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, _ in of_forget:
         parameter.grad = None
