@@ -79,6 +79,14 @@ def test_paired_differences_are_the_records():
         "its excess is {} (± {}) above that of a frozen router": under_unlikelihood.anchored
         - under_unlikelihood.frozen_router,
     }
+    faster = (wide.anchored - wide.anchored_adversary_x3).dropna().groupby("objective")
+    assert {objective: len(runs) for objective, runs in faster} == {"gd": 3, "npo": 3, "unlikelihood": 3}
+    faster = {objective: runs for objective, runs in faster}
+    differences |= {
+        "anchor alone by {} (± {}),": faster["unlikelihood"],
+        "), {} (± {}) and": faster["npo"],
+        "and {} (± {}). It retains": faster["gd"],
+    }
     for shown, difference in differences.items():
         difference = difference.dropna()
         half = 4.303 * difference.std() / 3**0.5
@@ -89,8 +97,8 @@ def test_paired_differences_are_the_records():
     under_npo = excesses("npo")
     others.append(under_npo.sam - under_npo.frozen_router)
     values = pd.Series([ttest_1samp(each.dropna(), 0).pvalue for each in (*differences.values(), *others)])
-    assert len(values) == 12 and not (values <= holm(values, 0.05)[values.index]).any()
-    assert "Twelve intervals of this list compare excesses. After Holm's correction none excludes 0." in TEXT
+    assert len(values) == 15 and not (values <= holm(values, 0.05)[values.index]).any()
+    assert "Fifteen intervals of this list compare excesses. After Holm's correction none excludes 0." in TEXT
 
 
 ROUTED = load_runs(ROOT / "docs" / "record" / "routed" / "runs.csv")
@@ -226,10 +234,13 @@ def test_the_four_questions_have_the_answers_of_their_record():
         assert f"({mean - half:.2f} to {mean + half:.2f})" in told
     values = pd.Series(values)
     assert (values <= holm(values, 0.05)[values.index]).tolist() == [True, False, False, False]
-    assert (
-        "MUDMAN's excess is lower by {:.2f} (± {:.2f})".format(*interval(wide.anchored_adversary_x3 - wide.mudman))
-        in told
-    )
+    above = [interval(wide[method] - wide.retrained) for method in ("mudman", "anchored_adversary_x3")]
+    assert "MUDMAN has {:.2f} more (± {:.2f}) and ours {:.2f} more (± {:.2f}).".format(*above[0], *above[1]) in told
+    assert all(mean < half for mean, half in above), "not told from the control"
+    worlds = found.pivot_table(index="benchmark", columns="method", values="excess")
+    lower = [worlds.frozen_router - worlds[method] for method in ("mudman", "anchored_adversary_x3")]
+    shown = [(each.mean(), 4.303 * each.std() / 3**0.5) for each in lower]
+    assert "by {:.2f} (± {:.2f}) and {:.2f} (± {:.2f}).".format(*shown[0], *shown[1]) in told
     layer = FURTHER[FURTHER.metric == "restored_experts_worst_layer"].groupby("method").value.mean()
     shares = layer.mudman, layer.anchored_adversary_x3, layer.retrained
     assert "{:.2f} of MUDMAN's models and {:.2f} of ours ({:.2f} of the retrained ones)".format(*shares) in told
@@ -274,7 +285,7 @@ def test_the_depths_are_what_was_measured():
 EXPERTS = pd.read_csv(RECORD / "expert_attribution.csv")
 
 
-@pytest.mark.parametrize("row", rows("Which experts hold a fact"), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", rows("Which experts the answers depend on"), ids=lambda row: row[0])
 def test_the_agreement_of_experts_is_what_was_measured(row):
     label, *shown = row
     method = METHODS.get(label.removeprefix("unlikelihood, "), "retrained")
@@ -296,4 +307,9 @@ def test_the_concentration_of_facts_is_what_was_measured():
     assert f"as if {forget:.0f} experts shared them equally, and those to retain answers as if {retain:.0f} did" in TEXT
     low = original[original.layer < 2]
     shares = {f"{low[questions].sum() / original[questions].sum():.0%}" for questions in ("forget", "retain")}
+    common = []
+    for _, of_model in original.groupby("model"):
+        first, second = (set(of_model[questions].nlargest(8).index) for questions in ("forget", "retain"))
+        common.append(len(first & second))
+    assert "forget answers {}, {} and {} are among the 8".format(*common) in TEXT
     assert shares == {"99%"} and "Of their sum 99 % is in the first two layers." in TEXT
