@@ -24,6 +24,7 @@ METHODS = {
     "frozen router, under attack": "frozen_router_adversary",
     "anchored, under attack": "anchored_adversary",
     "anchored, under attack ×3": "anchored_adversary_x3",
+    "frozen router, under attack ×3": "frozen_router_adversary_x3",
     "SAM": "sam",
     "weight distance": "weight_distance",
     "RepSelect": "repselect",
@@ -76,6 +77,8 @@ def test_paired_differences_are_the_records():
         "mean by {} (± {}).": wide.frozen_router - wide.frozen_router_adversary,
         "With the anchor it falls by {} (± {}) under unlikelihood": -pairs.xs("unlikelihood", level="objective"),
         "by {} (± {}, undecided).": -pairs.groupby("model").mean(),
+        "has less under this attacker by {} (± {}).": under_unlikelihood.frozen_router
+        - under_unlikelihood.frozen_router_adversary_x3,
         "its excess is {} (± {}) above that of a frozen router": under_unlikelihood.anchored
         - under_unlikelihood.frozen_router,
     }
@@ -97,8 +100,8 @@ def test_paired_differences_are_the_records():
     under_npo = excesses("npo")
     others.append(under_npo.sam - under_npo.frozen_router)
     values = pd.Series([ttest_1samp(each.dropna(), 0).pvalue for each in (*differences.values(), *others)])
-    assert len(values) == 15 and not (values <= holm(values, 0.05)[values.index]).any()
-    assert "Fifteen intervals of this list compare excesses. After Holm's correction none excludes 0." in TEXT
+    assert len(values) == 16 and not (values <= holm(values, 0.05)[values.index]).any()
+    assert "Sixteen intervals of this list compare excesses. After Holm's correction none excludes 0." in TEXT
 
 
 ROUTED = load_runs(ROOT / "docs" / "record" / "routed" / "runs.csv")
@@ -237,6 +240,15 @@ def test_the_four_questions_have_the_answers_of_their_record():
     above = [interval(wide[method] - wide.retrained) for method in ("mudman", "anchored_adversary_x3")]
     assert "MUDMAN has {:.2f} more (± {:.2f}) and ours {:.2f} more (± {:.2f}).".format(*above[0], *above[1]) in told
     assert all(mean < half for mean, half in above), "not told from the control"
+    attacked = wide.frozen_router_adversary_x3
+    assert "an excess of {:.2f} (± {:.2f}).".format(*interval(attacked)) in told
+    assert interval(attacked - 0.05)[0] > -interval(attacked)[1], "undecided"
+    less = [wide[method] - attacked for method in ("frozen_router", "mudman", "anchored_adversary_x3")]
+    shown = [number for each in less for number in interval(each)]
+    assert (
+        "without an attacker by {:.2f} (± {:.2f}), less than MUDMAN's by {:.2f} (± {:.2f}) and "
+        "less than ours by {:.2f} (± {:.2f})."
+    ).format(*shown) in told
     worlds = found.pivot_table(index="benchmark", columns="method", values="excess")
     lower = [worlds.frozen_router - worlds[method] for method in ("mudman", "anchored_adversary_x3")]
     shown = [(each.mean(), 4.303 * each.std() / 3**0.5) for each in lower]
