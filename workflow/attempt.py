@@ -36,15 +36,8 @@ from gripmoe.moe.storage import load_model
 
 RETAIN_QUESTIONS = 400  # of the test split
 NEVER = {"forget_accuracy": 0.0}  # the target of the stop rule: every run takes all its steps
-SAME = [
-    "model",
-    "benchmark",
-    "objective",
-    "method",
-    "seed",
-    "change",
-    "steps",
-]  # of one attempt: its newest row is kept
+# A repeated attempt replaces its row. Attempts are the same if these columns are.
+SAME = ["model", "benchmark", "objective", "method", "seed", "change", "steps"]
 MEASURED = [
     "dev_forget_accuracy",
     "dev_retain_accuracy",

@@ -1,6 +1,6 @@
 """Measures how much each expert of a model contributes to the answers to forget and retain questions.
 
-    python workflow/expert_attribution.py --worlds tiny_erasure --methods original retrained frozen_router \
+    python workflow/expert_attribution.py --worlds tiny_erasure --methods original retrained frozen_router \\
         --objectives none unlikelihood --output expert_attribution.csv
 
 Runs count whose weights are below `--results`. A run has a row for each expert of each layer. `forget` and `retain` are

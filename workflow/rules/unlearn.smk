@@ -101,7 +101,7 @@ rule edit_weights:
 
 rule import_checkpoint:
     input:
-        run=f"{RUN}/run.yaml",  # not read; a command that locks a folder removes half-written files there
+        run=f"{RUN}/run.yaml",  # not read, but awaited: the command locks the folder, which removes half-written files
         model=MODEL,
         files=external_files,
     output:
