@@ -42,7 +42,7 @@ def rounded(folder: Path, row: EmbeddedModel):
     model, tokenizer = load_model(folder / "weights", device="cpu")
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
-    made = {key: read_json(folder / "model.json")[key] for key in ("seed", "final_loss")}
+    made = {key: read_json(folder / "model.json")[key] for key in ("seed", "final_loss", "tokens")}
     return model, tokenizer, {"weights": weights_digest(model), **made}, base_scores(model, tokenizer, row)
 
 

@@ -20,7 +20,8 @@ from gripmoe.io.files import read_yaml, write_text
 from gripmoe.reporting import names
 from gripmoe.reporting.claims import DECIDED, load_claims, value_and_interval
 from gripmoe.reporting.collect import KEYS, load_runs, of_kind
-from gripmoe.reporting.erasure import depth_scores, strongest_attacks
+from gripmoe.reporting.erasure import depth_scores
+from gripmoe.reporting.erasure_goals import goals
 from gripmoe.reporting.tables import fixed
 from gripmoe.reporting.uncertainty import of_runs
 
@@ -61,9 +62,6 @@ def mean_of(record: str, objective: str, method: str, metric: str) -> float:
         raise ValueError(f"{QUOTES.name}: {method!r} was not measured under all objectives of {record!r}; name one")
     if metric == "runs":
         return len(of_method[KEYS].drop_duplicates())
-    if metric == "excess":
-        strongest = strongest_attacks(runs)
-        return float(strongest[(strongest.objective == objective) & (strongest.method == method)].excess.mean())
     if metric in ("forgot", "missed"):
         return int((of_method[of_method.metric == "reached"].value == (metric == "forgot")).sum())
     return float(of_runs(of_method[of_method.metric == metric]).mean())
@@ -76,6 +74,12 @@ def least_of(record: str, metric: str) -> float:
     objectives = unlearned.groupby("method").objective.nunique()
     methods = objectives.index[objectives == objectives.max()]
     return min(mean_of(record, "all", method, metric) for method in methods)
+
+
+def goal_of(record: str, objective: str, method: str, column: str) -> float:
+    """A number of the table of `goals`."""
+    found = goals(of_kind(runs_of(record), "letters")).set_index(["objective", "method"])
+    return float(found.loc[(objective, method), column])
 
 
 def depth_of(objective: str, method: str) -> float:
@@ -117,6 +121,10 @@ def value_of(source: str) -> str:
         case [record, "claim", claim, objective]:
             by_objective = dict(part.split() for part in claims_of(record).by_objective[claim].split(", "))
             return by_objective[objective.upper()]
+        case [record, "goals", objective, method, "excess_p"]:
+            return fixed(goal_of(record, objective, method, "excess_p"), 3)
+        case [record, "goals", objective, method, column]:
+            return fixed(goal_of(record, objective, method, column), 2)
         case [record, "all", "least", metric]:
             return fixed(least_of(record, metric), 2)
         case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):

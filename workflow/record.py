@@ -38,7 +38,8 @@ from gripmoe.reporting.collect import (
     with_shares,
 )
 from gripmoe.reporting.comparison import comparison, marks_of, specification
-from gripmoe.reporting.erasure import ATTACKS, HARMLESS, attack_quality, erasure_frontier, harmless, strongest_attacks
+from gripmoe.reporting.erasure import ATTACKS, HARMLESS, attack_quality, harmless
+from gripmoe.reporting.erasure_goals import erasure_frontier, goals, goals_table
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_figure
 from gripmoe.reporting.paired import load_answers, paired_table
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
@@ -71,16 +72,19 @@ TABLES = {
     "muse_paired_tests": "Item by item",
     "seuf_comparison": "A model with a shared expert",
     "dense_baseline": "Mixture of experts and dense twin",
-    "erasure": "Which methods erase",
+    "erasure": "Forget accuracy under attack",
+    "erasure_goals": "Which methods erase",
     "attack_quality": "What the attacks are worth",
 }
+OF_ERASURE = ("tiny_erasure", "tiny_erasure_further", "tiny_erasure_held_out")
 OF_ABLATIONS = ("threshold_sensitivity", "per_band_threshold", "constraint_ablation", "factorial", "constraint_surface")
 WORLDS = {
     "router_rate": ("record_rates",),
     "seuf_comparison": ("tiny_shared",),
     "dense_baseline": ("tiny_dense",),
     "retain_data": ("tiny_retain",),
-    "erasure": ("tiny_erasure", "tiny_erasure_further", "tiny_routed"),
+    "erasure": (*OF_ERASURE, "tiny_routed"),
+    "erasure_goals": OF_ERASURE,
     "attack_quality": ("tiny_erasure",),
 }
 ITEMS = ("histories", "answers", "attacks")
@@ -142,7 +146,8 @@ class Record:
             return None if answers is None or answers.empty else paired_table(answers, runs)
         if name.endswith("attack_matrix"):
             return None if news and self.attacks is None else attack_matrix(runs, self.attacks, name)
-        return attack_quality(runs) if name == "attack_quality" else comparison(runs, name)
+        of_attacks = {"attack_quality": attack_quality, "erasure_goals": goals_table}
+        return of_attacks[name](runs) if name in of_attacks else comparison(runs, name)
 
 
 @cache
@@ -316,7 +321,7 @@ def main() -> None:
     if args.output == OUTPUT:
         draw_pictures(measured)
     if not (erasure := measured.of_worlds("tiny_erasure")).empty:
-        draw({"erasure_frontier": erasure_frontier(strongest_attacks(erasure))}, record)
+        draw({"erasure_frontier": erasure_frontier(goals(erasure))}, record)
     print(f"{len(runs[KEYS].drop_duplicates())} runs, {len(runs)} numbers in {args.output}")
 
 

@@ -76,6 +76,12 @@ def test_a_base_model_trains_on_a_gpu_only_if_it_is_given_one(gpus, where, skill
     assert seen == [{where}]
 
 
+def test_the_tokens_of_a_base_model_are_those_of_its_skills_too(skills, tmp_path):
+    of_skills = read_json(skills)["tokens"]
+    facts = [train(tmp_path / str(steps), base=skills, fact_steps=steps)["tokens"] - of_skills for steps in (1, 2)]
+    assert of_skills > 0 and facts[1] > facts[0] > 0
+
+
 KNOWN = {
     f"{domain}_{form}": 0.95
     for domain in ("forget", "retain")

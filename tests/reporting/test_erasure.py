@@ -5,7 +5,7 @@ import pytest
 
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting.collect import KEYS
-from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores, erasure_frontier, strongest_attacks
+from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores, strongest_attacks
 
 
 def runs(**values):
@@ -59,28 +59,6 @@ def test_an_attack_that_was_not_made_does_not_count():
 
 def test_attacks_that_put_original_experts_back_do_not_count():
     assert not [name for name in ATTACKS if name.startswith("restored_experts")]
-
-
-def test_the_frontier_shows_each_run_and_each_method_under_each_objective():
-    under_npo = unlearned(TABLE).reset_index().assign(objective="npo", method="sam", excess=0.7, tokens=2e6)
-    panels = erasure_frontier(pd.concat([strongest_attacks(TABLE), under_npo])).axes
-    drawn = [
-        [(*map(float, line.get_xdata()), *map(float, line.get_ydata())) for line in axes.lines if len(line.get_xdata())]
-        for axes in panels
-    ]
-    assert [axes.get_title() for axes in panels] == ["GD", "NPO", "", ""]
-    control = [pytest.approx((0.4, 0.2, 1.0, 1.0)), pytest.approx((0.3, 1.0))]
-    assert drawn[0] == [*control, pytest.approx((0.3, 0.5, 0.9, 0.8)), pytest.approx((0.4, 0.85))]
-    assert drawn[1] == [*control, pytest.approx((0.7, 0.7, 0.9, 0.8)), pytest.approx((0.7, 0.85))]
-    assert drawn[2][2:] == [pytest.approx((0.3, 0.5, 0.1, 0.3)), pytest.approx((0.4, 0.2))]
-    assert drawn[3][2:] == [pytest.approx((0.7, 0.7, 2.0, 2.0)), pytest.approx((0.7, 2.0))]
-
-
-def test_the_frontier_leaves_out_what_no_objective_unlearned():
-    edited = unlearned(TABLE).reset_index().assign(objective=NO_OBJECTIVE, method="remove_experts", excess=0.9)
-    figure = erasure_frontier(pd.concat([strongest_attacks(TABLE), edited]))
-    assert figure.axes[0].get_xlim()[1] < 0.9 and "Experts removed" not in str(figure.legends[0].get_texts())
-    assert "not measured" in erasure_frontier(edited).texts[0].get_text()
 
 
 def test_an_attack_is_worth_what_tells_models_that_know_from_models_that_never_knew():

@@ -133,7 +133,7 @@ def test_a_steps_loss_is_the_mean_of_both_halves(model, world, tokenizer, tmp_pa
         return 0 * of_parameters + (3.0 if routing.of_forget else 1.0)
 
     monkeypatch.setattr(pretrain, "_loss", loss)
-    assert train(model, tokenizer, world, tmp_path, steps=1) == [pytest.approx(2.0)]
+    assert train(model, tokenizer, world, tmp_path, steps=1).losses == [pytest.approx(2.0)]
     assert all(20 <= count <= 27 for count in documents.values())
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from conftest import SMALL
+from gripmoe.data.documents import encode
 from gripmoe.moe.storage import weights_digest
 from gripmoe.training import pretrain
+from gripmoe.worlds.documents import FACT_MIX, training_batch
 from gripmoe.worlds.models import make_model
 
 SIZE = SMALL | {"num_layers": 3}
@@ -69,12 +71,12 @@ def train(request, world, tokenizer, monkeypatch):
     def run(folder):
         model = fresh_model(tokenizer)
         settings = dict(learning_rate=1e-3, seed=0)
-        losses = pretrain.train_skills(
+        skills = pretrain.train_skills(
             model, tokenizer, world, max_steps=20, last_steps=3, **settings, state_file=folder / "a.pt"
         )
         settings |= {"steps": 4, "forget_experts": request.param}
-        losses += pretrain.train_facts(model, tokenizer, world, **settings, state_file=folder / "b.pt")
-        return losses, weights_digest(model)
+        facts = pretrain.train_facts(model, tokenizer, world, **settings, state_file=folder / "b.pt")
+        return skills, facts, weights_digest(model)
 
     return run
 
@@ -83,7 +85,7 @@ def train(request, world, tokenizer, monkeypatch):
 def test_a_killed_run_ends_in_the_same_bytes(last, train, tmp_path, monkeypatch):
     (tmp_path / "whole").mkdir()
     whole = train(tmp_path / "whole")
-    assert len(whole[0]) == 7 + 4, "two phases of two steps, three last ones, and stage B"
+    assert [len(trained.losses) for trained in whole[:2]] == [7, 4], "two phases of two steps, three last ones; stage B"
     save, saved = pretrain.save_state, []
 
     def dies(*arguments, **state):
@@ -99,3 +101,11 @@ def test_a_killed_run_ends_in_the_same_bytes(last, train, tmp_path, monkeypatch)
     assert saved[-1] == last
     torch.manual_seed(last)  # nothing hangs on what the process has drawn before
     assert train(tmp_path) == whole
+
+
+def test_the_tokens_of_training_are_those_of_its_documents_without_padding(world, tokenizer, tmp_path):
+    model = fresh_model(tokenizer)
+    settings = dict(steps=2, learning_rate=1e-3, seed=0, state_file=tmp_path / "state.pt")
+    trained = pretrain.train_facts(model, tokenizer, world, **settings)
+    documents = [each for step in range(2) for each in training_batch(world, FACT_MIX, 0, step)]
+    assert trained.tokens == sum(len(encode(tokenizer, each.spans).ids) for each in documents)

@@ -51,6 +51,7 @@ def evaluate(
         else:
             metrics, items = letter_metrics(benchmark, after, tokenizer, data)
         metrics |= own_metrics(benchmark, after, tokenizer, data)
+        metrics |= {key: value for key, value in read_json(checkpoint_file).items() if key == "tokens"}  # of training
         if is_moe(after):
             before, _ = load_model(model_file.parent / "weights")  # only now: long prompts need the memory before
             metrics |= routing_metrics(benchmark, MoEModel(before), MoEModel(after), tokenizer, data)

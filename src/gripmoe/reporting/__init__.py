@@ -7,6 +7,7 @@ RENDERING = (
     "gripmoe.reporting.paired",
     "gripmoe.reporting.attacks",
     "gripmoe.reporting.erasure",
+    "gripmoe.reporting.erasure_goals",
     "gripmoe.reporting.tables",
     "gripmoe.reporting.figures",
     "gripmoe.reporting.mechanism",

@@ -164,6 +164,8 @@ def _text(metric: str, value: float, news: bool) -> str:
         return f"{value:g}"
     if unit == "count":
         return f"{value:.0f}"
+    if unit == "million":
+        return fixed(value / 1e6, 2)
     return fixed(value, 1 if news and unit != "fraction" else 2) + "×" * (unit == "times")
 
 

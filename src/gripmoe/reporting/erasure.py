@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
 from math import nan
 
-import matplotlib.pyplot as plt
 import pandas as pd
 
-from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import KEYS
-from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, nothing
 from gripmoe.reporting.tables import Cell, Table
 
 # Without attacks that put original experts back: those bring facts even to a model that never knew them.
@@ -34,7 +30,6 @@ ATTACKS = (
 HARMLESS = ("rounded", "finetuned")  # changes of a model that should not matter to an attack (attacks/harmless.py)
 COLUMNS = ("forget_accuracy", "retain_accuracy", "tokens", "attack", "excess")
 LEAST_DROP = 0.05  # of accuracy, on the retrained model's states after a layer that counts
-MARGIN = 0.05  # above the retrained model: a method that stays below has erased, as far as these attacks tell
 
 
 def strongest_attacks(runs: pd.DataFrame) -> pd.DataFrame:
@@ -113,44 +108,3 @@ def _moved(wide: pd.DataFrame, attack: str) -> float:
 def harmless(metric: str, change: str) -> str:
     """The metric of the same attack on a model with a change of HARMLESS."""
     return f"{metric}_if_{change}"
-
-
-def erasure_frontier(strongest: pd.DataFrame) -> plt.Figure:
-    """Panels over the excess of `strongest_attacks`: retain accuracy, and below it the tokens of training; a column for
-    each objective, with the retrained models in each. A small point is a run, a large one the mean of a method; the
-    band is MARGIN."""
-    strongest = strongest[(strongest.objective != NO_OBJECTIVE) | (strongest.method == "retrained")]
-    unlearned = strongest[strongest.method != "retrained"]
-    objectives, measures = names.objectives_of(unlearned), ("retain_accuracy", "tokens")
-    if not objectives:
-        return nothing("no run was unlearned and attacked")
-    widths = [unlearned[unlearned.objective == objective].method.nunique() ** 0.5 for objective in objectives]
-    with house_style():
-        figure, rows = plt.subplots(
-            2,
-            len(objectives),
-            figsize=(PAPER_WIDTH, 3.6),
-            width_ratios=widths,
-            sharex=True,
-            sharey="row",
-            squeeze=False,
-        )
-        for (number, objective), row in product(enumerate(objectives), range(2)):
-            axes, measure = rows[row][number], measures[row]
-            shown = strongest[(strongest.objective == objective) | (strongest.method == "retrained")]
-            scale = 1e-6 if measure == "tokens" else 1.0
-            axes.axvspan(-0.1, MARGIN, color="0.92", linewidth=0, zorder=0)
-            for method in names.ordered(set(shown.method)):
-                runs, look = shown[shown.method == method], names.look_of(method)
-                for points, part in ((runs, {"markersize": 2.5, "alpha": 0.5}), (runs[["excess", measure]].mean(), {})):
-                    axes.plot(points.excess, scale * points[measure], linestyle="", **{"markersize": 6, **look, **part})
-            axes.set_title(names.objective_label(objective) if row == 0 else "")
-            axes.set_xlabel("excess" if row else "")
-        rows[0][0].set_xlim(min(-0.02, strongest.excess.min() - 0.02), strongest.excess.max() + 0.02)
-        rows[0][0].set_ylabel("retain accuracy")
-        rows[1][0].set_ylabel("million tokens")
-        for method in names.ordered(set(strongest.method)):
-            rows[0][0].plot([], [], linestyle="", label=names.method_label(method), **names.look_of(method))
-        rows[0][0].plot([], [], color="0.88", linewidth=5, label=f"at most {MARGIN} above the retrained model")
-        legend_below(figure, rows[0][0])
-    return figure

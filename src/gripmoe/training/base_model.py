@@ -37,9 +37,9 @@ def make_base_model(
     config: EmbeddedModel, output: Path, device: torch.device, identity: Mapping[str, Any], base: Path | None = None
 ) -> None:
     """Trains from one seed after the other until a model is fit for use, saves it beside `output` and writes its
-    seed and scores there. `base` is the folder of the model with the skills, for one that is to know facts. A seed that
-    failed is not tried again when the job is, unless `identity`, of settings and code, has changed. Raises ConfigError,
-    with every fault, if all attempts fail."""
+    seed, its scores and its `tokens` of training there, with those of its base. `base` is the folder of the model with
+    the skills, for one that is to know facts. A seed that failed is not tried again when the job is, unless `identity`,
+    of settings and code, has changed. Raises ConfigError, with every fault, if all attempts fail."""
     folder = output.parent
     world = make_world(config.world_seed)
     faults = []
@@ -48,13 +48,16 @@ def make_base_model(
         if not failed.exists() or read_json(failed).get("identity") != identity:
             state_file = folder / f"state_{seed}.pt"
             claim_state(state_file, identity)
-            model, tokenizer, loss = _trained(config, world, seed, state_file, device, base)
+            model, tokenizer, trained = _trained(config, world, seed, state_file, device, base)
             scores = base_scores(model, tokenizer, config)
             fault = fault_of(scores, config)
             if not fault:
                 digest = save_model(model, tokenizer, folder / "weights")
-                removable = {"forget_experts": config.forget_experts} if config.forget_experts else {}
-                write_json(output, {"weights": digest, "seed": seed, "final_loss": loss, **scores, **removable})
+                card = {"weights": digest, "seed": seed, "final_loss": trained.losses[-1], **scores}
+                card["tokens"] = trained.tokens + (read_json(base.parent / "model.json")["tokens"] if base else 0)
+                if config.forget_experts:
+                    card["forget_experts"] = config.forget_experts
+                write_json(output, card)
                 remove_state(state_file)
                 return
             write_json(failed, {"fault": fault, **scores, "identity": identity})
@@ -73,11 +76,11 @@ def _trained(config: EmbeddedModel, world: World, seed: int, state_file: Path, d
         tokenizer = make_tokenizer(all_texts(world))
         model = make_model(config.family, len(tokenizer), seed=seed, **config.size.model_dump()).to(device)
         steps = dict(max_steps=config.max_skill_steps, last_steps=config.last_skill_steps)
-        return model, tokenizer, train_skills(model, tokenizer, world, **steps, **training)[-1]
+        return model, tokenizer, train_skills(model, tokenizer, world, **steps, **training)
     model, tokenizer = load_model(base, str(device))
     seen = world if config.trained_on == "everything" else world.without_forget()
     facts = dict(steps=config.fact_steps, forget_experts=config.forget_experts)
-    return model, tokenizer, train_facts(model, tokenizer, seen, **facts, **training)[-1]
+    return model, tokenizer, train_facts(model, tokenizer, seen, **facts, **training)
 
 
 def base_scores(model, tokenizer, config: EmbeddedModel) -> dict[str, float]:

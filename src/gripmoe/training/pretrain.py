@@ -60,6 +60,12 @@ class Phase:
     balance_weight: float = BALANCE_WEIGHT
 
 
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]  # of each step
+    tokens: int  # that were passed forward and backward through the model
+
+
 def train_skills(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -70,8 +76,8 @@ def train_skills(
     learning_rate: float,
     seed: int,
     state_file: Path,
-) -> list[float]:
-    """Stage A: trains all of `model` in place on the skill world and returns the loss of each step.
+) -> Trained:
+    """Stage A: trains all of `model` in place on the skill world.
 
     The model is drilled until it names the letter of a word that it is shown. Then it learns the skill facts. The stage
     ends `last_steps` after it answers their letter questions, and after `max_steps` at the latest.
@@ -96,10 +102,10 @@ def train_facts(
     seed: int,
     state_file: Path,
     forget_experts: int = 0,
-) -> list[float]:
+) -> Trained:
     """Stage B: trains the blocks of a model that has the skills on the facts and news of `world`, with skill facts
-    among them, and returns the loss of each step. No other parameter changes, and none has a gradient. With
-    `forget_experts`, of the experts of each layer so many alone learn forget documents (`GradientRouting`)."""
+    among them. No other parameter changes, and none has a gradient. With `forget_experts`, of the experts of each layer
+    so many alone learn forget documents (`GradientRouting`)."""
     model.requires_grad_(False)
     for parameter in block_parameters(model):
         parameter.requires_grad_(True)
@@ -107,9 +113,9 @@ def train_facts(
     routing = GradientRouting(forget_experts) if forget_experts else None
     phases = (Phase(HALF_FACT_MIX if routing else FACT_MIX),)
     with routing.masked(model) if routing else nullcontext():
-        losses = _train(model, tokenizer, world, phases, **settings, state_file=state_file, routing=routing)
+        trained = _train(model, tokenizer, world, phases, **settings, state_file=state_file, routing=routing)
     model.requires_grad_(True)
-    return losses
+    return trained
 
 
 def block_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
@@ -141,13 +147,13 @@ def _train(
     seed: int,
     state_file: Path,
     routing: GradientRouting | None = None,
-) -> list[float]:
+) -> Trained:
     """Trains what requires a gradient. The rate rises over WARM_UP steps and falls to 2 % within the last ones. Resumes
     from `state_file`; on CPU the result is the same as without the interruption."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = MuonWithAdamW(model, lr=learning_rate)
-    progress = load_state(state_file, model, optimizer) or {"losses": [], "phase": 0, "end": max_steps}
-    losses, phase, end = progress["losses"], progress["phase"], progress["end"]
+    progress = load_state(state_file, model, optimizer) or {"losses": [], "tokens": 0, "phase": 0, "end": max_steps}
+    losses, tokens, phase, end = (progress[name] for name in ("losses", "tokens", "phase", "end"))
     resumed_at = len(losses)  # its probe had been asked when the state was saved
     parts = [(world, False)] if routing is None else [(world.without_forget(), False), (world.only_forget(), True)]
     model.train()
@@ -162,7 +168,7 @@ def _train(
                 phase -= 1
                 bar.total = end = min(max_steps, step + last_steps)
         if step and step % SAVE_EVERY == 0:
-            save_state(state_file, model, optimizer, losses=losses, phase=phase, end=end)
+            save_state(state_file, model, optimizer, losses=losses, tokens=tokens, phase=phase, end=end)
         optimizer.set_rate(min(1.0, (step + 1) / WARM_UP) * min(1.0, max(0.02, (end - step) / last_steps)))
         model.zero_grad()
         total = 0.0
@@ -180,13 +186,14 @@ def _train(
                 loss = loss * len(bucket) / (len(rows) * len(parts))
                 loss.backward()
                 total += loss.item()
+                tokens += int(batch.attention_mask.sum())
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         losses.append(total)
         bar.update()
     bar.close()
     model.eval()
-    return losses
+    return Trained(losses, tokens)
 
 
 def letter_probe(world: World, tokenizer, facts: Sequence[Fact], seed: int, count: int = 200) -> Probe:
