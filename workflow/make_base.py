@@ -42,7 +42,8 @@ def rounded(folder: Path, row: EmbeddedModel):
     model, tokenizer = load_model(folder / "weights", device="cpu")
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
-    made = {key: read_json(folder / "model.json")[key] for key in ("seed", "final_loss", "tokens")}
+    card = read_json(folder / "model.json")
+    made = {key: card[key] for key in ("seed", "final_loss", "tokens") if key in card}
     return model, tokenizer, {"weights": weights_digest(model), **made}, base_scores(model, tokenizer, row)
 
 

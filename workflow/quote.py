@@ -40,6 +40,11 @@ def runs_of(record: str) -> pd.DataFrame:
 
 
 @functools.cache
+def goals_of(record: str) -> pd.DataFrame:
+    return goals(of_kind(runs_of(record), "letters"))
+
+
+@functools.cache
 def claims_of(record: str) -> pd.DataFrame:
     return pd.read_csv(folder_of(record) / "claims.csv").set_index("claim")
 
@@ -52,8 +57,8 @@ def folder_of(record: str) -> Path:
 def mean_of(record: str, objective: str, method: str, metric: str) -> float:
     """Mean over base models, or over the runs of a single one; of the original and retrained models too. With "all",
     the mean over objectives; with "news", of MUSE. The metric "runs" is their number, "forgot" and "missed" the numbers
-    of those that reached their forget target and that did not, "excess" the mean one of `strongest_attacks`. Raises
-    ValueError for "all" of a method that was not measured under each."""
+    of those that reached their forget target and that did not. Raises ValueError for "all" of a method that was not
+    measured under each."""
     runs = of_kind(runs_of(record), "news" if objective == "news" else "letters")
     objective = NO_OBJECTIVE if method in names.ORIGINALS else objective
     of_objective = (runs.objective == objective) | (objective in ("all", "news"))
@@ -78,8 +83,11 @@ def least_of(record: str, metric: str) -> float:
 
 def goal_of(record: str, objective: str, method: str, column: str) -> float:
     """A number of the table of `goals`."""
-    found = goals(of_kind(runs_of(record), "letters")).set_index(["objective", "method"])
-    return float(found.loc[(objective, method), column])
+    found = goals_of(record)
+    chosen = found[(found.objective == objective) & (found.method == method)]
+    if chosen.empty or column not in chosen or chosen[column].isna().any():
+        raise ValueError(f"{QUOTES.name}: the goals of {record!r} have no {column!r} of {method!r} under {objective!r}")
+    return float(chosen[column].iloc[0])
 
 
 def depth_of(objective: str, method: str) -> float:
@@ -121,10 +129,9 @@ def value_of(source: str) -> str:
         case [record, "claim", claim, objective]:
             by_objective = dict(part.split() for part in claims_of(record).by_objective[claim].split(", "))
             return by_objective[objective.upper()]
-        case [record, "goals", objective, method, "excess_p"]:
-            return fixed(goal_of(record, objective, method, "excess_p"), 3)
         case [record, "goals", objective, method, column]:
-            return fixed(goal_of(record, objective, method, column), 2)
+            decimals = 3 if column == "excess_p" or "_bound" in column else 2
+            return fixed(goal_of(record, objective, method, column), decimals)
         case [record, "all", "least", metric]:
             return fixed(least_of(record, metric), 2)
         case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):

@@ -1,6 +1,6 @@
 """Writes a record of measured runs: their numbers as one compact CSV, their tables as Markdown, the main tables and the
 statements as CSV too, checks, answers and attacked items compressed, the time of each step, and what the runs were
-computed with. Draws the README's pictures for docs/record, and that of docs/erasure.md from runs of tiny_erasure. A
+computed with. Draws the README's pictures for docs/record, and those of docs/erasure.md from runs of its worlds. A
 record can be drawn again from its own CSV.
 
 python workflow/record.py results/tiny/runs_record.csv results/tiny/runs_tiny_shared.csv [more tables of runs]
@@ -39,7 +39,7 @@ from gripmoe.reporting.collect import (
 )
 from gripmoe.reporting.comparison import comparison, marks_of, specification
 from gripmoe.reporting.erasure import ATTACKS, HARMLESS, attack_quality, harmless
-from gripmoe.reporting.erasure_goals import erasure_frontier, goals, goals_table
+from gripmoe.reporting.erasure_goals import MEASURED, erasure_frontier, goals, goals_table
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_figure
 from gripmoe.reporting.paired import load_answers, paired_table
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
@@ -87,6 +87,7 @@ WORLDS = {
     "erasure_goals": OF_ERASURE,
     "attack_quality": ("tiny_erasure",),
 }
+OF_ATTACKS = {"attack_quality": attack_quality, "erasure_goals": goals_table}  # tables without a specification
 ITEMS = ("histories", "answers", "attacks")
 OF_MANY_MODELS, OF_ONE_MODEL = ("record_main", "record_replication"), ("tiny", "tiny_all")
 OF_CLAIMS = (*OF_MANY_MODELS, *OF_ONE_MODEL, "record_rates", "record", "record_muse", "tiny_erasure")
@@ -146,8 +147,7 @@ class Record:
             return None if answers is None or answers.empty else paired_table(answers, runs)
         if name.endswith("attack_matrix"):
             return None if news and self.attacks is None else attack_matrix(runs, self.attacks, name)
-        of_attacks = {"attack_quality": attack_quality, "erasure_goals": goals_table}
-        return of_attacks[name](runs) if name in of_attacks else comparison(runs, name)
+        return OF_ATTACKS[name](runs) if name in OF_ATTACKS else comparison(runs, name)
 
 
 @cache
@@ -172,10 +172,10 @@ def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _shown() -> set[str]:
-    named = [name for name in TABLES if not name.endswith("paired_tests") and name != "attack_quality"]
+    named = [name for name in TABLES if not name.endswith("paired_tests") and name not in OF_ATTACKS]
     judged = (*ATTACKS, "restored_experts_worst_layer")
     of_changed = {harmless(attack, change) for attack in judged for change in HARMLESS}
-    return OF_MARKS | set(ATTACKS) | of_changed | {claim["metric"] for claim in load_claims().values()} | {
+    return OF_MARKS | MEASURED | set(ATTACKS) | of_changed | {claim["metric"] for claim in load_claims().values()} | {
         metric for name in named for metric in specification(name)["measured"]
     }  # fmt: skip
 
@@ -320,8 +320,9 @@ def main() -> None:
     write_text(args.output / "tables.md", "\n".join(parts))
     if args.output == OUTPUT:
         draw_pictures(measured)
-    if not (erasure := measured.of_worlds("tiny_erasure")).empty:
-        draw({"erasure_frontier": erasure_frontier(goals(erasure))}, record)
+    for world, picture in (("tiny_erasure", "erasure_frontier"), ("tiny_erasure_held_out", "erasure_held_out")):
+        if not (erasure := measured.of_worlds(world)).empty:
+            draw({picture: erasure_frontier(goals(erasure))}, record)
     print(f"{len(runs[KEYS].drop_duplicates())} runs, {len(runs)} numbers in {args.output}")
 
 

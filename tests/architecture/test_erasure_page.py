@@ -1,5 +1,6 @@
 """The numbers of docs/erasure.md are those of its record."""
 
+import json
 import re
 from math import exp, log
 from pathlib import Path
@@ -10,6 +11,7 @@ from scipy.stats import ttest_1samp
 
 from gripmoe.reporting.collect import KEYS, load_runs
 from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores, harmless, strongest_attacks
+from gripmoe.reporting.erasure_goals import GOALS, goals
 from gripmoe.reporting.uncertainty import holm
 
 ROOT = Path(__file__).parents[2]
@@ -35,73 +37,84 @@ METHODS = {
 }
 
 
-OTHER_PAPERS = ["SAM", "weight distance", "RepSelect", "MUDMAN", "sign descent", "UNDO", "expert null space"]
 FURTHER = load_runs(ROOT / "docs" / "record" / "erasure_further" / "runs.csv")
-
-
-def excesses(objective):
-    """By base model and method."""
-    found = strongest_attacks(RUNS)
-    return found[found.objective == objective].pivot(index="model", columns="method", values="excess")
 
 
 def rows(heading: str) -> list[list[str]]:
     table = PAGE.partition(f"## {heading}")[2].partition("\n## ")[0]
     tables = re.findall(r"^\|.*\n\|---.*\n((?:\|.*\n)+)", table, flags=re.MULTILINE)
+    assert tables, f"no table below {heading}"
     lines = "".join(tables).splitlines()
     return [[cell.strip(" *\\") for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.mark.parametrize("row", rows("What holds"), ids=lambda row: row[0])
-def test_the_table_is_the_records(row):
-    label, retain, routing, excess, tokens = row
-    objective, _, method = label.partition(", ")
-    named = METHODS.get(method, "retrained")
-    found = strongest_attacks(RUNS)
-    found = found[found.method == named]
-    found = found if named == "retrained" else found[found.objective == objective.lower()]
-    stability = RUNS[(RUNS.metric == "routing_stability") & RUNS.set_index(found.columns[:4].tolist()).index.isin(
-        found.set_index(found.columns[:4].tolist()).index
-    )].value  # fmt: skip
-    assert f"{found.retain_accuracy.mean():.2f}" == retain
-    assert f"{stability.mean():.2f}" == routing
-    assert f"{found.excess.mean():.2f}" == excess
-    assert tokens == ("–" if named == "retrained" else f"{found.tokens.mean() / 1e6:.2f} million")
+HELD_OUT = load_runs(ROOT / "docs" / "record" / "erasure_held_out" / "runs.csv")
 
 
-def test_paired_differences_are_the_records():
-    wide = strongest_attacks(RUNS).pivot(index=["model", "objective"], columns="method", values="excess")
-    pairs = (wide.anchored_adversary - wide.anchored).dropna()
-    under_unlikelihood = wide.xs("unlikelihood", level="objective")
-    differences = {
-        "mean by {} (± {}).": wide.frozen_router - wide.frozen_router_adversary,
-        "With the anchor it falls by {} (± {}) under unlikelihood": -pairs.xs("unlikelihood", level="objective"),
-        "by {} (± {}, undecided).": -pairs.groupby("model").mean(),
-        "has less under this attacker by {} (± {}).": under_unlikelihood.frozen_router
-        - under_unlikelihood.frozen_router_adversary_x3,
-        "its excess is {} (± {}) above that of a frozen router": under_unlikelihood.anchored
-        - under_unlikelihood.frozen_router,
-    }
-    faster = (wide.anchored - wide.anchored_adversary_x3).dropna().groupby("objective")
-    assert {objective: len(runs) for objective, runs in faster} == {"gd": 3, "npo": 3, "unlikelihood": 3}
-    faster = {objective: runs for objective, runs in faster}
-    differences |= {
-        "anchor alone by {} (± {}),": faster["unlikelihood"],
-        "), {} (± {}) and": faster["npo"],
-        "and {} (± {}). It retains": faster["gd"],
-    }
-    for shown, difference in differences.items():
-        difference = difference.dropna()
-        half = 4.303 * difference.std() / 3**0.5
-        assert len(difference) == 3
-        assert shown.format(f"{difference.mean():.2f}", f"{half:.2f}") in TEXT
-    assert f"in {(pairs < 0).sum()} of {len(pairs)} pairs" in TEXT
-    others = [under_unlikelihood[METHODS[label]] - under_unlikelihood.frozen_router for label in OTHER_PAPERS]
-    under_npo = excesses("npo")
-    others.append(under_npo.sam - under_npo.frozen_router)
-    values = pd.Series([ttest_1samp(each.dropna(), 0).pvalue for each in (*differences.values(), *others)])
-    assert len(values) == 16 and not (values <= holm(values, 0.05)[values.index]).any()
-    assert "Sixteen intervals of this list compare excesses. After Holm's correction none excludes 0." in TEXT
+def by_method(runs, objective="unlikelihood"):
+    return goals(runs).set_index(["objective", "method"]).xs(objective)
+
+
+def cells(found):
+    assert found[[*GOALS]].notna().all()
+    return [f"{found[name]:.2f} ({goal.sign} {found[f'{name}_bound']:.3f})" for name, goal in GOALS.items()]
+
+
+@pytest.mark.parametrize(
+    ("heading", "runs"),
+    [
+        ("On base models that chose nothing", HELD_OUT),
+        ("Six base models before these", FURTHER),
+        ("Every method, on three base models", RUNS),
+    ],
+    ids=["held out", "further", "every method"],
+)
+def test_a_table_has_every_unlearned_method(heading, runs):
+    assert {METHODS[label] for label, *_ in rows(heading)} == set(runs.method) - {"original", "retrained"}
+
+
+@pytest.mark.parametrize("row", rows("On base models that chose nothing"), ids=lambda row: row[0])
+def test_the_table_of_held_out_base_models_is_the_records(row):
+    found = by_method(HELD_OUT).loc[METHODS[row[0]]]
+    assert found.base_models == 7 and row[1:] == cells(found)
+
+
+def test_the_two_questions_have_the_answers_of_their_record():
+    """Holm: the smaller p is compared with 0.025, the larger one with 0.05."""
+    found = by_method(HELD_OUT).excess_p[["frozen_router_adversary_x3", "anchored_adversary_x3"]]
+    assert (found <= holm(found)[found.index]).tolist() == [True, False]
+    ours, frozen = (by_method(HELD_OUT).loc[name] for name in ("anchored_adversary_x3", "frozen_router_adversary_x3"))
+    assert ours.retained_bound >= 0.95 > frozen.retained_bound and ours.routing_bound < 0.94
+
+
+def test_what_retraining_takes_is_what_was_counted():
+    tokens = pd.read_csv(RECORD.parent / "erasure_held_out" / "base_models.csv").set_index("model").tokens
+    whole = tokens[[f"{model}_retrained" for model in HELD_OUT.model.unique()]].to_numpy()
+    facts = whole - tokens[[f"{model}_skills" for model in HELD_OUT.model.unique()]].to_numpy()
+    told = f"{whole.mean() / 1e6:.1f} million tokens in the mean, of which stage B, which teaches the facts, has"
+    assert f"{told} {facts.mean() / 1e6:.1f} million." in TEXT
+    chosen = (HELD_OUT.method == "frozen_router_adversary_x3") & (HELD_OUT.metric == "tokens")
+    assert f"Beside stage B alone the method takes {HELD_OUT.value[chosen].mean() / facts.mean():.2f}." in TEXT
+
+
+@pytest.mark.parametrize("row", rows("Every method, on three base models"), ids=lambda row: row[0])
+def test_the_table_of_every_method_is_the_records(row):
+    found = goals(RUNS).set_index(["objective", "method"]).excess
+    keys = [(objective, METHODS[row[0]]) for objective in ("unlikelihood", "npo", "gd", "rmu")]
+    assert row[1:] == [f"{found[key]:.2f}" if key in found else "–" for key in keys]
+
+
+def test_what_is_said_of_every_method_is_the_records():
+    found = goals(RUNS).set_index(["objective", "method"])
+    found = found[found.index.get_level_values("method") != "retrained"]
+    methods = found.index.get_level_values("method")
+    fast, plain = methods.str.endswith("_x3") | (methods == "mudman"), ~methods.str.contains("adversary|mudman")
+    assert f"the excess is {found.excess[plain].min():.2f} or more" in TEXT
+    assert f"among them, it is {found.excess[fast].max():.2f} or less" in TEXT
+    assert f"No bound on the excess is below {found.excess_bound.min():.2f}." in TEXT
+    missed = RUNS[(RUNS.metric == "reached") & (RUNS.value == 0)].groupby(["objective", "method"]).model.nunique()
+    assert {missed["unlikelihood", name] for name in ("repselect", "expert_null_space")} == {2}
+    assert set(missed["rmu"]) == {3} and len(missed["rmu"]) == 2
 
 
 ROUTED = load_runs(ROOT / "docs" / "record" / "routed" / "runs.csv")
@@ -122,7 +135,7 @@ def test_the_upper_bound_is_the_records(row):
 def test_what_the_upper_bound_says_of_single_models_is_the_records():
     found = strongest_attacks(ROUTED)
     found = found[found.method == "remove_experts"].excess
-    assert "one run each, is {:.2f}, {:.2f} and {:.2f}.".format(*found) in PAGE
+    assert "one run each, has an excess of {:.2f}, {:.2f} and {:.2f}.".format(*found) in TEXT
     runs = ROUTED[ROUTED.metric == "restored_experts_worst_layer"].groupby("method").value.mean()
     assert f"experts return {runs.remove_experts:.2f}** ({runs.retrained:.2f} in" in PAGE
 
@@ -139,25 +152,24 @@ def test_what_the_anchor_adds_to_relearning_is_the_records():
     assert f"the difference is {difference.mean():.2f} (± {half:.2f})" in " ".join(PAGE.split())
 
 
-def test_differences_of_other_papers_methods_are_the_records():
-    told = TEXT.partition("only MUDMAN lowers the excess much.")[2].partition("RepSelect and the expert")[0]
-    lowered = []
-    for label, objective in [*((label, "unlikelihood") for label in OTHER_PAPERS), ("under NPO SAM", "npo")]:
-        wide = excesses(objective)
-        difference = (wide[METHODS[label.removeprefix("under NPO ")]] - wide.frozen_router).dropna()
-        half = 4.303 * difference.std() / 3**0.5
-        assert len(difference) == 3 and f"{label} {difference.mean():+.2f} (± {half:.2f})" in told
-        lowered += [label] if difference.mean() < -half else []
-    assert lowered == ["MUDMAN"]
-    missed = RUNS[(RUNS.metric == "reached") & (RUNS.value == 0)].groupby("method").model.nunique()
-    assert (missed.repselect, missed.expert_null_space) == (2, 2)
-
-
 def test_attempts_are_counted_and_quoted():
     assert f"has all {len(ATTEMPTS) - 1} attempts" in PAGE
     known = ATTEMPTS[["forget_accuracy", "retain_accuracy", "relearned_after_10"]].map(lambda value: f"{value:.2f}")
     known = set(known.itertuples(index=False, name=None))
     assert not [row for row in rows("What was tried") if tuple(row[1:]) not in known]
+
+
+def test_dev_questions_chose_the_attackers_rate():
+    tried = pd.read_csv(RECORD / "attempts_tuning.csv")
+    settings = pd.DataFrame(map(json.loads, tried.change))
+    table = pd.concat([tried, settings], axis=1)
+    stricter = table.routing_stability_asked.notna()
+    of_rates = table[~stricter].groupby("adversary_rate").dev_relearned_after_10
+    assert (of_rates.count() == 2).all() and of_rates.mean().idxmin() == 3
+    means = "{:.2f}, {:.2f}, {:.2f} and {:.2f} at rates of {:.0f}, {:.0f}, {:.0f} and {:.0f}."
+    assert means.format(*of_rates.mean(), *of_rates.groups) in TEXT
+    assert (table[stricter].routing_stability_asked == 0.96).all()
+    assert f"still answers {table[stricter].dev_forget_accuracy.mean():.1f} of the forget questions" in TEXT
 
 
 def test_attacks_tell_models_apart_as_the_page_says():
@@ -201,63 +213,44 @@ def test_what_is_left_of_the_attacked_anchor_is_the_records():
     assert f"{(ours[others] - retrained[others]).max().max():.2f}" == "0.05"
 
 
-@pytest.mark.parametrize("row", rows("Once more, on six further base models"), ids=lambda row: row[0])
-def test_the_further_table_is_its_records(row):
-    label, *shown, excess = row
-    method = METHODS.get(label, "retrained")
-    runs = FURTHER[FURTHER.method == method]
-    columns = "forget_accuracy", "retain_accuracy", "routing_stability", "relearned_after_20"
-    assert runs.model.nunique() == 6
-    assert shown == [f"{runs[runs.metric == column].value.mean():.2f}" for column in columns]
-    found = strongest_attacks(FURTHER)
-    assert excess == f"{found[found.method == method].excess.mean():.2f}"
+@pytest.mark.parametrize("row", rows("Six base models before these"), ids=lambda row: row[0])
+def test_the_table_of_further_base_models_is_its_records(row):
+    label, *shown, strongest = row
+    method = METHODS[label]
+    found = by_method(FURTHER).loc[method]
+    assert found.base_models == 6 and shown == cells(found)
+    of_runs = strongest_attacks(FURTHER)
+    assert strongest == f"{of_runs[of_runs.method == method].excess.mean():.2f}"
 
 
 def test_the_four_questions_have_the_answers_of_their_record():
     """Student's over six base models: 2.571. With Holm's correction MUDMAN's lower excess alone stays."""
-    found = strongest_attacks(FURTHER)
-    wide = found.pivot(index="model", columns="method", values="excess")
-    told = TEXT.partition("## Once more")[2].partition("## An upper bound")[0]
+    wide = strongest_attacks(FURTHER).pivot(index="model", columns="method", values="excess")
+    told = " ".join(PAGE.partition("## Six base models before")[2].partition("\n## ")[0].split())
 
     def interval(values):
-        half = 2.571 * values.std() / 6**0.5
-        return values.mean(), half
+        return values.mean(), 2.571 * values.std() / 6**0.5
 
     lower = {
-        "mudman": "{:.2f} (± {:.2f}, p = {:.3f}; the",
-        "anchored_adversary_x3": "{:.2f} (± {:.2f}, p = {:.3f}), which",
+        "mudman": "{:.2f} less than a frozen router (± {:.2f}, p = {:.3f}; the",
+        "anchored_adversary_x3": "ours {:.2f} less (± {:.2f}, p = {:.3f}), which",
     }
-    values = []
+    values, undecided = [], []
     for method, shown in lower.items():
         difference = wide.frozen_router - wide[method]
         values += [ttest_1samp(difference, 0).pvalue, ttest_1samp(wide[method], 0.05).pvalue]
         assert shown.format(*interval(difference), values[-2]) in told
         mean, half = interval(wide[method])
-        assert mean - half < 0.05 < mean + half, "undecided"
-        assert f"({mean - half:.2f} to {mean + half:.2f})" in told
+        assert mean - half < 0.05 < mean + half
+        undecided += [mean - half, mean + half]
+    assert "({:.2f} to {:.2f} for MUDMAN, and {:.2f} to {:.2f} for ours)".format(*undecided) in told
     values = pd.Series(values)
     assert (values <= holm(values, 0.05)[values.index]).tolist() == [True, False, False, False]
-    above = [interval(wide[method] - wide.retrained) for method in ("mudman", "anchored_adversary_x3")]
-    assert "MUDMAN has {:.2f} more (± {:.2f}) and ours {:.2f} more (± {:.2f}).".format(*above[0], *above[1]) in told
-    assert all(mean < half for mean, half in above), "not told from the control"
-    attacked = wide.frozen_router_adversary_x3
-    assert "an excess of {:.2f} (± {:.2f}).".format(*interval(attacked)) in told
-    assert interval(attacked - 0.05)[0] > -interval(attacked)[1], "undecided"
-    less = [wide[method] - attacked for method in ("frozen_router", "mudman", "anchored_adversary_x3")]
-    shown = [number for each in less for number in interval(each)]
     assert (
-        "without an attacker by {:.2f} (± {:.2f}), less than MUDMAN's by {:.2f} (± {:.2f}) and "
-        "less than ours by {:.2f} (± {:.2f})."
-    ).format(*shown) in told
-    worlds = found.pivot_table(index="benchmark", columns="method", values="excess")
-    lower = [worlds.frozen_router - worlds[method] for method in ("mudman", "anchored_adversary_x3")]
-    shown = [(each.mean(), 4.303 * each.std() / 3**0.5) for each in lower]
-    assert "by {:.2f} (± {:.2f}) and {:.2f} (± {:.2f}).".format(*shown[0], *shown[1]) in told
-    layer = FURTHER[FURTHER.metric == "restored_experts_worst_layer"].groupby("method").value.mean()
-    shares = layer.mudman, layer.anchored_adversary_x3, layer.retrained
-    assert "{:.2f} of MUDMAN's models and {:.2f} of ours ({:.2f} of the retrained ones)".format(*shares) in told
-    tokens = FURTHER[FURTHER.metric == "tokens"].groupby("method").value.mean()
-    assert tokens[["mudman", "anchored_adversary_x3"]].max() < 0.2 * (1.75e6 + 4.1e6)
+        "It has {:.2f} less than MUDMAN (± {:.2f}).".format(*interval(wide.mudman - wide.frozen_router_adversary_x3))
+        in told
+    )
+    assert f"between two models that never knew it is {wide.retrained.mean():.2f}." in told
 
 
 def test_the_depths_are_what_was_measured():
@@ -290,7 +283,7 @@ def test_the_depths_are_what_was_measured():
     assert told.format(relearned, *by["gd"], *by["kl"], *by["npo"], *by["rmu"]) in text
     here = depths.merge(strongest_attacks(RUNS), on=KEYS)
     excess, forgetting = (here.depth.corr(here[name], "spearman") for name in ("excess", "forget_accuracy"))
-    assert f"Over {len(here)} runs of this page" in text and f"is {excess:.2f} between depth and excess." in text
+    assert f"Over {len(here)} runs of this page" in text and f"is {excess:.2f} between depth and the excess" in text
     assert f"are less deep too ({forgetting:.2f})." in text
 
 

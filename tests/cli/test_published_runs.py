@@ -298,6 +298,11 @@ def test_evaluation_reports_the_routing_that_plain_transformers_gives(finished):
     assert moved_by_the_cast
 
 
+def test_the_tokens_of_a_corrected_run_are_those_of_the_run_that_it_corrects(finished):
+    found = [read_json(finished.root / name / "checkpoint.json")["tokens"] for name in ("unconstrained", "ptc")]
+    assert found[0] == found[1] == read_json(finished.root / "ptc" / "evaluation.json")["tokens"] > 0
+
+
 def test_attacks_find_numbers_for_everything(finished):
     found = read_json(finished.root / "expert_specific" / "attack.json")
     wanted = {"forced_forget_accuracy", "probe_best_layer", "probe_best_expert", "prompt_five_shot", "quantized_4_bit"}

@@ -64,8 +64,8 @@ def realign(
         digest = save_model(model, tokenizer, folder / "weights")
         corrected = read_json(checkpoint_file)
         outcome = {"status": corrected["status"], "steps": corrected["steps"], "correction_seconds": seconds}
-        if "tokens" in report:
-            report["tokens"] += corrected.get("tokens", 0)
+        if "tokens" in corrected:
+            report["tokens"] = corrected["tokens"] + report.get("tokens", 0)
         if corrected["steps"] and "seconds_per_step" in corrected:  # the correction adds to the time of the run
             trained = corrected["seconds_per_step"] * corrected["steps"]
             outcome |= {"time_ratio": (trained + seconds) / trained}

@@ -30,6 +30,7 @@ TEX_SIGNS = str.maketrans(
     {sign: rf"\{sign}" for sign in "%&#_{}$"}
     | {sign: f"${sign}$" for sign in "<>"}
     | {"\\": r"\textbackslash{}", "~": r"$\sim$", "^": r"\^{}", "±": r"$\pm$", "×": r"$\times$", "−": "$-$", "–": "--"}
+    | {"≤": r"$\leq$", "≥": r"$\geq$"}
     | {"†": r"$\dagger$", "‡": r"$\ddagger$", "§": r"\S{}", "¶": r"\P{}", "Δ": r"$\Delta$", "µ": r"$\mu$"}
 )
 

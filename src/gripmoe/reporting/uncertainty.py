@@ -58,8 +58,13 @@ def of_runs(runs: pd.DataFrame) -> pd.Series:
 def p_above(values: pd.Series, limit: float) -> float:
     """Twice the one-sided p of the hypothesis that the mean is at most `limit`. It is below 0.05 exactly if the 95 %
     t-interval lies above the limit."""
+    return min(1.0, 2 * one_sided_p(values, limit))
+
+
+def one_sided_p(values: pd.Series, limit: float) -> float:
+    """The p of the hypothesis that the mean is at most `limit`."""
     error = max(float(values.sem()), 1e-12)
-    return min(1.0, 2 * float(stats.t.sf((values.mean() - limit) / error, len(values) - 1)))
+    return float(stats.t.sf((values.mean() - limit) / error, len(values) - 1))
 
 
 def holm(p_values: pd.Series, alpha: float = 0.05) -> pd.Series:

@@ -54,7 +54,9 @@ def make_base_model(
             if not fault:
                 digest = save_model(model, tokenizer, folder / "weights")
                 card = {"weights": digest, "seed": seed, "final_loss": trained.losses[-1], **scores}
-                card["tokens"] = trained.tokens + (read_json(base.parent / "model.json")["tokens"] if base else 0)
+                of_base = read_json(base.parent / "model.json").get("tokens") if base else 0
+                if of_base is not None:  # an older version did not count them
+                    card["tokens"] = of_base + trained.tokens
                 if config.forget_experts:
                     card["forget_experts"] = config.forget_experts
                 write_json(output, card)
