@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from conftest import small_model
+from gripmoe.attacks.base import Letters
+from gripmoe.attacks.relearning import from_other_facts, of_low_rank_experts
 from gripmoe.attacks.restoration import without_expert
 from gripmoe.config.grid import Project
 from gripmoe.evaluation.questions import direct_answers, load_questions
@@ -102,3 +104,20 @@ def test_each_expert_has_what_the_answers_lose_without_it(results, tmp_path, mon
     with without_expert(moe, row.layer, row.expert):
         assert row.retain == pytest.approx(whole - score(), rel=1e-3) and row.retain != 0
     assert row.forget != row.retain
+
+
+def test_longer_relearning_goes_on_where_the_attack_of_a_run_ends(results, tmp_path, monkeypatch):
+    """Its first 20 steps are those of the attack, and the weights are the same for both kinds of updates."""
+    output = tmp_path / "longer.csv"
+    flags = "--worlds", "tiny_erasure", "--methods", "retrained", "--steps", 20, 21
+    run("longer_relearning.py", monkeypatch, "--results", results, "--output", output, *flags)
+    table = pd.read_csv(output).set_index("metric").value
+    names = [f"relearned_{kind}after_{step}" for kind in ("", "lora_") for step in (20, 21)]
+    assert sorted(table.index) == sorted(names)
+    model, tokenizer = load_model(results / "models" / "tiny_a_retrained" / "weights")
+    project = Project(WORKFLOW / "config", "tiny_erasure")
+    moe, benchmark = MoEModel(model), project.benchmarks["wmdp_tiny_erasure"]
+    given = tokenizer, results / "data" / "wmdp_tiny_erasure", benchmark
+    setting = Letters(moe, moe, *given, finetuning=project.world.relearning)
+    for attack, name in ((from_other_facts, "relearned"), (of_low_rank_experts, "relearned_lora")):
+        assert attack(setting).metrics[f"{name}_after_20"] == pytest.approx(table[f"{name}_after_20"], abs=1e-6)
