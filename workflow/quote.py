@@ -90,6 +90,13 @@ def goal_of(record: str, objective: str, method: str, column: str) -> float:
     return float(chosen[column].iloc[0])
 
 
+def longer_of(record: str, method: str, metric: str) -> float:
+    """Mean excess of `longer_relearning.csv`."""
+    found = pd.read_csv(folder_of(record) / "longer_relearning.csv")
+    wide = found[found.metric == metric].pivot(index="model", columns="method", values="value")
+    return float((wide[method] - wide.retrained).mean())
+
+
 def depth_of(objective: str, method: str) -> float:
     depths = depth_scores(pd.read_csv(folder_of("erasure") / "readable_depth.csv"))
     chosen = depths[(depths.objective == objective) & (depths.method == method)]
@@ -132,6 +139,8 @@ def value_of(source: str) -> str:
         case [record, "goals", objective, method, column]:
             decimals = 3 if column == "excess_p" or "_bound" in column else 2
             return fixed(goal_of(record, objective, method, column), decimals)
+        case [record, "longer", method, metric]:
+            return fixed(longer_of(record, method, metric), 2)
         case [record, "all", "least", metric]:
             return fixed(least_of(record, metric), 2)
         case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):
