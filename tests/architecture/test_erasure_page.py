@@ -303,7 +303,9 @@ def test_the_depths_are_what_was_measured():
     assert told.format(relearned, *by["gd"], *by["kl"], *by["npo"], *by["rmu"]) in text
     here = depths.merge(strongest_attacks(RUNS), on=KEYS)
     excess, forgetting = (here.depth.corr(here[name], "spearman") for name in ("excess", "forget_accuracy"))
-    assert f"Over {len(here)} runs of `tiny_erasure`" in text and f"is {excess:.2f} between depth and the excess" in text
+    assert (
+        f"Over {len(here)} runs of `tiny_erasure`" in text and f"is {excess:.2f} between depth and the excess" in text
+    )
     assert f"are less deep too ({forgetting:.2f})." in text
 
 

@@ -300,7 +300,7 @@ def test_evaluation_reports_the_routing_that_plain_transformers_gives(finished):
 
 def test_the_tokens_of_a_corrected_run_are_those_of_the_run_that_it_corrects(finished):
     found = [read_json(finished.root / name / "checkpoint.json")["tokens"] for name in ("unconstrained", "ptc")]
-    assert found[0] == found[1] == read_json(finished.root / "ptc" / "evaluation.json")["tokens"] > 0
+    assert found[0] == found[1] > 0
 
 
 def test_attacks_find_numbers_for_everything(finished):

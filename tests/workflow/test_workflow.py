@@ -509,6 +509,9 @@ class TestRun:
         for name in ("evaluation.json", "attack.json"):
             found = [json.loads((runs / run / name).read_text()) for run in ("gd/unconstrained/0", "none/graddiff/0")]
             assert found[0] == found[1] and len(found[0]) > 10
+        for baseline, model in (("original", "smoke"), ("retrained", "smoke_retrained")):
+            trained = json.loads((finished / f"results/smoke/models/{model}/model.json").read_text())["tokens"]
+            assert json.loads((runs / f"none/{baseline}/0/evaluation.json").read_text())["tokens"] == trained > 0
         for table in ("main_results", "attack_matrix"):
             assert "graddiff" in (finished / f"paper_figures/others/{table}.md").read_text()
         assert planned(snakemake("-n", "--config", f"world={world}", **only)) == {}

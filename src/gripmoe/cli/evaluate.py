@@ -42,7 +42,7 @@ def evaluate(
           --run run/run.yaml --model model/model.json --checkpoint run/checkpoint.json --data data \\
           --questions run/questions.csv --output run/evaluation.json
     """
-    _, benchmark = run_and_benchmark(run_file, benchmark_settings)
+    run, benchmark = run_and_benchmark(run_file, benchmark_settings)
     retrained_auc = _auc_of(retrained_file) if benchmark.is_news else None
     with exclusive(output.parent), recorded(provenance_of(output), evaluate):
         after, tokenizer = load_model(checkpoint_file.parent / "weights")
@@ -51,7 +51,8 @@ def evaluate(
         else:
             metrics, items = letter_metrics(benchmark, after, tokenizer, data)
         metrics |= own_metrics(benchmark, after, tokenizer, data)
-        metrics |= {key: value for key, value in read_json(checkpoint_file).items() if key == "tokens"}  # of training
+        if run.method.baseline and "tokens" in (card := read_json(checkpoint_file)):  # of its training
+            metrics["tokens"] = card["tokens"]
         if is_moe(after):
             before, _ = load_model(model_file.parent / "weights")  # only now: long prompts need the memory before
             metrics |= routing_metrics(benchmark, MoEModel(before), MoEModel(after), tokenizer, data)
