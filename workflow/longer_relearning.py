@@ -1,4 +1,4 @@
-"""Measures what more steps of relearning return than the attacks of a run take.
+"""Measures what relearning returns that takes more steps than the attacks of a run.
 
     python workflow/longer_relearning.py --worlds tiny_erasure_held_out --steps 20 50 100 --output longer_relearning.csv
 

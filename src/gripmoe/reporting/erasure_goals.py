@@ -41,7 +41,7 @@ GOALS = {
     ),
 }
 MEASURES = (*GOALS, "robustness", "attacked")
-MEASURED = {"retain_accuracy", "retain_accuracy_share", "routing_stability", "tokens"}  # beside ATTACKS
+MEASURED = {"retain_accuracy", "retain_accuracy_share", "routing_stability", "tokens"}  # metrics read, beside ATTACKS
 COLUMNS = (
     "objective",
     "method",
