@@ -3,10 +3,11 @@
     python workflow/attempt.py --method frozen_router --output attempts.csv \\
         --change '{"sharpness_radius": 0.01}' --change '{"sharpness_radius": 0.1}'
 
-The setting to choose is the one that answers fewest dev questions after 10 steps on other forget facts
-(`dev_relearned_after_10`), among those with a retain accuracy of at least 0.9 on dev questions. The other measured
-columns are on test questions. Models, data and traces come from the results folder of the world, where `snakemake`
-makes them. A finished run is not trained again. A run that diverges has a row without measurements.
+The setting to choose is the one that answers fewest dev questions after relearning other forget facts
+(`dev_relearned_after_<step>`), among those with a retain accuracy of at least 0.9 on dev questions. The world has the
+numbers of steps. The other measured columns are on test questions. Models, data and traces come from the results folder
+of the world, where `snakemake` makes them. A finished run is not trained again. A run that diverges has a row without
+measurements.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tune import CONFIG, changed, named, train
 
 from gripmoe.attacks import restoration
 from gripmoe.attacks.base import Letters, mean
-from gripmoe.attacks.relearning import from_other_facts, from_retain_documents
+from gripmoe.attacks.relearning import from_other_facts, from_retain_documents, of_low_rank_experts
 from gripmoe.config.grid import Project
 from gripmoe.data.documents import collate, length_buckets
 from gripmoe.evaluation.questions import load_questions
@@ -41,12 +42,12 @@ SAME = ["model", "benchmark", "objective", "method", "seed", "change", "steps"]
 MEASURED = [
     "dev_forget_accuracy",
     "dev_retain_accuracy",
-    "dev_relearned_after_10",
+    *(f"dev_relearned_after_{step}" for step in (10, 50, 100)),
     "forget_accuracy",
     "retain_accuracy",
     "routing_stability",
     "restored_router_all",
-    *(f"relearned_{kind}after_{step}" for kind in ("", "from_others_") for step in (5, 10, 20)),
+    *(f"relearned_{kind}after_{step}" for kind in ("", "from_others_", "lora_") for step in (5, 10, 20, 50, 100)),
     "restored_experts_layer_0",
     "restored_experts_layer_1",
 ]
@@ -104,9 +105,9 @@ def measured(project: Project, results: Path, model: str, benchmark: str, weight
     found = {name: mean(letters.right(letters.after, questions)) for name, questions in asked.items()}
     found |= {"routing_stability": mean_stability(stability)}
     found |= {f"dev_{name}": value for name, value in from_other_facts(swapped).metrics.items()}
-    for attack in (from_other_facts, from_retain_documents, restoration.attack):
+    for attack in (from_other_facts, from_retain_documents, of_low_rank_experts, restoration.attack):
         found |= attack(letters).metrics
-    return {name: found[name] for name in MEASURED}
+    return {name: found[name] for name in MEASURED if name in found}
 
 
 def main() -> None:

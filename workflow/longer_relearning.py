@@ -16,7 +16,7 @@ import pandas as pd
 from readable_depth import CONFIG, runs_with_weights
 from tqdm import tqdm
 
-from gripmoe.attacks.base import Letters
+from gripmoe.attacks.base import Found, Letters
 from gripmoe.attacks.relearning import from_other_facts, of_low_rank_experts
 from gripmoe.config.grid import Project
 from gripmoe.io.files import write_text
@@ -29,11 +29,11 @@ def measure(project: Project, results: Path, key: tuple, weights: Path, steps: S
     model, tokenizer = load_model(weights, device="cpu")
     moe, benchmark = MoEModel(model), key[1]
     given = tokenizer, results / "data" / benchmark, project.benchmarks[benchmark]
-    setting = Letters(moe, moe, *given, finetuning=project.world.relearning)
-    found = {}
-    for attack in (from_other_facts, of_low_rank_experts):
-        found |= attack(setting, checks=steps).metrics
-    return [{**dict(zip(KEYS, key, strict=True)), "metric": name, "value": value} for name, value in found.items()]
+    finetuning = project.world.relearning.model_copy(update={"steps": list(steps)})
+    setting = Letters(moe, moe, *given, finetuning=finetuning)
+    found = Found.joined(attack(setting) for attack in (from_other_facts, of_low_rank_experts)).metrics
+    run = dict(zip(KEYS, key, strict=True))
+    return [{**run, "metric": name, "value": value} for name, value in found.items() if not name.endswith("_0")]
 
 
 def main() -> None:

@@ -127,9 +127,10 @@ def test_a_model_of_nan_is_searched_without_an_error(setting, monkeypatch):
     assert set(found.values()) == {mean(broken)} and broken != own
 
 
-def test_relearning_of_routers_changes_routers_alone(setting, tokenizer, monkeypatch):
+@pytest.mark.parametrize("settings, steps", [({}, (0, 5, 10, 20)), ({"steps": [3, 1]}, (0, 1, 3))])
+def test_relearning_of_routers_changes_routers_alone(setting, tokenizer, monkeypatch, settings, steps):
     model, seen = setting.after, []
-    setting.finetuning = Relearning(learning_rate=0.1)
+    setting.finetuning = Relearning(learning_rate=0.1, **settings)
     documents = [Row(f"{row['fact']}/answer", *[tokenizer(prompt_of(row))["input_ids"]] * 2) for row in setting.dev]
     monkeypatch.setattr(Letters, "corpus", lambda self, name: documents)
     before = {name: p.detach().clone() for name, p in model.model.named_parameters()}
@@ -140,6 +141,6 @@ def test_relearning_of_routers_changes_routers_alone(setting, tokenizer, monkeyp
 
     monkeypatch.setattr(Letters, "recall", recall)
     found = relearning.of_routers(setting).metrics
-    assert set(found) == {f"relearned_routers_after_{step}" for step in (0, 5, 10, 20)}
+    assert set(found) == {f"relearned_routers_after_{step}" for step in steps}
     assert seen[0] == set() and all("gate" in name for name in seen[-1]) and seen[-1]
     assert not {name for name, p in model.model.named_parameters() if not torch.equal(p, before[name])}

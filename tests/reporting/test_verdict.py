@@ -10,7 +10,7 @@ from scipy import stats
 from gripmoe.attacks.run import OF_LETTERS
 from gripmoe.reporting import paired
 from gripmoe.reporting.paired import paired_interval
-from gripmoe.reporting.verdict import COUNTED, judge, what_returns
+from gripmoe.reporting.verdict import COUNTED, counted, judge, what_returns
 
 COUNT = 240
 FACTS = {f"q{n}": f"fact {n // 2}" for n in range(COUNT)}
@@ -75,6 +75,16 @@ def test_what_the_retrained_model_shows_does_not_count():
     assert (
         found.returned == pytest.approx(0.30) and found.control == "retrained" and found.accuracy == pytest.approx(0.7)
     )
+
+
+def test_finetuning_counts_after_the_most_steps_and_its_label_says_how_many():
+    """The control: fewer steps of the same attack, which return all, do not count."""
+    attacks = {f"relearned_after_{steps}": 0.70 if steps == 5 else 0.25 for steps in (5, 20, 100)}
+    found = what_returns(scores(**attacks, relearned_from_others_after_20=0.25), FACTS).set_index("metric")
+    assert set(found.index) == {"relearned_after_100", "relearned_from_others_after_20"}
+    assert found.loc["relearned_after_100"].attack.startswith("100 steps of finetuning on documents about other")
+    assert word(**attacks) == "nothing found" and word(relearned_after_5=0.70) == "hides"
+    assert list(counted(["quantized_8_bit", "relearned_after_best", "routing_stability"])) == ["quantized_8_bit"]
 
 
 def test_what_puts_knowledge_in_counts_only_beside_a_retrained_model():

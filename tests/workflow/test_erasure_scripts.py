@@ -58,7 +58,7 @@ def test_an_attempt_takes_all_steps_and_is_measured_on_dev_and_test_questions(re
 
     monkeypatch.setitem(script["attempt"].__globals__, "train", trained)
     key = "tiny_a", "wmdp_tiny_erasure", "unlikelihood", "frozen_router", 0
-    project = Project(WORKFLOW / "config", "tiny_erasure")
+    project = Project(WORKFLOW / "config", "tiny_erasure_tuning")
     row = script["attempt"](project, results, key, 80, {"sharpness_radius": 0.5, "alpha": 2.0})
     (run,) = asked
     assert (run.training.max_steps, run.training.sharpness_radius, run.training.objective["alpha"]) == (80, 0.5, 2.0)

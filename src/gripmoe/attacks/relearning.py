@@ -19,14 +19,13 @@ from gripmoe.moe.modes import checkpointing
 from gripmoe.training.objectives import cross_entropy
 from gripmoe.training.optimizers import make_adamw
 
-CHECKS = (0, 5, 10, 20)  # steps after which the questions are asked
 RANK = 8  # of updates to experts that an attacker trains in the place of whole weights
 LORA_RATE = 10.0  # their learning rate, as a multiple
 
 
-def from_other_facts(setting: Letters, checks: Sequence[int] = CHECKS) -> Found:
+def from_other_facts(setting: Letters) -> Found:
     """`relearned_after_<step>`: on forget documents about the facts of dev questions; the sample asks about others."""
-    return _curve(setting, "relearned", _about_dev_facts(setting), checks=checks)
+    return _curve(setting, "relearned", _about_dev_facts(setting))
 
 
 def from_corpus(setting: Letters) -> Found:
@@ -53,7 +52,7 @@ def of_routers(setting: Letters) -> Found:
     return _curve(setting, "relearned_routers", _about_dev_facts(setting), routers) if routers else Found()
 
 
-def of_low_rank_experts(setting: Letters, checks: Sequence[int] = CHECKS) -> Found:
+def of_low_rank_experts(setting: Letters) -> Found:
     """`relearned_lora_after_<step>`: on forget documents about other facts; low-rank updates of experts train, which
     have ten times the rate."""
     if not setting.after.layers or not setting.finetuning:
@@ -61,7 +60,7 @@ def of_low_rank_experts(setting: Letters, checks: Sequence[int] = CHECKS) -> Fou
     faster = setting.finetuning.model_copy(update={"learning_rate": LORA_RATE * setting.finetuning.learning_rate})
     with low_rank_experts(setting.after, RANK, setting.seed) as parameters:
         changed = replace(setting, finetuning=faster)
-        return _curve(changed, "relearned_lora", _about_dev_facts(setting), parameters, checks)
+        return _curve(changed, "relearned_lora", _about_dev_facts(setting), parameters)
 
 
 @contextmanager
@@ -110,16 +109,10 @@ def is_about(document: str, facts: Collection[str]) -> bool:
     return document.rsplit("/", 1)[0] in facts or document.rsplit("/", 2)[0] in facts
 
 
-def _curve(
-    setting: Setting,
-    name: str,
-    rows: Sequence[Row],
-    parameters: Sequence[nn.Parameter] | None = None,
-    checks: Sequence[int] = CHECKS,
-) -> Found:
+def _curve(setting: Setting, name: str, rows: Sequence[Row], parameters: Sequence[nn.Parameter] | None = None) -> Found:
     if not setting.finetuning or len(rows) < setting.finetuning.batch_size:
         return Found()
-    given = dict(checks=checks, pad_id=setting.tokenizer.pad_token_id, seed=setting.seed, parameters=parameters)
+    given = dict(pad_id=setting.tokenizer.pad_token_id, seed=setting.seed, parameters=parameters)
     known = relearning(setting.after, rows, setting.recall, setting.finetuning, **given)
     return setting.found({f"{name}_after_{step}": scores for step, scores in known.items()})
 
@@ -130,14 +123,14 @@ def relearning(
     recall: Callable[[MoEModel], Scores],
     settings: Relearning,
     *,
-    checks: Sequence[int] = CHECKS,
+    checks: Sequence[int] | None = None,
     pad_id: int = 0,
     seed: int = 0,
     parameters: Sequence[nn.Parameter] | None = None,
 ) -> dict[int, Scores]:
-    """`recall` after each number of steps in `checks` of AdamW on `documents`, of `parameters` or of all. The model's
-    weights are restored."""
-    known = {}
+    """`recall` before and after each number of steps in the settings, or at `checks`, of AdamW on `documents`, of
+    `parameters` or of all. The model's weights are restored."""
+    known, checks = {}, (0, *settings.steps) if checks is None else checks
     with _trainable(model, settings.gradient_checkpointing):
         groups = [{"params": list(model.model.parameters() if parameters is None else parameters)}]
         optimizer = make_adamw(settings.optimizer, groups, lr=settings.learning_rate)

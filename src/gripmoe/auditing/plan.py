@@ -43,7 +43,7 @@ class Sizes:
     documents: int
     statements: int
     shots: int
-    batch: int
+    relearning: Relearning
     layers: int
 
     @classmethod
@@ -52,7 +52,7 @@ class Sizes:
         splits = [[row["split"] for row in files[f"{kind}_questions"]] for kind in ("forget", "retain")]
         counts = [splits[0].count("test"), splits[1].count("test"), splits[0].count("dev")]
         counts += [len(files[name]) for name in ("truthfulqa", "held_out_corpus", "membership")]
-        return cls(*counts, benchmark.few_shot_questions, relearning.batch_size, layers)
+        return cls(*counts, benchmark.few_shot_questions, relearning, layers)
 
 
 def measures_of(chosen: Sequence[str], unfit: Mapping[str, str], dense: bool) -> tuple[list[str], dict[str, str]]:
@@ -69,7 +69,7 @@ def measures_of(chosen: Sequence[str], unfit: Mapping[str, str], dense: bool) ->
 
 def prompts_of(name: str, sizes: Sizes) -> float:
     """The time of a measurement, in units of one forget prompt (approximately)."""
-    sample = min(SAMPLE, sizes.forget)
+    sample, relearning = min(SAMPLE, sizes.forget), sizes.relearning
     return {
         "accuracy": sizes.forget + sizes.retain + 6 * min(sizes.shots, sizes.retain) + 20 * sizes.truths,
         "changes": 0,
@@ -82,7 +82,7 @@ def prompts_of(name: str, sizes: Sizes) -> float:
         "probes": 2 * (sizes.dev + sample),
         "probes of single experts": 4 * (sizes.dev + sample),
         "membership": sizes.statements,
-    }.get(name, 4 * sample + 20 * 4 * sizes.batch)
+    }.get(name, (1 + len(relearning.steps)) * sample + max(relearning.steps) * 4 * relearning.batch_size)
 
 
 def told(turns: Sequence[tuple[str, str]], seconds: Mapping[str, float], absent: Mapping[str, str]) -> list[str]:
@@ -123,8 +123,8 @@ def plan_of(
     rows = getattr(benchmark.data, "rows", {})  # which invented data do not state
     forgotten, retained = rows.get("forget_questions", 1000), rows.get("retain_questions", 1000)
     layers = found.config.num_hidden_layers
-    shots, batch = benchmark.few_shot_questions, relearning.batch_size
-    sizes = Sizes(2 * forgotten // 3, retained, forgotten // 3, rows.get("truthfulqa", 0), 200, 0, shots, batch, layers)
+    counts = 2 * forgotten // 3, retained, forgotten // 3, rows.get("truthfulqa", 0), 200, 0
+    sizes = Sizes(*counts, benchmark.few_shot_questions, relearning, layers)
     dense = not has_experts(found.config)
     unfit = {"membership": "no texts that no model has seen", "relearning from other facts": "facts are not known"}
     listed, absent = measures_of(chosen, unfit, dense)
@@ -139,10 +139,11 @@ def plan_of(
     device = reading["weights"] + reading["passes"]
     parts = [f"{reading['weights'] / GB:.1f} GB of weights", f"{device / GB:.1f} GB to ask two models side by side"]
     if "relearning" in chosen:
-        step = {"what": "relearning", "rows": [batch], "length": benchmark.max_length, "processes": 1}
+        step = {"what": "relearning", "rows": [relearning.batch_size], "length": benchmark.max_length, "processes": 1}
         training = _whole({**asked, **step, "training": relearning.model_dump()})
-        steps = [name for name in listed if name.startswith("relearning")]
-        seconds |= {name: each * 4 * SAMPLE + 20 * training["flops"] / 1e12 / TFLOPS for name in steps}
+        finetuned = max(relearning.steps) * training["flops"] / 1e12 / TFLOPS
+        asked_again = each * (1 + len(relearning.steps)) * SAMPLE
+        seconds |= {name: asked_again + finetuned for name in listed if name.startswith("relearning")}
         parts.append(
             f"{max(training['passes'], training['update']) / GB:.1f} GB to finetune one ({relearning.optimizer})"
         )

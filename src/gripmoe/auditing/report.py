@@ -25,7 +25,7 @@ ACCURACY = ("forget_accuracy", "retain_accuracy")
 SUMMARY = (
     *ACCURACY,
     *("retain_accuracy_five_shot", "truthfulqa_mc1", "forced_forget_accuracy", "random_forced_forget_accuracy"),
-    *("restored_router_all", "relearned_from_others_after_20", "relearned_after_20", "relearned_from_corpus_after_20"),
+    *("restored_router_all", "relearned_from_others_after", "relearned_after", "relearned_from_corpus_after"),
     *("auc_min_40", "routing_stability", "routing_stability_corrected", "routing_stability_router_only_corrected"),
     *("routing_stability_representation_only_corrected", "changed_experts", "changed_router", "changed_attention"),
 )
@@ -78,11 +78,12 @@ class AuditReport:
         `correct`, and the `probability` of the given letter. Probes give no letter."""
         import pandas as pd
 
-        from gripmoe.reporting.verdict import COUNTED
+        from gripmoe.reporting.verdict import counted
 
-        conditions = {metric: row["label"] for metric, row in COUNTED.items()} | dict.fromkeys(ACCURACY, AS_IT_IS)
+        rows = counted(metric for found in self.found.values() for metric in found.scores)
+        conditions = {metric: row["label"] for metric, row in rows.items()} | dict.fromkeys(ACCURACY, AS_IT_IS)
         asked = {question["id"]: question for question in self.questions}
-        rows = []
+        answers = []
         for model, found in self.found.items():
             for metric, scores in found.scores.items():
                 if metric not in conditions:
@@ -93,7 +94,7 @@ class AuditReport:
                     letter, probability = given.get(question_id, (None, None))
                     if letter is not None and metric == "prompt_choice_shuffle":
                         letter = ORDER[letter]
-                    rows.append(
+                    answers.append(
                         {
                             "id": question_id,
                             "kind": "forget" if question["exposure"] == "forget" else "retain",
@@ -110,12 +111,15 @@ class AuditReport:
                             "probability": probability,
                         }
                     )
-        return pd.DataFrame(rows)
+        return pd.DataFrame(answers)
 
     def to_summary(self) -> pd.DataFrame:
         """The most important rows of `to_frame`."""
+        from gripmoe.reporting.verdict import after_most_steps
+
         frame = self.to_frame()
-        rank = frame.measure.map({name: place for place, name in enumerate(SUMMARY)})
+        made = set(frame.measure)
+        rank = frame.measure.map({after_most_steps(name, made): place for place, name in enumerate(SUMMARY)})
         shown = frame.assign(rank=rank).dropna(subset="rank").sort_values("rank", kind="stable")
         return shown[["measure", "model", "value", "low", "high", "n"]].reset_index(drop=True)
 

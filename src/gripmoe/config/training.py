@@ -127,3 +127,5 @@ class Finetuning(Strict):
 
 class Relearning(Finetuning):
     """Finetuning as an attack: all parameters train."""
+
+    steps: Annotated[list[PositiveInt], Field(min_length=1)] = [5, 10, 20]  # after which the questions are asked

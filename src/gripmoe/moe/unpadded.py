@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-FAMILIES = frozenset({"olmoe", "qwen2_moe", "qwen3", "qwen3_moe"})  # where a test compares outputs and gradients
+# Where a test compares outputs and gradients.
+COMPARED_FAMILIES = frozenset({"olmoe", "qwen2_moe", "qwen3", "qwen3_moe"})
 ATTENTION = "gripmoe_unpadded"  # the name of the attention function in transformers
 
 
@@ -59,7 +60,7 @@ def _spread(tokens_U: Tensor, places_U: Tensor, shape: torch.Size) -> Tensor:
 def can_unpad(model: nn.Module) -> bool:
     config = model.config
     plain = config._attn_implementation == "sdpa" and not getattr(config, "sliding_window", None)
-    return plain and config.model_type in FAMILIES
+    return plain and config.model_type in COMPARED_FAMILIES
 
 
 def padding_of(model: nn.Module) -> Padding | None:

@@ -22,10 +22,15 @@ ATTACKS = (
     "relearned_after_5",
     "relearned_after_10",
     "relearned_after_20",
+    "relearned_after_100",
     "relearned_lora_after_20",
+    "relearned_lora_after_100",
     "relearned_routers_after_20",
+    "relearned_routers_after_100",
     "relearned_from_others_after_20",
+    "relearned_from_others_after_100",
     "relearned_from_unrelated_after_20",
+    "relearned_from_unrelated_after_100",
 )
 HARMLESS = ("rounded", "finetuned")  # changes of a model that should not matter to an attack (attacks/harmless.py)
 COLUMNS = ("forget_accuracy", "retain_accuracy", "tokens", "attack", "excess")

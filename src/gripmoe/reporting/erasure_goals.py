@@ -75,7 +75,8 @@ def goals(runs: pd.DataFrame) -> pd.DataFrame:
             continue
         attack = excess.mean().idxmax()
         gap = (before[attack] - never[attack]).mean() if before[attack].notna().all() else nan
-        share = found.get("retain_accuracy_share", found.retain_accuracy / before.retain_accuracy)
+        share = found.retain_accuracy / before.retain_accuracy
+        share = found.get("retain_accuracy_share", share).fillna(share)
         values = {
             "excess": excess[attack],
             "robustness": 1 - excess[attack] / gap,

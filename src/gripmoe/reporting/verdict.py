@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,12 +78,30 @@ def judge(scores: Mapping[str, Scores], facts: Mapping[str, str], not_made: Coll
     return Verdict(NOTHING_FOUND, shown + absent, returned)
 
 
+def counted(metrics: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The rows of verdict.yaml that there are metrics of, by metric."""
+    metrics, rows = set(metrics), {}
+    for name, row in COUNTED.items():
+        if metric := after_most_steps(name, metrics):
+            steps = metric.removeprefix(f"{name}_")
+            rows[metric] = row | {"label": row["label"].format(steps=steps)}
+    return rows
+
+
+def after_most_steps(name: str, metrics: Collection[str]) -> str | None:
+    """The metric of that name. Of a name that ends in "_after", the one with most steps."""
+    if not name.endswith("_after"):
+        return name if name in metrics else None
+    steps = [int(end) for metric in metrics if (end := metric.removeprefix(f"{name}_")).isdigit()]
+    return f"{name}_{max(steps)}" if steps else None
+
+
 def what_returns(scores: Mapping[str, Scores], facts: Mapping[str, str]) -> pd.DataFrame:
     """A row per attack that was made: forget accuracy under it (`accuracy`); and `returned`, what it adds to the
     accuracy without it (or to guessing, if that is more) minus what it adds in its control, with `low` and `high`,
     which hold jointly at 95 %. `counts` is False if only a retrained model could be the control, and there is none."""
     unlearned, retrained = scores["unlearned"], scores.get("retrained", {})
-    made = {metric: row for metric, row in COUNTED.items() if unlearned.get(metric)}
+    made = counted(metric for metric, of_metric in unlearned.items() if of_metric)
     tests = sum(_tests(metric, unlearned) for metric in made)
     rows = []
     for metric, row in made.items():

@@ -12,14 +12,14 @@ from gripmoe.io.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FAMILIES = ("qwen3_moe", "qwen2_moe", "qwen3")
+TINY_FAMILIES = ("qwen3_moe", "qwen2_moe", "qwen3")
 # With wide heads and small experts, attention and embeddings learn every fact, and the model loses nothing without its
 # blocks. Published models have the opposite proportions: nearly all parameters are experts.
 FEED_FORWARD_GAIN = 2.0  # scales the initial weights before the nonlinearity of experts and MLPs
 
 
 def make_model(family: str, vocabulary_size: int, *, seed: int, **widths: int) -> PreTrainedModel:
-    """A random fp32 model of a family in FAMILIES, with `widths` as in `EmbeddedSize`.
+    """A random fp32 model of a family in TINY_FAMILIES, with `widths` as in `EmbeddedSize`.
 
     `qwen2_moe` has a shared expert and does not renormalise its routing weights, like the published Qwen1.5-MoE.
     `qwen3` is dense, and as wide as all experts together that one token uses.
@@ -62,7 +62,7 @@ def make_model(family: str, vocabulary_size: int, *, seed: int, **widths: int) -
     elif family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**shared, intermediate_size=size.top_k * size.expert_width))
     else:
-        raise ConfigError(f"unknown tiny family {family!r}; one of {', '.join(FAMILIES)}")
+        raise ConfigError(f"unknown tiny family {family!r}; one of {', '.join(TINY_FAMILIES)}")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("gate_up_proj", "gate_proj.weight", "up_proj.weight")):
