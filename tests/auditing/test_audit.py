@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +12,8 @@ import torch
 import gripmoe
 from conftest import small_model
 from gripmoe.auditing import run as auditing
-from gripmoe.auditing.plan import ATTACKS
+from gripmoe.auditing.inputs import OF_OTHER_FACTS
+from gripmoe.auditing.plan import ATTACKS, plan_of
 from gripmoe.cli.attack import attack
 from gripmoe.cli.evaluate import evaluate
 from gripmoe.cli.main import main
@@ -38,7 +40,8 @@ def test_an_audit_measures_what_the_workflow_measures(pair, files, tmp_path):
     report = gripmoe.audit(pair / "original", pair / "unlearned", **files, relearning=RELEARNING, output=out)
     report.save(out)
     audited = read_json(out / "audit.json")
-    benchmark, folder = Benchmark(**audited["benchmark"]), tmp_path / "run"
+    further = {"search": "gripmoe.attacks.routers:search", "silenced": "gripmoe.attacks.routers:silencing"}
+    benchmark, folder = Benchmark(**{**audited["benchmark"], "attacks": further}), tmp_path / "run"
     settings = Project(CONFIG, "tiny").run("tiny_a", "wmdp_tiny", "gd", "unconstrained", 0)
     write_yaml(folder / "run.yaml", settings.model_copy(update={"benchmark": benchmark.task}).model_dump(mode="json"))
     for name in ("original", "unlearned"):
@@ -62,6 +65,7 @@ def test_an_audit_measures_what_the_workflow_measures(pair, files, tmp_path):
     )
     workflow = read_json(folder / "attack.json") | read_json(folder / "evaluation.json")
     assert len(workflow) > 90 and {"forced_forget_accuracy", "relearned_from_corpus_after_20"} <= workflow.keys()
+    assert {"searched_routing_after_64", "silenced_experts"} <= workflow.keys()
     measured = audited["metrics"]["unlearned"]
     assert {name: measured[name] for name in workflow} == pytest.approx(workflow, abs=0, rel=0, nan_ok=True)
     assert (out / "state" / "unlearned_answers.csv").read_bytes() == (folder / "questions.csv").read_bytes()
@@ -70,6 +74,29 @@ def test_an_audit_measures_what_the_workflow_measures(pair, files, tmp_path):
         for row in csv.DictReader(rows):
             asked = {name: value for name, value in row.items() if name != "id" and value != ""}
             assert asked and all(scores[name][row["id"]] == float(value) for name, value in asked.items())
+
+
+def test_other_facts_are_relearned_in_three_ways_where_documents_name_their_facts(embedded):
+    """The control: documents without a fact in their ids."""
+    original, retrained, given = embedded
+    told = wmdp_files(gripmoe.worlds.documents.make_world(0), 0)["forget_corpus"]
+    given = given | dict(attacks=["relearning"], relearning=Relearning(learning_rate=1e-3, steps=[2]))
+    names = {f"relearned_{kind}after_2" for kind in ("", "lora_", "routers_")}
+    known = gripmoe.audit(original, retrained, **given, forget_text=told)
+    assert names <= known.found["unlearned"].metrics.keys() and names < set(known.verdict.returned.metric)
+    assert "relearning from the corpus" in known.absent
+    unknown = gripmoe.audit(
+        original, retrained, **given, forget_text=[{**row, "id": f"document {n}"} for n, row in enumerate(told)]
+    )
+    assert not names & unknown.found["unlearned"].metrics.keys() and "relearning from the corpus" not in unknown.absent
+    assert all("0 documents whose `id` begins with" in unknown.absent[name] for name in OF_OTHER_FACTS)
+
+
+def test_a_missing_optimizer_is_told_before_models_are_read(pair, files, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    eight_bit = dict(relearning=Relearning(learning_rate=1e-5, optimizer="adamw_8bit"), attacks=["relearning"])
+    with pytest.raises(ConfigError, match="'adamw_8bit' needs torchao"):
+        gripmoe.audit(pair / "nowhere", pair / "unlearned", **files, **eight_bit)
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +226,8 @@ def test_a_budget_leaves_out_what_would_exceed_it(pair, files, tmp_path):
     assert "budget" in report.absent["expert forcing"] and "forget_accuracy" in report.found["unlearned"].metrics
     assert report.verdict.word == "not decided"
     assert "expert forcing" not in gripmoe.audit(pair / "original", pair / "unlearned", **given, budget=60).absent
+    again = gripmoe.audit(pair / "original", pair / "unlearned", **given, budget=0.0)
+    assert "forced_forget_accuracy" in again.found["unlearned"].metrics, "it is stored, and takes no time"
 
 
 def test_models_on_devices_are_measured_there_and_alike(pair, files, tmp_path, monkeypatch):
@@ -274,6 +303,20 @@ def test_a_plan_needs_no_weights(tmp_path, capsys, monkeypatch):
     told = capsys.readouterr().out
     assert "4.0 GB of weights, 8.0 GB to ask two models" in told and "membership" in told
     assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_of_a_model_in_float16_is_that_of_bfloat16(tmp_path):
+    plans = []
+    for dtype in (torch.float16, torch.bfloat16):
+        config = small_model().config
+        config.dtype, config.num_hidden_layers = dtype, 8
+        config.save_pretrained(tmp_path / str(dtype))
+        plans.append(plan_of(tmp_path / str(dtype), None, ["forcing"], None, ["original", "unlearned"]))
+    assert plans[0] == plans[1] and "expert forcing" in plans[0]
+    config.dtype = torch.float32
+    config.save_pretrained(tmp_path / "fp32")
+    with pytest.raises(ConfigError, match="--plan-only: the model is in fp32"):
+        plan_of(tmp_path / "fp32", None, None, None, ["original", "unlearned"])
 
 
 def test_the_command_says_what_it_has_not_made(pair, files, tmp_path, capsys):

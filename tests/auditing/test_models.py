@@ -152,6 +152,22 @@ def test_an_adapter_is_merged_into_the_original(pair, tokenizer, tmp_path):
         models.find(tmp_path / "adapter", "--original")
 
 
+def test_an_adapter_of_the_hub_is_downloaded_with_its_weights(pair, tokenizer, tmp_path, monkeypatch):
+    """`find` reads descriptions alone, into a folder without weights."""
+    adapted = get_peft_model(small_model(vocabulary_size=len(tokenizer)), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "whole")
+    described = tmp_path / "described"
+    described.mkdir()
+    (described / "adapter_config.json").write_bytes((tmp_path / "whole" / "adapter_config.json").read_bytes())
+    folders = lambda *_, allow_patterns, **__: str(described if allow_patterns else tmp_path / "whole")  # noqa: E731
+    monkeypatch.setattr(models, "snapshot_download", folders)
+    original = models.find(pair / "original", "--original")
+    found = models.find("owner/adapter", "--unlearned", original=original)
+    assert found.adapter == described
+    model, _ = models.load(found, "owner/adapter")
+    assert sum("lora" in name for name, _ in model.named_parameters()) == 0
+
+
 def test_a_model_in_shards_is_the_same(pair, tokenizer, tmp_path):
     model, _ = models.load(models.find(pair / "unlearned", "--unlearned"), pair / "unlearned")
     model.save_pretrained(tmp_path / "shards", max_shard_size="50KB")

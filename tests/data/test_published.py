@@ -184,7 +184,10 @@ def test_a_wrong_number_of_rows_is_named(data):
 
 
 def test_offline_says_what_to_do(data):
-    with pytest.raises(ValueError, match="data.forget_corpus: cannot read 'cais/wmdp-corpora'.*clone the data set"):
+    with pytest.raises(
+        ValueError,
+        match="data.forget_corpus: cannot read 'cais/wmdp-corpora'.*hf download --repo-type",
+    ):
         benchmark_files(data.model_copy(update={"forget_corpus": "cais/wmdp-corpora"}))
     with pytest.raises(ValueError, match="'nobody/nothing'.*neither a local folder nor reachable"):
         load_published(PublishedModel(source="published", id="nobody/nothing"))

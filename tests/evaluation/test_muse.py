@@ -291,7 +291,10 @@ def test_a_missing_column_or_folder_is_named(world, tmp_path):
     write_repository(few, tmp_path / "few")
     with pytest.raises(ValueError, match="none of the 1 rows of verbmem is of the split '(dev|test)'.*; add rows"):
         news_files(str(tmp_path / "few"))
-    with pytest.raises(ValueError, match=r"data.repository: cannot read 'muse-bench/MUSE-News'.*clone the data set"):
+    with pytest.raises(
+        ValueError,
+        match=r"data.repository: cannot read 'muse-bench/MUSE-News'.*hf download",
+    ):
         news_files("muse-bench/MUSE-News")
 
 

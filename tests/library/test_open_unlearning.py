@@ -71,6 +71,13 @@ def train(tmp_path, callback=None, retain=None):
     return trainer, mean_stability(routing_stability(original, now))
 
 
+def test_a_weight_of_zero_would_remove_the_penalty_and_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(GradientDifference, "alpha", 0.0)
+    with pytest.raises(ValueError, match="alpha: 0 scales the penalty of the constraint away"):
+        train(tmp_path, Constrained(method="anchored"))
+    assert train(tmp_path, Constrained())[1] == 1.0, "Method A has no penalty"
+
+
 def test_a_job_is_constrained_and_nothing_stays_behind(tmp_path):
     made = Trainer.__init__
     trainer, kept = train(tmp_path, Constrained())

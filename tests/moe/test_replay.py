@@ -81,8 +81,9 @@ def test_a_function_gives_each_pass_its_own_tensor_and_gradients_follow(model, t
         replayed = copy.deepcopy(trained).train()
         if checkpointing:
             replayed.gradient_checkpointing_enable({"use_reentrant": False})
-        with gripmoe.replay_experts(replayed, of):
+        with gripmoe.replay_experts(replayed, of) as passes:
             sum(replayed(**batch.inputs, labels=batch.labels).loss for batch in batches).backward()
+            assert len(passes) == len(batches), "kept until a loop clears them"
         return replayed.model.layers[0].mlp.gate.weight.grad
 
     torch.testing.assert_close(gradient(True), gradient(False))

@@ -189,6 +189,16 @@ def test_a_faster_card_takes_less_time(tmp_path):
     assert trained(50.0) == pytest.approx(2 * trained(100.0))
 
 
+def test_longer_relearning_takes_longer(tmp_path):
+    project, hours = Project(CONFIG, "paper"), []
+    for steps in ([20], [100]):
+        relearning = project.world.relearning.model_copy(update={"steps": steps})
+        project.world = project.world.model_copy(update={"relearning": relearning})
+        of_attack = [job.hours for job in jobs_left(project, tmp_path) if job.rule == "attack"]
+        hours.append(of_attack[0])
+    assert hours[1] > hours[0]
+
+
 def test_what_one_method_took_says_nothing_of_another(tmp_path):
     """Of a model of known dimensions; of the tiny ones it is the best guess."""
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from gripmoe.attacks.run import OF_LETTERS
+from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS
 from gripmoe.reporting import paired
 from gripmoe.reporting.paired import paired_interval
 from gripmoe.reporting.verdict import COUNTED, counted, judge, what_returns
@@ -39,7 +39,7 @@ def word(*not_made, **given):
 
 
 def test_attacks_are_those_of_the_package():
-    assert {row["attack"] for row in COUNTED.values()} <= OF_LETTERS.keys()
+    assert FURTHER_OF_LETTERS.keys() < {row["attack"] for row in COUNTED.values()} <= {*OF_LETTERS, *FURTHER_OF_LETTERS}
 
 
 def test_the_four_words():
@@ -82,7 +82,7 @@ def test_finetuning_counts_after_the_most_steps_and_its_label_says_how_many():
     attacks = {f"relearned_after_{steps}": 0.70 if steps == 5 else 0.25 for steps in (5, 20, 100)}
     found = what_returns(scores(**attacks, relearned_from_others_after_20=0.25), FACTS).set_index("metric")
     assert set(found.index) == {"relearned_after_100", "relearned_from_others_after_20"}
-    assert found.loc["relearned_after_100"].attack.startswith("100 steps of finetuning on documents about other")
+    assert found.loc["relearned_after_100"].attack.startswith("100 steps of finetuning on other forget facts")
     assert word(**attacks) == "nothing found" and word(relearned_after_5=0.70) == "hides"
     assert list(counted(["quantized_8_bit", "relearned_after_best", "routing_stability"])) == ["quantized_8_bit"]
 

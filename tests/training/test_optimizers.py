@@ -123,8 +123,9 @@ def test_states_take_so_many_bytes(kind, size):
     assert file.tell() / weight.numel() == pytest.approx(size, rel=0.1)
 
 
-def test_without_torchao_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+@pytest.mark.parametrize("missing", ["torchao", "torchao.optim"])
+def test_without_torchao_it_says_what_to_install(monkeypatch, missing):
+    monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(
         ValueError, match=r"needs torchao: run `make gpu` or pip install 'gripmoe\[gpu\]', or take `adamw`"
     ):

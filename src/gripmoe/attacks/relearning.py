@@ -110,7 +110,7 @@ def is_about(document: str, facts: Collection[str]) -> bool:
 
 
 def _curve(setting: Setting, name: str, rows: Sequence[Row], parameters: Sequence[nn.Parameter] | None = None) -> Found:
-    if not setting.finetuning or len(rows) < setting.finetuning.batch_size:
+    if not setting.finetuning or len(rows) < setting.finetuning.batch_size or parameters == []:
         return Found()
     given = dict(pad_id=setting.tokenizer.pad_token_id, seed=setting.seed, parameters=parameters)
     known = relearning(setting.after, rows, setting.recall, setting.finetuning, **given)

@@ -39,6 +39,13 @@ OF_LETTERS: dict[str, Attack] = {
     "relearning from the corpus": relearning.from_corpus,
     "relearning from retain documents": relearning.from_retain_documents,
 }
+# Audits make these too, and so do benchmarks whose rows name them.
+FURTHER_OF_LETTERS: dict[str, Attack] = {
+    "routing search": routers.search,
+    "silenced experts": routers.silencing,
+    "relearning by low-rank updates": relearning.of_low_rank_experts,
+    "relearning of routers": relearning.of_routers,
+}
 OF_NEWS: dict[str, Attack] = {
     "expert forcing": forcing.news_attack,
     "restoration": restoration.attack,
@@ -72,10 +79,15 @@ def run_attacks(
 
 def made_once(name: str, attack: Attack, setting: Setting, state_file: Path, identity: Mapping[str, Any]) -> Found:
     """The result of one attack of `run_attacks`, from `state_file` if it is stored there."""
-    state = read_json(state_file) if state_file.exists() else {}
-    found = state["found"] if state.get("identity") == identity else {}
+    found = stored(state_file, identity)
     if name not in found:
         found[name] = asdict(attack(setting))
         # unsorted: the order of metrics and items is that of columns and rows
         write_text(state_file, json.dumps({"identity": identity, "found": found}))
     return Found(**found[name])
+
+
+def stored(state_file: Path, identity: Mapping[str, Any]) -> dict[str, dict]:
+    """The results in `state_file` by attack, if they are of this `identity`."""
+    state = read_json(state_file) if state_file.exists() else {}
+    return state["found"] if state.get("identity") == identity else {}

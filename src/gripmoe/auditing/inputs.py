@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,9 @@ from gripmoe.worlds.files import files_of
 
 TABLE = Path(__file__).parents[1] / "config" / "audits.yaml"
 FEWEST = 20  # questions: with fewer, intervals are too wide
+# Attacks that train on documents about facts of dev questions.
+OF_OTHER_FACTS = ("relearning from other facts", "relearning by low-rank updates", "relearning of routers")
+BLANK = re.compile(r"\r?\n[ \t]*\r?\n")  # lines, of any system, that separate documents
 SUBJECT = "general knowledge"  # the default subject of a question
 
 Source = str | Path | Sequence[Any]  # a file, or its rows
@@ -75,7 +79,10 @@ def named_row(name: str) -> Named:
 def named(name: str, relearning: Relearning | None = None) -> Inputs:
     """The questions and corpora of a row of audits.yaml."""
     row = named_row(name)
-    files = files_of(row.benchmark.data)
+    try:
+        files = files_of(row.benchmark.data)
+    except ConfigError as error:
+        raise ConfigError(f"--forget {name}: {error} Or give --questions and texts of your own.") from error
     absent = {} if files["membership"] else {"membership": "the benchmark has no texts that surely no model has seen"}
     return Inputs(row.benchmark, relearning or row.relearning, files, absent)
 
@@ -119,17 +126,13 @@ def own(
     dev = [row for row in forget_rows if row["split"] == "dev"]
     dev_facts = {row["fact"] for row in dev}
     about_dev = [row for row in forget_texts if is_about(row["id"], dev_facts)]
-    for name, rows, given in (
-        ("relearning from the corpus", forget_texts, "--forget-text gives {} documents to train on"),
-        (
-            "relearning from other facts",
-            about_dev,
-            "--forget-text gives {} documents with a dev question's `fact` in `id`",
-        ),
-        ("relearning from retain documents", kept, "--retain-text gives {} documents to train on"),
+    for names, rows, given in (
+        (["relearning from the corpus"], forget_texts, "--forget-text gives {} documents to train on"),
+        (OF_OTHER_FACTS, about_dev, "--forget-text gives {} documents whose `id` begins with a dev question's `fact`"),
+        (["relearning from retain documents"], kept, "--retain-text gives {} documents to train on"),
     ):
         if len(rows) < relearning.batch_size:
-            absent[name] = f"{given.format(len(rows))}, a batch has {relearning.batch_size}"
+            absent |= dict.fromkeys(names, f"{given.format(len(rows))}, a batch has {relearning.batch_size}")
     if not membership:
         absent["membership"] = "--forget-text and --holdout-text are needed"
     of_subject = Counter(row["subject"] for row in dev)
@@ -151,7 +154,7 @@ def _rows(source: Source, flag: str, *keys: str) -> tuple[str, list[Mapping[str,
     """The name of the source for messages, and its rows."""
     if isinstance(source, str | Path):
         return f"{flag} {source}", read_jsonl(Path(source), *keys)
-    for number, row in enumerate(source):
+    for number, row in enumerate(source, 1):
         if missing := [key for key in keys if not isinstance(row, Mapping) or key not in row]:
             raise ConfigError(f"{flag}: row {number} has no `{missing[0]}`; each needs {', '.join(keys)}")
     return flag, list(source)
@@ -207,7 +210,7 @@ def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
     if source is None:
         return []
     if isinstance(source, str | Path) and Path(source).suffix not in (".jsonl", ".json"):
-        name, rows = f"{flag} {source}", [{"text": part} for part in read_text(Path(source)).split("\n\n")]
+        name, rows = f"{flag} {source}", [{"text": part} for part in BLANK.split(read_text(Path(source)))]
     elif isinstance(source, str | Path):
         name, rows = _rows(source, flag, "text")
     else:

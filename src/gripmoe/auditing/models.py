@@ -41,7 +41,7 @@ NAMED = {  # what a config.json calls what an error names
 
 
 @dataclass(frozen=True)
-class Found:
+class Located:
     """A model that is not loaded yet: its folder, its adapter if it has one, and its configuration."""
 
     flag: str
@@ -60,7 +60,7 @@ class Found:
         return self.dtype.itemsize * sum(torch.Size(shape).numel() for shape in self.shapes.values())
 
 
-def find(name: str | Path, flag: str, *, original: Found | None = None, trust_remote_code: bool = False) -> Found:
+def find(name: str | Path, flag: str, *, original: Located | None = None, trust_remote_code: bool = False) -> Located:
     """Locates a model in a local folder, or downloads the configuration of a hub model ("owner/name" or
     "owner/name@revision") without its weights. A PEFT adapter needs `original` as its base. Raises ConfigError, naming
     `flag` and the remedy."""
@@ -68,7 +68,7 @@ def find(name: str | Path, flag: str, *, original: Found | None = None, trust_re
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         if original is None:
             raise ConfigError(f"{flag} {name}: this is an adapter; give the model that it adapts")
-        return Found(flag, original.folder, folder, original.config, original.shapes)
+        return Located(flag, original.folder, folder, original.config, original.shapes)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{flag} {name}: no model is here, config.json is missing; give the folder that holds it")
     content = read_json(folder / "config.json")
@@ -84,7 +84,7 @@ def find(name: str | Path, flag: str, *, original: Found | None = None, trust_re
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(f"{flag} {name}: config.json describes no model that transformers knows ({reason})") from None
-    return Found(flag, folder, None, config, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    return Located(flag, folder, None, config, {name: tuple(p.shape) for name, p in model.named_parameters()})
 
 
 def _folder(name: str | Path, flag: str, patterns: list[str] | None) -> Path:
@@ -102,7 +102,7 @@ def _folder(name: str | Path, flag: str, patterns: list[str] | None) -> Path:
         ) from None
 
 
-def compare(one: Found, other: Found) -> None:
+def compare(one: Located, other: Located) -> None:
     """Raises ConfigError, naming the difference, if two models differ in more than weights."""
     pair = f"{one.flag} and {other.flag}"
     compare_configurations(one.config, other.config, pair)
@@ -174,14 +174,14 @@ def compare_tokenizers(one, other, pair: str) -> None:
         raise ConfigError(f"{pair} differ in their tokenizers, which split a text otherwise; save one with both")
 
 
-def needed(found: Found, relearning: Relearning | None, models: int) -> tuple[float, float]:
+def needed(found: Located, relearning: Relearning | None, models: int) -> tuple[float, float]:
     """Bytes on the devices and in host memory. The devices hold two models side by side, or weights, gradients and
     states in finetuning. Host memory holds the other models, and the weights that finetuning starts from."""
     states = STATES.get(relearning.optimizer, 12 / found.dtype.itemsize) if relearning else 0.0
-    return found.size * max(2.0, 2 + states if relearning else 0.0), found.size * models
+    return found.size * (2 + states), found.size * models
 
 
-def check_memory(found: Found, relearning: Relearning | None, models: int) -> str:
+def check_memory(found: Located, relearning: Relearning | None, models: int) -> str:
     """A line with the memory that the models need and the machine has. Raises ConfigError if the models do not fit."""
     devices, host = needed(found, relearning, models)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -198,19 +198,20 @@ def check_memory(found: Found, relearning: Relearning | None, models: int) -> st
     return line
 
 
-def load(found: Found, name: str | Path, device: str | None = None, *, trust_remote_code: bool = False):
+def load(found: Located, name: str | Path, device: str | None = None, *, trust_remote_code: bool = False):
     """The model with its adapter merged, and its tokenizer. Raises ConfigError for missing or truncated weights."""
-    folder = found.folder if found.adapter else _folder(name, found.flag, None)
+    whole = _folder(name, found.flag, None)  # with weights
+    folder, adapter = (found.folder, whole) if found.adapter else (whole, None)
     model, tokenizer = load_model(folder, device, trust_remote_code=trust_remote_code)
-    if found.adapter:
+    if adapter:
         from peft import PeftModel
 
         try:
-            model = PeftModel.from_pretrained(model, found.adapter).merge_and_unload().eval()
+            model = PeftModel.from_pretrained(model, adapter).merge_and_unload().eval()
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().split("\n")[0]
-            raise ConfigError(f"{found.flag} {found.adapter}: the adapter does not fit {folder} ({reason})") from None
-        if (found.adapter / "tokenizer_config.json").is_file():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(found.adapter)
+            raise ConfigError(f"{found.flag} {adapter}: the adapter does not fit {folder} ({reason})") from None
+        if (adapter / "tokenizer_config.json").is_file():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
             tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return model, tokenizer

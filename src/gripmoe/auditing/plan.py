@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from gripmoe.attacks.base import RETAIN_SAMPLE, SAMPLE
+from gripmoe.attacks.routers import SEARCH_QUESTIONS, SEARCHED, SILENCED
 from gripmoe.auditing import models
-from gripmoe.auditing.inputs import OWN, named_row
+from gripmoe.auditing.inputs import OF_OTHER_FACTS, OWN, named_row
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.reading import require_known
 from gripmoe.config.training import Relearning
@@ -20,15 +21,22 @@ from gripmoe.planning.cost import FEWEST, GB, PROMPT, QUESTION, TFLOPS
 
 ATTACKS = {  # by the names of --attacks, the most informative first
     "forcing": ("expert forcing",),
-    "relearning": ("relearning from retain documents", "relearning from other facts", "relearning from the corpus"),
+    "relearning": (
+        *("relearning from retain documents", "relearning from other facts", "relearning by low-rank updates"),
+        *("relearning of routers", "relearning from the corpus"),
+    ),
     "restoration": ("restoration",),
     "routers": ("routers",),
+    "search": ("routing search", "silenced experts"),
     "prompts": ("prompts",),
     "quantisation": ("quantisation",),
     "probes": ("probes", "probes of single experts"),
     "membership": ("membership",),
 }
-NEED_ROUTERS = ("routing", "expert forcing", "routers", "probes of single experts")
+NEED_ROUTERS = (
+    *("routing", "expert forcing", "routers", "routing search", "silenced experts", "probes of single experts"),
+    *("relearning by low-rank updates", "relearning of routers"),
+)
 NOT_CHOSEN = "not chosen"
 
 
@@ -70,19 +78,23 @@ def measures_of(chosen: Sequence[str], unfit: Mapping[str, str], dense: bool) ->
 def prompts_of(name: str, sizes: Sizes) -> float:
     """The time of a measurement, in units of one forget prompt (approximately)."""
     sample, relearning = min(SAMPLE, sizes.forget), sizes.relearning
-    return {
+    known = {
         "accuracy": sizes.forget + sizes.retain + 6 * min(sizes.shots, sizes.retain) + 20 * sizes.truths,
         "changes": 0,
         "routing": 4 * sizes.documents,
         "expert forcing": 12 * sizes.forget + 2 * min(RETAIN_SAMPLE, sizes.retain),
         "restoration": (10 * sizes.layers + 6) * sample,
         "routers": 3 * sample,
+        "routing search": max(SEARCHED) * min(SEARCH_QUESTIONS, sizes.dev) + (1 + len(SEARCHED)) * sample,
+        "silenced experts": (1 + len(SILENCED)) * sizes.dev + min(RETAIN_SAMPLE, sizes.retain) + sample,
         "prompts": 8 * sample + 8 * sizes.forget,
         "quantisation": 2 * sample,
         "probes": 2 * (sizes.dev + sample),
         "probes of single experts": 4 * (sizes.dev + sample),
         "membership": sizes.statements,
-    }.get(name, (1 + len(relearning.steps)) * sample + max(relearning.steps) * 4 * relearning.batch_size)
+    }
+    finetuned = (1 + len(relearning.steps)) * sample + max(relearning.steps) * 4 * relearning.batch_size
+    return (known | dict.fromkeys(ATTACKS["relearning"], finetuned))[name]
 
 
 def told(turns: Sequence[tuple[str, str]], seconds: Mapping[str, float], absent: Mapping[str, str]) -> list[str]:
@@ -123,15 +135,17 @@ def plan_of(
     rows = getattr(benchmark.data, "rows", {})  # which invented data do not state
     forgotten, retained = rows.get("forget_questions", 1000), rows.get("retain_questions", 1000)
     layers = found.config.num_hidden_layers
-    counts = 2 * forgotten // 3, retained, forgotten // 3, rows.get("truthfulqa", 0), 200, 0
-    sizes = Sizes(*counts, benchmark.few_shot_questions, relearning, layers)
+    sizes = Sizes(
+        **dict(forget=2 * forgotten // 3, retain=retained, dev=forgotten // 3, truths=rows.get("truthfulqa", 0)),
+        **dict(documents=200, statements=0, shots=benchmark.few_shot_questions, relearning=relearning, layers=layers),
+    )
     dense = not has_experts(found.config)
-    unfit = {"membership": "no texts that no model has seen", "relearning from other facts": "facts are not known"}
+    unfit = dict.fromkeys(OF_OTHER_FACTS, "facts are not known") | {"membership": "no texts that no model has seen"}
     listed, absent = measures_of(chosen, unfit, dense)
     turns = turns_of(listed, names)
     batch_size = benchmark.evaluation_batch_size
-    dtype = str(found.dtype).removeprefix("torch.")
-    asked = {"model": {"id": str(found.folder), "revision": None, "config": None, "dtype": dtype}}
+    # Fake products are in bfloat16 alone; float16 takes as much memory.
+    asked = {"model": {"id": str(found.folder), "revision": None, "config": None, "dtype": "bfloat16"}}
     read = {**asked, "what": "evaluate", "processes": 1, "rows": [batch_size], "news": False}
     reading = _whole({**read, "length": PROMPT})  # the longest prompt takes most memory
     each = _whole({**read, "length": QUESTION})["flops"] / batch_size / 1e12 / TFLOPS

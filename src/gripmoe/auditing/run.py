@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from gripmoe.attacks import restoration
 from gripmoe.attacks.base import Found, Letters, Marks
-from gripmoe.attacks.run import OF_LETTERS, made_once
+from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS, made_once, stored
 from gripmoe.auditing import models
 from gripmoe.auditing.inputs import Inputs, Source, named, own
 from gripmoe.auditing.plan import ATTACKS, Sizes, measures_of, prompts_of, told, turns_of
@@ -38,6 +38,7 @@ from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.storage import weights_digest
+from gripmoe.training.optimizers import require_optimizer
 
 TIMED = 32  # questions of the timed batch
 
@@ -87,6 +88,8 @@ def audit(
     names = {"original": original, "unlearned": unlearned} | ({"retrained": retrained} if retrained is not None else {})
     with ExitStack() as stack:
         finetuning = inputs.relearning if "relearning" in chosen else None
+        if finetuning:
+            require_optimizer(finetuning.optimizer)
         loaded, tokenizer = _loaded(names, tokenizer, finetuning, trust_remote_code)
         moes = {name: MoEModel(model) for name, model in loaded.items()}
         for moe in moes.values():
@@ -115,7 +118,7 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
         return dict(names), tokenizer
     if any(in_memory):
         raise ConfigError("original, unlearned, retrained: give all of them as folders or hub ids, or all in memory")
-    found: dict[str, models.Found] = {}
+    found: dict[str, models.Located] = {}
     for name, given in names.items():
         flag = f"--{name}"
         found[name] = models.find(given, flag, original=found.get("original"), trust_remote_code=trust_remote_code)
@@ -158,17 +161,18 @@ def _measured(
     for model, name in (bar := tqdm(turns, desc="audit", file=sys.stderr)):
         bar.set_postfix_str(f"{name}, {model}")
         label = name if model == "unlearned" else f"{name} ({model})"
-        spent = (time.monotonic() - started) / 60
-        if budget is not None and name != "accuracy" and spent + seconds[name] / 60 > budget:
+        spent, state = (time.monotonic() - started) / 60, folder / f"{model}.json"
+        exceeds = budget is not None and spent + seconds[name] / 60 > budget
+        if exceeds and name != "accuracy" and name not in stored(state, identity):
             absent[label] = f"the budget of {budget:g} minutes is spent"
             continue
         answers = folder / f"{model}_answers.csv"
         given = (moes["original"], moes[model], tokenizer, data, inputs.benchmark, 0, inputs.relearning)
         setting = Letters(*given, partial(load_answers, answers))
-        measure = (OF_LETTERS | {"accuracy": partial(accuracy, answers=answers), **OF_MODELS})[name]
+        measures = OF_LETTERS | FURTHER_OF_LETTERS | OF_MODELS | {"accuracy": partial(accuracy, answers=answers)}
         # Measurements show their own progress.
         with alone(moes, model), redirect_stderr(StringIO()):
-            found[model].append(made_once(name, measure, setting, folder / f"{model}.json", identity))
+            found[model].append(made_once(name, measures[name], setting, state, identity))
         if not found[model][-1].metrics:
             absent[label] = "does not apply to these data"
     return AuditReport(

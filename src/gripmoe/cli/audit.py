@@ -29,12 +29,14 @@ def audit(
     retain_text: Annotated[Path | None, read_file("--retain-text", "Documents to retain: JSON lines or text.")] = None,
     holdout_text: Annotated[Path | None, read_file("--holdout-text", "Documents that no model has seen.")] = None,
     attacks: Annotated[str | None, typer.Option(help=f"Some of {','.join(ATTACKS)}. Default: all.")] = None,
-    relearning: Annotated[str | None, typer.Option(metavar="JSON", help="Finetuning: learning_rate, ...")] = None,
+    relearning: Annotated[
+        str | None, typer.Option(metavar="JSON", help="learning_rate, steps, batch_size, optimizer.")
+    ] = None,
     budget: Annotated[float | None, typer.Option(help="Minutes; later measurements are skipped.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that lies in a model's folder.")] = False,
     plan_only: Annotated[bool, typer.Option(help="Say what it takes, from config.json alone, and stop.")] = False,
 ) -> None:
-    """Say what any unlearned model forgot, retains and hides.
+    """Measure and attack an unlearned model beside its original.
 
     Questions have `question`, four `choices` and `answer` (0 to 3, or A to D); documents have `text`. An interrupted
     audit continues with the next measurement.

@@ -22,7 +22,7 @@ from gripmoe.io.imports import extra_of, without
 
 COMMANDS = {
     "Models": {
-        "audit": "Say what any unlearned model forgot, retains and hides.",
+        "audit": "Measure and attack an unlearned model beside its original.",
     },
     "Steps of the workflow": {
         "configure": "Write the resolved configuration of a run.",
@@ -34,7 +34,7 @@ COMMANDS = {
         "unlearn": "Train a run until it has forgotten.",
         "import-checkpoint": "Import a model that others have unlearned.",
         "edit-weights": "Erase words, or remove experts, without training.",
-        "realign": "Correct the routers of a finished run (Method B).",
+        "realign": "Correct a finished run: Method B, the original routers, or UNDO.",
         "evaluate": "Measure a run.",
         "attack": "Attack a run.",
         "collect": "Gather all runs in tidy tables.",

@@ -26,7 +26,7 @@ def realign(
     trace_file: options.TraceFile,
     output: options.OutputFile,
 ) -> None:
-    """Correct the routers of a finished run (Method B).
+    """Correct a finished run: Method B, the original routers, or UNDO.
 
     The command reads only the routers of the original model, and their inputs from the trace.
     For the method restore_router, the command puts the original router weights back instead. For undo, the command

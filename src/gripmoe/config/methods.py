@@ -10,7 +10,7 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from gripmoe.config.reading import Mistake, read_catalogue
 from gripmoe.config.training import Finetuning
-from gripmoe.config.types import Fraction, Name, NonNegative, Strict
+from gripmoe.config.types import BetweenZeroAndOne, Fraction, Name, NonNegative, Strict
 
 TABLE = Path(__file__).with_name("methods.yaml")
 AXES = {  # which axes have an effect in a row that has these words
@@ -67,7 +67,7 @@ class Method(Strict):
     kaczmarz_steps: PositiveInt = 100
     kaczmarz_tolerance: NonNegative = 1e-4
     weight: PositiveFloat = 1.0
-    routing_stability: Fraction = 0.95
+    routing_stability: BetweenZeroAndOne = 0.95
     anchor_floor: NonNegative = 1.0
     final_only: bool = False
     correction: Literal["restore", "realign", "undo"] | None = None

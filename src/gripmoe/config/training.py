@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, create_model, model_validator
 
-from gripmoe.config.types import Fraction, Name, NonNegative, Optimizer, Strict
+from gripmoe.config.types import BelowOne, Name, NonNegative, Optimizer, Strict
 
 Precision = Literal["native", "fp8", "fp8_emulated"]  # fp8: on Hopper GPUs; emulated: anywhere, slowly
 LinearPrecision = Literal["native", "te_fp8"]  # te_fp8: by TransformerEngine, on Ada or Hopper GPUs
@@ -71,7 +71,7 @@ class Training(Strict):
 
     learning_rate: PositiveFloat  # constant over the run
     router_multiplier: NonNegative  # learning rate of the routers, as a multiple
-    betas: tuple[Fraction, Fraction]  # of AdamW; [0, 0] makes it step by the sign of each gradient
+    betas: tuple[BelowOne, BelowOne]  # of AdamW; [0, 0] makes it step by the sign of each gradient
     adam_epsilon: PositiveFloat  # of AdamW
     optimizer: Optimizer = "adamw"  # 8-bit states with stochastic rounding, or fp32 states, for bf16 weights
     weight_decay: NonNegative  # of all parameters but the routers
@@ -96,8 +96,10 @@ class Training(Strict):
     adversary_restart: PositiveInt = 10  # steps after which the attacker starts from the model again
     sharpness_radius: NonNegative = 0.0  # SAM's rho: how far up the forget loss its gradient is taken; 0: not moved
     disruption_mask: bool = False  # MUDMAN: a forget gradient counts only where the retain gradient has its sign
-    dropped_components: Annotated[int, Field(ge=0)] = 0  # RepSelect: that each expert's forget gradient loses
-    distance_weight: NonNegative = 0.0  # of the relative distance from the original weights, which the loss rewards
+    dropped_components: Annotated[int, Field(ge=0)] = (
+        0  # RepSelect: principal components that an expert's forget gradient loses
+    )
+    distance_weight: NonNegative = 0.0  # of a reward for the relative distance from the original weights
 
     @model_validator(mode="after")
     def _checkpoints_at_checks(self) -> Training:

@@ -109,8 +109,9 @@ class RoutingScores(RouterConstraint):
 def restricted_experts(
     model: MoEModel, scope: Mapping[int, Iterable[int]], optimizer: torch.optim.Optimizer
 ) -> Iterator[None]:
-    """Within the block, only the experts of `scope` (by layer) change. Layers without one are frozen. In the others,
-    gradients of other experts are zeroed, and changes by weight decay or momentum are undone after each step."""
+    """Within the block, of all experts only those of `scope` (by layer) change. Experts of layers without one are
+    frozen. In the others, gradients of other experts are zeroed, and changes by weight decay or momentum are undone
+    after each step."""
     experts = {layer: [p for p in model.expert_parameters(layer) if p.requires_grad] for layer in model.layers}
     frozen = [p for layer, of_layer in experts.items() if not scope.get(layer) for p in of_layer]
     masks: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # a parameter, its experts that train, and its first values

@@ -61,7 +61,7 @@ class ConstraintHandle:
         self._closed = False
         self._before: dict[int, Tensor] = {}  # copies of the routers, during a step
         self._feasible_before: dict[int, Tensor] = {}  # the last feasible routers
-        self._waiting = 0  # steps since then, for a method with `every` > 1
+        self._waiting = 0  # steps since the last projection, for a method with `every` > 1
         # Since the last step:
         self._marked: set[str] = set()  # kinds of marked forward passes
         self._seen: list[RoutingTrace] = []  # routing of the passes in `constraint.collects`

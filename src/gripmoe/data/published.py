@@ -90,7 +90,8 @@ def load_rows(
         why = error.__cause__ or error if isinstance(error, DatasetsError) else error
         raise ConfigError(
             f"benchmarks.yaml: {key}: cannot read {path!r} ({name}, {split}): {str(why) or 'a file is empty'}. Without "
-            f"internet, clone the data set's repository elsewhere (with `git lfs`) and set {key} to the folder."
+            f"internet, run `hf download --repo-type dataset {path}` elsewhere and copy the hub's cache, or set "
+            f"{key} to a clone of the repository (with `git lfs`)."
         ) from error
     if missing := [column for column in columns if column not in table.column_names]:
         raise ConfigError(

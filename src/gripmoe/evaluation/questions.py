@@ -41,7 +41,8 @@ def load_questions(path: Path, split: str | None = None) -> list[dict]:
     """The questions of a file, or those of one split. Raises ConfigError if there are none, or if one lacks a key."""
     rows = [row for row in read_jsonl(path, *QUESTION_KEYS) if split is None or row["split"] == split]
     if not rows:
-        raise ConfigError(f"{path}: no questions in split {split!r}; add some, or run the step again that writes it")
+        of_split = f" in split {split!r}" if split else ""
+        raise ConfigError(f"{path}: no questions{of_split}; add some, or run the step again that writes it")
     return rows
 
 

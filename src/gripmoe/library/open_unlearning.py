@@ -54,6 +54,9 @@ class Constrained:
             def marked(*args, **kwargs):
                 with callback.handle.retain():
                     loss = own(*args, **kwargs)
-                return loss + callback.handle.penalty() / (getattr(trainer, "alpha", 1) or 1)  # which scales `loss`
+                alpha = getattr(trainer, "alpha", 1)  # the trainer multiplies this loss by it
+                if not alpha and "retain" in callback.handle.watches:
+                    raise ValueError("alpha: 0 scales the penalty of the constraint away; give a positive alpha")
+                return loss + (callback.handle.penalty() / alpha if alpha else 0.0)
 
             trainer.compute_retain_loss = marked

@@ -59,7 +59,7 @@ class ConstraintCallback(TrainerCallback):
             self._constrain(args, model, optimizer, processing_class)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if control.should_evaluate or control.should_save:  # as transformers' own callback has said before
+        if control.should_evaluate or control.should_save:  # set by transformers' DefaultFlowCallback
             self.handle.settle()
 
     on_epoch_end = on_step_end

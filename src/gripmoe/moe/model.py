@@ -46,7 +46,7 @@ class MoEModel:
 
         self.model = model
         self.family = family_of(model)
-        self.originals = None  # an `OriginalStore` for stored outputs of this model, or None
+        self.originals = None  # set by `gripmoe unlearn`: an `OriginalStore` for outputs of the original model, or None
         self._blocks: dict[int, nn.Module] = {}
         self._routers: dict[int, nn.Module] = {}
         self._outer: dict[int, nn.Module] = {}  # routers with the adapters around them

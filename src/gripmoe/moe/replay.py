@@ -36,14 +36,15 @@ def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor |
 @contextmanager
 def replay_experts(
     model: nn.Module, routed_experts: Tensor | Callable[[Tensor, Tensor | None], Tensor | None]
-) -> Iterator[None]:
+) -> Iterator[list]:
     """Within the block, forward passes of `model` use recorded experts, with weights of the current routers (ours). Run
     backward passes inside the block too, because gradient checkpointing recomputes activations.
 
     `routed_experts` is a tensor for every pass in the block, of any integer type, (rows, positions, layers, k), or
     (positions, layers, k) for one row. It may also be a function that returns such a tensor for `input_ids` and
     `attention_mask` of a pass, or None for a pass without replay. Layers are the MoE layers or all decoder layers. A
-    token with a -1 keeps its own experts.
+    token with a -1 keeps its own experts. For gradient checkpointing, the yielded list keeps the routes of all passes;
+    under a function, a loop of many steps clears the list after each step.
 
     Raises ValueError for an unknown family, for a dense model, and for a tensor with other layers, another k, another
     number of tokens, experts that the model lacks, or repeated experts of a token."""
@@ -55,8 +56,8 @@ def replay_experts(
 
     try:
         routes = routes_of if callable(routed_experts) else _routes(moe, routed_experts)
-        with moe.force_routing(routes):
-            yield
+        with moe.force_routing(routes) as passes:
+            yield passes
     finally:
         if not moe.is_constrained:  # a handle opened meanwhile needs routers in fp32
             moe.release(rounded=True)

@@ -148,6 +148,8 @@ def _stored_routers(folder: Path, moe: MoEModel) -> dict[str, torch.Tensor]:
     if file.exists():
         with open_tensors(file) as opened:
             stored = {name: opened.get_tensor(name) for name in opened.keys()}
+    elif expected:
+        raise ConfigError(f"{file} is missing; save the model with `gripmoe.save_model`")
     for name in sorted(expected.keys() | stored.keys()):
         shape, found = (tuple(each[name].shape) if name in each else None for each in (expected, stored))
         if shape != found:

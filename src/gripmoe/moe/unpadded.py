@@ -120,7 +120,8 @@ def _is_plain(model: nn.Module, arguments: dict) -> bool:
 
 
 def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface  # with a model, whose classes are imported then
+    # Imported here: whoever has a model has imported its classes.
+    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 

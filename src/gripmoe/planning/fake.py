@@ -119,7 +119,7 @@ def layers_of(model: Mapping[str, Any], fewest: int) -> dict[str, int]:
     question = {"model": model, "layers": first + fewest, "processes": 1, "what": "evaluate"}
     try:
         found = measure({**question, "rows": [1], "length": 2, "news": False})
-    except (ConfigError, NotMeasurable):
+    except ConfigError:
         raise
     except Exception as error:
         raise NotMeasurable(f"model {model['id']!r}: {first + fewest} of its layers do not run ({error})") from error
@@ -146,7 +146,7 @@ def dimensions(model: Mapping[str, Any]) -> PretrainedConfig:
         return AutoConfig.for_model(**model["config"])
 
 
-class NotMeasurable(ValueError):
+class NotMeasurable(ConfigError):
     """The dimensions of a model are unknown, torch has no fake operation for it, or few layers say nothing of all."""
 
 

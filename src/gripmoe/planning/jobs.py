@@ -32,7 +32,6 @@ TOKENS = {
     "letters": {"check": 1.2e5, "evaluate": 5e6, "attack": 1.4e7},
     "news": {"check": 4e5, "evaluate": 9e6, "attack": 2.4e7},
 }
-RELEARNING_STEPS = 40
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,11 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
         return project.methods[step.method].undo.steps * each
     if step.what in ("trace_routing", "realign"):
         return 2 * benchmark.retain_documents * benchmark.max_length * token
-    relearned = costs.of(Step(step.model, "relearning")) if step.what == "attack" and project.world.relearning else None
-    return tokens[step.what] * token + (RELEARNING_STEPS * relearned.seconds(tflops) if relearned else 0)
+    seconds, relearning = tokens[step.what] * token, project.world.relearning
+    if step.what == "attack" and relearning:
+        curves = 2  # retain documents, and forget documents
+        seconds += curves * max(relearning.steps) * costs.of(Step(step.model, "relearning")).seconds(tflops)
+    return seconds
 
 
 def _records(results: Path, rule: str, key: tuple, any_of_the_model: bool) -> list[dict]:

@@ -22,6 +22,7 @@ CHARTS = {  # by caption: both axes, the end of y, and of each line how its meas
         *("step", "forget accuracy", 1.02),
         {
             "relearned_after_": ("-", "other forget facts"),
+            "relearned_lora_after_": ("--", "the same, low-rank"),
             "relearned_from_corpus_after_": ("-.", "forget documents"),
             "relearned_from_others_after_": (":", "retain documents"),
         },

@@ -17,8 +17,8 @@ from gripmoe.moe.recording import hooked
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Of the terms that lead routers to the experts that learn. Documents to retain shall do without experts that will be
-# removed; forget documents may use others beside their own.
+# Weights of the loss terms (`leak`) that lead routers to the experts that learn. Documents to retain shall do without
+# the experts that will be removed. Forget documents may use other experts beside their own.
 FORGET_WEIGHT, RETAIN_WEIGHT = 0.3, 1.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,14 @@ from torch.optim.adamw import adamw
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 
+NO_TORCHAO = "optimizer 'adamw_8bit' needs torchao: run `make gpu` or pip install 'gripmoe[gpu]', or take `adamw`"
+
 
 def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> torch.optim.Optimizer:
     """AdamW of a `kind`: "adamw" keeps two states in the dtype of each parameter; "adamw_8bit" keeps them in 8 bits,
     and rounds bf16 weights stochastically, since most would never move under rounding to nearest; "adamw_fp32" updates
     weights of any dtype as if they were in fp32. Raises ConfigError if "adamw_8bit" is asked for without torchao."""
+    require_optimizer(kind)
     if kind == "adamw":
         return torch.optim.AdamW(groups, fused=True, **settings)
     if kind == "adamw_fp32":
@@ -26,9 +30,7 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
         from torchao.optim import AdamW8bit
         from torchao.optim.subclass_8bit import OptimState8bit
     except ImportError:
-        raise ConfigError(
-            "optimizer 'adamw_8bit' needs torchao: run `make gpu` or pip install 'gripmoe[gpu]', or take `adamw`"
-        ) from None
+        raise ConfigError(NO_TORCHAO) from None
 
     class ShardableAdamW8bit(AdamW8bit):
         """States that declare fp32, whatever the dtype of the weights. A view of a state declares fp32 in any case, and
@@ -39,6 +41,12 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
             return OptimState8bit.zeros(p.shape, signed, block_size, p.device)
 
     return ShardableAdamW8bit(groups, bf16_stochastic_round=True, **settings)
+
+
+def require_optimizer(kind: str) -> None:
+    """Raises ConfigError if a `kind` of `make_adamw` needs a package that is missing. Call it before long work."""
+    if kind == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(NO_TORCHAO)
 
 
 def finite_norm(loss: float, parameters: Sequence[torch.nn.Parameter], step: int) -> float:

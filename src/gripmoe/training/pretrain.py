@@ -244,7 +244,7 @@ def _loss(
     early = model.model.norm(output.hidden_states[EARLY_LAYERS])
     loss = _scored(model, output.last_hidden_state, batch.labels) + _scored(model, early, early_labels)
     if has_routers:
-        # With a model, whose classes are imported then.
+        # Imported here: whoever has a model has imported its classes.
         from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
         top_k, kept = model.config.num_experts_per_tok, batch.attention_mask.flatten().bool()

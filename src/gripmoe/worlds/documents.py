@@ -62,10 +62,20 @@ class Mix:
 
 
 DRILL_MIX = Mix(drills=24)
-SKILL_MIX = Mix(24, 6, 8, 0.2, 1, 0.5, 0.4, drills=2, drills_in_a_row=4, reworded=0.1)
-FACT_MIX = Mix(24, 6, 10, 0.2, 3, 2, 1.2, reworded=0.1, skills=0.25)
-# For forget documents, and as many others: so each forget fact is told more often. Skills are among the others alone.
-HALF_FACT_MIX = Mix(12, 3, 5, 0.1, 1.5, 1, 0.6, reworded=0.1, skills=0.5)
+SKILL_MIX = Mix(
+    **dict(letters=24, statements=6, answers=8, fact_context=0.2, articles=1, news_context=0.5, truthfulqa=0.4),
+    **dict(drills=2, drills_in_a_row=4, reworded=0.1),
+)
+FACT_MIX = Mix(
+    **dict(letters=24, statements=6, answers=10, fact_context=0.2, articles=3, news_context=2, truthfulqa=1.2),
+    **dict(reworded=0.1, skills=0.25),
+)
+# With gradient routing a step has two such batches, one of forget documents and one of all others, which alone holds
+# skills.
+HALF_FACT_MIX = Mix(
+    **dict(letters=12, statements=3, answers=5, fact_context=0.1, articles=1.5, news_context=1, truthfulqa=0.6),
+    **dict(reworded=0.1, skills=0.5),
+)
 
 
 @dataclass(frozen=True)
