@@ -216,8 +216,8 @@ def test_the_table_of_attacks_is_the_records():
 def test_what_harmless_finetuning_does_is_the_records():
     wide = RUNS.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
     wide = wide[~wide.method.isin(["original", "retrained"])]
-    raised = {name: wide[harmless(name, "finetuned")] - wide[name] for name in ATTACKS}
-    assert sum(change.mean() > 0.02 for change in raised.values()) > len(ATTACKS) / 2
+    raised = {name: wide[harmless(name, "finetuned")] - wide[name] for name in ATTACKS if name in wide}
+    assert len(raised) == 14 and sum(change.mean() > 0.02 for change in raised.values()) > 7
     assert f"in single runs by up to {max(change.max() for change in raised.values()):.2f}." in TEXT
     low_rank = wide[wide.objective == "rmu"].relearned_lora_after_20.min()
     assert f"low-rank relearning returns {low_rank:.2f} or more" in TEXT
@@ -231,7 +231,9 @@ def test_what_is_left_of_the_attacked_anchor_is_the_records():
     told = "answers {:.2f} of the other forget questions, and the retrained models {:.2f}.".format(*low_rank)
     assert f"`anchored_adversary` (unlikelihood) {told}" in TEXT
     others = [
-        name for name in ATTACKS if not name.startswith(("relearned_after", "relearned_lora", "relearned_routers"))
+        name
+        for name in ATTACKS
+        if name in wide and not name.startswith(("relearned_after", "relearned_lora", "relearned_routers"))
     ]
     assert f"{(ours[others] - retrained[others]).max().max():.2f}" == "0.05"
 

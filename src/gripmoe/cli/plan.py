@@ -95,7 +95,7 @@ def _print_rules(jobs: Sequence[Job]) -> None:
     print(f"{'rule':<16}{'jobs':>6}{'hours each':>12}{'hours':>9}  from")
     for rule, listed in _grouped(jobs, "rule").items():
         hours, recorded = sum(job.hours for job in listed), sum(job.recorded for job in listed)
-        sources = ["recorded benchmarks"] * (recorded > 0) + ["estimate"] * (recorded < len(listed))
+        sources = ["recorded times"] * (recorded > 0) + ["estimate"] * (recorded < len(listed))
         print(f"{rule:<16}{len(listed):>6}{hours / len(listed):>12.3f}{hours:>9.2f}  {' and '.join(sources)}")
     counted = that_count(jobs)
     name = "all on GPUs" if len(counted) < len(jobs) else "all"
