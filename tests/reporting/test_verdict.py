@@ -112,6 +112,14 @@ def test_intervals_hold_together():
     assert many.high - many.low > 1.3 * (alone.high - alone.low)
 
 
+def test_the_best_of_single_experts_counts_for_all_that_were_tried():
+    """The control: one expert."""
+    found = scores(forced_forget_accuracy=0.35, restored_single_expert=0.25)
+    one, many = (what_returns(found, FACTS, {"restored_single_expert_tried": n}).iloc[0] for n in (1, 40))
+    assert many.high - many.low > 1.3 * (one.high - one.low)
+    assert what_returns(found, FACTS).iloc[0].high == one.high
+
+
 def test_strict_levels_are_resolved():
     """Of one run they are Student's over its facts. The control: resamples have no quantiles beyond their ends."""
     difference = pd.Series(np.random.default_rng(0).normal(size=60), index=range(60))

@@ -29,7 +29,8 @@ def experts_attack(setting: Letters) -> Found:
     with setting.before.brought_beside(setting.after):
         count = min(PROBED_EXPERTS, setting.after.num_experts)
         experts = most_used_experts(setting.before, setting.tokenizer, setting.prompts, count)
-        return setting.found(expert_probes(setting.after, setting.tokenizer, setting.dev, setting.sample, experts))
+        found = expert_probes(setting.after, setting.tokenizer, setting.dev, setting.sample, experts)
+        return setting.found(found, probe_best_expert_tried=sum(map(len, experts.values())))
 
 
 def probes(model: MoEModel, tokenizer, fitted_on: Sequence[dict], questions: Sequence[dict]) -> dict[str, Scores]:

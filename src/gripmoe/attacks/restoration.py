@@ -31,7 +31,9 @@ def attack(setting: Setting) -> Found:
     before, after = setting.before, setting.after
     with before.brought_beside(after):
         experts = most_used_experts(before, setting.tokenizer, setting.prompts) if after.layers else {}
-        return setting.found(restoration(before, after, setting.recall, experts))
+        found = restoration(before, after, setting.recall, experts)
+        tried = {"restored_single_expert_tried": sum(map(len, experts.values()))} if experts else {}
+        return setting.found(found, **tried)
 
 
 def linear_connectivity(setting: Setting) -> Found:

@@ -122,14 +122,29 @@ def own(
         "held_out_corpus": held_out or _prompts(retain_rows),
         "membership": membership,
     }
+    absent = _impossible(forget_rows, forget_texts, kept, membership, relearning)
+    sources = {"forget_questions": forget, "retain_questions": retain}
+    sources = {name: str(given) if isinstance(given, str | Path) else "rows" for name, given in sources.items()}
+    data = OWN.benchmark.data.model_copy(update=sources)
+    return Inputs(OWN.benchmark.model_copy(update={"data": data}), relearning, files, absent)
+
+
+def _impossible(
+    questions: Sequence[dict],
+    forget_texts: Sequence[dict],
+    retain_texts: Sequence[dict],
+    membership: Sequence[dict],
+    relearning: Relearning,
+) -> dict[str, str]:
+    """Why attacks cannot be made with these forget questions and documents, by attack."""
     absent = {}
-    dev = [row for row in forget_rows if row["split"] == "dev"]
+    dev = [row for row in questions if row["split"] == "dev"]
     dev_facts = {row["fact"] for row in dev}
     about_dev = [row for row in forget_texts if is_about(row["id"], dev_facts)]
     for names, rows, given in (
         (["relearning from the corpus"], forget_texts, "--forget-text gives {} documents to train on"),
         (OF_OTHER_FACTS, about_dev, "--forget-text gives {} documents whose `id` begins with a dev question's `fact`"),
-        (["relearning from retain documents"], kept, "--retain-text gives {} documents to train on"),
+        (["relearning from retain documents"], retain_texts, "--retain-text gives {} documents to train on"),
     ):
         if len(rows) < relearning.batch_size:
             absent |= dict.fromkeys(names, f"{given.format(len(rows))}, a batch has {relearning.batch_size}")
@@ -137,17 +152,14 @@ def own(
         absent["membership"] = "--forget-text and --holdout-text are needed"
     of_subject = Counter(row["subject"] for row in dev)
     of_fact = Counter((row["subject"], row["fact"]) for row in dev)
-    least = min(of_subject[row["subject"]] - of_fact[row["subject"], row["fact"]] for row in forget_rows)
+    least = min(of_subject[row["subject"]] - of_fact[row["subject"], row["fact"]] for row in questions)
     if least < 5:
         absent["prompts"] = (
             f"five questions of the same subject and of other facts are solved before each; the split dev has {least}"
         )
     if len({row["answer"] for row in dev}) < 2:
         absent["probes"] = absent["probes of single experts"] = "the questions of the split dev have one letter alone"
-    sources = {"forget_questions": forget, "retain_questions": retain}
-    sources = {name: str(given) if isinstance(given, str | Path) else "rows" for name, given in sources.items()}
-    data = OWN.benchmark.data.model_copy(update=sources)
-    return Inputs(OWN.benchmark.model_copy(update={"data": data}), relearning, files, absent)
+    return absent
 
 
 def _rows(source: Source, flag: str, *keys: str) -> tuple[str, list[Mapping[str, Any]]]:

@@ -56,7 +56,8 @@ class AuditReport:
 
         attacks = dict.fromkeys(row["attack"] for row in COUNTED.values())
         not_made = [name for name in attacks if name in self.absent]
-        return judge({name: found.scores for name, found in self.found.items()}, self.facts, not_made)
+        scores = {name: found.scores for name, found in self.found.items()}
+        return judge(scores, self.facts, not_made, self.found["unlearned"].metrics)
 
     @cached_property
     def _measures(self) -> pd.DataFrame:

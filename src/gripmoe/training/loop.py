@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -146,15 +147,38 @@ def unlearn(
             tokens=progress["tokens"],
         )
         handle.load_state_dict(progress["constraint"])
-        step, history, sums = progress["step"], progress["history"], Counter()
-        if step and distributed.is_first():
-            print(f"{description} resumes at step {step}", file=sys.stderr, flush=True)
-        bar = tqdm(total=training.max_steps, initial=step, desc=description, disable=not distributed.is_first())
+        status, step, history = _until_met(steps, stop, progress, correct, ranks, state_file, description)
+        tokens = round(distributed.average(steps.tokens) * distributed.processes())
+        if held:
+            projecting.remove()  # timed steps leave experts as they are, to the bit
+        times = None if status == "diverged" else steps.seconds_by_turns()
+    if correct:
+        correct(model)
+    model.model.eval().requires_grad_(True)
+    return Outcome(status, step, history, times, {kind: batches.size(kind) for kind in ("forget", "retain")}, tokens)
+
+
+def _until_met(
+    steps: _Steps,
+    stop: StopRule,
+    progress: dict[str, Any],
+    correct: Callable[[MoEModel], object] | None,
+    ranks: dict[str, float],
+    state_file: Path,
+    description: str,
+) -> tuple[str, int, list[dict[str, float]]]:
+    """Trains until the stop rule is met, the steps are taken or the run diverges. Returns the status, the number of
+    steps and the history."""
+    model, training, handle = steps.model, steps.training, steps.handle
+    step, history, sums = progress["step"], progress["history"], Counter()
+    if step and distributed.is_first():
+        print(f"{description} resumes at step {step}", file=sys.stderr, flush=True)
+    with tqdm(total=training.max_steps, initial=step, desc=description, disable=not distributed.is_first()) as bar:
         while True:
             if step % training.check_every == 0:
-                if not math.isfinite(distributed.total_norm([p.detach() for p in routers + experts])):
-                    status = "diverged"  # a model that answers nothing would pass for one that has forgotten
-                    break
+                if not math.isfinite(distributed.total_norm([p.detach() for p in steps.routers + steps.experts])):
+                    # A model that answers nothing would pass for one that has forgotten.
+                    return "diverged", step, history
                 handle.settle()  # a run is saved and ends after a check
                 if not history or history[-1]["step"] < step:
                     with _corrected(model, correct):
@@ -164,32 +188,19 @@ def unlearn(
                     sums.clear()
                 bar.set_postfix({name: f"{history[-1][name]:.3f}" for name in stop.targets})
                 if stop.met(history, training.checks_to_stop):
-                    status = "reached"
-                    break
+                    return "reached", step, history
             if step >= training.max_steps:
-                status = "not_reached"
-                break
+                return "not_reached", step, history
             if step % training.checkpoint_every == 0 and step > progress["step"]:
-                state = handle.state_dict()
-                kept = dict(step=step, history=history, constraint=state, tokens=steps.tokens)
-                save_state(state_file, model.model, optimizer, **kept)
+                kept = dict(step=step, history=history, constraint=handle.state_dict(), tokens=steps.tokens)
+                save_state(state_file, model.model, steps.optimizer, **kept)
             started = now()
             losses = steps.take(step)
             if losses is None:
-                status = "diverged"
-                break
+                return "diverged", step, history
             step += 1
-            sums.update({**losses, "seconds": now() - started, **constraint.observed(), **ranks, "count": 1})
+            sums.update({**losses, "seconds": now() - started, **handle.constraint.observed(), **ranks, "count": 1})
             bar.update()
-        bar.close()
-        tokens = round(distributed.average(steps.tokens) * distributed.processes())
-        if held:
-            projecting.remove()  # timed steps leave experts as they are, to the bit
-        times = None if status == "diverged" else steps.seconds_by_turns()
-    if correct:
-        correct(model)
-    model.model.eval().requires_grad_(True)
-    return Outcome(status, step, history, times, {kind: batches.size(kind) for kind in ("forget", "retain")}, tokens)
 
 
 @dataclass
@@ -301,12 +312,16 @@ class _Steps:
         are restored."""
         pairs = []
         *others, of_routers = self.optimizer.param_groups
-        every, self.handle.constraint.every = self.handle.constraint.every, 1  # each timed step is constrained
-        with restored(self.routers), rate_zero(others):
-            for _ in range(TIMED_PAIRS):
-                constrained = self._seconds()
-                with self.handle.lifted(), rate_zero([of_routers]):
-                    pairs.append((constrained, self._seconds()))
+        constraint = self.handle.constraint
+        every, constraint.every = constraint.every, 1  # each timed step is constrained
+        try:
+            with restored(self.routers), rate_zero(others):
+                for _ in range(TIMED_PAIRS):
+                    constrained = self._seconds()
+                    with self.handle.lifted(), rate_zero([of_routers]):
+                        pairs.append((constrained, self._seconds()))
+        finally:
+            constraint.every = every
         if not pairs or any(None in pair for pair in pairs):
             return None
         constrained, plain = map(min, zip(*pairs, strict=True))
