@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gripmoe.attacks.base import Found, Letters, Marks, Scores, mean
-from gripmoe.data.prompt_formats import LETTERS, REWORDINGS, letter_description, letter_question
+from gripmoe.data.prompt_formats import REWORDINGS, letter_question
 from gripmoe.evaluation.muse import continuations
 from gripmoe.evaluation.questions import load_questions, prompt_of
 from gripmoe.io.errors import ConfigError
@@ -110,12 +110,7 @@ def five_shot(solved: Sequence[dict], seed: int) -> Prompt:
                 f"forget_questions.jsonl: the split dev has {len(pool)} questions of {question['subject']!r} about "
                 f"other facts than {question['id']!r}; {SHOTS} are solved before it: add forget questions to the data"
             )
-        shots = (
-            f"{letter_question(q['question'], q['choices'])} {LETTERS[q['answer']]}\n\n"
-            for q in rng.sample(pool, SHOTS)
-        )
-        asked = letter_question(question["question"], question["choices"])
-        return letter_description(question["subject"]) + "".join(shots) + asked
+        return prompt_of(question, rng.sample(pool, SHOTS))
 
     return prompt
 

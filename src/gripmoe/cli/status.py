@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.config.grid import Project
-from gripmoe.config.status import kept_originals, run_status
+from gripmoe.planning.status import kept_originals, run_status
 
 
 def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")) -> None:

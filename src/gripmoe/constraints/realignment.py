@@ -97,8 +97,7 @@ def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dic
 def _opened(model: nn.Module) -> Iterator[MoEModel]:
     moe = MoEModel(unwrapped(model))
     try:
-        if not moe.layers:
-            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to realign")
+        moe.require_routers("to realign")
         yield moe
     finally:
         moe.release()

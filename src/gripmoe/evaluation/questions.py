@@ -170,8 +170,11 @@ def direct_answers(
     return [answers[question["id"]] for question in questions]
 
 
-def prompt_of(question: dict) -> str:
-    return letter_description(question["subject"]) + letter_question(question["question"], question["choices"])
+def prompt_of(question: dict, solved: Sequence[dict] = ()) -> str:
+    """The description of the question's subject, `solved` questions with their letters, and the question."""
+    shots = (f"{letter_question(row['question'], row['choices'])} {LETTERS[row['answer']]}\n\n" for row in solved)
+    asked = letter_question(question["question"], question["choices"])
+    return letter_description(question["subject"]) + "".join(shots) + asked
 
 
 def question_batches(tokenizer, questions: Sequence[dict], device, prompt=prompt_of) -> Iterator[Batch]:

@@ -172,8 +172,7 @@ def _opened(
             "routers train in fp32, and DistributedDataParallel would no longer reduce their gradients: call "
             "`constrain` before it wraps the model (Trainer: give it the callback when it is made)"
         )
-    if not moe.layers:
-        raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to constrain")
+    moe.require_routers("to constrain")
     _check_adapters(moe, method)
     if layers := layers_not_finite(moe):
         raise ValueError(f"the routers of layers {layers} are not finite: load weights that are")

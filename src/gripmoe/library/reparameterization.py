@@ -59,8 +59,7 @@ def reparameterize(
     moe = MoEModel(unwrapped(model))
     with ExitStack() as undo:
         undo.callback(moe.release)
-        if not moe.layers:
-            raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers to reparameterize")
+        moe.require_routers("to reparameterize")
         trace = moe.trace(batches_of(retain, "retain", moe.model))
         if not len(trace[moe.layers[0]]):
             raise ValueError("no retain token counts: padding does not, and neither does the first of each row")

@@ -99,6 +99,11 @@ class MoEModel:
     def layers(self) -> list[int]:
         return list(self._routers)
 
+    def require_routers(self, purpose: str) -> None:
+        """Raises ValueError for a dense model."""
+        if not self.layers:
+            raise ValueError(f"{type(self.model).__name__} is dense: it has no routers {purpose}")
+
     @property
     def all_layers(self) -> list[int]:
         """`layers`, or every layer of a dense model."""

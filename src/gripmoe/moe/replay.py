@@ -65,8 +65,7 @@ def replay_experts(
 
 def _with_routers(model: nn.Module) -> MoEModel:
     moe = MoEModel(unwrapped(model))
-    if not moe.layers:
-        raise ValueError(f"{type(moe.model).__name__} is dense: it has no routers, and no routes")
+    moe.require_routers("that select experts")
     return moe
 
 

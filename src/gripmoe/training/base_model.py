@@ -12,7 +12,7 @@ import torch
 
 from gripmoe.config.models import EmbeddedModel
 from gripmoe.data.documents import collate, encode
-from gripmoe.data.prompt_formats import LETTERS, letter_question, truthfulqa_prompt
+from gripmoe.data.prompt_formats import truthfulqa_prompt
 from gripmoe.evaluation.questions import accuracy, direct_answers, prompt_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_json
@@ -162,9 +162,7 @@ def refill(model, tokenizer, config: EmbeddedModel, state_file: Path) -> None:
 def _five_shot(question: dict, rows: Sequence[dict]) -> str:
     others = [row for row in rows if row["subject"] == question["subject"] and row["fact"] != question["fact"]]
     solved = others[:: max(1, len(others) // SHOTS)][:SHOTS]
-    shots = [f"{letter_question(row['question'], row['choices'])} {LETTERS[row['answer']]}\n\n" for row in solved]
-    description, asked = prompt_of(question).split("\n\n", 1)
-    return f"{description}\n\n{''.join(shots)}{asked}"
+    return prompt_of(question, solved)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gripmoe.config.grid import Project
+from gripmoe.planning.jobs import OUTPUTS
 
 TAIL = 4000  # bytes of a log that hold its last progress bar
 SLURM_SAYS = "slurmstepd: error: "
@@ -14,9 +15,8 @@ CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 def run_status(project: Project, results: Path, key: tuple) -> tuple[str, str]:
     """The next rule of a run, or "done"; and why SLURM ended its job, or the last line of its log."""
     name = list(map(str, key))
-    outputs = {project.methods[key[3]].rule: "checkpoint", "evaluate": "evaluation", "attack": "attack"}
-    for rule, output in outputs.items():
-        if rule and not results.joinpath(*name, f"{output}.json").exists():
+    for rule in filter(None, (project.methods[key[3]].rule, "evaluate", "attack")):
+        if not (results / f"{OUTPUTS[rule].format(*name)}.json").exists():
             log = results / "logs" / rule / f"{'.'.join(name)}.log"
             ended = ended_by_cluster(CLUSTER_LOGS / f"rule_{rule}" / "_".join(name), log)
             return rule, ended or last_line(log) or "waits"

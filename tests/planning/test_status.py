@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from gripmoe.cli.main import main
 from gripmoe.config.grid import Project
-from gripmoe.config.status import CLUSTER_LOGS, run_status
 from gripmoe.io.files import write_json
+from gripmoe.planning.status import CLUSTER_LOGS, run_status
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 KEY = ("tiny_a", "wmdp_tiny", "gd")
