@@ -26,6 +26,7 @@ from gripmoe.constraints.null_space import fit_bases
 from gripmoe.constraints.original import OriginalSets, documents_of
 from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import Batch
+from gripmoe.geometry.routing import RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import adapter_parameters, unwrapped
@@ -103,15 +104,7 @@ def constrain(
             [batch.to(moe.model.device) for batch in batches_of(data, name, moe.model, tokenizer)]
             for name, data in (("retain", retain), ("forget", forget))
         )
-        if not to_retain:
-            raise ValueError("`retain` holds nothing to trace: no batches were given")
-        trace = moe.trace(to_retain)
-        if not len(trace[moe.layers[0]]):
-            raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
-        if layers := [layer for layer, seen in trace.items() if not seen.x_Nd.isfinite().all()]:
-            raise ValueError(
-                f"what the routers of layers {layers} see of `retain` is not finite: load weights that are"
-            )
+        trace = traced(moe, to_retain)
         if method.looks_at_forget and not to_forget:
             raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
         if method.looks_at_forget and not any(counted_tokens(batch.attention_mask).any() for batch in to_forget):
@@ -155,6 +148,19 @@ def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch
         for parameter, trains in prepared.trains.items():
             parameter.requires_grad_(trains)
         return _attached(prepared, model, moe, stepping, trained, undo)
+
+
+def traced(moe: MoEModel, retain: Sequence[Batch]) -> RoutingTrace:
+    """The routing of retain batches by layer. Raises ValueError if no token counts, or if routers see what is not
+    finite."""
+    if not retain:
+        raise ValueError("`retain` holds nothing to trace: no batches were given")
+    trace = moe.trace(retain)
+    if not len(trace[moe.layers[0]]):
+        raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
+    if layers := [layer for layer, seen in trace.items() if not seen.x_Nd.isfinite().all()]:
+        raise ValueError(f"what the routers of layers {layers} see of `retain` is not finite: load weights that are")
+    return trace
 
 
 def _opened(

@@ -16,7 +16,7 @@ from gripmoe.constraints.null_space import fit_bases
 from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.library.constrain import methods_of_loops
+from gripmoe.library.constrain import methods_of_loops, traced
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import unwrapped
 
@@ -60,9 +60,7 @@ def reparameterize(
     with ExitStack() as undo:
         undo.callback(moe.release)
         moe.require_routers("to reparameterize")
-        trace = moe.trace(batches_of(retain, "retain", moe.model))
-        if not len(trace[moe.layers[0]]):
-            raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
+        trace = traced(moe, batches_of(retain, "retain", moe.model))
         bases = fit_bases(trace, moe.rules(), fixed[method])
         for parameter in moe.freeze_router_biases():
             undo.callback(parameter.requires_grad_, True)
