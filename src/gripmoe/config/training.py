@@ -96,9 +96,7 @@ class Training(Strict):
     adversary_restart: PositiveInt = 10  # steps after which the attacker starts from the model again
     sharpness_radius: NonNegative = 0.0  # SAM's rho: how far up the forget loss its gradient is taken; 0: not moved
     disruption_mask: bool = False  # MUDMAN: a forget gradient counts only where the retain gradient has its sign
-    dropped_components: Annotated[int, Field(ge=0)] = (
-        0  # RepSelect: principal components that an expert's forget gradient loses
-    )
+    dropped_components: Annotated[int, Field(ge=0)] = 0  # RepSelect: principal components that gradients lose
     distance_weight: NonNegative = 0.0  # of a reward for the relative distance from the original weights
 
     @model_validator(mode="after")
