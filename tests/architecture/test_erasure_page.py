@@ -195,6 +195,24 @@ def test_dev_questions_chose_the_attackers_rate():
     assert f"still answers {table[stricter].dev_forget_accuracy.mean():.1f} of the forget questions" in TEXT
 
 
+def test_what_later_restarts_return_is_the_records():
+    tried = pd.read_csv(RECORD / "attempts_restart.csv")
+    columns = ["relearned_after_100", "relearned_lora_after_100", "dev_retain_accuracy"]
+    assert (tried.groupby(["method", "change"]).model.nunique() == 2).all() and tried.change.nunique() == 9
+    of = tried.groupby(["method", "change"])[columns].mean()
+    late, early = '{"adversary_rate": 3.0, "adversary_restart": 40}', '{"adversary_rate": 3.0}'
+    frozen, anchored = (of.loc[f"{name}_adversary_x3"] for name in ("frozen_router", "anchored"))
+    found = [frozen.loc[late], frozen.loc[early], of.loc["retrained", "{}"]]
+    told = "{:.2f} if the attacker restarts after 40 steps, {:.2f} if after ten, and {:.2f} in the retrained models."
+    assert told.format(*(row.relearned_after_100 for row in found)) in TEXT
+    assert "return {:.2f}, {:.2f} and {:.2f}.".format(*(row.relearned_lora_after_100 for row in found)) in TEXT
+    assert f"They cost {found[1].dev_retain_accuracy - found[0].dev_retain_accuracy:.2f} of retain accuracy" in TEXT
+    others = anchored.drop(early).relearned_after_100
+    told = "six other settings return {:.2f} to {:.2f}, and the rate of 3 with a restart after ten steps {:.2f}."
+    assert told.format(others.min(), others.max(), anchored.loc[early].relearned_after_100) in TEXT and len(others) == 6
+    assert len(frozen) + len(anchored) == 12
+
+
 def test_attacks_tell_models_apart_as_the_page_says():
     quality = {label: [cell.value for cell in cells] for label, cells, _ in attack_quality(RUNS).rows}
     one_layer = quality.pop("1 layer")
