@@ -3,11 +3,11 @@
     python workflow/attempt.py --method frozen_router --output attempts.csv \\
         --change '{"sharpness_radius": 0.01}' --change '{"sharpness_radius": 0.1}'
 
-The setting to choose is the one that answers fewest dev questions after relearning other forget facts
-(`dev_relearned_after_<step>`), among those with a retain accuracy of at least 0.9 on dev questions. The world has the
-numbers of steps. The other measured columns are on test questions. Models, data and traces come from the results folder
-of the world, where `snakemake` makes them. A finished run is not trained again. A run that diverges has a row without
-measurements.
+The setting to choose is the one that answers fewest dev questions after 10 steps on other forget facts
+(`dev_relearned_after_10`), among those with a retain accuracy of at least 0.9 on dev questions. The other measured
+columns are on test questions. A world may ask for more steps, as tiny_erasure_tuning does. Models, data and traces come
+from the results folder of the world, where `snakemake` makes them. A finished run is not trained again. A run that
+diverges has a row without measurements.
 """
 
 from __future__ import annotations

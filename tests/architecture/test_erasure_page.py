@@ -197,20 +197,27 @@ def test_dev_questions_chose_the_attackers_rate():
 
 def test_what_later_restarts_return_is_the_records():
     tried = pd.read_csv(RECORD / "attempts_restart.csv")
-    columns = ["relearned_after_100", "relearned_lora_after_100", "dev_retain_accuracy"]
-    assert (tried.groupby(["method", "change"]).model.nunique() == 2).all() and tried.change.nunique() == 9
-    of = tried.groupby(["method", "change"])[columns].mean()
+    assert (tried.groupby(["method", "change"]).model.nunique() == 2).all()
+    of = tried.groupby(["method", "change"]).mean(numeric_only=True)
     late, early = '{"adversary_rate": 3.0, "adversary_restart": 40}', '{"adversary_rate": 3.0}'
     frozen, anchored = (of.loc[f"{name}_adversary_x3"] for name in ("frozen_router", "anchored"))
-    found = [frozen.loc[late], frozen.loc[early], of.loc["retrained", "{}"]]
-    told = "{:.2f} if the attacker restarts after 40 steps, {:.2f} if after ten, and {:.2f} in the retrained models."
-    assert told.format(*(row.relearned_after_100 for row in found)) in TEXT
-    assert "return {:.2f}, {:.2f} and {:.2f}.".format(*(row.relearned_lora_after_100 for row in found)) in TEXT
-    assert f"They cost {found[1].dev_retain_accuracy - found[0].dev_retain_accuracy:.2f} of retain accuracy" in TEXT
-    others = anchored.drop(early).relearned_after_100
-    told = "six other settings return {:.2f} to {:.2f}, and the rate of 3 with a restart after ten steps {:.2f}."
-    assert told.format(others.min(), others.max(), anchored.loc[early].relearned_after_100) in TEXT and len(others) == 6
-    assert len(frozen) + len(anchored) == 12
+    found = pd.DataFrame([frozen.loc[late], frozen.loc[early], of.loc["retrained", "{}"]])
+    dev, test, retain = (
+        found[f"{name}_after_100"].tolist() for name in ("dev_relearned", "relearned", "relearned_from_others")
+    )
+    told = "{:.2f} of the dev questions if the attacker restarts after 40 steps, {:.2f} if after ten, and the retrained"
+    told += " models {:.2f}."
+    assert told.format(*dev) in TEXT
+    told = "questions they answer {:.2f}, {:.2f} and {:.2f}, and after 100 steps on retain documents {:.2f}, {:.2f} and"
+    told += " {:.2f}."
+    assert told.format(*test, *retain) in TEXT and min(test[0], test[1]) - test[2] > 0.05
+    later = anchored.drop(early).dev_forget_accuracy
+    told = "later restarts leave {:.2f} to {:.2f} of the dev questions before any attack, and a restart after ten steps"
+    told += " {:.2f}."
+    assert told.format(later.min(), later.max(), anchored.loc[early].dev_forget_accuracy) in TEXT
+    before = pd.read_csv(RECORD / "attempts_tuning.csv").query("change == @early").dev_relearned_after_10.mean()
+    told = f"they answer {anchored.loc[early].dev_relearned_after_10:.2f} after 10 steps, and {before:.2f} before."
+    assert told in TEXT and len(frozen) + len(anchored) == 12
 
 
 def test_attacks_tell_models_apart_as_the_page_says():

@@ -128,7 +128,8 @@ def test_models_that_are_known_are_called_what_they_are(embedded, which):
     relearning = Relearning(learning_rate=1e-3, steps=[5, 25])
     report = gripmoe.audit(original, model, **given, attacks=["forcing", "relearning"], relearning=relearning)
     assert report.verdict.word == which, str(report)
-    assert "relearned_from_others_after_25" in set(report.verdict.returned.metric)
+    best = {f"relearned_from_others_after_{steps}" for steps in (5, 25)}
+    assert len(best & set(report.verdict.returned.metric)) == 1
     assert "not made" in str(report) or which != "nothing found"
     if which == "hides":
         returned = report.verdict.returned.set_index("metric").loc["forced_forget_accuracy"]

@@ -77,14 +77,18 @@ def test_what_the_retrained_model_shows_does_not_count():
     )
 
 
-def test_finetuning_counts_after_the_most_steps_and_its_label_says_how_many():
-    """The control: fewer steps of the same attack, which return all, do not count."""
-    attacks = {f"relearned_after_{steps}": 0.70 if steps == 5 else 0.25 for steps in (5, 20, 100)}
-    found = what_returns(scores(**attacks, relearned_from_others_after_20=0.25), FACTS).set_index("metric")
-    assert set(found.index) == {"relearned_after_100", "relearned_from_others_after_20"}
-    assert found.loc["relearned_after_100"].attack.startswith("100 steps of finetuning on other forget facts")
-    assert word(**attacks) == "nothing found" and word(relearned_after_5=0.70) == "hides"
-    assert list(counted(["quantized_8_bit", "relearned_after_best", "routing_stability"])) == ["quantized_8_bit"]
+def test_the_best_number_of_steps_counts_for_all_of_them():
+    """The control: one number of steps, whose interval is narrower."""
+    attacks = {f"relearned_after_{steps}": 0.70 if steps == 20 else 0.25 for steps in (5, 20, 100)}
+    begun = {"relearned_after_0": 0.99}
+    found = what_returns(scores(**attacks, **begun, relearned_from_others_after_20=0.25), FACTS).set_index("metric")
+    assert set(found.index) == {"relearned_after_20", "relearned_from_others_after_20"}
+    assert found.loc["relearned_after_20"].attack == "finetuning for 20 steps on other forget facts"
+    alone = what_returns(scores(relearned_after_20=0.70, relearned_from_others_after_20=0.25), FACTS).iloc[1]
+    assert alone.metric == "relearned_after_20" and alone.returned == found.loc["relearned_after_20"].returned
+    assert alone.low > found.loc["relearned_after_20"].low
+    assert word(**attacks) == "hides"
+    assert list(counted({"quantized_8_bit": {"q": 1.0}, "relearned_after_best": {"q": 1.0}})) == ["quantized_8_bit"]
 
 
 def test_what_puts_knowledge_in_counts_only_beside_a_retrained_model():
@@ -104,17 +108,19 @@ def test_rising_to_guessing_is_no_return():
 
 
 def test_intervals_hold_together():
-    """The more attacks, the wider each; and an attack that is the best of layers counts for as many."""
+    """The more attacks, the wider each; an attack that is the best of layers is wider, and others are not."""
     alone = what_returns(scores(forced_forget_accuracy=0.35), FACTS).iloc[0]
+    both = dict(forced_forget_accuracy=0.35, restored_router_worst_layer=0.25)
     layers = {f"restored_router_layer_{n}": 0.25 for n in range(40)}
-    many = what_returns(scores(forced_forget_accuracy=0.35, restored_router_worst_layer=0.25, **layers), FACTS).iloc[0]
-    assert many.metric == alone.metric and many.returned == alone.returned
-    assert many.high - many.low > 1.3 * (alone.high - alone.low)
+    two, many = (what_returns(scores(**both, **more), FACTS).set_index("metric") for more in ({}, layers))
+    widths = [found.high - found.low for found in (two, many)]
+    assert two.index[0] == alone.metric and widths[0].iloc[0] > 1.1 * (alone.high - alone.low)
+    assert widths[1].iloc[0] == widths[0].iloc[0] and widths[1].iloc[1] > 1.3 * widths[0].iloc[1]
 
 
 def test_the_best_of_single_experts_counts_for_all_that_were_tried():
     """The control: one expert."""
-    found = scores(forced_forget_accuracy=0.35, restored_single_expert=0.25)
+    found = scores(restored_single_expert=0.25)
     one, many = (what_returns(found, FACTS, {"restored_single_expert_tried": n}).iloc[0] for n in (1, 40))
     assert many.high - many.low > 1.3 * (one.high - one.low)
     assert what_returns(found, FACTS).iloc[0].high == one.high

@@ -83,8 +83,12 @@ def named(name: str, relearning: Relearning | None = None) -> Inputs:
         files = files_of(row.benchmark.data)
     except ConfigError as error:
         raise ConfigError(f"--forget {name}: {error} Or give --questions and texts of your own.") from error
-    absent = {} if files["membership"] else {"membership": "the benchmark has no texts that surely no model has seen"}
-    return Inputs(row.benchmark, relearning or row.relearning, files, absent)
+    relearning = relearning or row.relearning
+    corpora = files["forget_corpus"], files["retain_corpus"]
+    absent = _too_few(files["forget_questions"], *corpora, relearning, "the benchmark has", "the benchmark has")
+    if not files["membership"]:
+        absent["membership"] = "the benchmark has no texts that surely no model has seen"
+    return Inputs(row.benchmark, relearning, files, absent)
 
 
 def own(
@@ -137,17 +141,8 @@ def _impossible(
     relearning: Relearning,
 ) -> dict[str, str]:
     """Why attacks cannot be made with these forget questions and documents, by attack."""
-    absent = {}
     dev = [row for row in questions if row["split"] == "dev"]
-    dev_facts = {row["fact"] for row in dev}
-    about_dev = [row for row in forget_texts if is_about(row["id"], dev_facts)]
-    for names, rows, given in (
-        (["relearning from the corpus"], forget_texts, "--forget-text gives {} documents to train on"),
-        (OF_OTHER_FACTS, about_dev, "--forget-text gives {} documents whose `id` begins with a dev question's `fact`"),
-        (["relearning from retain documents"], retain_texts, "--retain-text gives {} documents to train on"),
-    ):
-        if len(rows) < relearning.batch_size:
-            absent |= dict.fromkeys(names, f"{given.format(len(rows))}, a batch has {relearning.batch_size}")
+    absent = _too_few(questions, forget_texts, retain_texts, relearning, "--forget-text gives", "--retain-text gives")
     if not membership:
         absent["membership"] = "--forget-text and --holdout-text are needed"
     of_subject = Counter(row["subject"] for row in dev)
@@ -159,6 +154,30 @@ def _impossible(
         )
     if len({row["answer"] for row in dev}) < 2:
         absent["probes"] = absent["probes of single experts"] = "the questions of the split dev have one letter alone"
+    return absent
+
+
+def _too_few(
+    questions: Sequence[dict],
+    forget_texts: Sequence[dict],
+    retain_texts: Sequence[dict],
+    relearning: Relearning,
+    forget_given: str,
+    retain_given: str,
+) -> dict[str, str]:
+    """Why the relearning attacks that lack documents cannot be made, by attack."""
+    dev_facts = {row["fact"] for row in questions if row["split"] == "dev"}
+    about_dev = [row for row in forget_texts if is_about(row["id"], dev_facts)]
+    known = "the facts of documents are known, so that other facts are relearned"
+    absent = {"relearning from the corpus": known} if about_dev else {}
+    for names, rows, given, which in (
+        (["relearning from the corpus"], forget_texts, forget_given, "to train on"),
+        (OF_OTHER_FACTS, about_dev, forget_given, "whose `id` begins with a dev question's `fact`"),
+        (["relearning from retain documents"], retain_texts, retain_given, "to train on"),
+    ):
+        if len(rows) < relearning.batch_size:
+            reason = f"{given} {len(rows)} documents {which}, a batch has {relearning.batch_size}"
+            absent |= dict.fromkeys(names, reason)
     return absent
 
 

@@ -78,6 +78,7 @@ def measures_of(chosen: Sequence[str], unfit: Mapping[str, str], dense: bool) ->
 def prompts_of(name: str, sizes: Sizes) -> float:
     """The time of a measurement, in units of one forget prompt (approximately)."""
     sample, relearning = min(SAMPLE, sizes.forget), sizes.relearning
+    searched = len(range(0, sizes.dev, max(1, sizes.dev // SEARCH_QUESTIONS)))  # questions of each shift
     known = {
         "accuracy": sizes.forget + sizes.retain + 6 * min(sizes.shots, sizes.retain) + 20 * sizes.truths,
         "changes": 0,
@@ -85,7 +86,7 @@ def prompts_of(name: str, sizes: Sizes) -> float:
         "expert forcing": 12 * sizes.forget + 2 * min(RETAIN_SAMPLE, sizes.retain),
         "restoration": (10 * sizes.layers + 6) * sample,
         "routers": 3 * sample,
-        "routing search": max(SEARCHED) * min(SEARCH_QUESTIONS, sizes.dev) + (1 + len(SEARCHED)) * sample,
+        "routing search": max(SEARCHED) * searched + (1 + len(SEARCHED)) * sample,
         "silenced experts": (1 + len(SILENCED)) * sizes.dev + min(RETAIN_SAMPLE, sizes.retain) + sample,
         "prompts": 8 * sample + 8 * sizes.forget,
         "quantisation": 2 * sample,

@@ -25,8 +25,8 @@ ACCURACY = ("forget_accuracy", "retain_accuracy")
 SUMMARY = (
     *ACCURACY,
     *("retain_accuracy_five_shot", "truthfulqa_mc1", "forced_forget_accuracy", "random_forced_forget_accuracy"),
-    *("restored_router_all", "searched_routing_after", "relearned_from_others_after", "relearned_after"),
-    *("relearned_lora_after", "relearned_from_corpus_after"),
+    *("restored_router_all", "searched_routing_after", "silenced_experts", "relearned_from_others_after"),
+    *("relearned_after", "relearned_lora_after", "relearned_routers_after", "relearned_from_corpus_after"),
     *("auc_min_40", "routing_stability", "routing_stability_corrected", "routing_stability_router_only_corrected"),
     *("routing_stability_representation_only_corrected", "changed_experts", "changed_router", "changed_attention"),
 )
@@ -82,7 +82,7 @@ class AuditReport:
 
         from gripmoe.reporting.verdict import counted
 
-        rows = counted(metric for found in self.found.values() for metric in found.scores)
+        rows = counted(self.found["unlearned"].scores)
         conditions = {metric: row["label"] for metric, row in rows.items()} | dict.fromkeys(ACCURACY, AS_IT_IS)
         asked = {question["id"]: question for question in self.questions}
         answers = []
@@ -117,11 +117,11 @@ class AuditReport:
 
     def to_summary(self) -> pd.DataFrame:
         """The most important rows of `to_frame`."""
-        from gripmoe.reporting.verdict import after_most_steps
+        from gripmoe.reporting.verdict import counted
 
         frame = self.to_frame()
-        made = set(frame.measure)
-        rank = frame.measure.map({after_most_steps(name, made): place for place, name in enumerate(SUMMARY)})
+        steps = {metric.rpartition("_")[0]: metric for metric in counted(self.found["unlearned"].scores)}
+        rank = frame.measure.map({steps.get(name, name): place for place, name in enumerate(SUMMARY)})
         shown = frame.assign(rank=rank).dropna(subset="rank").sort_values("rank", kind="stable")
         return shown[["measure", "model", "value", "low", "high", "n"]].reset_index(drop=True)
 

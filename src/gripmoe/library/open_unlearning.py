@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from torch import Tensor
 from transformers import Trainer
 
 from gripmoe.library.trainer import trainer_callback
@@ -54,9 +55,11 @@ class Constrained:
             def marked(*args, **kwargs):
                 with callback.handle.retain():
                     loss = own(*args, **kwargs)
-                alpha = getattr(trainer, "alpha", 1)  # the trainer multiplies this loss by it
-                if not alpha and "retain" in callback.handle.watches:
+                penalty, alpha = callback.handle.penalty(), getattr(trainer, "alpha", 1)  # which multiplies this loss
+                if alpha:
+                    return loss + penalty / alpha
+                if isinstance(penalty, Tensor):
                     raise ValueError("alpha: 0 scales the penalty of the constraint away; give a positive alpha")
-                return loss + (callback.handle.penalty() / alpha if alpha else 0.0)
+                return loss
 
             trainer.compute_retain_loss = marked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,40 +66,41 @@ def judge(
         return Verdict(NOT_DECIDED, sentence, returned)
     absent = f"; not made: {', '.join(not_made)}" * bool(not_made)
     margin, of_lost = RETURNS * lost, f"of {lost:.2f} lost"
-    counted, others = (returned[returned.counts == counts] for counts in (True, False))
-    if counted.empty:
+    counting, others = (returned[returned.counts == counts] for counts in (True, False))
+    if counting.empty:
         return Verdict(NOT_DECIDED, f"{fell}, and no attack with a control was made: make some{absent}", returned)
-    hiding, taught, most = counted[counted.low > margin], others[others.low > margin], _most(counted)
+    hiding, taught, most = counting[counting.low > margin], others[others.low > margin], _most(counting)
     if len(hiding):
         rest = "1 other attack returns" if len(hiding) == 2 else f"{len(hiding) - 1} other attacks return"
         more = f"; {rest} more than {margin:.2f}" * (len(hiding) > 1)
         return Verdict(HIDES, f"{_returns(_most(hiding))} {of_lost}{more}", returned)
     if most.returned > margin:
         return Verdict(NOT_DECIDED, f"{_returns(most)} {of_lost}: more forget questions decide it{absent}", returned)
-    at_most = max(counted.high.max(), 0)
-    shown = f"no interval of the {len(counted)} attacks lies wholly above {margin:.2f}, a tenth of the {lost:.2f} "
+    at_most = max(counting.high.max(), 0)
+    shown = f"no interval of the {len(counting)} attacks lies wholly above {margin:.2f}, a tenth of the {lost:.2f} "
     shown += f"lost; the largest upper end is {at_most:.2f}"
     if len(taught):  # attacks that may bring knowledge in
         shown += f"; {_returns(_most(taught))}, which counts only beside a retrained model: it may gain as much"
     return Verdict(NOTHING_FOUND, shown + absent, returned)
 
 
-def counted(metrics: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The rows of verdict.yaml that there are metrics of, by metric."""
-    metrics, rows = set(metrics), {}
+def counted(scores: Scores) -> dict[str, dict[str, str]]:
+    """The rows of verdict.yaml that a model was measured by, by metric. Of an attack in steps, its best step."""
+    rows = {}
     for name, row in COUNTED.items():
-        if metric := after_most_steps(name, metrics):
-            steps = metric.removeprefix(f"{name}_")
-            rows[metric] = row | {"label": row["label"].format(steps=steps)}
+        if name.endswith("_after"):
+            if steps := _steps(name, scores):
+                best = max(steps, key=lambda step: (_series(scores[steps[step]]).mean(), step))
+                rows[steps[best]] = row | {"label": row["label"].format(steps=best)}
+        elif scores.get(name):
+            rows[name] = row
     return rows
 
 
-def after_most_steps(name: str, metrics: Collection[str]) -> str | None:
-    """The metric of that name. Of a name that ends in "_after", the one with most steps."""
-    if not name.endswith("_after"):
-        return name if name in metrics else None
-    steps = [int(end) for metric in metrics if (end := metric.removeprefix(f"{name}_")).isdigit()]
-    return f"{name}_{max(steps)}" if steps else None
+def _steps(name: str, scores: Scores) -> dict[int, str]:
+    """The metrics of an attack by their number of steps, without the one before the first step."""
+    ends = {metric.removeprefix(f"{name}_"): metric for metric in scores if scores[metric]}
+    return {int(end): metric for end, metric in ends.items() if end.isdigit() and int(end)}
 
 
 def what_returns(
@@ -109,8 +110,7 @@ def what_returns(
     accuracy without it (or to guessing, if that is more) minus what it adds in its control, with `low` and `high`,
     which hold jointly at 95 %. `counts` is False if only a retrained model could be the control, and there is none."""
     unlearned, retrained = scores["unlearned"], scores.get("retrained", {})
-    made = counted(metric for metric, of_metric in unlearned.items() if of_metric)
-    tests = sum(_tests(metric, unlearned, metrics or {}) for metric in made)
+    made = counted(unlearned)
     rows = []
     for metric, row in made.items():
         gain, control = _gain(unlearned, metric), row["control"]
@@ -123,6 +123,7 @@ def what_returns(
             against = _gain(unlearned, control)
         if against is not None and against.mean() > 0:
             gain = (gain - against).dropna()
+        tests = len(made) * _tests(metric, unlearned, metrics or {})  # each attack has an equal share of the 5 %
         mean, low, high = _interval(gain, facts, 1 - 0.05 / tests)
         found = {"attack": row["label"], "metric": metric, "accuracy": _series(unlearned[metric]).mean()}
         rows.append(
@@ -136,6 +137,8 @@ def _tests(metric: str, scores: Scores, metrics: Mapping[str, float]) -> int:
     """The number of measurements of which the metric is the best."""
     if tried := metrics.get(f"{metric}_tried"):
         return int(tried)
+    if "_after_" in metric:
+        return len(_steps(metric.rpartition("_")[0], scores))
     layers = metric.replace("worst_layer", "layer_").replace("best_layer", "layer_")
     return sum(name.startswith(layers) for name in scores) or 1
 
