@@ -23,8 +23,8 @@ CHARTS = {  # by caption: both axes, the end of y, and of each line how its meas
         {
             "relearned_after_": ("-", "other forget facts"),
             "relearned_lora_after_": ("--", "the same, low-rank"),
-            "relearned_routers_after_": ((0, (1, 3)), "the same, routers alone"),
-            "relearned_from_corpus_after_": ("-.", "forget documents"),
+            "relearned_routers_after_": ("-.", "the same, routers alone"),
+            "relearned_from_corpus_after_": ("-.", "forget documents"),  # never beside the line above
             "relearned_from_others_after_": (":", "retain documents"),
         },
     ),
