@@ -55,7 +55,8 @@ class Constrained:
             def marked(*args, **kwargs):
                 with callback.handle.retain():
                     loss = own(*args, **kwargs)
-                penalty, alpha = callback.handle.penalty(), getattr(trainer, "alpha", 1)  # which multiplies this loss
+                penalty = callback.handle.penalty()
+                alpha = getattr(trainer, "alpha", 1)  # the trainer multiplies the returned loss by it
                 if alpha:
                     return loss + penalty / alpha
                 if isinstance(penalty, Tensor):
