@@ -1,5 +1,7 @@
-"""Every step of a run with the layers of its models on two devices: nothing mixes these, and no number changes."""
+"""Every step of a run with the layers of its models on two devices: nothing mixes these, and every number is the one of
+a single device but for rounding, which depends on where tensors begin in memory."""
 
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -44,6 +46,15 @@ def two_devices(monkeypatch):
         yield
 
 
+NUMBER = r"-?\d+\.\d+(?:e-?\d+)?"
+
+
+def assert_equal_but_for_rounding(one, two):
+    assert re.split(NUMBER, two) == re.split(NUMBER, one)
+    numbers = ([float(found) for found in re.findall(NUMBER, text)] for text in (one, two))
+    assert next(numbers) == pytest.approx(next(numbers), rel=1e-5, abs=1e-6)
+
+
 CASES = [(*case, True) for case in TRAINED_TOGETHER.items()] + [("anchored", "gd", False)]  # which computes no padding
 
 
@@ -57,7 +68,7 @@ def test_training_and_correction(method, objective, recomputes, prepared, tmp_pa
 
     one = found(tmp_path / "one")
     with two_devices(monkeypatch):
-        assert found(tmp_path / "two") == one
+        assert_equal_but_for_rounding(one, found(tmp_path / "two"))
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3"])
@@ -70,8 +81,8 @@ def test_tracing_evaluation_and_attacks(family, world, tokenizer, tmp_path, monk
         run_steps(prepared, "unconstrained", "gd", root / "run")
         attack(**evaluated(root, root / "run"))
         files = ("routing.json", "run/metrics.json", "run/answers.csv", "run/attacks.json", "run/forced.csv")
-        return [(root / name).read_text() for name in files]
+        return "".join((root / name).read_text() for name in files)
 
     one = found(tmp_path / "one")
     with two_devices(monkeypatch):
-        assert found(tmp_path / "two") == one
+        assert_equal_but_for_rounding(one, found(tmp_path / "two"))
