@@ -40,6 +40,24 @@ def test_a_command_has_the_streams_folder_and_environment_of_who_asks_and_its_ex
     assert "there.csv" in (tmp_path / "errors").read_text().splitlines()[-1]
 
 
+def test_a_command_that_cannot_start_fails_and_leaves_the_server(tmp_path):
+    """What the folder of whoever asks is, is only known where the command runs: this one is gone by then."""
+    (folder := tmp_path / "gone").mkdir()
+    asked = "import os, sys; from gripmoe.cli import fork_server; os.getcwd = lambda: sys.argv[1]; "
+    asked += "print(fork_server.run_on_server(['--version']), flush=True)"
+    folder.rmdir()
+    result = run(*SERVER, "sh", "-c", 'for folder in "$1" "$2"; do "$3" -c "$4" "$folder"; done', "sh", folder, tmp_path,
+                 sys.executable, asked)  # fmt: skip
+    assert result.stdout.splitlines()[0] == "1" and "FileNotFoundError" in result.stderr
+    assert result.stdout.splitlines()[-1] == "0", "the next command runs on the same server"
+
+
+@pytest.mark.parametrize("threads", ["1", "1,1", "many"])
+def test_a_mistake_is_a_mistake_whatever_the_number_of_threads(threads):
+    result = run(*SERVER, *GRIPMOE, "no-such-command", env={**os.environ, "OMP_NUM_THREADS": threads})
+    assert result.returncode == 2 and "no-such-command" in result.stderr
+
+
 def until(condition):
     deadline = time.monotonic() + HANGS
     while not (found := condition()):

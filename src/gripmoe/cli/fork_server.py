@@ -93,7 +93,10 @@ def _serve(listener: socket.socket, process: int) -> None:
             if os.fork() == 0:
                 listener.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _answer(connection)
+                try:
+                    _answer(connection)
+                finally:
+                    os._exit(1)  # or the copy would end as the server does, and remove its folder
             connection.close()
 
 
@@ -123,26 +126,37 @@ def _become(streams: Sequence[int], arguments: list[str], folder: str, environme
     for stream, standard in zip(streams, STANDARD_STREAMS, strict=True):
         os.dup2(stream, standard)
         os.close(stream)
+    code = 1
+    try:
+        code = _run(arguments, folder, environment)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
+def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(folder)
     del environment[ADDRESS]
     os.environ.clear()
     os.environ.update(environment)
     if threads := environment.get("OMP_NUM_THREADS"):  # torch read it before
-        sys.modules["torch"].set_num_threads(int(threads))
+        with suppress(ValueError):  # OpenMP allows a list, for nested levels
+            sys.modules["torch"].set_num_threads(int(threads.partition(",")[0]))
     sys.argv = ["gripmoe", *arguments]
     from gripmoe.cli.main import main
 
     try:
-        code = main(arguments)
+        return main(arguments)
     except SystemExit as exit:
-        code = exit.code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code or 0)
+        if isinstance(exit.code, str):
+            print(exit.code, file=sys.stderr)
+            return 1
+        return exit.code or 0
 
 
 if __name__ == "__main__":
