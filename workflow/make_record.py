@@ -138,7 +138,9 @@ def collect(project: Project, results: Path, known: Path | None) -> Path | None:
     paths = {name: results / f"{name}_{project.name}.csv" for name in TABLES}
     flags = [part for name in TABLES[1:] for part in (f"--{name}", str(paths[name]))]
     flags += ["--known", str(known)] if known else []
-    command(["collect", *(str(folder(results, key)) for key in keys), "--output", str(paths["runs"]), *flags])
+    runs = [str(folder(results, key)) for key in keys]
+    if command(["collect", *runs, "--output", str(paths["runs"]), *flags]):
+        raise SystemExit(1)  # or the record would be of earlier tables
     return paths["runs"]
 
 
@@ -160,7 +162,7 @@ def main() -> None:
             f"about {left / args.cores / 3600:.1f} hours on {args.cores} cores" if len(times) else "no step was timed"
         )
         print(f"{project.name}: {len(runs)} of {len(project.run_keys())} runs are missing; {said}")
-    ended = "done"
+    ended, failed = "done", False
     for project, runs in zip(projects, lacking, strict=True):
         total = len(project.run_keys())
         with tqdm(total=total, initial=total - len(runs), unit="run", desc=project.name) as bar:
@@ -172,8 +174,8 @@ def main() -> None:
                 of_block = compute(project.name, targets, args.cores, until, bar)
                 if args.add:
                     require_same_models(results)
-                ended = of_block if of_block != "done" else ended
-                if of_block == "stopped":
+                failed |= of_block == "failed"
+                if (ended := of_block) == "stopped":
                     break
         if ended == "stopped":
             break
@@ -185,7 +187,7 @@ def main() -> None:
         require_same_models(results)
         tables.append(RECORD)  # a run that both have comes from the new table
     subprocess.run([sys.executable, str(ROOT / "workflow" / "record.py"), *map(str, tables)], check=True)
-    raise SystemExit(ended == "failed")
+    raise SystemExit(failed)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ import pandas as pd
 from tqdm import tqdm
 
 from gripmoe.cli.main import main as cli
+from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import Project
 from gripmoe.config.world import Run
-from gripmoe.io.files import read_json, read_yaml, write_yaml
+from gripmoe.io.files import read_json, read_yaml, write_json, write_yaml
 
 CONFIG = Path(__file__).parent / "config"
 RETAIN = {"letters": "retain_accuracy", "news": "knowmem_retain"}  # decides among runs that have forgotten
@@ -58,7 +59,7 @@ def named(change: dict) -> str:
 
 
 def train(project: Project, results: Path, run: Run, folder: Path) -> None:
-    """Unlearns in a folder, unless this very run has ended there."""
+    """Unlearns in a folder, unless this very run of the same model by the same code has ended there."""
     recorded = results / run.model / run.benchmark_name
     files = {
         "model": results / "models" / run.model / "model.json",
@@ -66,10 +67,15 @@ def train(project: Project, results: Path, run: Run, folder: Path) -> None:
         "forget-trace": recorded / "routing_forget.safetensors",
     }
     asked = run.model_dump(mode="json")
-    if (folder / "checkpoint.json").exists() and read_yaml(folder / "run.yaml") == asked:
-        return
+    code = code_fingerprint("gripmoe.cli.unlearn:unlearn")
+    made_with = {"weights": read_json(files["model"])["weights"], "code": code}
+    known = folder / "trained_with.json"
+    if (folder / "checkpoint.json").exists() and known.exists():
+        if read_yaml(folder / "run.yaml") == asked and read_json(known) == made_with:
+            return
     (folder / "checkpoint.json").unlink(missing_ok=True)
     write_yaml(folder / "run.yaml", asked)
+    write_json(known, made_with)
     made = {}
     if run.method.has_bases:
         made["bases"], axes = folder / "bases.safetensors", run.method.model_dump_json()

@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     project = Project(args.config, args.world)
-    names = [name for model in project.world.models for name in (model, project.models[model].retrained)]
+    names = [name for model in project.world.models for name in (model, project.models[model].retrained) if name]
     rows = []
     for name in names:
         rows += measure(name, project.models[name], args.results / "models" / name)

@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import ttest_1samp
 
 from gripmoe.reporting.collect import KEYS, load_runs
-from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores, harmless, strongest_attacks
+from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores, harmless
 from gripmoe.reporting.erasure_goals import GOALS, goals, meets
 from gripmoe.reporting.uncertainty import holm
 
@@ -49,6 +49,26 @@ def rows(heading: str) -> list[list[str]]:
 
 
 HELD_OUT = load_runs(ROOT / "docs" / "record" / "erasure_held_out" / "runs.csv")
+
+
+def strongest_attacks(runs: pd.DataFrame) -> pd.DataFrame:
+    """A row per attacked run but the originals: forget and retain accuracy, tokens of training, the attack of ATTACKS
+    that returns most beyond what it returns of the retrained model of the same base model, and that `excess` in forget
+    accuracy. The control is a retrained model beside the retrained models of other base models of its benchmark: its
+    excess is luck, the largest of many noisy differences."""
+    wide = runs.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
+    attacks = [name for name in ATTACKS if name in wide]
+    retrained = wide[wide.method == "retrained"]
+    rows = []
+    for run in wide[wide.method != "original"].to_dict("records"):
+        alike = retrained[retrained.benchmark == run["benchmark"]]
+        floor = alike[(alike.model == run["model"]) ^ (run["method"] == "retrained")][attacks].mean()
+        excess = {name: run[name] - floor[name] for name in attacks if pd.notna(run[name]) and pd.notna(floor[name])}
+        if excess:
+            worst = max(excess, key=excess.get)
+            kept = {name: run.get(name) for name in (*KEYS, "forget_accuracy", "retain_accuracy", "tokens")}
+            rows.append({**kept, "attack": worst, "excess": excess[worst]})
+    return pd.DataFrame(rows, columns=[*KEYS, "forget_accuracy", "retain_accuracy", "tokens", "attack", "excess"])
 
 
 def by_method(runs, objective="unlikelihood"):

@@ -139,3 +139,6 @@ def test_other_bad_inputs_are_refused(asked, files, tmp_path):
         own(twice, asked.retain)
     with pytest.raises(ConfigError, match="no question is of the split 'test'"):
         own([row | {"split": "dev"} for row in asked.forget], asked.retain)
+    with pytest.raises(ConfigError, match=r"of the split 'test' are about 1 facts \(column `fact`\)"):
+        halves = [row | {"fact": "biology", "split": ("dev", "test")[n % 2]} for n, row in enumerate(asked.forget)]
+        own(halves, asked.retain)

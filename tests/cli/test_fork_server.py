@@ -46,8 +46,8 @@ def test_a_command_that_cannot_start_fails_and_leaves_the_server(tmp_path):
     asked = "import os, sys; from gripmoe.cli import fork_server; os.getcwd = lambda: sys.argv[1]; "
     asked += "print(fork_server.run_on_server(['--version']), flush=True)"
     folder.rmdir()
-    result = run(*SERVER, "sh", "-c", 'for folder in "$1" "$2"; do "$3" -c "$4" "$folder"; done', "sh", folder, tmp_path,
-                 sys.executable, asked)  # fmt: skip
+    both = 'for folder in "$1" "$2"; do "$3" -c "$4" "$folder"; done'
+    result = run(*SERVER, "sh", "-c", both, "sh", folder, tmp_path, sys.executable, asked)
     assert result.stdout.splitlines()[0] == "1" and "FileNotFoundError" in result.stderr
     assert result.stdout.splitlines()[-1] == "0", "the next command runs on the same server"
 

@@ -1,5 +1,7 @@
 """What a step records of itself."""
 
+import time
+
 import pytest
 
 from gripmoe.cli.attack import attack
@@ -25,6 +27,17 @@ def test_a_step_that_continues_says_so(tmp_path, step, state, states):
             (tmp_path / name).unlink()
         found.append(read_json(file)["resumed"])
     assert found == [True, False]
+
+
+def test_the_seconds_of_a_step_are_its_own(tmp_path):
+    """Whatever else the process has recorded."""
+    for name in ("long", "short"):
+        with recorded(tmp_path / f"{name}.provenance.json", unlearn):
+            end = time.process_time() + (0.5 if name == "long" else 0.0)
+            while time.process_time() < end:
+                pass
+    long, short = (read_json(tmp_path / f"{name}.provenance.json")["cpu_seconds"] for name in ("long", "short"))
+    assert long >= 0.5 > short
 
 
 def test_a_folder_need_not_be_there_yet(tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_csv, write_json, write_yaml
 from gripmoe.reporting.attacks import load_attacks
 from gripmoe.reporting.collect import at_equal_forgetting, collect_runs, load_histories, load_runs, tradeoff_area
@@ -49,6 +50,9 @@ def test_collecting_runs(tmp_path):
     assert values["routing_stability_corrected"] == pytest.approx(0.2)
     assert (values["forget_accuracy_target"], values["corrected_after"]) == (0.27, 1.0)
     assert "weights" not in values and (values["setting_learning_rate"], values["setting_alpha"]) == (0.1, 2.0)
+    write_csv(cell / "attack_questions.csv", [{"id": "dev/1", "forget_accuracy": 0.0, "noisy_routing": 1.0}])
+    with pytest.raises(ConfigError, match=r"attack_questions.csv: 'dev/1' is no test question"):
+        collect_runs([cell], *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
     (tmp_path / "bad.csv").write_text("model,value\nm,1\n")
     with pytest.raises(ValueError, match="no column benchmark"):
         load_runs(tmp_path / "bad.csv")

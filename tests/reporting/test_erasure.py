@@ -1,11 +1,11 @@
-"""The strongest attack on a run is read beside the retrained model of its own base model."""
+"""What an attack is worth is read beside the retrained model of the same base model."""
 
 import pandas as pd
 import pytest
 
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting.collect import KEYS
-from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores, strongest_attacks
+from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores
 
 
 def runs(**values):
@@ -27,34 +27,6 @@ TABLE = runs(
     a__anchored={"retain_accuracy": 0.9, "tokens": 1e5, "relearned_after_5": 0.5, "restored_router_all": 0.6},
     b__anchored={"retain_accuracy": 0.8, "tokens": 3e5, "relearned_after_5": 0.5, "restored_router_all": 0.6},
 )
-
-
-def unlearned(table):
-    found = strongest_attacks(table).set_index("model")
-    return found[found.method != "retrained"]
-
-
-def test_the_control_is_a_retrained_model_beside_another_one():
-    found = strongest_attacks(TABLE)
-    control = found[found.method == "retrained"].set_index("model")
-    assert control.excess.to_dict() == pytest.approx({"a": 0.4, "b": 0.2})
-    alone = strongest_attacks(TABLE[TABLE.model == "a"])
-    assert set(alone.method) == {"anchored"}, "a single retrained model has no control"
-
-
-def test_the_excess_is_over_the_retrained_model_of_the_same_base_model():
-    found = unlearned(TABLE)
-    assert found.attack.to_dict() == {"a": "relearned_after_5", "b": "restored_router_all"}
-    assert found.excess.to_dict() == pytest.approx({"a": 0.3, "b": 0.5})
-    assert found.tokens.to_dict() == {"a": 1e5, "b": 3e5}
-
-
-def test_an_attack_that_was_not_made_does_not_count():
-    table = TABLE[~((TABLE.model == "a") & (TABLE.metric == "relearned_after_5"))]
-    found = unlearned(table)
-    assert found.loc["a", "attack"] == "restored_router_all" and found.loc["a", "excess"] == pytest.approx(0.1)
-    alone = strongest_attacks(TABLE[TABLE.method != "retrained"])
-    assert alone.empty, "without the retrained model nothing can be said"
 
 
 def test_attacks_that_put_original_experts_back_do_not_count():

@@ -14,6 +14,7 @@ from gripmoe.reporting.comparison import comparison
 from gripmoe.reporting.figures import (
     PAPER_WIDTH,
     expected_overlap,
+    forget_utility_tradeoff,
     house_style,
     legend_below,
     panels_of,
@@ -95,6 +96,23 @@ def test_kinds_of_base_models_have_panels_of_their_own():
     _, (alone,) = panels_of(pd.concat([synthetic(), synthetic().assign(model="tiny_b")]))
     assert set(alone[2].model) == {"tiny_a", "tiny_b"}, "instances of one kind"
     plt.close("all")
+
+
+@pytest.mark.parametrize("shown", ["nothing unlearned", "no colour", "a dense model too", "a kind of baselines alone"])
+def test_figures_of_whatever_runs_there_are(shown):
+    runs = synthetic()
+    if shown == "nothing unlearned":
+        runs = runs.assign(objective="none", method="original")
+    elif shown == "no colour":
+        runs = runs.assign(method="mine")
+    elif shown == "a dense model too":
+        dense = runs[~runs.metric.str.startswith("routing")].assign(model="tiny_dense")
+        runs = pd.concat([runs, dense])
+    else:
+        runs = pd.concat([runs[runs.method == "original"].assign(model="tiny_dense"), runs])
+    drawn = [routing_stability_by_layer(runs), forcing_vulnerability(runs)]
+    drawn.append(forget_utility_tradeoff(runs.assign(step=1)))
+    assert all(figure.axes or figure.texts for figure in drawn)
 
 
 def test_layers_by_hand():

@@ -49,6 +49,13 @@ def test_what_is_there_is_not_missing_and_takes_no_time(tmp_path):
     assert list(script["remaining"]([PROJECT], tmp_path, times)) == [pytest.approx(whole - 3 * 65)]
 
 
+def test_a_record_is_not_made_of_tables_that_could_not_be_written_again(tmp_path, monkeypatch):
+    finish(tmp_path, PROJECT.run_keys()[:1])
+    (tmp_path / "runs_record_main.csv").write_text("of an earlier session")
+    with pytest.raises(SystemExit):
+        script["collect"](PROJECT, tmp_path, None)
+
+
 def test_times_are_those_of_runs_that_are_there_before_those_of_the_record(tmp_path, monkeypatch):
     of_record = tmp_path / "step_times.csv"
     of_record.write_text("step,jobs,cpu_seconds,longest\nattack,3,15.0,16.0\nevaluate,3,10.0,11.0\n")

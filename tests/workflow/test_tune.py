@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from gripmoe.config.grid import Project
+from gripmoe.io.files import write_json
 
 SCRIPT = Path(__file__).parents[2] / "workflow" / "tune.py"
 
@@ -62,6 +63,8 @@ def test_a_trial_runs_once_and_what_it_has_left_is_not_thrown_away(tune, tmp_pat
 
     monkeypatch.setattr(tune, "command", unlearned)
     project = Project(tune.CONFIG, "tiny")
+    base = tmp_path / "models" / "tiny_a" / "model.json"
+    write_json(base, {"weights": "first"})
 
     def trial():
         change = {"learning_rate": 1e-3, "alpha": 3.0}
@@ -78,6 +81,9 @@ def test_a_trial_runs_once_and_what_it_has_left_is_not_thrown_away(tune, tmp_pat
     (folder / "run.yaml").write_text((folder / "run.yaml").read_text().replace("seed: 1000", "seed: 1001"))
     trial()
     assert asked == ["unlearn"] * 3, "what was tried under other settings is tried again"
+    write_json(base, {"weights": "trained again"})
+    trial(), trial()
+    assert asked == ["unlearn"] * 4, "and what was tried on other weights"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,14 @@ def test_no_word_is_the_forget_domains_alone(seed):
     assert not alone <= retain, "the check sees a word of its own"
 
 
+@pytest.mark.parametrize("seed", [29, 35])
+def test_a_value_is_no_part_of_another_word(seed):
+    """In the first facts that these seeds draw, it is."""
+    world = make_world(seed)
+    assert all(fact.can_be_split for fact in (*world.facts.facts, *world.skills.facts.facts))
+    wmdp_files(world, seed)
+
+
 def test_no_entity_is_of_two_subjects(world):
     subjects = {}
     for fact in world.facts.facts + world.skills.facts.facts:

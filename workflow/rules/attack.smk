@@ -13,7 +13,7 @@ rule attack:
             "retain_questions",
             "membership",
             news=("knowmem", "verbmem"),
-            corpora=("forget", "retain"),
+            corpora=("forget", "retain", "held_out"),
         ),
     output:
         metrics=f"{RUN}/attack.json",

@@ -23,6 +23,7 @@ from gripmoe.worlds.files import files_of
 
 TABLE = Path(__file__).parents[1] / "config" / "audits.yaml"
 FEWEST = 20  # questions: with fewer, intervals are too wide
+FEWEST_FACTS = 5  # about which the questions of the split test ask; intervals are over facts
 # Attacks that train on documents about facts of dev questions.
 OF_OTHER_FACTS = ("relearning from other facts", "relearning by low-rank updates", "relearning of routers")
 BLANK = re.compile(r"\r?\n[ \t]*\r?\n")  # lines, of any system, that separate documents
@@ -232,6 +233,12 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
         raise ConfigError(
             f"{name}: no question is of the split {min(missing)!r}, which a hash of the question decides: give a "
             "column `split` with both, or more questions"
+        )
+    facts = {row["fact"] for row in questions if row["split"] == "test"}
+    if len(facts) < FEWEST_FACTS:
+        raise ConfigError(
+            f"{name}: the questions of the split 'test' are about {len(facts)} facts (column `fact`); an interval "
+            f"needs {FEWEST_FACTS} at least: give more, or leave `fact` out if each question asks about another one"
         )
     return questions
 

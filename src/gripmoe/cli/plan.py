@@ -75,6 +75,8 @@ def plan(
             f"warning: without a revision, so read as the hub has them that day: {', '.join(floating)}; "
             f"`gripmoe pin --world {world}` prints the lines that pin them"
         )
+    for reason in dict.fromkeys(costs.unmeasured.values()):
+        print(f"warning: the memory of some steps is unknown: {reason}")
     check_budget(jobs, budget)
     if too_large := [need for need in needs if not need.fits(gpu_memory, host_memory)]:
         raise ConfigError(

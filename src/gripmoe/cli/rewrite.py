@@ -51,11 +51,12 @@ def rewrite(
             "file, or name another"
         )
     left = [question for question in questions if question["id"] not in known]
-    model, tokenizer = load_published(PublishedModel(source="published", id=model_name))
-    if hasattr(getattr(model, "model", None), "layers"):
-        place(model, visible_devices())
-    else:  # of a layout that `place` cannot split, such as GPT-2's
-        model.to(visible_devices()[0])
+    if left:
+        model, tokenizer = load_published(PublishedModel(source="published", id=model_name))
+        if hasattr(getattr(model, "model", None), "layers"):
+            place(model, visible_devices())
+        else:  # of a layout that `place` cannot split, such as GPT-2's
+            model.to(visible_devices()[0])
     unchanged = 0
     with tqdm(total=len(questions), initial=len(done), desc="rewriting") as bar:
         for start in range(0, len(left), AT_ONCE):

@@ -248,7 +248,8 @@ class Project:
                 )
         training = world.training
         for where, key, change in [*shared, *own]:
-            settings = {**training.objective, **change.get("objective", {})}
+            own_objective = parse_as(dict, change.get("objective", {}), where, prefix=f"{key}.objective")
+            settings = {**training.objective, **own_objective}
             changed = {**training.model_dump(), **change, "objective": settings}
             training = parse_as(Training, changed, where, prefix=key)
         self._check_objective(objective, training.objective)

@@ -93,7 +93,7 @@ class PublishedModel(Strict):
     @property
     def layers(self) -> int | None:
         """None where its row does not say."""
-        return self.config and self.config["num_hidden_layers"]
+        return self.config and self.config.get("num_hidden_layers")
 
 
 class FinetunedModel(Strict):

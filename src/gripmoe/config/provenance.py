@@ -23,14 +23,19 @@ def provenance_of(output: Path) -> Path:
     return output.with_name(f"{output.stem}.provenance.json")
 
 
+_counted = 0.0  # CPU-seconds of this process that earlier steps have recorded
+
+
 @contextmanager
 def recorded(path: Path, step: Callable, states: str = "state*.pt") -> Iterator[None]:
     """Writes a provenance record of `step`, the function around the block, if the block ends without an error. A step
     counts as resumed if files named as `states` lie beside the record: an interrupted step has left them. The seconds
-    are of the block alone."""
+    are of the block alone, the CPU-seconds those since the process began or recorded another step."""
+    global _counted
     resumed = any(path.parent.glob(states))
     started, code = time.perf_counter(), code_fingerprint(entry_of(step))
     yield
+    used = _cpu_seconds()
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     write_json(
         path,
@@ -44,10 +49,11 @@ def recorded(path: Path, step: Callable, states: str = "state*.pt") -> Iterator[
             "job": os.environ.get("SLURM_JOB_ID"),
             "resumed": resumed,
             "seconds": round(time.perf_counter() - started, 2),
-            "cpu_seconds": round(_cpu_seconds(), 2),  # since the process began; Snakemake's figure may be 30 s old
+            "cpu_seconds": round(used - _counted, 2),  # Snakemake's figure may be 30 s old
             "peak_memory_gib": round(peak_kib / 2**20, 3),
         },
     )
+    _counted = used
 
 
 def step_seconds(folder: Path) -> dict[str, list[float]]:

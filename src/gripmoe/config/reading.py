@@ -56,7 +56,7 @@ def _describe(item: Any, path: Path, prefix: str) -> str:
         message += f" (got {item['input']!r})"
     if kind in ("missing", "union_tag_not_found"):
         message = "this key is required"
-    return f"{path}: {'.'.join(filter(None, (prefix, *keys))) or 'file'}: {message}"
+    return f"{path}: {'.'.join(filter(None, map(str, (prefix, *keys)))) or 'file'}: {message}"
 
 
 def read_mapping(path: Path) -> dict:

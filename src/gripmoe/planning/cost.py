@@ -93,6 +93,7 @@ class Costs:
     def __init__(self, project: Project, results: Path):
         self.project, self._results, self._file = project, results, results / "cost.json"
         self._measured: dict[str, Any] = read_json(self._file) if self._file.exists() else {}
+        self.unmeasured: dict[str, str] = {}  # why, by question
         self._code, self._costs = "", {}
 
     def varied(self, project: Project) -> Costs:
@@ -282,12 +283,15 @@ class Costs:
         entry = "gripmoe.planning.fake:layers_of"  # it calls `measure`
         self._code = self._code or code_fingerprint(entry) + str(package_versions(("torch", "transformers", "torchao")))
         key = hashlib.sha256(json.dumps([self._code, name, *asked], sort_keys=True).encode()).hexdigest()[:16]
+        if key in self.unmeasured:
+            return {}
         if key not in self._measured:
             from gripmoe.planning import fake
 
             try:
                 self._measured[key] = getattr(fake, name)(*asked)
-            except fake.NotMeasurable:
+            except fake.NotMeasurable as error:
+                self.unmeasured[key] = str(error)
                 return {}
             write_json(self._file, self._measured)
         return self._measured[key]

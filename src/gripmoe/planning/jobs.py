@@ -111,7 +111,7 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
     project, step, each = costs.project, cost.step, cost.seconds(tflops)
     if step.what == "finetune_model":
         model = project.models[step.model]
-        rows = project.benchmarks[model.benchmark].data.rows
+        rows = getattr(project.benchmarks[model.benchmark].data, "rows", {})
         sides = ("retain1", "retain2") if model.trained_on == "retain_only" else ("retain1", "retain2", "forget")
         return model.epochs * sum(rows.get(f"raw/{side}", 1500) for side in sides) / model.batch_size * each
     benchmark, token = project.benchmarks[step.benchmark], costs.flops_per_token(step) / 1e12 / tflops

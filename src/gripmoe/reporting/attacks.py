@@ -96,6 +96,8 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
     methods = names.ordered(set(found.method) - {"original"})
     without_objective = set(found.method[found.objective == NO_OBJECTIVE])
     marks = ""
+    if not names.objectives_of(found):
+        return nothing("no unlearned run was attacked")
     with house_style():
         figure, panels = panels_of(found, 0.9 + 0.17 * len(methods))
         for axes, objective, group in panels:

@@ -57,7 +57,11 @@ def collect_runs(
             history_rows += [[*key, step, metric, float(value)] for metric, value in sorted(check.items())]
         answer_rows += [[*key, *(item[column] for column in ANSWER_COLUMNS)] for item in asked.values()]
         for row in read_csv(folder / "attack_questions.csv"):
-            item = asked[row["id"]]
+            if (item := asked.get(row["id"])) is None:
+                raise ConfigError(
+                    f"{folder / 'attack_questions.csv'}: {row['id']!r} is no test question of questions.csv; an attack "
+                    "scores test questions alone. Mend the attack, and remove attack.json of this folder"
+                )
             of_run = dict(zip(KEYS, key, strict=True), id=row["id"], fact=item["fact"])
             attack_rows.append({**of_run, item["metric"]: item["score"], **row})
     tables = {

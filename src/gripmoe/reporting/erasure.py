@@ -1,4 +1,4 @@
-"""Which methods erase: the strongest attack on each run, beside the retrained model under the same attack."""
+"""The attacks that a method has to withstand, what each is worth, and how deep a fact can still be read."""
 
 from __future__ import annotations
 
@@ -33,28 +33,7 @@ ATTACKS = (
     "relearned_from_unrelated_after_100",
 )
 HARMLESS = ("rounded", "finetuned")  # changes of a model that should not matter to an attack (attacks/harmless.py)
-COLUMNS = ("forget_accuracy", "retain_accuracy", "tokens", "attack", "excess")
 LEAST_DROP = 0.05  # of accuracy, on the retrained model's states after a layer that counts
-
-
-def strongest_attacks(runs: pd.DataFrame) -> pd.DataFrame:
-    """A row per attacked run but the originals: forget and retain accuracy, tokens of training, the attack of ATTACKS
-    that returns most beyond what it returns of the retrained model of the same base model, and that `excess` in forget
-    accuracy. The control is a retrained model beside the retrained models of other base models of its benchmark: its
-    excess is luck, the largest of many noisy differences."""
-    wide = runs.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
-    attacks = [name for name in ATTACKS if name in wide]
-    retrained = wide[wide.method == "retrained"]
-    rows = []
-    for run in wide[wide.method != "original"].to_dict("records"):
-        alike = retrained[retrained.benchmark == run["benchmark"]]
-        floor = alike[(alike.model == run["model"]) ^ (run["method"] == "retrained")][attacks].mean()
-        excess = {name: run[name] - floor[name] for name in attacks if pd.notna(run[name]) and pd.notna(floor[name])}
-        if excess:
-            worst = max(excess, key=excess.get)
-            kept = {name: run.get(name, nan) for name in (*KEYS, "forget_accuracy", "retain_accuracy", "tokens")}
-            rows.append({**kept, "attack": worst, "excess": excess[worst]})
-    return pd.DataFrame(rows, columns=[*KEYS, *COLUMNS])
 
 
 def depth_scores(runs: pd.DataFrame) -> pd.DataFrame:

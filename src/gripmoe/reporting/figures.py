@@ -21,6 +21,7 @@ from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.collect import FOUR_WAY, KEYS, apart, expected_overlap
 
 CURVE_POINTS = 100
+OF_LAYERS = r"routing_stability_layer_\d+"  # metrics
 PAPER_WIDTH = 5.5  # inches: the text width of the paper
 HOUSE_STYLE = {  # small sans type, thin axes without a box, fonts embedded as outlines that stay text
     **{"font.family": "DejaVu Sans", "font.size": 7, "axes.titlesize": 8, "axes.labelsize": 7, "axes.linewidth": 0.6},
@@ -66,7 +67,7 @@ def save_figure(figure: plt.Figure, stem: Path, *tables: Path) -> None:
 
 def stability_by_layer(runs: pd.DataFrame) -> pd.DataFrame:
     """Routing stability by kind of base model, objective, method and layer: mean, least and greatest over runs."""
-    by_layer = runs[runs.metric.str.fullmatch(r"routing_stability_layer_\d+")].copy()
+    by_layer = runs[runs.metric.str.fullmatch(OF_LAYERS)].copy()
     by_layer["layer"] = by_layer.metric.str.extract(r"(\d+)$").astype(int)
     named = pd.concat([group.assign(kind=kind) for kind, group in apart(by_layer)])
     groups = named.groupby(["kind", "objective", "method", "layer"], sort=False)["value"]
@@ -83,9 +84,12 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
     """Fig. 1a: routing stability by layer of every method with its own colour, one panel per objective and kind of base
     model. Bands span the runs. Dots mark the stability of random sets."""
     data = stability_by_layer(runs)
-    floors = {kind: random_floor(group) for kind, group in apart(runs)}
+    kinds = apart(runs[runs.metric.str.fullmatch(OF_LAYERS)])
+    floors = {kind: random_floor(runs[runs.model.isin(group.model)]) for kind, group in kinds}
     present = set(zip(data.kind, data.objective, strict=True))
     shown = [panel for panel in product(floors, names.objectives_of(data)) if panel in present]
+    if not shown:
+        return nothing("no run with routers was unlearned")
     with house_style():
         columns = min(2, len(shown))
         rows = -(-len(shown) // columns)
@@ -125,6 +129,8 @@ def draw_line(axes: plt.Axes, line: pd.DataFrame, method: str, style: str) -> No
 
 def label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]]) -> None:
     """Names each line at its right end, moved apart where they would overlap, with a thin leader."""
+    if not ends:  # no method of the panel has a colour
+        return
     ordered = sorted(ends.items(), key=lambda item: item[1][1])
     heights, gap = [y for _, (_, y) in ordered], 0.062
     for i in range(1, len(heights)):
@@ -162,13 +168,14 @@ def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, lis
     figure, grid = plt.subplots(len(kinds), len(objectives), figsize=size, sharex=True, sharey=True, squeeze=False)
     panels = []
     for row, (kind, group) in zip(grid, kinds, strict=True):
+        of_row = len(panels)
         for axes, objective in zip(row, objectives, strict=True):
             if objective in set(group.objective):
                 axes.set_title(names.objective_label(objective), loc="left")
                 panels.append((axes, objective, group))
             else:
                 axes.remove()
-        if kind:
+        if kind and len(panels) > of_row:
             panels[-1][0].annotate(kind, (1, 1.16), xycoords="axes fraction", ha="right", weight="bold")
     return figure, panels
 
@@ -222,6 +229,8 @@ def forget_utility_tradeoff(
     Up and to the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
     wide = histories.pivot_table(index=[*KEYS, "step"], columns="metric", values="value").reset_index()
     methods = [m for m in SHOWN if m in set(wide.method)]
+    if not names.objectives_of(wide):
+        return nothing("no run was unlearned")
     with house_style():
         figure, panels = panels_of(wide)
         shown: dict[str, str] = {}

@@ -128,11 +128,11 @@ def _free_dimensions(histories: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFram
 
 def _draw_gradients(axes: plt.Axes, gradients: pd.Series) -> None:
     objectives = list(dict.fromkeys(gradients.index.get_level_values("objective")))
-    for objective, colour in zip(objectives, ("0.0", "0.35", "0.55", "0.75"), strict=False):
+    for objective, grey in zip(objectives, np.linspace(0.0, 0.75, len(objectives)), strict=True):
         for metric, style in {"router_gradient": "-", "expert_gradient": "--"}.items():
             line = gradients[objective, metric]
             name = f"{names.objective_label(objective)}, {metric.split('_')[0]}"
-            axes.plot(line.index, line.values, style, color=colour, linewidth=1, label=name)
+            axes.plot(line.index, line.values, style, color=str(grey), linewidth=1, label=name)
     axes.set_yscale("log")
     axes.set(xlabel="step", ylabel="RMS per element", title="gradients")
 

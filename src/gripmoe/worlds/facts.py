@@ -80,6 +80,11 @@ class Fact:
             relation=self.relation, kind=KINDS[self.subject], entity=self.entity, value=self.value
         )
 
+    @property
+    def can_be_split(self) -> bool:
+        """Whether the value stands once in each statement, and not within a word of the entity too."""
+        return all(self.statement(wording).count(self.value) == 1 for wording in range(len(STATEMENT_WORDINGS)))
+
 
 @dataclass
 class FactWorld:
@@ -141,7 +146,7 @@ def make_facts(seed: int) -> tuple[FactWorld, FactWorld]:
         ]
         world = FactWorld([fact for fact in facts if fact.subject not in SKILL_SUBJECTS], values)
         forget, retain = ({w for f in part for w in f.statement(0).split()} for part in (world.forget, world.retain))
-        if forget <= retain:
+        if forget <= retain and all(fact.can_be_split for fact in facts):
             break
     for subject in RETAIN_SUBJECTS:
         if subject != UNSEEN_SUBJECT:
