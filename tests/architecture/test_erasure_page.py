@@ -236,7 +236,8 @@ def test_what_later_restarts_return_is_the_records():
     told += " {:.2f}."
     assert told.format(later.min(), later.max(), anchored.loc[early].dev_forget_accuracy) in TEXT
     before = pd.read_csv(RECORD / "attempts_tuning.csv").query("change == @early").dev_relearned_after_10.mean()
-    told = f"they answer {anchored.loc[early].dev_relearned_after_10:.2f} after 10 steps, and {before:.2f} before."
+    again = anchored.loc[early].dev_relearned_after_10
+    told = f"trained again answer {again:.2f} after 10 steps of relearning, and the earlier ones {before:.2f}."
     assert told in TEXT and len(frozen) + len(anchored) == 12
 
 
