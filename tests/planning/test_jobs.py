@@ -124,6 +124,21 @@ def test_seconds_after_an_interruption_are_not_those_of_a_job(tmp_path):
     assert hours() == 2.0
 
 
+def test_why_a_model_cannot_be_planned_is_told(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def unknown(*question):
+        asked.append(question)
+        raise fake.NotMeasurable("models.yaml: write its dimensions under `config:`")
+
+    monkeypatch.setattr(fake, "layers_of", unknown)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--world", "paper", "--config", str(CONFIG)]) == 0
+    assert "warning: the memory of some steps is unknown: models.yaml: write its" in capsys.readouterr().out
+    models = Project(CONFIG, "paper").world.models
+    assert len(asked) == len(models), "each model is asked about once"
+
+
 def test_a_step_costs_what_its_layers_do(tmp_path):
     """Of a card of two processes, of two that share the layers, and of RMU, which trains eight of them."""
     costs = Costs(Project(CONFIG, "paper"), tmp_path)
