@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import yaml
 
+from gripmoe.config import fingerprint, training
 from gripmoe.config.methods import method_table
-from gripmoe.reporting import names
+from gripmoe.reporting import RENDERING, names
 
 
 def test_models_of_one_name_differ_by_their_seed_and_facts_alone():
@@ -33,6 +34,19 @@ def test_known_methods_come_first_and_sweeps_stay_out():
     listed = ["zeta", "frozen_router", "alpha", "frozen_router", "unconstrained", "unconstrained_eps_1em3"]
     assert names.ordered(listed) == ["unconstrained", "frozen_router", "alpha", "zeta"]
     assert [names.objective_label(name) for name in ("rmu", "my_loss", "none")] == ["RMU", "my loss", ""]
+
+
+def test_every_objective_has_a_label_in_the_packages_order():
+    assert [*names.OBJECTIVES] == [*training.OBJECTIVES]
+
+
+def test_what_draws_is_no_code_that_trains(monkeypatch):
+    """Or every table and figure would be drawn again after a change of the training code."""
+    asked, definitions = set(), fingerprint._definitions
+    monkeypatch.setattr(fingerprint, "_definitions", lambda module: asked.add(module) or definitions(module))
+    fingerprint.code_fingerprint(*RENDERING)
+    packages = {module.split(".")[1] for module in asked}
+    assert "reporting" in packages and not packages & {"attacks", "constraints", "moe", "training"}
 
 
 def test_every_method_has_a_name_and_a_look_of_its_own():

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.config.training import OBJECTIVES
 from gripmoe.io.files import read_yaml
 
 CHANCE = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike
-ABBREVIATED = 3  # most letters of an abbreviation such as GD or RMU
 ORIGINALS = ("original", "retrained")  # models that were not unlearned
 COLLAPSED = 0.3  # retain accuracy on four-way questions: chance, plus room for noise
 MATCHED = {"forget_accuracy", "verbmem", "knowmem_forget"}  # the stop rule makes these equal for all methods
@@ -38,6 +36,7 @@ class Metric:
 
 NAMES = read_yaml(Path(__file__).with_name("names.yaml"))
 MODELS: dict[str, str] = NAMES["models"]
+OBJECTIVES: dict[str, str] = NAMES["objectives"]
 METHODS = {name: Method(**row) for name, row in NAMES["methods"].items()}
 METRICS = {name: Metric(**row) for name, row in NAMES["metrics"].items()}
 MARKS: dict[str, str] = NAMES["marks"]
@@ -58,7 +57,7 @@ def ordered(names: Iterable[str], known: Iterable[str] = tuple(METHODS)) -> list
 
 
 def objectives_of(table) -> list[str]:
-    """The objectives of a table, without "none", in the package's order, then others by name."""
+    """The objectives of a table, without "none", in the order of names.yaml, then others by name."""
     return ordered(set(table.objective) - {NO_OBJECTIVE}, OBJECTIVES)
 
 
@@ -76,11 +75,8 @@ def method_label(name: str) -> str:
 
 
 def objective_label(objective: str) -> str:
-    """The abbreviation of an objective of the package, or the name of another one; empty for "none"."""
-    if objective == NO_OBJECTIVE:
-        return ""
-    is_abbreviation = objective in OBJECTIVES and len(objective) <= ABBREVIATED
-    return objective.upper() if is_abbreviation else objective.replace("_", " ")
+    """Empty for "none"."""
+    return "" if objective == NO_OBJECTIVE else OBJECTIVES.get(objective, objective.replace("_", " "))
 
 
 def model_label(model: str) -> str:
