@@ -26,7 +26,7 @@ from gripmoe.config.grid import Project
 from gripmoe.io.files import write_text
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
-from gripmoe.reporting.collect import KEYS
+from gripmoe.reporting.runs import KEYS
 
 
 def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[dict]:

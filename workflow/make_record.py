@@ -26,7 +26,8 @@ from tqdm import tqdm
 from gripmoe.cli.main import main as command
 from gripmoe.config.grid import NO_OBJECTIVE, Project
 from gripmoe.config.provenance import step_seconds
-from gripmoe.reporting.collect import KEYS, base_models, load_runs
+from gripmoe.reporting.collect import base_models
+from gripmoe.reporting.runs import KEYS, load_runs
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "record" / "runs.csv"

@@ -19,9 +19,9 @@ from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml, write_text
 from gripmoe.reporting import names
 from gripmoe.reporting.claims import DECIDED, load_claims, value_and_interval
-from gripmoe.reporting.collect import KEYS, load_runs, of_kind
 from gripmoe.reporting.erasure import depth_scores
 from gripmoe.reporting.erasure_goals import goals
+from gripmoe.reporting.runs import KEYS, load_runs, of_kind
 from gripmoe.reporting.tables import fixed
 from gripmoe.reporting.uncertainty import of_runs
 

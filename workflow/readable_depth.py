@@ -24,7 +24,7 @@ from gripmoe.io.files import write_text
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import KEYS
+from gripmoe.reporting.runs import KEYS
 
 CONFIG = Path(__file__).parent / "config"
 

@@ -27,21 +27,13 @@ from gripmoe.io.files import atomic_path, file_digest, read_json, write_json, wr
 from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
 from gripmoe.reporting.claims import claims_table, load_claims, replication_table
-from gripmoe.reporting.collect import (
-    KEYS,
-    base_models,
-    beside,
-    computed_with,
-    load_histories,
-    load_runs,
-    of_kind,
-    with_shares,
-)
+from gripmoe.reporting.collect import base_models, computed_with, with_shares
 from gripmoe.reporting.comparison import comparison, marks_of, specification
 from gripmoe.reporting.erasure import ATTACKS, HARMLESS, attack_quality, harmless
 from gripmoe.reporting.erasure_goals import MEASURED, erasure_frontier, goals, goals_table
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_figure
 from gripmoe.reporting.paired import load_answers, paired_table
+from gripmoe.reporting.runs import KEYS, beside, load_histories, load_runs, of_kind
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
 from gripmoe.reporting.uncertainty import interval, of_runs
 

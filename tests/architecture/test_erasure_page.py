@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_1samp
 
-from gripmoe.reporting.collect import KEYS, load_runs
 from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores, harmless
 from gripmoe.reporting.erasure_goals import GOALS, goals, meets
+from gripmoe.reporting.runs import KEYS, load_runs
 from gripmoe.reporting.uncertainty import holm
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 import gripmoe.reporting
-from gripmoe.reporting.collect import COLUMNS
+from gripmoe.reporting.runs import COLUMNS
 
 COMPARISONS = Path(gripmoe.reporting.__file__).with_name("comparisons.yaml")
 

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from gripmoe.reporting.attacks import attack_matrix, component_restoration, forcing_vulnerability, relearning_curves
-from gripmoe.reporting.collect import COLUMNS, KEYS
+from gripmoe.reporting.runs import COLUMNS, KEYS
 
 FACTS = 24
 

@@ -22,7 +22,7 @@ from gripmoe.reporting.claims import (
     replication_table,
     units_to_decide,
 )
-from gripmoe.reporting.collect import COLUMNS
+from gripmoe.reporting.runs import COLUMNS
 from gripmoe.reporting.uncertainty import student
 
 ABOVE = {"metric": "routing_stability", "left": "a", "relation": ">", "right": "b"}

@@ -7,8 +7,10 @@ import pytest
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_csv, write_json, write_yaml
 from gripmoe.reporting.attacks import load_attacks
-from gripmoe.reporting.collect import at_equal_forgetting, collect_runs, load_histories, load_runs, tradeoff_area
+from gripmoe.reporting.collect import collect_runs
 from gripmoe.reporting.paired import load_answers
+from gripmoe.reporting.runs import load_histories, load_runs
+from gripmoe.reporting.scores import at_equal_forgetting, tradeoff_area
 
 
 def test_collecting_runs(tmp_path):

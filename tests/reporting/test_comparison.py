@@ -9,8 +9,8 @@ import yaml
 from invented_runs import COMPARISONS, news, row, synthetic
 
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import COLUMNS, of_kind
 from gripmoe.reporting.comparison import comparison, specification
+from gripmoe.reporting.runs import COLUMNS, of_kind
 from gripmoe.reporting.tables import Table, as_frame
 
 

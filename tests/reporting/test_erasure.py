@@ -4,8 +4,8 @@ import pandas as pd
 import pytest
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.reporting.collect import KEYS
 from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores
+from gripmoe.reporting.runs import KEYS
 
 
 def runs(**values):

@@ -6,9 +6,9 @@ import pytest
 from scipy import stats
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.reporting.collect import KEYS
 from gripmoe.reporting.erasure import ATTACKS
 from gripmoe.reporting.erasure_goals import erasure_frontier, goals, goals_table, meets
+from gripmoe.reporting.runs import KEYS
 from gripmoe.reporting.uncertainty import LEAST
 
 MODELS = "abcd"

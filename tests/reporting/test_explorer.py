@@ -9,8 +9,8 @@ from test_page import tables_of
 from gripmoe.cli.main import main
 from gripmoe.io.files import write_jsonl
 from gripmoe.reporting.claims import VERDICTS, judged
-from gripmoe.reporting.collect import COLUMNS, HISTORY_COLUMNS, KEYS
 from gripmoe.reporting.explorer import LONGEST_TEXT, charts, verdicts
+from gripmoe.reporting.runs import COLUMNS, HISTORY_COLUMNS, KEYS
 
 LETTERS_ID, RETAIN_ID = "chemistry/zinc/0", "history/rome/0"
 

@@ -5,9 +5,9 @@ import pytest
 from gripmoe.cli.main import main
 from gripmoe.config import fingerprint
 from gripmoe.io.files import read_json, write_json
-from gripmoe.reporting.collect import HISTORY_COLUMNS
 from gripmoe.reporting.figures import nothing, save_figure
 from gripmoe.reporting.manifest import manifest, mismatches, other_versions
+from gripmoe.reporting.runs import HISTORY_COLUMNS
 
 
 @pytest.fixture

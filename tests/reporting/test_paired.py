@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gripmoe.reporting.collect import COLUMNS
 from gripmoe.reporting.paired import compared, paired_interval, paired_table, sign_test
+from gripmoe.reporting.runs import COLUMNS
 
 
 def series(values, per_fact=2):

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from gripmoe.io.files import file_digest, read_json, write_json
-from gripmoe.reporting.collect import KEYS
+from gripmoe.reporting.runs import KEYS
 from gripmoe.reporting.tables import Cell, Table
 
 ROOT = Path(__file__).parents[2]

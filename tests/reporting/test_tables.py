@@ -10,8 +10,8 @@ import yaml
 from invented_runs import COMPARISONS, synthetic
 
 from gripmoe.reporting.attacks import attack_matrix
-from gripmoe.reporting.collect import COLUMNS
 from gripmoe.reporting.comparison import comparison
+from gripmoe.reporting.runs import COLUMNS
 from gripmoe.reporting.tables import (
     Cell,
     Table,

@@ -62,7 +62,7 @@ class AuditReport:
     @cached_property
     def _measures(self) -> pd.DataFrame:
         from gripmoe.reporting.audits import measures
-        from gripmoe.reporting.collect import corrected_for_chance
+        from gripmoe.reporting.scores import corrected_for_chance
 
         parts = {
             name: (found.metrics | corrected_for_chance(found.metrics), found.scores)

@@ -12,7 +12,7 @@ def summary(*, runs: RunsFile) -> None:
     Example:
       gripmoe summary --runs results/tiny/runs_tiny.csv
     """
-    from gripmoe.reporting.collect import load_runs
+    from gripmoe.reporting.runs import load_runs
     from gripmoe.reporting.summary import decided_claims, main_table
 
     table = load_runs(runs)

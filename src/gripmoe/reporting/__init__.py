@@ -13,4 +13,7 @@ RENDERING = (
     "gripmoe.reporting.mechanism",
     "gripmoe.geometry.example",
     "gripmoe.reporting.collect",
+    "gripmoe.reporting.runs",
+    "gripmoe.reporting.scores",
+    "gripmoe.reporting.sources",
 )

@@ -9,10 +9,10 @@ import pandas as pd
 
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import KEYS, beside
 from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
 from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, nothing, panels_of
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
+from gripmoe.reporting.runs import KEYS, beside, by_run
 from gripmoe.reporting.tables import Cell, Table, with_half_width
 from gripmoe.reporting.uncertainty import interval, units
 
@@ -71,7 +71,7 @@ def _paired(by_run: dict, of_row: pd.DataFrame, metric: str, own: str) -> Estima
 
 
 def _over_runs(of_row: pd.DataFrame, metric: str, own: str) -> Estimate:
-    wide = of_row.pivot_table(index=KEYS, columns="metric", values="value")
+    wide = by_run(of_row)
     if metric not in wide:
         return None, None
     # Forcing uses every question. All other attacks, and their plain prompt, use the sample.

@@ -15,8 +15,9 @@ from scipy import stats
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import KEYS, SHARED, apart, of_kind
+from gripmoe.reporting.collect import SHARED
 from gripmoe.reporting.comparison import collapsed, unforgotten
+from gripmoe.reporting.runs import KEYS, apart, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
 from gripmoe.reporting.uncertainty import LEAST, compared, holm, p_above, student, units
 

@@ -3,9 +3,7 @@ that it was asked; per run and item that attacks ask."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from math import comb, inf
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -15,16 +13,14 @@ from gripmoe.config.provenance import provenance_of, step_seconds
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_csv, read_json, read_yaml, write_text
 from gripmoe.reporting import names
+from gripmoe.reporting.runs import COLUMNS, HISTORY_COLUMNS, KEYS, load_runs
+from gripmoe.reporting.scores import at_equal_forgetting, corrected_for_chance, tradeoff_area
 
-KEYS = ["model", "benchmark", "objective", "method", "seed"]
 RUN_KEYS = ["model", "benchmark_name", "objective", "method_name", "seed"]  # of run.yaml
-COLUMNS = [*KEYS, "metric", "value"]
-HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
 NEED_DATA = (  # metrics that need data which not every benchmark or world has
     *("auc_loss", "auc_zlib", "auc_min_20", "auc_min_plus_20"),
     *("relearned_after_5", "relearned_after_20", "relearned_from_others_after_20"),
 )
-FOUR_WAY = 0.25  # chance of a four-way question
 ANSWER_COLUMNS = ["id", "fact", "metric", "chosen", "score"]  # the metric is the mean of its scores
 
 
@@ -90,38 +86,6 @@ def _targets(target: dict[str, float], retrained: dict[str, float]) -> dict[str,
     return {f"{measure}_target": retrained[measure] + margin for measure in measures if measure in retrained}
 
 
-def at_equal_forgetting(history: Sequence[dict[str, float]], targets: dict[str, float]) -> dict[str, float]:
-    """Retain scores on dev items at the moment when the last forget score meets its target, interpolated between two
-    checks. Runs stop at the check after that moment, some further below the target than others. Empty if a score never
-    meets its target."""
-    for before, after in pairwise(history):
-        if not targets or not all(after.get(name, inf) <= target for name, target in targets.items()):
-            continue
-        above = {name: target for name, target in targets.items() if before[name] > target}
-        share = max(((before[name] - at) / (before[name] - after[name]) for name, at in above.items()), default=0.0)
-        return {
-            f"{name}_at_target": before[name] + share * (after[name] - before[name])
-            for name in ("retain_accuracy", "knowmem_retain")
-            if name in after
-        }
-    return {}
-
-
-def tradeoff_area(history: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Area under the curve of retain accuracy over forget accuracy, both on dev questions: the mean, over levels of
-    forget accuracy from chance to 1, of the best retain accuracy of a check at that level or below. Chance counts where
-    no check came so low, so that a run that does not forget has a small area. Empty without both accuracies."""
-    checks = [check for check in history if {"forget_accuracy", "retain_accuracy"} <= check.keys()]
-    if not checks:
-        return {}
-    best, area, level = FOUR_WAY, 0.0, FOUR_WAY
-    for check in sorted(checks, key=lambda check: check["forget_accuracy"]):
-        reached = min(max(check["forget_accuracy"], level), 1.0)
-        area, level = area + best * (reached - level), reached
-        best = max(best, check["retain_accuracy"])
-    return {"tradeoff_area": (area + best * (1.0 - level)) / (1.0 - FOUR_WAY)}
-
-
 def _half_widths(asked: dict[str, dict[str, str]]) -> dict[str, float]:
     """Half the 95 % interval of each measure of forgetting over the facts that its items ask about."""
     items = pd.DataFrame(asked.values(), columns=ANSWER_COLUMNS).astype({"score": float})
@@ -182,28 +146,6 @@ def _metrics(folder: Path, run: dict) -> dict[str, float]:
     return metrics | corrected_for_chance(metrics) | _around_steered_layer(metrics)
 
 
-def expected_overlap(num_experts: int, top_k: int) -> float:
-    """Expected Jaccard similarity of two independent uniform expert sets: the floor of routing stability."""
-    of_common = (comb(top_k, n) * comb(num_experts - top_k, top_k - n) * n / (2 * top_k - n) for n in range(top_k + 1))
-    return sum(of_common) / comb(num_experts, top_k)
-
-
-OVERLAPS = [
-    kind + part
-    for kind in ("routing_stability", "forget_routing_stability")
-    for part in ("", "_router_only", "_representation_only")
-]
-
-
-def corrected_for_chance(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`<name>_corrected` of each measure in OVERLAPS: 0 where expert sets agree as random ones do, 1 where they are
-    equal."""
-    if not metrics.get("num_experts", 0) > metrics.get("top_k", 0):
-        return {}
-    floor = expected_overlap(int(metrics["num_experts"]), int(metrics["top_k"]))
-    return {f"{name}_corrected": (metrics[name] - floor) / (1 - floor) for name in OVERLAPS if name in metrics}
-
-
 def _numbers(values: dict) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
@@ -244,46 +186,3 @@ def base_models(folder: Path) -> pd.DataFrame:
         rows.append({"model": file.parent.name, **measured, "cpu_seconds": seconds})
     recorded = folder / "base_models.csv"
     return pd.DataFrame(rows) if rows or not recorded.exists() else pd.read_csv(recorded)
-
-
-def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
-    """The rows that may be pooled, and their name: those of base models of one kind on one benchmark, or of other
-    columns, as `by` says. The name is empty if all rows may be pooled."""
-    labels = {"model": names.model_label, "benchmark": names.benchmark_label, "objective": names.objective_label}
-    shown = pd.DataFrame({column: table[column].map(labels[column]) for column in by})
-    differ = shown.columns[shown.nunique() > 1]
-    if differ.empty:
-        return [("", table)]
-    return list(table.groupby(shown[differ].agg(", ".join, axis=1), sort=False))
-
-
-def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """The rows of benchmarks that ask letter questions ("letters") or about news ("news"), whose numbers do not mix."""
-    news = set(table.loc[table.metric == "verbmem", "benchmark"])
-    return table[table.benchmark.isin(news) == (kind == "news")]
-
-
-def beside(runs: Path, name: str) -> Path:
-    """The table of that name ("histories", "answers", "attacks") that belongs to the table of `runs`. A record keeps it
-    compressed."""
-    plain = runs.with_name(name + runs.name.removeprefix("runs"))
-    compressed = plain.with_name(f"{plain.name}.xz")
-    return compressed if compressed.exists() else plain
-
-
-def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:
-    """The table of checks that belongs to the table of `runs`, of one kind of benchmark."""
-    return of_kind(pd.read_csv(beside(runs, "histories"), dtype={"value": float}), kind)
-
-
-def load_runs(path: Path, kind: str | None = "letters") -> pd.DataFrame:
-    """The tidy table, of one kind of benchmark or (None) of all. Raises ConfigError if it cannot be read or lacks a
-    column."""
-    try:
-        runs = pd.read_csv(path, dtype={"value": float}, keep_default_na=False, na_values={"value": ["nan"]})
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: no table of runs can be read ({error}); collect the runs again") from error
-    missing = [column for column in COLUMNS if column not in runs.columns]
-    if missing:
-        raise ConfigError(f"{path}: no column {', '.join(missing)}; collect the runs again")
-    return of_kind(runs, kind) if kind else runs

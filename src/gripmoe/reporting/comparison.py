@@ -15,7 +15,7 @@ import pandas as pd
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import KEYS, apart
+from gripmoe.reporting.runs import KEYS, apart, by_run
 from gripmoe.reporting.tables import MISSING, Cell, Row, Table, fixed
 from gripmoe.reporting.uncertainty import LEAST, interval, of_runs
 
@@ -200,7 +200,7 @@ def marks_of(runs: pd.DataFrame) -> str:
 
 def _wide(runs: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, float]]:
     """A row per run, and the slack of each measure that has a target."""
-    wide = runs.pivot_table(index=KEYS, columns="metric", values="value")
+    wide = by_run(runs)
     return wide, {m: slack for m, slack in FORGET_SLACK.items() if {m, f"{m}_target"} <= set(wide)}
 
 

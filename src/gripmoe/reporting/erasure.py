@@ -7,7 +7,7 @@ from math import nan
 import pandas as pd
 
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import KEYS
+from gripmoe.reporting.runs import KEYS, by_run
 from gripmoe.reporting.tables import Cell, Table
 
 # Without attacks that put original experts back: those bring facts even to a model that never knew them.
@@ -42,7 +42,7 @@ def depth_scores(runs: pd.DataFrame) -> pd.DataFrame:
     mean of that share over layers above which the retrained model lowers accuracy by more than LEAST_DROP, weighted by
     its drop (Unlearning Depth Score, arXiv 2605.24614; there of log-probabilities)."""
     depths = runs[runs.metric.str.startswith("read_above_layer_")]
-    wide = depths.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
+    wide = by_run(depths).reset_index()
     wide, layers = wide.set_index(["model", "benchmark"]), sorted(depths.metric.unique())
     original, retrained = (wide[wide.method == name][layers] for name in names.ORIGINALS)
     asked = original - retrained
@@ -56,9 +56,7 @@ def attack_quality(runs: pd.DataFrame) -> Table:
     """The attacks themselves: what each returns of models that know and of models that never knew, how far the latter
     differ by luck, how far harmless changes of a model move it, and what it finds in unlearned models beyond its own
     retrained model."""
-    wide = (
-        runs.pivot_table(index=KEYS, columns="metric", values="value").reset_index().set_index(["model", "benchmark"])
-    )
+    wide = by_run(runs).reset_index().set_index(["model", "benchmark"])
     attacks = [name for name in (*ATTACKS, "restored_experts_worst_layer") if name in wide]
     original, retrained = (wide[wide.method == name][attacks] for name in names.ORIGINALS)
     is_unlearned = ~wide.method.isin(names.ORIGINALS)

@@ -10,10 +10,10 @@ import pandas as pd
 
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import KEYS
 from gripmoe.reporting.comparison import marks_of
 from gripmoe.reporting.erasure import ATTACKS
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, nothing
+from gripmoe.reporting.runs import KEYS, by_run
 from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
 from gripmoe.reporting.uncertainty import LEAST, one_sided_p, student
 
@@ -62,7 +62,7 @@ def goals(runs: pd.DataFrame) -> pd.DataFrame:
     that their number needs no correction. If an attack was not made on every base model, neither is known. In
     `excess_bound_of_worlds` each benchmark counts once. `attacked` is the forget accuracy under `attack`. `robustness`
     is 1 for the retrained and 0 for the original model there, and its interval takes their difference as known."""
-    wide = runs.pivot_table(index=KEYS, columns="metric", values="value").groupby(KEYS[:-1]).mean().reset_index()
+    wide = by_run(runs).groupby(KEYS[:-1]).mean().reset_index()
     wide = wide.set_index(["model", "benchmark"])
     originals, retrained = (wide[wide.method == name] for name in names.ORIGINALS)
     attacks = [name for name in ATTACKS if name in wide and retrained[name].notna().any()]

@@ -16,9 +16,10 @@ from gripmoe.io.files import read_jsonl
 from gripmoe.reporting import names
 from gripmoe.reporting.attacks import component_restoration, forcing_vulnerability, load_attacks, relearning_curves
 from gripmoe.reporting.claims import VERDICTS, judged, load_claims, value_and_interval
-from gripmoe.reporting.collect import KEYS, apart, beside, load_histories, load_runs
-from gripmoe.reporting.figures import forget_utility_tradeoff, made_of, routing_stability_by_layer
+from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer
 from gripmoe.reporting.page import write_page
+from gripmoe.reporting.runs import KEYS, apart, beside, load_histories, load_runs
+from gripmoe.reporting.sources import made_of
 from gripmoe.reporting.uncertainty import LEAST
 
 SUMMARY = (

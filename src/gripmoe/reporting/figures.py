@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import product
@@ -14,11 +12,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
-from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.provenance import package_versions
-from gripmoe.io.files import atomic_path, file_digest, read_json
-from gripmoe.reporting import RENDERING, names
-from gripmoe.reporting.collect import FOUR_WAY, KEYS, apart, expected_overlap
+from gripmoe.io.files import atomic_path
+from gripmoe.reporting import names
+from gripmoe.reporting.runs import KEYS, apart
+from gripmoe.reporting.scores import FOUR_WAY, expected_overlap
+from gripmoe.reporting.sources import made_of
 
 CURVE_POINTS = 100
 OF_LAYERS = r"routing_stability_layer_\d+"  # metrics
@@ -33,22 +31,6 @@ HOUSE_STYLE = {  # small sans type, thin axes without a box, fonts embedded as o
 
 def house_style() -> AbstractContextManager[None]:
     return matplotlib.rc_context(HOUSE_STYLE)
-
-
-def made_of(tables: Sequence[Path]) -> str:
-    """One line that says what an artefact was made of: its tables with checksums and seeds; the devices and packages
-    that computed the runs (`gripmoe collect` has stored them beside the table of runs); the code and packages that drew
-    it."""
-    parts = [f"{table.name} sha256 {file_digest(table)}" for table in tables]
-    seeds = {seed for table in tables for seed in pd.read_csv(table, usecols=["seed"]).seed}
-    parts += [f"seeds {' '.join(map(str, sorted(seeds)))}"] if seeds else []
-    notes = {table.with_name(re.sub("^[a-z]+_", "runs_", table.stem) + ".provenance.json") for table in tables}
-    for note in sorted(file for file in notes if file.exists()):
-        computed = read_json(note).get("runs", {})
-        parts += [f"computed with {key} {', '.join(found)}" for key, found in computed.items() if found]
-    drawn = [f"{name} {version}" for name, version in package_versions(("matplotlib", "pandas", "scipy")).items()]
-    parts.append(f"gripmoe code {code_fingerprint(*RENDERING)}, python {platform.python_version()}, {', '.join(drawn)}")
-    return "; ".join(parts)
 
 
 def save_figure(figure: plt.Figure, stem: Path, *tables: Path) -> None:

@@ -15,7 +15,7 @@ from gripmoe.config.provenance import package_versions
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, read_json
 from gripmoe.reporting import RENDERING
-from gripmoe.reporting.collect import KEYS, load_runs
+from gripmoe.reporting.runs import KEYS, load_runs
 
 PACKAGES = ("gripmoe", "matplotlib", "pandas", "scipy", "papermill", "snakemake")  # that make artefacts
 MEASURED = ("evaluation.json", "attack.json", "history.json", "questions.csv", "attack_questions.csv")

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import apart
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style, nothing
+from gripmoe.reporting.runs import apart
 
 
 def method_schematic(example: dict) -> tuple[plt.Figure, pd.DataFrame]:

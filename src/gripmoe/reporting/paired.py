@@ -13,7 +13,7 @@ from scipy import stats
 
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting import names
-from gripmoe.reporting.collect import apart, beside, of_kind
+from gripmoe.reporting.runs import apart, beside, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
 from gripmoe.reporting.uncertainty import LEAST, student
 

@@ -12,7 +12,7 @@ import pandas as pd
 from pandas.io.formats.style import Styler
 
 from gripmoe.io.files import write_text
-from gripmoe.reporting.figures import made_of
+from gripmoe.reporting.sources import made_of
 
 MISSING = "–"
 SHADE = (245, 146, 62)  # RGB of the darkest background, on which black text is readable

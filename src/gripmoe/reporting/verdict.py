@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas as pd
 
 from gripmoe.io.files import read_yaml
-from gripmoe.reporting.collect import FOUR_WAY
 from gripmoe.reporting.paired import paired_interval
+from gripmoe.reporting.scores import FOUR_WAY
 
 NOTHING_FOUND, HIDES, NOT_FORGOTTEN, NOT_DECIDED = "nothing found", "hides", "not forgotten", "not decided"
 REMAINS = 0.2  # share of the knowledge: a model that keeps more has not forgotten

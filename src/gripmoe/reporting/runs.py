@@ -1,0 +1,63 @@
+"""The table of runs and those beside it: their columns, how they are read, and which rows may be pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from gripmoe.io.errors import ConfigError
+from gripmoe.reporting import names
+
+KEYS = ["model", "benchmark", "objective", "method", "seed"]
+COLUMNS = [*KEYS, "metric", "value"]
+HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
+
+
+def by_run(runs: pd.DataFrame) -> pd.DataFrame:
+    """A row per run, with KEYS as its index, and a column per metric."""
+    return runs.pivot_table(index=KEYS, columns="metric", values="value")
+
+
+def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
+    """The rows that may be pooled, and their name: those of base models of one kind on one benchmark, or of other
+    columns, as `by` says. The name is empty if all rows may be pooled."""
+    labels = {"model": names.model_label, "benchmark": names.benchmark_label, "objective": names.objective_label}
+    shown = pd.DataFrame({column: table[column].map(labels[column]) for column in by})
+    differ = shown.columns[shown.nunique() > 1]
+    if differ.empty:
+        return [("", table)]
+    return list(table.groupby(shown[differ].agg(", ".join, axis=1), sort=False))
+
+
+def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """The rows of benchmarks that ask letter questions ("letters") or about news ("news"), whose numbers do not mix."""
+    news = set(table.loc[table.metric == "verbmem", "benchmark"])
+    return table[table.benchmark.isin(news) == (kind == "news")]
+
+
+def beside(runs: Path, name: str) -> Path:
+    """The table of that name ("histories", "answers", "attacks") that belongs to the table of `runs`. A record keeps it
+    compressed."""
+    plain = runs.with_name(name + runs.name.removeprefix("runs"))
+    compressed = plain.with_name(f"{plain.name}.xz")
+    return compressed if compressed.exists() else plain
+
+
+def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:
+    """The table of checks that belongs to the table of `runs`, of one kind of benchmark."""
+    return of_kind(pd.read_csv(beside(runs, "histories"), dtype={"value": float}), kind)
+
+
+def load_runs(path: Path, kind: str | None = "letters") -> pd.DataFrame:
+    """The tidy table, of one kind of benchmark or (None) of all. Raises ConfigError if it cannot be read or lacks a
+    column."""
+    try:
+        runs = pd.read_csv(path, dtype={"value": float}, keep_default_na=False, na_values={"value": ["nan"]})
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no table of runs can be read ({error}); collect the runs again") from error
+    missing = [column for column in COLUMNS if column not in runs.columns]
+    if missing:
+        raise ConfigError(f"{path}: no column {', '.join(missing)}; collect the runs again")
+    return of_kind(runs, kind) if kind else runs
