@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gripmoe.reporting.paired import compared, paired_interval, paired_table, sign_test
+from gripmoe.reporting.paired import paired_difference, paired_interval, paired_table, sign_test
 from gripmoe.reporting.runs import COLUMNS
 
 
@@ -67,9 +67,9 @@ def answers(method, seed, correct, metric="forget_accuracy", letters=True, objec
 def test_methods_are_compared_on_the_runs_that_both_have():
     rows = [row for seed in (0, 1) for row in answers("unconstrained", seed, [True] * 8)]
     rows += answers("anchored", 1, [False] * 8)
-    found = compared(pd.DataFrame(rows), "gd", "anchored", "unconstrained", "forget_accuracy")
+    found = paired_difference(pd.DataFrame(rows), "gd", "anchored", "unconstrained", "forget_accuracy")
     assert (found["difference"], found["p"]) == (-1.0, pytest.approx(2 / 2**4))
-    assert compared(pd.DataFrame(rows), "gd", "ptc", "unconstrained", "forget_accuracy") is None
+    assert paired_difference(pd.DataFrame(rows), "gd", "ptc", "unconstrained", "forget_accuracy") is None
     table = paired_table(pd.DataFrame(rows), pd.DataFrame(columns=COLUMNS))
     shown = {label: [cell.text for cell in cells] for label, cells, _ in table.rows}
     assert table.columns == ["Δ FA", "p", "letter", "shuffled"], "retain questions were not asked"

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gripmoe.reporting.uncertainty import compared, holm, interval, of_runs, p_above, units
+from gripmoe.reporting.uncertainty import complete_cells, holm, interval, of_runs, p_above, units
 
 MODELS, OBJECTIVES, SEEDS = 6, 4, 2
 
@@ -50,7 +50,7 @@ def test_a_missing_run_leaves_out_its_base_model_and_no_objective():
     part = whole.drop([("m0", "o3", 0), ("m0", "o3", 1)])
     assert set(units(part).index) == {"m1", "m2", "m3", "m4", "m5"}
     pd.testing.assert_series_equal(units(part), units(whole)[1:])
-    assert len(compared(part)) == 5 * OBJECTIVES * SEEDS
+    assert len(complete_cells(part)) == 5 * OBJECTIVES * SEEDS
     barely = whole[(whole.index.get_level_values("objective") != "o3") | (whole.index.get_level_values("model") < "m3")]
     assert len(units(barely)) == 6, "an objective that few base models have is left out"
 

@@ -19,7 +19,7 @@ from gripmoe.reporting.collect import SHARED
 from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.runs import KEYS, apart, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
-from gripmoe.reporting.uncertainty import LEAST, compared, holm, p_above, student, units
+from gripmoe.reporting.uncertainty import LEAST, complete_cells, holm, p_above, student, units
 
 RUN = ["model", "benchmark", "objective", "seed"]
 RETAINED = (*SHARED, "retain_accuracy_five_shot")
@@ -88,7 +88,7 @@ def _parts(pairs: pd.Series, claim: dict, by_world: bool = False) -> list[Part]:
     groups = sorted(apart(pairs.rename("value").reset_index(), by), key=itemgetter(0))
     parts = []
     for name, group in groups:
-        runs = compared(group.set_index(RUN).value)
+        runs = complete_cells(group.set_index(RUN).value)
         values = units(runs)
         if by_world and "objective" not in values.index.names:
             worlds = group.drop_duplicates("model").set_index("model").benchmark

@@ -78,7 +78,9 @@ def _over_facts(difference: pd.Series, level: float) -> float:
     return float(stats.t.ppf((1 + level) / 2, number - 1) * error)
 
 
-def compared(answers: pd.DataFrame, objective: str, method: str, against: str, metric: str) -> dict[str, float] | None:
+def paired_difference(
+    answers: pd.DataFrame, objective: str, method: str, against: str, metric: str
+) -> dict[str, float] | None:
     """`method` minus `against` on the items of a metric, over runs that have both: the mean difference, the half-width
     of its interval, and p. None if no run has both."""
     asked = answers[(answers.objective == objective) & (answers.metric == metric)]
@@ -113,7 +115,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
         for method in names.ordered(of_objective.method):
             cells = []
             for metric in metrics:
-                found = None if method == AGAINST else compared(group, objective, method, AGAINST, metric)
+                found = None if method == AGAINST else paired_difference(group, objective, method, AGAINST, metric)
                 cells += [Cell(MISSING)] * 2 if found is None else _cells(**found, decimals=2 if letters else 1)
             if letters:
                 of_method = of_group[(of_group.objective == objective) & (of_group.method == method)]

@@ -26,7 +26,7 @@ def student(values: pd.Series, level: float = 0.95) -> float:
     return float(stats.t.ppf((1 + level) / 2, len(values) - 1) * values.sem())
 
 
-def compared(values: pd.Series) -> pd.Series:
+def complete_cells(values: pd.Series) -> pd.Series:
     """Leaves out base models or objectives until every base model has every objective. It keeps the choice with the
     most means, and prefers one with at least LEAST base models. The index of `values` has the levels `model` and
     `objective`."""
@@ -41,13 +41,13 @@ def compared(values: pd.Series) -> pd.Series:
 
 
 def units(values: pd.Series) -> pd.Series:
-    """One value per base model: the mean over objectives of its means over seeds, of the values that `compared` keeps.
-    The values of a single base model are returned unchanged: then its runs are the units, and results are about this
-    base model alone."""
+    """One value per base model: the mean over objectives of its means over seeds, of the values that `complete_cells`
+    keeps. The values of a single base model are returned unchanged: then its runs are the units, and results are about
+    this base model alone."""
     values = values.dropna()
     if values.index.unique("model").size <= 1:
         return values
-    return compared(values).groupby(level=["model", "objective"]).mean().groupby(level="model").mean()
+    return complete_cells(values).groupby(level=["model", "objective"]).mean().groupby(level="model").mean()
 
 
 def of_runs(runs: pd.DataFrame) -> pd.Series:
