@@ -28,9 +28,9 @@ def asked(world):
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory, tokenizer):
-    """Folders of a random model, and of the same with other routers."""
+    """Folders of a random model, and of two with other routers."""
     root = tmp_path_factory.mktemp("pair")
-    for name, seed in (("original", 0), ("unlearned", 1)):
+    for name, seed in (("original", 0), ("unlearned", 1), ("retrained", 2)):
         model = small_model(vocabulary_size=len(tokenizer))
         if seed:
             generator = torch.Generator().manual_seed(seed)

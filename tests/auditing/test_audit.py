@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 import gripmoe
 from conftest import small_model
@@ -239,7 +240,7 @@ def test_models_on_devices_are_measured_there_and_alike(pair, files, tmp_path, m
         places.append([str(layer.mlp.gate.weight.device) for layer in model.model.layers])
         return answering(benchmark, model, *given)
 
-    given = dict(**files, retrained=pair / "original", attacks=["forcing", "relearning"], relearning=RELEARNING)
+    given = dict(**files, retrained=pair / "retrained", attacks=["forcing", "relearning"], relearning=RELEARNING)
     one = gripmoe.audit(pair / "original", pair / "unlearned", **given)
     monkeypatch.setattr(auditing, "letter_metrics", noting)
     with PretendedDevices():
@@ -270,11 +271,14 @@ def test_what_moved_is_told_by_component(pair, files):
 def test_the_command_writes_its_files_and_its_verdict(pair, files, tmp_path, capsys):
     out = tmp_path / "audit"
     line = ["audit", "--original", pair / "original", "--unlearned", pair / "unlearned", "--output", out]
-    line += ["--retrained", pair / "original", "--questions", files["forget"], "--retain-questions", files["retain"]]
+    line += ["--retrained", pair / "retrained", "--questions", files["forget"], "--retain-questions", files["retain"]]
     assert main([*map(str, line), "--attacks", "forcing"]) == 0
     told = capsys.readouterr().out.splitlines()
     found = read_json(out / "audit.json")
-    assert told[-2] == f"{found['verdict']}: {found['sentence']}" and told[-1].endswith("index.html")
+    assert told[-3] == f"{found['verdict']}: {found['sentence']}" and told[-1].endswith("index.html")
+    metrics = [found["metrics"][name]["retain_accuracy"] for name in ("unlearned", "original")]
+    assert told[-2] == "retained: retain accuracy is {:.2f} ({:.2f} in the original model)".format(*metrics)
+    assert told[-2].removeprefix("retained: ") in (out / "index.html").read_text()
     assert any(text.startswith("expert forcing") and "unlearned, retrained" in text for text in told)
     assert {f.name for f in out.iterdir()} >= {
         "audit.json",
@@ -299,11 +303,15 @@ def test_a_plan_needs_no_weights(tmp_path, capsys, monkeypatch):
         lambda question: dict.fromkeys(("weights", "passes", "update", "flops"), 1e9 * question["layers"]),
     )
     monkeypatch.setattr("gripmoe.planning.fake.layers_of", lambda model, fewest: {"of_layers": 4, "first": 1})
-    line = ["audit", *("--original", str(tmp_path / "model")), "--unlearned", "x", "--forget", "wmdp_cyber"]
-    assert main([*line, "--output", str(tmp_path / "out"), "--plan-only"]) == 0 and content["num_hidden_layers"] == 2
+    model = str(tmp_path / "model")
+    line = ["audit", "--original", model, "--forget", "wmdp_cyber"]
+    assert main([*line, "--unlearned", model, "--plan-only"]) == 0 and content["num_hidden_layers"] == 2
     told = capsys.readouterr().out
     assert "4.0 GB of weights, 8.0 GB to ask two models" in told and "membership" in told
-    assert not (tmp_path / "out").exists()
+    assert main([*line, "--unlearned", str(tmp_path / "none"), "--plan-only"]) == 2
+    assert "--unlearned" in capsys.readouterr().err
+    assert main([*line, "--unlearned", model]) == 2
+    assert "--output: a folder to write to is needed" in capsys.readouterr().err
 
 
 def test_a_plan_of_a_model_in_float16_is_that_of_bfloat16(tmp_path):
@@ -312,12 +320,12 @@ def test_a_plan_of_a_model_in_float16_is_that_of_bfloat16(tmp_path):
         config = small_model().config
         config.dtype, config.num_hidden_layers = dtype, 8
         config.save_pretrained(tmp_path / str(dtype))
-        plans.append(plan_of(tmp_path / str(dtype), None, ["forcing"], None, ["original", "unlearned"]))
+        plans.append(plan_of(dict.fromkeys(("original", "unlearned"), tmp_path / str(dtype)), None, ["forcing"], None))
     assert plans[0] == plans[1] and "expert forcing" in plans[0]
     config.dtype = torch.float32
     config.save_pretrained(tmp_path / "fp32")
     with pytest.raises(ConfigError, match="--plan-only: the model is in fp32"):
-        plan_of(tmp_path / "fp32", None, None, None, ["original", "unlearned"])
+        plan_of(dict.fromkeys(("original", "unlearned"), tmp_path / "fp32"), None, None, None)
 
 
 def test_the_command_says_what_it_has_not_made(pair, files, tmp_path, capsys):
@@ -336,6 +344,18 @@ def test_what_is_refused_leaves_nothing(pair, files, asked, tokenizer, tmp_path)
     for arguments, message in (
         ({**files, "attacks": "routers"}, "--attacks: 'routers' is a string"),
         ({**files, "budget": -1}, "--budget: -1 minutes"),
+        ({**files, "budget": "5"}, "--budget: '5' minutes"),
+        ({**files, "output": files["forget"]}, "--output .*: this is a file"),
+        ({**files, "forget": None}, "--forget, --questions: give"),
+        ({**files, "forget": 7}, "--questions: 7 is neither a file nor rows"),
+        ({**files, "relearning": 3}, "--relearning: 3 is no mapping"),
+        ({**files, "relearning": {"rate": 1e-5}}, "--relearning: rate: unknown key"),
+        ({**files, "retrained": pair / "original"}, "--retrained: this is the original model"),
+        (
+            {**files, "retain_text": ["A fact of two words."] * 9 + ["one"]},
+            r"--retain-text: document 'retain/9' \('one'",
+        ),
+        ({"forget": "none.jsonl"}, "--retain-questions"),
         ({**files, "output": pair / "original"}, "holds a model"),
         ({"forget": files["forget"]}, "--retain-questions"),
     ):
@@ -347,10 +367,37 @@ def test_what_is_refused_leaves_nothing(pair, files, asked, tokenizer, tmp_path)
     model = small_model(vocabulary_size=len(tokenizer))
     with pytest.raises(ConfigError, match="differ in dtype: float32 and bfloat16"):
         gripmoe.audit(model, small_model(vocabulary_size=len(tokenizer)).bfloat16(), **given)
+    with pytest.raises(ConfigError, match="tokenizer: 'gpt2'; models in memory need"):
+        gripmoe.audit(model, model, **{**given, "tokenizer": "gpt2"})
+    adapted = get_peft_model(small_model(vocabulary_size=len(tokenizer)), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match=r"unlearned: .*`model.merge_and_unload\(\)`"):
+        gripmoe.audit(model, adapted, **given)
     small = small_model(vocabulary_size=len(tokenizer) - 1)
     with pytest.raises(ConfigError, match="original: the tokenizer gives ids up to"):
         gripmoe.audit(small, small, **given)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite_are_refused(pair, files, tokenizer, tmp_path, value):
+    """Such a model answers by guesses, as if it had forgotten. The control is the model before."""
+    model, _ = gripmoe.load_model(pair / "unlearned")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3, 0, 0] = value
+    gripmoe.save_model(model, tokenizer, tmp_path / "broken")
+    given = dict(**files, attacks=[], output=tmp_path / "audit")
+    with pytest.raises(ConfigError, match="--unlearned: model.layers.1.mlp.experts.down_proj holds NaN or infinity"):
+        gripmoe.audit(pair / "original", tmp_path / "broken", **given)
+    assert not (tmp_path / "audit").exists()
+    gripmoe.audit(pair / "original", pair / "unlearned", **given)
+
+
+def test_an_unlearned_model_with_the_original_weights_is_told(pair, files, capsys):
+    said = "--unlearned has the weights of --original"
+    gripmoe.audit(pair / "original", pair / "original", **files, attacks=[])
+    assert said in capsys.readouterr().out
+    gripmoe.audit(pair / "original", pair / "unlearned", **files, attacks=[])
+    assert said not in capsys.readouterr().out
 
 
 def test_names_that_are_not_there_are_refused(pair, files):

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from gripmoe.auditing.inputs import OF_OTHER_FACTS, TABLE, Named, named, own
+from gripmoe.auditing.inputs import OF_OTHER_FACTS, TABLE, Named, named, own, settings_of
 from gripmoe.cli.main import main
 from gripmoe.config.grid import Project
 from gripmoe.config.reading import read_catalogue
+from gripmoe.config.training import Relearning
 from gripmoe.evaluation.questions import load_questions
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_jsonl
@@ -51,8 +52,51 @@ def test_columns_of_ones_own_are_kept(world):
 
 
 def test_answers_may_be_letters(asked):
-    letters = [row | {"answer": "ABCD"[row["answer"]]} for row in asked.forget]
-    assert rows_of(own(letters, asked.retain)) == rows_of(own(asked.forget, asked.retain))
+    for written in ("ABCD", "abcd", [0.0, 1.0, 2.0, 3.0]):
+        answers = [row | {"answer": written[row["answer"]], "fact": None} for row in asked.forget]
+        assert rows_of(own(answers, asked.retain)) == rows_of(own(asked.forget, asked.retain))
+
+
+def test_rows_may_come_from_a_generator(asked):
+    assert own(iter(asked.forget), (row for row in asked.retain)).files == own(asked.forget, asked.retain).files
+
+
+def test_a_question_that_stands_twice_is_about_one_fact(asked):
+    """Or intervals over facts would narrow by copying. Other questions have facts of their own."""
+    once = rows_of(own(asked.forget, asked.retain))
+    shuffled = [row | {"choices": row["choices"][::-1], "answer": 3 - row["answer"]} for row in asked.forget]
+    twice = rows_of(own([*asked.forget, *shuffled], asked.retain))
+    assert len(twice) == 2 * len(once) and {row["fact"] for row in twice} == {row["fact"] for row in once}
+
+
+def test_questions_to_forget_are_not_questions_to_retain(asked, tmp_path):
+    copied = [*asked.retain, asked.forget[3], asked.forget[5]]
+    with pytest.raises(ConfigError, match="--questions, --retain-questions: 2 questions are in both, first "):
+        own(asked.forget, copied)
+
+
+def test_settings_of_relearning_that_are_not_given_are_the_audits_own(asked):
+    """Of a benchmark, and of questions of one's own: AdamW in fp32 and batches of four."""
+    for given in ({"learning_rate": 1e-3}, Relearning(learning_rate=1e-3)):
+        settings = own(asked.forget, asked.retain, relearning=given).relearning
+        assert settings == Relearning(learning_rate=1e-3, batch_size=4, optimizer="adamw_fp32")
+    benchmark = read_catalogue(TABLE, Named)["wmdp_cyber"].relearning
+    assert settings_of({"steps": [2]}, read_catalogue(TABLE, Named)["wmdp_cyber"]) == benchmark.model_copy(
+        update={"steps": [2]}
+    )
+    with pytest.raises(ConfigError, match="--relearning: batch_size: .*greater than 0"):
+        own(asked.forget, asked.retain, relearning={"batch_size": 0})
+
+
+@pytest.mark.parametrize("name", ["retain.ndjson", "retain.jsonl", "retain.txt"])
+def test_json_lines_are_read_as_such_or_refused(asked, tmp_path, name):
+    write_jsonl(tmp_path / name, asked.retain_text)
+    if name.endswith("txt"):
+        with pytest.raises(ConfigError, match="retain.txt: these are JSON lines; name the file retain.jsonl"):
+            own(asked.forget, asked.retain, retain_text=tmp_path / name)
+    else:
+        files = own(asked.forget, asked.retain, retain_text=tmp_path / name).files
+        assert len(files["retain_corpus"]) + len(files["held_out_corpus"]) == len(asked.retain_text)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", " \n"])
@@ -95,9 +139,14 @@ BAD = {
     "a missing column": ({"choices": None}, r"row `?.*`choices`|no `choices`"),
     "one choice": ({"choices": ["yes"]}, "has 1 choices; a question has a list of 4"),
     "choices that are no list": ({"choices": "yes or no"}, "no list of choices"),
-    "an answer out of range": ({"answer": 4}, "answer 4 is out of range; give 0 to 3"),
-    "an answer of no letter": ({"answer": "E"}, "answer 'E' is out of range"),
-    "an answer that is a truth value": ({"answer": True}, "answer True is out of range"),
+    "no question": ({"question": None}, "question None is no text"),
+    "an empty choice": ({"choices": ["yes", "no", " ", "both"]}, "are not all texts"),
+    "a choice that is missing": ({"choices": ["yes", "no", None, "both"]}, "are not all texts"),
+    "a right answer twice": ({"choices": ["yes", "no", "both", "yes"], "answer": 0}, "'yes' is right and stands twice"),
+    "an answer out of range": ({"answer": 4}, "answer 4 is neither 0 to 3 nor A to D"),
+    "an answer of no letter": ({"answer": "E"}, "answer 'E' is neither"),
+    "an answer that is a numeral": ({"answer": "1"}, "answer '1' is neither"),
+    "an answer that is a truth value": ({"answer": True}, "answer True is neither"),
     "another split": ({"split": "train"}, "split 'train' is neither 'dev' nor 'test'"),
 }
 
@@ -107,7 +156,7 @@ def test_a_bad_question_is_refused_with_its_file_and_row(case, asked, files, cap
     change, message = BAD[case]
     rows = [dict(row) for row in asked.forget]
     rows[6] |= change
-    if None in change.values():
+    if case == "a missing column":
         del rows[6]["choices"]
     write_jsonl(files["forget"], rows)
     with pytest.raises(ConfigError, match=message) as error:

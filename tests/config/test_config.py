@@ -211,6 +211,13 @@ MISTAKES = [
 ]  # fmt: skip
 
 
+def test_a_mistake_in_python_names_its_option_too():
+    with pytest.raises(ValueError, match="max_rank: without effect here"):
+        Method(constraint="frozen", max_rank=3)
+    with pytest.raises(ValueError, match="margin: unknown key; valid keys: baseline"):
+        Method(constraint="frozen", margin=3)
+
+
 @pytest.mark.parametrize(
     ("task", "target", "message"),
     [

@@ -98,6 +98,8 @@ REFUSED = {
     "wider routers": ({}, wider, r"layer 0: .*\(8, 64\).*\(8, 32\)"),
     "other tokens": ({}, shorter, r"layer 0: .*\(5, 32\).*\(\d+, 32\)"),
     "not finite": ({}, broken, "layer 1: .*not finite"),
+    "fewer words": (dict(vocabulary_size=20), lambda o: o, r"have token \d+, which this model lacks"),
+    "another thing": ({}, lambda o: o.theta_0, "`original` is a dict: give the result of gripmoe.remember"),
 }
 
 
@@ -111,6 +113,26 @@ def test_a_model_that_is_not_the_one_remembered_is_refused_before_anything_is_wr
     with pytest.raises(ValueError, match=message):
         gripmoe.realign(model, change(original), form=form)
     assert all(torch.equal(theta, before[layer]) for layer, theta in MoEModel(model).thetas().items())
+
+
+def test_few_tokens_are_warned_of(recwarn):
+    model = small_model()
+    with pytest.warns(UserWarning, match="7 tokens that count, fewer than the hidden size of 32"):
+        gripmoe.remember(model, [{"input_ids": torch.arange(3, 11)[None]}])
+    recwarn.clear()
+    gripmoe.remember(model, [{"input_ids": torch.arange(3, 36)[None]}])
+    assert not recwarn.list
+
+
+def test_texts_are_remembered_as_their_tokens(tokenizer):
+    model, text = small_model(vocabulary_size=len(tokenizer)), tokenizer.decode(range(8, 50))
+    from_texts, from_tokens = (
+        gripmoe.remember(model, [text], tokenizer=tokenizer),
+        gripmoe.remember(model, [tokenizer(text, return_tensors="pt")]),
+    )
+    assert torch.equal(from_texts.batch.input_ids, from_tokens.batch.input_ids)
+    with pytest.raises(ValueError, match="`retain` holds texts, and `tokenizer` is None"):
+        gripmoe.remember(model, [text])
 
 
 def test_routers_are_as_they_were_where_a_later_layer_fails(monkeypatch):

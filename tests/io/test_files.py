@@ -161,6 +161,11 @@ MISTAKES = {
 }
 
 
+def test_a_byte_order_mark_and_a_last_blank_line_are_left_out(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n\n')
+    assert read_jsonl(tmp_path / "rows.jsonl", "a") == [{"a": 1}, {"a": 2}]
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_file_that_cannot_be_read_is_named_with_the_line_and_the_remedy(name, tmp_path):
     path, (content, said) = tmp_path / name, MISTAKES[name]

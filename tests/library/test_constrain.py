@@ -75,7 +75,7 @@ def test_every_row_works_by_name_or_says_why_not():
         "weight_distance": "`training.distance_weight`: hyperparameters of the loop; set them there",
         "undo": "`undo`: it distils a finished model; `gripmoe realign` does so to a run",
         "expert_null_space": "`experts: null_space`: it moves experts, which the loop trains",
-        "ptc": "`corrects`: it refits routers after training; call gripmoe.remember before and gripmoe.realign after",
+        "ptc": "`corrects`: it changes routers after training: call gripmoe.remember before and gripmoe.realign after",
         "ptc_matched": "`correction`: it comes after training; call gripmoe.realign",
     }
     for name, reason in reasons.items():
@@ -91,6 +91,19 @@ def test_an_original_of_another_kind_is_refused():
         with pytest.raises(ValueError, match="`original` is another model"):
             gripmoe.constrain(model, adamw(model), RETAIN, method="anchored", original=other)
         assert all(parameter.requires_grad for parameter in (*other.parameters(), *model.parameters()))
+
+
+def test_an_original_of_the_same_shape_that_is_another_model_is_refused():
+    """A copy of a model that has trained since is none."""
+    model = small_model()
+    with pytest.raises(ValueError, match="`original` is another model: its routers differ"):
+        gripmoe.constrain(model, adamw(model), RETAIN, method="anchored", original=small_model(seed=1))
+    original, optimizer = copy.deepcopy(model), adamw(model, lr=1e-2)
+    for _ in range(3):
+        model(**FORGET[0].inputs, labels=FORGET[0].input_ids).loss.backward()
+        optimizer.step()
+    assert not torch.equal(MoEModel(model).theta(0), MoEModel(original).theta(0))
+    gripmoe.constrain(model, optimizer, RETAIN, method="anchored", original=original).close()
 
 
 def test_float16_is_warned_of():
@@ -247,6 +260,21 @@ def test_replay_trains_under_the_original_sets_and_evaluates_freely(method):
         with pytest.raises(KeyError, match="give every document that training uses"):
             model(**random_batch(seed=5).inputs)
     assert not agree(sets_used(model, FORGET[0]), original), "closed, it is free in training mode too"
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_replay_in_eval_mode_is_warned_of(training, recwarn):
+    """It leaves those passes alone. Evaluation between steps is no reason to warn."""
+    model = small_model().train(training)
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method="frozen_router", replay=True) as handle:
+        with handle.forget():
+            model(**FORGET[0].inputs, labels=FORGET[0].input_ids).loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.eval()(**RETAIN[0].inputs)
+        optimizer.step()
+    assert any("`replay` has not acted on this step" in str(seen.message) for seen in recwarn) != training
 
 
 def test_replay_of_activations_that_are_computed_again():

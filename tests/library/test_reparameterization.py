@@ -113,6 +113,15 @@ def test_retain_data_without_a_token_that_counts_is_refused():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_texts_have_the_bases_of_their_tokens(tokenizer):
+    text, spans = tokenizer.decode(range(8, 50)), []
+    for retain, settings in (([text], {"tokenizer": tokenizer}), ([tokenizer(text, return_tensors="pt")], {})):
+        model = small_model(vocabulary_size=len(tokenizer))
+        with gripmoe.reparameterize(model, retain, **settings):
+            spans.append(model.model.layers[0].mlp.gate.parametrizations.weight[0].U_ret_Edr)
+    assert torch.equal(*spans)
+
+
 def test_a_method_without_fixed_bases_is_refused():
     with pytest.raises(ValueError, match="one of expert_specific, full_null_space"):
         with gripmoe.reparameterize(small_model(), RETAIN, method="anchored"):

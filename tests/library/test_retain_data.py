@@ -156,7 +156,7 @@ ERRORS = {
         [{"input_ids": IDS, "attention_mask": torch.ones(4, 1, 12, 12).bool()}],
         r"retain\[0\]: a 4-D attention_mask must be causal",
     ),
-    "texts": (["some text"], "`retain` holds texts: give `tokenizer` too"),
+    "texts": (["some text"], "`retain` holds texts, and `tokenizer` is None: give the model's tokenizer"),
     "columns": (datasets.Dataset.from_dict({"question": ["a"]}), "`retain` has the columns question: give `input_ids`"),
     "nothing": ([], "nothing to trace: no batches were given"),
     "single tokens": ([{"input_ids": torch.tensor([[5], [6]])}], "no retain token counts: padding does not"),
@@ -206,7 +206,8 @@ def test_a_batch_without_tokens_is_a_key_error():
         ({"replay": 1}, "`replay` is 1"),
         ({"original": "x"}, "`original` is a str: give a copy of the model"),
         ({"forget": None}, "`forget` is None: give batches"),
-        ({"forget": ["text"]}, "`forget` holds texts: give `tokenizer` too"),
+        ({"forget": ["text"]}, "`forget` holds texts, and `tokenizer` is None: give"),
+        ({"forget": ["text"], "tokenizer": "gpt2"}, "`forget` holds texts, and `tokenizer` is 'gpt2': give"),
     ],
 )
 def test_a_wrong_argument_is_named(settings, message):

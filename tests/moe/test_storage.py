@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -81,10 +82,47 @@ def test_a_folder_of_other_things_is_not_replaced(tmp_path, tokenizer):
     digest = gripmoe.save_model(model, tokenizer, str(folder))
     assert gripmoe.save_model(model, tokenizer, str(folder)) == digest
     (folder / "optimizer.pt").write_text("hours")
-    with pytest.raises(ValueError, match="saved holds optimizer.pt, which would be lost: save to a folder of its own"):
+    (folder / "metrics.json").write_text("{}")
+    with pytest.raises(
+        ValueError, match="saved holds metrics.json, optimizer.pt, which would be lost: save to a folder"
+    ):
         gripmoe.save_model(model, tokenizer, folder)
-    assert (folder / "optimizer.pt").read_text() == "hours"
+    assert (folder / "optimizer.pt").read_text() == "hours" and (folder / "metrics.json").read_text() == "{}"
     assert weights_digest(gripmoe.load_model(str(folder))[0]) == digest
+
+
+def test_the_folder_where_one_works_is_written_to(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    digest = gripmoe.save_model(small_model(vocabulary_size=len(tokenizer)), tokenizer, ".")
+    assert weights_digest(gripmoe.load_model(tmp_path / "here")[0]) == digest
+
+
+def test_what_is_no_whole_model_is_not_saved(tmp_path, tokenizer):
+    model = small_model(vocabulary_size=len(tokenizer))
+    with pytest.raises(ValueError, match="`tokenizer` is None: give the tokenizer"):
+        gripmoe.save_model(model, None, tmp_path / "model")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"`model` is a PeftModel: .*`model.merge_and_unload\(\)`"):
+        gripmoe.save_model(adapted, tokenizer, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_routers_in_fp32_of_an_earlier_save_are_not_taken_for_those_of_a_later_one(dtype, tmp_path, tokenizer):
+    """Plain `save_pretrained` writes beside them. A save of the same weights changes nothing."""
+    folder, model = tmp_path / "model", small_model(vocabulary_size=len(tokenizer)).to(dtype)
+    gripmoe.save_model(model, tokenizer, folder)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)
+    gripmoe.load_model(folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        plain.model.layers[1].mlp.gate.weight[0, 0] *= 1.02
+    plain.save_pretrained(folder)
+    refused(gripmoe.load_model, folder, storage.ROUTERS, f"{ROUTER}: the other files of the folder have another router")
+    (folder / storage.ROUTERS).unlink()
+    again, _ = gripmoe.load_model(folder)
+    assert torch.equal(again.model.layers[1].mlp.gate.weight, plain.model.layers[1].mlp.gate.weight)
 
 
 @pytest.fixture(scope="module")

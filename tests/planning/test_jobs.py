@@ -289,6 +289,14 @@ def test_a_budget_refuses_and_names_the_expensive(tmp_path):
         check_budget(jobs, 1.0)
 
 
+@pytest.mark.parametrize(
+    "flag, wrong", [("--gpu-memory", "-1"), ("--tflops", "0"), ("--jobs", "0"), ("--budget", "-3")]
+)
+def test_a_plan_refuses_numbers_that_mean_nothing(flag, wrong, capsys):
+    assert main(["plan", "--world", "paper", "--config", str(CONFIG), flag, wrong]) == 2
+    assert flag in capsys.readouterr().err
+
+
 def test_a_plan_refuses_what_does_not_fit_and_says_what_would(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     asked = ["plan", "--world", "paper", "--config", str(CONFIG)]

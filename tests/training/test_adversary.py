@@ -39,6 +39,25 @@ def test_a_step_of_the_attacker_by_hand():
     assert all(torch.equal(parameter, start) for parameter, start in zip(experts, before, strict=True))
 
 
+def test_what_would_train_the_model_or_nothing_is_refused():
+    moe, batch = MoEModel(small_model()), random_batch(seed=3)
+    for parameters, rate, said in (
+        ([], 0.01, "`parameters` are the weights"),
+        (moe.model.named_parameters(), 0.01, r"give `model.parameters\(\)`"),
+        (experts_of(moe), -0.01, "`rate` is -0.01"),
+        (experts_of(moe), "0.01", "`rate` is '0.01'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            RelearningAdversary(parameters, rate)
+    before, adversary = weights_digest(moe.model), RelearningAdversary(experts_of(moe), 0.01)
+    adversary.restart()
+    with adversary.weights(), pytest.raises(ValueError, match="`loss_of` returns NoneType"):
+        adversary.relearn(lambda: None)
+    with pytest.raises(RuntimeError, match="outside `weights` this would train the model itself"):
+        adversary.relearn(lambda: cross_entropy(moe, batch))
+    assert weights_digest(moe.model) == before
+
+
 def test_small_steps_of_the_attacker_add_up_in_bf16():
     """Also from one visit to the next. The control: a single step moves few weights."""
     moe, batch = MoEModel(small_model().bfloat16()), random_batch(seed=3)

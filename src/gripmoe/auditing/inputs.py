@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,9 +12,10 @@ from typing import Any
 
 from gripmoe.attacks.relearning import is_about
 from gripmoe.config.benchmarks import Benchmark, PublishedData
-from gripmoe.config.reading import read_catalogue, require_known
+from gripmoe.config.reading import parse_as, read_catalogue, require_known
 from gripmoe.config.training import Relearning
 from gripmoe.config.types import Strict
+from gripmoe.data.documents import IGNORED, encode
 from gripmoe.data.prompt_formats import LETTERS
 from gripmoe.data.published import CHOICES, dev_or_test, split_held_out
 from gripmoe.evaluation.questions import prompt_of
@@ -28,6 +30,13 @@ FEWEST_FACTS = 5  # about which the questions of the split test ask; intervals a
 OF_OTHER_FACTS = ("relearning from other facts", "relearning by low-rank updates", "relearning of routers")
 BLANK = re.compile(r"\r?\n[ \t]*\r?\n")  # lines, of any system, that separate documents
 SUBJECT = "general knowledge"  # the default subject of a question
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+FLAGS = {  # of the files of documents
+    "forget_corpus": "--forget-text",
+    "retain_corpus": "--retain-text",
+    "held_out_corpus": "--retain-text",
+    "membership": "--forget-text, --holdout-text",
+}
 
 Source = str | Path | Sequence[Any]  # a file, or its rows
 
@@ -66,6 +75,17 @@ class Inputs:
         for name, rows in self.files.items():
             write_jsonl(folder / f"{name}.jsonl", rows)
 
+    def check_documents(self, tokenizer) -> None:
+        """Raises ConfigError for documents of which a model predicts no token."""
+        for name, flag in FLAGS.items():
+            for row in self.files[name]:
+                spans = [(row.get("prompt", ""), False), (row["text"], True)]
+                if set(encode(tokenizer, spans, max_length=self.benchmark.max_length).labels[1:]) <= {IGNORED}:
+                    raise ConfigError(
+                        f"{flag}: document {row['id']!r} ({row['text'][:40]!r}) has no second token, or a prompt of "
+                        f"{self.benchmark.max_length} tokens: a model predicts nothing of it; leave it out"
+                    )
+
     def questions(self, kind: str, split: str) -> list[dict]:
         return [row for row in self.files[f"{kind}_questions"] if row["split"] == split]
 
@@ -77,14 +97,23 @@ def named_row(name: str) -> Named:
     return rows[name]
 
 
-def named(name: str, relearning: Relearning | None = None) -> Inputs:
-    """The questions and corpora of a row of audits.yaml."""
+def settings_of(given: Relearning | Mapping[str, Any] | None, row: Named) -> Relearning:
+    """The row's settings of relearning, with the given keys in place of its own."""
+    if isinstance(given, Relearning):
+        given = {key: getattr(given, key) for key in given.model_fields_set}
+    if not isinstance(given, Mapping | None):
+        raise ConfigError(f"--relearning: {given!r} is no mapping; give keys of {', '.join(Relearning.model_fields)}")
+    return parse_as(Relearning, row.relearning.model_dump() | dict(given or {}), Path("--relearning"))
+
+
+def named(name: str, relearning: Relearning | Mapping[str, Any] | None = None) -> Inputs:
+    """The questions and corpora of a row of audits.yaml; `relearning` is as in `settings_of`."""
     row = named_row(name)
     try:
         files = files_of(row.benchmark.data)
     except ConfigError as error:
         raise ConfigError(f"--forget {name}: {error} Or give --questions and texts of your own.") from error
-    relearning = relearning or row.relearning
+    relearning = settings_of(relearning, row)
     corpora = files["forget_corpus"], files["retain_corpus"]
     absent = _too_few(files["forget_questions"], *corpora, relearning, "the benchmark has", "the benchmark has")
     if not files["membership"]:
@@ -98,16 +127,22 @@ def own(
     forget_text: Source | None = None,
     retain_text: Source | None = None,
     holdout_text: Source | None = None,
-    relearning: Relearning | None = None,
+    relearning: Relearning | Mapping[str, Any] | None = None,
 ) -> Inputs:
     """Forget and retain questions (`question`, four `choices`, `answer`), forget and retain documents, and holdout
-    documents that no model has seen. Each argument is a file or its rows. Raises ConfigError, naming file and row, for
-    missing or wrong input."""
-    relearning = relearning or OWN.relearning
+    documents that no model has seen. Each argument is a file or its rows; `relearning` is as in `settings_of`. Raises
+    ConfigError, naming file and row, for missing or wrong input."""
+    relearning = settings_of(relearning, OWN)
     if isinstance(forget, str | Path) and isinstance(retain, str | Path) and Path(forget) == Path(retain):
         raise ConfigError(f"--questions, --retain-questions: both are {forget}; give questions of two kinds")
     forget_rows = _questions(forget, "--questions", "forget")
     retain_rows = _questions(retain, "--retain-questions", "retain")
+    forgotten = {_asked(row) for row in forget_rows}
+    if both := [row for row in retain_rows if _asked(row) in forgotten]:
+        raise ConfigError(
+            f"--questions, --retain-questions: {len(both)} questions are in both, first {both[0]['question']!r}; leave "
+            "each in one"
+        )
     if {row["id"] for row in forget_rows} & {row["id"] for row in retain_rows}:  # answers are kept by id
         for kind, rows in (("forget", forget_rows), ("retain", retain_rows)):
             for row in rows:
@@ -143,7 +178,8 @@ def _impossible(
 ) -> dict[str, str]:
     """Why attacks cannot be made with these forget questions and documents, by attack."""
     dev = [row for row in questions if row["split"] == "dev"]
-    absent = _too_few(questions, forget_texts, retain_texts, relearning, "--forget-text gives", "--retain-text gives")
+    given = ("--forget-text gives", "--retain-text, without the tenth that is held out, gives")
+    absent = _too_few(questions, forget_texts, retain_texts, relearning, *given)
     if not membership:
         absent["membership"] = "--forget-text and --holdout-text are needed"
     of_subject = Counter(row["subject"] for row in dev)
@@ -186,25 +222,39 @@ def _rows(source: Source, flag: str, *keys: str) -> tuple[str, list[Mapping[str,
     """The name of the source for messages, and its rows."""
     if isinstance(source, str | Path):
         return f"{flag} {source}", read_jsonl(Path(source), *keys)
-    for number, row in enumerate(source, 1):
+    try:
+        rows = list(source)
+    except TypeError:
+        raise ConfigError(f"{flag}: {source!r} is neither a file nor rows; give one of them") from None
+    for number, row in enumerate(rows, 1):
         if missing := [key for key in keys if not isinstance(row, Mapping) or key not in row]:
             raise ConfigError(f"{flag}: row {number} has no `{missing[0]}`; each needs {', '.join(keys)}")
-    return flag, list(source)
+    return flag, rows
 
 
 def _questions(source: Source, flag: str, kind: str) -> list[dict]:
     name, rows = _rows(source, flag, "question", "choices", "answer")
     questions, known = [], set()
+    facts: dict[tuple[str, ...], str] = {}  # a question that stands twice is about one fact
     for number, row in enumerate(rows):
         where, choices, answer = f"{name}: row {number + 1}", row["choices"], row["answer"]
+        row = {key: value for key, value in row.items() if value is not None or key == "question"}
+        if not isinstance(row["question"], str) or not row["question"].strip():
+            raise ConfigError(f"{where}: question {row['question']!r} is no text; give one, or leave the row out")
         count = len(choices) if isinstance(choices, Sequence) and not isinstance(choices, str) else "no list of"
         if count != CHOICES:
             raise ConfigError(
                 f"{where} has {count} choices; a question has a list of {CHOICES}, for the letters A to D"
             )
-        answer = LETTERS.index(answer) if isinstance(answer, str) and answer in tuple(LETTERS) else answer
-        if not isinstance(answer, int) or isinstance(answer, bool) or answer not in range(CHOICES):
-            raise ConfigError(f"{where}: answer {answer!r} is out of range; give 0 to {CHOICES - 1}, or A to D")
+        texts = [str(choice).strip() for choice in choices if choice is not None]
+        if len(list(filter(None, texts))) < CHOICES:
+            raise ConfigError(f"{where}: choices {list(choices)!r} are not all texts; give four, or leave the row out")
+        answer = _index(answer)
+        if answer is None:
+            given = row.get("answer")
+            raise ConfigError(f"{where}: answer {given!r} is neither 0 to {CHOICES - 1} nor A to D; give one of them")
+        if texts.count(texts[answer]) > 1:
+            raise ConfigError(f"{where}: {texts[answer]!r} is right and stands twice; change one, or leave the row out")
         question_id = str(row.get("id", f"{kind}/{number}"))
         if question_id in known:
             raise ConfigError(f"{where}: the id {question_id!r} stands twice; give each question an id of its own")
@@ -214,14 +264,16 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
                 f"{where}: split {split!r} is neither 'dev' nor 'test'; give one of them, or leave it out"
             )
         exposure = row.get("exposure", "unseen_subject")
+        fact = str(row.get("fact", facts.get(_asked(row), question_id)))
+        facts.setdefault(_asked(row), fact)
         questions.append(
             {
                 "id": question_id,
-                "question": str(row["question"]),
+                "question": row["question"],
                 "choices": [str(choice) for choice in choices],
                 "answer": answer,
                 "subject": str(row.get("subject", SUBJECT)).replace("/", " "),
-                "fact": str(row.get("fact", question_id)),
+                "fact": fact,
                 "wording": row.get("wording", "seen"),
                 "exposure": "forget" if kind == "forget" else exposure if exposure != "forget" else "unseen_subject",
                 "split": row.get("split") or dev_or_test(str(row.get("fact", row["question"]))),
@@ -243,12 +295,29 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
     return questions
 
 
+def _index(answer: Any) -> int | None:
+    """The index of the right choice from 0 to 3, also as 1.0, or A to D; None for anything else."""
+    if isinstance(answer, str) and answer.upper() in tuple(LETTERS):
+        return LETTERS.index(answer.upper())
+    if isinstance(answer, bool) or not isinstance(answer, int | float) or answer not in range(CHOICES):
+        return None
+    return int(answer)
+
+
+def _asked(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a question asks, in whatever order its choices stand."""
+    return row["question"].strip(), *sorted(str(choice).strip() for choice in row["choices"])
+
+
 def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
     """Documents from JSON lines with `text`, or from plain text with blank lines between documents."""
     if source is None:
         return []
-    if isinstance(source, str | Path) and Path(source).suffix not in (".jsonl", ".json"):
-        name, rows = f"{flag} {source}", [{"text": part} for part in BLANK.split(read_text(Path(source)))]
+    if isinstance(source, str | Path) and Path(source).suffix not in JSON_LINES:
+        text = read_text(Path(source))
+        if _is_json(text.lstrip().split("\n")[0]):
+            raise ConfigError(f"{flag} {source}: these are JSON lines; name the file {Path(source).stem}.jsonl")
+        name, rows = f"{flag} {source}", [{"text": part} for part in BLANK.split(text)]
     elif isinstance(source, str | Path):
         name, rows = _rows(source, flag, "text")
     else:
@@ -264,6 +333,13 @@ def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
     if not documents:
         raise ConfigError(f"{name}: there is no text in it; give documents, or leave the flag out")
     return documents
+
+
+def _is_json(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except json.JSONDecodeError:
+        return False
 
 
 def _prompts(questions: Iterable[dict]) -> list[dict]:

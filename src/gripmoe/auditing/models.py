@@ -87,6 +87,16 @@ def find(name: str | Path, flag: str, *, original: Located | None = None, trust_
     return Located(flag, folder, None, config, {name: tuple(p.shape) for name, p in model.named_parameters()})
 
 
+def find_all(names: Mapping[str, str | Path], trust_remote_code: bool = False) -> dict[str, Located]:
+    """Locates the models "original", "unlearned" and perhaps "retrained". Raises ConfigError as `find` and `compare`
+    do."""
+    found: dict[str, Located] = {}
+    for name, given in names.items():
+        found[name] = find(given, f"--{name}", original=found.get("original"), trust_remote_code=trust_remote_code)
+        compare(found["original"], found[name])
+    return found
+
+
 def _folder(name: str | Path, flag: str, patterns: list[str] | None) -> Path:
     if Path(name).is_dir():
         return Path(name)
@@ -150,6 +160,14 @@ def check_vocabulary(model, tokenizer, name: str) -> None:
             f"{name}: the tokenizer gives ids up to {highest}, and the model has {rows} embeddings; give the tokenizer "
             "that belongs to the model"
         )
+
+
+def check_finite(model: torch.nn.Module, name: str) -> None:
+    """Raises ConfigError for weights that hold NaN or infinity: such a model answers nothing, as if it had
+    forgotten."""
+    for key, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ConfigError(f"{name}: {key} holds NaN or infinity; save a model from before it diverged")
 
 
 def tokenizer_digest(tokenizer) -> str:

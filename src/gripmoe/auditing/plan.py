@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gripmoe.attacks.base import RETAIN_SAMPLE, SAMPLE
 from gripmoe.attacks.routers import SEARCH_QUESTIONS, SEARCHED, SILENCED
 from gripmoe.auditing import models
-from gripmoe.auditing.inputs import OF_OTHER_FACTS, OWN, named_row
+from gripmoe.auditing.inputs import OF_OTHER_FACTS, OWN, named_row, settings_of
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.reading import require_known
 from gripmoe.config.training import Relearning
@@ -115,19 +116,19 @@ def turns_of(listed: Sequence[str], names: Sequence[str]) -> list[tuple[str, str
 
 
 def plan_of(
-    original: str | Path,
+    names: Mapping[str, str | Path],
     forget: str | None,
     attacks: Sequence[str] | None,
-    relearning: Relearning | None,
-    names: Sequence[str],
+    relearning: Mapping[str, Any] | None,
     trust_remote_code: bool = False,
 ) -> str:
-    """The measurements, times and memory of an audit on one GPU, for models with the config.json of `original`,
-    measured on fake tensors. `forget` names a benchmark; without it, 1000 forget and 1000 retain questions are assumed.
-    Raises ConfigError for a model in fp32, for which torch has no fake grouped product."""
-    found = models.find(original, "--original", trust_remote_code=trust_remote_code)
+    """The measurements, times and memory of an audit on one GPU, from the config.json of each model (`names` as in
+    `models.find_all`), measured on fake tensors. `forget` names a benchmark; without it, 1000 forget and 1000 retain
+    questions are assumed. Raises ConfigError for models that differ in more than weights, and for a model in fp32, for
+    which torch has no fake grouped product."""
+    found = models.find_all(names, trust_remote_code)["original"]
     row = named_row(forget) if forget else OWN
-    benchmark, relearning = row.benchmark, relearning or row.relearning
+    benchmark, relearning = row.benchmark, settings_of(relearning, row)
     if found.dtype == torch.float32:
         raise ConfigError(
             "--plan-only: the model is in fp32, of which torch has no fake products; start the audit itself"
@@ -143,7 +144,7 @@ def plan_of(
     dense = not has_experts(found.config)
     unfit = dict.fromkeys(OF_OTHER_FACTS, "facts are not known") | {"membership": "no texts that no model has seen"}
     listed, absent = measures_of(chosen, unfit, dense)
-    turns = turns_of(listed, names)
+    turns = turns_of(listed, list(names))
     batch_size = benchmark.evaluation_batch_size
     # Fake products are in bfloat16 alone; float16 takes as much memory.
     asked = {"model": {"id": str(found.folder), "revision": None, "config": None, "dtype": "bfloat16"}}

@@ -149,7 +149,11 @@ class AuditReport:
         write_page(
             folder / "index.html",
             title="Audit of an unlearned model",
-            verdicts=[(self.verdict.word, self.verdict.sentence), *(("not made", line) for line in self.not_made)],
+            verdicts=[
+                (self.verdict.word, self.verdict.sentence),
+                ("retained", self.retained),
+                *(("not made", line) for line in self.not_made),
+            ],
             summary=_readable(self.to_summary()),
             charts=charts_of(self.to_frame(), self.verdict.returned),
             tables={
@@ -160,16 +164,23 @@ class AuditReport:
         )
 
     @property
+    def retained(self) -> str:
+        """Retain accuracy before and after: the verdict is on forgetting alone."""
+        before, after = (self.found[name].metrics["retain_accuracy"] for name in ("original", "unlearned"))
+        return f"retain accuracy is {after:.2f} ({before:.2f} in the original model)"
+
+    @property
     def not_made(self) -> list[str]:
         """The measurements that were asked for and not made, as "name: reason"."""
         return [f"{name}: {reason}" for name, reason in self.absent.items() if reason != NOT_CHOSEN]
 
     def __str__(self) -> str:
-        return f"{self.verdict.word}: {self.verdict.sentence}"
+        return f"{self.verdict.word}: {self.verdict.sentence}\nretained: {self.retained}"
 
     def _repr_html_(self) -> str:
         summary = self.to_summary().to_html(index=False, float_format="{:.2f}".format, na_rep="", border=0)
-        return f"<p><b>{self.verdict.word}</b>: {escape(self.verdict.sentence)}</p>{summary}"
+        verdict = f"<p><b>{self.verdict.word}</b>: {escape(self.verdict.sentence)}</p>"
+        return f"{verdict}<p><b>retained</b>: {escape(self.retained)}</p>{summary}"
 
 
 def _readable(frame: pd.DataFrame) -> pd.DataFrame:

@@ -36,6 +36,7 @@ from gripmoe.io.files import write_csv
 from gripmoe.io.imports import require_extras
 from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
+from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.storage import weights_digest
 from gripmoe.training.optimizers import require_optimizer
@@ -57,7 +58,7 @@ def audit(
     retrained: Model | None = None,
     tokenizer: Any = None,
     attacks: Sequence[str] | None = None,
-    relearning: Relearning | None = None,
+    relearning: Relearning | Mapping[str, Any] | None = None,
     budget: float | None = None,
     output: Path | str | None = None,
     trust_remote_code: bool = False,
@@ -67,19 +68,25 @@ def audit(
     Models are folders, hub ids or models in memory. Models in memory need their `tokenizer`, and are left unchanged.
     `forget` is the name of a benchmark ("wmdp_cyber"), or a file of questions, or its rows; then give `retain`
     questions too. The texts are files of documents, or their rows. `attacks` are keys of `ATTACKS` (default: all).
-    `budget` is in minutes. Measurements are stored in `output`; a later audit of the same models continues there.
-    Raises ConfigError, a ValueError, for unusable inputs and for models that differ in more than weights;
-    ModuleNotFoundError without the extras `eval` and `report`."""
+    `relearning` has the settings that are to differ from the audit's own. `budget` is in minutes. Measurements are
+    stored in `output`; a later audit of the same models continues there.
+
+    Raises ConfigError, a ValueError, for unusable inputs, for models that differ in more than weights, and for weights
+    that are not finite; ModuleNotFoundError without the extras `eval` and `report`."""
     require_extras("eval", "report")
     if isinstance(attacks, str):
         raise ConfigError(f"--attacks: {attacks!r} is a string; give a list of names")
     chosen = list(ATTACKS) if attacks is None else list(attacks)
     measures_of(chosen, {}, dense=False)  # raises for unknown names, before anything is read
-    if budget is not None and not budget >= 0:
-        raise ConfigError(f"--budget: {budget:g} minutes; give a positive number")
+    if budget is not None and not (isinstance(budget, int | float) and budget >= 0):
+        raise ConfigError(f"--budget: {budget!r} minutes; give a positive number")
+    if output and Path(output).is_file():
+        raise ConfigError(f"--output {output}: this is a file; give a folder")
     if output and (Path(output) / "config.json").exists():
         raise ConfigError(f"--output {output}: this folder holds a model; give another one")
-    if retain is None and isinstance(forget, str) and not Path(forget).is_file():
+    if forget is None:
+        raise ConfigError("--forget, --questions: give a benchmark's name, or questions to forget")
+    if retain is None and isinstance(forget, str) and not Path(forget).suffix:
         inputs = named(forget, relearning)
     elif retain is None:
         raise ConfigError("--retain-questions: questions to retain are needed beside those to forget")
@@ -91,6 +98,14 @@ def audit(
         if finetuning:
             require_optimizer(finetuning.optimizer)
         loaded, tokenizer = _loaded(names, tokenizer, finetuning, trust_remote_code)
+        for name, model in loaded.items():
+            models.check_finite(model, f"--{name}")
+        inputs.check_documents(tokenizer)
+        digests = {name: weights_digest(model) for name, model in loaded.items()}
+        if digests.get("retrained") == digests["original"]:
+            raise ConfigError("--retrained: this is the original model; give one that was trained without forget data")
+        if digests["unlearned"] == digests["original"]:
+            tqdm.write("warning: --unlearned has the weights of --original: nothing was unlearned")
         moes = {name: MoEModel(model) for name, model in loaded.items()}
         for moe in moes.values():
             stack.enter_context(moe.evaluating())
@@ -101,14 +116,16 @@ def audit(
         if output:
             stack.enter_context(exclusive(Path(output)))
         inputs.write(folder / "data")
-        return _measured(moes, tokenizer, inputs, chosen, budget, folder)
+        return _measured(moes, digests, tokenizer, inputs, chosen, budget, folder)
 
 
 def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None, trust_remote_code: bool):
     in_memory = [isinstance(model, nn.Module) for model in names.values()]
     if all(in_memory):
-        if tokenizer is None:
-            raise ConfigError("tokenizer: models in memory need the tokenizer that belongs to them")
+        if not callable(tokenizer):
+            raise ConfigError(f"tokenizer: {tokenizer!r}; models in memory need the tokenizer that belongs to them")
+        if wrapped := [name for name, model in names.items() if unwrapped(model) is not model]:
+            raise ConfigError(f"{wrapped[0]}: give the transformers model (of PEFT, `model.merge_and_unload()`)")
         shapes = {n: {name: tuple(p.shape) for name, p in model.named_parameters()} for n, model in names.items()}
         for name, model in names.items():
             models.compare_configurations(names["original"].config, model.config, f"original and {name}")
@@ -118,11 +135,7 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
         return dict(names), tokenizer
     if any(in_memory):
         raise ConfigError("original, unlearned, retrained: give all of them as folders or hub ids, or all in memory")
-    found: dict[str, models.Located] = {}
-    for name, given in names.items():
-        flag = f"--{name}"
-        found[name] = models.find(given, flag, original=found.get("original"), trust_remote_code=trust_remote_code)
-        models.compare(found["original"], found[name])
+    found = models.find_all(names, trust_remote_code)
     tqdm.write(models.check_memory(found["original"], finetuning, len(names)))
     loaded, tokenizers = {}, {}
     for name, given in names.items():
@@ -135,7 +148,13 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
 
 
 def _measured(
-    moes: Mapping[str, MoEModel], tokenizer, inputs: Inputs, chosen: Sequence[str], budget: float | None, folder: Path
+    moes: Mapping[str, MoEModel],
+    digests: Mapping[str, str],
+    tokenizer,
+    inputs: Inputs,
+    chosen: Sequence[str],
+    budget: float | None,
+    folder: Path,
 ) -> AuditReport:
     started, after = time.monotonic(), moes["unlearned"]
     listed, absent = measures_of(chosen, inputs.absent, dense=not after.layers)
@@ -149,7 +168,7 @@ def _measured(
 
     identity = {
         "code": code_fingerprint("gripmoe.auditing.run:audit"),
-        "models": {name: weights_digest(moe.model) for name, moe in moes.items()},
+        "models": digests,
         "configurations": {name: models.computing(moe.model.config) for name, moe in moes.items()},
         "data": hashlib.sha256(json.dumps(inputs.files, sort_keys=True).encode()).hexdigest(),
         "benchmark": inputs.benchmark.model_dump(mode="json"),

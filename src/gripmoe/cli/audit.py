@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,7 +20,7 @@ def audit(
     *,
     original: Annotated[str, typer.Option(help="Folder or hub id (owner/name@revision) of the original model.")],
     unlearned: Annotated[str, typer.Option(help="Folder or hub id of the unlearned model, or a PEFT adapter.")],
-    output: Annotated[Path, typer.Option(file_okay=False, help="The folder to write to.")],
+    output: Annotated[Path | None, typer.Option(file_okay=False, help="The folder to write to.")] = None,
     retrained: Annotated[str | None, typer.Option(help="A model that never saw the forget data.")] = None,
     forget: Annotated[str | None, typer.Option(help="A benchmark by name: wmdp_cyber, wmdp_tiny.")] = None,
     questions: Annotated[Path | None, read_file("--questions", "Forget questions, JSON lines.")] = None,
@@ -30,7 +30,7 @@ def audit(
     holdout_text: Annotated[Path | None, read_file("--holdout-text", "Documents that no model has seen.")] = None,
     attacks: Annotated[str | None, typer.Option(help=f"Some of {','.join(ATTACKS)}. Default: all.")] = None,
     relearning: Annotated[
-        str | None, typer.Option(metavar="JSON", help="learning_rate, steps, batch_size, optimizer.")
+        str | None, typer.Option(metavar="JSON", help=f"Of {', '.join(Relearning.model_fields)}: those that differ.")
     ] = None,
     budget: Annotated[float | None, typer.Option(help="Minutes; later measurements are skipped.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that lies in a model's folder.")] = False,
@@ -50,12 +50,14 @@ def audit(
         raise ConfigError("--forget, --questions: give one of them, a benchmark's name or a file of questions")
     if forget and (retain_questions or forget_text or retain_text or holdout_text):
         raise ConfigError("--forget: a benchmark has questions and texts of its own; leave the files out")
-    settings = None if relearning is None else parse_settings(Relearning, relearning, "--relearning")
-    chosen = None if attacks is None else attacks.split(",")
+    settings = None if relearning is None else parse_settings(dict[str, Any], relearning, "--relearning")
+    chosen = None if attacks is None else [name.strip() for name in attacks.split(",")]
     if plan_only:
-        names = ["original", "unlearned", *["retrained"] * bool(retrained)]
-        print(plan_of(original, forget, chosen, settings, names, trust_remote_code))
+        given = {"original": original, "unlearned": unlearned} | ({"retrained": retrained} if retrained else {})
+        print(plan_of(given, forget, chosen, settings, trust_remote_code))
         return
+    if output is None:
+        raise ConfigError("--output: a folder to write to is needed, unless --plan-only is given")
     with recorded(output / "audit.provenance.json", audit):
         report = run.audit(
             original,

@@ -38,5 +38,6 @@ def import_checkpoint(
         model, tokenizer = models.load(found, external, device="cpu")
         of_original = transformers.AutoTokenizer.from_pretrained(folder)
         models.compare_tokenizers(of_original, tokenizer, "--model and --external")
+        models.check_finite(model, "--external")
         digest = save_model(model, of_original, output.parent / "weights")
         write_json(output, {"weights": digest, "status": "external", "source": external})

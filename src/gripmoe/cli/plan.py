@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from tqdm import tqdm
 
 from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.cli.pin import unpinned
@@ -19,6 +21,7 @@ from gripmoe.planning import (
     Cost,
     Costs,
     Job,
+    Step,
     check_budget,
     disk_needed,
     jobs_left,
@@ -27,6 +30,7 @@ from gripmoe.planning import (
     what_would_fit,
 )
 
+LEAST = 1e-3  # of speeds and memories
 MOST_EXPENSIVE = 5  # runs that a plan shows without --runs
 NOTE = (
     "Steps are measured on fake tensors, at three and four layers; no constraint of Method A's Stage 2 is active.\n"
@@ -38,12 +42,12 @@ def plan(
     *,
     world: World = "tiny",
     config: ConfigFolder = Path("workflow/config"),
-    gpu_memory: Annotated[float, typer.Option(help="GB of each GPU.")] = 141.0,
-    host_memory: Annotated[float, typer.Option(help="GB of each machine.")] = 2000.0,
-    jobs_at_once: Annotated[int, typer.Option("--jobs", help="Jobs that run at once, for the disk.")] = 100,
-    budget: Annotated[float | None, typer.Option(help="Hours; exit code 2 above them.")] = None,
+    gpu_memory: Annotated[float, typer.Option(min=LEAST, help="GB of each GPU.")] = 141.0,
+    host_memory: Annotated[float, typer.Option(min=LEAST, help="GB of each machine.")] = 2000.0,
+    jobs_at_once: Annotated[int, typer.Option("--jobs", min=1, help="Jobs that run at once, for the disk.")] = 100,
+    budget: Annotated[float | None, typer.Option(min=0, help="Hours; exit code 2 above them.")] = None,
     all_runs: Annotated[bool, typer.Option("--runs", help="List every run, not the most expensive alone.")] = False,
-    tflops: Annotated[float, typer.Option(help="Speed of a GPU, for hours without a record.")] = TFLOPS,
+    tflops: Annotated[float, typer.Option(min=LEAST, help="Speed of a GPU, for hours without a record.")] = TFLOPS,
     methods_table: Annotated[
         bool, typer.Option("--methods-table", help="Print only a table of what a step of each method costs.")
     ] = False,
@@ -59,13 +63,16 @@ def plan(
     project = Project(config, world)
     results = Path("results") / project.results_name
     costs = Costs(project, results)
+    steps = steps_of(project)
+    for step in tqdm(steps, desc="measuring steps", file=sys.stderr, disable=None):  # minutes, the first time
+        costs.of(step)
     if methods_table:
-        _print_methods(project, costs, tflops)
+        _print_methods(steps, costs, tflops)
         return
     jobs = jobs_left(project, results, tflops, costs)
     _print_rules(jobs)
     _print_runs(jobs, None if all_runs else MOST_EXPENSIVE)
-    needs = [cost for step in steps_of(project) if (cost := costs.of(step))]
+    needs = [cost for step in steps if (cost := costs.of(step))]
     _print_memory(needs, gpu_memory, host_memory)
     if disk := disk_needed(costs, jobs_at_once):
         parts = " + ".join(f"{size:.0f} {what}" for what, size in disk.items())
@@ -146,12 +153,12 @@ def _what_would_fit(costs: Costs, too_large: Sequence[Cost], gpu_memory: float, 
     return "".join(lines)
 
 
-def _print_methods(project: Project, costs: Costs, tflops: float) -> None:
+def _print_methods(steps: Sequence[Step], costs: Costs, tflops: float) -> None:
     """A Markdown table of what a step costs, by model, objective and method."""
     names = ("weights", "gradients", "states", "bases", "activations")
     columns = ["model", "step", "method", *names, "GB of each GPU", "TFLOP a step", "hours of 10,000 steps"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for cost in filter(None, map(costs.of, steps_of(project))):
+    for cost in filter(None, map(costs.of, steps)):
         step, sizes = cost.step, [f"{cost.parts.get(name, 0):.1f}" for name in names]
         hours = f"{cost.seconds(tflops) * 1e4 / 3600:.2f}" if step.what == "unlearn" else ""
         row = [step.model, step.name, step.method, *sizes]

@@ -40,8 +40,8 @@ class Mistake(ValueError):
     """An error of a validator about one key of its object."""
 
     def __init__(self, key: str, message: str):
-        super().__init__(message)
-        self.key = key
+        super().__init__(f"{key}: {message}")
+        self.key, self.message = key, message
 
 
 def _describe(item: Any, path: Path, prefix: str) -> str:
@@ -49,6 +49,7 @@ def _describe(item: Any, path: Path, prefix: str) -> str:
     kind, context, message = item["type"], item.get("ctx", {}), item["msg"].removeprefix("Value error, ")
     if isinstance(context.get("error"), Mistake):
         keys.append(context["error"].key)
+        message = context["error"].message
     elif kind.startswith("union_tag"):
         keys.append(context["discriminator"].strip("'"))
         message = f"one of {context['expected_tags']} (got {context['tag']!r})" if "tag" in context else ""

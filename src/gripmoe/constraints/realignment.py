@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,17 +48,19 @@ class Original:
     biases: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
-def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -> Original:
+def remember(
+    model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]] | Iterable[str], *, tokenizer: Any = None
+) -> Original:
     """Records the original routers and their retain inputs for Method B (Sec. 4.3); call it before unlearning.
 
-    `retain` are batches as in `constrain`. Give at least four tokens per hidden dimension (the paper takes one, App.
-    D.4). The routers of the model stay in fp32 afterwards.
+    `retain` and `tokenizer` are as in `constrain`. Give at least four tokens per hidden dimension (the paper takes one,
+    App. D.4). The routers of the model stay in fp32 afterwards. Warns of fewer tokens than hidden dimensions.
 
     Raises ValueError for an unknown family, a dense model, or fewer than two tokens that count; KeyError for a batch
     without `input_ids`.
     """
     with _opened(model) as moe:
-        batches = [batch.to(moe.model.device) for batch in batches_of(retain, "retain", moe.model)]
+        batches = [batch.to(moe.model.device) for batch in batches_of(retain, "retain", moe.model, tokenizer)]
         if not batches:
             raise ValueError("`retain` holds no batches: Method B fits routers to what they saw of retain documents")
         batch = collate_inputs(batches)
@@ -66,6 +70,12 @@ def remember(model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]]) -
         raise ValueError(
             f"`retain` holds {tokens} tokens that count, the first of every row aside: Method B fits to one and checks "
             f"on another at least, and fits well from {4 * moe.hidden_size}"
+        )
+    if tokens < moe.hidden_size:
+        warnings.warn(
+            f"`retain` holds {tokens} tokens that count, fewer than the hidden size of {moe.hidden_size}: Method B "
+            f"fits well from {4 * moe.hidden_size}",
+            stacklevel=2,
         )
     return original
 
@@ -77,8 +87,8 @@ def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dic
     `form` "paper" is Eq. 5 with the acceptance test of App. D.4. "sound" (ours) starts from the original router, goes
     layer by layer, and chooses the ridge on every fourth document (on every fourth token of fewer than four documents).
 
-    Raises ValueError for an unknown form or family, a dense model, or an `original` with other layers, shapes or
-    numbers of tokens, or with values that are not finite. After an error all routers are unchanged.
+    Raises ValueError for an unknown form or family, a dense model, or an `original` that differs in layers, shapes,
+    tokens or their number, or holds values that are not finite. After an error all routers are unchanged.
     """
     if form not in ("sound", "paper"):
         raise ValueError(f"unknown form {form!r}; sound or paper")
@@ -104,6 +114,13 @@ def _opened(model: nn.Module) -> Iterator[MoEModel]:
 
 
 def _check_remembered(moe: MoEModel, original: Original) -> None:
+    if not isinstance(original, Original):
+        raise ValueError(f"`original` is a {type(original).__name__}: give the result of gripmoe.remember")
+    if (token := int(original.batch.input_ids.max())) >= moe.model.get_input_embeddings().num_embeddings:
+        raise ValueError(
+            f"the remembered documents have token {token}, which this model lacks: realign the model that "
+            "was remembered"
+        )
     for what, layers in (("routers", list(original.theta_0)), ("retain inputs", list(original.trace))):
         if sorted(layers) != sorted(moe.layers):
             raise ValueError(

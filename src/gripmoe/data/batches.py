@@ -58,8 +58,8 @@ def _items(data: Any, name: str, tokenizer: Any, padding: Padding) -> Iterable[A
     if isinstance(data, Tensor):
         return [{"input_ids": data}]
     if holds_texts(data):
-        if tokenizer is None:
-            raise ValueError(f"`{name}` holds texts: give `tokenizer` too")
+        if not callable(tokenizer):
+            raise ValueError(f"`{name}` holds texts, and `tokenizer` is {tokenizer!r}: give the model's tokenizer")
         if isinstance(data, str) and Path(data).suffix in (".jsonl", ".json", ".txt", ".csv", ".parquet"):
             raise ValueError(f"`{name}` is {data!r}, which seems the name of a file: give its texts")
         texts = [data] if isinstance(data, str) else data["text"] if columns else data

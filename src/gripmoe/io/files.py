@@ -117,7 +117,7 @@ def read_text(path: Path) -> str:
     with _errors_named(path):
         content = path.read_bytes()
     try:
-        return content.decode()
+        return content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}: not UTF-8 (line {line}); save the file as UTF-8") from None
@@ -174,8 +174,8 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def read_jsonl(path: Path, *keys: str) -> list[dict[str, Any]]:
     """The JSON objects of a file, one per line. Raises ConfigError also for an object that lacks one of `keys`."""
-    rows = []
-    for line, text in enumerate(io.StringIO(read_text(path), newline="\n"), 1):  # strings may hold other line breaks
+    rows, content = [], read_text(path).rstrip()  # a last line may be blank
+    for line, text in enumerate(io.StringIO(content, newline="\n"), 1):  # strings may hold other line breaks
         rows.append(row := _from_json(path, text.rstrip("\n"), line))
         if not isinstance(row, dict):
             raise ConfigError(f"{path}: not a JSON object (line {line}); {WRITE_AGAIN}")

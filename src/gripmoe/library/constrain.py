@@ -28,6 +28,7 @@ from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import RoutingTrace
 from gripmoe.io import distributed
+from gripmoe.library.checks import check_adapters, check_original, check_routers, warn_of_balancing, warn_of_decay
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import adapter_parameters, unwrapped
 from gripmoe.moe.recording import counted_tokens
@@ -38,7 +39,8 @@ SAMPLED = 256  # entries of each weight in the checksum of a model
 UNABLE = {  # keys of a method that `constrain` cannot apply, and why
     "baseline": "it trains nothing; leave `constrain` out",
     "undo": "it distils a finished model; `gripmoe realign` does so to a run",
-    "corrects": "it refits routers after training; call gripmoe.remember before and gripmoe.realign after training",
+    "corrects": "it changes routers after training: call gripmoe.remember before and gripmoe.realign after training, "
+    "which refit them; to put the original routers back is a control of the workflow",
     "correction": "it comes after training; call gripmoe.realign",
 }
 
@@ -86,14 +88,15 @@ def constrain(
     - `loss_bound`: `handle.check(retain_loss)` raises `Diverged` above it.
     - `seed`: of the draws of Algorithm 1.
 
-    Warns of a load-balancing loss, of weights in float16, of weight decay on routers under Method A's sound form, and
-    of rows that seem padded but have no mask.
+    Warns of a load-balancing loss, of weights in float16, of weight decay on routers under Method A's sound form, of
+    rows that seem padded but have no mask, and of a step under `replay` in eval mode.
 
     Raises ValueError for a wrong argument, an unknown family or method, a method that is more than a constraint on
     routers, a dense model, data without a token that counts or with tokens outside the vocabulary, missing forget data,
-    an `original` that is the model itself, an optimizer that is not torch's or lacks the routers, routers or router
-    inputs that are not finite, adapters on what the method writes to, a model with another open handle, or a
-    DistributedDataParallel that would not notice a change of its parameters; KeyError for a batch without `input_ids`.
+    an `original` that is the model itself or another one, an optimizer that is not torch's or lacks the routers,
+    routers or router inputs that are not finite, adapters on what the method writes to, a model with another open
+    handle, or a DistributedDataParallel that would not notice a change of its parameters; KeyError for a batch without
+    `input_ids`.
     After an error, model and optimizer are unchanged.
     """
     method = checked_method(method, replay=replay, loss_bound=loss_bound, seed=seed, original=original)
@@ -120,7 +123,7 @@ def constrain(
             if unwrapped(original) is moe.model:
                 raise ValueError("`original` is the model that trains: give a copy of it from before")
             built.constraint.original = undo.enter_context(_untrained(unwrapped(original)))
-            _check_original(built.constraint.original, moe)
+            check_original(built.constraint.original, moe)
         parameters = moe.router_parameters()
         trained = undo.enter_context(_trained_again(parameters))
         with moe.evaluating():
@@ -179,7 +182,7 @@ def _opened(
             "`constrain` before it wraps the model (Trainer: give it the callback when it is made)"
         )
     moe.require_routers("to constrain")
-    _check_adapters(moe, method)
+    check_adapters(moe, method)
     if layers := layers_not_finite(moe):
         raise ValueError(f"the routers of layers {layers} are not finite: load weights that are")
     if torch.float16 in precisions:
@@ -189,9 +192,9 @@ def _opened(
         )
     stepping = inner_optimizer(optimizer)
     if method.constraint == "null_space":
-        _check_routers(moe, stepping)
+        check_routers(moe, stepping)
         if method.form == "sound":
-            _warn_of_decay(moe, stepping)
+            warn_of_decay(moe, stepping)
     if method.experts == "top_attributed" and distributed.processes() > 1:
         raise ValueError("a method that trains one expert needs one process: there is nothing to share")
     return moe, stepping
@@ -214,7 +217,7 @@ def _attached(
     if sets := prepared.sets:
         routes = moe.force_routing(lambda *inputs: sets.of(*inputs) if moe.model.training else None)
         passes = undo.enter_context(routes)
-        undo.enter_context(stepping.register_step_post_hook(lambda *_: passes.clear()))
+        undo.enter_context(stepping.register_step_post_hook(lambda *_: _ended(passes)))
     if prepared.scope:
         undo.enter_context(restricted_experts(moe, prepared.scope, stepping))
     handle = ConstraintHandle(moe, stepping, prepared.constraint, prepared.loss_bound, prepared.origin)
@@ -222,6 +225,17 @@ def _attached(
     handle.on_close(undo.pop_all().close)
     _states_in_fp32(moe, stepping)
     return handle
+
+
+def _ended(passes: list[tuple[int, Any]]) -> None:
+    """Clears the passes of a step under replay. Warns if all of them were in eval mode, which replay leaves alone."""
+    if passes and all(routes is None for _, routes in passes):
+        warnings.warn(
+            "`replay` has not acted on this step: it acts in training mode, and the model is in eval mode; call "
+            "`model.train()`",
+            stacklevel=2,
+        )
+    passes.clear()
 
 
 def checked_method(
@@ -253,24 +267,6 @@ def checked_method(
     return method.model_copy(update={"training": {}} | ({"replay": True} if replay else {}))
 
 
-def warn_of_balancing(model: nn.Module, arguments: Any = None) -> None:
-    """Warns if training adds the load-balancing loss. In transformers the model's configuration turns it on; in a TRL
-    trainer, `router_aux_loss_coef` of its `arguments`, or the configuration if that is None."""
-    config = unwrapped(model).config.get_text_config()
-    weight = getattr(config, "router_aux_loss_coef", None) or 0.0
-    if hasattr(arguments, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
-        weight = weight if arguments.router_aux_loss_coef is None else arguments.router_aux_loss_coef
-    elif not getattr(config, "output_router_logits", False):
-        return
-    if weight:
-        warnings.warn(
-            f"training adds the load-balancing loss (router_aux_loss_coef {weight:g}), which pulls at the routing that "
-            "is to stay. Turn it off: `router_aux_loss_coef=0.0` in the arguments of a TRL trainer, "
-            "`model.config.output_router_logits = False` anywhere else",
-            stacklevel=3,
-        )
-
-
 def methods_of_loops() -> dict[str, Method]:
     """The methods of the package's table that `constrain` can apply."""
     return {name: method for name, method in method_table().items() if not _unable(method)}
@@ -283,68 +279,11 @@ def _unable(method: Method) -> str | None:
             return f"`{key}`: {reason}"
     if method.experts == "null_space":
         return "`experts: null_space`: it moves experts, which the loop trains; the workflow does so"
-    if of_loop := sorted(method.training.keys() - {"router_weight_decay"}):  # of which `_warn_of_decay` warns
+    if of_loop := sorted(method.training.keys() - {"router_weight_decay"}):  # of which `warn_of_decay` warns
         keys = ", ".join(f"`training.{key}`" for key in of_loop)
         attacker = " (an attacker: gripmoe.RelearningAdversary)" if "adversary_steps" in of_loop else ""
         return f"{keys}: hyperparameters of the loop; set them there{attacker}, and give a Method without `training`"
     return None
-
-
-def _check_original(original: MoEModel, moe: MoEModel) -> None:
-    kinds = [
-        (each.model.config.model_type, {layer: tuple(each.theta(layer).shape) for layer in each.layers})
-        for each in (original, moe)
-    ]
-    if kinds[0] != kinds[1]:
-        names = [type(each.model).__name__ for each in (original, moe)]
-        raise ValueError(
-            f"`original` is another model: {names[0]} and {names[1]} differ in their family or in the shapes of their "
-            "routers; give a copy of the model from before"
-        )
-
-
-def _check_adapters(moe: MoEModel, method: Method) -> None:
-    """Raises ValueError if adapters compute what the method writes."""
-    if (layers := moe.adapted_routers) and method.constraint not in ("none", "frozen"):
-        raise ValueError(
-            f"an adapter changes the routers of layers {layers}, and this method writes or compares whole router "
-            'weights: leave routers out of `target_modules` and `target_parameters` (`exclude_modules=["gate"]` with '
-            '"all-linear") and name them in `modules_to_save`, or use method="frozen_router"'
-        )
-    if method.experts == "top_attributed" and adapter_parameters(moe.model):
-        raise ValueError(
-            "this method trains one whole expert, and adapters train in the place of whole weights: train without "
-            'adapters, or use method="gate_anchor"'
-        )
-
-
-def _check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError unless the optimizer holds the routers that train."""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in stepped]
-    trains = any(moe.theta(layer).requires_grad for layer in missing)
-    if trains or len(missing) == len(moe.layers):
-        remedy = (
-            "of several optimizers give the one that holds them"
-            if trains or not adapter_parameters(moe.model)
-            else 'adapters leave routers as they are: use method="frozen_router" or "anchored", or name the routers in '
-            "`modules_to_save`"
-        )
-        raise ValueError(
-            f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain ({remedy})"
-        )
-
-
-def _warn_of_decay(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
-    routers = {id(moe.theta(layer)) for layer in moe.layers}
-    of_routers = [group for group in optimizer.param_groups if any(id(p) in routers for p in group["params"])]
-    if decay := max((group.get("weight_decay", 0.0) for group in of_routers), default=0.0):
-        warnings.warn(
-            f"{type(optimizer).__name__} decays router weights (weight_decay {decay:g}) wherever the constraint does "
-            "not hold them, and the workflow trains this method without that: give the routers a parameter group with "
-            "weight_decay 0",
-            stacklevel=4,
-        )
 
 
 def _states_in_fp32(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:

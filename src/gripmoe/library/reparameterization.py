@@ -5,8 +5,9 @@ No hook runs at a step: any optimizer, momentum and weight decay act on W alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,8 @@ from torch.nn.utils import parametrize
 
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.data.batches import batches_of
-from gripmoe.data.documents import Batch
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.library.constrain import methods_of_loops, traced
+from gripmoe.library.constrain import Data, methods_of_loops, traced
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import unwrapped
 
@@ -40,11 +40,11 @@ class InNullSpace(nn.Module):
 
 @contextmanager
 def reparameterize(
-    model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]], *, method: str = "expert_specific"
+    model: nn.Module, retain: Data, *, method: str = "expert_specific", tokenizer: Any = None
 ) -> Iterator[nn.Module]:
     """Within the block, every router weight of `model`, (E, d), is Theta_0 + P (W - Theta_0) with a free W (App. B.2).
-    Afterwards routers are plain trained weights in fp32. The state dict always has plain routers. `retain` and `method`
-    are as in `gripmoe.constrain`; the method must have fixed bases.
+    Afterwards routers are plain trained weights in fp32. The state dict always has plain routers. `retain`,
+    `tokenizer` and `method` are as in `gripmoe.constrain`; the method must have fixed bases.
 
     This is Stage 1 of Sec. 4.2 alone: scores of selected experts on retain tokens stay, but other scores may rise above
     them. `gripmoe.constrain` has both stages. Make the optimizer within the block, from `model.parameters()`.
@@ -60,7 +60,7 @@ def reparameterize(
     with ExitStack() as undo:
         undo.callback(moe.release)
         moe.require_routers("to reparameterize")
-        trace = traced(moe, batches_of(retain, "retain", moe.model))
+        trace = traced(moe, batches_of(retain, "retain", moe.model, tokenizer))
         bases = fit_bases(trace, moe.rules(), fixed[method])
         for parameter in moe.freeze_router_biases():
             undo.callback(parameter.requires_grad_, True)

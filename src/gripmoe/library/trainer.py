@@ -19,7 +19,8 @@ from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.data.batches import batches_of, holds_texts
 from gripmoe.data.documents import Batch
 from gripmoe.io.files import atomic_path
-from gripmoe.library.constrain import Data, checked_method, constrain, constrain_again, warn_of_balancing
+from gripmoe.library.checks import warn_of_balancing
+from gripmoe.library.constrain import Data, checked_method, constrain, constrain_again
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import unwrapped
 

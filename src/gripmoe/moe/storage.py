@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,12 +17,19 @@ from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import aside, atomic_path
 from gripmoe.io.tensorfile import open_tensors
+from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.families import is_moe
 from gripmoe.moe.model import MoEModel
 from gripmoe.moe.placement import place, visible_devices
 from gripmoe.moe.sharding import whole_state
 
 ROUTERS = "routers.safetensors"
+OF_MODELS = {  # names of files that transformers and this module write for a model and its tokenizer
+    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", ROUTERS),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
+}
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 def weights_digest(model: transformers.PreTrainedModel) -> str:
@@ -47,9 +55,16 @@ def save_model(
     dtype of a bf16 model. The routers of `model` itself stay in fp32 afterwards. `model` is the transformers model
     without accelerate's wrapper. If several processes share the model, every process calls this, and the first writes.
 
-    Raises ValueError for experts of an unknown family. Raises ConfigError, a ValueError, if `folder` is a file or holds
-    other things than a model, or if the disk is full; the old content stays."""
-    folder = Path(folder)
+    Raises ValueError for experts of an unknown family, for adapters that are not merged, and without a tokenizer.
+    Raises ConfigError, a ValueError, if `folder` is a file or holds other things than a model, or if the disk is full;
+    the old content stays."""
+    if unwrapped(model) is not model:
+        raise ValueError(
+            f"`model` is a {type(model).__name__}: give the transformers model (of PEFT, `model.merge_and_unload()`)"
+        )
+    if not hasattr(tokenizer, "save_pretrained"):
+        raise ValueError(f"`tokenizer` is {tokenizer!r}: give the tokenizer of the model, which is saved beside it")
+    folder = Path(folder).absolute()  # "." has no name to write beside
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: this is a file; save to a folder of its own")
     moe = MoEModel(model) if is_moe(model) else None
@@ -70,7 +85,8 @@ def save_model(
 
 
 def _of_a_model(file: Path, written: Path) -> bool:
-    return (written / file.name).exists() or (file.is_file() and file.suffix in (".safetensors", ".json", ".jinja"))
+    known = file.name in OF_MODELS or bool(SHARD.fullmatch(file.name))
+    return (written / file.name).exists() or (file.is_file() and known)
 
 
 def load_model(
@@ -81,7 +97,7 @@ def load_model(
     token, which the attention mask hides.
 
     The layers are spread evenly over all GPUs that the process sees (`visible_devices`), or placed on `device`. Raises
-    ConfigError for a file that is missing or truncated, and for routers that belong to another model or are not
+    ConfigError for a file that is missing or truncated, and for routers that belong to other weights or are not
     finite."""
     folder = Path(folder)
     tokenizer, model = _read(folder, trust_remote_code)
@@ -91,7 +107,14 @@ def load_model(
         stored = _stored_routers(folder, moe)
         with torch.no_grad():
             for name, router in _router_parameters(moe).items():
-                router.copy_(stored[name])
+                exact = stored[name].to(router)
+                if not torch.equal(exact.to(model.dtype), router.to(model.dtype)):  # as plain transformers rounds
+                    raise ConfigError(
+                        f"{folder / ROUTERS}: {name}: the other files of the folder have another router: they were "
+                        "saved later, by plain `save_pretrained`; save the model again by `gripmoe.save_model`, or "
+                        f"delete {ROUTERS}, and its routers are read as plain transformers reads them"
+                    )
+                router.copy_(exact)
     return model, _with_pad_token(tokenizer)
 
 

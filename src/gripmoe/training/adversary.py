@@ -8,6 +8,7 @@ al. 2025) takes the gradient at the worst of the weights nearby, to first order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,11 +22,17 @@ from gripmoe.moe.modes import restored
 class RelearningAdversary:
     """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
     `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no optimizer state
-    (ours). `weights` raises RuntimeError before the first `restart`."""
+    (ours). Raises ValueError without parameters, or for a `rate` that is not positive. `weights` raises RuntimeError
+    before the first `restart`, and `relearn` outside `weights`."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rate: float):
         self._parameters, self._rate = list(parameters), rate
         self._weights: list[Tensor] = []
+        self._attacking = False  # whether the parameters have the attacker's weights
+        if not self._parameters or not all(isinstance(parameter, Tensor) for parameter in self._parameters):
+            raise ValueError("`parameters` are the weights that the attacker trains: give `model.parameters()` or some")
+        if not isinstance(rate, int | float) or not 0 < rate < math.inf:
+            raise ValueError(f"`rate` is {rate!r}: give the distance that a step moves each weight, above 0")
 
     def restart(self) -> None:
         """The attacker takes the weights that the model has now."""
@@ -41,12 +48,21 @@ class RelearningAdversary:
             with torch.no_grad():
                 for parameter, weight in zip(self._parameters, self._weights, strict=True):
                     parameter.copy_(weight)
-            yield
+            self._attacking = True
+            try:
+                yield
+            finally:
+                self._attacking = False
 
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
         """One step of descent on a loss, within `weights`; returns the loss. The gradients of all parameters, also of
-        those that are not the attacker's, are afterwards what they were before."""
+        those that are not the attacker's, are afterwards what they were before. Raises RuntimeError outside `weights`,
+        ValueError if `loss_of` returns no loss."""
+        if not self._attacking:
+            raise RuntimeError("outside `weights` this would train the model itself: call `relearn` within that block")
         loss = loss_of()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(f"`loss_of` returns {type(loss).__name__}: let it return the loss, a tensor of one number")
         kept = [(tensor, tensor.grad) for tensor in {*self._parameters, *_leaves(loss)}]
         for tensor, _ in kept:
             tensor.grad = None

@@ -1,0 +1,96 @@
+"""What `constrain` refuses and warns of in a model, its original and its optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from gripmoe.config.methods import Method
+from gripmoe.moe import MoEModel
+from gripmoe.moe.adapters import adapter_parameters, unwrapped
+
+
+def warn_of_balancing(model: nn.Module, arguments: Any = None) -> None:
+    """Warns if training adds the load-balancing loss. In transformers the model's configuration turns it on; in a TRL
+    trainer, `router_aux_loss_coef` of its `arguments`, or the configuration if that is None."""
+    config = unwrapped(model).config.get_text_config()
+    weight = getattr(config, "router_aux_loss_coef", None) or 0.0
+    if hasattr(arguments, "router_aux_loss_coef") and hasattr(config, "output_router_logits"):
+        weight = weight if arguments.router_aux_loss_coef is None else arguments.router_aux_loss_coef
+    elif not getattr(config, "output_router_logits", False):
+        return
+    if weight:
+        warnings.warn(
+            f"training adds the load-balancing loss (router_aux_loss_coef {weight:g}), which pulls at the routing that "
+            "is to stay. Turn it off: `router_aux_loss_coef=0.0` in the arguments of a TRL trainer, "
+            "`model.config.output_router_logits = False` anywhere else",
+            stacklevel=3,
+        )
+
+
+def check_original(original: MoEModel, moe: MoEModel) -> None:
+    """Raises ValueError unless `original` may be what `moe` was: of its family and shapes, and with routers that are
+    closer to its own than nothing at all is."""
+    kinds = [
+        (each.model.config.model_type, {layer: tuple(each.theta(layer).shape) for layer in each.layers})
+        for each in (original, moe)
+    ]
+    if kinds[0] != kinds[1]:
+        names = [type(each.model).__name__ for each in (original, moe)]
+        raise ValueError(
+            f"`original` is another model: {names[0]} and {names[1]} differ in their family or in the shapes of their "
+            "routers; give a copy of the model from before"
+        )
+    pairs = [[each.theta(layer).detach().float().cpu() for each in (original, moe)] for layer in moe.layers]
+    if sum((one - other).square().sum() for one, other in pairs) > sum(other.square().sum() for _, other in pairs):
+        raise ValueError(
+            "`original` is another model: its routers differ from those of `model` by more than their norm; give a "
+            "copy of the model from before"
+        )
+
+
+def check_adapters(moe: MoEModel, method: Method) -> None:
+    """Raises ValueError if adapters compute what the method writes."""
+    if (layers := moe.adapted_routers) and method.constraint not in ("none", "frozen"):
+        raise ValueError(
+            f"an adapter changes the routers of layers {layers}, and this method writes or compares whole router "
+            'weights: leave routers out of `target_modules` and `target_parameters` (`exclude_modules=["gate"]` with '
+            '"all-linear") and name them in `modules_to_save`, or use method="frozen_router"'
+        )
+    if method.experts == "top_attributed" and adapter_parameters(moe.model):
+        raise ValueError(
+            "this method trains one whole expert, and adapters train in the place of whole weights: train without "
+            'adapters, or use method="gate_anchor"'
+        )
+
+
+def check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError unless the optimizer holds the routers that train."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in stepped]
+    trains = any(moe.theta(layer).requires_grad for layer in missing)
+    if trains or len(missing) == len(moe.layers):
+        remedy = (
+            "of several optimizers give the one that holds them"
+            if trains or not adapter_parameters(moe.model)
+            else 'adapters leave routers as they are: use method="frozen_router" or "anchored", or name the routers in '
+            "`modules_to_save`"
+        )
+        raise ValueError(
+            f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain ({remedy})"
+        )
+
+
+def warn_of_decay(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
+    routers = {id(moe.theta(layer)) for layer in moe.layers}
+    of_routers = [group for group in optimizer.param_groups if any(id(p) in routers for p in group["params"])]
+    if decay := max((group.get("weight_decay", 0.0) for group in of_routers), default=0.0):
+        warnings.warn(
+            f"{type(optimizer).__name__} decays router weights (weight_decay {decay:g}) wherever the constraint does "
+            "not hold them, and the workflow trains this method without that: give the routers a parameter group with "
+            "weight_decay 0",
+            stacklevel=4,
+        )
