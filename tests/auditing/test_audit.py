@@ -341,6 +341,8 @@ def test_the_command_says_what_it_has_not_made(pair, files, tmp_path, capsys):
 
 def test_what_is_refused_leaves_nothing(pair, files, asked, tokenizer, tmp_path):
     both, out = (pair / "original", pair / "unlearned"), tmp_path / "audit"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").write_text("mine")
     for arguments, message in (
         ({**files, "attacks": "routers"}, "--attacks: 'routers' is a string"),
         ({**files, "budget": -1}, "--budget: -1 minutes"),
@@ -357,6 +359,7 @@ def test_what_is_refused_leaves_nothing(pair, files, asked, tokenizer, tmp_path)
         ),
         ({"forget": "none.jsonl"}, "--retain-questions"),
         ({**files, "output": pair / "original"}, "holds a model"),
+        ({**files, "output": tmp_path / "site"}, "holds a page of something else"),
         ({"forget": files["forget"]}, "--retain-questions"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -123,6 +123,13 @@ def test_a_tensor_that_does_not_fit_is_a_value_error(model, batch, given, messag
         model(**batch.inputs)
 
 
+def test_inputs_of_another_shape_have_no_routes(model, batch):
+    ids = batch.input_ids
+    for given in ((ids[0],), (ids.tolist(),), (ids, batch.attention_mask[:, 1:])):
+        with pytest.raises(ValueError, match=r"must be a tensor, \(rows, positions\)"):
+            gripmoe.routed_experts(model, *given)
+
+
 def test_a_dense_model_has_no_routes(batch):
     with pytest.raises(ValueError, match="is dense"):
         gripmoe.routed_experts(small_model("qwen3"), batch.input_ids)

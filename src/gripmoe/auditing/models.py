@@ -207,13 +207,17 @@ def check_memory(found: Located, relearning: Relearning | None, models: int) -> 
     if torch.cuda.is_available():
         cards = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
         places = [(f"{len(cards)} GPUs", devices, sum(cards)), ("this machine", host, memory)]
-    parts = [f"{need / GB:.1f} GB of {there / GB:.1f} of {name}" for name, need, there in places]
-    line = f"{models} models of {found.size / GB:.1f} GB take {' and '.join(parts)}"
+    parts = [f"{_size(need)} of {_size(there)} of {name}" for name, need, there in places]
+    line = f"{models} models of {_size(found.size)} take {' and '.join(parts)}"
     if any(need > there for _, need, there in places):
         fits = relearning and sum(needed(found, None, models)) <= sum(there for *_, there in places)
         remedy = "choose --attacks without relearning" if fits else "take a larger machine, or more GPUs"
         raise ConfigError(f"{found.flag}: too large: {line}; {remedy}")
     return line
+
+
+def _size(count: float) -> str:
+    return f"{count / GB:.1f} GB" if count >= GB / 10 else f"{1000 * count / GB:.1f} MB"
 
 
 def load(found: Located, name: str | Path, device: str | None = None, *, trust_remote_code: bool = False):

@@ -82,8 +82,9 @@ def audit(
         raise ConfigError(f"--budget: {budget!r} minutes; give a positive number")
     if output and Path(output).is_file():
         raise ConfigError(f"--output {output}: this is a file; give a folder")
-    if output and (Path(output) / "config.json").exists():
-        raise ConfigError(f"--output {output}: this folder holds a model; give another one")
+    for name, what in (("config.json", "a model"), ("index.html", "a page of something else")):
+        if output and (Path(output) / name).exists() and not (Path(output) / "state").is_dir():
+            raise ConfigError(f"--output {output}: this folder holds {what}; give another one")
     if forget is None:
         raise ConfigError("--forget, --questions: give a benchmark's name, or questions to forget")
     if retain is None and isinstance(forget, str) and not Path(forget).suffix:
