@@ -10,23 +10,18 @@ the expert's output is zero.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-import pandas as pd
 import torch
-from readable_depth import CONFIG, runs_with_weights
-from tqdm import tqdm
+from finished_runs import parser_of, write_measurements
 
 from gripmoe.attacks.base import SAMPLE, Letters
 from gripmoe.attacks.restoration import without_expert
 from gripmoe.config.grid import Project
-from gripmoe.io.files import write_text
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
-from gripmoe.reporting.runs import KEYS
 
 
 def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[dict]:
@@ -46,26 +41,12 @@ def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[
         for expert in range(moe.num_experts):
             with without_expert(moe, layer, expert):
                 lost = {name: whole[name] - score(questions) for name, questions in asked.items()}
-            rows.append({**dict(zip(KEYS, key, strict=True)), "layer": layer, "expert": expert, **lost})
+            rows.append({"layer": layer, "expert": expert, **lost})
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", nargs="+", default=["tiny_erasure"])
-    parser.add_argument("--methods", nargs="+", help="all if absent")
-    parser.add_argument("--objectives", nargs="+", help="all if absent; original and retrained models have `none`")
-    parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--results", type=Path, default=Path("results/tiny"))
-    parser.add_argument("--output", type=Path, required=True)
-    args = parser.parse_args()
-    chosen = [
-        run
-        for (_, _, objective, method, _), run in runs_with_weights(args.config, args.worlds, args.results).items()
-        if method in (args.methods or [method]) and objective in (args.objectives or [objective])
-    ]
-    rows = [row for run in tqdm(chosen, unit="run") for row in measure(*run)]
-    write_text(args.output, pd.DataFrame(rows).to_csv(index=False, float_format="%.4g"))
+    write_measurements(parser_of(__doc__, ["tiny_erasure"]), measure)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from gripmoe.io.files import write_jsonl
 from gripmoe.moe.storage import save_model
 from gripmoe.worlds.benchmark import question_rows
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "workflow" / "readable_depth.py"))
+WORKFLOW = Path(__file__).parents[2] / "workflow"
 
 
 def measured(monkeypatch, results, output):
     flags = ["--worlds", "tiny", "tiny_muse", "--results", results, "--output", output]
     monkeypatch.setattr(sys, "argv", ["readable_depth.py", *map(str, flags)])
-    SCRIPT["main"]()
+    monkeypatch.syspath_prepend(str(WORKFLOW))
+    runpy.run_path(str(WORKFLOW / "readable_depth.py"))["main"]()
     return pd.read_csv(output)
 
 
