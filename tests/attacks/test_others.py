@@ -21,7 +21,7 @@ from gripmoe.attacks.prompts import (
     without_terms,
 )
 from gripmoe.attacks.quantization import quantized, rounded
-from gripmoe.attacks.relearning import low_rank_experts, relearning
+from gripmoe.attacks.relearning import LowRankUpdate, low_rank_experts, relearning
 from gripmoe.attacks.restoration import (
     PARTS,
     SHARES,
@@ -445,3 +445,47 @@ def test_low_rank_updates_of_experts_relearn_and_leave_no_trace(setting, tokeniz
     assert mean(curve[60]) > mean(curve[0]) + 0.3, "the documents hold the answers: it must learn them"
     assert set(ranks[: len(modules)]) == {0} and set(ranks[len(modules) :]) == {2}
     assert weights_digest(before.model) == own and [name for name, _ in before.model.named_parameters()] == names
+
+
+def test_low_rank_updates_of_bf16_are_not_rounded_away():
+    """Updates of a tenth of what bf16 can tell apart arrive whole in the mean. The control: rounded to the nearest,
+    they do not."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (0.02 * torch.randn(4, 64, 64, generator=generator)).bfloat16()
+    update = LowRankUpdate(weight, 8, generator)
+    assert torch.equal(update(weight), weight), "zero at first"
+    with torch.no_grad():
+        update.left_Emr.copy_(1e-5 * torch.randn(4, 64, 8, generator=generator))
+    product = (update.left_Emr @ update.right_Ern).detach()
+    moved = {
+        "at random": torch.stack([update(weight).float() for _ in range(20)]).mean(dim=0) - weight.float(),
+        "to the nearest": (weight.float() + product).bfloat16().float() - weight.float(),
+    }
+    share = {name: ((each * product).sum() / product.square().sum()).item() for name, each in moved.items()}
+    assert share["at random"] == pytest.approx(1.0, abs=0.15) and share["to the nearest"] < 0.6, share
+    update(weight).float().sum().backward()
+    expected = update.right_Ern.detach().sum(dim=2)[:, None].expand(4, 64, 8)
+    torch.testing.assert_close(update.left_Emr.grad, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_relearning_leaves_gradients_and_checkpointing_as_they_were(setting, tokenizer):
+    before, _, questions, ask = setting
+    rows = [encode(tokenizer, [(prompt_of(q), True)], q["id"]) for q in questions[:4]]
+    model = before.model
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    some = next(model.parameters())
+    some.grad = torch.ones_like(some)
+    settings = Relearning(learning_rate=1e-3, batch_size=2, gradient_checkpointing=True)
+    routers, trained = before.router_parameters(), []
+
+    def recall(moe):
+        trained.append({id(p) for p in moe.model.parameters() if p.grad is not None})
+        return Marks(ask(moe, questions[:4]))
+
+    try:
+        relearning(before, rows, recall, settings, checks=(0, 1), parameters=routers)
+        assert model.is_gradient_checkpointing and torch.equal(some.grad, torch.ones_like(some))
+    finally:
+        model.gradient_checkpointing_disable()
+        some.grad = None
+    assert trained[1] - {id(some)} == {id(p) for p in routers}, "of nothing else are gradients computed"

@@ -15,6 +15,8 @@ from gripmoe.constraints.realignment import METHOD_A, Original, kaczmarz_report,
 from gripmoe.geometry.realignment import realign_sound
 from gripmoe.geometry.routing import LayerRouting, jaccard, mean_stability, route, routing_stability
 from gripmoe.moe import MoEModel
+from gripmoe.moe.placement import place
+from pretended_devices import FIRST, PretendedDevices
 
 
 def unlearned(seed=0, amount=0.3, noise_seed=9):
@@ -283,3 +285,17 @@ def test_draws_of_algorithm_1_leave_what_the_exact_projection_does_not():
     assert report["violation_exact"] < 1e-6
     assert 1.0 > report["violation_after_10"] > report["violation_after_300"] > report["violation_exact"]
     assert kaczmarz_report(MoEModel(small_model()), original.thetas(), trace) == {}, "nothing moved"
+
+
+def test_a_model_that_has_moved_since_is_realigned():
+    """A `Trainer` brings a model to its device after `remember`. The routers are those of a model that stayed."""
+    batch, found = random_batch(rows=8, seed=7), []
+    for moves in (False, True):
+        model = small_model()
+        with PretendedDevices():
+            original = gripmoe.remember(model, [batch])
+            model.load_state_dict(unlearned().model.state_dict())
+            place(model, [FIRST] if moves else ["cpu"])
+            gripmoe.realign(model, original)
+            found.append({layer: theta.cpu() for layer, theta in MoEModel(model).thetas().items()})
+    assert all(torch.equal(theta, found[1][layer]) for layer, theta in found[0].items())

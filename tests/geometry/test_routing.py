@@ -57,6 +57,15 @@ RULES = {
 }
 
 
+def test_experts_that_can_be_missed_are_those_that_no_choice_of_groups_needs():
+    """One group of two is chosen: without an expert of each, one is left where two are to be selected."""
+    missing = torch.tensor([True, False, True, False])
+    assert SelectionRule(2).can_do_without(missing) and not SelectionRule(3).can_do_without(missing)
+    assert not SelectionRule(2, num_groups=2, chosen_groups=1).can_do_without(missing)
+    assert SelectionRule(1, num_groups=2, chosen_groups=1).can_do_without(missing)
+    assert not SelectionRule(1, num_groups=2, chosen_groups=1).can_do_without(torch.tensor([True, True, False, False]))
+
+
 @pytest.mark.parametrize("shift", [0.0, 15.0])
 @pytest.mark.parametrize("kind", RULES)
 def test_the_margin_of_a_squashed_score_is_exactly_what_changes_the_set(kind, shift):

@@ -234,6 +234,45 @@ def test_seuf_trains_one_expert_and_its_router():
     assert all(p.requires_grad for layer in moe.layers for p in moe.expert_parameters(layer))
 
 
+def test_seuf_leaves_shared_experts_as_they_are():
+    """The control: they train without it."""
+    for method, stays in (("seuf", True), ("frozen_router", False)):
+        model = small_model("qwen2_moe")
+        optimizer = adamw(model, lr=1e-2)
+        shared = {name: p.detach().clone() for name, p in model.named_parameters() if "shared_expert" in name}
+        with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method=method) as handle:
+            train(model, optimizer, handle)
+        now = dict(model.named_parameters())
+        assert shared and all(torch.equal(now[name], before) for name, before in shared.items()) == stays
+        assert all(now[name].requires_grad for name in shared)
+
+
+def test_a_second_handle_is_refused_before_anything_is_recorded(monkeypatch):
+    """And gradients that the loop has computed stay."""
+    model = small_model()
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN):
+        model(**FORGET[0].inputs, labels=FORGET[0].input_ids).loss.backward()
+        monkeypatch.setattr(MoEModel, "traced", lambda *_: pytest.fail("something was recorded"))
+        with pytest.raises(ValueError, match="another handle holds this model"):
+            gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router")
+
+
+def test_an_error_leaves_gradients_of_routers(monkeypatch):
+    model = small_model()
+    optimizer = adamw(model)
+    model(**FORGET[0].inputs, labels=FORGET[0].input_ids).loss.backward()
+    gradient = model.model.layers[0].mlp.gate.weight.grad
+
+    def fails(*_):
+        raise ValueError("no room")
+
+    monkeypatch.setattr("gripmoe.library.constrain.OriginalSets", fails)
+    with pytest.raises(ValueError, match="no room"):
+        gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router", replay=True)
+    assert model.model.layers[0].mlp.gate.weight.grad is gradient
+
+
 def sets_used(model, batch):
     with MoEModel(model).record_routing() as recorder:
         model(**batch.inputs)

@@ -147,6 +147,19 @@ def test_a_handle_opened_within_a_replay_keeps_routers_in_fp32(batch):
     assert {layer.mlp.gate.weight.dtype for layer in other.model.layers} == {torch.bfloat16}
 
 
+def test_an_optimizer_steps_a_model_in_bf16_after_a_replay(batch):
+    """Routers and their gradients return to bf16 together."""
+    model = small_model().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = model.model.layers[0].mlp.gate.weight.detach().clone()
+    with gripmoe.replay_experts(model, gripmoe.routed_experts(model, batch.input_ids, batch.attention_mask)):
+        model(**batch.inputs, labels=batch.input_ids).loss.backward()
+        assert model.model.layers[0].mlp.gate.weight.grad.dtype == torch.float32
+    optimizer.step()
+    now = model.model.layers[0].mlp.gate.weight
+    assert now.dtype == now.grad.dtype == torch.bfloat16 and not torch.equal(now, before)
+
+
 def test_the_replay_of_a_constraint_forgets_its_passes_at_each_step(model, batch, monkeypatch):
     """And gradient checkpointing over several passes of a step is recomputed under their own sets."""
     lists, forced = [], MoEModel.force_routing

@@ -94,6 +94,45 @@ def test_relearning_leaves_the_gradients_of_earlier_passes():
     assert all(p.grad is None for p in everything)
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("out of memory")
+
+
+def test_relearning_that_fails_leaves_the_gradients_of_earlier_passes():
+    moe, batch = MoEModel(small_model()), random_batch(seed=3)
+    cross_entropy(moe, batch).backward()
+    before = [parameter.grad for parameter in moe.model.parameters()]
+    adversary = RelearningAdversary(experts_of(moe), rate=0.01)
+    adversary.restart()
+    with adversary.weights(), pytest.raises(RuntimeError, match="out of memory"):
+        adversary.relearn(lambda: Fails.apply(cross_entropy(moe, batch)))
+    assert all(parameter.grad is kept for parameter, kept in zip(moe.model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_that_hides_parameters_is_refused(reentrant):
+    """Their gradients would be those of relearning afterwards."""
+    moe, batch = MoEModel(small_model()), random_batch(seed=3)
+    moe.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    moe.model.enable_input_require_grads()
+    moe.model.train()
+    adversary = RelearningAdversary(experts_of(moe), rate=0.01)
+    adversary.restart()
+    with adversary.weights():
+        if reentrant:
+            with pytest.raises(RuntimeError, match="reentrant gradient checkpointing hides"):
+                adversary.relearn(lambda: cross_entropy(moe, batch))
+        else:
+            adversary.relearn(lambda: cross_entropy(moe, batch))
+    assert all(parameter.grad is None for parameter in moe.model.parameters())
+
+
 class Asked(GradientDifference):
     """Gradient difference that keeps the first expert weights of every pass."""
 

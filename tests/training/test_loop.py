@@ -506,3 +506,20 @@ def test_a_step_is_timed_against_one_without_the_constraint(tmp_path, monkeypatc
 
     monkeypatch.setattr(unlearning, "now", lambda: clock[0])
     assert run(tmp_path / "state.pt", constraint=Slow())[1].seconds == (2, 0)
+
+
+class Sparing(Unconstrained):
+    """Observes every second step alone, as a method that projects at some steps does."""
+
+    steps = 0
+
+    def observed(self):
+        self.steps += 1
+        return {} if self.steps % 2 else {"seen": 3.0}
+
+
+def test_means_of_the_history_are_over_the_steps_that_were_observed(tmp_path):
+    _, outcome = run(tmp_path / "state.pt", constraint=Sparing())
+    rows = [row for row in outcome.history if "seen" in row]
+    assert len(rows) == 6 and {row["seen"] for row in rows} == {3.0}
+    assert all(math.isfinite(row["forget_loss"]) for row in rows)

@@ -29,7 +29,8 @@ def _rounded(setting: Letters) -> dict[str, float]:
 
 
 def _finetuned(setting: Letters) -> dict[str, float]:
-    if not setting.finetuning:
+    rows = setting.corpus("held_out")
+    if not setting.finetuning or len(rows) < setting.finetuning.batch_size:
         return {}
     made = {}
 
@@ -39,7 +40,7 @@ def _finetuned(setting: Letters) -> dict[str, float]:
 
     relearning(
         setting.after,
-        setting.corpus("held_out"),
+        rows,
         attacked,
         setting.finetuning,
         checks=[STEPS],

@@ -86,17 +86,27 @@ def low_rank_experts(model: MoEModel, rank: int, seed: int) -> Iterator[list[nn.
 
 
 class LowRankUpdate(nn.Module):
-    """Adds the product of two factors, (E, m, r) and (E, r, n), to each expert's matrix."""
+    """Adds the product of two factors in fp32, (E, m, r) and (E, r, n), to each expert's matrix. In bf16 the sum is
+    rounded at random, up or down by how near each is: rounded to the nearest, most weights would not move at all."""
 
     def __init__(self, weight_Emn: Tensor, rank: int, generator: torch.Generator):
         super().__init__()
         experts, m, n = weight_Emn.shape
         right_Ern = torch.randn(experts, rank, n, generator=generator) / n**0.5
-        self.right_Ern = nn.Parameter(right_Ern.to(weight_Emn))
-        self.left_Emr = nn.Parameter(weight_Emn.new_zeros(experts, m, rank))
+        self.right_Ern = nn.Parameter(right_Ern.to(weight_Emn.device))
+        self.left_Emr = nn.Parameter(torch.zeros(experts, m, rank, device=weight_Emn.device))
 
     def forward(self, weight_Emn: Tensor) -> Tensor:
-        return weight_Emn + self.left_Emr @ self.right_Ern
+        sum_Emn = weight_Emn.float() + self.left_Emr @ self.right_Ern
+        if weight_Emn.dtype == torch.bfloat16:
+            sum_Emn = sum_Emn + (_to_bf16_at_random(sum_Emn.detach()) - sum_Emn.detach())  # gradients pass by
+        return sum_Emn.to(weight_Emn.dtype)
+
+
+def _to_bf16_at_random(values: Tensor) -> Tensor:
+    """Values in fp32 that bf16 has, the mean of many being `values`: bf16 is the upper half of the bits of fp32."""
+    bits = values.view(torch.int32)
+    return (bits + torch.randint_like(bits, 1 << 16)).bitwise_and(-1 << 16).view(torch.float32)
 
 
 def _about_dev_facts(setting: Letters) -> list[Row]:
@@ -131,9 +141,9 @@ def relearning(
     """`recall` before and after each number of steps in the settings, or at `checks`, of AdamW on `documents`, of
     `parameters` or of all. The model's weights are restored."""
     known, checks = {}, (0, *settings.steps) if checks is None else checks
-    with _trainable(model, settings.gradient_checkpointing):
-        groups = [{"params": list(model.model.parameters() if parameters is None else parameters)}]
-        optimizer = make_adamw(settings.optimizer, groups, lr=settings.learning_rate)
+    parameters = list(model.model.parameters() if parameters is None else parameters)
+    with _trainable(model, parameters, settings.gradient_checkpointing):
+        optimizer = make_adamw(settings.optimizer, [{"params": parameters}], lr=settings.learning_rate)
         for step in range(max(checks) + 1):
             if step in checks:
                 model.model.eval()
@@ -150,14 +160,19 @@ def relearning(
 
 
 @contextmanager
-def _trainable(model: MoEModel, gradient_checkpointing: bool) -> Iterator[None]:
-    trained = [(parameter, parameter.requires_grad) for parameter in model.model.parameters()]
-    model.model.requires_grad_(True)
+def _trainable(model: MoEModel, parameters: Sequence[nn.Parameter], gradient_checkpointing: bool) -> Iterator[None]:
+    """Within the block `parameters` train, and no others. Afterwards weights, gradients and what trains are as they
+    were."""
+    before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.model.parameters()]
+    model.model.requires_grad_(False)
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+        parameter.grad = None
     try:
         with kept(model.model.parameters()), checkpointing(model.model, gradient_checkpointing):
             yield
     finally:
         model.model.eval()
-        for parameter, requires_grad in trained:
-            parameter.grad = None
+        for parameter, requires_grad, grad in before:
+            parameter.grad = grad
             parameter.requires_grad_(requires_grad)

@@ -45,7 +45,7 @@ def linear_connectivity(setting: Setting) -> Found:
     with before.brought_beside(after):
         for share in SHARES:
             with interpolated(before, after, share):
-                found[f"interpolated_{share:.0%}".rstrip("%")] = setting.recall(after)
+                found[f"interpolated_{100 * share:.0f}"] = setting.recall(after)
         return setting.found(found, **changes(before, after))
 
 

@@ -49,8 +49,11 @@ def silencing(setting: Letters) -> Found:
     known = {}
     for count in counts:
         silent = {layer: selection_mask(e_E.topk(count).indices[None], len(e_E))[0] for layer, e_E in excess.items()}
-        with silenced(model, silent):
-            known[mean(setting.right(model, setting.dev))] = silent
+        if all(model.rule(layer).can_do_without(silent_E) for layer, silent_E in silent.items()):
+            with silenced(model, silent):
+                known[mean(setting.right(model, setting.dev))] = silent
+    if not known:
+        return Found()
     with silenced(model, known[max(known)]):
         return setting.found({"silenced_experts": setting.recall(model)})
 
@@ -93,7 +96,8 @@ def biased(model: MoEModel, scores: Mapping[int, Tensor]) -> Iterator[None]:
 
 @contextmanager
 def silenced(model: MoEModel, silent: Mapping[int, Tensor]) -> Iterator[None]:
-    """Within the block, routers select none of the `silent` experts, bool of shape (E,) by layer."""
+    """Within the block, routers select none of the `silent` experts, bool of shape (E,) by layer, as long as enough
+    others are left (`SelectionRule.can_do_without`)."""
     with _selecting(model, lambda layer, rule, scores_TE: rule.select(scores_TE, silent[layer])):
         yield
 

@@ -109,11 +109,14 @@ class RoutingScores(RouterConstraint):
 def restricted_experts(
     model: MoEModel, scope: Mapping[int, Iterable[int]], optimizer: torch.optim.Optimizer
 ) -> Iterator[None]:
-    """Within the block, of all experts only those of `scope` (by layer) change. Experts of layers without one are
-    frozen. In the others, gradients of other experts are zeroed, and changes by weight decay or momentum are undone
-    after each step."""
+    """Within the block, of all experts only those of `scope` (by layer) change. Shared experts, and experts of layers
+    without one in `scope`, are frozen. In the other layers, gradients of other experts are zeroed, and changes by
+    weight decay or momentum are undone after each step."""
     experts = {layer: [p for p in model.expert_parameters(layer) if p.requires_grad] for layer in model.layers}
     frozen = [p for layer, of_layer in experts.items() if not scope.get(layer) for p in of_layer]
+    routed = {id(parameter) for layer in model.layers for parameter in model.expert_parameters(layer)}
+    of_blocks = [parameter for layer in model.layers for parameter in model.other_parameters(layer)]
+    frozen += [parameter for parameter in of_blocks if parameter.requires_grad and id(parameter) not in routed]
     masks: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # a parameter, its experts that train, and its first values
     for layer in filter(scope.get, scope):
         for parameter in experts[layer]:

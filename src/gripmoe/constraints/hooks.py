@@ -50,11 +50,7 @@ class ConstraintHandle:
         origin: str = "",
     ):
         optimizer = inner_optimizer(optimizer)
-        if model.is_constrained:
-            raise ValueError(
-                "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`; if it is "
-                "lost, load the model again"
-            )
+        require_free(model)
         self.model, self.constraint, self.loss_bound, self.origin = model, constraint, loss_bound, origin
         self.is_lifted = False
         self.prepared: object = None  # set by `gripmoe.constrain`: what it has made from the original model
@@ -337,6 +333,15 @@ def inner_optimizer(optimizer) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"{type(optimizer).__name__} is no torch optimizer: give the one that it wraps")
     return optimizer
+
+
+def require_free(model: MoEModel) -> None:
+    """Raises ValueError if an open handle holds the model."""
+    if model.is_constrained:
+        raise ValueError(
+            "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`; if it is "
+            "lost, load the model again"
+        )
 
 
 def layers_not_finite(model: MoEModel) -> list[int]:

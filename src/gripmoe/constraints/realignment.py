@@ -96,8 +96,10 @@ def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dic
         _check_remembered(moe, original)
         trained = moe.router_biases()
         moe.set_router_biases(original.biases)
+        device = moe.model.device  # which may be another since
+        theta_0 = {layer: theta_Ed.to(device) for layer, theta_Ed in original.theta_0.items()}
         try:
-            return realign_routers(moe, original.theta_0, original.trace, original.batch, form=form)
+            return realign_routers(moe, theta_0, original.trace, original.batch.to(device), form=form)
         except BaseException:
             moe.set_router_biases(trained)
             raise

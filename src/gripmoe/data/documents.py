@@ -145,8 +145,8 @@ def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
             f"a batch is a mapping with input_ids and perhaps attention_mask, not {type(batch).__name__}: give a list "
             "of such batches"
         )
-    ids, mask = batch["input_ids"], attention_mask_of(batch)
-    return Batch([str(n) for n in range(len(ids))], ids, mask, batch.get("labels", ids)).to(device)
+    ids, mask, labels = batch["input_ids"], attention_mask_of(batch), batch.get("labels")
+    return Batch([str(n) for n in range(len(ids))], ids, mask, ids if labels is None else labels).to(device)
 
 
 def collate(rows: Sequence[Row], pad_id: int) -> Batch:

@@ -27,8 +27,8 @@ class Realignment:
     paper's form that of the fit, even of a rejected one. `held_out_stability`: 0 to 1, routing stability (Eq. 2) on the
     quarter that no fit sees; None in the paper's form. `ridge`: absolute in the paper's form; in the sound form
     relative to the mean eigenvalue of Xt Xt^T, infinity for the original router, None without an accepted fit.
-    `accepted`: False if no fit was. `fell_back`: whether `theta_Ed` is Method A's projection of the unlearned router
-    (`constraints.realignment` decides that).
+    `accepted`: whether a fit was better than the unlearned router. `fell_back`: whether `theta_Ed` is Method A's
+    projection of the unlearned router instead; in the sound form only if that keeps more sets (`with_fallback`).
     """
 
     theta_Ed: Tensor

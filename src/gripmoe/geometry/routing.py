@@ -85,6 +85,11 @@ class SelectionRule:
             choice_NE = choice_NE.masked_fill(~self._in_chosen_groups(choice_NE), -torch.inf)
         return choice_NE.topk(self.k, dim=-1).indices
 
+    def can_do_without(self, without_E: Tensor) -> bool:
+        """Whether k experts are left that `without_E`, (E,), does not mark, whichever groups are chosen."""
+        left = (~without_E).view(self.num_groups, -1).sum(dim=1).sort().values
+        return bool(left[: self.chosen_groups].sum() >= self.k)
+
     def fixed(self, scores_NE: Tensor, top_k_Nk: Tensor) -> Tensor:
         """True for each score that must not change, or the token's set might, (N, E). These are the scores of its
         chosen experts (the paper's I_j). With groups, also those that make up a chosen group's score. With a bias on

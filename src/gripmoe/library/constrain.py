@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from gripmoe.config.reading import require_known
 from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.baselines import restricted_experts
 from gripmoe.constraints.build import build
-from gripmoe.constraints.hooks import ConstraintHandle, inner_optimizer, layers_not_finite
+from gripmoe.constraints.hooks import ConstraintHandle, inner_optimizer, layers_not_finite, require_free
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.constraints.original import OriginalSets, documents_of
 from gripmoe.data.batches import batches_of
@@ -125,6 +126,7 @@ def constrain(
             built.constraint.original = undo.enter_context(_untrained(unwrapped(original)))
             check_original(built.constraint.original, moe)
         parameters = moe.router_parameters()
+        undo.push(partial(_gradients_again, [(parameter, parameter.grad) for parameter in parameters]))
         trained = undo.enter_context(_trained_again(parameters))
         with moe.evaluating():
             built.constraint.start(moe, to_forget, to_retain)
@@ -146,7 +148,7 @@ def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch
     with ExitStack() as undo:
         moe, stepping = _opened(model, optimizer, prepared.method, undo)
         if prepared.original is not None:
-            prepared.constraint.original = undo.enter_context(_untrained(unwrapped(prepared.original)))
+            undo.enter_context(_untrained(unwrapped(prepared.original)))  # the constraint still asks it
         trained = undo.enter_context(_trained_again(prepared.trains))
         for parameter, trains in prepared.trains.items():
             parameter.requires_grad_(trains)
@@ -176,6 +178,7 @@ def _opened(
     precisions = [parameter.dtype for parameter in model.parameters()]
     moe = MoEModel(unwrapped(model))
     undo.push(lambda error, *_: moe.release(rounded=error is not None))
+    require_free(moe)
     if isinstance(model, DistributedDataParallel) and precisions != [p.dtype for p in model.parameters()]:
         raise ValueError(
             "routers train in fp32, and DistributedDataParallel would no longer reduce their gradients: call "
@@ -316,6 +319,13 @@ def _trained_again(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Param
     finally:
         for parameter, trains in before:
             parameter.requires_grad_(trains)
+
+
+def _gradients_again(before: Sequence[tuple[nn.Parameter, Tensor | None]], error: type | None, *_) -> None:
+    """Puts gradients back after an error."""
+    if error:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def _origin(moe: MoEModel, method: Method, batches: Sequence[Batch]) -> str:

@@ -33,7 +33,10 @@ def release(router: nn.Module, *, rounded: bool = False) -> None:
         for handle in handles:
             handle.remove()
         for name, tensor in _tensors(router):
-            tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
+            grad, dtype = tensor.grad, dtypes.get(name, tensor.dtype)
+            tensor.grad = None  # it has the dtype of its tensor
+            tensor.data = tensor.data.to(dtype)
+            tensor.grad = None if grad is None else grad.to(dtype)
         del router._in_fp32, router._no_autocast
 
 

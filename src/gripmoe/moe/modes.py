@@ -36,11 +36,12 @@ def restored(tensors: Iterable[Tensor], device: str | None = None) -> Iterator[N
 
 @contextmanager
 def checkpointing(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Within the block, a backward pass of `model` computes activations again, if that is `wanted`."""
-    if wanted:
+    """Within the block, a backward pass of `model` computes activations again, if that is `wanted` or was so before."""
+    changes = wanted and not model.is_gradient_checkpointing
+    if changes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
         yield
     finally:
-        if wanted:
+        if changes:
             model.gradient_checkpointing_disable()

@@ -23,7 +23,7 @@ class RelearningAdversary:
     """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
     `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no optimizer state
     (ours). Raises ValueError without parameters, or for a `rate` that is not positive. `weights` raises RuntimeError
-    before the first `restart`, and `relearn` outside `weights`."""
+    before the first `restart`, and `relearn` outside `weights` or under reentrant gradient checkpointing."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rate: float):
         self._parameters, self._rate = list(parameters), rate
@@ -56,35 +56,43 @@ class RelearningAdversary:
 
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
         """One step of descent on a loss, within `weights`; returns the loss. The gradients of all parameters, also of
-        those that are not the attacker's, are afterwards what they were before. Raises RuntimeError outside `weights`,
-        ValueError if `loss_of` returns no loss."""
+        those that are not the attacker's, are afterwards what they were before. Raises RuntimeError outside `weights`
+        and under reentrant gradient checkpointing, ValueError if `loss_of` returns no loss."""
         if not self._attacking:
             raise RuntimeError("outside `weights` this would train the model itself: call `relearn` within that block")
         loss = loss_of()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"`loss_of` returns {type(loss).__name__}: let it return the loss, a tensor of one number")
         kept = [(tensor, tensor.grad) for tensor in {*self._parameters, *_leaves(loss)}]
-        for tensor, _ in kept:
-            tensor.grad = None
-        loss.backward()
-        with torch.no_grad():
-            for parameter, weight in zip(self._parameters, self._weights, strict=True):
-                if parameter.grad is not None:  # the attacker's weights are in fp32: in bf16 few would move
-                    weight.sub_(parameter.grad.sign(), alpha=self._rate)
-                    parameter.copy_(weight)
-        for tensor, before in kept:
-            tensor.grad = before
+        try:
+            for tensor, _ in kept:
+                tensor.grad = None
+            loss.backward()
+            with torch.no_grad():
+                for parameter, weight in zip(self._parameters, self._weights, strict=True):
+                    if parameter.grad is not None:  # the attacker's weights are in fp32: in bf16 few would move
+                        weight.sub_(parameter.grad.sign(), alpha=self._rate)
+                        parameter.copy_(weight)
+        finally:
+            for tensor, before in kept:
+                tensor.grad = before
         return loss.item()
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors in which a backward pass of the loss accumulates gradients."""
+    """The tensors in which a backward pass of the loss accumulates gradients. Raises RuntimeError if some of them are
+    hidden."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
+        if "CheckpointFunction" in node.name():
+            raise RuntimeError(
+                "reentrant gradient checkpointing hides which gradients the attacker changes: "
+                'model.gradient_checkpointing_enable({"use_reentrant": False})'
+            )
         if hasattr(node, "variable"):
             yield node.variable
         nodes += [following for following, _ in node.next_functions]

@@ -170,7 +170,7 @@ def _until_met(
     """Trains until the stop rule is met, the steps are taken or the run diverges. Returns the status, the number of
     steps and the history."""
     model, training, handle = steps.model, steps.training, steps.handle
-    step, history, sums = progress["step"], progress["history"], Counter()
+    step, history, sums, counts = progress["step"], progress["history"], Counter(), Counter()
     if step and distributed.is_first():
         print(f"{description} resumes at step {step}", file=sys.stderr, flush=True)
     with tqdm(total=training.max_steps, initial=step, desc=description, disable=not distributed.is_first()) as bar:
@@ -183,9 +183,10 @@ def _until_met(
                 if not history or history[-1]["step"] < step:
                     with _corrected(model, correct):
                         scores = distributed.agreed(stop.scores(model))
-                    count = sums.pop("count", 1)
-                    history.append({"step": step, **scores, **{name: total / count for name, total in sums.items()}})
+                    means = {name: total / counts[name] for name, total in sums.items()}
+                    history.append({"step": step, **scores, **means})
                     sums.clear()
+                    counts.clear()
                 bar.set_postfix({name: f"{history[-1][name]:.3f}" for name in stop.targets})
                 if stop.met(history, training.checks_to_stop):
                     return "reached", step, history
@@ -199,7 +200,9 @@ def _until_met(
             if losses is None:
                 return "diverged", step, history
             step += 1
-            sums.update({**losses, "seconds": now() - started, **handle.constraint.observed(), **ranks, "count": 1})
+            seen = {**losses, "seconds": now() - started, **handle.constraint.observed(), **ranks}
+            sums.update(seen)
+            counts.update(seen.keys())  # a constraint may observe nothing in its first steps
             bar.update()
 
 
