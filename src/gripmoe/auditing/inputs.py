@@ -140,8 +140,8 @@ def own(
     forgotten = {_asked(row) for row in forget_rows}
     if both := [row for row in retain_rows if _asked(row) in forgotten]:
         raise ConfigError(
-            f"--questions, --retain-questions: {len(both)} questions are in both, first {both[0]['question']!r}; leave "
-            "each in one"
+            f"--questions, --retain-questions: questions are in both, first {both[0]['question']!r} ({len(both)} in "
+            "all); leave each in one"
         )
     if {row["id"] for row in forget_rows} & {row["id"] for row in retain_rows}:  # answers are kept by id
         for kind, rows in (("forget", forget_rows), ("retain", retain_rows)):

@@ -87,7 +87,7 @@ def audit(
             raise ConfigError(f"--output {output}: this folder holds {what}; give another one")
     if forget is None:
         raise ConfigError("--forget, --questions: give a benchmark's name, or questions to forget")
-    if retain is None and isinstance(forget, str) and not Path(forget).suffix:
+    if retain is None and isinstance(forget, str) and not (Path(forget).suffix or Path(forget).is_file()):
         inputs = named(forget, relearning)
     elif retain is None:
         raise ConfigError("--retain-questions: questions to retain are needed beside those to forget")

@@ -124,9 +124,8 @@ def _batch(item: Any, where: str, padding: Padding) -> Batch:
             lengths = torch.unique_consecutive(segment[keep], return_counts=True)[1]
             documents += row[keep].split(lengths.tolist())
         return _padded(documents)
-    return Batch(
-        [str(n) for n in range(len(ids))], ids, mask.long(), ids if item.get("labels") is None else item["labels"]
-    ).to("cpu")
+    labels = ids if item.get("labels") is None else item["labels"]
+    return Batch([str(n) for n in range(len(ids))], ids, mask.long(), labels).to("cpu")
 
 
 def _checked(item: Any, where: str) -> tuple[dict[str, Any], Tensor]:
