@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import small_model
-from gripmoe.attacks import relearning
+from gripmoe.attacks import relearning, routers
 from gripmoe.attacks.base import Found, Letters, by_item, highest
-from gripmoe.attacks.run import run_attacks
+from gripmoe.attacks.run import attacks_on, run_attacks
+from gripmoe.auditing.inputs import OWN
 from gripmoe.config.training import Relearning
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.worlds.benchmark import wmdp_files
@@ -97,3 +99,11 @@ def test_found_is_the_mean_of_its_items_and_what_is_no_mean():
     with pytest.raises(ValueError, match="shorter"):
         Found.over(["a", "b"], {"noise": [1.0]})
     assert highest([[0.0, 1.0], [1.0, 1.0]]) == [1.0, 1.0]
+
+
+def test_an_attack_of_ones_own_does_not_replace_one_of_the_package():
+    benchmark = OWN.benchmark.model_copy(update={"attacks": {"routers": "gripmoe.attacks.routers:silencing"}})
+    with pytest.raises(ConfigError, match="attacks.routers: the package has an attack of this name"):
+        attacks_on(benchmark)
+    other = OWN.benchmark.model_copy(update={"attacks": {"mine": "gripmoe.attacks.routers:silencing"}})
+    assert attacks_on(other)["mine"] is routers.silencing and attacks_on(other)["routers"] is routers.attack

@@ -196,6 +196,9 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c.update(overrides={"gd/ptc": {"learning_rate": 1}}), "overrides.gd/ptc: 'ptc' trains nothing; it corrects what 'unconstrained' has trained"),
     ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"retain_batch_size": 8}}), "overrides.frozen_router.retain_batch_size: methods are compared on the same documents"),
     ("methods.yaml", lambda c: c.update(anchored={"constraint": "anchor"}), f"methods.yaml: anchored: {TABLE} has a method of this name; give yours another"),
+    ("tiny.yaml", lambda c: c.update(extends="tinny"), "tiny.yaml: extends: world 'tinny': no world"),
+    ("tiny.yaml", lambda c: c.update(extends=["tiny"]), "tiny.yaml: extends: ['tiny'] is no name of a world"),
+    ("tiny.yaml", lambda c: c["objective_training"].pop("gd"), "tiny.yaml: objective_training.gd: this key is required"),
     ("tiny.yaml", lambda c: c.update(extends="tiny"), "tiny.yaml: extends: 'tiny' extends itself"),
     ("methods.yaml", lambda c: c.update(odd=ROWS["ptc"] | {"training": {"learning_rate": 1}}), "methods.yaml: odd.training: without effect here; it is a choice of `constraint`"),
     ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"eps_null": {"value": 1, "kind": "energy", "band": {}}}), "odd.eps_null.band: unknown key; valid keys: value, kind, bands"),
@@ -209,6 +212,14 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c.update(seeds=[0, 0]), "tiny.yaml: seeds: 0 stands twice; leave one out"),
     ("tiny.yaml", lambda c: c.update(seeds=[True]), "seeds.0: Input should be a valid integer (got True)"),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("corrected", ["original", "odd"])
+def test_a_method_that_corrects_nothing_that_trains_is_refused(folder, corrected):
+    edit(folder / "methods.yaml", lambda c: c.update(odd={"corrects": corrected, "correction": "realign"}))
+    edit(folder / "tiny.yaml", lambda c: c["methods"].append("odd"))
+    with pytest.raises(ConfigError, match=f"method 'odd': corrects: '{corrected}' trains nothing"):
+        Project(folder, "tiny")
 
 
 def test_a_mistake_in_python_names_its_option_too():

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from gripmoe.attacks import forcing, membership, probes, prompts, quantization, relearning, restoration, routers
 from gripmoe.attacks.base import Found, Letters, Marks, Setting
 from gripmoe.config.benchmarks import Benchmark
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_text
 from gripmoe.io.imports import imported
 
@@ -56,9 +57,12 @@ OF_NEWS: dict[str, Attack] = {
 
 
 def attacks_on(benchmark: Benchmark) -> dict[str, Attack]:
-    """The attacks of the package, and those that the benchmark's row names. Raises ConfigError if one is missing."""
-    own = {name: imported(path, f"attacks.{name}") for name, path in benchmark.attacks.items()}
-    return (OF_NEWS if benchmark.is_news else OF_LETTERS) | own
+    """The attacks of the package, and those that the benchmark's row names. Raises ConfigError if one is missing, or
+    has a name that is taken."""
+    known = OF_NEWS if benchmark.is_news else OF_LETTERS
+    if taken := sorted(known.keys() & benchmark.attacks.keys()):
+        raise ConfigError(f"attacks.{taken[0]}: the package has an attack of this name; give yours another")
+    return known | {name: imported(path, f"attacks.{name}") for name, path in benchmark.attacks.items()}
 
 
 def run_attacks(

@@ -62,7 +62,6 @@ class Project:
         for key in CATALOGUES:
             yield getattr(world, key), getattr(self, key), f"{file}: {key}"
         yield world.objective_training, self.objectives, f"{file}: objective_training"
-        yield world.objectives, world.objective_training, f"{file}: objective_training"
         yield world.extra_methods, world.objectives, f"{file}: extra_methods"
         for objective, methods in world.extra_methods.items():
             yield methods, self.methods, f"{file}: extra_methods.{objective}"
@@ -102,7 +101,10 @@ class Project:
                     where = f"{self.world_file}: extra_methods.{objective}"
                     raise ConfigError(f"{where}: {name!r} has no objective; list it under `methods`")
             for name in listed:
-                if (corrected := self.methods[name].corrects) and corrected not in listed:
+                corrected = self.methods[name].corrects
+                if corrected in self.methods and not self.methods[corrected].trains:
+                    raise ConfigError(f"method {name!r}: corrects: {corrected!r} trains nothing; name one that does")
+                if corrected and corrected not in listed:
                     raise ConfigError(
                         f"{self.world_file}: methods: {name!r} corrects {corrected!r}; list that method too"
                     )
@@ -156,6 +158,9 @@ class Project:
             )
 
     def _check_training(self) -> None:
+        for objective in self.world.objectives:
+            if objective not in self.world.objective_training:
+                raise ConfigError(f"{self.world_file}: objective_training.{objective}: this key is required")
         for objective, training in self.world.objective_training.items():
             self._check_objective(objective, training.get("objective", {}))
         for benchmark, objective, method in dict.fromkeys(key[1:4] for key in self.run_keys()):
@@ -345,7 +350,13 @@ def _world_content(folder: Path, name: str, file: Path) -> tuple[dict, str]:
     """The content of a world file over that of the worlds that it extends, and the name of the last of these."""
     content, files = read_mapping(file), [file.resolve()]
     while "extends" in content:
-        name, base_file = _find_world(folder, str(content.pop("extends")))
+        extended, where = content.pop("extends"), f"{files[-1]}: extends"
+        if not isinstance(extended, str):
+            raise ConfigError(f"{where}: {extended!r} is no name of a world; give one, or leave the key out")
+        try:
+            name, base_file = _find_world(folder, extended)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
         if base_file.resolve() in files:
             raise ConfigError(f"{file}: extends: {name!r} extends itself")
         content = {**read_mapping(base_file), **content}
