@@ -57,6 +57,19 @@ def test_answers_may_be_letters(asked):
         assert rows_of(own(answers, asked.retain)) == rows_of(own(asked.forget, asked.retain))
 
 
+def test_documents_need_a_token_that_is_predicted(asked, tokenizer):
+    """A prompt that is null is none."""
+    texts = [{**row, "prompt": None} for row in asked.retain_text]
+    own(asked.forget, asked.retain, retain_text=texts).check_documents(tokenizer)
+    word = asked.retain_text[0]["text"].split()[0]
+    for short in ({"text": word}, {"text": word, "prompt": " ".join([word] * 600)}):
+        inputs = own(asked.forget, asked.retain, forget_text=[*texts, short])
+        with pytest.raises(
+            ConfigError, match="--forget-text: document 'forget/60' .* has no second token, or a prompt"
+        ):
+            inputs.check_documents(tokenizer)
+
+
 def test_rows_may_come_from_a_generator(asked):
     assert own(iter(asked.forget), (row for row in asked.retain)).files == own(asked.forget, asked.retain).files
 

@@ -218,7 +218,7 @@ MISTAKES = [
 def test_a_method_that_corrects_nothing_that_trains_is_refused(folder, corrected):
     edit(folder / "methods.yaml", lambda c: c.update(odd={"corrects": corrected, "correction": "realign"}))
     edit(folder / "tiny.yaml", lambda c: c["methods"].append("odd"))
-    with pytest.raises(ConfigError, match=f"method 'odd': corrects: '{corrected}' trains nothing"):
+    with pytest.raises(ConfigError, match=f"tiny.yaml: methods: 'odd' corrects '{corrected}', which trains nothing"):
         Project(folder, "tiny")
 
 

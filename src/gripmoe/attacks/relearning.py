@@ -87,7 +87,7 @@ def low_rank_experts(model: MoEModel, rank: int, seed: int) -> Iterator[list[nn.
 
 class LowRankUpdate(nn.Module):
     """Adds the product of two factors in fp32, (E, m, r) and (E, r, n), to each expert's matrix. In bf16 the sum is
-    rounded at random, up or down by how near each is: rounded to the nearest, most weights would not move at all."""
+    rounded at random, up or down by how near each is: rounded to the nearest, many weights would not move at all."""
 
     def __init__(self, weight_Emn: Tensor, rank: int, generator: torch.Generator):
         super().__init__()

@@ -15,7 +15,8 @@ from gripmoe.config.benchmarks import Benchmark, PublishedData
 from gripmoe.config.reading import parse_as, read_catalogue, require_known
 from gripmoe.config.training import Relearning
 from gripmoe.config.types import Strict
-from gripmoe.data.documents import IGNORED, encode
+from gripmoe.data.corpora import row_of
+from gripmoe.data.documents import IGNORED
 from gripmoe.data.prompt_formats import LETTERS
 from gripmoe.data.published import CHOICES, dev_or_test, split_held_out
 from gripmoe.evaluation.questions import prompt_of
@@ -31,7 +32,7 @@ OF_OTHER_FACTS = ("relearning from other facts", "relearning by low-rank updates
 BLANK = re.compile(r"\r?\n[ \t]*\r?\n")  # lines, of any system, that separate documents
 SUBJECT = "general knowledge"  # the default subject of a question
 JSON_LINES = (".jsonl", ".ndjson", ".json")
-FLAGS = {  # of the files of documents
+FLAGS = {  # by file of documents: what its documents were given by
     "forget_corpus": "--forget-text",
     "retain_corpus": "--retain-text",
     "held_out_corpus": "--retain-text",
@@ -79,8 +80,7 @@ class Inputs:
         """Raises ConfigError for documents of which a model predicts no token."""
         for name, flag in FLAGS.items():
             for row in self.files[name]:
-                spans = [(row.get("prompt", ""), False), (row["text"], True)]
-                if set(encode(tokenizer, spans, max_length=self.benchmark.max_length).labels[1:]) <= {IGNORED}:
+                if set(row_of(row, tokenizer).labels[1 : self.benchmark.max_length]) <= {IGNORED}:
                     raise ConfigError(
                         f"{flag}: document {row['id']!r} ({row['text'][:40]!r}) has no second token, or a prompt of "
                         f"{self.benchmark.max_length} tokens: a model predicts nothing of it; leave it out"
@@ -286,10 +286,10 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
             f"{name}: no question is of the split {min(missing)!r}, which a hash of the question decides: give a "
             "column `split` with both, or more questions"
         )
-    facts = {row["fact"] for row in questions if row["split"] == "test"}
-    if len(facts) < FEWEST_FACTS:
+    tested = {row["fact"] for row in questions if row["split"] == "test"}
+    if len(tested) < FEWEST_FACTS:
         raise ConfigError(
-            f"{name}: the questions of the split 'test' are about {len(facts)} facts (column `fact`); an interval "
+            f"{name}: the questions of the split 'test' are about {len(tested)} facts (column `fact`); an interval "
             f"needs {FEWEST_FACTS} at least: give more, or leave `fact` out if each question asks about another one"
         )
     return questions

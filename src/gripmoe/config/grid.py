@@ -103,7 +103,8 @@ class Project:
             for name in listed:
                 corrected = self.methods[name].corrects
                 if corrected in self.methods and not self.methods[corrected].trains:
-                    raise ConfigError(f"method {name!r}: corrects: {corrected!r} trains nothing; name one that does")
+                    where = f"{self.world_file}: methods: {name!r} corrects {corrected!r}"
+                    raise ConfigError(f"{where}, which trains nothing; let it correct a method that does")
                 if corrected and corrected not in listed:
                     raise ConfigError(
                         f"{self.world_file}: methods: {name!r} corrects {corrected!r}; list that method too"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from gripmoe.data.documents import IGNORED, Batch, Row, collate, encode, opening
 from gripmoe.io.errors import ConfigError
@@ -40,15 +41,15 @@ def load_corpus(
     for line, document in enumerate(read_jsonl(path, "text"), 1):
         if limit is not None and len(rows) >= limit:
             break
-        name, prompt, text = document.get("id"), document.get("prompt", ""), document["text"]
-        if not text:
+        name = document.get("id")
+        if not document["text"]:
             raise ConfigError(f"{path}: document {name!r} has no text (line {line}); remove the line, or give it one")
         if name is None or name in known:
             raise ConfigError(
                 f"{path}: each document needs an `id` of its own (got {name!r}) (line {line}); give it another"
             )
         known.add(name)
-        row = encode(tokenizer, [*([(prompt, False)] if prompt else []), (text, True)], name)
+        row = row_of(document, tokenizer)
         if end_id is not None:
             row = Row(row.id, [*row.ids, end_id], [*row.labels, end_id])
         if len(row.ids) < 2:
@@ -61,6 +62,13 @@ def load_corpus(
     if not rows:
         raise ConfigError(f"{path}: there is no document; run the step again that writes it")
     return rows[:limit]
+
+
+def row_of(document: Mapping[str, Any], tokenizer) -> Row:
+    """A document (`id`, `text`, and perhaps `prompt`), tokenized and not cut."""
+    prompt = document.get("prompt")
+    spans = [(prompt, False)] if prompt else []
+    return encode(tokenizer, [*spans, (document["text"], True)], document.get("id"))
 
 
 def _pieces(row: Row, max_length: int, begin: list[int]) -> list[Row]:

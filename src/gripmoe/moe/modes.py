@@ -37,11 +37,11 @@ def restored(tensors: Iterable[Tensor], device: str | None = None) -> Iterator[N
 @contextmanager
 def checkpointing(model: nn.Module, wanted: bool) -> Iterator[None]:
     """Within the block, a backward pass of `model` computes activations again, if that is `wanted` or was so before."""
-    changes = wanted and not model.is_gradient_checkpointing
-    if changes:
+    before = model.is_gradient_checkpointing
+    if wanted:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
         yield
     finally:
-        if changes:
+        if wanted and not before:
             model.gradient_checkpointing_disable()

@@ -24,7 +24,7 @@ from gripmoe.moe.placement import place, visible_devices
 from gripmoe.moe.sharding import whole_state
 
 ROUTERS = "routers.safetensors"
-OF_MODELS = {  # names of files that transformers and this module write for a model and its tokenizer
+MODEL_FILES = {  # what transformers and this module write for a model and its tokenizer
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json", ROUTERS),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "merges.txt", "tokenizer.model"),
@@ -85,7 +85,7 @@ def save_model(
 
 
 def _of_a_model(file: Path, written: Path) -> bool:
-    known = file.name in OF_MODELS or bool(SHARD.fullmatch(file.name))
+    known = file.name in MODEL_FILES or bool(SHARD.fullmatch(file.name))
     return (written / file.name).exists() or (file.is_file() and known)
 
 
