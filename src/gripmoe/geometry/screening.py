@@ -28,10 +28,9 @@ class ScreenedProjection:
         self._x_Nd, self._bounds_EN = x_Nd, bounds_NE.T.contiguous()
         self._norms_N = x_Nd.norm(dim=1)
         self._free_norms_EN = basis.free_norms(x_Nd)
-        # A feasible point, and how far around it, (E,). The tokens within reach follow from these two alone, so a
-        # resumed run looks again from there.
+        # A feasible point, and how far around it, (E,). `look` finds the tokens within reach from these two alone, so
+        # a resumed run calls it again.
         self.looked_from: tuple[Tensor, Tensor] | None = None
-        self._reached_Nd, self._reached_NE = x_Nd, bounds_NE
 
     @torch.inference_mode()  # saves a seventh of the time, which many small operations take
     def __call__(self, update_Ed: Tensor, basis: RetainBasis, near_Ed: Tensor, **options) -> Tensor:
