@@ -28,9 +28,11 @@ from gripmoe.attacks import restoration
 from gripmoe.attacks.base import Letters, mean
 from gripmoe.attacks.relearning import from_other_facts, from_retain_documents, of_low_rank_experts
 from gripmoe.config.grid import Project
+from gripmoe.config.reading import require_known
 from gripmoe.data.documents import collate, length_buckets
 from gripmoe.evaluation.questions import load_questions
 from gripmoe.geometry.routing import mean_stability, routing_stability
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_text
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
@@ -124,7 +126,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="a table, to which rows are added")
     parser.add_argument("--cores", type=int, default=1, help="runs side by side")
     args = parser.parse_args()
-    project = Project(CONFIG, args.world)
+    try:
+        project = Project(CONFIG, args.world)
+        for name in ("model", "benchmark", "objective", "method"):
+            require_known(getattr(args, name), getattr(project, f"{name}s"), f"--{name}")
+    except ConfigError as error:
+        parser.error(str(error))
     key = args.model, args.benchmark, args.objective, args.method, args.seed
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs side by side share the cores
     with ProcessPoolExecutor(args.cores, mp_context=get_context("spawn")) as pool:

@@ -25,6 +25,7 @@ from gripmoe.cli.main import main as cli
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import Project
 from gripmoe.config.world import Run
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, read_yaml, write_json, write_yaml
 
 CONFIG = Path(__file__).parent / "config"
@@ -119,7 +120,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", help="all of the world if absent")
     parser.add_argument("--cores", type=int, default=1, help="trials side by side")
     args = parser.parse_args()
-    project, tuning = Project(CONFIG, args.world), read_yaml(Path(__file__).with_name("tuning.yaml"))
+    try:
+        project, tuning = Project(CONFIG, args.world), read_yaml(Path(__file__).with_name("tuning.yaml"))
+    except ConfigError as error:
+        parser.error(str(error))
     objectives = tuning["benchmarks"].get(args.benchmark, {})
     methods = {name for row in objectives.values() for name in row["methods"]}
     for flag, given, known in (

@@ -80,7 +80,7 @@ def prepare(family, world, tokenizer, root, dtype=torch.float32):
     settings = PROJECT.benchmarks["wmdp_smoke"].model_copy(update={"retain_documents": 20})
     files = dict(trace_file=root / "routing.safetensors", forget_trace_file=root / "forget.safetensors")
     trace_routing(
-        settings=settings.task.model_dump_json(), model_file=root / "model" / "model.json",
+        settings=settings.documents.model_dump_json(), model_file=root / "model" / "model.json",
         digest=root / "routing.json", output=files["trace_file"], forget_output=files["forget_trace_file"],
         retain_corpus=root / "data" / "retain_corpus.jsonl", forget_corpus=root / "data" / "forget_corpus.jsonl",
     )  # fmt: skip

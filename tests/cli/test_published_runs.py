@@ -132,7 +132,7 @@ def finished(request, tmp_path_factory, world, tokenizer):
         traces = dict(trace=root / "routing.safetensors", forget_trace=root / "routing_forget.safetensors")
         corpora = {f"{name}_corpus": data / f"{name}_corpus.jsonl" for name in ("retain", "forget")}
         outputs = dict(output=traces["trace"], forget_output=traces["forget_trace"], digest=root / "routing.json")
-        step("trace-routing", settings=benchmark.task, model=model, **corpora, **outputs)
+        step("trace-routing", settings=benchmark.documents, model=model, **corpora, **outputs)
         fitted = dict(output=root / "bases.safetensors", digest=root / "bases.json")
         step("fit-basis", settings=project.methods["expert_specific"], model=model, **traces, **fitted)
         for method in (*METHODS, "ptc"):

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gripmoe.config.grid import CATALOGUES, Project
+from gripmoe.config.catalogues import CATALOGUES
+from gripmoe.config.grid import Project
 from gripmoe.config.methods import AXES, TABLE, Method, method_table
 from gripmoe.config.world import load_run
 from gripmoe.io.errors import ConfigError
@@ -124,6 +125,33 @@ def test_settings_that_letter_questions_chose_are_not_those_of_news(objective):
     assert {"gd/expert_specific", "gd/anchored"} <= set(letters)
 
 
+def test_worlds_that_share_a_folder_agree_on_every_run():
+    known = {}
+    for project in (Project(CONFIG, world) for world in WORLDS):
+        for key in {key[:4] for key in project.run_keys()}:
+            run = project.run(*key, seed=0)
+            name, other = known.setdefault((project.results_name, *key), (project.name, run))
+            assert run == other, f"{project.name} and {name}: {key}"
+
+
+def test_a_run_of_two_worlds_has_the_same_settings_in_both(folder):
+    """Else each world would overwrite the runs of the other. A world by its path extends likewise, and by way of a
+    third; runs that the extended world does not list are free."""
+    (folder / "mine.yaml").write_text("extends: tiny\noverrides: {}\n")
+    message = "mine.yaml: run .*gd/expert_specific.* has another `objective` in 'tiny', .* replaces the whole key"
+    with pytest.raises(ConfigError, match=message):
+        Project(folder, "mine")
+    (folder / "mine.yaml").write_text("extends: tiny_all\nobjectives: [kl]\nextra_methods: {}\noverrides: {}\n")
+    with pytest.raises(
+        ConfigError, match="mine.yaml: run .*kl/frozen_router.* has another `learning_rate` in 'tiny_al"
+    ):
+        Project(folder, "mine")
+    (folder / "mine.yaml").write_text(
+        "extends: tiny\nmethods: [original, sam]\noverrides: {sam: {learning_rate: 1.0e-3}}\n"
+    )
+    assert Project(folder, "mine").results_name == "tiny"
+
+
 def test_a_benchmark_changes_training(folder):
     project = Project(folder, "tiny")
     assert project.training("npo", "frozen_router", "muse_tiny").learning_rate == 1e-3
@@ -178,7 +206,10 @@ MISTAKES = [
     ("tiny.yaml", lambda c: c.update(overrides={"gd/ptcc": {}}), "overrides: unknown name 'gd/ptcc'; did you mean 'gd/ptc'"),
     ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"lr": 1}}), "overrides.frozen_router.lr: unknown key"),
     ("tiny.yaml", lambda c: c.update(overrides={"frozen_router": {"objective": None}}), "overrides.frozen_router.objective: Input should be a valid dictionary (got None)"),
-    ("models.yaml", lambda c: c.update({12: {"source": "embedded"}}), "models.yaml: 12.family: this key is required"),
+    ("models.yaml", lambda c: c.update({12: {"source": "embedded"}}), "models.yaml: 12: a name has small letters, digits"),
+    ("models.yaml", lambda c: c.update(Mine=c["tiny_a"]), "models.yaml: 'Mine': a name has small letters, digits and _"),
+    ("models.yaml", lambda c: c["olmoe"].update(config={"num_hidden_layers": "4"}), "models.yaml: olmoe.config.num_hidden_layers: give a whole number (got '4')"),
+    ("tiny.yaml", lambda c: c["overrides"]["gd/anchored"]["objective"].update(alpha=-1), "tiny.yaml: overrides.gd/anchored.objective.alpha: Input should be greater than or equal to 0"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].pop("layer"), "objective_training.rmu.objective.layer: this key is required"),
     ("tiny.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(steering=3), "objective_training.rmu.objective: give one of `kappa`"),
     ("methods.yaml", lambda c: c.update(odd={"constraint": "null_space"}), "methods.yaml: odd: `constraint: null_space` needs `eps_null`"),
@@ -361,7 +392,9 @@ WRONG_OBJECTIVES = [
     ("objectives.yaml", lambda c: c.update(gd=c["mine"]), "objectives.yaml: gd: gripmoe has an objective of this name"),
     ("objectives.yaml", lambda c: c["mine"].update({"class": "my_loses:Mine"}), "mine.class: no module 'my_loses' in the"),
     ("objectives.yaml", lambda c: c["mine"].update({"class": "a.b:Mine"}), "mine.class: no module 'a.b' in the folders of"),
-    ("objectives.yaml", lambda c: c["mine"].update({"class": "Mine"}), "mine.class: String should match pattern"),
+    ("objectives.yaml", lambda c: c["mine"].update({"class": "Mine"}), "mine.class: give \"module:name\", as"),
+    ("objectives.yaml", lambda c: c["mine"].update({"class": ".my_losses:Mine"}), "mine.class: give \"module:name\""),
+    ("objectives.yaml", lambda c: c["mine"].update(settings=["model_dump"]), "mine.settings: pydantic has 'model_dump'"),
     ("objectives.yaml", lambda c: c["mine"].update(settings=["alpha"]), "mine.objective.beta: unknown key; valid keys: alpha"),
     ("tiny.yaml", lambda c: c["objectives"].append("min"), "objectives: unknown name 'min'; did you mean 'mine'?"),
     ("tiny.yaml", lambda c: c.update(benchmark_training={"wmdp_tiny": {"min": {}}}), "benchmark_training.wmdp_tiny: unknown name 'min'"),

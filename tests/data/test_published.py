@@ -21,12 +21,17 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, load_published, save_model, weights_digest
 
 
+def invented(number: int) -> list[dict]:
+    """Questions, of which 30 are enough to forget."""
+    return [
+        {"question": f"Which {i} ?", "choices": list("abcd"), "answer": i % 4, "subject": "world_history"}
+        for i in range(number)
+    ]
+
+
 @pytest.fixture
 def data(tmp_path):
-    questions = [
-        {"question": f"Which {i} ?", "choices": list("abcd"), "answer": i % 4, "subject": "world_history"}
-        for i in range(9)
-    ]
+    questions = invented(30)
     texts = [{"text": ""}, {"text": "= Heading ="}] + [
         {"text": f"An invented document number {i} " * 4} for i in range(20)
     ]
@@ -36,7 +41,7 @@ def data(tmp_path):
         source="published",
         forget_questions=clone(tmp_path / "wmdp", "wmdp-cyber", "test", questions),
         retain_questions=clone(
-            tmp_path / "mmlu", "all", "test", questions, validation=questions[:4], dev=[*questions[4:], *questions[:2]]
+            tmp_path / "mmlu", "all", "test", questions[:9], validation=questions[:4], dev=questions[4:11]
         ),
         forget_corpus=clone(tmp_path / "corpora", "cyber-forget-corpus", "train", texts),
         retain_corpus=clone(tmp_path / "wikitext", "wikitext-2-raw-v1", "test", texts),
@@ -46,7 +51,7 @@ def data(tmp_path):
 
 def test_local_clones_become_the_files_of_a_benchmark(data):
     files = benchmark_files(data)
-    assert len(files["forget_questions"]) == 9 and len({row["id"] for row in files["retain_questions"]}) == 20
+    assert len(files["forget_questions"]) == 30 and len({row["id"] for row in files["retain_questions"]}) == 20
     assert Counter(row["split"] for row in files["retain_questions"]) == {"test": 9, "dev": 4, "shots": 7}
     assert files["retain_questions"][0]["subject"] == "world history"
     assert files["forget_questions"][1]["answer"] == 1
@@ -74,9 +79,10 @@ def test_the_first_retain_questions_of_dev_are_of_all_subjects(data, tmp_path):
 def test_dates_are_read_as_they_are_written(data, tmp_path):
     """The control is what datasets makes of them."""
     dates = ["1999-01-01", "2000-01-01", "2001-01-01", "2002-01-01"]
-    path = clone(tmp_path / "dates", "wmdp-cyber", "test", [{"question": "When ?", "choices": dates, "answer": 1}] * 3)
-    files = benchmark_files(data.model_copy(update={"forget_questions": path, "rows": {"forget_questions": 3}}))
-    assert [row["choices"] for row in files["forget_questions"]] == [dates] * 3
+    rows = [{**question, "choices": dates} for question in invented(30)]
+    path = clone(tmp_path / "dates", "wmdp-cyber", "test", rows)
+    files = benchmark_files(data.model_copy(update={"forget_questions": path, "rows": {"forget_questions": 30}}))
+    assert [row["choices"] for row in files["forget_questions"]] == [dates] * 30
     table = datasets.load_dataset(path, "wmdp-cyber", split="test", cache_dir=str(tmp_path / "cache"))
     assert table[0]["choices"] != dates
 
@@ -96,7 +102,7 @@ def test_missing_column_is_named(data, tmp_path):
 
 
 WRONG_QUESTIONS = [
-    ({"choices": list("abcdef")}, "forget/0 .'Which .'.: 6 choices and answer 0; a question has 4 choices"),
+    ({"choices": list("abcdef")}, "forget/0 .'Which 0 .'.: 6 choices and answer 0; a question has 4 choices"),
     ({"choices": list("abc")}, "3 choices and answer 0"),
     ({"answer": 7}, "4 choices and answer 7; .* 0 to 3"),
     ({"answer": "B"}, "4 choices and answer 'B'"),
@@ -105,11 +111,20 @@ WRONG_QUESTIONS = [
 
 @pytest.mark.parametrize("change, message", WRONG_QUESTIONS)
 def test_a_question_that_no_letter_answers_is_named(data, tmp_path, change, message):
-    row = {"question": "Which ?", "choices": list("abcd"), "answer": 0}
-    benchmark_files(data.model_copy(update={"forget_questions": clone(tmp_path / "good", "wmdp-cyber", "test", [row])}))
-    path = clone(tmp_path / "bad", "wmdp-cyber", "test", [row | change])
+    first, *others = invented(30)
+    path = clone(tmp_path / "bad", "wmdp-cyber", "test", [first | change, *others])
     with pytest.raises(ValueError, match=message):
         benchmark_files(data.model_copy(update={"forget_questions": path}))
+
+
+def test_too_few_questions_and_documents_are_named(data, tmp_path):
+    """Those that suffice are the control: the data of each other test."""
+    path = clone(tmp_path / "few", "wmdp-cyber", "test", invented(6))
+    with pytest.raises(ConfigError, match="data.forget_questions: .*few has 6 questions. .* at least 5"):
+        benchmark_files(data.model_copy(update={"forget_questions": path}))
+    path = clone(tmp_path / "one", "wikitext-2-raw-v1", "test", [{"text": "A document . " * 9}])
+    with pytest.raises(ConfigError, match="data.retain_corpus: .*one has one document"):
+        benchmark_files(data.model_copy(update={"retain_corpus": path}))
 
 
 NO_TEXTS = [
@@ -134,10 +149,11 @@ WHERE = {
 
 @pytest.mark.parametrize("key, change, message", NO_TEXTS)
 def test_a_row_without_a_text_is_named(data, tmp_path, key, change, message):
-    row = {"question": "Which ?", "choices": list("abcd"), "answer": 0, "subject": "art", "text": "A document . " * 9}
-    more = {"validation": [row], "dev": [row]} if key == "retain_questions" else {}
-    benchmark_files(data.model_copy(update={key: clone(tmp_path / "good", *WHERE[key], [row, row], **more)}))
-    path = clone(tmp_path / "bad", *WHERE[key], [row, row | change], **more)
+    rows = [{**question, "text": "A document . " * 9} for question in invented(30)]
+    more = {"validation": rows, "dev": rows} if key == "retain_questions" else {}
+    benchmark_files(data.model_copy(update={key: clone(tmp_path / "good", *WHERE[key], rows, **more)}))
+    rows[1] |= change
+    path = clone(tmp_path / "bad", *WHERE[key], rows, **more)
     with pytest.raises(ConfigError, match=message):
         benchmark_files(data.model_copy(update={key: path}))
 
@@ -177,7 +193,7 @@ def test_the_subject_of_own_questions_is_named_by_the_catalogue(data):
 
 
 def test_a_wrong_number_of_rows_is_named(data):
-    with pytest.raises(ValueError, match="has 9 rows, benchmarks.yaml: data.rows says 1987"):
+    with pytest.raises(ValueError, match="has 30 rows, benchmarks.yaml: data.rows says 1987"):
         benchmark_files(data.model_copy(update={"rows": {"forget_questions": 1987}}))
     with pytest.raises(ValueError, match=r"\(all, dev\) has 7 rows, benchmarks.yaml: data.rows says 285"):
         benchmark_files(data.model_copy(update={"rows": {"retain_questions": 9, "mmlu_dev": 285}}))

@@ -10,8 +10,9 @@ from lm_eval.models.huggingface import HFLM
 
 from conftest import small_model
 from gripmoe.attacks.prompts import reworded
+from gripmoe.config.benchmarks import Benchmark
 from gripmoe.data.prompt_formats import LETTERS, REWORDINGS
-from gripmoe.evaluation.metrics import choice_metrics, load_answers, question_results
+from gripmoe.evaluation.metrics import choice_metrics, joined, load_answers, own_metrics, question_results
 from gripmoe.evaluation.questions import (
     accuracy,
     direct_answers,
@@ -20,6 +21,7 @@ from gripmoe.evaluation.questions import (
     load_questions,
     prompt_of,
 )
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_csv, write_jsonl
 from gripmoe.worlds.benchmark import question_rows
 
@@ -118,6 +120,18 @@ def test_a_tokenizer_with_a_bos_is_followed_as_the_harness_does(tokenizer, bos_t
             assert answer.letter_logprobs == pytest.approx(logprobs, abs=1e-4)
     without = [answer.letter_logprobs for answer in direct_answers(model, tokenizer, questions)]
     assert (torch.tensor(without) - torch.tensor(by_harness)).abs().max() > 1e-2
+
+
+def test_metrics_of_ones_own_stand_beside_those_of_the_package():
+    """A mistake in their path is found before anything is measured."""
+    task = {"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.3}, "retain_documents": 2, "max_length": 9}
+    benchmark = Benchmark(**task, evaluation_batch_size=8, metrics={"mine": "math:sqrt"})
+    own = own_metrics(benchmark)
+    assert joined({"forget_accuracy": 0.5}, {"mine": own["mine"](4)}) == {"forget_accuracy": 0.5, "mine": 2.0}
+    with pytest.raises(ConfigError, match="benchmarks.yaml: metrics.mine: .* has no attribute 'sqroot'"):
+        own_metrics(benchmark.model_copy(update={"metrics": {"mine": "math:sqroot"}}))
+    with pytest.raises(ConfigError, match="metrics.forget_accuracy: the package has a metric of this name"):
+        joined({"forget_accuracy": 0.5}, {"forget_accuracy": 1.0})
 
 
 def test_metrics_by_hand(questions):

@@ -91,6 +91,21 @@ def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_run(cluster, lines):
     assert "unconstrained" not in runs and "1 done" in total
 
 
+def test_a_run_waits_for_the_step_that_has_failed(lines):
+    """Of those that it shares with others; one that has begun says what its own log says."""
+    waiting = "unlearn   waits"
+    assert lines()[0]["unconstrained"].endswith(waiting)
+    log = Path("results/tiny/logs/trace_routing/tiny_a.wmdp_tiny.log")
+    log.parent.mkdir(parents=True)
+    log.write_text("OSError: no space left on device\n")
+    failed = "waits for trace_routing of tiny_a.wmdp_tiny: OSError: no space left on device"
+    assert lines()[0]["unconstrained"].endswith(f"unlearn   {failed}")
+    half_way(log_of("unlearn", "anchored"))
+    assert "240/600" in lines()[0]["anchored"]
+    write_json(Path("results/tiny/tiny_a/wmdp_tiny/routing.json"), {})
+    assert lines()[0]["unconstrained"].endswith(waiting)
+
+
 def test_an_external_checkpoint_is_copied_first(tmp_path):
     (tmp_path / "others.yaml").write_text("extends: tiny\nexternal: {mine: saves/mine}\n")
     project, key = Project(CONFIG, str(tmp_path / "others.yaml")), (*KEY[:-1], "none", "mine", 0)

@@ -101,6 +101,29 @@ def test_slurm_profile_as_typed_from_a_clone(tmp_path):
             assert f"--processes {1 if re.search('method=(seuf|router_l2_single)', job) else gpus}" in job
 
 
+def test_files_of_local_models_and_data_are_inputs(tmp_path):
+    """So an edit in them is noticed. What plans alone read of a model is no parameter."""
+    root = tmp_path / "clone"
+    shutil.copytree(ROOT / "workflow", root / "workflow")
+    shutil.copy(ROOT / "Snakefile", root)
+    for name in ("src", "notebooks", "envs"):
+        (root / name).symlink_to(ROOT / name)
+    for file in ("olmoe/config.json", "olmoe/.cache/lock", "corpus/README.md", "corpus/data/train.jsonl"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    edit(root, "workflow/config/models.yaml:olmoe.id", str(tmp_path / "olmoe"))
+    edit(root, "workflow/config/models.yaml:olmoe.config", {"num_hidden_layers": 16})
+    edit(root, "workflow/config/benchmarks.yaml:wmdp_cyber.data.forget_corpus", str(tmp_path / "corpus"))
+    targets = [f"results/paper/{name}" for name in ("models/olmoe/model.json", "data/wmdp_cyber/forget_corpus.jsonl")]
+    output = snakemake("-n", "-p", *targets, "--config", "world=single_gpu", directory=tmp_path, root=root)
+    inputs = {rule: files.split(", ") for rule, files in re.findall(r"^rule (\w+):\n +input: (.*)$", output, re.M)}
+    assert inputs == {
+        "prepare_model": [str(tmp_path / "olmoe/config.json")],
+        "prepare_data": [str(tmp_path / "corpus" / name) for name in ("README.md", "data/train.jsonl")],
+    }
+    assert "num_hidden_layers" not in output
+
+
 def in_place_of(target, rule, script, world, folder):
     """What lets `snakemake` run one job alone, by another command: makes up its inputs."""
     job = snakemake("-n", target, "--config", f"world={world}", directory=folder).split(f"rule {rule}:")[1]
@@ -319,6 +342,10 @@ EDITS = [
     ("gripmoe.reporting.comparison:comparisons.yaml", None, RENDERING),
     # How a benchmark is measured: no training.
     ("workflow/config/benchmarks.yaml:wmdp_smoke.evaluation_batch_size", 64, MEASURING),
+    ("workflow/config/benchmarks.yaml:wmdp_smoke.attacks", {"mine": "json:dumps"}, ["attack"]),
+    ("workflow/config/benchmarks.yaml:wmdp_smoke.metrics", {"mine": "json:dumps"}, MEASURING),
+    # What counts as forgotten: no trace.
+    ("workflow/config/benchmarks.yaml:wmdp_smoke.target", {"forget_accuracy": 0.5}, ["configure", *TRAINING_ON]),
     # One notebook's text: that notebook. What nothing here uses: nothing.
     ("notebooks/main_results.ipynb", None, ["render_main_results"]),
     ("src/gripmoe/config/methods.yaml:unused", {"constraint": "none"}, []),
@@ -440,6 +467,15 @@ class TestRun:
             runs = runs_of(output, rule)
             assert runs and all("method=expert_specific, " in run for run in runs)
 
+    def test_a_budget_counts_runs_that_are_out_of_date(self, finished):
+        """Their outputs are there. The control: without a change nothing exceeds it."""
+        call = ["--cores", 1, "--config", f"world={finished / 'smoke.yaml'}", "budget=0.001"]
+        only = dict(directory=finished, root=finished)
+        assert "Nothing to be done" in snakemake(*call, **only)
+        with edited(finished, ("smoke.yaml:overrides", {"gd/unconstrained": {"learning_rate": 1e-2}})):
+            output = snakemake(*call, check=False, **only)
+        assert "hours exceed the budget of 0.001. Most expensive: unlearn smoke.wmdp_smoke.gd.unconst" in output
+
     def test_status_and_why_know_the_runs(self, finished):
         def run(*arguments):
             command = [sys.executable, "-m", "gripmoe.cli.main", *arguments, "--world", str(finished / "smoke.yaml")]
@@ -544,7 +580,7 @@ class TestRun:
         with edited(finished, (place, value)):
             plan = planned(dry_run(finished))
         assert set(rules) <= set(plan) and bool(rules) == bool(plan)
-        if rules == TRAINING_ON:
+        if set(TRAINING_ON) <= set(rules):
             assert "prepare_model" not in plan and "trace_routing" not in plan
         elif rules == MEASURING:
             assert not {"configure", "trace_routing", "unlearn", "realign"} & set(plan)

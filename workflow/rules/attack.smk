@@ -28,8 +28,8 @@ rule attack:
         runtime=growing(240),
     params:
         data=folder_of,
-        benchmark=benchmark_settings,
-        own=own_code_of,
+        benchmark=benchmark_settings("metrics"),
+        own=own_code_of("attacks"),
         relearning=canonical(PROJECT.world.relearning),
         code=code_fingerprint("gripmoe.cli.attack:attack"),
     shell:

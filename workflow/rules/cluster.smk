@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 
-from gripmoe.planning import check_budget, jobs_left
+from gripmoe.planning import check_budget, jobs_of
 
 
 def orphans():
@@ -25,9 +25,10 @@ def orphans():
 
 
 def refuse_above_budget():
-    """`--config budget=HOURS`: no job is submitted if all that is left takes more."""
+    """`--config budget=HOURS`: no job is submitted if the jobs of this call take more."""
+    steps = [(job.rule.name, tuple(job.wildcards)) for job in workflow.dag.needrun_jobs()]
     try:
-        check_budget(jobs_left(PROJECT, Path(RESULTS)), float(config["budget"]))
+        check_budget(jobs_of(PROJECT, Path(RESULTS), steps), float(config["budget"]))
     except ValueError as error:
         raise WorkflowError(f"--config budget: {error}")
 

@@ -12,7 +12,8 @@ from snakemake.exceptions import WorkflowError
 
 from gripmoe.io.errors import ConfigError
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.grid import NO_OBJECTIVE, Project, own_code
+from gripmoe.config.catalogues import own_code
+from gripmoe.config.grid import NO_OBJECTIVE, Project
 from gripmoe.reporting import RENDERING
 
 # The graph of a large world is millions of objects that stay: garbage collection among them took an eighth of the time.
@@ -79,9 +80,10 @@ def methods_of(rule):
     return any_of(name for name in WORLD.all_methods if PROJECT.methods[name].rule == rule)
 
 
-def canonical(model):
-    """A configuration object as one string, the same for every key order: a parameter that Snakemake tracks."""
-    return json.dumps(model and model.model_dump(mode="json"), sort_keys=True)
+def canonical(model, without=()):
+    """A configuration object as one string, the same for every key order: a parameter that Snakemake tracks. A step does
+    not run again if a key changes that it does not read (`without`)."""
+    return json.dumps(model and model.model_dump(mode="json", exclude=set(without)), sort_keys=True)
 
 
 def run_settings(wildcards):
@@ -89,19 +91,14 @@ def run_settings(wildcards):
     return canonical(PROJECT.run(w.model, w.benchmark, w.objective, w.method, int(w.seed)))
 
 
-def task_settings(wildcards):
-    """The part of a benchmark that tracing and training read."""
-    return canonical(PROJECT.benchmarks[wildcards.benchmark].task)
+def benchmark_settings(*without):
+    """A parameter function: the benchmark without these keys."""
+    return lambda wildcards: canonical(PROJECT.benchmarks[wildcards.benchmark], without)
 
 
-def benchmark_settings(wildcards):
-    """The whole benchmark, which evaluation and attacks read."""
-    return canonical(PROJECT.benchmarks[wildcards.benchmark])
-
-
-def own_code_of(wildcards):
-    """Digests of the attacks and metrics of one's own that a benchmark names."""
-    return own_code(PROJECT.benchmarks[wildcards.benchmark])
+def own_code_of(key):
+    """A parameter function: digests of the attacks or metrics of one's own that a benchmark names."""
+    return lambda wildcards: own_code(PROJECT.benchmarks[wildcards.benchmark], key)
 
 
 def run_files(*names):
@@ -173,9 +170,26 @@ def external_source(wildcards):
     return PROJECT.external[wildcards.method][wildcards.model]
 
 
+def local_files(source):
+    """The files below a folder that are not hidden; none of a hub id."""
+    names = (file.relative_to(source) for file in Path(source).glob("**/*") if file.is_file())
+    return sorted(f"{source}/{name}" for name in names if not any(part.startswith(".") for part in name.parts))
+
+
 def external_files(wildcards):
-    """The files of an external checkpoint; none of one on the hub."""
-    return [str(file) for file in sorted(Path(external_source(wildcards)).glob("[!.]*")) if file.is_file()]
+    return local_files(external_source(wildcards))
+
+
+def published_data(wildcards):
+    """The files of a benchmark's data sets, where these are folders."""
+    data = PROJECT.benchmarks[wildcards.benchmark].data
+    return sorted({file for source in data.sources for file in local_files(source)})
+
+
+def published_files(wildcards):
+    """The files of a published model in a folder."""
+    model = PROJECT.models[wildcards.model]
+    return local_files(model.id) if model.source == "published" else []
 
 
 for name, folders in PROJECT.external.items():
@@ -217,7 +231,7 @@ def processes_of(wildcards):
 
 
 # MB for each GPU; jobs without a GPU take as much as one. `--set-resources RULE:mem_mb=...` asks for other amounts.
-MEMORY = 131072 if ON_GPU else 3000
+MEMORY = 163840 if ON_GPU else 3000
 FIT_THREADS = 16 if ON_GPU else 1  # of fit_basis, whose decompositions take hours for a published model
 
 

@@ -27,8 +27,8 @@ rule evaluate:
         runtime=growing(240),
     params:
         data=folder_of,
-        benchmark=benchmark_settings,
-        own=own_code_of,
+        benchmark=benchmark_settings("attacks", "rewrites"),
+        own=own_code_of("metrics"),
         retrained=retrained_flag,
         code=code_fingerprint("gripmoe.cli.evaluate:evaluate"),
     shell:

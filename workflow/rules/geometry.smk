@@ -1,5 +1,4 @@
-# Routing traces, and the retain bases of Method A. Later rules depend on the small digests (.json), so that a repeated
-# trace with the same content reruns nothing.
+# Routing traces, and the retain bases of Method A. Later rules depend on the small digests (.json) of these large files.
 
 
 rule trace_routing:
@@ -20,7 +19,7 @@ rule trace_routing:
         **gpu_resources(),
         runtime=growing(60),
     params:
-        settings=task_settings,
+        settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].documents),
         code=code_fingerprint("gripmoe.cli.trace_routing:trace_routing"),
     shell:
         "gripmoe trace-routing --settings {params.settings:q} --model {input.model}"

@@ -2,6 +2,8 @@
 
 
 rule prepare_data:
+    input:
+        published_data,
     output:
         multiext(
             f"{DATA}/",
@@ -52,6 +54,7 @@ use rule prepare_data as prepare_news with:
 rule prepare_model:
     input:
         base=lambda w: [MODEL.format(model=base) for base in [PROJECT.models[w.model].made_from] if base],
+        files=published_files,
     output:
         MODEL,
     log:
@@ -67,7 +70,7 @@ rule prepare_model:
         gpu=lambda w: int(PROJECT.trains_on_gpu(w.model)),
         runtime=growing(240),
     params:
-        settings=lambda w: canonical(PROJECT.models[w.model]),
+        settings=lambda w: canonical(PROJECT.models[w.model], without=["config"]),  # which plans read
         base=lambda wildcards, input: f"--base {input.base}" if input.base else "",
         code=code_fingerprint("gripmoe.cli.prepare_model:prepare_model"),
     shell:
@@ -96,10 +99,10 @@ rule finetune_model:
     params:
         data=folder_of,
         settings=lambda w: canonical(PROJECT.models[w.model]),
-        task=lambda w: task_settings(PROJECT.models[w.model]),
+        documents=lambda w: canonical(PROJECT.benchmarks[PROJECT.models[w.model].benchmark].documents),
         code=code_fingerprint("gripmoe.cli.finetune_model:finetune_model"),
     shell:
-        "gripmoe finetune-model --settings {params.settings:q} --benchmark {params.task:q} --model {input.base}"
+        "gripmoe finetune-model --settings {params.settings:q} --benchmark {params.documents:q} --model {input.base}"
         " --processes {resources.processes}"
         " --data {params.data} --output {output} > {log} 2>&1"
 

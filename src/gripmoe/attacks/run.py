@@ -59,10 +59,10 @@ OF_NEWS: dict[str, Attack] = {
 def attacks_on(benchmark: Benchmark) -> dict[str, Attack]:
     """The attacks of the package, and those that the benchmark's row names. Raises ConfigError if one is missing, or
     has a name that is taken."""
-    known = OF_NEWS if benchmark.is_news else OF_LETTERS
+    known, where = OF_NEWS if benchmark.is_news else OF_LETTERS, "benchmarks.yaml: attacks"
     if taken := sorted(known.keys() & benchmark.attacks.keys()):
-        raise ConfigError(f"attacks.{taken[0]}: the package has an attack of this name; give yours another")
-    return known | {name: imported(path, f"attacks.{name}") for name, path in benchmark.attacks.items()}
+        raise ConfigError(f"{where}.{taken[0]}: the package has an attack of this name; give yours another")
+    return known | {name: imported(path, f"{where}.{name}") for name, path in benchmark.attacks.items()}
 
 
 def run_attacks(

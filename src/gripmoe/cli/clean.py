@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from gripmoe.cli.options import ConfigFolder, World
+from gripmoe.config.catalogues import Catalogues
 from gripmoe.config.grid import Project, world_files
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import remove as remove_path
@@ -32,8 +33,8 @@ def clean(
     Example:
       gripmoe clean --world tiny
     """
-    project = Project(config, world)
-    others = [Project(config, file.stem) for file in world_files(config) if file.stem != project.name]
+    project, catalogues = Project(config, world), Catalogues(config)
+    others = [Project(config, file.stem, catalogues) for file in world_files(config) if file.stem != project.name]
     results = Path("results", project.results_name)
     known = {f"runs_{each.name}.csv" for each in (project, *others)}
     if unknown := sorted(file for file in results.glob("runs_*.csv") if file.name not in known):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gripmoe.cli import options
 from gripmoe.cli.common import identity_of, start_together, training_together
-from gripmoe.config.benchmarks import Task
+from gripmoe.config.benchmarks import Documents
 from gripmoe.config.models import FinetunedModel
 from gripmoe.config.provenance import provenance_of
 from gripmoe.config.reading import parse_settings
@@ -22,7 +22,7 @@ from gripmoe.training.finetune import finetune
 def finetune_model(
     *,
     settings: options.Settings,
-    benchmark: options.TaskSettings,
+    benchmark: options.DocumentSettings,
     model_file: options.ModelFile,
     data: options.DataFolder,
     output: options.OutputFile,
@@ -36,19 +36,19 @@ def finetune_model(
     Example:
       gripmoe finetune-model --settings '{"source": "finetuned", "base": "tiny_a_retrained",
           "benchmark": "muse_tiny", "trains": "blocks", "epochs": 32, "learning_rate": 0.005, "batch_size": 8}' \\
-          --benchmark '{"data": {"source": "embedded", "kind": "news"},
-          "target": {"points_above_retrained": 5}, "retain_documents": 120, "max_length": 256}' \\
+          --benchmark '{"data": {"source": "embedded", "kind": "news"}, "retain_documents": 120,
+          "max_length": 256}' \\
           --model base/model.json --data data --output model/model.json
     """
     start_together(processes)
     config = parse_settings(FinetunedModel, settings)
-    task = parse_settings(Task, benchmark, "--benchmark")
+    documents = parse_settings(Documents, benchmark, "--benchmark")
     folder = output.parent
     with training_together(output, provenance_of(output), finetune_model):
         model, tokenizer = load_model(model_file.parent / "weights")
         shard_experts(model)
         names = ("retain", "held_out") if config.trained_on == "retain_only" else ("forget", "retain", "held_out")
-        reading = {**task.reading, "end_id": tokenizer.eos_token_id}
+        reading = {**documents.reading, "end_id": tokenizer.eos_token_id}
         rows = [row for n in names for row in load_corpus(data / f"{n}_corpus.jsonl", tokenizer, **reading)]
         state_file = folder / "state.pt"
         files = (model_file, *sorted(data.glob("*.jsonl")))
@@ -67,7 +67,7 @@ def finetune_model(
             state_file=state_file,
         )
         news = News.load(data)
-        scores = news_scores(model, tokenizer, news, "dev", strip_prompts=task.strip_prompts)
+        scores = news_scores(model, tokenizer, news, "dev", strip_prompts=documents.strip_prompts)
         means = {name: mean_score(items) for name, items in scores.items()}
         wanted = ("knowmem_retain",) if config.trained_on == "retain_only" else tuple(means)
         if poor := [f"{name} {means[name]:.1f}" for name in wanted if means[name] < config.required]:

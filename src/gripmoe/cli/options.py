@@ -25,7 +25,7 @@ def _json(flag: str, help: str) -> Any:
 
 # Configuration
 Settings = Annotated[str, _json("--settings", "The configuration that the command depends on; Snakemake prints it.")]
-TaskSettings = Annotated[str, _json("--benchmark", "The task of a benchmark, as benchmarks.yaml has it.")]
+DocumentSettings = Annotated[str, _json("--benchmark", "Documents of a benchmark, as benchmarks.yaml has them.")]
 BenchmarkSettings = Annotated[str, _json("--benchmark", "The benchmark of the run, as benchmarks.yaml has it.")]
 RunFile = Annotated[Path, read_file("--run", "run.yaml, the resolved configuration of the run.")]
 World = Annotated[str, typer.Option("--world", help="The name of a world in the folder --config, or a world file.")]

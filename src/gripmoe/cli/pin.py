@@ -59,7 +59,6 @@ def unpinned(project: Project) -> Iterator[tuple[str, tuple[str, ...], str, str]
         if isinstance(data, PublishedNews) and data.revision is None and not Path(data.repository).exists():
             yield "benchmarks.yaml", (name, "data", "revision"), "dataset", data.repository
         elif isinstance(data, PublishedData):
-            parts = ("forget_questions", "retain_questions", "forget_corpus", "retain_corpus", "truthfulqa")
-            for repository in dict.fromkeys(getattr(data, part) for part in parts):
+            for repository in data.sources:
                 if repository not in data.revisions and not Path(repository).exists():
                     yield "benchmarks.yaml", (name, "data", "revisions", repository), "dataset", repository

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from gripmoe.cli import options
-from gripmoe.config.benchmarks import Task
+from gripmoe.config.benchmarks import Documents
 from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.data.corpora import in_batches, load_corpus
@@ -32,12 +32,12 @@ def trace_routing(
 
     \b
     Example:
-      gripmoe trace-routing --settings '{"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.27},
-          "retain_documents": 200, "max_length": 256}' --model model/model.json \\
+      gripmoe trace-routing --settings '{"data": {"source": "embedded"}, "retain_documents": 200,
+          "max_length": 256}' --model model/model.json \\
           --retain-corpus data/retain_corpus.jsonl --forget-corpus data/forget_corpus.jsonl \\
           --digest routing.json --output routing.safetensors --forget-output routing_forget.safetensors
     """
-    task = parse_settings(Task, settings)
+    documents = parse_settings(Documents, settings)
     with recorded(provenance_of(output), trace_routing):
         model, tokenizer = load_model(model_file.parent / "weights")
         moe = MoEModel(model)
@@ -46,7 +46,7 @@ def trace_routing(
         corpora = ("retain", retain_corpus, output), ("forget", forget_corpus, forget_output)
         for name, corpus, trace in corpora:
             remove_halves(trace.parent, trace.name)
-            rows = load_corpus(corpus, tokenizer, limit=task.retain_documents, **task.reading)
+            rows = load_corpus(corpus, tokenizer, limit=documents.retain_documents, **documents.reading)
             metadata = {**weights, "corpus": file_digest(corpus)}
             tokens = record_trace(trace, moe, in_batches(rows, tokenizer.pad_token_id), metadata)
             contents |= {f"{name}_sha256": file_digest(trace), f"{name}_documents": len(rows)}

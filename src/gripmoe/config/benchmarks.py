@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from gripmoe.config.reading import Mistake
-from gripmoe.config.types import Name, NonNegative, Strict
+from gripmoe.config.types import CodePath, Name, NonNegative, Strict
 
 
 class EmbeddedData(Strict):
@@ -17,6 +17,7 @@ class EmbeddedData(Strict):
     kind: Literal["letters", "news"] = "letters"
     retain: Literal["broad", "narrow", "forms"] = "broad"  # letters: what the documents to retain hold
     world_seed: int = 0
+    sources: ClassVar[tuple[str, ...]] = ()
 
 
 class PublishedNews(Strict):
@@ -27,6 +28,10 @@ class PublishedNews(Strict):
     revision: str | None = None  # a commit of the hub
     rows: dict[str, PositiveInt] = {}  # "config/split": how many there have to be
     kind: Literal["news"] = "news"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.repository,)
 
 
 PublishedRows = Literal[
@@ -49,31 +54,24 @@ class PublishedData(Strict):
     revisions: dict[str, str] = {}  # commits of the hub, by hub id
     rows: dict[PublishedRows, PositiveInt] = {}  # how many each has to have; MMLU's test split is `retain_questions`
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Each hub id or folder once."""
+        names = ("forget_questions", "retain_questions", "forget_corpus", "retain_corpus", "truthfulqa")
+        return tuple(dict.fromkeys(getattr(self, name) for name in names))
+
 
 Data = Annotated[EmbeddedData | PublishedData | PublishedNews, Field(discriminator="source")]
 
 
-class Task(Strict):
-    """What is forgotten and retained, and when it counts as forgotten: all that training reads of a benchmark."""
+class Documents(Strict):
+    """The documents of a benchmark, and how they are read: what tracing and finetuning need of it."""
 
     data: Data  # where questions and documents come from
-    # Training stops after `checks_to_stop` checks in a row whose dev questions reach it. Letters: forget accuracy is at
-    # most this. News: VerbMem and KnowMem of the forget documents are at most so many points above those of the
-    # retrained model.
-    target: dict[Literal["forget_accuracy", "points_above_retrained"], NonNegative]
     retain_documents: PositiveInt  # of the retain corpus, for bases and for Method B
     # Tokens of a document. Of letters, the rest of a longer document is left out; of news, it makes further documents.
     max_length: PositiveInt
     strip_prompts: bool = False  # news: without the space that ends KnowMem's prompts
-
-    @model_validator(mode="after")
-    def _target_of_its_kind(self) -> Task:
-        wanted = "points_above_retrained" if self.is_news else "forget_accuracy"
-        if list(self.target) != [wanted]:
-            raise ValueError(f"`target` of {self.data.kind} is given by `{wanted}`")
-        if not self.is_news and self.target[wanted] > 1:
-            raise Mistake(f"target.{wanted}", f"Input should be less than or equal to 1 (got {self.target[wanted]:g})")
-        return self
 
     @property
     def is_news(self) -> bool:
@@ -85,6 +83,24 @@ class Task(Strict):
         return {"max_length": self.max_length, "whole": self.is_news}
 
 
+class Task(Documents):
+    """What is forgotten and retained, and when it counts as forgotten: all that training reads of a benchmark."""
+
+    # Training stops after `checks_to_stop` checks in a row whose dev questions reach it. Letters: forget accuracy is at
+    # most this. News: VerbMem and KnowMem of the forget documents are at most so many points above those of the
+    # retrained model.
+    target: dict[Literal["forget_accuracy", "points_above_retrained"], NonNegative]
+
+    @model_validator(mode="after")
+    def _target_of_its_kind(self) -> Task:
+        wanted = "points_above_retrained" if self.is_news else "forget_accuracy"
+        if list(self.target) != [wanted]:
+            raise ValueError(f"`target` of {self.data.kind} is given by `{wanted}`")
+        if not self.is_news and self.target[wanted] > 1:
+            raise Mistake(f"target.{wanted}", f"Input should be less than or equal to 1 (got {self.target[wanted]:g})")
+        return self
+
+
 class Benchmark(Task):
     """A task and how it is measured; what stands here changes no trained model."""
 
@@ -93,9 +109,13 @@ class Benchmark(Task):
     rewrites: dict[Name, str] = {}  # letters: files of prompts, {"id", "prompt"} a line, for the prompt attacks
     # Functions of your own, "module:function" by name. An attack takes a `gripmoe.attacks.base.Setting` and returns a
     # `Found`. A metric takes a model, its tokenizer and the folder of the benchmark's data, and returns a number.
-    attacks: dict[Name, str] = {}
-    metrics: dict[Name, str] = {}
+    attacks: dict[Name, CodePath] = {}
+    metrics: dict[Name, CodePath] = {}
 
     @property
     def task(self) -> Task:
         return Task(**{name: getattr(self, name) for name in Task.model_fields})
+
+    @property
+    def documents(self) -> Documents:
+        return Documents(**{name: getattr(self, name) for name in Documents.model_fields})

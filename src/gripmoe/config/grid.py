@@ -1,60 +1,50 @@
-"""A project: a world file with the catalogues beside it, cross-checked, and the runs that it asks for.
+"""A project: a world file, cross-checked with the catalogues beside it, and the runs that it asks for.
 
-A world lists what to run; models.yaml, benchmarks.yaml and artefacts.yaml say what the names mean. The package has its
-own methods.yaml and objectives; files of these names in the folder add rows to them. A world with `extends: other`
-replaces keys of that one and shares its results, run by run.
+A world with `extends: other` replaces keys of that one and shares its results, so a run of both has the same settings
+in both.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from gripmoe.config.benchmarks import Benchmark
+from gripmoe.config.catalogues import CATALOGUES, Catalogues, joined
 from gripmoe.config.methods import TABLE, Method, method_table
-from gripmoe.config.models import ModelConfig
-from gripmoe.config.reading import parse_as, read_catalogue, read_mapping, require_known
-from gripmoe.config.training import OBJECTIVES, OwnObjective, Training
-from gripmoe.config.types import NAME
-from gripmoe.config.world import Artefact, OwnClass, Run, World
+from gripmoe.config.reading import NAME, parse_as, read_mapping, require_known
+from gripmoe.config.training import Training
+from gripmoe.config.world import Run, World
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import file_digest
 
 NO_OBJECTIVE = "none"  # the {objective} of baselines, which train nothing
-CATALOGUES = ("models", "benchmarks", "objectives", "methods", "artefacts")
 BATCH_SIZES = ("forget_batch_size", "retain_batch_size", "gradient_accumulation")
 
 
 class Project:
-    """A world with its catalogues, cross-checked. Raises ConfigError at the first mistake."""
+    """A world with the catalogues of its folder, cross-checked. Raises ConfigError at the first mistake."""
 
-    def __init__(self, folder: Path, world_name: str):
-        self.folder, self._models_file = folder, folder / "models.yaml"
+    def __init__(self, folder: Path, world_name: str, catalogues: Catalogues | None = None):
         self.name, self.world_file = _find_world(folder, world_name)
-        self.models = read_catalogue(self._models_file, ModelConfig)
-        self.benchmarks = read_catalogue(folder / "benchmarks.yaml", Benchmark)
-        self.artefacts = read_catalogue(folder / "artefacts.yaml", Artefact)
-        self._methods_file, own = folder / "methods.yaml", folder / "objectives.yaml"
-        added = read_catalogue(self._methods_file, Method) if self._methods_file.exists() else {}
-        self.methods = _joined(method_table(), added, f"{TABLE} has a method", self._methods_file)
-        rows = read_catalogue(own, OwnObjective) if own.exists() else {}
-        self._own_objectives = {name: _found(row.path, f"{own}: {name}.class") for name, row in rows.items()}
-        registered = {name: row.registered() for name, row in rows.items()}
-        self.objectives = _joined(OBJECTIVES, registered, "gripmoe has an objective", own)
-        content, self.results_name = _world_content(folder, self.name, self.world_file)
+        self.folder, self._catalogues = folder, catalogues or Catalogues(folder)
+        self._models_file, self._methods_file = self._catalogues.models_file, self._catalogues.methods_file
+        self.models, self.benchmarks = self._catalogues.models, self._catalogues.benchmarks
+        self.objectives, self.artefacts = self._catalogues.objectives, self._catalogues.artefacts
+        content, extended = _world_content(folder, self.world_file)
+        self.results_name = _find_world(folder, extended[-1])[0] if extended else self.name
         self.world = parse_as(World, content, self.world_file)
         self.external = self._external()
         external = dict.fromkeys(self.external, Method(baseline="external"))
-        self.methods = _joined(self.methods, external, "there is a method", f"{self.world_file}: external")
+        self.methods = joined(self._catalogues.methods, external, "there is a method", f"{self.world_file}: external")
         for names, known, where in self._references():
             for name in names:
                 require_known(name, known, where)
         self._check_methods()
         self._check_models()
         self._check_training()
+        for name in extended:
+            self._check_shared_runs(Project(folder, name, self._catalogues))
 
     def _references(self) -> Iterator[tuple[Collection[str], Collection[str], str]]:
         """Names, those that are known, and where the names stand."""
@@ -163,10 +153,23 @@ class Project:
             if objective not in self.world.objective_training:
                 raise ConfigError(f"{self.world_file}: objective_training.{objective}: this key is required")
         for objective, training in self.world.objective_training.items():
-            self._check_objective(objective, training.get("objective", {}))
+            where = f"objective_training.{objective}.objective"
+            self._check_objective(objective, training.get("objective", {}), self.world_file, where)
         for benchmark, objective, method in dict.fromkeys(key[1:4] for key in self.run_keys()):
             if objective != NO_OBJECTIVE:
                 self.training(objective, method, benchmark)
+
+    def _check_shared_runs(self, other: Project) -> None:
+        known = set(other.run_keys())
+        for key in self.run_keys():
+            if key in known and self.run(*key) != other.run(*key):
+                mine, theirs = (each.run(*key).training.model_dump() for each in (self, other))
+                names = ", ".join(f"`{name}`" for name in mine if mine[name] != theirs[name])
+                raise ConfigError(
+                    f"{self.world_file}: run {'/'.join(map(str, key))} has another {names} in {other.name!r}, which "
+                    "this world extends, and both keep it in the same folder. A key such as `overrides` replaces the "
+                    f"whole key of {other.name!r}: repeat its entries, or add a method of your own with its `training`"
+                )
 
     def _check_base(self, name: str) -> None:
         model, where = self.models[name], f"{self._models_file}: {name}.base"
@@ -179,14 +182,13 @@ class Project:
             if differing := [key for key in alike if getattr(base, key) != getattr(model, key)]:
                 raise ConfigError(f"{where}: {model.base!r} has another `{differing[0]}`")
 
-    def _check_objective(self, objective: str, settings: dict) -> None:
-        where = f"objective_training.{objective}.objective"
-        checked = parse_as(self.objectives[objective].settings, settings, self.world_file, prefix=where)
+    def _check_objective(self, objective: str, settings: dict, file: Path, where: str) -> None:
+        checked = parse_as(self.objectives[objective].settings, settings, file, prefix=where)
         for name in self.world.models if "layer" in settings else []:
             layers = self.trained_from(name).layers
             if layers and checked.layer >= layers:
                 valid = f"{name} has layers 0 to {layers - 1} (got {checked.layer})"
-                raise ConfigError(f"{self.world_file}: {where}.layer: {valid}")
+                raise ConfigError(f"{file}: {where}.layer: {valid}")
 
     def fits(self, model: str, benchmark: str) -> bool:
         """News is for the models that were finetuned on it; every other benchmark is for all other models. The facts of
@@ -258,7 +260,7 @@ class Project:
             settings = {**training.objective, **own_objective}
             changed = {**training.model_dump(), **change, "objective": settings}
             training = parse_as(Training, changed, where, prefix=key)
-        self._check_objective(objective, training.objective)
+            self._check_objective(objective, settings, where, f"{key}.objective")
         return training
 
     def training_of(self, model: str, objective: str, method: str, benchmark: str) -> Training | None:
@@ -275,7 +277,7 @@ class Project:
             benchmark_name=benchmark,
             benchmark=self.benchmarks[benchmark].task,
             objective=objective,
-            own_objective=self._own_objectives.get(objective),
+            own_objective=self._catalogues.own_objectives.get(objective),
             method_name=method,
             method=self.methods[method],
             seed=seed,
@@ -294,32 +296,6 @@ class Project:
                     others = [name for name in world.methods_of(objective) if not self.methods[name].baseline]
                     keys += [(model, benchmark, objective, name, seed) for name in others for seed in world.seeds]
         return keys
-
-
-def _joined(table: dict, added: dict, taken: str, where: Path | str) -> dict:
-    """The rows of a table and those that a configuration adds, which need other names."""
-    for name in added.keys() & table.keys():
-        raise ConfigError(f"{where}: {name}: {taken} of this name; give yours another")
-    return {**table, **added}
-
-
-def _found(path: str, where: str) -> OwnClass:
-    """A class or function of the user by its path, with the digest of the module's file, which is not imported here."""
-    module = path.partition(":")[0]
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # of a package above it
-        spec = None
-    if spec is None or not spec.has_location:
-        raise ConfigError(f"{where}: no module {module!r} in the folders of PYTHONPATH; add the one that it lies in")
-    return OwnClass(path=path, sha256=file_digest(Path(spec.origin)))
-
-
-def own_code(benchmark: Benchmark) -> list[str]:
-    """Digests of the files of a benchmark's own attacks and metrics. Raises ConfigError if a file is not found."""
-    paths = {f"attacks.{name}": path for name, path in benchmark.attacks.items()}
-    paths |= {f"metrics.{name}": path for name, path in benchmark.metrics.items()}
-    return [_found(path, f"benchmarks.yaml: {key}").sha256 for key, path in paths.items()]
 
 
 def world_files(folder: Path) -> list[Path]:
@@ -347,19 +323,20 @@ def _find_world(folder: Path, world: str) -> tuple[str, Path]:
     return path.stem, path
 
 
-def _world_content(folder: Path, name: str, file: Path) -> tuple[dict, str]:
-    """The content of a world file over that of the worlds that it extends, and the name of the last of these."""
-    content, files = read_mapping(file), [file.resolve()]
+def _world_content(folder: Path, file: Path) -> tuple[dict, list[str]]:
+    """The content of a world file over that of the worlds that it extends, and these worlds."""
+    content, files, worlds = read_mapping(file), [file.resolve()], []
     while "extends" in content:
         extended, where = content.pop("extends"), f"{files[-1]}: extends"
         if not isinstance(extended, str):
             raise ConfigError(f"{where}: {extended!r} is no name of a world; give one, or leave the key out")
         try:
             name, base_file = _find_world(folder, extended)
+            worlds.append(extended)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
         if base_file.resolve() in files:
             raise ConfigError(f"{file}: extends: {name!r} extends itself")
         content = {**read_mapping(base_file), **content}
         files.append(base_file.resolve())
-    return content, name
+    return content, worlds

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from gripmoe.config.reading import Mistake
 from gripmoe.config.types import Fraction, Name, Optimizer, Strict
 
 
@@ -89,6 +90,12 @@ class PublishedModel(Strict):
     retrained: None = None
     base: None = None
     made_from: ClassVar[None] = None
+
+    @model_validator(mode="after")
+    def _number_of_layers(self) -> PublishedModel:
+        if not isinstance(self.layers, int | None):
+            raise Mistake("config.num_hidden_layers", f"give a whole number (got {self.layers!r})")
+        return self
 
     @property
     def layers(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import YAML, read_yaml
 
 SHOWN = 80  # names in an error
+NAME = r"^[a-z][a-z0-9_]*$"  # of whatever a configuration names, and of folders of results
 SOURCES = ("embedded", "published", "muse", "finetuned")  # pydantic's names of the alternatives in its unions
 
 
@@ -70,8 +72,12 @@ def read_mapping(path: Path) -> dict:
 
 
 def read_catalogue(path: Path, row_type: Any) -> dict[str, Any]:
-    """The rows of a YAML file, by name. Raises ConfigError for the first row that is not valid."""
-    return {name: parse_as(row_type, row, path, prefix=name) for name, row in read_mapping(path).items()}
+    """The rows of a YAML file, by name. Raises ConfigError for the first row or name that is not valid."""
+    rows = read_mapping(path)
+    for name in rows:
+        if not isinstance(name, str) or not re.fullmatch(NAME, name):
+            raise ConfigError(f"{path}: {name!r}: a name has small letters, digits and _, and begins with a letter")
+    return {name: parse_as(row_type, row, path, prefix=name) for name, row in rows.items()}
 
 
 def _require_each_key_once(node: yaml.Node | None, path: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveFloat, PositiveInt, create_model, model_validator
 
-from gripmoe.config.types import BelowOne, Name, NonNegative, Optimizer, Strict
+from gripmoe.config.reading import Mistake
+from gripmoe.config.types import BelowOne, CodePath, Names, NonNegative, Optimizer, Strict
 
 Precision = Literal["native", "fp8", "fp8_emulated"]  # fp8: on Hopper GPUs; emulated: anywhere, slowly
 LinearPrecision = Literal["native", "te_fp8"]  # te_fp8: by TransformerEngine, on Ada or Hopper GPUs
@@ -58,8 +59,15 @@ class OwnObjective(Strict):
     """A row of a configuration folder's objectives.yaml: a class on PYTHONPATH, and the names of its settings, numbers
     that a world gives and the class checks. One of them is `alpha`, the weight of the retain loss."""
 
-    path: Annotated[str, Field(alias="class", pattern=r"^[\w.]+:\w+$")]  # "module:Class"
-    settings: list[Name]  # arguments of the class
+    path: Annotated[CodePath, Field(alias="class")]
+    settings: Names  # arguments of the class
+
+    @model_validator(mode="after")
+    def _free_names(self) -> OwnObjective:
+        for name in self.settings:
+            if hasattr(Strict, name):
+                raise Mistake("settings", f"pydantic has {name!r} for itself; give the argument another name")
+        return self
 
     def registered(self) -> Objective:
         fields: dict[str, Any] = dict.fromkeys(self.settings, (int | float, ...))

@@ -6,9 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from gripmoe.config.reading import Mistake
+from gripmoe.config.reading import NAME, Mistake
 
-NAME = r"^[a-z][a-z0-9_]*$"
 Name = Annotated[str, Field(pattern=NAME)]
 Optimizer = Literal["adamw", "adamw_8bit", "adamw_fp32"]  # what bf16 weights need: `gripmoe.training.optimizers`
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -37,6 +36,14 @@ def _each_once(values: list) -> list:
     return values
 
 
+def _code_path(value: str) -> str:
+    module, _, name = value.partition(":")
+    if not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
+        raise ValueError('give "module:name", as `my_file:my_function`')
+    return value
+
+
+CodePath = Annotated[str, AfterValidator(_code_path)]
 EachOnce = AfterValidator(_each_once)
 Names = Annotated[list[Name], EachOnce]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**31)]

@@ -23,12 +23,13 @@ RETAIN_SPLITS = {
 }
 MIN_CHARACTERS = 50  # shorter lines (headings, blanks) are not documents
 CHOICES = 4  # A to D, as prompts list them
+LEAST_DEV = 5  # forget questions of the dev split, which prompt attacks put, solved, before each other question
 
 
 def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ConfigError, with the download
-    command, for a data set that cannot be read, lacks a column or has no documents, for a text that is none, and for a
-    question without four choices or with an answer out of range.
+    command, for a data set that cannot be read, lacks a column or has too few questions or documents, for a text that
+    is none, and for a question without four choices or with an answer out of range.
 
     Retain questions of the dev split are in a random order, because the stop rule asks the first ones, and MMLU sorts
     its questions by subject."""
@@ -41,6 +42,13 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
 
     asked = ("question", "choices", "answer")
     forget = _questions(rows("forget_questions", "wmdp-cyber", "test", *asked), "forget", data.forget_subject)
+    dev = sum(question["split"] == "dev" for question in forget)
+    if dev < LEAST_DEV or dev == len(forget):
+        raise ConfigError(
+            f"benchmarks.yaml: data.forget_questions: {data.forget_questions} has {len(forget)} questions. A hash of "
+            f"the text puts {dev} of them into the dev split, which needs at least {LEAST_DEV}, and leaves "
+            f"{len(forget) - dev} to report; add questions"
+        )
     retain = []
     for split, (here, counted) in RETAIN_SPLITS.items():
         of_split = rows("retain_questions", "all", split, *asked, "subject", counted=counted)
@@ -51,6 +59,8 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     truths = rows("truthfulqa", "multiple_choice", "validation", "question", "mc1_targets", "mc2_targets")
     retain_texts = _documents(rows("retain_corpus", "wikitext-2-raw-v1", "test", "text"), "retain")
     kept, held_out = split_held_out(retain_texts)
+    if not kept:
+        raise ConfigError(f"benchmarks.yaml: data.retain_corpus: {data.retain_corpus} has one document; add others")
     return {
         "forget_questions": forget,
         "retain_questions": retain,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gripmoe.config.benchmarks import Benchmark
@@ -39,10 +39,16 @@ def choice_metrics(questions: Sequence[dict], answers: Sequence[Answer]) -> dict
     return metrics | {f"forget_answers_{letter}": chosen.count(i) / len(chosen) for i, letter in enumerate(LETTERS)}
 
 
-def own_metrics(benchmark: Benchmark, model, tokenizer, data: Path) -> dict[str, float]:
-    """The user's metrics that the benchmark's row names. Raises ConfigError if a function is missing."""
-    functions = {name: imported(path, f"metrics.{name}") for name, path in benchmark.metrics.items()}
-    return {name: function(model, tokenizer, data) for name, function in functions.items()}
+def own_metrics(benchmark: Benchmark) -> dict[str, Callable]:
+    """The user's functions that the benchmark's row names. Raises ConfigError if one is missing."""
+    return {name: imported(path, f"benchmarks.yaml: metrics.{name}") for name, path in benchmark.metrics.items()}
+
+
+def joined(metrics: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
+    """The package's metrics and the user's. Raises ConfigError if two have one name."""
+    for name in own.keys() & metrics.keys():
+        raise ConfigError(f"benchmarks.yaml: metrics.{name}: the package has a metric of this name; give yours another")
+    return {**metrics, **own}
 
 
 def question_results(questions: Sequence[dict], answers: Sequence[Answer]) -> list[dict]:

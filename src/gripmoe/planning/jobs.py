@@ -3,7 +3,7 @@ from the operations of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -48,7 +48,9 @@ class Job:
 
 
 RUN = "{}/{}/{}/{}/{}"
-OUTPUTS = {  # by rule, below the results, from the parts of a job's key
+Key = tuple  # of a step: of model, benchmark, objective, method and seed those that the step is of
+OUTPUTS = {  # by rule, below the results, from the parts of a step's key
+    "prepare_data": "data/{}/provenance",
     **dict.fromkeys(("prepare_model", "finetune_model"), "models/{}/model"),
     "trace_routing": "{}/{}/routing",
     "fit_basis": "{}/{}/bases/{}",
@@ -62,28 +64,54 @@ COPYING = ("edit_weights", "import_checkpoint")  # rules that write a checkpoint
 def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Costs | None = None) -> list[Job]:
     """The jobs whose output is missing: base models, traces, bases; and for every run of the world, training or
     correction, evaluation and attack. Only Snakemake knows which outputs are out of date (`snakemake -n`)."""
-    left, costs = {}, costs or Costs(project, results)
-
-    def add(rule: str, *key) -> None:
-        if (rule, key) not in left and not (results / f"{OUTPUTS[rule].format(*key)}.json").exists():
-            left[rule, key] = _job(costs, results, rule, key, tflops)
-
-    for name in project.models_needed:
-        add("finetune_model" if project.models[name].source == "finetuned" else "prepare_model", name)
+    steps = [(_model_rule(project, name), (name,)) for name in project.models_needed]
     for key in project.run_keys():
-        method = project.methods[key[3]]
-        if not method.baseline:
-            add("trace_routing", *key[:2])
-            if method.has_bases:
-                add("fit_basis", *key[:2], key[3])
-        if method.rule:
-            add(method.rule, *key)
-        add("evaluate", *key)
-        add("attack", *key)
-    return list(left.values())
+        steps += [*shared_steps(project, key), *((rule, key) for rule in own_rules(project, key))]
+    return jobs_of(project, results, [step for step in steps if not is_done(results, *step)], tflops, costs)
 
 
-def _job(costs: Costs, results: Path, rule: str, key: tuple, tflops: float) -> Job:
+def jobs_of(
+    project: Project,
+    results: Path,
+    steps: Iterable[tuple[str, Key]],
+    tflops: float = TFLOPS,
+    costs: Costs | None = None,
+) -> list[Job]:
+    """The jobs of steps, each a rule and its key. Rules that take no time worth planning are left out."""
+    costs = costs or Costs(project, results)
+    return [_job(costs, results, rule, key, tflops) for rule, key in dict.fromkeys(steps) if rule in TINY_SECONDS]
+
+
+def shared_steps(project: Project, key: Key) -> Iterator[tuple[str, Key]]:
+    """The steps that a run needs and shares with other runs, in order."""
+    method, model = project.methods[key[3]], project.models[key[0]]
+    models = [key[0]]
+    if model.retrained and (method.baseline == "retrained" or project.benchmarks[key[1]].is_news):
+        models.append(model.retrained)
+    for name in models:  # it grows
+        models += [base for base in [project.models[name].made_from] if base]
+    yield from ((_model_rule(project, name), (name,)) for name in reversed(models))
+    yield "prepare_data", key[1:2]
+    if not method.baseline:
+        yield "trace_routing", key[:2]
+        if method.has_bases:
+            yield "fit_basis", (*key[:2], key[3])
+
+
+def own_rules(project: Project, key: Key) -> list[str]:
+    """The rules that a run goes through alone, in order."""
+    return [rule for rule in (project.methods[key[3]].rule, "evaluate", "attack") if rule]
+
+
+def is_done(results: Path, rule: str, key: Key) -> bool:
+    return (results / f"{OUTPUTS[rule].format(*key)}.json").exists()
+
+
+def _model_rule(project: Project, name: str) -> str:
+    return "finetune_model" if project.models[name].source == "finetuned" else "prepare_model"
+
+
+def _job(costs: Costs, results: Path, rule: str, key: Key, tflops: float) -> Job:
     project, name = costs.project, key[0]
     undone = rule == "realign" and project.methods[key[3]].undo
     step = Step(name, "undo" if undone else rule, *(key[1:4] if rule == "unlearn" or undone else key[1:2]))
@@ -131,7 +159,7 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
     return seconds
 
 
-def _records(results: Path, rule: str, key: tuple, any_of_the_model: bool) -> list[dict]:
+def _records(results: Path, rule: str, key: Key, any_of_the_model: bool) -> list[dict]:
     """What the same run with another seed has recorded. Else, for evaluation and attacks, other runs with the same
     model and benchmark, whose times do not depend on the method. Else, with `any_of_the_model`, this rule on the same
     model. A record of the last part of an interrupted job does not count."""
@@ -158,7 +186,7 @@ def check_budget(jobs: Sequence[Job], budget: float | None) -> None:
     counted = that_count(jobs)
     total = sum(job.hours for job in counted)
     if budget is not None and total > budget:
-        worst = sorted(counted, key=lambda job: -job.hours)[:5]
+        worst = sorted(counted, key=lambda job: (-job.hours, job.rule, job.run))[:5]
         listed = "; ".join(f"{job.rule} {job.run} {job.hours:.2f} h" for job in worst)
         raise ConfigError(f"{total:.1f} hours exceed the budget of {budget:g}. Most expensive: {listed}")
 

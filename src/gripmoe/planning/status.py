@@ -5,22 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 
 from gripmoe.config.grid import Project
-from gripmoe.planning.jobs import OUTPUTS
+from gripmoe.planning.jobs import Key, is_done, own_rules, shared_steps
 
 TAIL = 4000  # bytes of a log that hold its last progress bar
 SLURM_SAYS = "slurmstepd: error: "
 CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 
-def run_status(project: Project, results: Path, key: tuple) -> tuple[str, str]:
-    """The next rule of a run, or "done"; and why SLURM ended its job, or the last line of its log."""
-    name = list(map(str, key))
-    for rule in filter(None, (project.methods[key[3]].rule, "evaluate", "attack")):
-        if not (results / f"{OUTPUTS[rule].format(*name)}.json").exists():
-            log = results / "logs" / rule / f"{'.'.join(name)}.log"
-            ended = ended_by_cluster(CLUSTER_LOGS / f"rule_{rule}" / "_".join(name), log)
-            return rule, ended or last_line(log) or "waits"
+def run_status(project: Project, results: Path, key: Key) -> tuple[str, str]:
+    """The next rule of a run, or "done"; and why SLURM ended its job, or the last line of its log. A run that has not
+    begun waits, perhaps for a step that it shares with others."""
+    for rule in own_rules(project, key):
+        if not is_done(results, rule, key):
+            return rule, _said(results, rule, key) or _awaited(project, results, key)
     return "done", ""
+
+
+def _said(results: Path, rule: str, key: Key) -> str:
+    name = list(map(str, key))
+    log = results / "logs" / rule / f"{'.'.join(name)}.log"
+    return ended_by_cluster(CLUSTER_LOGS / f"rule_{rule}" / "_".join(name), log) or last_line(log)
+
+
+def _awaited(project: Project, results: Path, key: Key) -> str:
+    for rule, of in shared_steps(project, key):
+        if not is_done(results, rule, of) and (said := _said(results, rule, of)):
+            return f"waits for {rule} of {'.'.join(of)}: {said}"
+    return "waits"
 
 
 def kept_originals(project: Project, results: Path) -> dict[Path, float]:

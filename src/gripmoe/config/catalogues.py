@@ -1,0 +1,61 @@
+"""The catalogues of a configuration folder, which say what the names in its worlds mean."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Literal
+
+from gripmoe.config.benchmarks import Benchmark
+from gripmoe.config.methods import TABLE, Method, method_table
+from gripmoe.config.models import ModelConfig
+from gripmoe.config.reading import read_catalogue
+from gripmoe.config.training import OBJECTIVES, OwnObjective
+from gripmoe.config.world import Artefact, OwnClass
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import file_digest
+
+CATALOGUES = ("models", "benchmarks", "objectives", "methods", "artefacts")
+
+
+class Catalogues:
+    """models.yaml, benchmarks.yaml and artefacts.yaml of a folder; and the package's methods and objectives, with those
+    that methods.yaml and objectives.yaml of the folder add. Raises ConfigError at the first mistake."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.models_file, self.methods_file, own = (folder / f"{n}.yaml" for n in ("models", "methods", "objectives"))
+        self.models = read_catalogue(self.models_file, ModelConfig)
+        self.benchmarks = read_catalogue(folder / "benchmarks.yaml", Benchmark)
+        self.artefacts = read_catalogue(folder / "artefacts.yaml", Artefact)
+        added = read_catalogue(self.methods_file, Method) if self.methods_file.exists() else {}
+        self.methods = joined(method_table(), added, f"{TABLE} has a method", self.methods_file)
+        rows = read_catalogue(own, OwnObjective) if own.exists() else {}
+        self.own_objectives = {name: _found(row.path, f"{own}: {name}.class") for name, row in rows.items()}
+        registered = {name: row.registered() for name, row in rows.items()}
+        self.objectives = joined(OBJECTIVES, registered, "gripmoe has an objective", own)
+
+
+def joined(table: dict, added: dict, taken: str, where: Path | str) -> dict:
+    """The rows of a table and those that a configuration adds, which need other names."""
+    for name in added.keys() & table.keys():
+        raise ConfigError(f"{where}: {name}: {taken} of this name; give yours another")
+    return {**table, **added}
+
+
+def own_code(benchmark: Benchmark, key: Literal["attacks", "metrics"]) -> list[str]:
+    """Digests of the files of a benchmark's own attacks or metrics. Raises ConfigError if a file is not found."""
+    paths = getattr(benchmark, key)
+    return [_found(path, f"benchmarks.yaml: {key}.{name}").sha256 for name, path in paths.items()]
+
+
+def _found(path: str, where: str) -> OwnClass:
+    """A class or function of the user by its path, with the digest of the module's file, which is not imported here."""
+    module = path.partition(":")[0]
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # of a package above it
+        spec = None
+    if spec is None or not spec.has_location:
+        raise ConfigError(f"{where}: no module {module!r} in the folders of PYTHONPATH; add the one that it lies in")
+    return OwnClass(path=path, sha256=file_digest(Path(spec.origin)))
