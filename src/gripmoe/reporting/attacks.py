@@ -12,7 +12,7 @@ from gripmoe.reporting import names
 from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
 from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, nothing, panels_of
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
-from gripmoe.reporting.runs import KEYS, beside, by_run
+from gripmoe.reporting.runs import KEYS, beside, values_of
 from gripmoe.reporting.tables import Cell, Table, with_half_width
 from gripmoe.reporting.uncertainty import interval, units
 
@@ -71,12 +71,12 @@ def _paired(by_run: dict, of_row: pd.DataFrame, metric: str, own: str) -> Estima
 
 
 def _over_runs(of_row: pd.DataFrame, metric: str, own: str) -> Estimate:
-    wide = by_run(of_row)
-    if metric not in wide:
-        return None, None
-    # Forcing uses every question. All other attacks, and their plain prompt, use the sample.
-    base = own if metric == "forced_forget_accuracy" or "prompt_plain" not in wide else "prompt_plain"
-    mean, half = interval(units(wide[metric] if metric == own else wide[metric] - wide[base]))
+    values = values_of(of_row, metric)
+    if metric != own:
+        # Forcing uses every question. All other attacks, and their plain prompt, use the sample.
+        plain = values_of(of_row, "prompt_plain")
+        values = values - (values_of(of_row, own) if metric == "forced_forget_accuracy" or plain.empty else plain)
+    mean, half = interval(units(values))
     return (None, None) if pd.isna(mean) else (mean, half)
 
 

@@ -52,7 +52,7 @@ def differences(runs: pd.DataFrame, claim: dict, forgot: bool = False) -> pd.Ser
     With `forgot`, runs that have not forgotten, also those whose correction undid it, are left out, unless the claim is
     about them too (`unreached`). So are collapsed runs, from which nothing can be recovered, unless the claim is about
     what is retained."""
-    runs = of_kind(runs, claim.get("kind", "letters"))
+    runs = of_kind(runs[runs.method.isin([claim["left"], claim["right"]])], claim.get("kind", "letters"))
     left_out = [unforgotten(runs)] if forgot and not claim.get("unreached") else []
     left_out += [collapsed(runs)] if forgot and claim["metric"].removesuffix("_share") not in RETAINED else []
     for out in left_out:

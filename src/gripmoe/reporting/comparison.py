@@ -15,7 +15,7 @@ import pandas as pd
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
-from gripmoe.reporting.runs import KEYS, apart, by_run
+from gripmoe.reporting.runs import KEYS, apart, by_run, values_of
 from gripmoe.reporting.tables import MISSING, Cell, Row, Table, fixed
 from gripmoe.reporting.uncertainty import LEAST, interval, of_runs
 
@@ -67,8 +67,8 @@ def _mean_of(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
     if half_width is not None:
         unit = "×" * text.endswith("×")
         text = f"{text.removesuffix(unit)} ± {_text(metric, half_width, news)}"
-    valued, of_row = (len(rows[KEYS].drop_duplicates()) for rows in (measured[measured.value.notna()], runs))
-    return Cell(text + f" (n = {valued})" * (valued < of_row), mean, half_width)
+    valued = int(measured.value.notna().sum())
+    return Cell(text + f" (n = {valued})" * (valued < runs.run.nunique()), mean, half_width)
 
 
 def comparison(runs: pd.DataFrame, name: str, measured: Measured = _mean_of) -> Table:
@@ -78,6 +78,7 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured = _mean_of) -> 
     as the row with most; the labels say how many runs where rows differ in them. The label of a run that missed its
     target, or diverged, has a mark. Rows that are neither measured nor in the paper are left out.
     """
+    runs = runs.assign(run=runs.groupby(KEYS, sort=False).ngroup())  # one number, which is counted faster than KEYS
     spec = specification(name)
     metrics, published, news = spec["measured"], spec["paper"], spec.get("kind") == "news"
     table = Table(list(headings(spec).values()), [names.metric(m).heading for m in published])
@@ -193,27 +194,34 @@ def marks_of(runs: pd.DataFrame) -> str:
     def any_is(metric: str) -> bool:
         return bool((runs.value[runs.metric == metric] == 1).any())
 
-    marks = " †" if any_is("diverged") else " *" * bool(len(unforgotten(runs)))
-    marks += " §" * (not collapsed(runs).empty) + " ¶" * _overshot(runs)
+    forgetting, slacks = _forgetting(runs)
+    marks = " †" if any_is("diverged") else " *" * bool(_missed(forgetting, slacks).any())
+    marks += " §" * (not collapsed(runs).empty) + " ¶" * bool(_overshot(forgetting, slacks).any())
     return marks + " ‡" * any_is("corrected_after")
 
 
-def _wide(runs: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, float]]:
-    """A row per run, and the slack of each measure that has a target."""
-    wide = by_run(runs)
-    return wide, {m: slack for m, slack in FORGET_SLACK.items() if {m, f"{m}_target"} <= set(wide)}
+def _forgetting(runs: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, float]]:
+    """What says whether runs have forgotten, a row per unlearned run, and the slack of each measure with a target."""
+    parts = [f"{measure}{part}" for measure in FORGET_SLACK for part in ("", "_target", "_half_width")]
+    wide = by_run(runs[runs.metric.isin(["reached", *parts])])
+    if "reached" not in wide:
+        return values_of(runs, "reached").to_frame("reached"), {}
+    slacks = {m: slack for m, slack in FORGET_SLACK.items() if {m, f"{m}_target"} <= set(wide)}
+    return wide[wide["reached"].notna()], slacks
 
 
 def unforgotten(runs: pd.DataFrame) -> pd.DataFrame:
     """The runs (columns KEYS) that missed their target on dev questions, or exceed it on test questions by more than
     the slack, as after a correction that undoes forgetting."""
-    wide, slacks = _wide(runs)
-    if "reached" not in wide:
-        return pd.DataFrame(columns=KEYS)
-    missed = wide["reached"] == 0
+    forgetting, slacks = _forgetting(runs)
+    return forgetting.index[_missed(forgetting, slacks)].to_frame(index=False)
+
+
+def _missed(forgetting: pd.DataFrame, slacks: dict[str, float]) -> pd.Series:
+    missed = forgetting["reached"] == 0
     for measure, slack in slacks.items():
-        missed |= wide["reached"].notna() & (wide[measure] > wide[f"{measure}_target"] + slack)
-    return wide.index[missed].to_frame(index=False)
+        missed |= forgetting[measure] > forgetting[f"{measure}_target"] + slack
+    return missed
 
 
 def collapsed(runs: pd.DataFrame) -> pd.DataFrame:
@@ -222,17 +230,14 @@ def collapsed(runs: pd.DataFrame) -> pd.DataFrame:
     return unlearned[(unlearned.metric == "retain_accuracy") & (unlearned.value <= names.COLLAPSED)]
 
 
-def _overshot(runs: pd.DataFrame) -> bool:
-    """Whether a run ended with all of its measures below target by more than their half-widths, or the slack where
+def _overshot(forgetting: pd.DataFrame, slacks: dict[str, float]) -> pd.Series:
+    """Which runs ended with all of their measures below target by more than their half-widths, or the slack where
     these were not kept. Runs stop when the last of the measures is met, so one alone may be far below."""
-    wide, slacks = _wide(runs)
-    if "reached" not in wide or not slacks:
-        return False
-    far = wide["reached"] == 1
+    far = (forgetting["reached"] == 1) & bool(slacks)
     for measure, slack in slacks.items():
-        half_width = wide.get(f"{measure}_half_width", pd.Series(slack, wide.index)).fillna(slack)
-        far &= wide[measure] + half_width < wide[f"{measure}_target"]
-    return bool(far.any())
+        half_width = forgetting.get(f"{measure}_half_width", pd.Series(slack, forgetting.index)).fillna(slack)
+        far &= forgetting[measure] + half_width < forgetting[f"{measure}_target"]
+    return far
 
 
 def _realigned(runs: pd.DataFrame) -> str:

@@ -20,15 +20,23 @@ def by_run(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.pivot_table(index=KEYS, columns="metric", values="value")
 
 
+def values_of(runs: pd.DataFrame, metric: str) -> pd.Series:
+    """The values of one metric, with KEYS as their index. Runs in which it is NaN are left out."""
+    return runs[(runs.metric == metric) & runs.value.notna()].set_index(KEYS).value
+
+
 def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
     """The rows that may be pooled, and their name: those of base models of one kind on one benchmark, or of other
     columns, as `by` says. The name is empty if all rows may be pooled."""
     labels = {"model": names.model_label, "benchmark": names.benchmark_label, "objective": names.objective_label}
-    shown = pd.DataFrame({column: table[column].map(labels[column]) for column in by})
-    differ = shown.columns[shown.nunique() > 1]
-    if differ.empty:
+    shown = {
+        column: table[column].map({value: labels[column](value) for value in table[column].unique()}) for column in by
+    }
+    differ = [column for column, labelled in shown.items() if labelled.nunique() > 1]
+    if not differ:
         return [("", table)]
-    return list(table.groupby(shown[differ].agg(", ".join, axis=1), sort=False))
+    first, *others = (shown[column] for column in differ)
+    return list(table.groupby(first.str.cat(others, sep=", "), sort=False))
 
 
 def of_kind(table: pd.DataFrame, kind: str) -> pd.DataFrame:

@@ -31,13 +31,13 @@ def complete_cells(values: pd.Series) -> pd.Series:
     most means, and prefers one with at least LEAST base models. The index of `values` has the levels `model` and
     `objective`."""
     values = values.dropna()
-    cells = values.groupby(level=["model", "objective"]).size().unstack("objective")
-    if cells.notna().all(axis=None):
+    models, objectives = (values.index.get_level_values(name) for name in ("model", "objective"))
+    if len(set(zip(models, objectives, strict=True))) == models.nunique() * objectives.nunique():
         return values
+    cells = values.groupby(level=["model", "objective"]).size().unstack("objective")
     subsets = [list(s) for n in range(1, cells.shape[1] + 1) for s in combinations(cells.columns, n)]
     kept = max((cells[s].dropna() for s in subsets), key=lambda kept: (len(kept) >= LEAST, kept.size))
-    index = values.index
-    return values[index.get_level_values("model").isin(kept.index) & index.get_level_values("objective").isin(kept)]
+    return values[models.isin(kept.index) & objectives.isin(kept)]
 
 
 def units(values: pd.Series) -> pd.Series:
@@ -51,7 +51,9 @@ def units(values: pd.Series) -> pd.Series:
 
 
 def of_runs(runs: pd.DataFrame) -> pd.Series:
-    """`units` of a tidy table with the rows of one metric."""
+    """`units` of a tidy table with the rows of one metric. Those of a single base model have no index."""
+    if runs.model.nunique() <= 1:  # an index would take most of the time
+        return runs.value.dropna()
     return units(runs.set_index(["model", "objective"]).value)
 
 
