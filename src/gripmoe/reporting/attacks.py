@@ -29,7 +29,7 @@ def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name:
     comparisons.yaml, in which an attack is right of the measure that it adds to. With the table of `attacks`,
     differences are paired by item, and intervals are bootstrapped over runs and items (for letter questions, over
     facts). Without it, only letter questions are shown, with intervals over runs."""
-    by_run = {} if attacks is None else dict(list(attacks.groupby(KEYS)))
+    by_run = {} if attacks is None else {key: asked.set_index("fact") for key, asked in attacks.groupby(KEYS)}
     spec = specification(name)
     measures = added_to(spec)
 
@@ -58,8 +58,8 @@ Estimate = tuple[float | None, float | None]  # mean and half of its interval
 
 def _paired(by_run: dict, of_row: pd.DataFrame, metric: str, own: str) -> Estimate:
     differences, models = [], []
-    for key in of_row[KEYS].drop_duplicates().itertuples(index=False, name=None):
-        asked = by_run[key].set_index("fact") if key in by_run else pd.DataFrame()
+    for key in of_row.drop_duplicates("run")[KEYS].itertuples(index=False, name=None):
+        asked = by_run.get(key, pd.DataFrame())
         if metric in asked and asked[metric].notna().any():
             asked = asked[asked[metric].notna()]
             differences.append(asked[own] if metric == own else asked[metric] - asked[own])
