@@ -129,14 +129,14 @@ def test_worlds_that_share_a_folder_agree_on_every_run():
     known = {}
     for project in (Project(CONFIG, world) for world in WORLDS):
         for key in {key[:4] for key in project.run_keys()}:
-            run = project.run(*key, seed=0)
+            run = project.run(*key, seed=0), project.world.relearning, project.external
             name, other = known.setdefault((project.results_name, *key), (project.name, run))
             assert run == other, f"{project.name} and {name}: {key}"
 
 
 def test_a_run_of_two_worlds_has_the_same_settings_in_both(folder):
     """Else each world would overwrite the runs of the other. A world by its path extends likewise, and by way of a
-    third; runs that the extended world does not list are free."""
+    third. Runs that the extended world does not list are free."""
     (folder / "mine.yaml").write_text("extends: tiny\noverrides: {}\n")
     message = "mine.yaml: run .*gd/expert_specific.* has another `objective` in 'tiny', .* replaces the whole key"
     with pytest.raises(ConfigError, match=message):
@@ -150,6 +150,19 @@ def test_a_run_of_two_worlds_has_the_same_settings_in_both(folder):
         "extends: tiny\nmethods: [original, sam]\noverrides: {sam: {learning_rate: 1.0e-3}}\n"
     )
     assert Project(folder, "mine").results_name == "tiny"
+    (folder / "mine.yaml").write_text("extends: tiny\nrelearning: {learning_rate: 0.1}\n")
+    with pytest.raises(
+        ConfigError, match="mine.yaml: run .*original/0 has another `relearning` in 'tiny', .* repeat its"
+    ):
+        Project(folder, "mine")
+    (folder / "theirs.yaml").write_text("extends: tiny\nexternal: {theirs: saves/a}\n")
+    (folder / "mine.yaml").write_text("extends: theirs\nexternal: {theirs: saves/b}\n")
+    with pytest.raises(ConfigError, match="mine.yaml: run .*theirs/0 has another `external` in 'theirs'"):
+        Project(folder, "mine")
+    part = yaml.safe_load((folder / "tiny.yaml").read_text())
+    write_yaml(folder / "part.yaml", {key: value for key, value in part.items() if key != "methods"})
+    (folder / "mine.yaml").write_text("extends: part\nmethods: [original]\n")
+    assert Project(folder, "mine").results_name == "part", "a world that is there to be extended alone"
 
 
 def test_a_benchmark_changes_training(folder):

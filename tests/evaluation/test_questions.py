@@ -12,7 +12,13 @@ from conftest import small_model
 from gripmoe.attacks.prompts import reworded
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.data.prompt_formats import LETTERS, REWORDINGS
-from gripmoe.evaluation.metrics import choice_metrics, joined, load_answers, own_metrics, question_results
+from gripmoe.evaluation.metrics import (
+    choice_metrics,
+    load_answers,
+    own_metrics,
+    question_results,
+    require_other_names,
+)
 from gripmoe.evaluation.questions import (
     accuracy,
     direct_answers,
@@ -126,12 +132,12 @@ def test_metrics_of_ones_own_stand_beside_those_of_the_package():
     """A mistake in their path is found before anything is measured."""
     task = {"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.3}, "retain_documents": 2, "max_length": 9}
     benchmark = Benchmark(**task, evaluation_batch_size=8, metrics={"mine": "math:sqrt"})
-    own = own_metrics(benchmark)
-    assert joined({"forget_accuracy": 0.5}, {"mine": own["mine"](4)}) == {"forget_accuracy": 0.5, "mine": 2.0}
+    assert own_metrics(benchmark)["mine"](4) == 2.0
+    require_other_names({"mine"}, {"forget_accuracy"})
     with pytest.raises(ConfigError, match="benchmarks.yaml: metrics.mine: .* has no attribute 'sqroot'"):
         own_metrics(benchmark.model_copy(update={"metrics": {"mine": "math:sqroot"}}))
     with pytest.raises(ConfigError, match="metrics.forget_accuracy: the package has a metric of this name"):
-        joined({"forget_accuracy": 0.5}, {"forget_accuracy": 1.0})
+        require_other_names({"forget_accuracy"}, {"forget_accuracy"})
 
 
 def test_metrics_by_hand(questions):

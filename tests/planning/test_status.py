@@ -103,6 +103,12 @@ def test_a_run_waits_for_the_step_that_has_failed(lines):
     half_way(log_of("unlearn", "anchored"))
     assert "240/600" in lines()[0]["anchored"]
     write_json(Path("results/tiny/tiny_a/wmdp_tiny/routing.json"), {})
+    (log := Path("results/tiny/logs/prepare_data/wmdp_tiny.log")).parent.mkdir()
+    log.write_text("ConfigError: too few\n")
+    (data := Path("results/tiny/data/wmdp_tiny")).mkdir(parents=True)
+    write_json(data / "provenance.json", {})
+    assert lines()[0]["unconstrained"].endswith("waits for prepare_data of wmdp_tiny: ConfigError: too few")
+    (data / "retain_corpus.jsonl").touch()
     assert lines()[0]["unconstrained"].endswith(waiting)
 
 

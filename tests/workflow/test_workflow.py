@@ -102,16 +102,20 @@ def test_slurm_profile_as_typed_from_a_clone(tmp_path):
 
 
 def test_files_of_local_models_and_data_are_inputs(tmp_path):
-    """So an edit in them is noticed. What plans alone read of a model is no parameter."""
+    """So an edit in them is noticed, also where a folder ends in a slash. Of a model these are the files of its folder,
+    of data also those of folders in it. What plans alone read of a model is no parameter."""
     root = tmp_path / "clone"
     shutil.copytree(ROOT / "workflow", root / "workflow")
     shutil.copy(ROOT / "Snakefile", root)
     for name in ("src", "notebooks", "envs"):
         (root / name).symlink_to(ROOT / name)
-    for file in ("olmoe/config.json", "olmoe/.cache/lock", "corpus/README.md", "corpus/data/train.jsonl"):
+    for file in (
+        *("olmoe/config.json", "olmoe/.cache/lock", "olmoe/evals/scores.json"),
+        *("corpus/README.md", "corpus/.cache/lock", "corpus/data/train.jsonl"),
+    ):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    edit(root, "workflow/config/models.yaml:olmoe.id", str(tmp_path / "olmoe"))
+    edit(root, "workflow/config/models.yaml:olmoe.id", f"{tmp_path}/olmoe/")
     edit(root, "workflow/config/models.yaml:olmoe.config", {"num_hidden_layers": 16})
     edit(root, "workflow/config/benchmarks.yaml:wmdp_cyber.data.forget_corpus", str(tmp_path / "corpus"))
     targets = [f"results/paper/{name}" for name in ("models/olmoe/model.json", "data/wmdp_cyber/forget_corpus.jsonl")]

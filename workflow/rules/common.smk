@@ -170,10 +170,11 @@ def external_source(wildcards):
     return PROJECT.external[wildcards.method][wildcards.model]
 
 
-def local_files(source):
-    """The files below a folder that are not hidden; none of a hub id."""
-    names = (file.relative_to(source) for file in Path(source).glob("**/*") if file.is_file())
-    return sorted(f"{source}/{name}" for name in names if not any(part.startswith(".") for part in name.parts))
+def local_files(source, pattern="*"):
+    """The files of a folder that are not hidden; none of a hub id. Path leaves out a slash at the end, with which Snakemake
+    finds no file."""
+    shown = (file for file in Path(source).glob(pattern) if file.is_file())
+    return sorted(str(file) for file in shown if not re.search(r"(^|/)\.", str(file.relative_to(source))))
 
 
 def external_files(wildcards):
@@ -183,7 +184,7 @@ def external_files(wildcards):
 def published_data(wildcards):
     """The files of a benchmark's data sets, where these are folders."""
     data = PROJECT.benchmarks[wildcards.benchmark].data
-    return sorted({file for source in data.sources for file in local_files(source)})
+    return sorted({file for source in data.sources for file in local_files(source, "**/*")})
 
 
 def published_files(wildcards):

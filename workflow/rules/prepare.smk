@@ -43,6 +43,8 @@ use rule prepare_data as prepare_news with:
             "verbmem.jsonl",
             "privleak.jsonl",
         ),
+    log:
+        f"{LOGS}/prepare_news/{{benchmark}}.log",
     wildcard_constraints:
         benchmark=any_of(NEWS),
     params:

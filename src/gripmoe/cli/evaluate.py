@@ -9,7 +9,7 @@ from gripmoe.cli.common import run_and_benchmark
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.evaluation.letters import letter_metrics
-from gripmoe.evaluation.metrics import joined, own_metrics
+from gripmoe.evaluation.metrics import own_metrics, require_other_names
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores, privacy_leakage
 from gripmoe.evaluation.routing_stability import routing_metrics
 from gripmoe.io.errors import ConfigError
@@ -47,11 +47,12 @@ def evaluate(
     own = own_metrics(benchmark)
     with exclusive(output.parent), recorded(provenance_of(output), evaluate):
         after, tokenizer = load_model(checkpoint_file.parent / "weights")
-        found = {name: metric(after, tokenizer, data) for name, metric in own.items()}
         if benchmark.is_news:
             metrics, items = _news(benchmark, after, tokenizer, data, retrained_auc)
         else:
             metrics, items = letter_metrics(benchmark, after, tokenizer, data)
+        found = {name: metric(after, tokenizer, data) for name, metric in own.items()}
+        require_other_names(found, metrics)
         if run.method.baseline and "tokens" in (card := read_json(checkpoint_file)):  # of its training
             metrics["tokens"] = card["tokens"]
         if is_moe(after):
@@ -60,7 +61,8 @@ def evaluate(
         else:
             metrics["num_experts"] = 0  # tables then say why router metrics are missing
         write_csv(questions, items)
-        write_json(output, joined(metrics, found))
+        require_other_names(found, metrics)
+        write_json(output, metrics | found)
 
 
 def _auc_of(retrained_file: Path | None) -> float:

@@ -13,7 +13,8 @@ from gripmoe.planning.status import kept_originals, run_status
 def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")) -> None:
     """Show the progress of every run.
 
-    Each run that is not done has a line, with its next rule and the last line of that rule's log. Further lines
+    Each run that is not done has a line, with its next rule and the last line of that rule's log, or of the log of
+    the shared step that the run waits for. Further lines
     give the size of every folder with stored outputs of original models, and the numbers of runs.
 
     \b

@@ -23,7 +23,6 @@ class Catalogues:
     that methods.yaml and objectives.yaml of the folder add. Raises ConfigError at the first mistake."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
         self.models_file, self.methods_file, own = (folder / f"{n}.yaml" for n in ("models", "methods", "objectives"))
         self.models = read_catalogue(self.models_file, ModelConfig)
         self.benchmarks = read_catalogue(folder / "benchmarks.yaml", Benchmark)

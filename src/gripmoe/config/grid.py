@@ -44,7 +44,11 @@ class Project:
         self._check_models()
         self._check_training()
         for name in extended:
-            self._check_shared_runs(Project(folder, name, self._catalogues))
+            try:
+                other = Project(folder, name, self._catalogues)
+            except ConfigError:  # a world that is there to be extended alone has no runs
+                continue
+            self._check_shared_runs(other)
 
     def _references(self) -> Iterator[tuple[Collection[str], Collection[str], str]]:
         """Names, those that are known, and where the names stand."""
@@ -162,14 +166,24 @@ class Project:
     def _check_shared_runs(self, other: Project) -> None:
         known = set(other.run_keys())
         for key in self.run_keys():
-            if key in known and self.run(*key) != other.run(*key):
-                mine, theirs = (each.run(*key).training.model_dump() for each in (self, other))
+            if key in known and (mine := self._settings(*key)) != (theirs := other._settings(*key)):
                 names = ", ".join(f"`{name}`" for name in mine if mine[name] != theirs[name])
                 raise ConfigError(
                     f"{self.world_file}: run {'/'.join(map(str, key))} has another {names} in {other.name!r}, which "
-                    "this world extends, and both keep it in the same folder. A key such as `overrides` replaces the "
-                    f"whole key of {other.name!r}: repeat its entries, or add a method of your own with its `training`"
+                    "this world extends, and both keep it in the same folder. A key such as `overrides` or `gpus` "
+                    f"replaces the whole key of {other.name!r}: repeat its entries, give a method of your own its "
+                    "`training`, or write a world without `extends`"
                 )
+
+    def _settings(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> dict[str, Any]:
+        """What a run depends on of this world alone; on catalogues it depends in every world."""
+        training = self.training_of(model, objective, method, benchmark)
+        external = self.external.get(method, {}).get(model)
+        return {
+            **(training.model_dump() if training else {}),
+            "external": external,
+            "relearning": self.world.relearning,
+        }
 
     def _check_base(self, name: str) -> None:
         model, where = self.models[name], f"{self._models_file}: {name}.base"

@@ -100,7 +100,7 @@ class PublishedModel(Strict):
     @property
     def layers(self) -> int | None:
         """None where its row does not say."""
-        return self.config and self.config.get("num_hidden_layers")
+        return self.config.get("num_hidden_layers") if self.config else None
 
 
 class FinetunedModel(Strict):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from gripmoe.config.benchmarks import Benchmark
@@ -44,11 +44,10 @@ def own_metrics(benchmark: Benchmark) -> dict[str, Callable]:
     return {name: imported(path, f"benchmarks.yaml: metrics.{name}") for name, path in benchmark.metrics.items()}
 
 
-def joined(metrics: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
-    """The package's metrics and the user's. Raises ConfigError if two have one name."""
-    for name in own.keys() & metrics.keys():
+def require_other_names(own: Collection[str], metrics: Collection[str]) -> None:
+    """Raises ConfigError if a metric of the user has the name of one of the package."""
+    for name in set(own) & set(metrics):
         raise ConfigError(f"benchmarks.yaml: metrics.{name}: the package has a metric of this name; give yours another")
-    return {**metrics, **own}
 
 
 def question_results(questions: Sequence[dict], answers: Sequence[Answer]) -> list[dict]:

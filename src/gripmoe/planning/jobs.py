@@ -48,9 +48,9 @@ class Job:
 
 
 RUN = "{}/{}/{}/{}/{}"
-Key = tuple  # of a step: of model, benchmark, objective, method and seed those that the step is of
-OUTPUTS = {  # by rule, below the results, from the parts of a step's key
-    "prepare_data": "data/{}/provenance",
+Key = tuple  # the parts of (model, benchmark, objective, method, seed) that a step depends on
+DATA = "data/{}/retain_corpus.jsonl"  # one of the files of `prepare_data` and `prepare_news`
+OUTPUTS = {  # JSON by rule, below the results, from the parts of a step's key
     **dict.fromkeys(("prepare_model", "finetune_model"), "models/{}/model"),
     "trace_routing": "{}/{}/routing",
     "fit_basis": "{}/{}/bases/{}",
@@ -91,7 +91,7 @@ def shared_steps(project: Project, key: Key) -> Iterator[tuple[str, Key]]:
     for name in models:  # it grows
         models += [base for base in [project.models[name].made_from] if base]
     yield from ((_model_rule(project, name), (name,)) for name in reversed(models))
-    yield "prepare_data", key[1:2]
+    yield "prepare_news" if project.benchmarks[key[1]].is_news else "prepare_data", key[1:2]
     if not method.baseline:
         yield "trace_routing", key[:2]
         if method.has_bases:
@@ -104,7 +104,8 @@ def own_rules(project: Project, key: Key) -> list[str]:
 
 
 def is_done(results: Path, rule: str, key: Key) -> bool:
-    return (results / f"{OUTPUTS[rule].format(*key)}.json").exists()
+    pattern = f"{OUTPUTS[rule]}.json" if rule in OUTPUTS else DATA
+    return (results / pattern.format(*key)).exists()
 
 
 def _model_rule(project: Project, name: str) -> str:

@@ -51,8 +51,8 @@ def units(values: pd.Series) -> pd.Series:
 
 
 def of_runs(runs: pd.DataFrame) -> pd.Series:
-    """`units` of a tidy table with the rows of one metric. Those of a single base model have no index."""
-    if runs.model.nunique() <= 1:  # an index would take most of the time
+    """`units` of a tidy table with the rows of one metric. Those of a single base model keep the index of the table."""
+    if runs.model.nunique() <= 1:  # another index would take most of the time
         return runs.value.dropna()
     return units(runs.set_index(["model", "objective"]).value)
 
