@@ -25,7 +25,7 @@ def trainer(world, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trainer")
     root, benchmark, files = prepare("qwen3_moe", world, tokenizer, folder / "prepared")
     with_questions(root, world)
-    more = {"max_steps": 102, "check_every": 3, "checkpoint_every": 3, "objective": OBJECTIVES["gd"]}
+    more = {"max_steps": 204, "check_every": 3, "checkpoint_every": 3, "objective": OBJECTIVES["gd"]}
     run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
     run = run.model_copy(update={"benchmark": benchmark.task, "training": TRAINING.model_copy(update=more)})
     write_yaml(folder / "run.yaml", run.model_dump(mode="json"))

@@ -128,7 +128,7 @@ def test_the_reference_has_every_key(generate):
         if isinstance(thing, type) and issubclass(thing, types.Strict) and thing.__module__ == module.__name__
     }
     # Of Benchmark; of Relearning and UndoConfig; of run.yaml, which the workflow writes.
-    inside = {benchmarks.Task, training.Finetuning, world.Run, world.OwnClass}
+    inside = {benchmarks.Documents, benchmarks.Task, training.Finetuning, world.Run, world.OwnClass}
     assert {shown for each in generate["FILES"].values() for shown in each} == defined - inside
     said = generate["configuration"]()
     for shown in defined - inside:
