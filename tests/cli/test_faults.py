@@ -83,7 +83,7 @@ def test_faults_at_random_instants_lose_and_double_nothing(trainer, tmp_path):
     for figures in found.values():
         assert figures["results lost"] == figures["duplicates"] == figures["files left over"] == 0
         assert figures["faults"] >= FAULTS // 5
-    assert found["unlearn"]["resumed"], "the faults did hit something"
+    assert found["unlearn"]["resumed"] > 1, "the faults did hit something"
 
 
 @pytest.mark.parametrize("step", ["unlearn", "realign", "evaluate", "attack"])
