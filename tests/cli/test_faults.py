@@ -16,7 +16,7 @@ from gripmoe.cli.main import load, main
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.io.files import read_yaml, write_json, write_yaml
 
-FAULTS = int(os.environ.get("GRIPMOE_FAULTS", 12))
+FAULTS = int(os.environ.get("GRIPMOE_FAULTS", 24))
 
 
 @pytest.fixture(scope="module")
