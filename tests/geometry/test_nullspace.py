@@ -102,14 +102,56 @@ def test_paper_and_sound_agree_in_fp64_on_well_conditioned_data():
 
 @pytest.mark.parametrize("d", [16, 60, 240])
 def test_every_number_of_tokens_gives_the_paper_the_same_basis(d):
-    """Where a QR of the tokens and an SVD take the place of a d x d eigendecomposition, and where they do not."""
+    """Where the Gram matrix of the tokens takes the place of a d x d matrix, and where it does not."""
     x, selected, update = instance(N=60, d=d)
     eps_null = EpsNull(1e-6, "absolute")
     thin = covariance_basis(x, selected, eps_null)
-    assert (4 * int(selected.sum(dim=0).max()) <= d) == (d == 240)
+    assert (int(selected.sum(dim=0).max()) <= d) == (d > 16)
     assert d == 16 or thin.U_ret_Edr.shape[2] < d
-    served = torch.where(selected.T[:, :, None], x, 0)
+    torch.testing.assert_close(thin.project(update), literal(x, selected, update, 1e-6), atol=1e-8, rtol=0)
+
+
+def literal(x, selected, update, eps_null):
+    """Projected along the eigenvectors of C_j with an eigenvalue of at least `eps_null`, in fp64."""
+    served = torch.where(selected.T[:, :, None], x, 0).double()
     eigenvalues, vectors = torch.linalg.eigh(served.transpose(1, 2) @ served)
-    for j in range(6):
-        kept = vectors[j][:, eigenvalues[j] >= 1e-6]
-        torch.testing.assert_close(thin.project(update)[j], update[j] - kept @ (kept.T @ update[j]), atol=1e-8, rtol=0)
+    kept = [vectors[j][:, eigenvalues[j] >= eps_null] for j in range(len(served))]
+    return torch.stack([u - U @ (U.T @ u) for u, U in zip(update.double(), kept, strict=True)]).to(update.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_experts_whose_tokens_all_count_need_no_eigenvalues(dtype, monkeypatch):
+    """And where some tokens do not count, eigenvalues are computed of these experts alone."""
+    x, selected, update = instance(N=60, d=64)
+    x, update, eps_null = x.to(dtype), update.to(dtype), EpsNull(1e-2, "absolute")
+    eigh, computed = torch.linalg.eigh, []
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrices: computed.append(len(matrices)) or eigh(matrices))
+    for repeated in (False, True):
+        others = torch.zeros(6, dtype=torch.bool)
+        if repeated:  # two tokens of an expert are nearly one, which leaves an eigenvalue below eps_null
+            first, second = selected[:, 2].nonzero()[-2:, 0]
+            x[second] = x[first]
+            x[second, 0] += 0.05
+            others = selected[second] & selected[first]
+        computed.clear()
+        found = covariance_basis(x, selected, eps_null)
+        assert computed == [int(others.sum())] * repeated
+        torch.testing.assert_close(found.project(update), literal(x, selected, update, 1e-2), atol=1e-4, rtol=0)
+        assert found.ranks.tolist() == (selected.sum(dim=0) - others.int()).tolist()
+        gram = found.U_ret_Edr.transpose(1, 2) @ found.U_ret_Edr
+        torch.testing.assert_close(gram, torch.diag_embed(gram.diagonal(dim1=1, dim2=2).round()), atol=1e-5, rtol=0)
+    assert 0 < others.sum() < 6
+
+
+def test_eigenvalues_of_tokens_that_repeat_are_found():
+    """Whatever the scale: many equal tokens, tokens of zeros, and experts without any."""
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        x = 10.0 ** (seed % 5) * torch.randn(4, 64, generator=generator)[torch.randint(4, (50,), generator=generator)]
+        x[::7] = 0
+        selected = torch.rand(50, 8, generator=generator) < 0.4
+        selected[:, 0] = False
+        basis = covariance_basis(x, selected, EpsNull(1e-2, "absolute"))
+        served = torch.where(selected.T[:, :, None], x, 0).double()
+        assert basis.ranks.tolist() == torch.linalg.matrix_rank(served, rtol=1e-9).tolist()
+        assert basis.remainder(served.float()).norm() < 1e-5 * served.norm()

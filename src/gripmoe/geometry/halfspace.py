@@ -232,10 +232,11 @@ def randomized_kaczmarz(
     squared_norms_N = x_Nd.square().sum(dim=-1)
     weights_MN = torch.where(bounds_NM.isfinite(), squared_norms_N[:, None], 0).T
     draws_MK = torch.multinomial(weights_MN, max_steps, replacement=True, generator=generator)
-    drawn = x_Nd[draws_MK.T], bounds_NM.gather(0, draws_MK.T), squared_norms_N[draws_MK.T]
-    for x_Md, bounds_M, squared_norms_M in zip(*(each.unbind() for each in drawn), strict=True):
-        excess_M = ((u_Md * x_Md).sum(dim=-1) - bounds_M).clamp_min(0)
-        u_Md -= (excess_M / squared_norms_M)[:, None] * x_Md
+    x_KMd, bounds_KM = x_Nd[draws_MK.T], bounds_NM.gather(0, draws_MK.T)
+    steps_KMd = x_KMd / squared_norms_N[draws_MK.T][..., None]
+    for x_Md, step_Md, bounds_M in zip(x_KMd, steps_KMd, bounds_KM, strict=True):  # few operations: each is small
+        excess_M = ((u_Md * x_Md).sum(dim=-1) - bounds_M).clamp_min_(0)
+        u_Md.addcmul_(excess_M[:, None], step_Md, value=-1)
     return update_Ed.index_copy(0, rows, u_Md)
 
 

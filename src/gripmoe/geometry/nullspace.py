@@ -129,17 +129,48 @@ def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> Re
     """The paper's bases (App. B.1): eigenvectors of C_j = X_j X_j^T, in the dtype of the input.
 
     In fp32 the noise of this eigendecomposition lies near eps_null = 1e-2 (absolute), so the rank inflates where
-    activations are large. Where no expert serves more tokens than a quarter of d, the same vectors come from X_j = Q R
-    and an SVD of R, without that noise and without a d x d matrix. (Eigenvectors of the smaller R R^T would be faster,
-    but LAPACK's solver does not always converge on it.)
+    activations are large. Where no expert serves more than d tokens, the same vectors come from X_j^T X_j in fp64,
+    without that noise, and where all its eigenvalues exceed an absolute eps_null, from its Cholesky factor.
     """
     X_Edm = _served(x_Nd, selected_NE).transpose(1, 2)
-    if 4 * X_Edm.shape[2] > X_Edm.shape[1]:
+    if X_Edm.shape[2] > X_Edm.shape[1]:
         eigenvalues_Ed, vectors_Edd = torch.linalg.eigh(X_Edm @ X_Edm.transpose(1, 2))
         return _padded_basis(vectors_Edd.flip(-1), eps_null.ranks(eigenvalues_Ed.flip(-1)))
-    Q_Edm, R_Emm = torch.linalg.qr(X_Edm)
-    vectors_Emm, singular_Em, _ = torch.linalg.svd(R_Emm)
-    return _padded_basis(Q_Edm @ vectors_Emm, eps_null.ranks(singular_Em**2))
+    exact_Edm = X_Edm.double()
+    gram_Emm = exact_Edm.transpose(1, 2) @ exact_Edm
+    least = eps_null.value if eps_null.kind == "absolute" else torch.inf
+    dependent_E = _has_eigenvalue_below(least, gram_Emm)
+    if not dependent_E.any():
+        return RetainBasis(_columns(exact_Edm, gram_Emm).to(X_Edm.dtype))
+    bases_Edm = torch.zeros_like(exact_Edm)
+    bases_Edm[~dependent_E] = _columns(exact_Edm[~dependent_E], gram_Emm[~dependent_E])
+    bases_Edm[dependent_E] = _strong_columns(exact_Edm[dependent_E], gram_Emm[dependent_E], eps_null)
+    return RetainBasis(bases_Edm.to(X_Edm.dtype))
+
+
+def _has_eigenvalue_below(least: float, gram_Emm: Tensor) -> Tensor:
+    """Which Gram matrices have an eigenvalue below `least`, (E,): those from which `least` times the identity cannot be
+    taken without losing the Cholesky factor. To compute eigenvalues would take GPUs a hundred times as long. Rows of
+    zeros, which pad a matrix, do not count."""
+    diagonal_Em = gram_Emm.diagonal(dim1=1, dim2=2)
+    taken_Em = torch.where(diagonal_Em > 0, least, -1.0)
+    return torch.linalg.cholesky_ex(gram_Emm - torch.diag_embed(taken_Em)).info != 0
+
+
+def _columns(X_Edm: Tensor, gram_Emm: Tensor) -> Tensor:
+    """Orthonormal columns that span those of X, which are independent; columns of zeros stay."""
+    padding_Em = (gram_Emm.diagonal(dim1=1, dim2=2) == 0).to(gram_Emm.dtype)
+    factor_Emm = torch.linalg.cholesky_ex(gram_Emm + torch.diag_embed(padding_Em)).L
+    return torch.linalg.solve_triangular(factor_Emm, X_Edm.transpose(1, 2), upper=False).transpose(1, 2)
+
+
+def _strong_columns(X_Edm: Tensor, gram_Emm: Tensor, eps_null: EpsNull) -> Tensor:
+    """Orthonormal columns that span the directions of X whose eigenvalue is not near zero; the others are zeros."""
+    eigenvalues_Em, vectors_Emm = (each.flip(-1) for each in torch.linalg.eigh(gram_Emm))
+    noise_E1 = eigenvalues_Em[:, :1] * torch.finfo(gram_Emm.dtype).eps * gram_Emm.shape[1]
+    eigenvalues_Em = torch.where(eigenvalues_Em > noise_E1, eigenvalues_Em, 0)
+    strong_Em = torch.arange(gram_Emm.shape[1], device=gram_Emm.device) < eps_null.ranks(eigenvalues_Em)[:, None]
+    return X_Edm @ (vectors_Emm * torch.where(strong_Em, eigenvalues_Em.rsqrt(), 0)[:, None])
 
 
 def extended(basis: RetainBasis, x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> RetainBasis:
