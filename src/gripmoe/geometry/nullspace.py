@@ -138,8 +138,9 @@ def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> Re
         return _padded_basis(vectors_Edd.flip(-1), eps_null.ranks(eigenvalues_Ed.flip(-1)))
     exact_Edm = X_Edm.double()
     gram_Emm = exact_Edm.transpose(1, 2) @ exact_Edm
-    least = eps_null.value if eps_null.kind == "absolute" else torch.inf
-    dependent_E = _has_eigenvalue_below(least, gram_Emm)
+    dependent_E = torch.ones(len(gram_Emm), dtype=torch.bool, device=gram_Emm.device)
+    if eps_null.kind == "absolute":
+        dependent_E = _has_eigenvalue_below(eps_null.value, gram_Emm)
     if not dependent_E.any():
         return RetainBasis(_columns(exact_Edm, gram_Emm).to(X_Edm.dtype))
     bases_Edm = torch.zeros_like(exact_Edm)

@@ -20,8 +20,7 @@ from gripmoe.config.provenance import package_versions
 from gripmoe.io.files import read_json, write_json
 
 GB = 1e9
-# A tenth (our assumption: batches are small) of an H100's or H200's dense bf16 rate of 989; an A100's rate is 312.
-TFLOPS = 98.9
+TFLOPS = 50.0  # measured: steps of OLMoE and Qwen1.5-MoE on an H200, whose dense bf16 rate is 989 (docs/cost.md)
 # Bytes a second from other GPUs by NVLink, and from host memory.
 LINK, HOST = 2.0e11, 1.0e10
 FEWEST = 3  # layers to measure: with two, FSDP does not yet hold the neighbours of a layer
