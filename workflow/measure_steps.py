@@ -1,12 +1,12 @@
-"""Measures training steps of published models on this machine's GPU, and what they cost over a step without constraint.
+"""Measures training steps of published models on this machine's GPU, and their time over steps without the constraint.
 
     python workflow/measure_steps.py --world single_gpu --output steps.csv
 
 Weights and documents are random, at the models' true dimensions, so no checkpoint is needed. The steps are those of
 `gripmoe unlearn`. `gripmoe plan --methods-table` says what each step should take. A step that fails is in the table
-with its error. Columns: `gb`, the peak of the memory that torch has allocated; `seconds`, of a step; `plain_seconds`,
-of a step without the constraint, taken in turns; `tokens`, that a step passes forward and backward through the model;
-`bases_gb`; and `stage_2_rate`, the share of router rows that Stage 2 of Method A moves.
+with its error. Columns: `gb`, the peak of the GPU memory that torch has allocated; `seconds`, of a step;
+`plain_seconds`, of a step without the constraint, taken in turns; `tokens`, that a step passes forward and backward
+through the model; `bases_gb`; and `stage_2_rate`, the share of router rows that Stage 2 of Method A moves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from gripmoe.planning.fake import dimensions
 from gripmoe.training.loop import Outcome, unlearn
 from gripmoe.training.objectives import make_objective
 
-DEVICE = "cuda"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHODS = "unconstrained", "frozen_router", "anchored", "seuf", "expert_specific", "expert_specific_paper"
 STEPS = 5  # before steps are timed: the optimizer makes its states, kernels are compiled, routers reach margins
 TRACED = 16  # documents whose routing Method A fixes
@@ -56,12 +56,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     project = Project(Path(__file__).parent / "config", args.world)
-    rows = []
+    rows, card = [], torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     for model in args.models or project.world.models:
         pairs = [(objective, method) for objective in args.objectives for method in args.methods]
         for objective, method in tqdm(pairs, desc=model):
             row = dict.fromkeys(COLUMNS, "")
-            row |= {"card": torch.cuda.get_device_name(), "model": model, "objective": objective, "method": method}
+            row |= {"card": card, "model": model, "objective": objective, "method": method}
             try:
                 row |= measured(project, model, objective, method)
             except Exception as error:
@@ -71,7 +71,8 @@ def main() -> None:
             write_csv(args.output, rows)
             print(row, flush=True)
             gc.collect()
-            torch.cuda.empty_cache()
+            if DEVICE == "cuda":
+                torch.cuda.empty_cache()
 
 
 def measured(project: Project, model: str, objective: str, method: str) -> dict[str, float]:
@@ -94,7 +95,8 @@ def measured(project: Project, model: str, objective: str, method: str) -> dict[
         return bases
 
     built = build(row, *traces, bases=spans, last_layer=asked.last_layer, seed=0)
-    torch.cuda.reset_peak_memory_stats()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
         outcome = unlearn(
             moe,
@@ -111,7 +113,7 @@ def measured(project: Project, model: str, objective: str, method: str) -> dict[
         )
     sizes = [basis.U_ret_Edr.nbytes for basis in bases.values()]
     return {
-        "gb": round(torch.cuda.max_memory_allocated() / 1e9, 2),
+        "gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if DEVICE == "cuda" else "",
         **_seconds(outcome),
         "tokens": outcome.tokens // max(1, outcome.steps),
         "bases_gb": round(sum(sizes) / 1e9, 2),
