@@ -227,10 +227,14 @@ if __name__ == "__main__":
         with suppress(ImportError):  # of an extra that is not installed
             importlib.import_module(name)
     flags, found = read_json(given.folder / "flags.json"), {}
-    for step in STEPS:
-        faults = given.faults if step == "unlearn" else given.faults // 5
-        found[step] = figures(step, flags[step], given.folder / step, faults, given.seed)
-    fcntl.flock = lambda *_: None
-    root, kinds = given.folder / "control", ("second process",)
-    found["without a lock"] = figures("realign", flags["realign"], root, 3, given.seed, kinds)
+    try:
+        for step in STEPS:
+            faults = given.faults if step == "unlearn" else given.faults // 5
+            found[step] = figures(step, flags[step], given.folder / step, faults, given.seed)
+        fcntl.flock = lambda *_: None
+        root, kinds = given.folder / "control", ("second process",)
+        found["without a lock"] = figures("realign", flags["realign"], root, 3, given.seed, kinds)
+    finally:
+        for process in psutil.Process().children():  # one that has stopped itself would stay
+            process.kill()
     print(json.dumps(found, indent=1))

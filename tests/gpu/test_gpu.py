@@ -82,9 +82,12 @@ def test_screened_steps_are_those_of_the_cpu():
     torch.testing.assert_close(*on_both(compute), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("tokens", [40, N])  # of an expert: below and above a quarter of the dimensions
-def test_the_papers_bases_are_those_of_the_cpu(tokens):
+@pytest.mark.parametrize(("tokens", "kind"), [(40, "independent"), (200, "dependent"), (N, "more than d")])
+def test_the_papers_bases_are_those_of_the_cpu(tokens, kind):
     def compute(layer):
+        counts_E = layer.fixed_NE[:tokens].sum(dim=0)
+        found = "more than d" if counts_E.max() > d else "dependent" if counts_E.max() > d // 2 else "independent"
+        assert found == kind
         eps_null = EpsNull(1e-2, "absolute")
         basis = covariance_basis(layer.x_Nd[:tokens], layer.fixed_NE[:tokens], eps_null)
         basis = extended(basis, layer.x_Nd[-20:], layer.fixed_NE[-20:], eps_null)
@@ -149,13 +152,14 @@ def test_training_on_a_gpu_is_that_of_the_cpu(method, tmp_path):
         assert (parameter - other).abs().max() <= 0.1 * moved + 1e-6, name
 
 
-def test_a_run_on_a_gpu_resumes(tmp_path):
+def test_a_run_on_a_gpu_resumes(tmp_path, capsys):
     """It ends where the uninterrupted run ends, but for the order of the GPU's sums."""
     whole, _ = trained("cuda", "expert_specific", tmp_path / "whole.pt")
     with pytest.raises(KeyboardInterrupt):
         trained("cuda", "expert_specific", tmp_path / "state.pt", stop_at=2)
     assert (tmp_path / "state.pt").exists()
     resumed, _ = trained("cuda", "expert_specific", tmp_path / "state.pt")
+    assert "resumes at step 4" in capsys.readouterr().err
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
 

@@ -21,7 +21,10 @@ def script(monkeypatch):
     small = Project(WORKFLOW / "config", "single_gpu")
     sizes = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
     config = small.models["olmoe"].config | sizes | dict(intermediate_size=16, num_experts=8, num_experts_per_tok=2)
-    small.models = {**small.models, "olmoe": small.models["olmoe"].model_copy(update={"config": config})}
+    small.models = {
+        **small.models,
+        "olmoe": small.models["olmoe"].model_copy(update={"config": config, "id": "nobody/nothing"}),
+    }
     short = small.benchmarks["wmdp_cyber"].model_copy(update={"max_length": 12})
     small.benchmarks = {**small.benchmarks, "wmdp_cyber": short}
     monkeypatch.setattr(module, "Project", lambda *_: small)

@@ -158,7 +158,7 @@ class NullSpaceMinibatch(_Reporting):
 class NullSpacePaper(_Reporting):
     """Method A to the letter (Alg. 1, App. B-D): the update of each step, projected with the current minibatch.
 
-    Bases come from the minibatch (`covariance_basis`, in fp32, with an absolute eps_null), or with `basis: cached` from
+    Bases come from the minibatch (`covariance_basis`, with an absolute eps_null), or with `basis: cached` from
     the original model's retain tokens, once, and grow by the directions of each minibatch; margins are those of the
     original router on the current representations, spent afresh at every step; Stage 2 is randomized Kaczmarz. With
     `projects: gradient` the gradient is projected before the optimizer sees it (App. D's hook); momentum and weight

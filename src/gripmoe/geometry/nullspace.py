@@ -126,10 +126,10 @@ class RetainStatistics:
 
 
 def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> RetainBasis:
-    """The paper's bases (App. B.1): eigenvectors of C_j = X_j X_j^T, in the dtype of the input.
+    """The paper's bases (App. B.1): eigenvectors of C_j = X_j X_j^T; the result has the dtype of the input.
 
     In fp32 the noise of this eigendecomposition lies near eps_null = 1e-2 (absolute), so the rank inflates where
-    activations are large. Where no expert serves more than d tokens, the same vectors come from X_j^T X_j in fp64,
+    activations are large. Where no expert serves more than d tokens, the same span comes from X_j^T X_j in fp64,
     without that noise, and where all its eigenvalues exceed an absolute eps_null, from its Cholesky factor.
     """
     X_Edm = _served(x_Nd, selected_NE).transpose(1, 2)
@@ -146,15 +146,17 @@ def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> Re
     bases_Edm = torch.zeros_like(exact_Edm)
     bases_Edm[~dependent_E] = _columns(exact_Edm[~dependent_E], gram_Emm[~dependent_E])
     bases_Edm[dependent_E] = _strong_columns(exact_Edm[dependent_E], gram_Emm[dependent_E], eps_null)
-    return RetainBasis(bases_Edm.to(X_Edm.dtype))
+    width = max(1, int((bases_Edm != 0).any(dim=1).sum(dim=1).max()))
+    return RetainBasis(bases_Edm[..., :width].to(X_Edm.dtype).contiguous())
 
 
 def _has_eigenvalue_below(least: float, gram_Emm: Tensor) -> Tensor:
-    """Which Gram matrices have an eigenvalue below `least`, (E,): those from which `least` times the identity cannot be
-    taken without losing the Cholesky factor. To compute eigenvalues would take GPUs a hundred times as long. Rows of
-    zeros, which pad a matrix, do not count."""
+    """Which Gram matrices have an eigenvalue below `least`, or one that may be rounding, (E,): those from which that
+    multiple of the identity cannot be taken without losing the Cholesky factor. To compute eigenvalues would take GPUs
+    a hundred times as long. Rows of zeros, which pad a matrix, do not count."""
     diagonal_Em = gram_Emm.diagonal(dim1=1, dim2=2)
-    taken_Em = torch.where(diagonal_Em > 0, least, -1.0)
+    rounding_E1 = torch.finfo(gram_Emm.dtype).eps * gram_Emm.shape[1] * diagonal_Em.sum(dim=1, keepdim=True)
+    taken_Em = torch.where(diagonal_Em > 0, rounding_E1.clamp_min(least), -1.0)
     return torch.linalg.cholesky_ex(gram_Emm - torch.diag_embed(taken_Em)).info != 0
 
 
