@@ -285,8 +285,12 @@ def test_undo_is_planned_as_training(tmp_path):
 def test_a_budget_refuses_and_names_the_expensive(tmp_path):
     jobs = jobs_left(Project(CONFIG, "paper"), tmp_path)
     check_budget(jobs, None)
-    with pytest.raises(ValueError, match=r"exceed the budget of 1\. Most expensive: unlearn qwen3_30b_a3b"):
+    with pytest.raises(ValueError, match=r"hours exceed the budget of 1\. Most expensive: ") as refused:
         check_budget(jobs, 1.0)
+    dearest = max(job.hours for job in jobs)
+    first, *others = str(refused.value).partition("Most expensive: ")[2].split("; ")
+    assert first in {f"{job.rule} {job.run} {dearest:.2f} h" for job in jobs if job.hours == dearest}
+    assert len(others) == 4
 
 
 @pytest.mark.parametrize(
