@@ -17,7 +17,7 @@ from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row
 from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
-from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis, extended
+from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis, extended
 from gripmoe.geometry.routing import SelectionRule, mean_stability, route, routing_stability
 from gripmoe.geometry.screening import ScreenedProjection
 from gripmoe.moe import MoEModel, fp8
@@ -104,16 +104,19 @@ def test_kaczmarz_lowers_the_violation_on_a_gpu():
     assert before > 0.1 and after < before / 2
 
 
-def trained(device, method, state_file, *, stop_at=None, dtype=torch.float32, optimizer="adamw"):
+def trained(device, method, state_file, *, stop_at=None, dtype=torch.float32):
     """A small model after a few steps, and how many of its retain tokens' sets its routers alone still give."""
     moe = MoEModel(small_model().to(device, dtype))
     rows = [[Row(str(n), ids, ids) for n, ids in enumerate(random_batch(8, seed=s).input_ids.tolist())] for s in (1, 2)]
     trace = moe.trace([random_batch(8, seed=2)])
     in_host_memory = {layer: seen.to("cpu") for layer, seen in trace.items()}
     row = METHODS.get(method) or method_table()[method]
-    bases = lambda each: {n: each for n, each in fit_bases(each, moe.rules(), row).items()}  # noqa: E731
-    placed = lambda each: {n: type(b)(b.U_ret_Edr.to(device)) for n, b in bases(each).items()}  # noqa: E731
-    built = build(row, in_host_memory, in_host_memory, bases=placed, seed=0)
+
+    def bases(held):
+        fitted = fit_bases(held, moe.rules(), row)
+        return {layer: RetainBasis(basis.U_ret_Edr.to(device)) for layer, basis in fitted.items()}
+
+    built = build(row, in_host_memory, in_host_memory, bases=bases, seed=0)
     calls = itertools.count()
 
     def scores(_):
@@ -121,11 +124,10 @@ def trained(device, method, state_file, *, stop_at=None, dtype=torch.float32, op
             raise KeyboardInterrupt
         return {"asked": 1.0}
 
-    training = TRAINING.model_copy(update={"optimizer": optimizer})
     stop = StopRule({"asked": -1.0}, scores)
     corpora = Corpora(*rows, pad_id=0)
     unlearn(
-        moe, GradientDifference(1.0), built.constraint, corpora, training, stop, seed=0, scope=built.scope,
+        moe, GradientDifference(1.0), built.constraint, corpora, TRAINING, stop, seed=0, scope=built.scope,
         state_file=state_file,
     )  # fmt: skip
     after = {layer: route(seen.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, seen in trace.items()}
