@@ -21,16 +21,13 @@ def copy(tmp_path, monkeypatch):
     folder = tmp_path / "src" / "gripmoe"
     shutil.copytree(fingerprint.SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(fingerprint, "SOURCE", folder)
-
-    def digest(entry=UNLEARN):
-        forget_files()
-        return fingerprint.code_fingerprint(entry)
-
-    yield tmp_path, digest
+    forget_files()
+    yield tmp_path, lambda entry=UNLEARN: fingerprint.code_fingerprint(entry)
     forget_files()
 
 
 def forget_files():
+    """As a new process, which reads every module again."""
     fingerprint._definitions.cache_clear()
     fingerprint._digests.cache_clear()
 
@@ -40,6 +37,7 @@ def test_comments_docstrings_and_formatting_do_not_count(copy):
     before = [digest(entry) for entry in (UNLEARN, EVALUATE, "gripmoe.reporting.tables")]
     for file in (root / "src").rglob("*.py"):
         file.write_text(reworded(file.read_text()))
+    forget_files()
     assert [digest(entry) for entry in (UNLEARN, EVALUATE, "gripmoe.reporting.tables")] == before
 
 
@@ -67,6 +65,7 @@ def test_an_edit_counts_where_it_runs(copy, place, affected, others):
     root, digest = copy
     before = {entry: digest(entry) for entry in (*affected, *others)}
     edit(root, place)
+    forget_files()
     assert {entry for entry in before if digest(entry) != before[entry]} == set(affected)
 
 
@@ -79,6 +78,7 @@ def test_a_data_file_counts_wherever_it_lies(copy, file, affected):
     before = digest(affected), digest(REALIGN)
     with (root / "src" / "gripmoe" / file).open("a") as data:
         data.write("\n")
+    forget_files()
     assert digest(affected) != before[0] and digest(REALIGN) == before[1]
 
 
@@ -93,8 +93,10 @@ def test_the_help_of_a_flag_does_not_count_and_its_default_does(copy):
         text = file.read_text()
         assert said in text
         file.write_text(text.replace(said, "other words"))
+        forget_files()
         assert digest() == before
     edit(root, "gripmoe.cli.unlearn:unlearn.basis_memory")
+    forget_files()
     assert digest() != before
 
 
@@ -102,8 +104,10 @@ def test_what_nothing_refers_to_does_not_count_and_what_runs_on_import_does(copy
     root, digest = copy
     before = digest()
     with edit(root, "gripmoe.training.objectives").open("a") as source:
+        forget_files()
         assert digest() == before
         source.write("\nUNUSED + 1\n")
+    forget_files()
     assert digest() != before
 
 

@@ -72,43 +72,98 @@ def _file(module: str) -> Path:
 
 @functools.cache
 def _definitions(module: str) -> dict[str, Definition]:
-    tree = ast.parse(_file(module).read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            body[:] = [statement for statement in body if not _is_docstring(statement)] or [ast.Pass()]
-        if isinstance(node, ast.arg):
-            node.annotation = None  # of a command it holds the help of a flag
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            node.returns = None
+    statements = _without_docstrings(ast.parse(_file(module).read_text(encoding="utf-8")).body)
     imported = {
-        name: target for node in tree.body if isinstance(node, ast.ImportFrom) for name, target in _imports(node)
+        name: target for node in statements if isinstance(node, ast.ImportFrom) for name, target in _imports(node)
     }
     nodes: dict[str, list[ast.stmt]] = {LOOSE: []}
-    for node in tree.body:
+    for node in statements:
         if not isinstance(node, ast.Import | ast.ImportFrom | ast.Pass):
             for name in _names(node) or [LOOSE]:
                 nodes.setdefault(name, []).append(node)
     definitions = {name: Definition(references=(target,)) for name, target in imported.items()}
-    for name, statements in nodes.items():
-        parts = [part for statement in statements for part in _parts(module, statement, imported, nodes.keys())]
-        code = "\n".join([*map(_normal, statements), *(part for part in parts if isinstance(part, str))])
-        definitions[name] = Definition(code, tuple(part for part in parts if not isinstance(part, str)))
+    for name, defining in nodes.items():
+        seen = [Statement(node) for node in defining]
+        references = [each for statement in seen for each in statement.references(module, imported, nodes.keys())]
+        data = [digest for statement in seen for digest in statement.data()]
+        code = "\n".join([*(statement.text for statement in seen), *data])
+        definitions[name] = Definition(code, tuple(references))
     return definitions
 
 
-def _normal(node) -> str:
-    """A syntax tree as text that is the same under every version of Python, which the text of `ast.dump` is not."""
-    if isinstance(node, list):
-        return f"[{', '.join(map(_normal, node))}]"
-    if not isinstance(node, ast.AST):
-        return ascii(node)  # repr escapes what the version's Unicode tables do not know
-    fields = {name: value for name, value in ast.iter_fields(node) if name != "kind"}  # the u of u"text"
-    if isinstance(node, ast.JoinedStr):  # Python 3.12 ends format specifications in empty strings
-        fields["values"] = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
-    # A newer version's fields are empty where its syntax is not used.
-    said = ", ".join(f"{name}={_normal(value)}" for name, value in fields.items() if value not in (None, []))
-    return f"{type(node).__name__}({said})"
+class Statement:
+    """A top-level statement: its text, the same under every version of Python (which that of `ast.dump` is not), and
+    the nodes in it that may refer to something."""
+
+    def __init__(self, node: ast.stmt):
+        self.nodes: dict[type, list] = {kind: [] for kind in (ast.ImportFrom, ast.Attribute, ast.Name, ast.Constant)}
+        self.text = self._text(node)
+
+    def _text(self, node) -> str:
+        if isinstance(node, list):
+            return f"[{', '.join(map(self._text, node))}]"
+        if not isinstance(node, ast.AST):
+            return ascii(node)  # repr escapes what the version's Unicode tables do not know
+        kind = type(node)
+        if kind in self.nodes:
+            self.nodes[kind].append(node)
+        # A newer version's fields are empty where its syntax is not used.
+        said = ", ".join(
+            [f"{name}={self._text(value)}" for name, value in _fields(node) if value is not None and value != []]
+        )
+        return f"{kind.__name__}({said})"
+
+    def references(self, module: str, imported: dict[str, Reference], own) -> Iterator[Reference]:
+        """What the statement refers to, by import or as "module:name" in a string."""
+        local = imported | {name: target for node in self.nodes[ast.ImportFrom] for name, target in _imports(node)}
+        taken = set()
+        for node in self.nodes[ast.Attribute]:
+            target = local.get(node.value.id) if isinstance(node.value, ast.Name) else None
+            if target and target[1] is None:  # of a module only what is taken
+                taken.add(node.value)
+                yield target[0], node.attr
+        for node in self.nodes[ast.Name]:
+            if node in taken:
+                continue
+            if node.id in local:
+                yield local[node.id]
+            elif node.id in own:
+                yield module, node.id
+        for text in self._strings():
+            if NAMED.fullmatch(text):
+                yield tuple(text.split(":"))
+
+    def data(self) -> list[str]:
+        """The digests of data files that it names."""
+        return [digest for text in self._strings() if text.endswith(DATA) for digest in _digests(text)]
+
+    def _strings(self) -> list[str]:
+        return [node.value for node in self.nodes[ast.Constant] if isinstance(node.value, str)]
+
+
+def _fields(node: ast.AST) -> Iterator[tuple[str, object]]:
+    """The fields of a node that count: without docstrings and annotations, which hold the help of a command's flags."""
+    left_out = LEFT_OUT.get(type(node))
+    for name, value in ast.iter_fields(node):
+        if name == left_out:
+            continue
+        if name == "body" and isinstance(value, list):
+            value = _without_docstrings(value)
+        elif name == "values" and isinstance(node, ast.JoinedStr):  # Python 3.12 ends formats in empty strings
+            value = [part for part in value if not (isinstance(part, ast.Constant) and part.value == "")]
+        yield name, value
+
+
+LEFT_OUT = {
+    ast.arg: "annotation",
+    ast.FunctionDef: "returns",
+    ast.AsyncFunctionDef: "returns",
+    ast.Constant: "kind",  # the u of u"text"
+}
+
+
+def _without_docstrings(body: list[ast.stmt]) -> list[ast.stmt]:
+    return [statement for statement in body if not _is_docstring(statement)] or [ast.Pass()]
 
 
 def _names(node: ast.stmt) -> list[str]:
@@ -126,31 +181,6 @@ def _imports(node: ast.ImportFrom) -> Iterator[tuple[str, Reference]]:
             submodule = f"{node.module}.{alias.name}"
             target = (submodule, None) if _file(submodule).exists() else (node.module, alias.name)
             yield alias.asname or alias.name, target
-
-
-def _parts(module: str, statement: ast.stmt, imported: dict[str, Reference], own) -> Iterator[Reference | str]:
-    """References of a statement, by import or as "module:name" in a string, and the digests of data files named."""
-    local = dict(imported)
-    attributes = set()
-    for node in ast.walk(statement):
-        if isinstance(node, ast.ImportFrom):
-            local |= _imports(node)
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            target = local.get(node.value.id)
-            if target and target[1] is None:  # of a module only what is taken
-                attributes.add(node.value)
-                yield target[0], node.attr
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and node not in attributes:
-            if node.id in local:
-                yield local[node.id]
-            elif node.id in own:
-                yield module, node.id
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and NAMED.fullmatch(node.value):
-            yield tuple(node.value.split(":"))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(DATA):
-            yield from _digests(node.value)
 
 
 @functools.cache
