@@ -19,24 +19,38 @@ record = runpy.run_path(str(ROOT / "workflow" / "record.py"))
 
 
 def test_the_tables_are_what_the_numbers_give(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["record.py", str(RECORD / "runs.csv"), "--output", str(tmp_path)])
-    record["main"]()
-    for name in ("runs.csv", "tables.md", "main_results.csv", "claims.csv"):
-        assert (tmp_path / name).read_text() == (RECORD / name).read_text(), name
-    for name in ("answers", "attacks", "histories"):
-        again, kept = (pd.read_csv(folder / f"{name}.csv.xz") for folder in (tmp_path, RECORD))
-        pd.testing.assert_frame_equal(again, kept)
+    drawn_again(RECORD, tmp_path, monkeypatch)
     written = read_json(tmp_path / "provenance.json")["written"]
     assert written["runs.csv"] == file_digest(RECORD / "runs.csv") and written["packages"]["pandas"]
 
 
 def test_the_replication_is_what_its_numbers_give(tmp_path, monkeypatch):
-    folder = RECORD / "replication"
-    options = ["--before", str(RECORD / "runs.csv"), "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["record.py", str(folder / "runs.csv"), *options])
+    drawn_again(RECORD / "replication", tmp_path, monkeypatch, "--before", str(RECORD / "runs.csv"))
+
+
+def drawn_again(folder, output, monkeypatch, *options):
+    """A record from its own numbers, in another folder. The test below keeps items, which takes minutes for these."""
+    monkeypatch.setitem(record["main"].__globals__, "ITEMS", ())
+    monkeypatch.setattr(sys, "argv", ["record.py", str(folder / "runs.csv"), *options, "--output", str(output)])
     record["main"]()
     for name in ("runs.csv", "tables.md", "main_results.csv", "claims.csv"):
-        assert (tmp_path / name).read_text() == (folder / name).read_text(), name
+        assert (output / name).read_text() == (folder / name).read_text(), name
+
+
+def test_items_of_several_tables_are_kept_in_one_and_those_of_a_run_once(tmp_path):
+    tables = [("new", [(0, "q", 1.0)]), ("old", [(0, "q", 0.0), (0, "r", 0.0), (1, "q", 1 / 3)])]
+    for name, rows in tables:
+        (tmp_path / name).mkdir()
+        items = [("a", "b", "gd", "ptc", *row) for row in rows]
+        pd.DataFrame(items, columns=[*KEYS, "id", "score"]).to_csv(tmp_path / name / "answers_w.csv", index=False)
+    paths = [tmp_path / name / "runs_w.csv" for name, _ in tables]
+    for name in record["ITEMS"]:
+        record["keep_items"](paths, name, tmp_path)
+    assert [file.name for file in tmp_path.glob("*.xz")] == ["answers.csv.xz"], "of what was kept beside them alone"
+    kept = pd.read_csv(tmp_path / "answers.csv.xz")
+    assert kept[["seed", "id", "score"]].values.tolist() == [[0, "q", 1.0], [1, "q", 0.333333]]
+    record["keep_items"]([tmp_path / "runs.csv"], "answers", tmp_path / "again")
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "again" / "answers.csv.xz"), kept)
 
 
 def test_the_main_tables_are_there_as_numbers():

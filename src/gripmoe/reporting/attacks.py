@@ -59,10 +59,12 @@ Estimate = tuple[float | None, float | None]  # mean and half of its interval
 def _paired(by_run: dict, of_row: pd.DataFrame, metric: str, own: str) -> Estimate:
     differences, models = [], []
     for key in of_row.drop_duplicates("run")[KEYS].itertuples(index=False, name=None):
-        asked = by_run.get(key, pd.DataFrame())
-        if metric in asked and asked[metric].notna().any():
-            asked = asked[asked[metric].notna()]
-            differences.append(asked[own] if metric == own else asked[metric] - asked[own])
+        asked = by_run.get(key, {})
+        if metric not in asked:
+            continue
+        difference = (asked[own] if metric == own else asked[metric] - asked[own]).dropna()
+        if len(difference):
+            differences.append(difference)
             models.append(key[0])
     if not differences:
         return None, None

@@ -55,8 +55,8 @@ def differences(runs: pd.DataFrame, claim: dict, forgot: bool = False) -> pd.Ser
     runs = of_kind(runs[runs.method.isin([claim["left"], claim["right"]])], claim.get("kind", "letters"))
     left_out = [unforgotten(runs)] if forgot and not claim.get("unreached") else []
     left_out += [collapsed(runs)] if forgot and claim["metric"].removesuffix("_share") not in RETAINED else []
-    for out in left_out:
-        runs = runs[~runs.set_index(KEYS).index.isin(out.set_index(KEYS).index)]
+    if left_out := [key for out in left_out for key in out]:
+        runs = runs[~runs.set_index(KEYS).index.isin(left_out)]
     if "objectives" in claim:
         runs = runs[runs.objective.isin([*claim["objectives"], NO_OBJECTIVE])]
     runs = runs[runs.value.notna()]

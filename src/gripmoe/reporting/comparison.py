@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from itertools import product
+from math import isnan, nan
 from pathlib import Path
 
 import pandas as pd
@@ -15,7 +16,7 @@ import pandas as pd
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
-from gripmoe.reporting.runs import KEYS, apart, by_run, values_of
+from gripmoe.reporting.runs import KEYS, apart
 from gripmoe.reporting.tables import MISSING, Cell, Row, Table, fixed
 from gripmoe.reporting.uncertainty import LEAST, interval, of_runs
 
@@ -24,6 +25,9 @@ PAPER_MODEL = "qwen3_30b_a3b"
 Measured = Callable[[pd.DataFrame, str, bool], Cell]  # the runs of a row, a metric, whether it is about news
 # From the dev split, on which runs stop, to the test split.
 FORGET_SLACK = {"forget_accuracy": 0.05, "verbmem": 5.0, "knowmem_forget": 5.0}
+MARKING = ("reached", "diverged", "corrected_after", "retain_accuracy") + tuple(
+    f"{measure}{part}" for measure in FORGET_SLACK for part in ("", "_target", "_half_width")
+)
 
 
 def specification(name: str) -> dict:
@@ -190,54 +194,52 @@ def absent(runs: pd.DataFrame, metric: str) -> Cell:
 
 def marks_of(runs: pd.DataFrame) -> str:
     """The marks of a row, as `names.MARKS` explains them."""
-
-    def any_is(metric: str) -> bool:
-        return bool((runs.value[runs.metric == metric] == 1).any())
-
-    forgetting, slacks = _forgetting(runs)
-    marks = " †" if any_is("diverged") else " *" * bool(_missed(forgetting, slacks).any())
-    marks += " §" * (not collapsed(runs).empty) + " ¶" * bool(_overshot(forgetting, slacks).any())
-    return marks + " ‡" * any_is("corrected_after")
-
-
-def _forgetting(runs: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, float]]:
-    """What says whether runs have forgotten, a row per unlearned run, and the slack of each measure with a target."""
-    parts = [f"{measure}{part}" for measure in FORGET_SLACK for part in ("", "_target", "_half_width")]
-    wide = by_run(runs[runs.metric.isin(["reached", *parts])])
-    if "reached" not in wide:
-        return values_of(runs, "reached").to_frame("reached"), {}
-    slacks = {m: slack for m, slack in FORGET_SLACK.items() if {m, f"{m}_target"} <= set(wide)}
-    return wide[wide["reached"].notna()], slacks
+    found = _marking(runs)
+    of_runs = found.values()
+    marks = " *" * any(map(_missed, of_runs))
+    if any(run.get("diverged") == 1 for run in of_runs):
+        marks = " †"
+    marks += " §" * any(_collapsed(*each) for each in found.items()) + " ¶" * any(map(_overshot, of_runs))
+    return marks + " ‡" * any(run.get("corrected_after") == 1 for run in of_runs)
 
 
-def unforgotten(runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs (columns KEYS) that missed their target on dev questions, or exceed it on test questions by more than
-    the slack, as after a correction that undoes forgetting."""
-    forgetting, slacks = _forgetting(runs)
-    return forgetting.index[_missed(forgetting, slacks)].to_frame(index=False)
+def unforgotten(runs: pd.DataFrame) -> list[tuple]:
+    """The runs (KEYS) that missed their target on dev questions, or exceed it on test questions by more than the slack,
+    as after a correction that undoes forgetting."""
+    return [key for key, run in _marking(runs).items() if _missed(run)]
 
 
-def _missed(forgetting: pd.DataFrame, slacks: dict[str, float]) -> pd.Series:
-    missed = forgetting["reached"] == 0
-    for measure, slack in slacks.items():
-        missed |= forgetting[measure] > forgetting[f"{measure}_target"] + slack
-    return missed
+def collapsed(runs: pd.DataFrame) -> list[tuple]:
+    """The unlearned runs (KEYS) that answer retain questions by chance."""
+    return [key for key, run in _marking(runs).items() if _collapsed(key, run)]
 
 
-def collapsed(runs: pd.DataFrame) -> pd.DataFrame:
-    """The retain accuracies of unlearned models that answer retain questions by chance."""
-    unlearned = runs[~runs.method.isin(names.ORIGINALS)]
-    return unlearned[(unlearned.metric == "retain_accuracy") & (unlearned.value <= names.COLLAPSED)]
+def _marking(runs: pd.DataFrame) -> dict[tuple, dict[str, float]]:
+    """By run (KEYS), the values on which marks depend. In plain Python, because a table has hundreds of rows."""
+    found, values = runs[runs.metric.isin(MARKING)], {}
+    for key, metric, value in zip(zip(*(found[k] for k in KEYS), strict=True), found.metric, found.value, strict=True):
+        values.setdefault(key, {})[metric] = value
+    return values
 
 
-def _overshot(forgetting: pd.DataFrame, slacks: dict[str, float]) -> pd.Series:
-    """Which runs ended with all of their measures below target by more than their half-widths, or the slack where
+def _missed(run: dict[str, float]) -> bool:
+    exceeds = (run.get(m, nan) > run.get(f"{m}_target", nan) + slack for m, slack in FORGET_SLACK.items())
+    return run.get("reached") == 0 or (run.get("reached") == 1 and any(exceeds))
+
+
+def _collapsed(key: tuple, run: dict[str, float]) -> bool:
+    return key[KEYS.index("method")] not in names.ORIGINALS and run.get("retain_accuracy", nan) <= names.COLLAPSED
+
+
+def _overshot(run: dict[str, float]) -> bool:
+    """Whether a run ended with all of its measures below target by more than their half-widths, or the slack where
     these were not kept. Runs stop when the last of the measures is met, so one alone may be far below."""
-    far = (forgetting["reached"] == 1) & bool(slacks)
-    for measure, slack in slacks.items():
-        half_width = forgetting.get(f"{measure}_half_width", pd.Series(slack, forgetting.index)).fillna(slack)
-        far &= forgetting[measure] + half_width < forgetting[f"{measure}_target"]
-    return far
+    if run.get("reached") != 1:
+        return False
+    targets = {m: run[f"{m}_target"] for m in FORGET_SLACK if m in run and not isnan(run.get(f"{m}_target", nan))}
+    widths = {m: run.get(f"{m}_half_width", nan) for m in targets}
+    room = {m: FORGET_SLACK[m] if isnan(width) else width for m, width in widths.items()}
+    return bool(targets) and all(run[m] + room[m] < target for m, target in targets.items())
 
 
 def _realigned(runs: pd.DataFrame) -> str:

@@ -52,7 +52,7 @@ def is_swept(method: str) -> bool:
 def ordered(names: Iterable[str], known: Iterable[str] = tuple(METHODS)) -> list[str]:
     """Unique names: `known` names in their order (default: methods), then others by name. Rows of a threshold sweep are
     left out, because they have their own table."""
-    names, known = {name for name in names if not is_swept(name)}, list(known)
+    names, known = {name for name in set(names) if not is_swept(name)}, list(known)
     return [name for name in known if name in names] + sorted(names - set(known))
 
 

@@ -83,16 +83,16 @@ def paired_difference(
 ) -> dict[str, float] | None:
     """`method` minus `against` on the items of a metric, over runs that have both: the mean difference, the half-width
     of its interval, and p. None if no run has both."""
-    asked = answers[(answers.objective == objective) & (answers.metric == metric)]
-    sides = [dict(list(asked[asked.method == name].groupby(RUN))) for name in (method, against)]
-    differences, models = [], []
-    for run in sorted(set(sides[0]) & set(sides[1])):
-        left, right = (side[run].set_index("id") for side in sides)
-        both = left.join(right.score, rsuffix="_right", how="inner")
-        differences.append(pd.Series((both.score - both.score_right).to_numpy(), index=both.fact))
-        models.append(run[0])
-    if not differences:
+    sides = answers[
+        (answers.objective == objective) & (answers.metric == metric) & answers.method.isin([method, against])
+    ]
+    scores = sides.pivot(index=[*RUN, "fact", "id"], columns="method", values="score").dropna()
+    if not {method, against} <= set(scores) or scores.empty:
         return None
+    of_items = (scores[method] - scores[against]).droplevel("id")
+    runs = dict(list(of_items.groupby(level=RUN)))
+    differences = [of_run.droplevel(RUN) for of_run in runs.values()]
+    models = [model for model, *_ in runs]
     mean, low, high = paired_interval(differences, models)
     return dict(difference=mean, half_width=(high - low) / 2, p=sign_test(differences))
 

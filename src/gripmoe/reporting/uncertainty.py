@@ -3,7 +3,9 @@ one base model share what it has learned, so more seeds of it say little about o
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections.abc import Iterable
+from itertools import combinations, product
+from statistics import fmean
 
 import numpy as np
 import pandas as pd
@@ -31,13 +33,9 @@ def complete_cells(values: pd.Series) -> pd.Series:
     most means, and prefers one with at least LEAST base models. The index of `values` has the levels `model` and
     `objective`."""
     values = values.dropna()
-    models, objectives = (values.index.get_level_values(name) for name in ("model", "objective"))
-    if len(set(zip(models, objectives, strict=True))) == models.nunique() * objectives.nunique():
-        return values
-    cells = values.groupby(level=["model", "objective"]).size().unstack("objective")
-    subsets = [list(s) for n in range(1, cells.shape[1] + 1) for s in combinations(cells.columns, n)]
-    kept = max((cells[s].dropna() for s in subsets), key=lambda kept: (len(kept) >= LEAST, kept.size))
-    return values[models.isin(kept.index) & objectives.isin(kept)]
+    cells = list(zip(*_models_and_objectives(values), strict=True))
+    kept = _complete(set(cells))
+    return values[[cell in kept for cell in cells]]
 
 
 def units(values: pd.Series) -> pd.Series:
@@ -45,16 +43,40 @@ def units(values: pd.Series) -> pd.Series:
     keeps. The values of a single base model are returned unchanged: then its runs are the units, and results are about
     this base model alone."""
     values = values.dropna()
-    if values.index.unique("model").size <= 1:
-        return values
-    return complete_cells(values).groupby(level=["model", "objective"]).mean().groupby(level="model").mean()
+    models, objectives = _models_and_objectives(values)
+    return _of_models(models, objectives, values) if len(set(models)) > 1 else values
 
 
 def of_runs(runs: pd.DataFrame) -> pd.Series:
     """`units` of a tidy table with the rows of one metric. Those of a single base model keep the index of the table."""
-    if runs.model.nunique() <= 1:  # another index would take most of the time
-        return runs.value.dropna()
-    return units(runs.set_index(["model", "objective"]).value)
+    runs = runs[runs.value.notna()]
+    models = runs.model.tolist()
+    return _of_models(models, runs.objective, runs.value) if len(set(models)) > 1 else runs.value
+
+
+def _models_and_objectives(values: pd.Series) -> list[list]:
+    return [values.index.get_level_values(name).tolist() for name in ("model", "objective")]
+
+
+def _complete(cells: set[tuple]) -> set[tuple]:
+    """The largest choice of cells (base model, objective) in which every base model has every objective."""
+    models, objectives = (sorted(set(column)) for column in zip(*cells, strict=True)) if cells else ([], [])
+    if len(cells) == len(models) * len(objectives):
+        return cells
+    subsets = [subset for n in range(1, len(objectives) + 1) for subset in combinations(objectives, n)]
+    choices = [([m for m in models if cells.issuperset(product([m], subset))], subset) for subset in subsets]
+    return set(product(*max(choices, key=lambda kept: (len(kept[0]) >= LEAST, len(kept[0]) * len(kept[1])))))
+
+
+def _of_models(models: Iterable, objectives: Iterable, values: Iterable[float]) -> pd.Series:
+    """`units` of several base models. In plain Python, because a table has thousands of cells of a few values each."""
+    cells: dict[tuple, list[float]] = {}
+    for model, objective, value in zip(models, objectives, values, strict=True):
+        cells.setdefault((model, objective), []).append(value)
+    means: dict[str, list[float]] = {}
+    for cell in sorted(_complete(set(cells))):
+        means.setdefault(cell[0], []).append(fmean(cells[cell]))
+    return pd.Series({model: fmean(each) for model, each in means.items()}, dtype=float).rename_axis("model")
 
 
 def p_above(values: pd.Series, limit: float) -> float:
