@@ -75,7 +75,7 @@ quick: lint
 
 test: gpu lint
 	$(INSTALL) --requirement envs/test.lock
-	pytest -n $(CORES) -m "not workflow"
+	pytest -n $(CORES) --dist loadfile -m "not workflow"
 	pytest -n $(CORES) --dist loadfile -m workflow
 
 lint: setup

@@ -102,6 +102,7 @@ def test_of_experts_used_alike_as_many_are_silenced_as_were_asked_for(setting, m
 def test_search_keeps_the_shift_under_which_right_letters_are_likeliest(setting, monkeypatch):
     """The probability is the share of tokens that expert 3 serves. The longer search finds no less."""
     model = setting.after
+    setting.dev, setting.forget = setting.dev[:24], setting.forget[:24]
     own = weights_digest(model.model)
     answer_where(setting, monkeypatch, lambda sets: (sets[0] == 3).any(dim=1).double().mean().item())
     monkeypatch.setattr(

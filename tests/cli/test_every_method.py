@@ -142,12 +142,18 @@ def changed_experts(prepared, folder):
 
 def test_bases_are_fitted_on_all_threads_that_there_are(prepared, tmp_path, monkeypatch):
     """Those of the machine, if a person starts the command."""
-    fit, before, threads = fitting.fit_bases, torch.get_num_threads(), []
-    monkeypatch.setattr(fitting, "fit_bases", lambda *given: threads.append(torch.get_num_threads()) or fit(*given))
+    before, threads = torch.get_num_threads(), []
+
+    def fit(*given):
+        threads.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fitting, "fit_bases", fit)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     torch.set_num_threads(2)
     try:
-        run_steps(prepared, "expert_specific", "gd", tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            run_steps(prepared, "expert_specific", "gd", tmp_path)
     finally:
         torch.set_num_threads(before)
     assert threads == [2]

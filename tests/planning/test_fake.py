@@ -165,17 +165,16 @@ def test_the_anchor_takes_a_step_in_every_family(model):
 
 
 FAMILIES = [name for name in PUBLISHED if name != "olmoe"]
-# Every method and every objective in every family, and each pair of a method and an objective in one at least.
+# Every method in a second family, under one objective or another.
 TOGETHER = [
-    (model, OBJECTIVES[(first + second) % len(OBJECTIVES)], method)
-    for first, model in enumerate(FAMILIES)
-    for second, method in enumerate(KINDS + OTHERS)
+    (FAMILIES[number % len(FAMILIES)], OBJECTIVES[number % len(OBJECTIVES)], method)
+    for number, method in enumerate(KINDS + OTHERS)
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "objective", "method"), TOGETHER)
-def test_every_method_takes_a_step_in_every_family(model, objective, method):
+def test_every_method_takes_a_step_in_another_family(model, objective, method):
     assert measure(unlearning(model, objective, method))["flops"] > 0
 
 
