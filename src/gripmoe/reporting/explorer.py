@@ -135,7 +135,8 @@ def _lettered(choices: Sequence[str]) -> str:
 def questions(answers: pd.DataFrame, attacks: pd.DataFrame, texts: dict[str, pd.DataFrame]) -> pd.DataFrame:
     """A row per run, question and attack. Rows without an attack come first; only they have the given letter. `texts`
     has the result of `asked` by benchmark."""
-    made = [column for column in attacks if column not in {*KEYS, "id", "fact", *answers.metric}]
+    others = {*KEYS, "id", "fact", *answers.metric.unique()}
+    made = [column for column in attacks if column not in others]
     scores = attacks[made].to_numpy(dtype=float)
     item, attack = np.nonzero(~np.isnan(scores))
     keys = [*KEYS, "id"]
