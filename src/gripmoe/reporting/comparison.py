@@ -196,9 +196,8 @@ def marks_of(runs: pd.DataFrame) -> str:
     """The marks of a row, as `names.MARKS` explains them."""
     found = _marking(runs)
     of_runs = found.values()
-    marks = " *" * any(map(_missed, of_runs))
-    if any(run.get("diverged") == 1 for run in of_runs):
-        marks = " †"
+    diverged = any(run.get("diverged") == 1 for run in of_runs)
+    marks = " †" if diverged else " *" * any(map(_missed, of_runs))
     marks += " §" * any(_collapsed(*each) for each in found.items()) + " ¶" * any(map(_overshot, of_runs))
     return marks + " ‡" * any(run.get("corrected_after") == 1 for run in of_runs)
 
@@ -223,6 +222,7 @@ def _marking(runs: pd.DataFrame) -> dict[tuple, dict[str, float]]:
 
 
 def _missed(run: dict[str, float]) -> bool:
+    """Of an unlearned run; the others have no `reached`."""
     exceeds = (run.get(m, nan) > run.get(f"{m}_target", nan) + slack for m, slack in FORGET_SLACK.items())
     return run.get("reached") == 0 or (run.get("reached") == 1 and any(exceeds))
 

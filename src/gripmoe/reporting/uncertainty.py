@@ -69,7 +69,7 @@ def _complete(cells: set[tuple]) -> set[tuple]:
 
 
 def _of_models(models: Iterable, objectives: Iterable, values: Iterable[float]) -> pd.Series:
-    """`units` of several base models. In plain Python, because a table has thousands of cells of a few values each."""
+    """`units` of several base models. In plain Python: a frame for each cell of a table takes longer."""
     cells: dict[tuple, list[float]] = {}
     for model, objective, value in zip(models, objectives, values, strict=True):
         cells.setdefault((model, objective), []).append(value)
