@@ -5,8 +5,8 @@
 
 The setting to choose is the one that answers fewest dev questions after 10 steps on other forget facts
 (`dev_relearned_after_10`), among those with a retain accuracy of at least 0.9 on dev questions. The other measured
-columns are on test questions. A world may ask for more steps, as tiny_erasure_tuning does. Models, data and traces come
-from the results folder of the world, where `snakemake` makes them. A finished run is not trained again. A run that
+columns are on test questions. A world may ask for more steps, as tiny_erasure_tuning does. Snakemake first makes the
+model, data and traces that are missing in the world's results folder. A finished run is not trained again. A run that
 diverges has a row without measurements.
 """
 
@@ -21,8 +21,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pandas as pd
+from make_record import ROOT
 from tqdm import tqdm
-from tune import CONFIG, changed, named, train
+from tune import CONFIG, changed, named, prepare, train
 
 from gripmoe.attacks import restoration
 from gripmoe.attacks.base import Letters, mean
@@ -115,7 +116,6 @@ def measured(project: Project, results: Path, model: str, benchmark: str, weight
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", default="tiny_erasure")
-    parser.add_argument("--results", type=Path, default=Path("results/tiny"))
     parser.add_argument("--model", default="tiny_a")
     parser.add_argument("--benchmark", default="wmdp_tiny_erasure")
     parser.add_argument("--objective", default="unlikelihood")
@@ -133,9 +133,11 @@ def main() -> None:
     except ConfigError as error:
         parser.error(str(error))
     key = args.model, args.benchmark, args.objective, args.method, args.seed
+    results = ROOT / "results" / project.results_name
+    prepare(project, results, [args.model], args.benchmark, args.cores)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs side by side share the cores
     with ProcessPoolExecutor(args.cores, mp_context=get_context("spawn")) as pool:
-        running = [pool.submit(attempt, project, args.results, key, args.steps, change) for change in args.change]
+        running = [pool.submit(attempt, project, results, key, args.steps, change) for change in args.change]
         for run in tqdm(as_completed(running), total=len(running)):
             add_row(args.output, run.result())
     print(args.output.read_text())

@@ -104,17 +104,21 @@ def remaining(projects: list[Project], results: Path, times: pd.Series, kept: Co
         counted |= runs | models
 
 
+def snakemake(world: str, targets: list[Path], cores: int) -> list[str]:
+    """The command that makes the targets, for the repository's root."""
+    arguments = [sys.executable, "-m", "gripmoe.cli.fork_server", "snakemake"]
+    arguments += ["--profile", str(ROOT / "workflow" / "profiles" / "tiny"), "--cores", str(cores)]
+    return [*arguments, "--config", f"world={world}", "--", *(str(target.relative_to(ROOT)) for target in targets)]
+
+
 def compute(world: str, targets: list[Path], cores: int, until: float | None, bar: tqdm) -> str:
     """Has Snakemake make the targets, and counts them on the bar. Returns "done", "failed" or "stopped": the time is
     up."""
     log = ROOT / "results" / f"record_{world}.log"
-    arguments = [sys.executable, "-m", "gripmoe.cli.fork_server", "snakemake"]
-    arguments += ["--profile", str(ROOT / "workflow" / "profiles" / "tiny"), "--cores", str(cores)]
-    arguments += ["--config", f"world={world}", "--", *(str(target.relative_to(ROOT)) for target in targets)]
     pending = [target for target in targets if not target.exists()]
     log.parent.mkdir(exist_ok=True)
     with log.open("a", encoding="utf-8") as output:
-        process = subprocess.Popen(arguments, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(snakemake(world, targets, cores), cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
             time.sleep(POLL_SECONDS)
             done = [target for target in pending if target.exists()]

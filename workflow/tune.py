@@ -1,24 +1,26 @@
 """Tries the settings of tuning.yaml and prints which one would be chosen for each method.
 
-    python workflow/tune.py --world tiny_tuning --results results/tiny --cores 2 [--objectives gd] [--methods anchored]
+    python workflow/tune.py --world tiny_tuning --cores 2 [--objectives gd] [--methods anchored]
 
 Every method of an objective tries the same settings with the same seeds. The chosen setting reaches the forget target
 in every trial and has the highest mean minus standard deviation of retain accuracy, both on dev questions; of equal
 settings, the one of the fewest steps is chosen. A table in the folder `tuning` lists every trial. The configuration is
-not changed: its values are entered by hand, with their provenance. Models, data and traces come from the results folder
-of the world, where `snakemake` makes them. A finished trial is not repeated.
+not changed: its values are entered by hand, with their provenance. Snakemake first makes the models, data and traces
+that are missing in the world's results folder. A finished trial is not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
 import pandas as pd
+from make_record import ROOT, snakemake
 from tqdm import tqdm
 
 from gripmoe.cli.main import main as cli
@@ -32,6 +34,15 @@ CONFIG = Path(__file__).parent / "config"
 RETAIN = {"letters": "retain_accuracy", "news": "knowmem_retain"}  # decides among runs that have forgotten
 SCORES = ("forget_accuracy", "verbmem", "knowmem_forget", *RETAIN.values())
 LOG = ["model", "objective", "method", "setting", "seed", *SCORES, "status", "steps", "chosen"]
+
+
+def prepare(project: Project, results: Path, models: list[str], benchmark: str, cores: int) -> None:
+    """Makes the models, data and traces that are missing."""
+    retrained = [name for model in models if (name := project.models[model].retrained)]
+    targets = [results / "models" / name / "model.json" for name in retrained]
+    targets += [results / model / benchmark / "routing.json" for model in models]
+    if subprocess.run(snakemake(project.name, targets, cores), cwd=ROOT).returncode:
+        raise SystemExit("snakemake could not make the models, data and traces of the trials; its message is above")
 
 
 def trial(
@@ -113,7 +124,6 @@ def command(name: str, **flags: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", default="tiny_tuning")
-    parser.add_argument("--results", type=Path, default=Path("results/tiny"))
     parser.add_argument("--benchmark", default="wmdp_tiny")
     parser.add_argument("--objectives", nargs="*", help="all if absent")
     parser.add_argument("--methods", nargs="*", help="all if absent")
@@ -134,17 +144,20 @@ def main() -> None:
     ):
         if unknown := sorted(set(given) - set(known)):
             parser.error(f"{flag}: {unknown[0]!r} is none of {', '.join(known)}, which world and tuning.yaml name")
+    models = args.models or project.world.models
+    results = ROOT / "results" / project.results_name
     trials = [
-        (project, args.results, model, args.benchmark, objective, method, seed, change)
+        (project, results, model, args.benchmark, objective, method, seed, change)
         for objective in args.objectives or objectives
         for method in objectives[objective]["methods"]
         if method in (args.methods or methods)
         for change in grid(objectives[objective]["settings"])
-        for model in args.models or project.world.models
+        for model in models
         for seed in tuning["seeds"]
     ]
     if not trials:
         parser.error("tuning.yaml tries no such method under these objectives")
+    prepare(project, results, models, args.benchmark, args.cores)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # trials that run side by side share the cores
     with ProcessPoolExecutor(args.cores, mp_context=get_context("spawn")) as pool:
         rows = list(tqdm(pool.map(trial, *zip(*trials, strict=True)), total=len(trials)))
@@ -152,7 +165,7 @@ def main() -> None:
     table["chosen"] = chosen(table, RETAIN[project.benchmarks[args.benchmark].data.kind])
     name = "_".join([args.benchmark, *(args.models or []), *(args.objectives or []), *(args.methods or [])])
     table = table[[column for column in LOG if column in table]].round(3)
-    table.to_csv(args.results / "tuning" / f"{name}.csv", index=False)
+    table.to_csv(results / "tuning" / f"{name}.csv", index=False)
     print(table.to_string(index=False))
 
 
