@@ -118,13 +118,14 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     assert f"on a single one of these models returns {first.max():.2f} more" in TEXT
     start = {name: (wide[name] - never).forget_accuracy for name in methods}
     further = [((wide[name] - never).relearned_after_20 - start[name]).mean() for name in methods]
-    assert "by {:.2f} more than in the retrained models ({:.2f} with ours)".format(*further) in TEXT
+    assert "by {:.2f} more than in the retrained models ({:.2f} with the anchor)".format(*further) in TEXT
     layer = [(wide[name] - never).restored_experts_worst_layer.mean() for name in methods]
-    assert "have an excess of {:.2f} under the first method and of {:.2f} under ours.".format(*layer) in TEXT
+    told = "have an excess of {:.2f} with a frozen router under attack and of {:.2f} with the anchored method."
+    assert told.format(*layer) in TEXT
     both = by_method(pd.concat([HELD_OUT, FURTHER])).loc[[*methods]]
     assert (both.base_models == 13).all()
     frozen, ours = (row for _, row in both.iterrows())
-    told = "excess of {:.2f} (bound {:.3f}), and ours {:.2f} (bound {:.3f}) and a routing stability of {:.2f} "
+    told = "excess of {:.2f} (bound {:.3f}), and the anchored method {:.2f} (bound {:.3f}) and a routing stability of {:.2f} "
     told += "(bound {:.3f})."
     values = frozen.excess, frozen.excess_bound, ours.excess, ours.excess_bound, ours.routing, ours.routing_bound
     assert told.format(*values) in TEXT
@@ -137,7 +138,10 @@ def test_what_retraining_takes_is_what_was_counted():
     told = f"{whole.mean() / 1e6:.1f} million tokens in the mean, of which stage B, which teaches the facts, has"
     assert f"{told} {facts.mean() / 1e6:.1f} million." in TEXT
     chosen = (HELD_OUT.method == "frozen_router_adversary_x3") & (HELD_OUT.metric == "tokens")
-    assert f"Beside stage B alone the first method takes {HELD_OUT.value[chosen].mean() / facts.mean():.2f}." in TEXT
+    told = (
+        f"Beside stage B alone, a frozen router under attack takes {HELD_OUT.value[chosen].mean() / facts.mean():.2f}."
+    )
+    assert told in TEXT
 
 
 @pytest.mark.parametrize("row", rows("Every method, on three base models"), ids=lambda row: row[0])
@@ -291,7 +295,8 @@ def test_the_table_of_further_base_models_is_its_records(row):
 
 def test_the_earlier_test_is_summed_up_by_its_table():
     first, ours = (by_method(FURTHER).loc[name] for name in ("frozen_router_adversary_x3", "anchored_adversary_x3"))
-    told = "an excess of {:.2f} (bound {:.3f}) for the first method and of {:.2f} (bound {:.3f}) for ours."
+    told = "an excess of {:.2f} (bound {:.3f}) for a frozen router under attack and of {:.2f} (bound {:.3f}) for "
+    told += "the anchored method."
     assert told.format(first.excess, first.excess_bound, ours.excess, ours.excess_bound) in TEXT
 
 

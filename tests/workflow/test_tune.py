@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +19,9 @@ SCRIPT = Path(__file__).parents[2] / "workflow" / "tune.py"
 def tune():
     spec = importlib.util.spec_from_file_location("tune", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        spec.loader.exec_module(module)
     return module
 
 
@@ -84,6 +87,23 @@ def test_a_trial_runs_once_and_what_it_has_left_is_not_thrown_away(tune, tmp_pat
     write_json(base, {"weights": "trained again"})
     trial(), trial()
     assert asked == ["unlearn"] * 4, "and what was tried on other weights"
+
+
+def test_models_data_and_traces_are_made_first(tune, monkeypatch):
+    asked = []
+
+    def ran(command, cwd):
+        asked.extend(command)
+        return subprocess.CompletedProcess(command, len(asked) > len(command))  # the second one fails
+
+    monkeypatch.setattr(subprocess, "run", ran)
+    project = Project(tune.CONFIG, "tiny_muse_tuning")
+    folder = SCRIPT.parents[1] / "results" / project.results_name
+    tune.prepare(project, folder, ["tiny_news_tuning_a"], "muse_tiny", cores=2)
+    made = ["models/tiny_news_tuning_a_retrained/model.json", "tiny_news_tuning_a/muse_tiny/routing.json"]
+    assert asked[-2:] == [f"results/tiny/{name}" for name in made] and "world=tiny_muse_tuning" in asked
+    with pytest.raises(SystemExit, match="snakemake could not make"):
+        tune.prepare(project, folder, ["tiny_news_tuning_a"], "muse_tiny", cores=2)
 
 
 @pytest.mark.parametrize(
