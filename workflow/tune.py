@@ -23,9 +23,13 @@ import pandas as pd
 from make_record import ROOT, snakemake
 from tqdm import tqdm
 
+from gripmoe.cli.common import identity_of
+from gripmoe.cli.fit_basis import fit_basis
 from gripmoe.cli.main import main as cli
+from gripmoe.cli.unlearn import unlearn
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import Project
+from gripmoe.config.provenance import entry_of
 from gripmoe.config.world import Run
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, read_yaml, write_json, write_yaml
@@ -71,16 +75,20 @@ def named(change: dict) -> str:
 
 
 def train(project: Project, results: Path, run: Run, folder: Path) -> None:
-    """Unlearns in a folder, unless this very run of the same model by the same code has ended there."""
-    recorded = results / run.model / run.benchmark_name
-    files = {
-        "model": results / "models" / run.model / "model.json",
-        "trace": recorded / "routing.safetensors",
-        "forget-trace": recorded / "routing_forget.safetensors",
-    }
+    """Unlearns in a folder, unless this very run of the same models and data by the same code has ended there."""
+    recorded, data = results / run.model / run.benchmark_name, results / "data" / run.benchmark_name
+    traces = {"trace": recorded / "routing.safetensors", "forget-trace": recorded / "routing_forget.safetensors"}
+    models = {"model": results / "models" / run.model / "model.json"}
+    if retrained := project.models[run.model].retrained:
+        models["retrained"] = results / "models" / retrained / "model.json"
     asked = run.model_dump(mode="json")
-    code = code_fingerprint("gripmoe.cli.unlearn:unlearn")
-    made_with = {"weights": read_json(files["model"])["weights"], "code": code}
+    made_with = identity_of(
+        unlearn,
+        *traces.values(),
+        *sorted(data.glob("*.jsonl")),
+        weights=[read_json(model)["weights"] for model in models.values()],
+        bases=code_fingerprint(entry_of(fit_basis)),
+    )
     known = folder / "trained_with.json"
     if (folder / "checkpoint.json").exists() and known.exists():
         if read_yaml(folder / "run.yaml") == asked and read_json(known) == made_with:
@@ -91,11 +99,10 @@ def train(project: Project, results: Path, run: Run, folder: Path) -> None:
     made = {}
     if run.method.has_bases:
         made["bases"], axes = folder / "bases.safetensors", run.method.model_dump_json()
-        command("fit-basis", **files, settings=axes, digest=folder / "bases.json", output=made["bases"])
-    if retrained := project.models[run.model].retrained:
-        made["retrained"] = results / "models" / retrained / "model.json"
-    data, output = results / "data" / run.benchmark_name, folder / "checkpoint.json"
-    command("unlearn", **files, **made, run=folder / "run.yaml", data=data, output=output)
+        flags = dict(settings=axes, digest=folder / "bases.json", output=made["bases"])
+        command("fit-basis", model=models["model"], **traces, **flags)
+    output = folder / "checkpoint.json"
+    command("unlearn", **models, **traces, **made, run=folder / "run.yaml", data=data, output=output)
 
 
 def chosen(table: pd.DataFrame, score: str) -> pd.Series:

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from gripmoe.config.grid import Project
-from gripmoe.io.files import write_json
+from gripmoe.io.files import write_json, write_text
 
 SCRIPT = Path(__file__).parents[2] / "workflow" / "tune.py"
 
@@ -68,6 +68,12 @@ def test_a_trial_runs_once_and_what_it_has_left_is_not_thrown_away(tune, tmp_pat
     project = Project(tune.CONFIG, "tiny")
     base = tmp_path / "models" / "tiny_a" / "model.json"
     write_json(base, {"weights": "first"})
+    write_json(tmp_path / "models" / "tiny_a_retrained" / "model.json", {"weights": "of the retrained model"})
+    trace = tmp_path / "tiny_a" / "wmdp_tiny" / "routing.safetensors"
+    for file in (trace, trace.with_name("routing_forget.safetensors")):
+        write_text(file, "recorded")
+    questions = tmp_path / "data" / "wmdp_tiny" / "forget_questions.jsonl"
+    write_text(questions, "asked")
 
     def trial():
         change = {"learning_rate": 1e-3, "alpha": 3.0}
@@ -87,6 +93,10 @@ def test_a_trial_runs_once_and_what_it_has_left_is_not_thrown_away(tune, tmp_pat
     write_json(base, {"weights": "trained again"})
     trial(), trial()
     assert asked == ["unlearn"] * 4, "and what was tried on other weights"
+    for file in (questions, trace):
+        write_text(file, "another")
+        trial(), trial()
+    assert asked == ["unlearn"] * 6, "and what was tried on other data"
 
 
 def test_models_data_and_traces_are_made_first(tune, monkeypatch):
