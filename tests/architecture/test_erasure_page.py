@@ -125,8 +125,8 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     both = by_method(pd.concat([HELD_OUT, FURTHER])).loc[[*methods]]
     assert (both.base_models == 13).all()
     frozen, ours = (row for _, row in both.iterrows())
-    told = "excess of {:.2f} (bound {:.3f}), and the anchored method {:.2f} (bound {:.3f}) and a routing stability of {:.2f} "
-    told += "(bound {:.3f})."
+    told = "excess of {:.2f} (bound {:.3f}), and the anchored method {:.2f} (bound {:.3f}) and a routing stability of "
+    told += "{:.2f} (bound {:.3f})."
     values = frozen.excess, frozen.excess_bound, ours.excess, ours.excess_bound, ours.routing, ours.routing_bound
     assert told.format(*values) in TEXT
 

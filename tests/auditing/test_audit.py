@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from math import nan
 from pathlib import Path
 
 import pandas as pd
@@ -33,6 +34,9 @@ pytest_plugins = "audit_pairs"
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 RELEARNING = Relearning(learning_rate=1e-3, batch_size=4)
 QUICK = ["forcing", "quantisation"]
+FLAGS = dict(
+    forget="--questions", retain="--retain-questions", forget_text="--forget-text", retain_text="--retain-text"
+)
 
 
 def test_an_audit_measures_what_the_workflow_measures(pair, files, tmp_path):
@@ -68,7 +72,8 @@ def test_an_audit_measures_what_the_workflow_measures(pair, files, tmp_path):
     assert len(workflow) > 90 and {"forced_forget_accuracy", "relearned_from_corpus_after_20"} <= workflow.keys()
     assert {"searched_routing_after_64", "silenced_experts"} <= workflow.keys()
     measured = audited["metrics"]["unlearned"]
-    assert {name: measured[name] for name in workflow} == pytest.approx(workflow, abs=0, rel=0, nan_ok=True)
+    measured = {name: nan if measured[name] is None else measured[name] for name in workflow}
+    assert measured == pytest.approx(workflow, abs=0, rel=0, nan_ok=True)
     assert (out / "state" / "unlearned_answers.csv").read_bytes() == (folder / "questions.csv").read_bytes()
     scores = report.found["unlearned"].scores
     with (folder / "attack_questions.csv").open() as rows:
@@ -222,6 +227,27 @@ def test_an_interrupted_audit_goes_on_and_another_model_begins_anew(pair, files,
     assert made[3:] == ["expert forcing", "quantisation"]
 
 
+def test_a_retrained_model_and_more_steps_of_relearning_keep_what_is_measured(
+    pair, files, tmp_path, monkeypatch, capsys
+):
+    made, table = [], dict(auditing.OF_LETTERS)
+    for name in (*ATTACKS["forcing"], "relearning from retain documents"):
+        monkeypatch.setitem(
+            auditing.OF_LETTERS, name, lambda setting, name=name: made.append(name) or table[name](setting)
+        )
+    given = dict(**files, attacks=["forcing", "relearning"], output=tmp_path / "audit")
+    two = (pair / "original", pair / "unlearned")
+    gripmoe.audit(*two, **given, relearning={"steps": [1]})
+    assert made == ["expert forcing", "relearning from retain documents"]
+    gripmoe.audit(*two, **given, relearning={"steps": [1, 2]})
+    assert made[2:] == ["relearning from retain documents"]
+    assert (
+        "unlearned_relearning.json: of other models, data, settings or code; measured anew" in capsys.readouterr().out
+    )
+    gripmoe.audit(*two, **given, relearning={"steps": [1, 2]}, retrained=pair / "retrained")
+    assert made[3:] == ["expert forcing", "relearning from retain documents"], "of the retrained model alone"
+
+
 def test_a_budget_leaves_out_what_would_exceed_it(pair, files, tmp_path):
     given = dict(**files, attacks=QUICK, output=tmp_path / "audit")
     report = gripmoe.audit(pair / "original", pair / "unlearned", **given, budget=0.0)
@@ -293,7 +319,7 @@ def test_the_command_writes_its_files_and_its_verdict(pair, files, tmp_path, cap
     assert set(pd.read_csv(out / "attacks.csv").control) == {"retrained"}
 
 
-def test_a_plan_needs_no_weights(tmp_path, capsys, monkeypatch):
+def test_a_plan_needs_no_weights(files, tmp_path, capsys, monkeypatch):
     config = small_model().config
     config.dtype = torch.bfloat16
     config.save_pretrained(tmp_path / "model")
@@ -308,8 +334,16 @@ def test_a_plan_needs_no_weights(tmp_path, capsys, monkeypatch):
     assert main([*line, "--unlearned", model, "--plan-only"]) == 0 and content["num_hidden_layers"] == 2
     told = capsys.readouterr().out
     assert "4.0 GB of weights, 8.0 GB to ask two models" in told and "membership" in told
+    assert "for 1325 forget and" in told
     assert main([*line, "--unlearned", str(tmp_path / "none"), "--plan-only"]) == 2
     assert "--unlearned" in capsys.readouterr().err
+    assert main([*line, "--unlearned", model, "--plan-only", "--budget", "5"]) == 2
+    assert "--budget: a plan has all measurements" in capsys.readouterr().err
+    line[3:] = [part for flag, file in files.items() for part in (FLAGS[flag], str(file))]
+    assert main([*line, "--unlearned", model, "--plan-only"]) == 0
+    assert "for 120 forget and 60 retain questions" in (told := capsys.readouterr().out)
+    assert "relearning from other facts" in told and "0 documents whose `id` begins with" in told
+    line[3:] = ["--forget", "wmdp_cyber"]
     assert main([*line, "--unlearned", model]) == 2
     assert "--output: a folder to write to is needed" in capsys.readouterr().err
 
@@ -346,6 +380,9 @@ def test_what_is_refused_leaves_nothing(pair, files, asked, tokenizer, tmp_path)
     for arguments, message in (
         ({**files, "attacks": "routers"}, "--attacks: 'routers' is a string"),
         ({**files, "budget": -1}, "--budget: -1 minutes"),
+        ({"forget": "wmdp_tiny", "retain_text": asked.retain_text}, "a benchmark has questions and texts of its own"),
+        ({"forget": "wmdp_tiny", "retain": asked.retain}, "a benchmark has questions and texts of its own"),
+        ({**files, "tokenizer": tokenizer}, "tokenizer: models in folders have one of their own"),
         ({**files, "budget": "5"}, "--budget: '5' minutes"),
         ({**files, "output": files["forget"]}, "--output .*: this is a file"),
         ({**files, "forget": None}, "--forget, --questions: give"),

@@ -14,6 +14,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_jsonl
 from gripmoe.worlds.benchmark import wmdp_files
 
+CORPORA = ("forget_corpus", "retain_corpus")
 pytest_plugins = "audit_pairs"
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 
@@ -68,6 +69,27 @@ def test_documents_need_a_token_that_is_predicted(asked, tokenizer):
             ConfigError, match="--forget-text: document 'forget/60' .* has no second token, or a prompt"
         ):
             inputs.check_documents(tokenizer)
+
+
+def test_documents_without_ids_are_numbered(asked):
+    """A null id is none."""
+    texts = [{"id": None, "text": "One."}, {"text": "Two."}]
+    (first, second), _ = (own(asked.forget, asked.retain, forget_text=texts).files[name] for name in CORPORA)
+    assert (first["id"], second["id"]) == ("forget/0", "forget/1")
+
+
+def test_a_question_that_stands_twice_is_in_one_split(asked):
+    """The first one's, also where blanks give the second another hash."""
+    twice = asked.forget + [row | {"question": f" {row['question']} "} for row in asked.forget]
+    splits = [row["split"] for row in rows_of(own(twice, asked.retain))]
+    assert splits[: len(splits) // 2] == splits[len(splits) // 2 :] and len(set(splits)) == 2
+
+
+def test_prompts_need_five_solved_questions_of_the_dev_split(asked):
+    """A dev question itself is never asked, so it need not leave five others."""
+    for solved, missing in ((5, False), (4, True)):
+        rows = [row | {"split": "dev" if n < solved else "test"} for n, row in enumerate(asked.forget)]
+        assert ("prompts" in own(rows, asked.retain).absent) == missing
 
 
 def test_rows_may_come_from_a_generator(asked):
@@ -199,8 +221,15 @@ def test_other_bad_inputs_are_refused(asked, files, tmp_path):
     twice = [row | {"id": "q"} for row in asked.forget]
     with pytest.raises(ConfigError, match="row 2: the id 'q' stands twice"):
         own(twice, asked.retain)
+    numbered = list(enumerate(asked.forget))
     with pytest.raises(ConfigError, match="no question is of the split 'test'"):
         own([row | {"split": "dev"} for row in asked.forget], asked.retain)
     with pytest.raises(ConfigError, match=r"of the split 'test' are about 1 facts \(column `fact`\)"):
-        halves = [row | {"fact": "biology", "split": ("dev", "test")[n % 2]} for n, row in enumerate(asked.forget)]
+        halves = [row | {"fact": ("physics", "biology")[n % 2], "split": ("dev", "test")[n % 2]} for n, row in numbered]
         own(halves, asked.retain)
+    with pytest.raises(ConfigError, match="row 2: fact 'biology' has questions in both splits"):
+        own([row | {"fact": "biology", "split": ("dev", "test")[n % 2]} for n, row in numbered], asked.retain)
+    with pytest.raises(ConfigError, match="--forget-text: the id 'fact/1' stands twice"):
+        own(
+            asked.forget, asked.retain, forget_text=[{"id": "fact/1", "text": "One."}, {"id": "fact/1", "text": "Two."}]
+        )

@@ -110,9 +110,13 @@ def test_weights_that_are_missing_are_not_drawn_at_random(copy, pair, tokenizer,
 
 def test_code_of_a_model_is_not_run_unasked(copy):
     changed_config(copy, auto_map={"AutoConfig": "own.Config"})
+    for trusted in (False, True):  # transformers knows the family: its own class is taken
+        found = models.find(copy, "--unlearned", trust_remote_code=trusted)
+        assert not found.remote and type(found.config).__module__.startswith("transformers.models.")
+    changed_config(copy, model_type="nobody_knows")
     with pytest.raises(ConfigError, match="code of its own .auto_map.*--trust-remote-code"):
         models.find(copy, "--unlearned")
-    changed_config(copy, auto_map={}, model_type="nobody_knows")
+    changed_config(copy, auto_map={})
     with pytest.raises(ConfigError, match="describes no model that transformers knows|--trust-remote-code"):
         models.find(copy, "--unlearned", trust_remote_code=True)
 

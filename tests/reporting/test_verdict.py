@@ -1,5 +1,6 @@
 """The verdict of an audit on answers made up for it, and what it would be without a control or an interval."""
 
+import re
 from unittest.mock import patch
 
 import numpy as np
@@ -10,7 +11,7 @@ from scipy import stats
 from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS
 from gripmoe.reporting import paired
 from gripmoe.reporting.paired import paired_interval
-from gripmoe.reporting.verdict import COUNTED, counted, judge, what_returns
+from gripmoe.reporting.verdict import COUNTED, NOT_DECIDED, NOTHING_FOUND, counted, judge, what_returns
 
 COUNT = 240
 FACTS = {f"q{n}": f"fact {n // 2}" for n in range(COUNT)}
@@ -144,6 +145,34 @@ def test_items_of_one_fact_count_as_one():
     facts = pd.Series(np.random.default_rng(0).normal(size=60), index=range(60))
     once, four_times = (paired_interval([pd.concat([facts] * n)], level=0.9999) for n in (1, 4))
     assert four_times == pytest.approx(once)
+
+
+def test_equal_answers_of_few_questions_are_no_certainty():
+    """Of five facts that all came out alike, another one may still come out otherwise in half of the cases."""
+    facts = {str(number): str(number) for number in range(5)}
+    right, wrong = (dict.fromkeys(facts, value) for value in (1.0, 0.0))
+    scores = {
+        "original": {"forget_accuracy": right},
+        "unlearned": {"forget_accuracy": wrong, "restored_router_all": wrong},
+    }
+    found = judge(scores, facts)
+    assert found.word == NOT_DECIDED and "0.00 [0.00, 0.36] of the knowledge remains" in found.sentence
+    many = {str(number): str(number) for number in range(400)}
+    right, wrong = (dict.fromkeys(many, value) for value in (1.0, 0.0))
+    scores["original"], scores["unlearned"] = {"forget_accuracy": right}, dict.fromkeys(scores["unlearned"], wrong)
+    assert judge(scores, many).word == NOTHING_FOUND
+
+
+def test_the_chance_of_the_retrained_models_answers_counts():
+    """The limit is further from a retrained model that answers half of the facts than from a constant of a half."""
+    facts = {str(number): str(number) for number in range(60)}
+    half = {name: float(number % 2) for number, name in enumerate(facts)}
+    some = {name: float(number < 42) for number, name in enumerate(facts)}
+    scores = {"original": {"forget_accuracy": dict.fromkeys(facts, 1.0)}, "unlearned": {"forget_accuracy": some}}
+    sentence = judge(scores | {"retrained": {"forget_accuracy": half}}, facts).sentence
+    low, high = (float(end) for end in re.search(r"0.40 \[(.+), (.+)\] of the knowledge remains", sentence).groups())
+    own_alone = 2 * 1.96 * (0.7 * 0.3 / 60) ** 0.5 / 0.5
+    assert high - low > 1.15 * own_alone
 
 
 def test_few_questions_decide_little():

@@ -184,7 +184,8 @@ def _impossible(
         absent["membership"] = "--forget-text and --holdout-text are needed"
     of_subject = Counter(row["subject"] for row in dev)
     of_fact = Counter((row["subject"], row["fact"]) for row in dev)
-    least = min(of_subject[row["subject"]] - of_fact[row["subject"], row["fact"]] for row in questions)
+    tested = [row for row in questions if row["split"] == "test"]
+    least = min(of_subject[row["subject"]] - of_fact[row["subject"], row["fact"]] for row in tested)
     if least < 5:
         absent["prompts"] = (
             f"five questions of the same subject and of other facts are solved before each; the split dev has {least}"
@@ -236,6 +237,7 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
     name, rows = _rows(source, flag, "question", "choices", "answer")
     questions, known = [], set()
     facts: dict[tuple[str, ...], str] = {}  # a question that stands twice is about one fact
+    splits: dict[str, str] = {}  # of facts: attacks on `test` questions learn from documents about facts of `dev`
     for number, row in enumerate(rows):
         where, choices, answer = f"{name}: row {number + 1}", row["choices"], row["answer"]
         row = {key: value for key, value in row.items() if value is not None or key == "question"}
@@ -266,6 +268,11 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
         exposure = row.get("exposure", "unseen_subject")
         fact = str(row.get("fact", facts.get(_asked(row), question_id)))
         facts.setdefault(_asked(row), fact)
+        split = split or splits.get(fact) or dev_or_test(str(row.get("fact", row["question"])))
+        if splits.setdefault(fact, split) != split:
+            raise ConfigError(
+                f"{where}: fact {fact!r} has questions in both splits; give all of them one `split`, or no `fact`"
+            )
         questions.append(
             {
                 "id": question_id,
@@ -276,7 +283,7 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
                 "fact": fact,
                 "wording": row.get("wording", "seen"),
                 "exposure": "forget" if kind == "forget" else exposure if exposure != "forget" else "unseen_subject",
-                "split": row.get("split") or dev_or_test(str(row.get("fact", row["question"]))),
+                "split": split,
             }
         )
     if len(questions) < FEWEST:
@@ -324,10 +331,15 @@ def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
         rows = [{"text": row} if isinstance(row, str) else row for row in source]
         name, rows = _rows(rows, flag, "text")
     documents = [
-        {"id": str(row.get("id", f"{kind}/{number}")), "prompt": row.get("prompt", ""), "text": row["text"]}
+        {"id": f"{kind}/{number}" if row.get("id") is None else str(row["id"]), "text": row["text"]}
+        | {"prompt": row.get("prompt") or ""}
         for number, row in enumerate(rows)
         if row["text"] is None or str(row["text"]).strip()
     ]
+    if twice := [name for name, count in Counter(row["id"] for row in documents).items() if count > 1]:
+        raise ConfigError(
+            f"{name}: the id {twice[0]!r} stands twice; give each document an id of its own, as FACT/NUMBER"
+        )
     if wrong := [row["id"] for row in documents if not isinstance(row["text"], str)]:
         raise ConfigError(f"{name}: `text` of document {wrong[0]!r} is no text; give a string, or leave the row out")
     if not documents:

@@ -24,6 +24,7 @@ from gripmoe.planning.cost import GB
 
 ADAPTER = "adapter_config.json"
 DESCRIPTIONS = ["*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]  # files of a repository without its weights
+COPIES = ["original/*", "consolidated*", "*.pth", "*.gguf"]  # of the weights, in other formats
 STATES = {"adamw": 2.0, "adamw_8bit": 1.0}  # of an optimizer, as a multiple of bf16 weights; adamw_fp32: 6
 NAMED = {  # what a config.json calls what an error names
     "family": ("model_type",),
@@ -49,6 +50,7 @@ class Located:
     adapter: Path | None
     config: transformers.PretrainedConfig
     shapes: dict[str, tuple[int, ...]]
+    remote: bool = False  # whether code in its folder is run
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,23 +70,26 @@ def find(name: str | Path, flag: str, *, original: Located | None = None, trust_
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         if original is None:
             raise ConfigError(f"{flag} {name}: this is an adapter; give the model that it adapts")
-        return Located(flag, original.folder, folder, original.config, original.shapes)
+        return Located(flag, original.folder, folder, original.config, original.shapes, original.remote)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{flag} {name}: no model is here, config.json is missing; give the folder that holds it")
     content = read_json(folder / "config.json")
-    if "auto_map" in content and not trust_remote_code:
+    # Code in the folder of a family that transformers has too is not run.
+    remote = "auto_map" in content and content.get("model_type") not in transformers.CONFIG_MAPPING
+    if remote and not trust_remote_code:
         raise ConfigError(
             f"{flag} {name}: config.json names code of its own (auto_map), which would run on this machine; read the "
             "code, and give it to `gripmoe audit --trust-remote-code`"
         )
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(f"{flag} {name}: config.json describes no model that transformers knows ({reason})") from None
-    return Located(flag, folder, None, config, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return Located(flag, folder, None, config, shapes, remote)
 
 
 def find_all(names: Mapping[str, str | Path], trust_remote_code: bool = False) -> dict[str, Located]:
@@ -102,13 +107,15 @@ def _folder(name: str | Path, flag: str, patterns: list[str] | None) -> Path:
         return Path(name)
     repository, _, revision = str(name).partition("@")
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
-    except (OSError, HFValidationError, ValueError):
+        wanted = dict(revision=revision or None, allow_patterns=patterns, ignore_patterns=COPIES)
+        return Path(snapshot_download(repository, **wanted))
+    except (OSError, HFValidationError, ValueError) as error:
         is_path = str(name).startswith((".", "/", "~")) or str(name).count("/") != 1
+        reason = str(error).strip().split("\n")[0]
         remedy = f", or run `hf download {repository}` where there is internet and give the folder that it names"
         raise ConfigError(
             f"{flag} {name}: neither a folder nor a model that the hub gives this machine; correct it"
-            + remedy * (not is_path)
+            + f"{remedy} ({reason})" * (not is_path)
         ) from None
 
 
@@ -220,11 +227,11 @@ def _size(count: float) -> str:
     return f"{count / GB:.1f} GB" if count >= GB / 10 else f"{1000 * count / GB:.1f} MB"
 
 
-def load(found: Located, name: str | Path, device: str | None = None, *, trust_remote_code: bool = False):
+def load(found: Located, name: str | Path, device: str | None = None):
     """The model with its adapter merged, and its tokenizer. Raises ConfigError for missing or truncated weights."""
     whole = _folder(name, found.flag, None)  # with weights
     folder, adapter = (found.folder, whole) if found.adapter else (whole, None)
-    model, tokenizer = load_model(folder, device, trust_remote_code=trust_remote_code)
+    model, tokenizer = load_model(folder, device, trust_remote_code=found.remote)
     if adapter:
         from peft import PeftModel
 

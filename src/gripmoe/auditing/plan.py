@@ -12,7 +12,7 @@ import torch
 from gripmoe.attacks.base import RETAIN_SAMPLE, SAMPLE
 from gripmoe.attacks.routers import SEARCH_QUESTIONS, SEARCHED, SILENCED
 from gripmoe.auditing import models
-from gripmoe.auditing.inputs import OF_OTHER_FACTS, OWN, named_row, settings_of
+from gripmoe.auditing.inputs import OF_OTHER_FACTS, OWN, Inputs, named_row, settings_of
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.reading import require_known
 from gripmoe.config.training import Relearning
@@ -39,6 +39,7 @@ NEED_ROUTERS = (
     *("relearning by low-rank updates", "relearning of routers"),
 )
 NOT_CHOSEN = "not chosen"
+ASSUMED = 1000  # forget and retain questions of a plan without them
 
 
 @dataclass(frozen=True)
@@ -117,56 +118,73 @@ def turns_of(listed: Sequence[str], names: Sequence[str]) -> list[tuple[str, str
 
 def plan_of(
     names: Mapping[str, str | Path],
-    forget: str | None,
+    asked: str | Inputs | None,
     attacks: Sequence[str] | None,
     relearning: Mapping[str, Any] | None,
     trust_remote_code: bool = False,
 ) -> str:
     """The measurements, times and memory of an audit on one GPU, from the config.json of each model (`names` as in
-    `models.find_all`), measured on fake tensors. `forget` names a benchmark; without it, 1000 forget and 1000 retain
-    questions are assumed. Raises ConfigError for models that differ in more than weights, and for a model in fp32, for
-    which torch has no fake grouped product."""
+    `models.find_all`), measured on fake tensors. `asked` names a benchmark, or has questions and texts of one's own;
+    without it, ASSUMED forget and as many retain questions are assumed. Raises ConfigError for models that differ in
+    more than weights, and for a model in fp32, for which torch has no fake grouped product."""
     found = models.find_all(names, trust_remote_code)["original"]
-    row = named_row(forget) if forget else OWN
-    benchmark, relearning = row.benchmark, settings_of(relearning, row)
+    config = found.config.get_text_config()
+    benchmark, relearning, sizes, unfit = _sizes(asked, relearning, config.num_hidden_layers)
     if found.dtype == torch.float32:
         raise ConfigError(
             "--plan-only: the model is in fp32, of which torch has no fake products; start the audit itself"
         )
     chosen = list(ATTACKS) if attacks is None else attacks
-    rows = getattr(benchmark.data, "rows", {})  # which invented data do not state
-    forgotten, retained = rows.get("forget_questions", 1000), rows.get("retain_questions", 1000)
-    layers = found.config.num_hidden_layers
-    sizes = Sizes(
-        **dict(forget=2 * forgotten // 3, retain=retained, dev=forgotten // 3, truths=rows.get("truthfulqa", 0)),
-        **dict(documents=200, statements=0, shots=benchmark.few_shot_questions, relearning=relearning, layers=layers),
-    )
-    dense = not has_experts(found.config)
-    unfit = dict.fromkeys(OF_OTHER_FACTS, "facts are not known") | {"membership": "no texts that no model has seen"}
-    listed, absent = measures_of(chosen, unfit, dense)
+    listed, absent = measures_of(chosen, unfit, dense=not has_experts(config))
     turns = turns_of(listed, list(names))
     batch_size = benchmark.evaluation_batch_size
     # Fake products are in bfloat16 alone; float16 takes as much memory.
-    asked = {"model": {"id": str(found.folder), "revision": None, "config": None, "dtype": "bfloat16"}}
-    read = {**asked, "what": "evaluate", "processes": 1, "rows": [batch_size], "news": False}
+    model = {"model": {"id": str(found.folder), "revision": None, "config": None, "dtype": "bfloat16"}}
+    read = {**model, "what": "evaluate", "processes": 1, "rows": [batch_size], "news": False}
     reading = _whole({**read, "length": PROMPT})  # the longest prompt takes most memory
     each = _whole({**read, "length": QUESTION})["flops"] / batch_size / 1e12 / TFLOPS
     seconds = {name: each * prompts_of(name, sizes) for name in listed}
     device = reading["weights"] + reading["passes"]
     parts = [f"{reading['weights'] / GB:.1f} GB of weights", f"{device / GB:.1f} GB to ask two models side by side"]
-    if "relearning" in chosen:
+    if set(ATTACKS["relearning"]) & set(listed):
         step = {"what": "relearning", "rows": [relearning.batch_size], "length": benchmark.max_length, "processes": 1}
-        training = _whole({**asked, **step, "training": relearning.model_dump()})
+        training = _whole({**model, **step, "training": relearning.model_dump()})
         finetuned = max(relearning.steps) * training["flops"] / 1e12 / TFLOPS
-        asked_again = each * (1 + len(relearning.steps)) * SAMPLE
+        asked_again = each * (1 + len(relearning.steps)) * min(SAMPLE, sizes.forget)
         seconds |= {name: asked_again + finetuned for name in listed if name.startswith("relearning")}
         parts.append(
             f"{max(training['passes'], training['update']) / GB:.1f} GB to finetune one ({relearning.optimizer})"
         )
     lines = told(turns, seconds, absent)
-    lines[-1] += f" on one GPU of {TFLOPS:g} TFLOP a second, without loading"
+    lines[-1] += f" on one GPU of {TFLOPS:g} TFLOP a second, without loading,"
+    lines[-1] += f" for {sizes.forget + sizes.dev} forget and {sizes.retain} retain questions"
     host = len(names) * found.size
     return "\n".join([*lines, f"on the GPU: {', '.join(parts)}; in the machine: {host / GB:.1f} GB"])
+
+
+def _sizes(
+    asked: str | Inputs | None, given: Mapping[str, Any] | None, layers: int
+) -> tuple[Benchmark, Relearning, Sizes, dict[str, str]]:
+    """Benchmark, settings of relearning and sizes of what is `asked`, and by measurement why it cannot be made."""
+    if isinstance(asked, Inputs):
+        sizes = Sizes.of(asked.files, asked.benchmark, asked.relearning, layers)
+        return asked.benchmark, asked.relearning, sizes, dict(asked.absent)
+    row = named_row(asked) if asked else OWN
+    relearning, rows = settings_of(given, row), getattr(row.benchmark.data, "rows", {})  # which invented data lack
+    questions = rows.get("forget_questions", ASSUMED)
+    sizes = Sizes(
+        forget=2 * questions // 3,
+        retain=rows.get("retain_questions", ASSUMED),
+        dev=questions - 2 * questions // 3,
+        truths=rows.get("truthfulqa", 0),
+        documents=200,
+        statements=0,
+        shots=row.benchmark.few_shot_questions,
+        relearning=relearning,
+        layers=layers,
+    )
+    unfit = dict.fromkeys(OF_OTHER_FACTS, "facts are not known") | {"membership": "no texts that no model has seen"}
+    return row.benchmark, relearning, sizes, unfit
 
 
 def _whole(question: dict) -> dict[str, float]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +140,8 @@ class AuditReport:
             {
                 "verdict": self.verdict.word,
                 "sentence": self.verdict.sentence,
-                "metrics": {name: found.metrics for name, found in self.found.items()},
-                "attacks": self.verdict.returned.to_dict("records"),
+                "metrics": {name: _plain(found.metrics) for name, found in self.found.items()},
+                "attacks": [_plain(row) for row in self.verdict.returned.to_dict("records")],
                 "not_made": dict(self.absent),
                 "minutes": round(self.minutes, 2),
                 **self.identity,
@@ -181,6 +182,11 @@ class AuditReport:
         summary = self.to_summary().to_html(index=False, float_format="{:.2f}".format, na_rep="", border=0)
         verdict = f"<p><b>{self.verdict.word}</b>: {escape(self.verdict.sentence)}</p>"
         return f"{verdict}<p><b>retained</b>: {escape(self.retained)}</p>{summary}"
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """None in place of NaN, which JSON does not have."""
+    return {key: None if isinstance(value, float) and isnan(value) else value for key, value in values.items()}
 
 
 def _readable(frame: pd.DataFrame) -> pd.DataFrame:

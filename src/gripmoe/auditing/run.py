@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -87,7 +88,9 @@ def audit(
             raise ConfigError(f"--output {output}: this folder holds {what}; give another one")
     if forget is None:
         raise ConfigError("--forget, --questions: give a benchmark's name, or questions to forget")
-    if retain is None and isinstance(forget, str) and not (Path(forget).suffix or Path(forget).is_file()):
+    if isinstance(forget, str) and not (Path(forget).suffix or Path(forget).is_file()):
+        if not (retain is None and forget_text is None and retain_text is None and holdout_text is None):
+            raise ConfigError("--forget: a benchmark has questions and texts of its own; leave the others out")
         inputs = named(forget, relearning)
     elif retain is None:
         raise ConfigError("--retain-questions: questions to retain are needed beside those to forget")
@@ -95,7 +98,8 @@ def audit(
         inputs = own(forget, retain, forget_text, retain_text, holdout_text, relearning)
     names = {"original": original, "unlearned": unlearned} | ({"retrained": retrained} if retrained is not None else {})
     with ExitStack() as stack:
-        finetuning = inputs.relearning if "relearning" in chosen else None
+        made, _ = measures_of(chosen, inputs.absent, dense=False)
+        finetuning = inputs.relearning if set(ATTACKS["relearning"]) & set(made) else None
         if finetuning:
             require_optimizer(finetuning.optimizer)
         loaded, tokenizer = _loaded(names, tokenizer, finetuning, trust_remote_code)
@@ -133,7 +137,11 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
             models.compare_shapes(shapes["original"], shapes[name], f"original and {name}")
             models.compare_dtypes(names["original"].dtype, model.dtype, f"original and {name}")
             models.check_vocabulary(model, tokenizer, name)
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # of some, as Mixtral's, there is none
         return dict(names), tokenizer
+    if tokenizer is not None:
+        raise ConfigError("tokenizer: models in folders have one of their own; leave it out")
     if any(in_memory):
         raise ConfigError("original, unlearned, retrained: give all of them as folders or hub ids, or all in memory")
     found = models.find_all(names, trust_remote_code)
@@ -141,8 +149,7 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
     loaded, tokenizers = {}, {}
     for name, given in names.items():
         device = None if name == "unlearned" else "cpu"
-        options = dict(device=device, trust_remote_code=trust_remote_code)
-        loaded[name], tokenizers[name] = models.load(found[name], given, **options)
+        loaded[name], tokenizers[name] = models.load(found[name], given, device)
         models.compare_tokenizers(tokenizers["original"], tokenizers[name], f"--original and --{name}")
         models.check_vocabulary(loaded[name], tokenizers[name], f"--{name}")
     return loaded, tokenizers["original"]
@@ -181,9 +188,11 @@ def _measured(
     for model, name in (bar := tqdm(turns, desc="audit", file=sys.stderr)):
         bar.set_postfix_str(f"{name}, {model}")
         label = name if model == "unlearned" else f"{name} ({model})"
-        spent, state = (time.monotonic() - started) / 60, folder / f"{model}.json"
+        spent, (state, asked) = (time.monotonic() - started) / 60, _state(folder, model, name, identity)
+        if state.exists() and not stored(state, asked):
+            tqdm.write(f"{state}: of other models, data, settings or code; measured anew")
         exceeds = budget is not None and spent + seconds[name] / 60 > budget
-        if exceeds and name != "accuracy" and name not in stored(state, identity):
+        if exceeds and name != "accuracy" and name not in stored(state, asked):
             absent[label] = f"the budget of {budget:g} minutes is spent"
             continue
         answers = folder / f"{model}_answers.csv"
@@ -192,7 +201,7 @@ def _measured(
         measures = OF_LETTERS | FURTHER_OF_LETTERS | OF_MODELS | {"accuracy": partial(accuracy, answers=answers)}
         # Measurements show their own progress.
         with alone(moes, model), redirect_stderr(StringIO()):
-            found[model].append(made_once(name, measures[name], setting, state, identity))
+            found[model].append(made_once(name, measures[name], setting, state, asked))
         if not found[model][-1].metrics:
             absent[label] = "does not apply to these data"
     return AuditReport(
@@ -202,6 +211,15 @@ def _measured(
         identity=identity,
         minutes=(time.monotonic() - started) / 60,
     )
+
+
+def _state(folder: Path, model: str, measure: str, identity: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The file that keeps a measurement, and the part of `identity` that the measurement depends on: of the models the
+    original and its own, and the settings of relearning if it relearns."""
+    relearns = measure in ATTACKS["relearning"]
+    asked = {key: value for key, value in identity.items() if relearns or key != "relearning"}
+    asked |= {key: {n: identity[key][n] for n in {"original", model}} for key in ("models", "configurations")}
+    return folder / f"{model}{'_relearning' * relearns}.json", asked
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from gripmoe.auditing import run
+from gripmoe.auditing.inputs import own
 from gripmoe.auditing.plan import ATTACKS, plan_of
 from gripmoe.cli.options import read_file
 from gripmoe.config.provenance import recorded
@@ -53,12 +54,16 @@ def audit(
     settings = None if relearning is None else parse_settings(dict[str, Any], relearning, "--relearning")
     chosen = None if attacks is None else [name.strip() for name in attacks.split(",")]
     if plan_only:
+        if budget is not None:
+            raise ConfigError("--budget: a plan has all measurements; leave the budget out, or --plan-only")
         given = {"original": original, "unlearned": unlearned} | ({"retrained": retrained} if retrained else {})
-        print(plan_of(given, forget, chosen, settings, trust_remote_code))
+        texts = forget_text, retain_text, holdout_text
+        asked = own(questions, retain_questions, *texts, settings) if questions and retain_questions else forget
+        print(plan_of(given, asked, chosen, settings, trust_remote_code))
         return
     if output is None:
         raise ConfigError("--output: a folder to write to is needed, unless --plan-only is given")
-    with recorded(output / "audit.provenance.json", audit):
+    with recorded(output / "audit.provenance.json", audit, "state/*.json"):
         report = run.audit(
             original,
             unlearned,

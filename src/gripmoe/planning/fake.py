@@ -133,10 +133,11 @@ def _parameters(module: nn.Module) -> int:
 
 
 def dimensions(model: Mapping[str, Any]) -> PretrainedConfig:
-    """The model's config.json, in a local folder or the hub's cache, or else `config` of its row in models.yaml. Raises
-    NotMeasurable without either."""
+    """The config.json of the model, or of its text model, in a local folder or the hub's cache, or else `config` of its
+    row in models.yaml. Raises NotMeasurable without either."""
     try:
-        return AutoConfig.from_pretrained(model["id"], revision=model["revision"], local_files_only=True)
+        found = AutoConfig.from_pretrained(model["id"], revision=model["revision"], local_files_only=True)
+        return found.get_text_config()
     except (OSError, ValueError):
         if not model["config"]:
             raise NotMeasurable(

@@ -41,10 +41,11 @@ def judge(
 
     Intervals are those of `paired_interval`, over facts. Those of what attacks return hold jointly at 95 %."""
     before, own = (_series(scores[name]["forget_accuracy"]) for name in ("original", "unlearned"))
-    floor = FOUR_WAY
-    if "retrained" in scores:
-        floor = max(floor, _series(scores["retrained"]["forget_accuracy"]).mean())
-    known, known_low, _ = _interval(before - floor, facts)
+    never = own * 0 + FOUR_WAY  # what a model without the knowledge answers of each question
+    if "retrained" in scores and (retrained := _series(scores["retrained"]["forget_accuracy"])).mean() > FOUR_WAY:
+        never = retrained
+    floor = never.mean()
+    known, known_low, _ = _interval(before - never, facts)
     lost = before.mean() - max(own.mean(), floor)
     returned = what_returns(scores, facts, metrics)
     if known_low <= 0:
@@ -53,7 +54,9 @@ def judge(
             f"{floor:.2f} without the knowledge; questions that it answers decide it"
         )
         return Verdict(NOT_DECIDED, sentence, returned)
-    share, low, high = _interval((own - floor) / known, facts)
+    # paired with the other models' answers, so that their chance counts too: 0 where the limit is
+    beyond = own - never - REMAINS * (before - never)
+    share, low, high = (REMAINS + end / known for end in _interval(beyond, facts))
     fell = (
         f"forget accuracy is {own.mean():.2f} ({before.mean():.2f} in the original model, {floor:.2f} without the "
         "knowledge)"
@@ -155,7 +158,14 @@ def _series(scores: Mapping[str, float]) -> pd.Series:
 
 
 def _interval(values: pd.Series, facts: Mapping[str, str], level: float = 0.95) -> tuple[float, float, float]:
-    return paired_interval([values.rename(facts)], level=level)
+    """As `paired_interval`. If all values are equal, what none of the facts has shown may still have some probability:
+    the interval is as wide as the exact bound of Clopper and Pearson."""
+    of_facts = values.rename(facts)
+    mean, low, high = paired_interval([of_facts], level=level)
+    if values.max() - values.min() < 1e-9:
+        unseen = 1 - ((1 - level) / 2) ** (1 / of_facts.index.nunique())
+        low, high = mean - unseen, mean + unseen
+    return mean, low, high
 
 
 def _with(value: float, low: float, high: float) -> str:
