@@ -34,9 +34,8 @@ pytest_plugins = "audit_pairs"
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 RELEARNING = Relearning(learning_rate=1e-3, batch_size=4)
 QUICK = ["forcing", "quantisation"]
-FLAGS = dict(
-    forget="--questions", retain="--retain-questions", forget_text="--forget-text", retain_text="--retain-text"
-)
+FLAGS = {"forget": "--questions", "retain": "--retain-questions"}
+FLAGS |= {"forget_text": "--forget-text", "retain_text": "--retain-text"}
 
 
 def test_an_audit_measures_what_the_workflow_measures(pair, files, tmp_path):
@@ -227,9 +226,7 @@ def test_an_interrupted_audit_goes_on_and_another_model_begins_anew(pair, files,
     assert made[3:] == ["expert forcing", "quantisation"]
 
 
-def test_a_retrained_model_and_more_steps_of_relearning_keep_what_is_measured(
-    pair, files, tmp_path, monkeypatch, capsys
-):
+def test_a_retrained_model_and_further_steps_keep_what_is_measured(pair, files, tmp_path, monkeypatch, capsys):
     made, table = [], dict(auditing.OF_LETTERS)
     for name in (*ATTACKS["forcing"], "relearning from retain documents"):
         monkeypatch.setitem(
@@ -241,9 +238,7 @@ def test_a_retrained_model_and_more_steps_of_relearning_keep_what_is_measured(
     assert made == ["expert forcing", "relearning from retain documents"]
     gripmoe.audit(*two, **given, relearning={"steps": [1, 2]})
     assert made[2:] == ["relearning from retain documents"]
-    assert (
-        "unlearned_relearning.json: of other models, data, settings or code; measured anew" in capsys.readouterr().out
-    )
+    assert "unlearned_relearning.json: of other models, data, settings or code" in capsys.readouterr().out
     gripmoe.audit(*two, **given, relearning={"steps": [1, 2]}, retrained=pair / "retrained")
     assert made[3:] == ["expert forcing", "relearning from retain documents"], "of the retrained model alone"
 
@@ -319,7 +314,7 @@ def test_the_command_writes_its_files_and_its_verdict(pair, files, tmp_path, cap
     assert set(pd.read_csv(out / "attacks.csv").control) == {"retrained"}
 
 
-def test_a_plan_needs_no_weights(files, tmp_path, capsys, monkeypatch):
+def test_a_plan_needs_no_weights(asked, files, tmp_path, capsys, monkeypatch):
     config = small_model().config
     config.dtype = torch.bfloat16
     config.save_pretrained(tmp_path / "model")
@@ -334,14 +329,14 @@ def test_a_plan_needs_no_weights(files, tmp_path, capsys, monkeypatch):
     assert main([*line, "--unlearned", model, "--plan-only"]) == 0 and content["num_hidden_layers"] == 2
     told = capsys.readouterr().out
     assert "4.0 GB of weights, 8.0 GB to ask two models" in told and "membership" in told
-    assert "for 1325 forget and" in told
+    assert "for 1987 forget and" in told
     assert main([*line, "--unlearned", str(tmp_path / "none"), "--plan-only"]) == 2
     assert "--unlearned" in capsys.readouterr().err
     assert main([*line, "--unlearned", model, "--plan-only", "--budget", "5"]) == 2
     assert "--budget: a plan has all measurements" in capsys.readouterr().err
     line[3:] = [part for flag, file in files.items() for part in (FLAGS[flag], str(file))]
     assert main([*line, "--unlearned", model, "--plan-only"]) == 0
-    assert "for 120 forget and 60 retain questions" in (told := capsys.readouterr().out)
+    assert f"for {len(asked.forget)} forget and" in (told := capsys.readouterr().out)
     assert "relearning from other facts" in told and "0 documents whose `id` begins with" in told
     line[3:] = ["--forget", "wmdp_cyber"]
     assert main([*line, "--unlearned", model]) == 2
