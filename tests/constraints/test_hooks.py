@@ -555,6 +555,40 @@ def test_a_closed_handle_leaves_nothing_behind(method):
     assert traces_of_a_handle(model, optimizer) == before != constrained
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_in_one_of_several_processes_waits_for_no_other(processes, monkeypatch):
+    """Settling is a collective, in which processes without the error do not take part. Alone, the routers settle."""
+    model = small_model()
+    optimizer = adamw(model)
+    handle = gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_every_10")
+    loss_of(model, RETAIN[0]).backward()
+    optimizer.step()
+    settled = []
+    monkeypatch.setattr(handle, "_write_feasible", lambda: settled.append(True))
+    monkeypatch.setattr("gripmoe.constraints.hooks.distributed.processes", lambda: processes)
+    with pytest.raises(OSError), handle:
+        raise OSError
+    assert bool(settled) == (processes == 1)
+
+
+def test_a_gradient_that_is_climbed_is_projected_as_one_that_is_descended():
+    """With the sign of a descent Stage 2 would bound the other direction."""
+    weaker = {"eps_null": EpsNullConfig(value=0.3, kind="relative")}
+    method = method_table()["expert_specific_paper_gradient"].model_copy(update=weaker)
+    kept = []
+    for sign, maximize in ((1, False), (-1, True)):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=20.0, maximize=maximize)
+        with gripmoe.constrain(model, optimizer, RETAIN, method=method) as handle:
+            with handle.retain():
+                loss = loss_of(model, RETAIN[0])
+            (sign * (loss - 3 * loss_of(model, random_batch(seed=1)))).backward()
+            optimizer.step()
+            assert handle.constraint.observed()["stage_2_rate"] > 0, "a margin is in reach"
+        kept.append(torch.cat(thetas_of(model)))
+    torch.testing.assert_close(*kept)
+
+
 def test_method_b_and_reparameterized_routers_leave_nothing_behind_either():
     model = small_model()
     optimizer = adamw(model)
@@ -569,8 +603,10 @@ def test_method_b_and_reparameterized_routers_leave_nothing_behind_either():
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_what_method_b_and_reparameterization_refuse_leaves_nothing_behind():
-    model = small_model()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_method_b_and_reparameterization_refuse_leaves_nothing_behind(dtype):
+    """In bf16 routers are in fp32 meanwhile."""
+    model = small_model().to(dtype)
     optimizer = adamw(model)
     before = traces_of_a_handle(model, optimizer)
     one_token = {"input_ids": torch.tensor([[5, 6]])}
@@ -580,9 +616,12 @@ def test_what_method_b_and_reparameterization_refuse_leaves_nothing_behind():
         gripmoe.remember(model, [one_token])
     with pytest.raises(ValueError, match="nothing to trace"), gripmoe.reparameterize(model, []):
         pass
+    with pytest.raises(ValueError, match="must be a tensor"):
+        gripmoe.routed_experts(model, torch.tensor([5, 6]))
     assert traces_of_a_handle(model, optimizer) == before
     two = gripmoe.remember(model, [{"input_ids": torch.tensor([[5, 6, 7]])}])
     assert set(gripmoe.realign(model, two)) == {0, 1}, "the control"
+    before = traces_of_a_handle(model, optimizer)
     disturbed = replace(two, theta_0={})
     with pytest.raises(ValueError, match="of layers"):
         gripmoe.realign(model, disturbed)

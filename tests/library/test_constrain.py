@@ -247,6 +247,13 @@ def test_seuf_leaves_shared_experts_as_they_are():
         assert all(now[name].requires_grad for name in shared)
 
 
+def test_threads_that_share_hooks_are_refused():
+    model = small_model()
+    parallel = torch.nn.DataParallel(model)
+    with pytest.raises(ValueError, match="nn.DataParallel runs a pass in threads.* by torchrun"):
+        gripmoe.constrain(parallel, adamw(model), RETAIN)
+
+
 def test_a_second_handle_is_refused_before_anything_is_recorded(monkeypatch):
     """And gradients that the loop has computed stay."""
     model = small_model()

@@ -72,6 +72,7 @@ FORMS = {
     "generator": lambda t, texts: (padded(t, [text]) for text in texts),
     "tensors": lambda t, texts: [padded(t, [text])["input_ids"] for text in texts],
     "texts": lambda t, texts: texts,
+    "generator of texts": lambda t, texts: iter(texts),
     "text column": lambda t, texts: datasets.Dataset.from_dict({"text": texts}),
     "ids column": lambda t, texts: datasets.Dataset.from_dict(dict(t(texts))),
     "padded column": lambda t, texts: datasets.Dataset.from_dict({k: v.tolist() for k, v in padded(t, texts).items()}),

@@ -276,6 +276,33 @@ def test_a_batch_size_that_is_found_keeps_to_the_original(again, tmp_path, monke
     assert hooks_on(model, inner_optimizer(trainer.optimizer)) == (0, 0)
 
 
+def test_a_trainer_that_would_run_threads_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ValueError, match="on 2 GPUs in threads .nn.DataParallel.*: start by torchrun"):
+        made(tmp_path, small_model(), [gripmoe.trainer_callback(RETAIN)], max_steps=1)
+
+
+def test_a_restart_inherits_no_pass_of_the_aborted_step(tmp_path):
+    class Aborted(Trainer):
+        failed = False
+
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            with callback.handle.retain():
+                loss = model(**inputs).loss
+            if not Aborted.failed:
+                Aborted.failed = True
+                assert callback.handle.constraint._errors, "the control: the pass has left something"
+                raise RuntimeError("CUDA out of memory.")
+            assert len(callback.handle.constraint._errors) == 1
+            return loss + callback.handle.penalty()
+
+    rows = [{"input_ids": random_batch(rows=8, length=10).input_ids}]  # those of the training
+    callback = gripmoe.trainer_callback(rows, method="anchored")
+    settings = dict(max_steps=2, auto_find_batch_size=True, weight_decay=0.0)
+    made(tmp_path, small_model(), [callback], Aborted, **settings).train()
+    assert Aborted.failed
+
+
 def test_a_callback_is_of_one_model(tmp_path):
     callback = gripmoe.trainer_callback(RETAIN)
     trained(tmp_path, small_model(), [callback], max_steps=1)

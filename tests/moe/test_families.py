@@ -8,6 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import gripmoe
+from conftest import random_batch
 from gripmoe.attacks.quantization import quantized
 from gripmoe.attacks.relearning import low_rank_experts
 from gripmoe.attacks.restoration import PARTS, outside_parts, pairs_of, replaced, tensors_of
@@ -542,6 +543,29 @@ def test_states_of_an_optimizer_become_fp32_with_the_biases_of_routers():
                 loss = model(**batch.inputs, labels=batch.labels).loss
             (loss + handle.penalty()).backward()
         optimizer.step()
+
+
+def test_seuf_leaves_shared_experts_beside_the_block_as_they_are():
+    """Granite has them there. The control: they train without SEUF."""
+    batch = random_batch(seed=7)
+    for method, stays in (("seuf", True), ("frozen_router", False)):
+        model = make("granitemoeshared", shared_intermediate_size=16).model
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = {name: p.detach().clone() for name, p in model.named_parameters() if "shared_mlp" in name}
+        with gripmoe.constrain(model, optimizer, [batch], forget=[batch], method=method) as handle:
+            with handle.forget():
+                loss = model(**batch.inputs, labels=batch.input_ids).loss
+            (loss + handle.penalty()).backward()
+            optimizer.step()
+        now = dict(model.named_parameters())
+        assert before and all(torch.equal(now[name], old) for name, old in before.items()) == stays
+
+
+def test_seuf_is_refused_where_a_softmax_does_not_say_what_is_selected():
+    model, batch = make("deepseek_v3").model, random_batch(seed=7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="DeepseekV3ForCausalLM select by sigmoids, biases or groups"):
+        gripmoe.constrain(model, optimizer, [batch], forget=[batch], method="seuf")
 
 
 def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tokenizer, tmp_path):

@@ -53,6 +53,8 @@ def test_what_would_train_the_model_or_nothing_is_refused():
     adversary.restart()
     with adversary.weights(), pytest.raises(ValueError, match="`loss_of` returns NoneType"):
         adversary.relearn(lambda: None)
+    with adversary.weights(), pytest.raises(RuntimeError, match="call `restart` before that block"):
+        adversary.restart()
     with pytest.raises(RuntimeError, match="outside `weights` this would train the model itself"):
         adversary.relearn(lambda: cross_entropy(moe, batch))
     assert weights_digest(moe.model) == before

@@ -261,10 +261,18 @@ def test_npo_tells_documents_of_the_same_tokens_apart_by_what_is_scored(moe):
         objective.forget_loss(moe, collate([Row("other", ids, [-100] * 10 + ids[10:])], 0))
 
 
+class Mistaken(GradientDifference):
+    def __init__(self):
+        self.alpha = 1 + "1"
+
+
 def test_mistakes_in_names_and_settings():
     with pytest.raises(ValueError, match="unknown objective 'magic'; one of gd, kl, npo, rmu"):
         make_objective("magic", {}, 0)
     with pytest.raises(ValueError, match="objective 'npo'.*beta"):
         make_objective("npo", {"alpha": 1.0}, 0)
+    with pytest.raises(TypeError, match="unsupported operand") as raised:
+        make_objective(f"{__name__}:Mistaken", {}, 0)
+    assert raised.traceback[-1].name == "__init__", "a mistake of the class is not one of its settings"
     with pytest.raises(ValueError, match="one of `kappa`"):
         make_objective("rmu", {"alpha": 1.0, "layer": 0}, 0)

@@ -16,6 +16,7 @@ from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.original import original_values
 from gripmoe.geometry.routing import RoutingTrace, selection_mask
 from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import hooked
 from gripmoe.moe.states import router_states
@@ -53,6 +54,7 @@ class GateAnchor(RouterConstraint):
         self.layer, self.expert, self.weight, self.alone = layer, expert, weight, alone
 
     def start(self, model, forget, retain) -> None:
+        require_softmax_gates(model)
         others = [layer for layer in model.layers if self.alone and layer != self.layer]
         for parameter in (p for layer in others for p in model.router_parameters(layer)):
             parameter.requires_grad_(False)
@@ -66,6 +68,16 @@ class GateAnchor(RouterConstraint):
         wanted_E[self.expert] = 1
         distance = (gate_NE - wanted_E).square().sum() / max(1, len(gate_NE))  # a process may have no forget rows
         return self.weight * distance * distributed.share(len(gate_NE))
+
+
+def require_softmax_gates(model: MoEModel) -> None:
+    """Raises ConfigError where a high softmax probability of an expert does not mean that its router selects it."""
+    for rule in model.rules().values():
+        if rule.squash != "none" or rule.choice_bias_E is not None or rule.num_groups > 1:
+            raise ConfigError(
+                f"SEUF leads tokens to an expert by the softmax of router scores, and routers of this "
+                f"{type(model.model).__name__} select by sigmoids, biases or groups: take another method"
+            )
 
 
 def attributed_expert(trace: RoutingTrace, layers: Sequence[int]) -> tuple[int, int]:
@@ -115,8 +127,10 @@ def restricted_experts(
     experts = {layer: [p for p in model.expert_parameters(layer) if p.requires_grad] for layer in model.layers}
     frozen = [p for layer, of_layer in experts.items() if not scope.get(layer) for p in of_layer]
     routed = {id(parameter) for layer in model.layers for parameter in model.expert_parameters(layer)}
-    of_blocks = [parameter for layer in model.layers for parameter in model.other_parameters(layer)]
-    frozen += [parameter for parameter in of_blocks if parameter.requires_grad and id(parameter) not in routed]
+    others = [parameter for layer in model.layers for parameter in model.other_parameters(layer)]
+    beside = [getattr(model.model.model.layers[layer], "shared_mlp", None) for layer in model.layers]  # Granite's
+    others += [parameter for shared in filter(None, beside) for parameter in shared.parameters()]
+    frozen += [parameter for parameter in others if parameter.requires_grad and id(parameter) not in routed]
     masks: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # a parameter, its experts that train, and its first values
     for layer in filter(scope.get, scope):
         for parameter in experts[layer]:

@@ -156,19 +156,23 @@ class ConstraintHandle:
         """Removes all hooks from model and optimizer, and undoes what `on_close` has registered, such as frozen routers
         of `gripmoe.constrain`. Routers that were in lower precision stay in fp32, because rounding would undo part of
         the constraint. May be called twice."""
+        self._close(settle=True)
+
+    def _close(self, settle: bool) -> None:
         try:
-            if self._waiting and not layers_not_finite(self.model):
+            if settle and self._waiting and not layers_not_finite(self.model):
                 self.settle()
         finally:
             self._closed = True
-            self._seen, self._penalties = [], []
+            self.skip()
             self._undo.close()
 
     def __enter__(self) -> ConstraintHandle:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_) -> None:
+        # After an error in this process alone the others would not take part in settling.
+        self._close(settle=error is None or distributed.processes() == 1)
 
     # Hooks around a marked forward pass
 
@@ -283,7 +287,11 @@ class ConstraintHandle:
         """Replaces the gradients, so that a plain gradient step ends at a feasible router."""
         scale = getattr(optimizer, "grad_scale", None)  # of a GradScaler, which a fused optimizer divides by itself
         scale = 1.0 if scale is None else float(scale)
-        rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
+        rates = {
+            id(p): -float(group["lr"]) if group.get("maximize") else float(group["lr"])
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
         for layer, before_Ed in self._before.items():
             theta = self.model.theta(layer)
             if theta.grad is not None:

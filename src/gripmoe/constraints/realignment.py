@@ -64,13 +64,13 @@ def remember(
         if not batches:
             raise ValueError("`retain` holds no batches: Method B fits routers to what they saw of retain documents")
         batch = collate_inputs(batches)
+        tokens = int(counted_tokens(batch.attention_mask).sum())
+        if tokens < 2:
+            raise ValueError(
+                f"`retain` holds {tokens} tokens that count, the first of every row aside: Method B fits to one and "
+                f"checks on another at least, and fits well from {4 * moe.hidden_size}"
+            )
         original = Original(moe.thetas(), moe.trace([batch]), batch, moe.router_biases())
-    tokens = int(counted_tokens(batch.attention_mask).sum())
-    if tokens < 2:
-        raise ValueError(
-            f"`retain` holds {tokens} tokens that count, the first of every row aside: Method B fits to one and checks "
-            f"on another at least, and fits well from {4 * moe.hidden_size}"
-        )
     if tokens < moe.hidden_size:
         warnings.warn(
             f"`retain` holds {tokens} tokens that count, fewer than the hidden size of {moe.hidden_size}: Method B "
@@ -111,8 +111,10 @@ def _opened(model: nn.Module) -> Iterator[MoEModel]:
     try:
         moe.require_routers("to realign")
         yield moe
-    finally:
-        moe.release()
+    except BaseException:
+        moe.release(rounded=True)
+        raise
+    moe.release()
 
 
 def _check_remembered(moe: MoEModel, original: Original) -> None:

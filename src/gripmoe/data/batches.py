@@ -72,6 +72,8 @@ def _items(data: Any, name: str, tokenizer: Any, padding: Padding) -> Iterable[A
         items = list(data)
     except TypeError:
         raise ValueError(f"`{name}` is {_described(data)}: give {FORMS}") from None
+    if any(isinstance(item, str) for item in items) and not isinstance(data, list):
+        return _items(items, name, tokenizer, padding)  # of a generator, or a column of texts
     items = [{"input_ids": item} if isinstance(item, Tensor) else item for item in items]
     if items and all(isinstance(item, Mapping) and _is_row(item.get("input_ids")) for item in items):
         return _rows(items, name, padding)

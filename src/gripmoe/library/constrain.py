@@ -96,8 +96,8 @@ def constrain(
     routers, a dense model, data without a token that counts or with tokens outside the vocabulary, missing forget data,
     an `original` that is the model itself or another one, an optimizer that is not torch's or lacks the routers,
     routers or router inputs that are not finite, adapters on what the method writes to, a model with another open
-    handle, or a DistributedDataParallel that would not notice a change of its parameters; KeyError for a batch without
-    `input_ids`.
+    handle, nn.DataParallel, or a DistributedDataParallel that would not notice a change of its parameters; KeyError for
+    a batch without `input_ids`.
     After an error, model and optimizer are unchanged.
     """
     method = checked_method(method, replay=replay, loss_bound=loss_bound, seed=seed, original=original)
@@ -175,6 +175,11 @@ def _opened(
     ValueError if the method cannot constrain them."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"`model` is a {type(model).__name__}: give a transformers model, in memory")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(
+            "nn.DataParallel runs a pass in threads that share the hooks of a constraint: start one process for each "
+            "GPU by torchrun"
+        )
     precisions = [parameter.dtype for parameter in model.parameters()]
     moe = MoEModel(unwrapped(model))
     undo.push(lambda error, *_: moe.release(rounded=error is not None))

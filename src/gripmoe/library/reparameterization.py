@@ -58,7 +58,7 @@ def reparameterize(
         raise ValueError(f"method {method!r} has no fixed bases of retain batches; one of {', '.join(fixed)}")
     moe = MoEModel(unwrapped(model))
     with ExitStack() as undo:
-        undo.callback(moe.release)
+        undo.push(lambda error, *_: moe.release(rounded=error is not None))
         moe.require_routers("to reparameterize")
         trace = traced(moe, batches_of(retain, "retain", moe.model, tokenizer))
         bases = fit_bases(trace, moe.rules(), fixed[method])

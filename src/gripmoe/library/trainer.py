@@ -46,6 +46,11 @@ class ConstraintCallback(TrainerCallback):
         self._moe: MoEModel | None = None
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"Trainer would run passes on {args.n_gpu} GPUs in threads (nn.DataParallel), which share the hooks of "
+                "a constraint: start by torchrun, or show this process one GPU (CUDA_VISIBLE_DEVICES)"
+            )
         self._moe = MoEModel(unwrapped(model))  # converts routers to fp32 before wrapping and loading
         if args.resume_from_checkpoint or (Path(args.output_dir).is_dir() and get_last_checkpoint(args.output_dir)):
             self._original = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}

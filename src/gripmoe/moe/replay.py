@@ -22,8 +22,8 @@ def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor |
     """The experts that `model` selects in eval mode (ours): int16, (rows, positions, MoE layers, k), with -1 at
     padding. `input_ids` and `attention_mask` are (rows, positions). Raises ValueError for other shapes, for several
     documents in a row, for an unknown family and for a dense model."""
-    moe = _with_routers(model)
     attention_mask_of({"input_ids": input_ids, "attention_mask": attention_mask})
+    moe = _with_routers(model)
     try:
         with moe.evaluating():
             routes = moe.routes(input_ids, attention_mask)

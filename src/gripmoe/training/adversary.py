@@ -23,7 +23,8 @@ class RelearningAdversary:
     """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
     `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no optimizer state
     (ours). Raises ValueError without parameters, or for a `rate` that is not positive. `weights` raises RuntimeError
-    before the first `restart`, and `relearn` outside `weights` or under reentrant gradient checkpointing."""
+    before the first `restart`, `restart` within `weights`, and `relearn` outside `weights` or under reentrant gradient
+    checkpointing."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rate: float):
         self._parameters, self._rate = list(parameters), rate
@@ -35,13 +36,18 @@ class RelearningAdversary:
             raise ValueError(f"`rate` is {rate!r}: give the distance that a step moves each weight, above 0")
 
     def restart(self) -> None:
-        """The attacker takes the weights that the model has now."""
+        """The attacker takes the weights that the model has now. Raises RuntimeError within `weights`, where the model
+        has the attacker's."""
+        if self._attacking:
+            raise RuntimeError(
+                "within `weights` the model has the attacker's weights: call `restart` before that block"
+            )
         self._weights = [parameter.detach().to(torch.float32, copy=True) for parameter in self._parameters]
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Within the block the parameters have the attacker's weights. Gradients stay when it ends. Raises RuntimeError
-        before the first `restart`."""
+        """Within the block the parameters have the attacker's weights. Gradients stay when the block ends; a step of an
+        optimizer within the block is undone. Raises RuntimeError before the first `restart`."""
         if len(self._weights) != len(self._parameters):
             raise RuntimeError("the attacker has no weights yet: call `restart` first")
         with restored(self._parameters):

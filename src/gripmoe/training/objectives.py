@@ -183,11 +183,13 @@ def make_objective(name: str, settings: dict, seed: int) -> Objective:
     if name not in OBJECTIVES and ":" not in name:
         raise ConfigError(f"unknown objective {name!r}; one of {', '.join(OBJECTIVES)}, or module:Class")
     of_name = imported(OBJECTIVES[name].path if name in OBJECTIVES else name, f"objective {name!r}")
-    seeds = {"seed": seed} if "seed" in inspect.signature(of_name).parameters else {}
+    signature = inspect.signature(of_name)
+    seeds = {"seed": seed} if "seed" in signature.parameters else {}
     try:
-        return of_name(**settings, **seeds)
+        signature.bind(**settings, **seeds)
     except TypeError as error:
         raise ConfigError(f"objective {name!r}: {error}") from None
+    return of_name(**settings, **seeds)
 
 
 def token_logprobs(model: MoEModel, batch: Batch) -> Tensor:
