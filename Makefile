@@ -48,7 +48,7 @@ base: setup
 figures: setup
 	$(VENV)/bin/python -m gripmoe.cli.fork_server \
 	  snakemake --profile workflow/profiles/tiny --cores $(CORES) --config world=$(WORLD)
-	@gripmoe summary --runs results/tiny/runs_$(WORLD).csv
+	@gripmoe summary --runs results/*/runs_$(WORLD).csv
 	@echo "Figures and tables: paper_figures/$(WORLD). All runs, attacks and questions: paper_figures/$(WORLD)/explorer.html"
 
 figures-all: setup

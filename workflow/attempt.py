@@ -39,7 +39,6 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
 
 RETAIN_QUESTIONS = 400  # of the test split
-NEVER = {"forget_accuracy": 0.0}  # the target of the stop rule: every run takes all its steps
 # A repeated attempt replaces its row. Attempts are the same if these columns are.
 SAME = ["model", "benchmark", "objective", "method", "seed", "change", "steps"]
 MEASURED = [
@@ -70,12 +69,12 @@ class Swapped(Letters):
 
 
 def attempt(project: Project, results: Path, key: tuple, steps: int, change: dict) -> dict:
-    run = changed(project.run(*key), {"max_steps": steps, **change})
-    run = run.model_copy(update={"benchmark": run.benchmark.model_copy(update={"target": NEVER})})
+    never = {"checks_to_stop": steps + 1}  # more than there are: every run takes all its steps
+    run = changed(project.run(*key), {"max_steps": steps, **never, **change})
     folder = results.joinpath("attempts", *map(str, key), f"steps-{steps}_{named(change)}")
     train(project, results, run, folder)
     outcome = read_json(folder / "checkpoint.json")
-    tried = dict(zip(SAME, (*key, json.dumps(change), outcome["steps"]), strict=True)) | {"status": outcome["status"]}
+    tried = dict(zip(SAME, (*key, json.dumps(change), steps), strict=True)) | {"status": outcome["status"]}
     if outcome["status"] == "diverged":
         return tried
     return tried | measured(project, results, run.model, run.benchmark_name, folder / "weights")

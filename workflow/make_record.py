@@ -124,7 +124,7 @@ def compute(world: str, targets: list[Path], cores: int, until: float | None, ba
             done = [target for target in pending if target.exists()]
             bar.update(len(done))
             pending = [target for target in pending if target not in done]
-            if until and time.time() > until:
+            if until is not None and time.time() > until:
                 process.send_signal(signal.SIGTERM)  # Snakemake waits for the steps that run
                 process.wait()
                 return "stopped"
@@ -160,7 +160,7 @@ def main() -> None:
     projects = [Project(ROOT / "workflow" / "config", world) for world in args.worlds]
     results = ROOT / "results" / projects[0].results_name
     times = step_times(results)
-    until = time.time() + 3600 * args.hours if args.hours else None
+    until = None if args.hours is None else time.time() + 3600 * args.hours
     lacking = [missing(project, results, kept) for project in projects]
     for project, runs, left in zip(projects, lacking, remaining(projects, results, times, kept), strict=True):
         said = (

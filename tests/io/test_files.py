@@ -152,6 +152,7 @@ MISTAKES = {
     "cut off.json": (b'{\n "a": 1,\n "b": [2', r"not valid JSON \(line 3: "),
     "other encoding.json": ('{\n "a": "caf\xe9"}'.encode("latin-1"), r"not UTF-8 \(line 2\)"),
     "cut off.jsonl": (b'{"a": 1}\n{"a": ', r"not valid JSON \(line 2: "),
+    "array.jsonl": (b'[\n {"a": 1}\n]\n', r"this is one JSON array"),
     "blank.jsonl": (b'{"a": 1}\n\n{"a": 2}\n', r"not valid JSON \(line 2: "),
     "other encoding.jsonl": ('{"a": 1}\n{"a": "caf\xe9"}\n'.encode("latin-1"), r"not UTF-8 \(line 2\)"),
     "no object.jsonl": (b'{"a": 1}\n[2]\n', r"not a JSON object \(line 2\)"),

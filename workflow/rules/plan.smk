@@ -15,4 +15,4 @@ rule plan:
         world=PROJECT.world_file,
         config=PROJECT.folder,
     shell:
-        "gripmoe plan --world {params.world} --config {params.config} 2>&1 | tee {log}"
+        "gripmoe plan --world {params.world:q} --config {params.config:q} 2>&1 | tee {log}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -42,7 +43,7 @@ def recorded(path: Path, step: Callable, states: str = "state*.pt") -> Iterator[
         {
             "step": entry_of(step),
             "code": code,
-            "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "packages": package_versions(PACKAGES),
             "python": platform.python_version(),
             "device": _device(),

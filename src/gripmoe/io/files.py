@@ -175,6 +175,8 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def read_jsonl(path: Path, *keys: str) -> list[dict[str, Any]]:
     """The JSON objects of a file, one per line. Raises ConfigError also for an object that lacks one of `keys`."""
     rows, content = [], read_text(path).rstrip()  # a last line may be blank
+    if content.lstrip().startswith("["):
+        raise ConfigError(f"{path}: this is one JSON array; write one JSON object a line")
     for line, text in enumerate(io.StringIO(content, newline="\n"), 1):  # strings may hold other line breaks
         rows.append(row := _from_json(path, text.rstrip("\n"), line))
         if not isinstance(row, dict):
