@@ -1,10 +1,11 @@
 # `make figures` and `make test` set up everything they need. VENV=path uses another environment.
 
-PYTHON ?= python3
-VENV   ?= .venv
-CORES  ?= $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())")
-TORCH  ?= torch==2.13.0
-WORLD  ?= tiny
+PYTHON  ?= python3
+VENV    ?= .venv
+CORES   ?= $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())")
+TESTERS ?= $(CORES)
+TORCH   ?= torch==2.13.0
+WORLD   ?= tiny
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 # pip would compile every module, half of its time. Python compiles those that are imported, and keeps them unless
 # PYTHONDONTWRITEBYTECODE is set.
@@ -75,8 +76,7 @@ quick: lint
 
 test: gpu lint
 	$(INSTALL) --requirement envs/test.lock
-	pytest -n $(CORES) --dist loadfile -m "not workflow"
-	pytest -n $(CORES) --dist loadfile -m workflow
+	pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	ruff check . && ruff format --check .

@@ -2,6 +2,8 @@
 
 import re
 import sys
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from docutils import nodes
@@ -63,18 +65,23 @@ def block_math(writer, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
-def execute_notebooks(app) -> None:
+explorer: list[Future] = []  # the page of all runs, which another process draws while notebooks run
+
+
+def begin(app) -> None:
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    explorer.append(pool.submit(generate.explorer, Path(app.outdir) / "explorer.html"))
     generate.execute_notebooks(Path(app.srcdir) / "notebooks")
 
 
-def explorer(app, exception: Exception | None) -> None:
-    if exception is None:
-        generate.explorer(Path(app.outdir) / "explorer.html")
+def end(app, exception: Exception | None) -> None:
+    for page in explorer if exception is None else ():
+        page.result()
 
 
 def setup(app) -> None:
-    app.connect("builder-inited", execute_notebooks)
+    app.connect("builder-inited", begin)
     app.connect("source-read", fill)
     app.connect("autodoc-process-docstring", link_pages)
-    app.connect("build-finished", explorer)
+    app.connect("build-finished", end)
     app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))

@@ -35,11 +35,16 @@ METHODS = {  # one row of each kind that a loop of one's own can have
 SMALL = dict(hidden_size=32, num_layers=2, num_heads=2, num_experts=8, top_k=2, expert_width=16)
 
 
+ASKED_FOR = {"slow": "GRIPMOE_TEST_SLOW", "nightly": "GRIPMOE_TEST_NIGHTLY"}  # by marker
+
+
 def pytest_collection_modifyitems(items):
-    if os.environ.get("GRIPMOE_TEST_SLOW") != "1":
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="not run: takes minutes more; GRIPMOE_TEST_SLOW=1 runs it"))
+    # The tests of the workflow take longest, and one file of them waits for a cluster most of the time.
+    items.sort(key=lambda item: item.get_closest_marker("workflow") is None)
+    for marker, variable in ASKED_FOR.items():
+        for item in items if os.environ.get(variable) != "1" else ():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"not run: takes minutes more; {variable}=1 runs it"))
 
 
 HANGS = 1800  # seconds after which a process that trains a tiny model hangs, whatever else the machine does

@@ -69,6 +69,7 @@ def every_step(trainer, folder):
     }
 
 
+@pytest.mark.nightly
 def test_faults_at_random_instants_lose_and_double_nothing(trainer, tmp_path):
     write_json(tmp_path / "flags.json", every_step(trainer, tmp_path))
     ended = subprocess.run(

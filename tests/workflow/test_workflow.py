@@ -507,7 +507,7 @@ class TestRun:
         )
         assert reasons.endswith(" would run, because training.learning_rate is 0.01, was 0.005\n")
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_news_takes_every_rule_too(self, finished):
         """A model finetuned on articles and one on those to retain, each by two processes, as its runs are unlearned;
         evaluated, attacked and rendered."""
