@@ -75,7 +75,7 @@ def require_softmax_gates(model: MoEModel) -> None:
     for rule in model.rules().values():
         if rule.squash != "none" or rule.choice_bias_E is not None or rule.num_groups > 1:
             raise ConfigError(
-                f"SEUF leads tokens to an expert by the softmax of router scores, and routers of this "
+                "SEUF leads tokens to an expert by the softmax of router scores, and routers of this "
                 f"{type(model.model).__name__} select by sigmoids, biases or groups: take another method"
             )
 
