@@ -70,7 +70,7 @@ def audit(
     `forget` is the name of a benchmark ("wmdp_cyber"), or a file of questions, or its rows; then give `retain`
     questions too. The texts are files of documents, or their rows. `attacks` are keys of `ATTACKS` (default: all).
     `relearning` has the settings that are to differ from the audit's own. `budget` is in minutes. Measurements are
-    stored in `output`; a later audit of the same models continues there.
+    stored in `output`; a later audit of the same models continues there. Messages name the flags of `gripmoe audit`.
 
     Raises ConfigError, a ValueError, for unusable inputs, for models that differ in more than weights, and for weights
     that are not finite; ModuleNotFoundError without the extras `eval` and `report`."""
