@@ -167,8 +167,8 @@ def test_a_run_of_two_worlds_has_the_same_settings_in_both(folder):
 
 def test_a_benchmark_changes_training(folder):
     project = Project(folder, "tiny")
-    assert project.training("npo", "frozen_router", "muse_tiny").learning_rate == 1e-3
-    assert project.training("npo", "frozen_router", "wmdp_tiny").learning_rate == 5e-4
+    assert project.training("kl", "unconstrained", "muse_tiny").learning_rate == 1e-3
+    assert project.training("kl", "unconstrained", "wmdp_tiny").learning_rate == 5e-4
     assert project.training("gd", "expert_specific", "muse_tiny").router_weight_decay == 0, (
         "the method has the last word"
     )

@@ -25,7 +25,6 @@ WORKFLOW = Path(__file__).parents[2] / "workflow"
 
 
 def run(script, monkeypatch, *flags):
-    monkeypatch.syspath_prepend(str(WORKFLOW))
     monkeypatch.setattr(sys, "argv", [script, *map(str, flags)])
     runpy.run_path(str(WORKFLOW / script))["main"]()
 
@@ -47,7 +46,6 @@ def results(world, tokenizer, tmp_path_factory):
 
 def test_an_attempt_takes_all_steps_and_is_measured_on_dev_and_test_questions(results, monkeypatch):
     """The dev questions are attacked with documents about the facts of the test questions."""
-    monkeypatch.syspath_prepend(str(WORKFLOW))
     script = runpy.run_path(str(WORKFLOW / "attempt.py"))
     asked = []
 
@@ -73,9 +71,7 @@ def test_an_attempt_takes_all_steps_and_is_measured_on_dev_and_test_questions(re
 
 def test_attempts_are_kept_by_what_was_tried(tmp_path):
     """A repeated attempt replaces its row; one on another base model does not; a diverged one has no measurements."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(WORKFLOW))
-        script = runpy.run_path(str(WORKFLOW / "attempt.py"))
+    script = runpy.run_path(str(WORKFLOW / "attempt.py"))
     row = dict.fromkeys(script["SAME"], "same") | {"status": "reached", "forget_accuracy": 0.5}
     for change in ({}, {"forget_accuracy": 0.25}, {"model": "tiny_b"}):
         script["add_row"](tmp_path / "a.csv", row | change)

@@ -18,7 +18,6 @@ WORKFLOW = Path(__file__).parents[2] / "workflow"
 def measured(monkeypatch, results, output):
     flags = ["--worlds", "tiny", "tiny_muse", "--results", results, "--output", output]
     monkeypatch.setattr(sys, "argv", ["readable_depth.py", *map(str, flags)])
-    monkeypatch.syspath_prepend(str(WORKFLOW))
     runpy.run_path(str(WORKFLOW / "readable_depth.py"))["main"]()
     return pd.read_csv(output)
 

@@ -19,9 +19,7 @@ SCRIPT = Path(__file__).parents[2] / "workflow" / "tune.py"
 def tune():
     spec = importlib.util.spec_from_file_location("tune", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 
