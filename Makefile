@@ -29,7 +29,7 @@ help:
 	@echo "make docs      the site of docs/, into build/docs/index.html"
 	@echo "make gpu       adds what models that train in bf16 need"
 	@echo "make quick     lint, and the tests of geometry, configuration and constraints"
-	@echo "make test      lint; unit tests, then the workflow on its tiniest configuration"
+	@echo "make test      lint, unit tests, and the workflow on its tiniest configuration"
 	@echo "make lint      ruff, snakefmt, snakemake --lint, import contracts"
 	@echo "make format    what ruff and snakefmt mend by themselves"
 	@echo "make clean     removes what belongs to the world $(WORLD) alone (WORLD=name: to another)"
