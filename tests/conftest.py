@@ -39,7 +39,7 @@ ASKED_FOR = {"slow": "GRIPMOE_TEST_SLOW", "nightly": "GRIPMOE_TEST_NIGHTLY"}  # 
 
 
 def pytest_collection_modifyitems(items):
-    # The tests of the workflow take longest, and one file of them waits for a cluster most of the time.
+    # The tests of the workflow take longest, and one file of them also waits for a cluster.
     items.sort(key=lambda item: item.get_closest_marker("workflow") is None)
     for marker, variable in ASKED_FOR.items():
         for item in items if os.environ.get(variable) != "1" else ():

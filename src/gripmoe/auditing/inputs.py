@@ -331,12 +331,15 @@ def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
         rows = [{"text": row} if isinstance(row, str) else row for row in source]
         name, rows = _rows(rows, flag, "text")
     documents = [
-        {"id": f"{kind}/{number}" if row.get("id") is None else str(row["id"]), "text": row["text"]}
-        | {"prompt": row.get("prompt") or ""}
+        {
+            "id": f"{kind}/{number}" if row.get("id") is None else str(row["id"]),
+            "prompt": row.get("prompt") or "",
+            "text": row["text"],
+        }
         for number, row in enumerate(rows)
         if row["text"] is None or str(row["text"]).strip()
     ]
-    if twice := [name for name, count in Counter(row["id"] for row in documents).items() if count > 1]:
+    if twice := [each for each, count in Counter(row["id"] for row in documents).items() if count > 1]:
         raise ConfigError(
             f"{name}: the id {twice[0]!r} stands twice; give each document an id of its own, as FACT/NUMBER"
         )
