@@ -105,7 +105,7 @@ def depth_of(objective: str, method: str) -> float:
 
 def count_of(record: str, which: str, verdict: str) -> int:
     """How many statements have a verdict, or are there (`all`), or decided (`decided`); how many of these also after
-    Holm's correction (`corrected`), and with worlds as units (`of_worlds`)."""
+    Holm's correction (`corrected`), with worlds as units (`of_worlds`), and from runs under GD alone (`of_gd`)."""
     claims = claims_of(record)
     if which == "primary":
         claims = claims[claims.primary]
@@ -117,6 +117,7 @@ def count_of(record: str, which: str, verdict: str) -> int:
         "decided": decided,
         "corrected": decided & claims.survives_holm,
         "of_worlds": decided & (claims.verdict == claims.world_verdict),
+        "of_gd": decided & claims.by_objective.str.fullmatch(r"GD [^,]+") & claims.of.isna(),
     }
     return int(chosen.get(verdict, claims.verdict == verdict.replace("_", " ")).sum())
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 from math import exp, log
 from pathlib import Path
 
@@ -40,9 +41,10 @@ METHODS = {
 FURTHER = load_runs(ROOT / "docs" / "record" / "erasure_further" / "runs.csv")
 
 
-def rows(heading: str) -> list[list[str]]:
+def rows(heading: str, first: str = "") -> list[list[str]]:
+    """The rows of the tables below a heading, or of those whose first column is `first`."""
     table = PAGE.partition(f"## {heading}")[2].partition("\n## ")[0]
-    tables = re.findall(r"^\|.*\n\|---.*\n((?:\|.*\n)+)", table, flags=re.MULTILINE)
+    tables = re.findall(rf"^\| {first}.*\n\|---.*\n((?:\|.*\n)+)", table, flags=re.MULTILINE)
     assert tables, f"no table below {heading}"
     lines = "".join(tables).splitlines()
     return [[cell.strip(" *\\") for cell in line.strip("|").split("|")] for line in lines]
@@ -115,13 +117,27 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     wide = HELD_OUT.pivot_table(index="model", columns=["method", "metric"], values="value")
     never, methods = wide["retrained"], ("frozen_router_adversary_x3", "anchored_adversary_x3")
     first = strongest_attacks(HELD_OUT).set_index("method").excess[methods[0]]
-    assert f"on a single one of these models returns {first.max():.2f} more" in TEXT
+    assert f"on a single one of these models has an excess of {first.max():.2f}." in TEXT
     start = {name: (wide[name] - never).forget_accuracy for name in methods}
-    further = [((wide[name] - never).relearned_after_20 - start[name]).mean() for name in methods]
-    assert "by {:.2f} more than in the retrained models ({:.2f} with the anchor)".format(*further) in TEXT
-    layer = [(wide[name] - never).restored_experts_worst_layer.mean() for name in methods]
-    told = "have an excess of {:.2f} with a frozen router under attack and of {:.2f} with the anchored method."
-    assert told.format(*layer) in TEXT
+    told = "by {:.2f} more than in the retrained models (bound {:.3f}), and by {:.2f} more with the anchor (bound {:.3f})."
+    gains = [(wide[name] - never).relearned_after_20 - start[name] for name in methods]
+    assert told.format(*(number for gain in gains for number in (gain.mean(), bound(gain)))) in TEXT
+    told = "excess of {:.2f} (bound {:.3f}) with a frozen router under attack and of {:.2f} (bound {:.3f}) with the"
+    layers = [(wide[name] - never).restored_experts_worst_layer for name in methods]
+    assert told.format(*(number for layer in layers for number in (layer.mean(), bound(layer)))) in TEXT
+    under = (wide[methods[0]] - never).relearned_after_20
+    flipped = [abs(under - 0.05) @ signs / len(under) for signs in product([1, -1], repeat=len(under))]
+    p = sum(mean <= under.mean() - 0.05 + 1e-12 for mean in flipped) / len(flipped)
+    assert f"A sign-flip test, which does not assume normal values, has p = {p:.3f}, which does not" in TEXT
+    lower = (wide.frozen_router - wide[methods[0]]).relearned_after_20
+    half = 2.447 * lower.std() / 7**0.5
+    told = f"it is higher by {lower.mean():.2f} ({lower.mean() - half:.2f} to {lower.mean() + half:.2f}, compared"
+    assert told in TEXT
+    longer = pd.read_csv(RECORD.parent / "erasure_held_out" / "longer_relearning.csv")
+    after = longer[longer.metric == "relearned_after_100"].pivot(index="model", columns="method", values="value")
+    lowest = [-bound(after.retrained - after[name]) for name in (methods[1], "frozen_router", methods[0])]
+    told = "(one-sided 95 % lower bounds {:.3f} and {:.3f}). For a frozen router under attack this is undecided ({:.3f})"
+    assert told.format(*lowest) in TEXT and min(lowest[:2]) > 0.05 > lowest[2]
     both = by_method(pd.concat([HELD_OUT, FURTHER])).loc[[*methods]]
     assert (both.base_models == 13).all()
     frozen, ours = (row for _, row in both.iterrows())
@@ -129,6 +145,11 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     told += "{:.2f} (bound {:.3f})."
     values = frozen.excess, frozen.excess_bound, ours.excess, ours.excess_bound, ours.routing, ours.routing_bound
     assert told.format(*values) in TEXT
+
+
+def bound(values):
+    """One-sided, at 95 %, over seven base models."""
+    return values.mean() + 1.943 * values.std() / 7**0.5
 
 
 def test_what_retraining_takes_is_what_was_counted():
@@ -184,7 +205,7 @@ def test_what_the_upper_bound_says_of_single_models_is_the_records():
     found = found[found.method == "remove_experts"].excess
     assert "one run each, has an excess of {:.2f}, {:.2f} and {:.2f}.".format(*found) in TEXT
     runs = ROUTED[ROUTED.metric == "restored_experts_worst_layer"].groupby("method").value.mean()
-    assert f"experts return {runs.remove_experts:.2f}** ({runs.retrained:.2f} in" in PAGE
+    assert f"experts bring forget accuracy to {runs.remove_experts:.2f}** ({runs.retrained:.2f} in" in TEXT
 
 
 def test_what_the_anchor_adds_to_relearning_is_the_records():
@@ -203,7 +224,8 @@ def test_attempts_are_counted_and_quoted():
     assert f"has all {len(ATTEMPTS) - 1} attempts" in PAGE
     known = ATTEMPTS[["forget_accuracy", "retain_accuracy", "relearned_after_10"]].map(lambda value: f"{value:.2f}")
     known = set(known.itertuples(index=False, name=None))
-    assert not [row for row in rows("What was tried") if tuple(row[1:]) not in known]
+    shown = rows("What was tried", "attempt") + rows("What was tried", "chosen setting")
+    assert len(shown) > 15 and not [row for row in shown if tuple(row[1:]) not in known]
 
 
 def test_dev_questions_chose_the_attackers_rate():
@@ -226,18 +248,18 @@ def test_what_later_restarts_return_is_the_records():
     late, early = '{"adversary_rate": 3.0, "adversary_restart": 40}', '{"adversary_rate": 3.0}'
     frozen, anchored = (of.loc[f"{name}_adversary_x3"] for name in ("frozen_router", "anchored"))
     found = pd.DataFrame([frozen.loc[late], frozen.loc[early], of.loc["retrained", "{}"]])
-    dev, test, retain = (
-        found[f"{name}_after_100"].tolist() for name in ("dev_relearned", "relearned", "relearned_from_others")
-    )
-    told = "{:.2f} of the dev questions if the attacker restarts after 40 steps, {:.2f} if after ten, and the retrained"
-    told += " models {:.2f}."
-    assert told.format(*dev) in TEXT
-    told = "questions they answer {:.2f}, {:.2f} and {:.2f}, and after 100 steps on retain documents {:.2f}, {:.2f} and"
-    told += " {:.2f}."
-    assert told.format(*test, *retain) in TEXT and min(test[0], test[1]) - test[2] > 0.05
+    labels = {
+        "dev, other forget facts": "dev_relearned",
+        "test, other forget facts": "relearned",
+        "test, retain documents": "relearned_from_others",
+    }
+    for label, name in labels.items():
+        *here, retrained = found[f"{name}_after_100"]
+        assert "| {} | {:.2f} | {:.2f} | {:.2f} |".format(label, *here, retrained) in PAGE
+        assert min(here) - retrained > 0.05 or "other" not in label
     later = anchored.drop(early).dev_forget_accuracy
-    told = "later restarts leave {:.2f} to {:.2f} of the dev questions before any attack, and a restart after ten steps"
-    told += " {:.2f}."
+    told = "later restarts, models answer {:.2f} to {:.2f} of the dev questions before any attack. With a restart after"
+    told += " ten steps they answer {:.2f}."
     assert told.format(later.min(), later.max(), anchored.loc[early].dev_forget_accuracy) in TEXT
     before = pd.read_csv(RECORD / "attempts_tuning.csv").query("change == @early").dev_relearned_after_10.mean()
     again = anchored.loc[early].dev_relearned_after_10
@@ -270,7 +292,7 @@ def test_what_harmless_finetuning_does_is_the_records():
     assert len(raised) == 14 and sum(change.mean() > 0.02 for change in raised.values()) > 7
     assert f"in single runs by up to {max(change.max() for change in raised.values()):.2f}." in TEXT
     low_rank = wide[wide.objective == "rmu"].relearned_lora_after_20.min()
-    assert f"low-rank relearning returns {low_rank:.2f} or more" in TEXT
+    assert f"forget accuracy after low-rank relearning is {low_rank:.2f} or more" in TEXT
 
 
 def test_what_is_left_of_the_attacked_anchor_is_the_records():
@@ -309,8 +331,8 @@ def test_the_four_questions_have_the_answers_of_their_record():
         return values.mean(), 2.571 * values.std() / 6**0.5
 
     lower = {
-        "mudman": "{:.2f} less than a frozen router (± {:.2f}, p = {:.3f}; the",
-        "anchored_adversary_x3": "ours {:.2f} less (± {:.2f}, p = {:.3f}), which",
+        "mudman": "{:.2f} lower than that of a frozen router (± {:.2f}, p = {:.3f}). This verdict survives",
+        "anchored_adversary_x3": "{:.2f} lower (± {:.2f}, p = {:.3f}). This verdict does not",
     }
     values, undecided = [], []
     for method, shown in lower.items():
@@ -320,7 +342,7 @@ def test_the_four_questions_have_the_answers_of_their_record():
         mean, half = interval(wide[method])
         assert mean - half < 0.05 < mean + half
         undecided += [mean - half, mean + half]
-    assert "({:.2f} to {:.2f} for MUDMAN, and {:.2f} to {:.2f} for ours)".format(*undecided) in told
+    assert "({:.2f} to {:.2f}, and {:.2f} to {:.2f})".format(*undecided) in told
     values = pd.Series(values)
     assert (values <= holm(values, 0.05)[values.index]).tolist() == [True, False, False, False]
     assert (
@@ -329,7 +351,7 @@ def test_the_four_questions_have_the_answers_of_their_record():
         )
         in told
     )
-    assert f"between two models that never knew it is {wide.retrained.mean():.2f}." in told
+    assert f"between two retrained models it is {wide.retrained.mean():.2f}." in told
 
 
 def test_the_depths_are_what_was_measured():
