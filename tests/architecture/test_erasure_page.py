@@ -119,7 +119,8 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     first = strongest_attacks(HELD_OUT).set_index("method").excess[methods[0]]
     assert f"on a single one of these models has an excess of {first.max():.2f}." in TEXT
     start = {name: (wide[name] - never).forget_accuracy for name in methods}
-    told = "by {:.2f} more than in the retrained models (bound {:.3f}), and by {:.2f} more with the anchor (bound {:.3f})."
+    told = "by {:.2f} more than in the retrained models (bound {:.3f}), and by {:.2f} more with the anchor (bound"
+    told += " {:.3f})."
     gains = [(wide[name] - never).relearned_after_20 - start[name] for name in methods]
     assert told.format(*(number for gain in gains for number in (gain.mean(), bound(gain)))) in TEXT
     told = "excess of {:.2f} (bound {:.3f}) with a frozen router under attack and of {:.2f} (bound {:.3f}) with the"
@@ -136,7 +137,8 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     longer = pd.read_csv(RECORD.parent / "erasure_held_out" / "longer_relearning.csv")
     after = longer[longer.metric == "relearned_after_100"].pivot(index="model", columns="method", values="value")
     lowest = [-bound(after.retrained - after[name]) for name in (methods[1], "frozen_router", methods[0])]
-    told = "(one-sided 95 % lower bounds {:.3f} and {:.3f}). For a frozen router under attack this is undecided ({:.3f})"
+    told = "(one-sided 95 % lower bounds {:.3f} and {:.3f}). For a frozen router under attack this is undecided"
+    told += " ({:.3f})."
     assert told.format(*lowest) in TEXT and min(lowest[:2]) > 0.05 > lowest[2]
     both = by_method(pd.concat([HELD_OUT, FURTHER])).loc[[*methods]]
     assert (both.base_models == 13).all()

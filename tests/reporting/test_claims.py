@@ -158,20 +158,20 @@ def test_how_many_runs_would_decide_a_claim():
 
 def test_the_table_counts_what_it_shows():
     data = runs(unconstrained=[0.3, 0.31, 0.29], expert_specific=[0.7, 0.71, 0.72])
-    verdicts = judged(data).verdict
     table = claims_table(data)
+    verdicts = table.data
     assert len(table.rows) == len(verdicts) == len(load_claims())
-    assert set(verdicts) <= set(VERDICTS) and (verdicts == "holds").sum() >= 1
+    assert set(verdicts.verdict) <= set(VERDICTS) and (verdicts.verdict == "holds").sum() >= 1
     shown = {cells[1].text for _, cells, _ in table.rows}
     assert "0.30" in shown and claims._signed(-0.001) == "+0.00"
     of_one, of_two = {"right": 0.5, "relation": "<"}, {"right": "other", "relation": ">", "margin": 0.13}
     assert (claims.measured(-0.2, of_one), claims._asked(of_one)) == ("0.30", "< 0.5"), "of one method its value"
     assert (claims.measured(-0.2, of_two), claims._asked(of_two)) == ("-0.20", "> +0.13"), "of two their difference"
-    assert f"{(verdicts == 'not measured').sum()} not measured" in table.notes[2]
-    others = judged(data)[~judged(data).primary]
+    assert f"{(verdicts.verdict == 'not measured').sum()} not measured" in table.notes[2]
+    others = verdicts[~verdicts.primary]
     decided = others[others.verdict.isin(VERDICTS[:2])]
     assert f"{decided.survives_holm.sum()} of their {len(decided)} verdicts survive" in table.notes[1]
-    compared = judged(data).set_index("claim").comparison
+    compared = verdicts.set_index("claim").comparison
     assert compared["a_above_frozen"] == "RS: expert_specific_paper > frozen_router + 0.13"
     assert compared["drift_caps_a"] == "RS: expert_specific ~ expert_specific (RS repr.) ± 0.05"
 

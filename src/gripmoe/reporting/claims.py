@@ -52,6 +52,8 @@ def differences(runs: pd.DataFrame, claim: dict, forgot: bool = False) -> pd.Ser
     With `forgot`, runs that have not forgotten, also those whose correction undid it, are left out, unless the claim is
     about them too (`unreached`). So are collapsed runs, from which nothing can be recovered, unless the claim is about
     what is retained."""
+    if not (runs.method == claim["left"]).any():
+        return pd.Series(dtype=float, index=pd.MultiIndex.from_tuples([], names=RUN))
     runs = of_kind(runs[runs.method.isin([claim["left"], claim["right"]])], claim.get("kind", "letters"))
     left_out = [unforgotten(runs)] if forgot and not claim.get("unreached") else []
     left_out += [collapsed(runs)] if forgot and claim["metric"].removesuffix("_share") not in RETAINED else []
@@ -84,6 +86,8 @@ class Part(NamedTuple):
 def _parts(pairs: pd.Series, claim: dict, by_world: bool = False) -> list[Part]:
     """Kinds of base models and benchmarks are judged apart, and with `each_objective` also objectives. With `by_world`
     the units are the worlds of facts, each the mean of its base models."""
+    if pairs.empty:
+        return []
     by = ["model", "benchmark", *["objective"] * claim.get("each_objective", False)]
     groups = sorted(apart(pairs.rename("value").reset_index(), by), key=itemgetter(0))
     parts = []
@@ -137,9 +141,8 @@ def p_of(parts: list[Part]) -> float:
 def judge(pairs: pd.Series, claim: dict, alpha: float = ALPHA, by_world: bool = False) -> Judgement:
     """Verdict, and the interval of the part that gives it: at the level of the verdict, or the range of fewer than
     three values."""
-    if pairs.empty:
+    if not (parts := _parts(pairs, claim, by_world)):
         return Judgement("not measured", "", pairs, pairs, nan, nan, nan)
-    parts = _parts(pairs, claim, by_world)
     part, worst = max(parts, key=lambda part: part.p_holds), min(parts, key=lambda part: part.p_fails)
     verdict, level = "undecided", alpha
     if part.p_holds <= alpha:
@@ -188,16 +191,14 @@ def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
     objective."""
     claims, primary = load_claims(), primary_claims(family)
     pairs = {name: differences(runs, claim) for name, claim in claims.items()}
-    p_values = pd.Series(
-        {name: p_of([] if found.empty else _parts(found, claims[name])) for name, found in pairs.items()}, dtype=float
-    )
+    p_values = pd.Series({name: p_of(_parts(found, claims[name])) for name, found in pairs.items()}, dtype=float)
     of_family = p_values.index.isin(primary)
     holm_levels = pd.concat([holm(p_values[of_family], ALPHA), holm(p_values[~of_family], ALPHA)])
     rows = []
     for name, claim in claims.items():
         level = holm_levels[name] if name in primary else ALPHA
         found = judge(pairs[name], claim, level)
-        of_forgot = judge(differences(runs, claim, forgot=True), claim, level)
+        of_forgot = judge(differences(runs, claim, forgot=True), claim, level) if found.values.size else found
         row = {"claim": name, "text": claim["text"], "line": claim["line"], "comparison": _formula(claim)}
         row |= {"primary": name in primary, "of": found.part, "unit": found.unit, "units": len(found.values)}
         row |= {"runs": len(found.runs), "by_objective": _by_objective(found.runs, claim)}

@@ -46,15 +46,16 @@ COLUMNS = (
     "objective",
     "method",
     "base_models",
-    *(f"{name}{part}" for name in MEASURES for part in ("", "_half_width", "_bound")),
+    *(f"{name}{part}" for name in MEASURES for part in ("", "_half_width")),
+    *(f"{name}_bound" for name in GOALS),
 )
 OF_EXCESS = ("attack", "excess_p", "excess_bound_of_worlds")
 
 
 def goals(runs: pd.DataFrame) -> pd.DataFrame:
     """A row per objective and method, over the base models that have a retrained model. `<measure>` is the mean over
-    base models, `<measure>_half_width` of its 95 % interval, and `<measure>_bound` its one-sided 95 % bound towards the
-    goal, or NaN below LEAST base models. A measure that a base model lacks is NaN.
+    base models, `<measure>_half_width` of its 95 % interval, and `<goal>_bound` the one-sided 95 % bound of the measure
+    that a goal is about, or NaN below LEAST base models. A measure that a base model lacks is NaN.
 
     An excess is the mean under one attack. `excess` is the highest of them, of the attack `attack`. So an attacker who
     chooses an attack for each model may get more. `excess_bound` is the highest bound of any attack, and `excess_p` the
@@ -75,8 +76,10 @@ def goals(runs: pd.DataFrame) -> pd.DataFrame:
             continue
         attack = excess.mean().idxmax()
         gap = (before[attack] - never[attack]).mean() if before[attack].notna().all() else nan
-        share = found.retain_accuracy / before.retain_accuracy
-        share = found.get("retain_accuracy_share", share).fillna(share)
+        share = found.get("retain_accuracy_share")
+        if "retain_accuracy" in found:
+            of_both = found.retain_accuracy / before.retain_accuracy
+            share = of_both if share is None else share.fillna(of_both)
         values = {
             "excess": excess[attack],
             "robustness": 1 - excess[attack] / gap,
@@ -88,26 +91,31 @@ def goals(runs: pd.DataFrame) -> pd.DataFrame:
         row = {"objective": objective, "method": method, "base_models": len(found), "attack": attack}
         for name in MEASURES:
             row |= _summary(name, values[name])
-        row |= _bounds(excess)
+        row |= {f"{name}_bound": _bound(name, values[name]) for name in GOALS} | _of_every_attack(excess)
         rows.append(row)
     return pd.DataFrame(rows, columns=[*COLUMNS, *OF_EXCESS])
 
 
 def _summary(name: str, values: pd.Series | None) -> dict[str, float]:
-    mean = half_width = bound = nan
+    mean = half_width = nan
     if values is not None and values.notna().all():
         mean = values.mean()
-        if len(values) >= LEAST:
-            half_width, one_sided = student(values), student(values, level=0.9)
-            bound = mean + (one_sided if name in GOALS and GOALS[name].is_upper else -one_sided)
-    return {name: mean, f"{name}_half_width": half_width, f"{name}_bound": bound}
+        half_width = student(values) if len(values) >= LEAST else nan
+    return {name: mean, f"{name}_half_width": half_width}
 
 
-def _bounds(excess: pd.DataFrame) -> dict[str, float]:
+def _bound(goal: str, values: pd.Series | None) -> float:
+    if values is None or values.isna().any() or len(values) < LEAST:
+        return nan
+    one_sided = student(values, level=0.9)
+    return values.mean() + (one_sided if GOALS[goal].is_upper else -one_sided)
+
+
+def _of_every_attack(excess: pd.DataFrame) -> dict[str, float]:
     """What is known of the excess under every attack; the columns are attacks, the rows base models."""
-    bounds = [_summary("excess", excess[attack])["excess_bound"] for attack in excess]
+    bounds = [_bound("excess", excess[attack]) for attack in excess]
     worlds = excess.groupby(level="benchmark").mean()
-    of_worlds = [_summary("excess", worlds[attack])["excess_bound"] for attack in worlds]
+    of_worlds = [_bound("excess", worlds[attack]) for attack in worlds]
     p_values = [one_sided_p(-excess[attack], -GOALS["excess"].level) for attack in excess]
     is_known = not pd.isna(bounds).any()
     return {

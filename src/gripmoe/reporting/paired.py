@@ -1,5 +1,4 @@
-"""Paired comparison of two methods on the same items: bootstrap intervals and sign tests, with base models or runs as
-the outer level."""
+"""Paired comparison of two methods on the same items: intervals with base models or runs as the outer level."""
 
 from __future__ import annotations
 
@@ -29,26 +28,14 @@ def load_answers(runs: Path, kind: str = "letters") -> pd.DataFrame:
     return of_kind(pd.read_csv(beside(runs, "answers")), kind)
 
 
-def sign_test(differences: list[pd.Series]) -> float:
-    """An exact two-sided p: twice the largest one-sided p of a sign test in each run, in the direction of the mean
-    difference, with each fact counted once. So it is small only if most facts differ in this direction in every run. A
-    run's series has left minus right per item, indexed by fact."""
-    direction = np.sign(np.mean([difference.mean() for difference in differences]))
-    p_values = []
-    for difference in differences:
-        of_facts = direction * difference.groupby(level=0).mean()
-        wins, losses = int((of_facts > 0).sum()), int((of_facts < 0).sum())
-        p_values.append(stats.binomtest(wins, wins + losses, alternative="greater").pvalue if wins + losses else 1.0)
-    return min(1.0, 2 * float(max(p_values)))
-
-
 def paired_interval(
     differences: list[pd.Series], models: Sequence[str] = (), level: float = 0.95
 ) -> tuple[float, float, float]:
     """Mean difference and its interval. A run's series has left minus right per item, indexed by the fact that the item
     asks about. `models` names the base model of each run. With three or more base models, the interval is Student's
     over their means. With fewer, it is a bootstrap that draws runs, and facts within each run, with replacement; of one
-    run at a level that RESAMPLES do not resolve, Student's over its facts."""
+    run at a level that RESAMPLES do not resolve, Student's over its facts. Raises ValueError if these are fewer than
+    two."""
     observed = np.array([difference.mean() for difference in differences])
     if len(set(models)) >= LEAST:
         of_models = pd.Series(observed).groupby(list(models)).mean()
@@ -74,6 +61,8 @@ def _over_facts(difference: pd.Series, level: float) -> float:
     """Half-width of Student's interval of the mean over items, with facts as independent clusters."""
     facts = difference.groupby(level=0)
     residuals, number = facts.sum() - difference.mean() * facts.count(), facts.ngroups
+    if number < 2:
+        raise ValueError("an interval over facts needs items about two facts or more")
     error = (number / (number - 1) * residuals.pow(2).sum()) ** 0.5 / len(difference)
     return float(stats.t.ppf((1 + level) / 2, number - 1) * error)
 
@@ -81,8 +70,8 @@ def _over_facts(difference: pd.Series, level: float) -> float:
 def paired_difference(
     answers: pd.DataFrame, objective: str, method: str, against: str, metric: str
 ) -> dict[str, float] | None:
-    """`method` minus `against` on the items of a metric, over runs that have both: the mean difference, the half-width
-    of its interval, and p. None if no run has both."""
+    """`method` minus `against` on the items of a metric, over runs that have both: the mean difference and the
+    half-width of its interval. None if no run has both."""
     sides = answers[
         (answers.objective == objective) & (answers.metric == metric) & answers.method.isin([method, against])
     ]
@@ -94,7 +83,7 @@ def paired_difference(
     differences = [of_run.droplevel(RUN) for of_run in runs.values()]
     models = [model for model, *_ in runs]
     mean, low, high = paired_interval(differences, models)
-    return dict(difference=mean, half_width=(high - low) / 2, p=sign_test(differences))
+    return dict(difference=mean, half_width=(high - low) / 2)
 
 
 def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
@@ -105,7 +94,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
     model that knows and one that never knew."""
     metrics = [metric for metric in MEASURES if metric in set(answers.metric)]
     letters = bool(answers.chosen.notna().any())
-    columns = [column for metric in metrics for column in (f"Δ {names.metric(metric).heading}", "p")]
+    columns = [f"Δ {names.metric(metric).heading}" for metric in metrics]
     table = Table(columns + ["letter", "shuffled"] * letters)
     objectives = [NO_OBJECTIVE] * letters + names.objectives_of(answers)
     for (kind, group), objective in product(apart(answers), objectives):
@@ -116,7 +105,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
             cells = []
             for metric in metrics:
                 found = None if method == AGAINST else paired_difference(group, objective, method, AGAINST, metric)
-                cells += [Cell(MISSING)] * 2 if found is None else _cells(**found, decimals=2 if letters else 1)
+                cells.append(Cell(MISSING) if found is None else _cell(**found, decimals=2 if letters else 1))
             if letters:
                 of_method = of_group[(of_group.objective == objective) & (of_group.method == method)]
                 cells += _letter_bias(of_objective[of_objective.method == method], of_method)
@@ -129,22 +118,16 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
         f"Differences to {names.method_label(AGAINST).lower()} on the same test {items}; ± half of a 95 % interval:"
         f" Student's over base models from three on, below a bootstrap of {RESAMPLES} resamples of runs and of {facts}"
         " within runs. The interval of a single run tells two models apart, not two methods.",
-        f"p: exact sign test over {facts}, the largest of a run: small where all runs differ in one direction. "
-        + (
-            "letter: share of the letter given most on forget questions; shuffled: FA with choices reordered."
-            if letters
-            else f"{'; '.join(explained)}."
-        ),
+        "letter: share of the letter given most on forget questions; shuffled: FA with choices reordered."
+        if letters
+        else f"{'; '.join(explained)}.",
     ]
     return table
 
 
-def _cells(difference: float, half_width: float, p: float, decimals: int) -> list[Cell]:
+def _cell(difference: float, half_width: float, decimals: int) -> Cell:
     text = with_half_width(difference, half_width, decimals)
-    return [
-        Cell(text if text.startswith("-") else f"+{text}", difference, half_width),
-        Cell("< 0.001" if p < 0.001 else f"{p:.3f}" if p < 1 else "1", p),
-    ]
+    return Cell(text if text.startswith("-") else f"+{text}", difference, half_width)
 
 
 def _letter_bias(answers: pd.DataFrame, runs: pd.DataFrame) -> list[Cell]:

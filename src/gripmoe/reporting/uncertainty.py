@@ -24,7 +24,8 @@ def interval(values: pd.Series) -> tuple[float, float | None]:
 
 
 def student(values: pd.Series, level: float = 0.95) -> float:
-    """Half-width of Student's interval of the mean."""
+    """Half-width of Student's interval of the mean, of the values that are known."""
+    values = values.dropna()
     return float(stats.t.ppf((1 + level) / 2, len(values) - 1) * values.sem())
 
 
@@ -86,7 +87,8 @@ def p_above(values: pd.Series, limit: float) -> float:
 
 
 def one_sided_p(values: pd.Series, limit: float) -> float:
-    """The p of the hypothesis that the mean is at most `limit`."""
+    """The p of the hypothesis that the mean is at most `limit`, from the values that are known."""
+    values = values.dropna()
     error = max(float(values.sem()), 1e-12)
     return float(stats.t.sf((values.mean() - limit) / error, len(values) - 1))
 
