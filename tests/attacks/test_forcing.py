@@ -34,7 +34,7 @@ def setting(world, tokenizer):
 
 def given(before, after, tokenizer, forget, retain, ask, own=None):
     """What the attack is given, with answers of one's own if `own` makes some."""
-    setting = Letters(before, after, tokenizer, None, None, own_answers=own or (lambda rows: ask(after, rows)))
+    setting = Letters(before, after, tokenizer, None, None, stored=own or (lambda rows: ask(after, rows)))
     setting.forget, setting.retain, setting.ask = forget, retain, ask
     return setting
 

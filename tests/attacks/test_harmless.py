@@ -30,7 +30,7 @@ def test_every_other_attack_is_made_on_each_changed_model(setting, world, monkey
     questions, own, seen = question_rows(world, world.facts.forget[:4], orders=1, seed=0), setting.after.model, []
 
     def look(changed):
-        answers = changed.own_answers(questions)
+        answers = changed.own_answers
         seen.append((weights_digest(changed.after.model), [answer.letter_logprobs for answer in answers]))
         assert answers == direct_answers(changed.after.model, changed.tokenizer, questions)
         return Found({"found": float(len(seen))})
@@ -38,6 +38,7 @@ def test_every_other_attack_is_made_on_each_changed_model(setting, world, monkey
     def fails(_):
         raise AssertionError("skipped")
 
+    monkeypatch.setattr(Letters, "forget", questions)
     attacks = {"probes": fails, "look": look, "harmless changes": harmless.attack}
     monkeypatch.setattr(harmless, "attacks_on", lambda _: attacks)
     unchanged = weights_digest(own), [a.letter_logprobs for a in direct_answers(own, setting.tokenizer, questions)]

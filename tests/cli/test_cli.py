@@ -46,8 +46,8 @@ READ = {  # what commands ask for; {gone} is missing
     " --digest={new} --forget-output={new} --output={new}",
     "--bases": "unlearn --run={there} --model={there} --data={folder} --trace={there} --forget-trace={there}"
     " --bases={gone} --original-answers={new} --output={new}",
-    "--answers": "attack --settings=null --run={there} --benchmark=null --model={there} --checkpoint={there}"
-    " --data={folder} --answers={gone} --questions={new} --output={new}",
+    "--checkpoint": "attack --settings=null --run={there} --benchmark=null --model={there} --checkpoint={gone}"
+    " --data={folder} --questions={new} --output={new}",
     "--questions": "rewrite --model=a --questions={gone} --output={new}",
     "folders": "collect {folder} {gone} --histories={new} --answers={new} --attacks={new} --output={new}",
     "--manifest": "verify --manifest={gone}",

@@ -6,7 +6,6 @@ rule attack:
         run=f"{RUN}/run.yaml",
         model=MODEL,
         checkpoint=run_checkpoint,
-        answers=f"{RUN}/questions.csv",
         rewrites=rewrites_of if REWRITES else [],
         data=data_files(
             "forget_questions",
@@ -28,11 +27,11 @@ rule attack:
         runtime=growing(240),
     params:
         data=folder_of,
-        benchmark=benchmark_settings("metrics"),
+        benchmark=benchmark_settings("metrics", "few_shot_questions"),
         own=own_code_of("attacks"),
         relearning=canonical(PROJECT.world.relearning),
         code=code_fingerprint("gripmoe.cli.attack:attack"),
     shell:
         "gripmoe attack --settings {params.relearning:q} --run {input.run} --benchmark {params.benchmark:q}"
-        " --model {input.model} --checkpoint {input.checkpoint} --data {params.data} --answers {input.answers}"
+        " --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
         " --questions {output.questions} --output {output.metrics} > {log} 2>&1"

@@ -87,13 +87,18 @@ class Setting:
 
 @dataclass
 class Letters(Setting):
-    """A setting of letter questions. `own_answers(questions)` returns the answers that the evaluation stored."""
+    """A setting of letter questions. `stored(questions)` returns answers of the unlearned model, if they are known."""
 
-    own_answers: Callable[[Sequence[dict]], list[Answer]] | None = None
+    stored: Callable[[Sequence[dict]], list[Answer]] | None = None
 
     @cached_property
     def forget(self) -> list[dict]:
         return load_questions(self.data / "forget_questions.jsonl", "test")
+
+    @cached_property
+    def own_answers(self) -> list[Answer]:
+        """The unlearned model's answers to the forget questions, without an attack."""
+        return self.stored(self.forget) if self.stored else self.ask(self.after, self.forget)
 
     @cached_property
     def dev(self) -> list[dict]:

@@ -47,7 +47,7 @@ def expert_forcing(setting: Letters) -> Found:
     with after.force_routing(random_sets(after, setting.seed)):
         random_forced = setting.right(after, forget)
 
-    own, ids = Marks(setting.own_answers(forget)), [question["id"] for question in forget]
+    own, ids = Marks(setting.own_answers), [question["id"] for question in forget]
     agreement = prompt_agreement(before, after, setting.tokenizer, forget)
     shifted = [number for number, name in enumerate(ids) if agreement[name] < SHIFTED_BELOW]
     recovered = mean([forced[number] for number in shifted])

@@ -57,7 +57,7 @@ def attack(setting: Letters) -> Found:
     known = {name: [scores[asked[question]] for question in setting.ids] for name, scores in whole.items()}
     found = prompt_attacks(ask, setting.sample, setting.dev, seed=setting.seed, others=others, known=known)
     rate = prompt_recovery(found)
-    plain = mean(Marks(setting.own_answers(setting.forget)))
+    plain = mean(Marks(setting.own_answers))
     all_of_them = Found.over(
         [question["id"] for question in setting.forget],
         whole,

@@ -22,8 +22,8 @@ Attack = Callable[[Setting], Found]  # returns an empty `Found` where it does no
 
 
 def own_answers(setting: Letters) -> Found:
-    answers = setting.own_answers(setting.forget)
-    return Found.over([question["id"] for question in setting.forget], {"forget_accuracy": Marks(answers)})
+    ids = [question["id"] for question in setting.forget]
+    return Found.over(ids, {"forget_accuracy": Marks(setting.own_answers)})
 
 
 OF_LETTERS: dict[str, Attack] = {

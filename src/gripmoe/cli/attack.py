@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 from gripmoe.attacks.base import Letters, NewsItems, by_item
@@ -13,7 +12,6 @@ from gripmoe.cli.common import identity_of, run_and_benchmark
 from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.training import Relearning
-from gripmoe.evaluation.metrics import load_answers
 from gripmoe.io.files import read_json, write_csv, write_json
 from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
@@ -28,7 +26,6 @@ def attack(
     model_file: options.ModelFile,
     checkpoint_file: options.CheckpointFile,
     data: options.DataFolder,
-    answers_file: options.AnswersFile,
     questions: options.ItemsFile,
     output: options.OutputFile,
 ) -> None:
@@ -42,7 +39,7 @@ def attack(
           --benchmark '{"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.27},
           "retain_documents": 200, "max_length": 256, "evaluation_batch_size": 128}' \\
           --run run/run.yaml --model model/model.json --checkpoint run/checkpoint.json --data data \\
-          --answers run/questions.csv --questions run/attack_questions.csv --output run/attack.json
+          --questions run/attack_questions.csv --output run/attack.json
     """
     run, benchmark = run_and_benchmark(run_file, benchmark_settings)
     finetuning = parse_settings(Relearning | None, settings)
@@ -52,11 +49,11 @@ def attack(
         model, tokenizer = load_model(checkpoint_file.parent / "weights")
         after = MoEModel(model)
         given = (before, after, tokenizer, data, benchmark, run.seed, finetuning)
-        setting = NewsItems(*given) if benchmark.is_news else Letters(*given, partial(load_answers, answers_file))
+        setting = (NewsItems if benchmark.is_news else Letters)(*given)
         attacks = attacks_on(benchmark)
         rewrites = map(Path, benchmark.rewrites.values())
         own = [Path(sys.modules[attacks[name].__module__].__file__) for name in benchmark.attacks]
-        files = (run_file, answers_file, *sorted(data.glob("*.jsonl")), *rewrites, *own)
+        files = (run_file, *sorted(data.glob("*.jsonl")), *rewrites, *own)
         weights = [read_json(path)["weights"] for path in (model_file, checkpoint_file)]
         identity = identity_of(attack, *files, models=weights, relearning=settings, benchmark=benchmark_settings)
         description = f"attacks on {run.objective}/{run.method_name}/{run.seed}"

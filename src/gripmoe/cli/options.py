@@ -46,7 +46,6 @@ ForgetCorpus = Annotated[Path, read_file("--forget-corpus", "The documents to fo
 TraceFile = Annotated[Path, read_file("--trace", "The routing trace of the retain documents.")]
 ForgetTraceFile = Annotated[Path, read_file("--forget-trace", "The routing trace of the forget documents.")]
 BasesFile = Annotated[Path | None, read_file("--bases", "The retain bases of the method, if it has any.")]
-AnswersFile = Annotated[Path, read_file("--answers", "questions.csv, which `gripmoe evaluate` has written.")]
 RunsFile = Annotated[Path, read_file("--runs", "The tidy table of all runs.")]
 
 # What the command writes
