@@ -16,13 +16,8 @@ DECIMAL = re.compile(r"(?<![\d.])[01]\.\d\d(?![\d.])")
 
 
 @pytest.mark.parametrize("page", QUOTES)
-def test_numbers_are_the_records(page):
-    assert script["quoted"](page, QUOTES[page]) == (ROOT / page).read_text(encoding="utf-8"), "run workflow/quote.py"
-
-
-@pytest.mark.parametrize("page", QUOTES)
-def test_a_wrong_number_is_found(page, monkeypatch):
-    """Every number that a quote enters is replaced by another one; the script mends all of them."""
+def test_numbers_are_the_records_and_wrong_ones_are_found(page, monkeypatch):
+    """Every number that a quote enters is replaced by another one; the script makes the page again."""
     text, entries = (ROOT / page).read_text(encoding="utf-8"), QUOTES[page]
     wrong = text
     for table in entries.get("tables", []) + entries.get("models", []):
@@ -36,7 +31,7 @@ def test_a_wrong_number_is_found(page, monkeypatch):
             wrong = f"{wrong[:start]}77{wrong[end:]}"
     assert wrong != text
     monkeypatch.setitem(script["quoted"].__globals__, "ROOT", Folder(page, wrong))
-    assert script["quoted"](page, entries) == text
+    assert script["quoted"](page, entries) == text, "run workflow/quote.py"
 
 
 class Folder:
