@@ -158,6 +158,8 @@ def test_most_used_experts_are_those_of_the_prompts(setting, tokenizer):
         model.theta(0)[3:5] = 50 * model.trace([{"input_ids": ids}])[0].x_Nd.mean(dim=0)
     chosen = most_used_experts(model, tokenizer, [prompt_of(question) for question in questions])
     assert set(chosen[0]) == {3, 4} and len(chosen[1]) == 2
+    everyone = most_used_experts(model, tokenizer, [prompt_of(questions[0])], count=model.num_experts + 1)
+    assert all(sorted(experts) == list(range(model.num_experts)) for experts in everyone.values())
 
 
 def test_wider_and_noisy_routing_leave_no_trace(setting):

@@ -27,8 +27,7 @@ def experts_attack(setting: Letters) -> Found:
     if not setting.after.layers:
         return Found()
     with setting.before.brought_beside(setting.after):
-        count = min(PROBED_EXPERTS, setting.after.num_experts)
-        experts = most_used_experts(setting.before, setting.tokenizer, setting.prompts, count)
+        experts = most_used_experts(setting.before, setting.tokenizer, setting.prompts, PROBED_EXPERTS)
         found = expert_probes(setting.after, setting.tokenizer, setting.dev, setting.sample, experts)
         return setting.found(found, probe_best_expert_tried=sum(map(len, experts.values())))
 

@@ -230,6 +230,6 @@ def replaced(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
 
 
 def most_used_experts(model: MoEModel, tokenizer, prompts: Sequence[str], count: int = 2) -> dict[int, list[int]]:
-    """The `count` experts of each layer that `model` selects most often on `prompts`."""
+    """The `count` experts of each layer, or all if it has fewer, that `model` selects most often on `prompts`."""
     usage = expert_usage(model, tokenizer, prompts)
-    return {layer: share_E.topk(count).indices.tolist() for layer, share_E in usage.items()}
+    return {layer: share_E.topk(min(count, len(share_E))).indices.tolist() for layer, share_E in usage.items()}
