@@ -1,17 +1,19 @@
 """Silenced experts and searched routing, against a model whose answers hang on one expert."""
 
 import copy
+import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 
 from conftest import small_model
-from gripmoe.attacks import relearning, routers
-from gripmoe.attacks.base import Letters, mean, routing_of
+from gripmoe.attacks import base, relearning, routers
+from gripmoe.attacks.base import Letters, expert_usage, mean, routing_of, score_spread
 from gripmoe.config.training import Relearning
 from gripmoe.data.documents import Row
 from gripmoe.evaluation.questions import Answer, direct_answers, prompt_of
+from gripmoe.geometry.routing import LayerRouting
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.worlds.benchmark import question_rows
@@ -74,8 +76,8 @@ def test_silencing_finds_the_expert_of_forget_prompts(setting, monkeypatch):
     an expert that all prompts use is not silenced."""
     model = setting.after
     inputs, others = (
-        routing_of(model, setting.tokenizer, [prompt_of(row) for row in rows])[0].x_Nd.mean(dim=0)
-        for rows in (setting.dev, setting.retain)
+        torch.cat([seen[0].x_Nd for seen in routing_of(model, setting.tokenizer, prompts)]).mean(dim=0)
+        for prompts in (setting.prompts, [prompt_of(row) for row in setting.retain])
     )
     with torch.no_grad():
         model.theta(0)[5] = 300 * (inputs - others) / (inputs - others).norm() ** 2
@@ -88,6 +90,30 @@ def test_silencing_finds_the_expert_of_forget_prompts(setting, monkeypatch):
     answer_where(setting, monkeypatch, lambda sets: float(not (sets[0] == 6).any()))
     assert routers.silencing(setting).metrics["silenced_experts"] == 0.0
     assert weights_digest(model.model) == own
+
+
+def test_routing_is_counted_batch_by_batch(setting, monkeypatch):
+    """The numbers are those of all tokens at once, and of two batches at most the router inputs are in memory."""
+    model, given = setting.after, (setting.after, setting.tokenizer, setting.prompts[:12])
+    monkeypatch.setattr(base, "length_buckets", lambda rows: [[row] for row in rows])
+    parts = list(routing_of(*given))
+    whole = {layer: LayerRouting.joined([part[layer] for part in parts]) for layer in model.layers}
+    del parts
+    traced, inputs, most = MoEModel.traced, [], []
+
+    def watched(self, batches):
+        for trace in traced(self, batches):
+            inputs.append(weakref.ref(trace[0].x_Nd))
+            most.append(sum(each() is not None for each in inputs))
+            yield trace
+
+    monkeypatch.setattr(MoEModel, "traced", watched)
+    usage, spread = expert_usage(*given), score_spread(*given)
+    for layer, seen in whole.items():
+        counts_E = torch.bincount(seen.top_k_Nk.flatten(), minlength=model.num_experts).double()
+        assert torch.equal(usage[layer], counts_E / counts_E.sum())
+        assert spread[layer] == pytest.approx(seen.scores_NE.std().item(), rel=1e-6)
+    assert len(inputs) == 24 and max(most) <= 2
 
 
 def test_of_experts_used_alike_as_many_are_silenced_as_were_asked_for(setting, monkeypatch):

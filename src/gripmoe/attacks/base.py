@@ -4,7 +4,8 @@ attacks; a benchmark's row may name more."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -180,19 +181,33 @@ def highest(found: Iterable[Scores]) -> Scores:
     return max(found, key=mean)
 
 
-def routing_of(model: MoEModel, tokenizer, prompts: Sequence[str]) -> RoutingTrace:
-    """How `model` routes the tokens of all prompts."""
+def routing_of(model: MoEModel, tokenizer, prompts: Sequence[str]) -> Iterator[RoutingTrace]:
+    """How `model` routes the tokens of the prompts, one batch after the other: the router inputs of all batches in all
+    layers may not fit in memory."""
     rows = [encode(tokenizer, [(prompt, False)]) for prompt in prompts]
-    return model.trace([collate(bucket, tokenizer.pad_token_id) for bucket in length_buckets(rows)])
+    return model.traced([collate(bucket, tokenizer.pad_token_id) for bucket in length_buckets(rows)])
 
 
 def expert_usage(model: MoEModel, tokenizer, prompts: Sequence[str]) -> dict[int, Tensor]:
     """The share of each expert among all selections of the prompts' tokens, (E,) by layer."""
-    counts = {
-        layer: torch.bincount(seen.top_k_Nk.flatten(), minlength=model.num_experts).double()
-        for layer, seen in routing_of(model, tokenizer, prompts).items()
-    }
+    counts: Counter[int] = Counter()
+    for trace in routing_of(model, tokenizer, prompts):
+        for layer, seen in trace.items():
+            counts[layer] += torch.bincount(seen.top_k_Nk.flatten(), minlength=model.num_experts).double()
     return {layer: count_E / count_E.sum() for layer, count_E in counts.items()}
+
+
+def score_spread(model: MoEModel, tokenizer, prompts: Sequence[str]) -> dict[int, float]:
+    """The standard deviation by layer of all router scores of the prompts' tokens."""
+    sums: Counter[int] = Counter()  # of ones, scores and their squares
+    for trace in routing_of(model, tokenizer, prompts):
+        for layer, seen in trace.items():
+            scores = seen.scores_NE.double()
+            sums[layer] += torch.stack([torch.ones_like(scores).sum(), scores.sum(), scores.square().sum()])
+    return {
+        layer: ((squares - total**2 / count) / (count - 1)).sqrt().float().item()
+        for layer, (count, total, squares) in sums.items()
+    }
 
 
 def kept(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:

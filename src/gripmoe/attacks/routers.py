@@ -12,7 +12,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-from gripmoe.attacks.base import Found, Letters, Setting, expert_usage, mean, routing_of
+from gripmoe.attacks.base import Found, Letters, Setting, expert_usage, mean, score_spread
 from gripmoe.evaluation.questions import prompt_of
 from gripmoe.geometry.routing import SelectionRule, selection_mask
 from gripmoe.moe import MoEModel
@@ -66,8 +66,7 @@ def search(setting: Letters) -> Found:
     if not model.layers:
         return Found()
     generator = torch.Generator().manual_seed(setting.seed)
-    seen = routing_of(model, setting.tokenizer, setting.prompts)
-    spread = {layer: of_layer.scores_NE.std().item() for layer, of_layer in seen.items()}
+    spread = score_spread(model, setting.tokenizer, setting.prompts)
 
     def shift() -> dict[int, Tensor]:
         return {layer: size * torch.randn(model.num_experts, generator=generator) for layer, size in spread.items()}

@@ -235,13 +235,7 @@ class MoEModel:
         attention sink). A batch is a `Batch`, or a mapping with `input_ids` and, if rows are padded, `attention_mask`.
         Raises ValueError without batches, or for anything else."""
         parts = list(self.traced(batches))
-        trace = {layer: LayerRouting.joined([part.pop(layer) for part in parts]) for layer in self.layers}
-        if self.family.checked:
-            for layer, seen in trace.items():
-                selected = self.rule(layer).select(seen.scores_NE)
-                if not torch.equal(selected.sort().values, seen.top_k_Nk.sort().values):
-                    raise unfit(self.model, f"a rule that selects what the router of layer {layer} has selected")
-        return trace
+        return {layer: LayerRouting.joined([part.pop(layer) for part in parts]) for layer in self.layers}
 
     @torch.no_grad()
     def traced(self, batches: Iterable[Batch | Mapping[str, Tensor]]) -> Iterator[dict[int, LayerRouting]]:
@@ -252,9 +246,18 @@ class MoEModel:
                 nothing = False
                 inputs = as_batch(batch, self.model.device).inputs
                 self.model.model(**inputs)
-                yield recorder.take(counted_tokens(inputs["attention_mask"]))
+                trace = recorder.take(counted_tokens(inputs["attention_mask"]))
+                if self.family.checked:
+                    self._check(trace)
+                yield trace
         if nothing:
             raise ValueError("nothing to trace: no batches were given")
+
+    def _check(self, trace: RoutingTrace) -> None:
+        for layer, seen in trace.items():
+            selected = self.rule(layer).select(seen.scores_NE)
+            if not torch.equal(selected.sort().values, seen.top_k_Nk.sort().values):
+                raise unfit(self.model, f"a rule that selects what the router of layer {layer} has selected")
 
     def evaluating(self) -> AbstractContextManager[None]:
         return evaluating(self.model)
