@@ -192,7 +192,7 @@ def test_a_loop_of_ones_own_has_the_constraint_that_the_workflow_has(method, pre
     """Of the same class, with the same attributes and for the same experts, from the same tokens; not from others."""
     root, benchmark, _ = prepared
     monkeypatch.setattr(
-        commands, "run_unlearning", lambda moe, *_, **__: unlearning.Outcome("not_reached", 0, [], None, {}, 0)
+        commands, "run_unlearning", lambda moe, *_, **__: unlearning.Outcome("not_reached", 0, [], None, {}, 0, 0)
     )
     of_workflow, of_library = noted(monkeypatch, commands), noted(monkeypatch, constraining)
     run_steps(prepared, method, "gd", tmp_path)

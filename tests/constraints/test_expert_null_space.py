@@ -14,6 +14,7 @@ from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
+from gripmoe.training import loop
 from training.test_loop import CORPORA, run
 
 EXACT = EpsNullConfig(value=1e-10, kind="relative")
@@ -94,6 +95,25 @@ def test_what_has_other_inputs_is_frozen(family):
     for key, x in inputs.items():
         torch.testing.assert_close(moe.expert_output(*key, x), before[key], atol=1e-4, rtol=1e-3)
     assert any((loose[key] - before[key]).abs().max() > 1e-2 for key in inputs), "the control"
+
+
+def test_its_cost_is_counted_and_timing_it_changes_no_bit(tmp_path, monkeypatch):
+    """The control: experts that move freely cost nothing."""
+    calls, project = [], ExpertNullSpace.project
+    monkeypatch.setattr(ExpertNullSpace, "project", lambda self: calls.append(self) or project(self))
+    moe, outcome = trained(tmp_path, EXACT)
+    assert len(calls) == outcome.steps + loop.TIMED_PAIRS, "each timed step with the constraint, and none without it"
+    copies = sum(p.nbytes for layer in moe.layers for p in moe.expert_parameters(layer))
+    assert copies < outcome.held_bytes < 3 * copies
+    monkeypatch.setattr(loop, "TIMED_PAIRS", 0)
+    untimed, _ = trained(tmp_path, EXACT, "untimed")
+    assert weights_digest(moe.model) == weights_digest(untimed.model)
+    assert trained(tmp_path, None, "free")[1].held_bytes == 0
+
+
+def test_experts_in_lower_precision_are_refused():
+    with pytest.raises(ConfigError, match="`experts: null_space` needs weights in fp32"):
+        ExpertNullSpace(MoEModel(small_model().bfloat16()), [], EXACT)
 
 
 def test_several_processes_and_dense_models_are_refused(monkeypatch):

@@ -12,7 +12,7 @@ from gripmoe.cli.common import identity_of, start_together, training_together
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.provenance import entry_of, provenance_of
 from gripmoe.config.world import load_run
-from gripmoe.constraints.build import build, held_bytes
+from gripmoe.constraints.build import build
 from gripmoe.constraints.original import OriginalStore
 from gripmoe.constraints.realignment import make_correction
 from gripmoe.data.corpora import Corpora, load_corpus
@@ -126,6 +126,6 @@ def unlearn(
             write_json(folder / "history.json", outcome.history)
             ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps, "tokens": outcome.tokens}
             ended |= {f"effective_{kind}_batch": size for kind, size in outcome.documents.items()}
-            write_json(output, {**ended, **outcome.costs, "constraint_megabytes": held_bytes(built.constraint) / 1e6})
+            write_json(output, {**ended, **outcome.costs, "constraint_megabytes": outcome.held_bytes / 1e6})
         distributed.wait_for_all()
         remove_state(state_file)

@@ -7,6 +7,7 @@ N tokens, d inputs and m outputs of a matrix, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +23,33 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A matrix of all experts of a layer, (E, m, d) or, `transposed`, (E, d, m), its first values, and the basis of its
+    inputs."""
+
+    weight: nn.Parameter
+    original: Tensor
+    basis: RetainBasis
+    transposed: bool
+
+    def project(self) -> None:
+        moved_Emd = (self.weight - self.original).to(self.basis.U_ret_Edr)
+        moved_Emd = moved_Emd.transpose(1, 2) if self.transposed else moved_Emd
+        kept_Emd = self.basis.remainder(self.basis.remainder(moved_Emd))  # twice: a basis is orthonormal up to rounding
+        kept_Emd = kept_Emd.transpose(1, 2) if self.transposed else kept_Emd
+        self.weight.copy_(self.original + kept_Emd.to(self.original))
+
+
 class ExpertNullSpace:
     """Keeps what each expert of the original model computes of the retain tokens that it serves: both of its matrices
     move outside the span of their inputs there, up to directions that `eps_null` counts as none.
 
-    Raises ConfigError for several processes, for a dense model, and for experts of another layout than transformers'.
+    The fit holds an fp64 factor for each matrix of all layers at once, and training a basis and a copy of each: this is
+    for models whose experts fit in memory several times.
+
+    Raises ConfigError for several processes, for a dense model, for experts of another layout than transformers', and
+    for experts in lower precision than fp32.
     """
 
     def __init__(self, model: MoEModel, retain: Iterable[Batch], eps_null: EpsNullConfig):
@@ -35,7 +58,11 @@ class ExpertNullSpace:
         modules = {layer: model.block(layer).experts for layer in model.layers}
         if not modules or not all(hasattr(module, "is_transposed") for module in modules.values()):
             raise ConfigError(f"`experts: null_space` needs fused experts, and {type(model.model).__name__} has none")
-        self._matrices: list[tuple[nn.Parameter, Tensor, RetainBasis, bool]] = []
+        if any(p.dtype != torch.float32 for layer in model.layers for p in model.expert_parameters(layer)):
+            raise ConfigError(
+                "`experts: null_space` needs weights in fp32: in lower precision the projection is rounded away"
+            )
+        self._matrices: list[_Held] = []
         statistics = {layer: _Statistics(module, model.num_experts) for layer, module in modules.items()}
         for trace in model.traced(retain):
             for layer, seen in trace.items():
@@ -46,29 +73,32 @@ class ExpertNullSpace:
                 width = max(basis.shape[-1] for basis in bases)
                 basis = torch.cat([F.pad(basis, (0, width - basis.shape[-1])) for basis in bases])
                 original = weight.detach().clone()
-                self._matrices.append((weight, original, RetainBasis(basis), modules[layer].is_transposed))
+                self._matrices.append(_Held(weight, original, RetainBasis(basis), modules[layer].is_transposed))
 
     def freeze_others(self, parameters: Iterable[nn.Parameter]) -> None:
         """Freezes those of `parameters` that are not held: biases and shared experts, which have other inputs."""
-        held = {id(weight) for weight, *_ in self._matrices}
+        held = {id(matrix.weight) for matrix in self._matrices}
         for parameter in parameters:
             if id(parameter) not in held:
                 parameter.requires_grad_(False)
 
     @property
-    def rank(self) -> float:
-        """Mean share of the input directions that are held."""
-        shares = [(basis.ranks.double().mean() / basis.U_ret_Edr.shape[1]).item() for *_, basis, _ in self._matrices]
+    def held_share(self) -> float:
+        """Mean share of the input directions that are held, 0 to 1."""
+        bases = [matrix.basis for matrix in self._matrices]
+        shares = [(basis.ranks.double().mean() / basis.U_ret_Edr.shape[1]).item() for basis in bases]
         return sum(shares) / len(shares)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept beside the model."""
+        return sum(matrix.original.nbytes + matrix.basis.U_ret_Edr.nbytes for matrix in self._matrices)
 
     @torch.no_grad()
     def project(self) -> None:
         """After a step of an optimizer: what was moved since the start is projected."""
-        for weight, original, basis, transposed in self._matrices:
-            moved_Emd = (weight - original).to(basis.U_ret_Edr)
-            moved_Emd = moved_Emd.transpose(1, 2) if transposed else moved_Emd
-            kept_Emd = basis.remainder(basis.remainder(moved_Emd))  # twice, since a basis is orthonormal up to rounding
-            weight.copy_(original + (kept_Emd.transpose(1, 2) if transposed else kept_Emd).to(original))
+        for matrix in self._matrices:
+            matrix.project()
 
 
 class _Statistics:

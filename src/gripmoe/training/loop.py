@@ -20,6 +20,7 @@ from gripmoe.config.methods import EpsNullConfig
 from gripmoe.config.training import Training
 from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.baselines import restricted_experts
+from gripmoe.constraints.build import held_bytes
 from gripmoe.constraints.expert_null_space import ExpertNullSpace
 from gripmoe.constraints.hooks import ConstraintHandle, Diverged
 from gripmoe.constraints.original import OriginalSets
@@ -58,6 +59,7 @@ class Outcome:
     seconds: tuple[float, float] | None
     documents: dict[str, int]  # of a step, over all processes and passes: "forget" and "retain"
     tokens: int  # that training has passed forward and backward through the model, the attacker's too, in all processes
+    held_bytes: int  # of the tensors that the constraints of routers and experts keep
 
     @property
     def costs(self) -> dict[str, float]:
@@ -95,7 +97,7 @@ def unlearn(
     Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, trains
     on its rows of every batch and takes part in every check. Batch sizes are of each process and pass; the effective
     ones are printed. Raises ConfigError for what processes cannot share, for a corpus smaller than a batch, for a state
-    of another number of processes, and for SAM in lower precision than fp32.
+    of another number of processes, and for SAM or `expert_eps` in lower precision than fp32.
     """
     batches = StepBatches(corpora, training, seed, model.model.device)
     batches.check(scope)
@@ -113,7 +115,6 @@ def unlearn(
     constraint.start(model, *used)
     original_sets = OriginalSets(model, [*used[0], *used[1]]) if replay else None
     held = ExpertNullSpace(model, used[1], expert_eps) if expert_eps else None
-    ranks = {"expert_rank": held.rank} if held else {}
     if held:
         held.freeze_others(experts)
     optimizer = _adamw(routers, experts, training)
@@ -122,7 +123,6 @@ def unlearn(
         adversary = RelearningAdversary(experts, training.adversary_rate * training.learning_rate)
     forget_edits = forget_gradient_edits(experts, training)  # before a state is loaded: they know the original weights
     restricted = restricted_experts(model, scope, optimizer) if scope else nullcontext()
-    projecting = optimizer.register_step_post_hook(lambda *_: held.project()) if held else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {
         "step": 0,
         "history": [],
@@ -130,7 +130,7 @@ def unlearn(
         "tokens": 0,
     }
     recomputed = checkpointing(model.model, training.gradient_checkpointing)
-    with recomputed, restricted, projecting, model.unpadded(), ConstraintHandle(model, optimizer, constraint) as handle:
+    with recomputed, restricted, model.unpadded(), ConstraintHandle(model, optimizer, constraint) as handle:
         steps = _Steps(
             model=model,
             objective=objective,
@@ -143,19 +143,20 @@ def unlearn(
             original_sets=original_sets,
             adversary=adversary,
             forget_edits=forget_edits,
+            held=held,
             handle=handle,
             tokens=progress["tokens"],
         )
         handle.load_state_dict(progress["constraint"])
-        status, step, history = _until_met(steps, stop, progress, correct, ranks, state_file, description)
+        status, step, history = _until_met(steps, stop, progress, correct, state_file, description)
         tokens = round(distributed.average(steps.tokens) * distributed.processes())
-        if held:
-            projecting.remove()  # timed steps leave experts as they are, to the bit
         times = None if status == "diverged" else steps.seconds_by_turns()
     if correct:
         correct(model)
     model.model.eval().requires_grad_(True)
-    return Outcome(status, step, history, times, {kind: batches.size(kind) for kind in ("forget", "retain")}, tokens)
+    sizes = {kind: batches.size(kind) for kind in ("forget", "retain")}
+    kept = held_bytes(constraint) + (held.nbytes if held else 0)
+    return Outcome(status, step, history, times, sizes, tokens, kept)
 
 
 def _until_met(
@@ -163,7 +164,6 @@ def _until_met(
     stop: StopRule,
     progress: dict[str, Any],
     correct: Callable[[MoEModel], object] | None,
-    ranks: dict[str, float],
     state_file: Path,
     description: str,
 ) -> tuple[str, int, list[dict[str, float]]]:
@@ -171,6 +171,7 @@ def _until_met(
     steps and the history."""
     model, training, handle = steps.model, steps.training, steps.handle
     step, history, sums, counts = progress["step"], progress["history"], Counter(), Counter()
+    held = {"expert_rank": steps.held.held_share} if steps.held else {}
     if step and distributed.is_first():
         print(f"{description} resumes at step {step}", file=sys.stderr, flush=True)
     with tqdm(total=training.max_steps, initial=step, desc=description, disable=not distributed.is_first()) as bar:
@@ -200,7 +201,7 @@ def _until_met(
             if losses is None:
                 return "diverged", step, history
             step += 1
-            seen = {**losses, "seconds": now() - started, **handle.constraint.observed(), **ranks}
+            seen = {**losses, "seconds": now() - started, **handle.constraint.observed(), **held}
             sums.update(seen)
             counts.update(seen.keys())  # a constraint may observe nothing in its first steps
             bar.update()
@@ -221,6 +222,7 @@ class _Steps:
     original_sets: OriginalSets | None
     adversary: RelearningAdversary | None
     forget_edits: list[ForgetGradientEdit]
+    held: ExpertNullSpace | None
     handle: ConstraintHandle
     tokens: int
 
@@ -252,6 +254,8 @@ class _Steps:
             distributed.clip_gradients(self.routers + self.experts, self.training.clip_norm, norm)
             torch.manual_seed(seed)  # of stochastic rounding, the same in all processes
             self.optimizer.step()  # whose hooks keep the routers feasible
+            if self.held and not self.handle.is_lifted:
+                self.held.project()
         except Diverged:
             return None
         return {**losses, **gradients}
@@ -311,14 +315,14 @@ class _Steps:
     def seconds_by_turns(self) -> tuple[float, float] | None:
         """Seconds of a step under the constraint, averaged over the steps from one projection to the next, and of one
         without it. Each comes from the shortest of TIMED_PAIRS, since other load of the machine only adds. Routers move
-        in the steps with the constraint, or there would be nothing to constrain. None if a step diverged. The routers
-        are restored."""
+        in the steps with the constraint, or there would be nothing to constrain. None if a step diverged. The routers,
+        and experts that are projected, are restored."""
         pairs = []
         *others, of_routers = self.optimizer.param_groups
         constraint = self.handle.constraint
         every, constraint.every = constraint.every, 1  # each timed step is constrained
         try:
-            with restored(self.routers), rate_zero(others):
+            with restored(self.routers + (self.experts if self.held else [])), rate_zero(others):
                 for _ in range(TIMED_PAIRS):
                     constrained = self._seconds()
                     with self.handle.lifted(), rate_zero([of_routers]):
