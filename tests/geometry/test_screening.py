@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gripmoe.geometry import screening
-from gripmoe.geometry.halfspace import nearest_feasible
+from gripmoe.geometry.halfspace import nearest_feasible, violation
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics
 from gripmoe.geometry.routing import SelectionRule, route, selection_mask
 from gripmoe.geometry.screening import ScreenedProjection
@@ -59,6 +59,25 @@ def test_tokens_in_reach_are_needed(monkeypatch):
     screened = ScreenedProjection(basis, x_Nd, bounds_NE)
     farthest = max((found - best).norm() for found, best in walk(basis, x_Nd, bounds_NE, screened, 1e-2))
     assert farthest > 1e-3
+
+
+def test_tokens_almost_within_the_span_are_in_reach():
+    """What an fp32 basis leaves free of a token may be less than its rounding, and bind all the same. Of many tokens,
+    this is the one whose part within the span rounding makes longer than the token."""
+    generator = torch.Generator().manual_seed(0)
+    axes_dd = torch.linalg.qr(torch.randn(256, 256, generator=generator, dtype=torch.float64)).Q
+    span_dr, free_d = axes_dd[:, :252], axes_dd[:, 252]
+    inside_Nd = torch.randn(40, 252, generator=generator, dtype=torch.float64) @ span_dr.T
+    x_Nd = (50 * inside_Nd / inside_Nd.norm(dim=1, keepdim=True) + 6e-4 * free_d).float()
+    basis = RetainBasis(span_dr[None].float())
+    excess_N = (x_Nd.double() @ basis.U_ret_Edr[0].double()).norm(dim=1) - x_Nd.double().norm(dim=1)
+    assert excess_N.max() > 0
+    x_Nd, bounds_N1 = x_Nd[excess_N.argmax()][None], torch.tensor([[2e-4]])
+    update_1d = free_d[None].float()
+    given = update_1d, basis, torch.zeros_like(update_1d)
+    assert violation(basis.double().project(update_1d.double()).float(), x_Nd, bounds_N1) > 3e-4, "the control"
+    found_1d = ScreenedProjection(basis, x_Nd, bounds_N1)(*given, tolerance=1e-6)
+    assert violation(found_1d, x_Nd, bounds_N1) < 1e-4
 
 
 def test_from_a_point_that_is_not_feasible_all_tokens_are_compared():

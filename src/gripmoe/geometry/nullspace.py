@@ -92,10 +92,14 @@ class RetainBasis:
         return (self.U_ret_Edr @ coordinates_Emr.transpose(1, 2)).transpose(1, 2)
 
     def free_norms(self, x_Nd: Tensor) -> Tensor:
-        """|P x_i| of each expert, (E, N), in the dtype of `x_Nd`."""
+        """|P x_i| of each expert, (E, N), in the dtype of `x_Nd`. Where it is a difference that rounding of the basis may
+        cancel, what rounding leaves is the least: never much too short."""
         spanned_EN = torch.stack([(x_Nd.double() @ U_dr.double()).square().sum(dim=1) for U_dr in self.U_ret_Edr])
-        squares_EN = spanned_EN if self.is_complement else x_Nd.double().square().sum(dim=1) - spanned_EN
-        return squares_EN.clamp_min(0).sqrt().to(x_Nd.dtype)
+        if self.is_complement:
+            return spanned_EN.sqrt().to(x_Nd.dtype)
+        squares_N = x_Nd.double().square().sum(dim=1)
+        least_N = torch.finfo(x_Nd.dtype).eps * squares_N
+        return (squares_N - spanned_EN).maximum(least_N).sqrt().to(x_Nd.dtype)
 
 
 class RetainStatistics:
