@@ -2,12 +2,14 @@
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 
 import gripmoe
 from conftest import random_batch, small_model
+from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import selection_mask
 from gripmoe.moe import MoEModel
 
@@ -42,6 +44,26 @@ def test_selected_scores_stay_under_adamw_and_margins_are_nobodys_business():
     assert selected_scores_moved(model, original) < 1e-3
     assert selected_scores_moved(control, original) > 0.5, "the control"
     assert (MoEModel(model).theta(0) - start[0]).abs().max() > 0.01, "the router did move"
+
+
+@pytest.mark.parametrize("method", ["reparameterize", "expert_specific_paper"])
+@pytest.mark.parametrize("precision, dtype", [("highest", torch.float32), ("high", torch.float64)])
+def test_where_tf32_rounds_products_routers_are_projected_in_fp64(method, precision, dtype, monkeypatch):
+    """Elsewhere in fp32 as before, the control."""
+    dtypes, remainder = set(), RetainBasis.remainder
+    model, before = small_model(), torch.get_float32_matmul_precision()
+    reparameterized, optimizer = method == "reparameterize", torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.set_float32_matmul_precision(precision)
+    monkeypatch.setattr(RetainBasis, "remainder", lambda self, x: dtypes.add(x.dtype) or remainder(self, x))
+    try:
+        given = (model, RETAIN) if reparameterized else (model, optimizer, RETAIN)
+        with (gripmoe.reparameterize if reparameterized else partial(gripmoe.constrain, method=method))(*given) as held:
+            with nullcontext() if reparameterized else held.retain():
+                model(**RETAIN[0].inputs).logits.sum().backward()
+            optimizer.step()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert dtypes == {dtype} and MoEModel(model).theta(0).dtype == torch.float32
 
 
 def test_the_row_of_the_table_trains_what_the_block_trains():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.constraints.base import RouterConstraint
-from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
+from gripmoe.geometry.halfspace import in_full_precision, nearest_feasible, randomized_kaczmarz
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis, extended
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule, route
 from gripmoe.geometry.screening import ScreenedProjection
@@ -181,8 +182,9 @@ class NullSpacePaper(_Reporting):
         self._eps_null = eps_by_layer(self.method.eps_null, model.layers)
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
-        original = route(seen.x_Nd, self._theta_0[layer], self._rules[layer])
-        update_Ed = (after_Ed - before_Ed).to(seen.x_Nd)
+        x_Nd = in_full_precision(seen.x_Nd)  # and with it all that follows
+        original = route(x_Nd, self._theta_0[layer].to(x_Nd), self._rules[layer])
+        update_Ed = (after_Ed - before_Ed).to(x_Nd)
         basis = self._basis(layer, original)
         feasible_Ed = paper_update(update_Ed, basis, original, self._rules[layer], self.method, self.generator)
         self._observe(layer, basis, update_Ed, feasible_Ed)
@@ -192,8 +194,8 @@ class NullSpacePaper(_Reporting):
         eps_null, fixed_NE = self._eps_null[layer], _fixed(seen, self._rules[layer], self.method)
         if self.method.basis != "cached":
             return covariance_basis(seen.x_Nd, fixed_NE, eps_null)
-        before_Edr = self._cached[layer] if layer in self._cached else self.bases[layer].U_ret_Edr.to(seen.x_Nd)
-        basis = extended(RetainBasis(before_Edr), seen.x_Nd, fixed_NE, eps_null)
+        before_Edr = self._cached[layer] if layer in self._cached else self.bases[layer].U_ret_Edr
+        basis = extended(RetainBasis(before_Edr.to(seen.x_Nd)), seen.x_Nd, fixed_NE, eps_null)
         self._cached[layer] = basis.U_ret_Edr
         return basis
 
@@ -215,7 +217,8 @@ def paper_update(
     method: Method,
     generator: torch.Generator,
 ) -> Tensor:
-    """Both phases of Algorithm 1; with `granularity: layer` only the first, which fixes every score."""
+    """Both phases of Algorithm 1, in the dtype of `seen.x_Nd` (`in_full_precision`), of which `update_Ed` and the basis
+    are too; with `granularity: layer` only the first, which fixes every score."""
     stage_1_Ed = basis.project(update_Ed)
     if method.granularity == "layer":
         return stage_1_Ed
@@ -243,8 +246,9 @@ def feasible_router(
     eps_null = EpsNull(method.eps_null.value, method.eps_null.kind)
     if method.form == "paper":
         generator = torch.Generator(seen.x_Nd.device).manual_seed(0)
+        seen = replace(seen, x_Nd=in_full_precision(seen.x_Nd))
         basis = covariance_basis(seen.x_Nd, _fixed(seen, rule, method), eps_null)
-        return theta_0_Ed + paper_update(update_Ed, basis, seen, rule, method, generator)
+        return theta_0_Ed + paper_update(update_Ed.to(seen.x_Nd), basis, seen, rule, method, generator)
     basis = _basis(seen, rule, eps_null, method)
     bounds_NE = bounds(seen, rule, method.safety_margin).clamp_min(0)
     return theta_0_Ed + nearest_feasible(update_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.data.batches import batches_of
+from gripmoe.geometry.halfspace import in_full_precision
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.library.constrain import Data, methods_of_loops, traced
 from gripmoe.moe import MoEModel
@@ -32,7 +33,8 @@ class InNullSpace(nn.Module):
         self.register_buffer("U_ret_Edr", basis.U_ret_Edr.to(theta_0_Ed), persistent=False)
 
     def forward(self, w_Ed: Tensor) -> Tensor:
-        return self.theta_0_Ed + RetainBasis(self.U_ret_Edr).project(w_Ed - self.theta_0_Ed)
+        moved_Ed = in_full_precision(w_Ed - self.theta_0_Ed)
+        return self.theta_0_Ed + RetainBasis(self.U_ret_Edr.to(moved_Ed)).project(moved_Ed).to(w_Ed)
 
     def right_inverse(self, theta_Ed: Tensor) -> Tensor:
         return theta_Ed

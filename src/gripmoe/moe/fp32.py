@@ -11,7 +11,10 @@ from torch import Tensor, nn
 def compute_in_fp32(router: nn.Module) -> bool:
     """Makes weight and logits of `router` fp32, under autocast too. The weights of chosen experts need no cast back,
     because transformers casts their products to the hidden dtype. Returns whether this call has converted the
-    router."""
+    router.
+
+    Where a program has turned on TF32, logits are rounded to it all the same: that is a setting of the whole process,
+    which the backward pass reads too when the hooks have gone, and torch refuses to mix its two interfaces."""
     dtypes = {name: tensor.dtype for name, tensor in _tensors(router)}
     lower = router.weight.dtype != torch.float32
     router.float()
