@@ -356,6 +356,23 @@ def test_the_biases_of_a_router_are_a_part_of_it(moe, family):
     assert not of_router & experts
 
 
+def test_shared_experts_beside_the_block_are_experts():
+    """Granite has them there: unlearning trains them, and restoration takes them for no attention."""
+    moe = make("granitemoeshared", shared_intermediate_size=16)
+    for layer in moe.layers:
+        shared = {id(p) for p in moe.model.model.layers[layer].shared_mlp.parameters()}
+        parts = {part: {id(t) for t in tensors_of(moe, layer, part)} for part in ("router", "attention", "experts")}
+        assert shared and shared <= parts["experts"] and shared.isdisjoint(parts["attention"] | parts["router"])
+        assert set().union(*parts.values()) == {id(p) for p in moe.model.model.layers[layer].parameters()}
+        assert shared <= {id(p) for p in moe.other_parameters(layer)}
+    batch = collate(rows(), 0)
+    with torch.no_grad(), moe.without_blocks(), moe.record_hidden(0) as silent:
+        moe.model.model(**batch.inputs)
+        moe.model.model.layers[0].shared_mlp.output_linear.weight.mul_(2)
+        moe.model.model(**batch.inputs)
+    assert torch.equal(*silent)
+
+
 def test_unlearning_trains_biases_of_routers_with_the_routers(tmp_path, monkeypatch):
     """And timing its steps changes no bit of them."""
     trained, lists = [], []

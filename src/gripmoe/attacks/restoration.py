@@ -192,15 +192,16 @@ def pairs_of(
 
 def tensors_of(model: MoEModel, layer: int, part: str) -> list[Tensor]:
     """The parameters and buffers in one of PARTS of a layer, in the same order for all models of an architecture. The
-    router has its biases, also those that a family keeps in the block. "experts" is all else of an MoE block, or the
-    whole feed-forward block of a dense model. "attention" is all of a layer but its block, with the norms."""
-    block = model.block(layer)
+    router has its biases, also those that a family keeps in the block. "experts" is all else of the feed-forward part:
+    routed and shared experts, or the whole block of a dense model. "attention" is all other of a layer, with the
+    norms."""
+    feed_forward = [tensor for module in model.feed_forward(layer) for tensor in _tensors(module)]
     if part == "attention":
-        return _without(_tensors(model.model.model.layers[layer]), _tensors(block))
+        return _without(_tensors(model.model.model.layers[layer]), feed_forward)
     router = []
     if layer in model.layers:
-        router = [*_tensors(model.outer_router(layer)), *_tensors(block, recurse=False)]
-    return router if part == "router" else _without(_tensors(block), router)
+        router = [*_tensors(model.outer_router(layer)), *_tensors(model.block(layer), recurse=False)]
+    return router if part == "router" else _without(feed_forward, router)
 
 
 def outside_parts(model: MoEModel) -> list[Tensor]:

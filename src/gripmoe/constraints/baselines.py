@@ -128,8 +128,6 @@ def restricted_experts(
     frozen = [p for layer, of_layer in experts.items() if not scope.get(layer) for p in of_layer]
     routed = {id(parameter) for layer in model.layers for parameter in model.expert_parameters(layer)}
     others = [parameter for layer in model.layers for parameter in model.other_parameters(layer)]
-    beside = [getattr(model.model.model.layers[layer], "shared_mlp", None) for layer in model.layers]  # Granite's
-    others += [parameter for shared in filter(None, beside) for parameter in shared.parameters()]
     frozen += [parameter for parameter in others if parameter.requires_grad and id(parameter) not in routed]
     masks: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # a parameter, its experts that train, and its first values
     for layer in filter(scope.get, scope):

@@ -125,10 +125,17 @@ class MoEModel:
         layers = self.layers if layer is None else [layer]
         return [parameter for each in layers if each in self._outer for parameter in self._outer[each].parameters()]
 
+    def feed_forward(self, layer: int) -> list[nn.Module]:
+        """The block of a layer, and the shared experts that Granite has beside it."""
+        beside = getattr(self.model.model.layers[layer], "shared_mlp", None)
+        return [self.block(layer)] if beside is None else [self.block(layer), beside]
+
     def other_parameters(self, layer: int) -> list[nn.Parameter]:
-        """The parameters of a layer's block outside its router: of experts, or of a dense feed-forward block."""
+        """The parameters of a layer's feed-forward part outside its router: of experts, shared ones too, or of a dense
+        feed-forward block."""
         of_router = set(map(id, self.router_parameters(layer)))
-        return [parameter for parameter in self.block(layer).parameters() if id(parameter) not in of_router]
+        parameters = [parameter for module in self.feed_forward(layer) for parameter in module.parameters()]
+        return [parameter for parameter in parameters if id(parameter) not in of_router]
 
     @property
     def adapted_routers(self) -> list[int]:
@@ -350,12 +357,13 @@ class MoEModel:
 
     @contextmanager
     def without_blocks(self) -> Iterator[None]:
-        """Within the block, every MoE block outputs zero: this shows what attention and embeddings know alone."""
+        """Within the block, experts output zero, shared ones too: this shows what attention and embeddings know alone."""
 
         def zeros(block, args, output):
             return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
 
-        with hooked(self.block(layer).register_forward_hook(zeros) for layer in self.layers):
+        modules = [module for layer in self.layers for module in self.feed_forward(layer)]
+        with hooked(module.register_forward_hook(zeros) for module in modules):
             yield
 
     @torch.no_grad()

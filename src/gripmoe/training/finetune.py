@@ -50,7 +50,8 @@ def finetune(
     parameters, own = list(model.parameters()), (distributed.rank(), distributed.processes())
     if blocks_only:
         model.requires_grad_(False)
-        parameters = [parameter for layer in moe.all_layers for parameter in moe.block(layer).parameters()]
+        modules = [module for layer in moe.all_layers for module in moe.feed_forward(layer)]
+        parameters = [parameter for module in modules for parameter in module.parameters()]
         for parameter in parameters:
             parameter.requires_grad_(True)
     groups = [{"params": alike} for alike in distributed.by_sharding(parameters)]
