@@ -128,9 +128,11 @@ def train(name: str, folder: Path, steps: int = 6, original_answers: Path | None
     copies = replicated(moe.model)
     state = {key: value.clone() for key, value in sharding.whole_state(moe.model).items()}
     digest = save_model(moe.model, Tokenizer(), folder / name)
+    known = [*bytes.fromhex(digest), (folder / name / "config.json").exists()]
     losses = {key: value for key, value in outcome.history[-1].items() if "seconds" not in key}
     thetas = distributed.gathered(thetas[None])
-    return {"state": state, "digest": digest, "replicated": copies, "thetas": thetas, "losses": losses}
+    known = distributed.gathered(torch.tensor([known]))
+    return {"state": state, "digest": digest, "saved": known, "replicated": copies, "thetas": thetas, "losses": losses}
 
 
 def first_step(name: str, folder: Path) -> dict:

@@ -113,6 +113,11 @@ def test_what_is_written_is_the_whole_model(shared):
     assert largest_difference(written, results["router_l2"]["state"]) == 0
 
 
+def test_both_processes_know_the_digest_of_what_was_written_when_it_is_there(shared):
+    found = shared[1]["router_l2"]
+    assert found["saved"].tolist() == 2 * [[*bytes.fromhex(found["digest"]), True]]
+
+
 @pytest.mark.parametrize("name", RESUMED)
 def test_two_processes_resume_where_two_were_stopped(name, shared):
     results = shared[1]

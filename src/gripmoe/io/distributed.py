@@ -103,6 +103,14 @@ def from_first_(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def text_of_first(text: str) -> str:
+    """The text of the first process; the others wait for it."""
+    shared = [text]
+    if processes() > 1:
+        dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
 def total_norm(tensors: list[Tensor]) -> Tensor:
     """The 2-norm of all tensors together, over all shards of sharded tensors."""
     from torch.distributed.tensor import DTensor  # which imports sympy: a second

@@ -47,6 +47,11 @@ def shard_experts(model: MoEModel | torch.nn.Module) -> None:
             parameter.requires_grad_(averaged)
 
 
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether several processes share the parameters of `model`."""
+    return distributed.processes() > 1 and len(distributed.by_sharding(model.parameters())) > 1
+
+
 def _average_gradient(parameter: torch.nn.Parameter) -> None:
     distributed.averaged_(parameter.grad)
 

@@ -21,7 +21,7 @@ from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.families import is_moe
 from gripmoe.moe.model import MoEModel
 from gripmoe.moe.placement import place, visible_devices
-from gripmoe.moe.sharding import whole_state
+from gripmoe.moe.sharding import is_sharded, whole_state
 
 ROUTERS = "routers.safetensors"
 MODEL_FILES = {  # what transformers and this module write for a model and its tokenizer
@@ -53,7 +53,8 @@ def save_model(
 
     Routers are also written in fp32 to a separate file, which `load_model` reads; plain transformers rounds them to the
     dtype of a bf16 model. The routers of `model` itself stay in fp32 afterwards. `model` is the transformers model
-    without accelerate's wrapper. If several processes share the model, every process calls this, and the first writes.
+    without accelerate's wrapper. Of a model that several processes share (`shard_experts`), every process calls this:
+    the first writes, and the others wait for it and return the same digest.
 
     Raises ValueError for experts of an unknown family, for adapters that are not merged, and without a tokenizer.
     Raises ConfigError, a ValueError, if `folder` is a file or holds other things than a model, or if the disk is full;
@@ -81,7 +82,7 @@ def save_model(
             if others:
                 names = ", ".join(sorted(others))
                 raise ConfigError(f"{folder} holds {names}, which would be lost: save to a folder of its own")
-    return digest
+    return distributed.text_of_first(digest) if is_sharded(model) else digest
 
 
 def _of_a_model(file: Path, written: Path) -> bool:
