@@ -589,6 +589,23 @@ def test_a_gradient_that_is_climbed_is_projected_as_one_that_is_descended():
     torch.testing.assert_close(*kept)
 
 
+def test_a_gradient_that_is_climbed_is_projected_so_at_a_rate_of_0_too():
+    """As a warm-up begins, where margins are used up."""
+    update = {"safety_margin": 10.0, "kaczmarz_tolerance": 0.0}
+    method, kept = method_table()["expert_specific_paper_gradient"].model_copy(update=update), []
+    for sign, maximize in ((1, False), (-1, True)):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, maximize=maximize)
+        with gripmoe.constrain(model, optimizer, RETAIN, method=method) as handle:
+            with handle.retain():
+                loss = loss_of(model, RETAIN[0])
+            (sign * loss).backward()
+            optimizer.step()
+            assert handle.constraint.observed()["stage_2_rate"] > 0, "a margin is in reach"
+        kept.append(sign * MoEModel(model).theta(0).grad)
+    torch.testing.assert_close(*kept)
+
+
 def test_method_b_and_reparameterized_routers_leave_nothing_behind_either():
     model = small_model()
     optimizer = adamw(model)

@@ -297,7 +297,7 @@ class ConstraintHandle:
             if theta.grad is not None:
                 # In fp64: in fp32 a small step is lost beside the router. At a rate of 0, as a warm-up begins,
                 # momentum keeps the gradient: it is projected for a step that reaches no margin.
-                rate = (rates[id(theta)] or 1e-8) / scale
+                rate = (rates[id(theta)] or math.copysign(1e-8, rates[id(theta)])) / scale
                 before64_Ed = before_Ed.double()
                 after64_Ed = before64_Ed - rate * theta.grad.to(before64_Ed)
                 theta.grad.copy_((before64_Ed - self._feasible(layer, before64_Ed, after64_Ed)) / rate)
