@@ -335,6 +335,19 @@ def test_only_the_last_layers_that_the_losses_look_at_train(tmp_path, objective,
         assert any("gate.weight" in name for name in moved)
 
 
+def test_the_end_is_corrected_as_the_checks_are(tmp_path):
+    """From passes without padding."""
+    computed = []
+
+    def correct(moe):
+        router = moe.router(0).register_forward_hook(lambda _, args, __: computed.append(len(args[0])))
+        with torch.no_grad(), router:
+            moe.model.model(**random_batch().inputs)
+
+    run(tmp_path / "state.pt", correct=correct)
+    assert len(computed) > 1 and set(computed) == {int(random_batch().attention_mask.sum())}
+
+
 def test_the_check_sees_corrected_routers_and_training_does_not(tmp_path):
     """ptc_matched: the stop rule looks at a corrected copy; the trajectory is that of the uncorrected run."""
     original = MoEModel(small_model()).thetas()

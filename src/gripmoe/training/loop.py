@@ -152,7 +152,8 @@ def unlearn(
         tokens = round(distributed.average(steps.tokens) * distributed.processes())
         times = None if status == "diverged" else steps.seconds_by_turns()
     if correct:
-        correct(model)
+        with model.unpadded():  # as in the checks
+            correct(model)
     model.model.eval().requires_grad_(True)
     sizes = {kind: batches.size(kind) for kind in ("forget", "retain")}
     kept = held_bytes(constraint) + (held.nbytes if held else 0)
