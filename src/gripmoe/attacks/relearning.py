@@ -21,6 +21,7 @@ from gripmoe.training.optimizers import make_adamw
 
 RANK = 8  # of updates to experts that an attacker trains in the place of whole weights
 LORA_RATE = 10.0  # their learning rate, as a multiple
+WEIGHT_DECAY = 0.01  # of all that an attacker trains
 
 
 def from_other_facts(setting: Letters) -> Found:
@@ -143,7 +144,8 @@ def relearning(
     known, checks = {}, (0, *settings.steps) if checks is None else checks
     parameters = list(model.model.parameters() if parameters is None else parameters)
     with _trainable(model, parameters, settings.gradient_checkpointing):
-        optimizer = make_adamw(settings.optimizer, [{"params": parameters}], lr=settings.learning_rate)
+        options = dict(lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
+        optimizer = make_adamw(settings.optimizer, [{"params": parameters}], **options)
         for step in range(max(checks) + 1):
             if step in checks:
                 model.model.eval()
