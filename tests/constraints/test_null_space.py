@@ -1,6 +1,7 @@
 """Method A on a real optimizer: what it promises, and the controls without the mechanism."""
 
 import functools
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +118,16 @@ def test_unconstrained_handle_changes_nothing():
     with constrained_by(Unconstrained(), MoEModel(constrained), optimizer) as handle:
         train(constrained, optimizer, handle)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), constrained.parameters(), strict=True))
+
+
+def test_the_recorded_routing_is_let_go_once_training_begins():
+    moe, method = MoEModel(small_model()), null_space(0.3)
+    trace = moe.trace([random_batch()])
+    constraint = NullSpace(trace, fit_bases(trace, moe.rules(), method))
+    constraint.start(moe, [], [])
+    recorded = weakref.ref(trace[0].top_k_Nk)
+    del trace
+    assert recorded() is None
 
 
 def test_paper_form_projects_each_update_against_the_current_minibatch():

@@ -94,6 +94,7 @@ class NullSpace(_Reporting):
             seen = recorded.to(model.model.device)
             bounds_NE = bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0)
             self._projections[layer] = ScreenedProjection(self.bases[layer], seen.x_Nd, bounds_NE)
+        del self.trace  # may be large
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         theta_0, basis = self._theta_0[layer], self.bases[layer]

@@ -33,7 +33,6 @@ from gripmoe.attacks import relearning as attack
 from gripmoe.config.methods import Method, UndoConfig
 from gripmoe.config.training import Relearning, Training
 from gripmoe.constraints.build import build
-from gripmoe.constraints.null_space import NullSpace
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, collate
 from gripmoe.evaluation.stop_rule import StopRule
@@ -336,8 +335,6 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
     of_a_side = recorded(tokens // len(method.sides))
     bases = _Read(dict.fromkeys(moe.layers, lambda: RetainBasis(torch.zeros(shape))))
     built = build(method, of_a_side, of_a_side, bases=lambda _: bases, seed=0)
-    if isinstance(built.constraint, NullSpace):  # its joined trace of forget and retain data stays in host memory
-        built.constraint.trace = recorded(tokens)
     before: dict[str, float] = {}
 
     def scores(_: MoEModel) -> dict[str, float]:
