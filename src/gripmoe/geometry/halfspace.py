@@ -37,8 +37,8 @@ def nearest_feasible(
     An active-set method: violated constraints become active, and the dual of the active ones is solved exactly in the
     Gram matrix of the *projected* tokens P x_i, so that the equalities of Stage 1 stay. `near_Ed`, a feasible point
     near the answer (that of the step before), names the first active constraints; it changes the time taken and nothing
-    else. An excess below `tolerance`, or below what rounding of x_i changes in <u_j, x_i> (1e-6 of the product of their
-    norms, 1e-12 for fp64 tokens), is no violation. A row that `max_rounds` leaves violated is shrunk towards 0, with a
+    else. An excess below `tolerance`, or below what rounding changes in <u_j, x_i>, is no violation: 1e-6 (for fp64
+    tokens 1e-12) of |x_i| times the norm of the row after Stage 1. A row that `max_rounds` leaves violated is shrunk towards 0, with a
     warning; `on_shrunk` is called with the number of such rows. Raises ValueError for a negative bound: u = 0 must be
     feasible.
     """

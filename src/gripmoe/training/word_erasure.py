@@ -30,7 +30,7 @@ def erase_words(model: PreTrainedModel, forget: Sequence[Row], retain: Sequence[
 
 
 def words_of(forget: Sequence[Row], retain: Sequence[Row]) -> list[int]:
-    """The tokens whose share of the forget documents exceeds their share of the retain documents most."""
+    """The tokens whose share of all tokens in the forget documents exceeds that in the retain documents most."""
     counts = [Counter(token for row in rows for token in row.ids) for rows in (forget, retain)]
     totals = [count.total() for count in counts]
 
