@@ -432,6 +432,8 @@ WITHOUT_EFFECT = [
     ({"corrects": "unconstrained", "correction": "realign", "replay": True}, "replay", "`constraint`"),
     (ROWS["ptc"] | {"undo": ROWS["undo"]["undo"]}, "undo", "`correction: undo`"),
     (ROWS["expert_specific_paper"] | {"max_rank": 3}, "max_rank", "`constraint: null_space with form: sound`"),
+    (ROWS["reparameterized"] | {"safety_margin": 0.5}, "safety_margin", "with form: sound with projects: update`"),
+    (ROWS["full_null_space_paper"] | {"safety_margin": 0.5}, "safety_margin", "form: paper with granularity: expert`"),
 ]
 
 
