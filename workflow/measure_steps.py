@@ -111,7 +111,7 @@ def measured(project: Project, model: str, objective: str, method: str) -> dict[
             expert_eps=row.expert_eps,
             state_file=Path(folder) / "state.pt",
         )
-    sizes = [basis.U_ret_Edr.nbytes for basis in bases.values()]
+    sizes = [basis.columns_Edr.nbytes for basis in bases.values()]
     return {
         "gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if DEVICE == "cuda" else "",
         **_seconds(outcome),

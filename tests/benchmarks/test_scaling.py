@@ -99,7 +99,7 @@ def test_literal_loop_against_batched(compare):
 def test_projecting_a_layer_against_expert_by_expert(compare):
     """With bases at hand: one batched product, or a projector formed and applied for each expert."""
     layer = Layer(N=256, d=256, E=64, k=4)
-    projectors = [torch.eye(256, dtype=U_dr.dtype) - U_dr @ U_dr.T for U_dr in layer.basis.U_ret_Edr]
+    projectors = [torch.eye(256, dtype=U_dr.dtype) - U_dr @ U_dr.T for U_dr in layer.basis.columns_Edr]
     update_Ed = layer.update_Ed.double()
 
     def one_by_one():

@@ -251,7 +251,7 @@ def test_cached_bases_keep_the_originals_tokens_and_all_that_came_since():
     assert moved["cached"].max() < 1e-3 and moved["minibatch"][2] < 1e-3
     assert moved["minibatch"][:2].min() > 0.1, "the control"
     fixed = rule.fixed(second.scores_NE, second.top_k_Nk)
-    U = extended(fit_bases(trace, moe.rules(), method)[0], second.x_Nd, fixed, EpsNull(1e-2, "absolute")).U_ret_Edr
+    U = extended(fit_bases(trace, moe.rules(), method)[0], second.x_Nd, fixed, EpsNull(1e-2, "absolute")).columns_Edr
     torch.testing.assert_close(U.transpose(1, 2) @ U, torch.diag_embed((U != 0).any(dim=1).float()), atol=1e-5, rtol=0)
 
 

@@ -43,7 +43,7 @@ def test_basis_is_orthonormal_and_agrees_with_the_pseudoinverse_projector():
         X = x[selected[:, j]].T
         P = torch.eye(40, dtype=torch.float64) - X @ torch.linalg.pinv(X.T @ X) @ X.T
         torch.testing.assert_close(projected[j], P @ update[j], atol=1e-9, rtol=0)
-        U = basis.U_ret_Edr[j, :, : basis.ranks[j]]
+        U = basis.columns_Edr[j, :, : basis.ranks[j]]
         torch.testing.assert_close(U.T @ U, torch.eye(U.shape[1], dtype=torch.float64), atol=1e-10, rtol=0)
 
 
@@ -80,7 +80,7 @@ def test_max_rank_keeps_the_strongest_directions():
         statistics.update(part, torch.ones(len(part), 1, dtype=torch.bool))
     basis = statistics.basis(EpsNull(1e-2, "relative"))
     assert statistics.factor_Erd.shape[1] == 2 and basis.ranks.tolist() == [1]
-    assert (basis.U_ret_Edr[0, :, 0] @ strong[0]).abs() / strong.norm() > 0.9999
+    assert (basis.columns_Edr[0, :, 0] @ strong[0]).abs() / strong.norm() > 0.9999
 
 
 def test_paper_rank_inflates_in_fp32_where_the_sound_form_does_not():
@@ -107,7 +107,7 @@ def test_every_number_of_tokens_gives_the_paper_the_same_basis(d):
     eps_null = EpsNull(1e-6, "absolute")
     thin = covariance_basis(x, selected, eps_null)
     assert (int(selected.sum(dim=0).max()) <= d) == (d > 16)
-    assert d == 16 or thin.U_ret_Edr.shape[2] < d
+    assert d == 16 or thin.columns_Edr.shape[2] < d
     torch.testing.assert_close(thin.project(update), literal(x, selected, update, 1e-6), atol=1e-8, rtol=0)
 
 
@@ -138,7 +138,7 @@ def test_experts_whose_tokens_all_count_need_no_eigenvalues(dtype, monkeypatch):
         assert computed == [int(others.sum())] * repeated
         torch.testing.assert_close(found.project(update), literal(x, selected, update, 1e-2), atol=1e-4, rtol=0)
         assert found.ranks.tolist() == (selected.sum(dim=0) - others.int()).tolist()
-        gram = found.U_ret_Edr.transpose(1, 2) @ found.U_ret_Edr
+        gram = found.columns_Edr.transpose(1, 2) @ found.columns_Edr
         torch.testing.assert_close(gram, torch.diag_embed(gram.diagonal(dim1=1, dim2=2).round()), atol=1e-5, rtol=0)
     assert 0 < others.sum() < 6
 

@@ -111,7 +111,7 @@ def least_distance(wanted, A, limits):
 def oracles(basis, x, bounds, update):
     """Row by row."""
     points = []
-    for U, bounds_N, update_d in zip(basis.U_ret_Edr.numpy(), bounds.T.numpy(), update.numpy(), strict=True):
+    for U, bounds_N, update_d in zip(basis.columns_Edr.numpy(), bounds.T.numpy(), update.numpy(), strict=True):
         points.append(oracle(update_d, U[:, np.abs(U).any(axis=0)], x.numpy(), bounds_N))
     return torch.from_numpy(np.stack(points))
 
@@ -276,7 +276,7 @@ def test_tokens_within_the_span_up_to_fp32_rounding_cost_nothing(norm, basis_dty
         bounds = others.masked_fill(in_span & bounds.isfinite(), 0)
         within = max(within, violation(stage_1, x, bounds.masked_fill(~in_span, torch.inf)).max().item())
         solved = nearest_feasible(
-            update, RetainBasis(basis.U_ret_Edr.to(basis_dtype)), x.float(), bounds.float(), tolerance=1e-6
+            update, RetainBasis(basis.columns_Edr.to(basis_dtype)), x.float(), bounds.float(), tolerance=1e-6
         )
         assert violation(solved, x, bounds).max() < 1e-6 * norm * update.norm(dim=1).max()
         best = oracles(basis, x / norm, others / norm, update)
@@ -331,7 +331,7 @@ def test_margins_spent_afresh_may_be_infeasible(seed):
     it no direction to fall along, no point respects it. Algorithm 1 then moves a router that the optimizer left alone,
     breaks its equalities and leaves violations; clamped, the system is feasible and the router stays put."""
     x, basis, bounds, _ = instance(seed, N=200, num_fixed=200, margin=0.5)
-    systems = [(U_dr.numpy(), bounds_N.numpy()) for U_dr, bounds_N in zip(basis.U_ret_Edr, bounds.T, strict=True)]
+    systems = [(U_dr.numpy(), bounds_N.numpy()) for U_dr, bounds_N in zip(basis.columns_Edr, bounds.T, strict=True)]
     assert not any(feasible(U_dr, x.numpy(), bounds_N) for U_dr, bounds_N in systems)
     assert all(feasible(U_dr, x.numpy(), bounds_N.clip(0)) for U_dr, bounds_N in systems), "the control"
     still = torch.zeros(8, 24, dtype=torch.float64)

@@ -70,7 +70,7 @@ def test_tokens_almost_within_the_span_are_in_reach():
     inside_Nd = torch.randn(40, 252, generator=generator, dtype=torch.float64) @ span_dr.T
     x_Nd = (50 * inside_Nd / inside_Nd.norm(dim=1, keepdim=True) + 6e-4 * free_d).float()
     basis = RetainBasis(span_dr[None].float())
-    excess_N = (x_Nd.double() @ basis.U_ret_Edr[0].double()).norm(dim=1) - x_Nd.double().norm(dim=1)
+    excess_N = (x_Nd.double() @ basis.columns_Edr[0].double()).norm(dim=1) - x_Nd.double().norm(dim=1)
     assert excess_N.max() > 0
     x_Nd, bounds_N1 = x_Nd[excess_N.argmax()][None], torch.tensor([[2e-4]])
     update_1d = free_d[None].float()

@@ -114,7 +114,7 @@ def trained(device, method, state_file, *, stop_at=None, dtype=torch.float32):
 
     def bases(held):
         fitted = fit_bases(held, moe.rules(), row)
-        return {layer: RetainBasis(basis.U_ret_Edr.to(device)) for layer, basis in fitted.items()}
+        return {layer: RetainBasis(basis.columns_Edr.to(device)) for layer, basis in fitted.items()}
 
     built = build(row, in_host_memory, in_host_memory, bases=bases, seed=0)
     calls = itertools.count()

@@ -140,7 +140,7 @@ def test_texts_have_the_bases_of_their_tokens(tokenizer):
     for retain, settings in (([text], {"tokenizer": tokenizer}), ([tokenizer(text, return_tensors="pt")], {})):
         model = small_model(vocabulary_size=len(tokenizer))
         with gripmoe.reparameterize(model, retain, **settings):
-            spans.append(model.model.layers[0].mlp.gate.parametrizations.weight[0].U_ret_Edr)
+            spans.append(model.model.layers[0].mlp.gate.parametrizations.weight[0].columns_Edr)
     assert torch.equal(*spans)
 
 

@@ -37,7 +37,9 @@ def test_the_first_bases_that_fit_stay_the_next_lie_in_host_memory_and_the_other
         assert list(stored) == [1, 3, 10] and len(stored) == 3, "in the order of layers"
         with monkeypatch.context() as patched:
             patched.setattr(stored_bases, "safe_open", lambda *args, **kw: reads.append(1) or opened(*args, **kw))
-            assert all(torch.equal(stored[layer].U_ret_Edr, basis.U_ret_Edr.double()) for layer, basis in bases.items())
+            assert all(
+                torch.equal(stored[layer].columns_Edr, basis.columns_Edr.double()) for layer, basis in bases.items()
+            )
         assert len(reads) == read
         reads.clear()
     with pytest.raises(KeyError):

@@ -34,7 +34,7 @@ class _Held:
     transposed: bool
 
     def project(self) -> None:
-        moved_Emd = (self.weight - self.original).to(self.basis.U_ret_Edr)
+        moved_Emd = (self.weight - self.original).to(self.basis.columns_Edr)
         moved_Emd = moved_Emd.transpose(1, 2) if self.transposed else moved_Emd
         kept_Emd = self.basis.remainder(self.basis.remainder(moved_Emd))  # twice: a basis is orthonormal up to rounding
         kept_Emd = kept_Emd.transpose(1, 2) if self.transposed else kept_Emd
@@ -69,7 +69,7 @@ class ExpertNullSpace:
                 statistics[layer].update(seen.x_Nd, selection_mask(seen.top_k_Nk, model.num_experts))
         for layer, eps in eps_by_layer(eps_null, model.layers).items():
             for weight, of_inputs in statistics[layer].matrices():
-                bases = [each.basis(eps).U_ret_Edr.float() for each in of_inputs]
+                bases = [each.basis(eps).columns_Edr.float() for each in of_inputs]
                 width = max(basis.shape[-1] for basis in bases)
                 basis = torch.cat([F.pad(basis, (0, width - basis.shape[-1])) for basis in bases])
                 original = weight.detach().clone()
@@ -86,13 +86,13 @@ class ExpertNullSpace:
     def held_share(self) -> float:
         """Mean share of the input directions that are held, 0 to 1."""
         bases = [matrix.basis for matrix in self._matrices]
-        shares = [(basis.ranks.double().mean() / basis.U_ret_Edr.shape[1]).item() for basis in bases]
+        shares = [(basis.ranks.double().mean() / basis.columns_Edr.shape[1]).item() for basis in bases]
         return sum(shares) / len(shares)
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is kept beside the model."""
-        return sum(matrix.original.nbytes + matrix.basis.U_ret_Edr.nbytes for matrix in self._matrices)
+        return sum(matrix.original.nbytes + matrix.basis.columns_Edr.nbytes for matrix in self._matrices)
 
     @torch.no_grad()
     def project(self) -> None:

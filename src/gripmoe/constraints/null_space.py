@@ -40,7 +40,7 @@ class _Reporting(RouterConstraint):
     def _observe(self, layer: int, basis: RetainBasis, update_Ed: Tensor, feasible_Ed: Tensor) -> None:
         self._calls[layer] += 1
         if self._calls[layer] % 10 == 1:
-            stage_1_Ed = basis.project(update_Ed.to(basis.U_ret_Edr))
+            stage_1_Ed = basis.project(update_Ed.to(basis.columns_Edr))
             moved_E = (feasible_Ed - stage_1_Ed).norm(dim=1) > 1e-4 * stage_1_Ed.norm(dim=1)  # not by rounding
             self._beyond[layer], self._ranks[layer] = (v.double().mean().item() for v in (moved_E, basis.ranks))
 
@@ -195,9 +195,9 @@ class NullSpacePaper(_Reporting):
         eps_null, fixed_NE = self._eps_null[layer], _fixed(seen, self._rules[layer], self.method)
         if self.method.basis != "cached":
             return covariance_basis(seen.x_Nd, fixed_NE, eps_null)
-        before_Edr = self._cached[layer] if layer in self._cached else self.bases[layer].U_ret_Edr
+        before_Edr = self._cached[layer] if layer in self._cached else self.bases[layer].columns_Edr
         basis = extended(RetainBasis(before_Edr.to(seen.x_Nd)), seen.x_Nd, fixed_NE, eps_null)
-        self._cached[layer] = basis.U_ret_Edr
+        self._cached[layer] = basis.columns_Edr
         return basis
 
     def state(self) -> dict:
@@ -311,4 +311,4 @@ def _basis(seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: M
     at_once = max(1024, hidden_size * experts // (4 * seen.top_k_Nk.shape[1]))  # tokens that fill factors of d rows
     for start in range(0, len(seen), at_once):
         statistics.update(seen.x_Nd[start : start + at_once], fixed_NE[start : start + at_once])
-    return RetainBasis(statistics.basis(eps_null).U_ret_Edr.float())
+    return RetainBasis(statistics.basis(eps_null).columns_Edr.float())

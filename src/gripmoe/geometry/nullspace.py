@@ -40,33 +40,35 @@ class EpsNull:
 
 @dataclass(frozen=True)
 class RetainBasis:
-    """Orthonormal columns U_ret_Edr that span the retain inputs of each expert; E is 1 where all experts share one. Or,
+    """Orthonormal `columns_Edr` that span the retain inputs of each expert; E is 1 where all experts share one. Or,
     with `is_complement`, columns that span what these inputs leave free: the same projection."""
 
-    U_ret_Edr: Tensor
+    columns_Edr: Tensor
     is_complement: bool = False
 
     def of(self, rows: slice | Tensor) -> RetainBasis:
         """The bases of some experts; a basis that all experts share is that of any of them."""
-        return self if len(self.U_ret_Edr) == 1 else replace(self, U_ret_Edr=self.U_ret_Edr[rows])
+        return self if len(self.columns_Edr) == 1 else replace(self, columns_Edr=self.columns_Edr[rows])
 
     def double(self) -> RetainBasis:
-        return replace(self, U_ret_Edr=self.U_ret_Edr.double())
+        return replace(self, columns_Edr=self.columns_Edr.double())
 
     def narrow(self) -> RetainBasis:
         """Itself, or its complement where that has fewer columns."""
-        size, width = self.U_ret_Edr.shape[1:]
+        size, width = self.columns_Edr.shape[1:]
         if self.is_complement or size - int(self.ranks.min()) >= width:
             return self
-        eye_dd = torch.eye(size, dtype=self.U_ret_Edr.dtype, device=self.U_ret_Edr.device)
-        shares_Ed, vectors_Edd = torch.linalg.eigh(eye_dd - self.U_ret_Edr @ self.U_ret_Edr.transpose(1, 2))  # 0 or 1
+        eye_dd = torch.eye(size, dtype=self.columns_Edr.dtype, device=self.columns_Edr.device)
+        shares_Ed, vectors_Edd = torch.linalg.eigh(
+            eye_dd - self.columns_Edr @ self.columns_Edr.transpose(1, 2)
+        )  # 0 or 1
         return replace(_padded_basis(vectors_Edd.flip(-1), (shares_Ed > 0.5).sum(dim=-1)), is_complement=True)
 
     @cached_property
     def ranks(self) -> Tensor:
         """Directions fixed per expert, shape (E,)."""
-        columns_E = (self.U_ret_Edr != 0).any(dim=1).sum(dim=-1)
-        return self.U_ret_Edr.shape[1] - columns_E if self.is_complement else columns_E
+        columns_E = (self.columns_Edr != 0).any(dim=1).sum(dim=-1)
+        return self.columns_Edr.shape[1] - columns_E if self.is_complement else columns_E
 
     def project(self, update_Ed: Tensor) -> Tensor:
         """P u = u - U (U^T u) for each router row (Eq. 19); twice, since U is orthonormal up to rounding only."""
@@ -74,8 +76,8 @@ class RetainBasis:
 
     def remainder(self, x_Emd: Tensor) -> Tensor:
         """One projection of m vectors per expert. U from the left: (x U) U^T takes CPUs three times as long."""
-        coefficients_Erm = (x_Emd @ self.U_ret_Edr).transpose(1, 2)
-        spanned_Emd = (self.U_ret_Edr @ coefficients_Erm).transpose(1, 2)
+        coefficients_Erm = (x_Emd @ self.columns_Edr).transpose(1, 2)
+        spanned_Emd = (self.columns_Edr @ coefficients_Erm).transpose(1, 2)
         return spanned_Emd.contiguous() if self.is_complement else x_Emd - spanned_Emd.contiguous()
 
     def coordinates(self, x_Emd: Tensor) -> Tensor:
@@ -83,18 +85,18 @@ class RetainBasis:
         complement, (E, m, r), else the remainder itself, (E, m, d)."""
         if not self.is_complement:
             return self.remainder(x_Emd)
-        return (self.U_ret_Edr.transpose(1, 2) @ x_Emd.transpose(1, 2)).transpose(1, 2)
+        return (self.columns_Edr.transpose(1, 2) @ x_Emd.transpose(1, 2)).transpose(1, 2)
 
     def vectors(self, coordinates_Emr: Tensor) -> Tensor:
         """The vectors of `coordinates`, (E, m, d)."""
         if not self.is_complement:
             return self.remainder(coordinates_Emr)  # once more, since U is orthonormal up to rounding only
-        return (self.U_ret_Edr @ coordinates_Emr.transpose(1, 2)).transpose(1, 2)
+        return (self.columns_Edr @ coordinates_Emr.transpose(1, 2)).transpose(1, 2)
 
     def free_norms(self, x_Nd: Tensor) -> Tensor:
         """|P x_i| of each expert, (E, N), in the dtype of `x_Nd`. Where it is a difference that rounding of the basis may
         cancel, what rounding leaves is the least: never much too short."""
-        spanned_EN = torch.stack([(x_Nd.double() @ U_dr.double()).square().sum(dim=1) for U_dr in self.U_ret_Edr])
+        spanned_EN = torch.stack([(x_Nd.double() @ U_dr.double()).square().sum(dim=1) for U_dr in self.columns_Edr])
         if self.is_complement:
             return spanned_EN.sqrt().to(x_Nd.dtype)
         squares_N = x_Nd.double().square().sum(dim=1)
@@ -186,7 +188,7 @@ def extended(basis: RetainBasis, x_Nd: Tensor, selected_NE: Tensor, eps_null: Ep
     remainder_Emd = basis.remainder(basis.remainder(_served(x_Nd, selected_NE)))
     _, singular_Em, vectors_Emd = torch.linalg.svd(remainder_Emd, full_matrices=False)
     new = _padded_basis(vectors_Emd.transpose(1, 2), eps_null.ranks(singular_Em**2))
-    both_Edr = torch.cat([basis.U_ret_Edr, new.U_ret_Edr], dim=-1)
+    both_Edr = torch.cat([basis.columns_Edr, new.columns_Edr], dim=-1)
     filled_Er = (both_Edr != 0).any(dim=1)
     order_Er = filled_Er.to(torch.int8).argsort(dim=-1, descending=True, stable=True)  # padding last
     width = int(filled_Er.sum(dim=-1).max())

@@ -30,11 +30,11 @@ class InNullSpace(nn.Module):
     def __init__(self, theta_0_Ed: Tensor, basis: RetainBasis):
         super().__init__()
         self.register_buffer("theta_0_Ed", theta_0_Ed.detach().clone(), persistent=False)
-        self.register_buffer("U_ret_Edr", basis.U_ret_Edr.to(theta_0_Ed), persistent=False)
+        self.register_buffer("columns_Edr", basis.columns_Edr.to(theta_0_Ed), persistent=False)
 
     def forward(self, w_Ed: Tensor) -> Tensor:
         moved_Ed = in_full_precision(w_Ed - self.theta_0_Ed)
-        return self.theta_0_Ed + RetainBasis(self.U_ret_Edr.to(moved_Ed)).project(moved_Ed).to(w_Ed)
+        return self.theta_0_Ed + RetainBasis(self.columns_Edr.to(moved_Ed)).project(moved_Ed).to(w_Ed)
 
     def right_inverse(self, theta_Ed: Tensor) -> Tensor:
         return theta_Ed

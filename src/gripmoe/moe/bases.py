@@ -15,7 +15,7 @@ from gripmoe.io.tensorfile import open_checked, write_tensors
 
 
 def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, str]) -> None:
-    write_tensors(path, {str(layer): basis.U_ret_Edr for layer, basis in bases.items()}, metadata)
+    write_tensors(path, {str(layer): basis.columns_Edr for layer, basis in bases.items()}, metadata)
 
 
 class StoredBases(Mapping[int, RetainBasis]):
@@ -40,8 +40,8 @@ class StoredBases(Mapping[int, RetainBasis]):
             self._layers = sorted(map(int, file.keys()))
             for layer in self._layers:
                 stored = file.get_tensor(str(layer))
-                if not self._on_host and (basis := self._placed(stored)).U_ret_Edr.nbytes <= memory:
-                    memory -= basis.U_ret_Edr.nbytes
+                if not self._on_host and (basis := self._placed(stored)).columns_Edr.nbytes <= memory:
+                    memory -= basis.columns_Edr.nbytes
                     self._kept[layer] = basis
                 elif stored.nbytes <= host_memory:
                     host_memory -= stored.nbytes

@@ -360,7 +360,7 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
             expert_eps=method.expert_eps,
             state_file=NOWHERE,
         )
-    basis = len(moe.layers) * _bytes([bases[next(iter(moe.layers))].U_ret_Edr]) if method.has_bases else 0
+    basis = len(moe.layers) * _bytes([bases[next(iter(moe.layers))].columns_Edr]) if method.has_bases else 0
     of_step = {name: value - before[name] for name, value in spent().items()}
     return of_step | {"basis": basis, "held": before.get("held", 0)}
 
