@@ -96,7 +96,7 @@ def test_the_factorial_is_every_constraint_on_one_expert_and_on_all():
 
 
 def test_news_goes_with_the_models_finetuned_on_it(folder):
-    world = "extends: tiny\nmodels: [tiny_a, tiny_news_a]\nbenchmarks: [wmdp_tiny, muse_tiny]\n"
+    world = "extends: tiny\nmodels: [tiny_a, tiny_news_a]\nbenchmarks: [wmdp_tiny, muse_tiny]\nmethods: [original]\n"
     (folder / "both.yaml").write_text(world)
     pairs = {key[:2] for key in Project(folder, "both").run_keys()}
     assert pairs == {("tiny_a", "wmdp_tiny"), ("tiny_news_a", "muse_tiny")}
@@ -163,6 +163,37 @@ def test_a_run_of_two_worlds_has_the_same_settings_in_both(folder):
     write_yaml(folder / "part.yaml", {key: value for key, value in part.items() if key != "methods"})
     (folder / "mine.yaml").write_text("extends: part\nmethods: [original]\n")
     assert Project(folder, "mine").results_name == "part", "a world that is there to be extended alone"
+
+
+def test_worlds_that_extend_the_same_one_agree_too(folder):
+    """Each would overwrite the runs of the other. A world that cannot start says nothing of others, and a world is not
+    refused for one that extends it, which is refused itself."""
+    for name, rate in (("mine", 1.0e-3), ("yours", 2.0e-3)):
+        overrides = f"overrides: {{sam: {{learning_rate: {rate}}}}}"
+        (folder / f"{name}.yaml").write_text(f"extends: tiny\nmethods: [original, sam]\n{overrides}\n")
+    with pytest.raises(ConfigError, match="mine.yaml: run .*/sam/0 has another `learning_rate` in 'yours', and both"):
+        Project(folder, "mine")
+    with (folder / "yours.yaml").open("a") as file:
+        file.write("seeds: []\n")
+    assert Project(folder, "mine").results_name == "tiny"
+    (folder / "yours.yaml").write_text("extends: tiny\noverrides: {}\n")
+    assert Project(folder, "tiny")
+
+
+def test_the_number_of_processes_belongs_to_a_run(folder, tmp_path):
+    """Batch sizes are those of a process. One process is not named, so its run files stay as they were."""
+    (folder / "more.yaml").write_text("extends: single_gpu\ngpus: {olmoe: 2}\n")
+    with pytest.raises(ConfigError, match="more.yaml: run olmoe/.* has another `gpus` in 'single_gpu'"):
+        Project(folder, "more")
+    (folder / "more.yaml").write_text("extends: paper\ngpus: {qwen3_30b_a3b: 4}\n")
+    project = Project(folder, "paper")
+    written = {}
+    for method in ("unconstrained", "seuf", "ptc"):
+        run = project.run("qwen3_30b_a3b", "wmdp_cyber", "gd", method, 0)
+        write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
+        written[method] = yaml.safe_load((tmp_path / "run.yaml").read_text()).get("processes")
+        assert load_run(tmp_path / "run.yaml") == run
+    assert written == {"unconstrained": 2, "seuf": None, "ptc": None}
 
 
 def test_a_benchmark_changes_training(folder):

@@ -23,7 +23,8 @@ BATCH_SIZES = ("forget_batch_size", "retain_batch_size", "gradient_accumulation"
 
 
 class Project:
-    """A world with the catalogues of its folder, cross-checked. Raises ConfigError at the first mistake."""
+    """A world with the catalogues of its folder, cross-checked, and compared with the worlds that share its results.
+    With `catalogues`, those of the folder, it is not compared. Raises ConfigError at the first mistake."""
 
     def __init__(self, folder: Path, world_name: str, catalogues: Catalogues | None = None):
         self.name, self.world_file = _find_world(folder, world_name)
@@ -31,8 +32,8 @@ class Project:
         self._models_file, self._methods_file = self._catalogues.models_file, self._catalogues.methods_file
         self.models, self.benchmarks = self._catalogues.models, self._catalogues.benchmarks
         self.objectives, self.artefacts = self._catalogues.objectives, self._catalogues.artefacts
-        content, extended = _world_content(folder, self.world_file)
-        self.results_name = _find_world(folder, extended[-1])[0] if extended else self.name
+        content, self._extended = _world_content(folder, self.world_file)
+        self.results_name = self._extended[-1].stem if self._extended else self.name
         self.world = parse_as(World, content, self.world_file)
         self.external = self._external()
         external = dict.fromkeys(self.external, Method(baseline="external"))
@@ -43,12 +44,8 @@ class Project:
         self._check_methods()
         self._check_models()
         self._check_training()
-        for name in extended:
-            try:
-                other = Project(folder, name, self._catalogues)
-            except ConfigError:  # a world that is there to be extended alone has no runs
-                continue
-            self._check_shared_runs(other)
+        if not catalogues:
+            self._check_shared_runs()
 
     def _references(self) -> Iterator[tuple[Collection[str], Collection[str], str]]:
         """Names, those that are known, and where the names stand."""
@@ -163,17 +160,32 @@ class Project:
             if objective != NO_OBJECTIVE:
                 self.training(objective, method, benchmark)
 
-    def _check_shared_runs(self, other: Project) -> None:
-        known = set(other.run_keys())
-        for key in self.run_keys():
-            if key in known and (mine := self._settings(*key)) != (theirs := other._settings(*key)):
-                names = ", ".join(f"`{name}`" for name in mine if mine[name] != theirs[name])
-                raise ConfigError(
-                    f"{self.world_file}: run {'/'.join(map(str, key))} has another {names} in {other.name!r}, which "
-                    "this world extends, and both keep it in the same folder. A key such as `overrides` or `gpus` "
-                    f"replaces the whole key of {other.name!r}: repeat its entries, give a method of your own its "
-                    "`training`, or write a world without `extends`"
-                )
+    def _check_shared_runs(self) -> None:
+        known = set(self.run_keys())
+        for other in self._beside():
+            for key in filter(known.__contains__, other.run_keys()):
+                if (mine := self._settings(*key)) != (theirs := other._settings(*key)):
+                    names = ", ".join(f"`{name}`" for name in mine if mine[name] != theirs[name])
+                    raise ConfigError(
+                        f"{self.world_file}: run {'/'.join(map(str, key))} has another {names} in {other.name!r}, and "
+                        f"both keep it in the results of {self.results_name!r}. A key such as `overrides` or `gpus` "
+                        "replaces the whole key of the world that is extended: repeat its entries, give a method of "
+                        "your own its `training`, or write a world without `extends`"
+                    )
+
+    def _beside(self) -> Iterator[Project]:
+        """Worlds with the same results and one of the same models. Those that extend this one are left out: they are
+        compared when they start."""
+        for file in dict.fromkeys([*self._extended, *world_files(self.folder)]):
+            try:
+                content, extended = _world_content(self.folder, file)
+                names = [each.stem for each in (file, *extended)]
+                if names[-1] != self.results_name or self.name in names:
+                    continue
+                if not set(self.world.models).isdisjoint(parse_as(World, content, file).models):
+                    yield Project(self.folder, str(file), self._catalogues)
+            except ConfigError:  # a world that cannot start has no runs, such as one that is there to be extended
+                continue
 
     def _settings(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> dict[str, Any]:
         """What a run depends on of this world alone; on catalogues it depends in every world."""
@@ -182,6 +194,7 @@ class Project:
         return {
             **(training.model_dump() if training else {}),
             "external": external,
+            "gpus": self.gpus(model) if training else None,
             "relearning": self.world.relearning,
         }
 
@@ -286,6 +299,7 @@ class Project:
         return training.model_copy(update={"gradient_accumulation": alone * training.gradient_accumulation})
 
     def run(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> Run:
+        training = self.training_of(model, objective, method, benchmark)
         return Run(
             model=model,
             benchmark_name=benchmark,
@@ -295,7 +309,8 @@ class Project:
             method_name=method,
             method=self.methods[method],
             seed=seed,
-            training=self.training_of(model, objective, method, benchmark),
+            training=training,
+            processes=self.processes(model, method) if training else 1,
         )
 
     def run_keys(self) -> list[tuple[str, str, str, str, int]]:
@@ -337,20 +352,19 @@ def _find_world(folder: Path, world: str) -> tuple[str, Path]:
     return path.stem, path
 
 
-def _world_content(folder: Path, file: Path) -> tuple[dict, list[str]]:
-    """The content of a world file over that of the worlds that it extends, and these worlds."""
-    content, files, worlds = read_mapping(file), [file.resolve()], []
+def _world_content(folder: Path, file: Path) -> tuple[dict, list[Path]]:
+    """The content of a world file over that of the worlds that it extends, and the files of these."""
+    content, files = read_mapping(file), [file]
     while "extends" in content:
         extended, where = content.pop("extends"), f"{files[-1]}: extends"
         if not isinstance(extended, str):
             raise ConfigError(f"{where}: {extended!r} is no name of a world; give one, or leave the key out")
         try:
             name, base_file = _find_world(folder, extended)
-            worlds.append(extended)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
-        if base_file.resolve() in files:
+        if base_file.resolve() in [each.resolve() for each in files]:
             raise ConfigError(f"{file}: extends: {name!r} extends itself")
         content = {**read_mapping(base_file), **content}
-        files.append(base_file.resolve())
-    return content, worlds
+        files.append(base_file)
+    return content, files[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Collection
@@ -15,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import YAML, read_yaml
 
+_adapter = functools.cache(TypeAdapter)  # a world is checked against other worlds: thousands of times
 SHOWN = 80  # names in an error
 NAME = r"^[a-z][a-z0-9_]*$"  # of whatever a configuration names, and of folders of results
 SOURCES = ("embedded", "published", "muse", "finetuned")  # pydantic's names of the alternatives in its unions
@@ -33,7 +35,7 @@ def parse_as(target: Any, value: Any, path: Path, prefix: str = "") -> Any:
     """`value` as an object of type `target`. Raises ConfigError that names `path`, the key below `prefix`, and what is
     valid."""
     try:
-        return TypeAdapter(target).validate_python(value)
+        return _adapter(target).validate_python(value)
     except ValidationError as error:
         raise ConfigError("\n".join(_describe(item, path, prefix) for item in error.errors())) from None
 

@@ -76,6 +76,8 @@ class Run(Strict):
     method: Method
     seed: int
     training: Training | None
+    # That train it together, each with its own batches. One process is not written, so that its runs keep their files.
+    processes: PositiveInt = Field(1, exclude_if=lambda count: count == 1)
 
 
 def load_run(path: Path) -> Run:
