@@ -161,6 +161,18 @@ def test_facts_of_a_cluster_stand_in_a_copy_of_the_profile_and_gpus_go_to_what_u
     assert all("slurm_account=myproject" in resources for resources in asked.values())
 
 
+@pytest.mark.parametrize("profile", ["slurm", "tiny"])
+def test_a_new_date_of_a_large_corpus_repeats_nothing(tmp_path, profile):
+    """Of 10 MB, as Snakemake compares contents up to 1 MB unless it is told."""
+    rule = 'rule all:\n    input: "corpus"\n    output: "read"\n    shell: "touch {output}"\n'
+    (tmp_path / "Snakefile").write_text(rule)
+    (tmp_path / "corpus").write_bytes(bytes(10_000_000))
+    command = ["--profile", PROFILE.with_name(profile), "--executor", "local", "--cores", 1]
+    snakemake(*command, directory=tmp_path, root=tmp_path)
+    (tmp_path / "corpus").touch()
+    assert "Nothing to be done" in snakemake("-n", *command, directory=tmp_path, root=tmp_path)
+
+
 def test_memory_and_time_grow_with_every_attempt_that_the_profile_allows(tmp_path, monkeypatch):
     """A trainer that always fails, of a model that two processes share."""
     target = "results/paper/qwen3_30b_a3b/wmdp_cyber/gd/unconstrained/0/checkpoint.json"
