@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 
 import datasets
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -207,6 +208,24 @@ def test_offline_says_what_to_do(data):
         benchmark_files(data.model_copy(update={"forget_corpus": "cais/wmdp-corpora"}))
     with pytest.raises(ValueError, match="'nobody/nothing'.*neither a local folder nor reachable"):
         load_published(PublishedModel(source="published", id="nobody/nothing"))
+
+
+def test_offline_the_hubs_cache_is_read(data, tmp_path, monkeypatch):
+    """As `hf download` leaves it: of a branch, or of a commit that the catalogue pins."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "cache" / "datasets--somebody--wmdp"
+    commits = {name: name * 40 for name in "ab"}
+    for answer, commit in enumerate(commits.values()):
+        clone(repository / "snapshots" / commit, "wmdp-cyber", "test", [{"answer": answer}])
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commits["b"])
+    for revision, answer in ((None, 1), (commits["a"], 0)):
+        asked = dict(revision=revision, key="data.forget_questions")
+        table = load_rows("somebody/wmdp", "wmdp-cyber", "test", ("answer",), **asked)
+        assert [row["answer"] for row in table] == [answer]
+    with pytest.raises(ConfigError, match="data.forget_questions: cannot read 'somebody/wmdp'.*hf download"):
+        load_rows("somebody/wmdp", "wmdp-cyber", "test", (), revision="c" * 40, key="data.forget_questions")
 
 
 @pytest.mark.parametrize("broken", ["lacks", "truncated", "unknown"])

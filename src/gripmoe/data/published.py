@@ -92,10 +92,11 @@ def load_rows(
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
+    source = _in_cache(path, revision)
     try:
         with tempfile.TemporaryDirectory() as folder:  # the usual cache distinguishes local clones only by name
-            own = {"cache_dir": folder, "keep_in_memory": True} if Path(path).is_dir() else {}
-            table = load_dataset(path, name, split=split, revision=revision, **own)
+            own = {"cache_dir": folder, "keep_in_memory": True} if Path(source).is_dir() else {}
+            table = load_dataset(source, name, split=split, revision=revision, **own)
     except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last for a file without a row
         why = error.__cause__ or error if isinstance(error, DatasetsError) else error
         raise ConfigError(
@@ -113,8 +114,20 @@ def load_rows(
             "incomplete download or another revision. Download it again, or correct data.rows."
         )
     if table.info.builder_name == "json" and any("timestamp" in str(table.features[column]) for column in columns):
-        return _json_lines(path, name, split, revision)
+        return _json_lines(source, name, split, revision)
     return table
+
+
+def _in_cache(path: str, revision: str | None) -> str:
+    """The folder of a hub id in the hub's cache, if the hub is not to be asked: `load_dataset` does not look there."""
+    from huggingface_hub import is_offline_mode, snapshot_download
+
+    if Path(path).is_dir() or not is_offline_mode():
+        return path
+    try:
+        return snapshot_download(path, repo_type="dataset", revision=revision, local_files_only=True)
+    except (OSError, ValueError):  # not there, or no id; datasets has a cache of its own
+        return path
 
 
 def _json_lines(path: str, name: str, split: str, revision: str | None) -> list[dict]:
