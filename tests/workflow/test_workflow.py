@@ -78,7 +78,7 @@ def test_an_embedded_model_asks_for_the_gpu_that_its_world_gives_it(tmp_path):
         resources = re.findall(r"^(?:local)?rule (\w+):.*?resources: (.*?)$", output, re.M | re.S)
         asked[world] = {rule for rule, resource in resources if re.search("gpu=1", resource)}
         gpus = set(re.findall(r"gripmoe prepare-model .* --gpus (\d)", output))
-        assert gpus == {"1" if world == "tiny_large" else "0"}
+        assert gpus == {"1" if world == "tiny_large" else "0"} and "GRIPMOE_GPUS" not in output
         assert planned(output)["prepare_model"] == (3 if world == "tiny_large" else 2), "shipped models need no skills"
     assert asked == {"tiny": set(), "tiny_large": ON_GPU - {"finetune_model"} | {"prepare_model"}}
 
@@ -96,6 +96,7 @@ def test_slurm_profile_as_typed_from_a_clone(tmp_path):
         job = job.split("\nrule ")[0]
         gpus = 2 if "model=qwen3_30b_a3b" in job else 1
         assert re.search(rf"resources: .*gpu={gpus}\b", job) and "runtime=" in job
+        assert f"GRIPMOE_GPUS={gpus} gripmoe " in job, "so that it does not compute on the CPU of a node"
         assert int(re.search(r"mem_mb=(\d+)", job)[1]) >= 65536 * gpus
         if job.startswith("unlearn"):  # where one expert trains, in one process over all GPUs
             assert f"--processes {1 if re.search('method=(seuf|router_l2_single)', job) else gpus}" in job
@@ -213,6 +214,22 @@ def test_mistakes_end_before_any_job(tmp_path):
     output = snakemake("--cores", 1, "--config", f"world={tmp_path / 'broken.yaml'}", directory=tmp_path, check=False)
     assert "broken.yaml: metods: unknown key; valid keys: models" in output
     assert not (tmp_path / "results").exists()
+
+
+def test_tables_of_the_runs_that_have_ended(tmp_path):
+    """One has, another is evaluated, of the others nothing is there. All are waited for unless the user says so."""
+    run = tmp_path / "results" / "smoke" / "smoke" / "wmdp_smoke" / "gd" / "unconstrained" / "0"
+    world = f"world={SMOKE}"
+    refused = snakemake("-n", "--config", world, "partial=1", directory=tmp_path, check=False)
+    assert "--config partial: no run of smoke has ended" in refused
+    for name in ("run.yaml", "evaluation.json", "questions.csv", "attack.json", "attack_questions.csv"):
+        for folder in (run, run.parent.with_name("ptc") / "0"):
+            folder.mkdir(parents=True, exist_ok=True)
+            if "attack" not in name or folder == run:
+                (folder / name).touch()
+    waited = [snakemake("-n", "--config", world, *partial, directory=tmp_path) for partial in ((), ("partial=1",))]
+    runs = [re.search(r"^rule collect:\n +input: (.*)", output, re.M)[1].count("attack.json") for output in waited]
+    assert runs == [8, 1]
 
 
 def test_a_budget_refuses_before_any_job(tmp_path):

@@ -21,9 +21,9 @@ gc.set_threshold(500_000, 20, 100)
 
 CONFIG = Path(workflow.basedir) / "workflow" / "config"
 
-unknown_keys = sorted(set(config) - {"world", "budget"})
+unknown_keys = sorted(set(config) - {"world", "budget", "partial"})
 if unknown_keys:
-    raise WorkflowError(f"--config: unknown key {unknown_keys[0]!r}; valid keys: world, budget")
+    raise WorkflowError(f"--config: unknown key {unknown_keys[0]!r}; valid keys: world, budget, partial")
 try:
     PROJECT = Project(CONFIG, str(config.get("world", "tiny")))
 except ConfigError as error:
@@ -59,7 +59,8 @@ REWRITES = {
 }
 FINETUNED = [name for name in WORLD.models + RETRAINED if PROJECT.models[name].source == "finetuned"]
 PREPARED = [name for name in PROJECT.models_needed if name not in FINETUNED]
-ON_GPU = any(PROJECT.models[name].source == "published" or PROJECT.trains_on_gpu(name) for name in PREPARED)
+PUBLISHED = any(PROJECT.models[name].source == "published" for name in PREPARED)
+ON_GPU = PUBLISHED or any(map(PROJECT.trains_on_gpu, PREPARED))
 
 
 def any_of(names):
@@ -101,9 +102,20 @@ def own_code_of(key):
     return lambda wildcards: own_code(PROJECT.benchmarks[wildcards.benchmark], key)
 
 
+def run_folders():
+    """The folder of every run of the world; with `--config partial=1`, of every run that has ended."""
+    folders = ["/".join(map(str, (RESULTS, *key))) for key in PROJECT.run_keys()]
+    if not config.get("partial"):
+        return folders
+    ended = [folder for folder in folders if Path(folder, "attack.json").exists()]
+    if not ended and workflow.is_main_process:
+        raise WorkflowError(f"--config partial: no run of {PROJECT.name} has ended; leave it out")
+    return ended
+
+
 def run_files(*names):
-    """The named files of every run of the world."""
-    return ["/".join(map(str, (RESULTS, *key, name))) for key in PROJECT.run_keys() for name in names]
+    """The named files of every run."""
+    return [f"{folder}/{name}" for folder in run_folders() for name in names]
 
 
 def run_checkpoint(wildcards):
@@ -247,5 +259,7 @@ def gpu_resources():
     return {"mem_mb": memory_for(gpus), "gpu": gpus if ON_GPU else 0, "nodes": 1}
 
 
+# With this number, a command refuses to compute on the CPU of a node whose GPUs it does not see. Embedded models may.
+GRIPMOE = "GRIPMOE_GPUS={resources.gpu} gripmoe" if PUBLISHED else "gripmoe"
 PROCESSES = processes_of if WORLD.gpus else 1  # that train a model together
 ENVIRONMENT = f"{workflow.basedir}/envs/environment.yaml"

@@ -14,10 +14,10 @@ rule collect:
     conda:
         ENVIRONMENT
     resources:
-        mem_mb=growing(2000),
+        mem_mb=growing(8000),
         runtime=growing(30),
     params:
-        folders=sorted(str(Path(file).parent) for file in run_files("run.yaml")),
+        folders=sorted(run_folders()),
         code=code_fingerprint("gripmoe.cli.collect:collect"),
     shell:
         "gripmoe collect {params.folders} --output {output.runs} --histories {output.histories}"
@@ -80,7 +80,7 @@ rule explore:
     conda:
         ENVIRONMENT
     resources:
-        mem_mb=growing(4000),
+        mem_mb=growing(8000),
         runtime=growing(30),
     params:
         folders=[DATA.format(benchmark=benchmark) for benchmark in WORLD.benchmarks],
