@@ -1,5 +1,7 @@
 """A model whose layers lie on several devices, and what shows that a test of it would see devices mixed."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from accelerate import dispatch_model
@@ -10,6 +12,7 @@ from gripmoe.attacks.forcing import LockStep
 from gripmoe.attacks.probes import last_states
 from gripmoe.evaluation.muse import continuations
 from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.placement import devices_of, place, visible_devices
 from gripmoe.worlds.models import make_model
@@ -151,3 +154,12 @@ def test_constraints_on_a_model_that_accelerate_has_spread(method, batch):
     with PretendedDevices():
         two = trained(spread_by_accelerate("qwen3_moe", FIRST, SECOND), batch.to(FIRST))
     torch.testing.assert_close(one, two)
+
+
+def test_a_job_that_sees_fewer_gpus_than_it_asked_for_ends(monkeypatch):
+    """In place of hours on the CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for asked, message in (("1", None), ("2", "GRIPMOE_GPUS: the job asked for 2 GPUs, and torch .* sees 1 here")):
+        monkeypatch.setenv("GRIPMOE_GPUS", asked)
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            assert visible_devices()

@@ -39,7 +39,8 @@ rule unlearn:
         retrained=retrained_flag,
         code=code_fingerprint("gripmoe.cli.unlearn:unlearn"),
     shell:
-        "gripmoe unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
+        GRIPMOE
+        + " unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
         " --processes {resources.processes}"
         " --original-answers {params.original_answers} --original-memory {resources.original_gb}"
         " --basis-memory {resources.basis_gb} --basis-host-memory {resources.basis_host_gb}"
@@ -70,7 +71,7 @@ rule realign:
     params:
         code=code_fingerprint("gripmoe.cli.realign:realign"),
     shell:
-        "gripmoe realign --run {input.run} --model {input.model} --checkpoint {input.checkpoint}"
+        GRIPMOE + " realign --run {input.run} --model {input.model} --checkpoint {input.checkpoint}"
         " --retain-corpus {input.retain_corpus} --trace {input.trace} --output {output} > {log} 2>&1"
 
 
