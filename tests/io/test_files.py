@@ -7,6 +7,8 @@ import pytest
 
 from conftest import held
 from gripmoe.config import reading as parsing
+from gripmoe.io import locks
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import (
     atomic_path,
     file_digest,
@@ -76,6 +78,16 @@ def test_a_file_system_without_locks_is_no_other_process(code, tmp_path, monkeyp
         with exclusive(tmp_path):
             pass
     assert "works on it" not in str(refused.value)
+
+
+def test_the_folder_of_another_user_is_named(tmp_path, monkeypatch):
+    def refuse(file, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(locks, "open", refuse, raising=False)  # root may write what chmod forbids
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/.lock: this user may not write it.*umask 002.*checkout each"):
+        with exclusive(tmp_path):
+            pass
 
 
 def test_what_killed_processes_left_of_one_file_is_removed(tmp_path):

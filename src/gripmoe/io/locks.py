@@ -18,9 +18,8 @@ from gripmoe.io.files import remove_halves
 def exclusive(folder: Path) -> Iterator[None]:
     """Within the block, this process has the lock of `folder`, so that no two processes write there. The lock of a
     killed process ends with the process, and its half-written files are removed. Raises ConfigError if another process
-    has the lock, naming that process, or if the file system has no locks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+", encoding="utf-8") as file:
+    has the lock, naming that process, if the file system has no locks, or if the folder is somebody else's."""
+    with _opened(folder) as file:
         if not take_lock(file, folder):
             file.seek(0)
             raise ConfigError(
@@ -34,6 +33,18 @@ def exclusive(folder: Path) -> Iterator[None]:
         file.flush()
         remove_halves(folder)
         yield
+
+
+def _opened(folder: Path) -> IO:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return open(folder / ".lock", "a+", encoding="utf-8")
+    except PermissionError as error:
+        raise ConfigError(
+            f"{error.filename}: this user may not write it; somebody else made it. In a checkout that several users "
+            "share, each sets `umask 002`, and its owner runs `chmod -R g+w` on it and `chmod g+s` on its folders; or "
+            "take a checkout each"
+        ) from None
 
 
 def take_lock(file: IO, folder: Path, *, shared: bool = False) -> bool:
