@@ -97,7 +97,8 @@ def test_slurm_profile_as_typed_from_a_clone(tmp_path):
         gpus = 2 if "model=qwen3_30b_a3b" in job else 1
         assert re.search(rf"resources: .*gpu={gpus}\b", job) and "runtime=" in job
         assert f"GRIPMOE_GPUS={gpus} gripmoe " in job, "so that it does not compute on the CPU of a node"
-        assert int(re.search(r"mem_mb=(\d+)", job)[1]) >= 65536 * gpus
+        processes = int(given[1]) if (given := re.search(r"--processes (\d+)", job)) else 1
+        assert int(re.search(r"mem_mb=(\d+)", job)[1]) == 163840 * processes
         if job.startswith("unlearn"):  # where one expert trains, in one process over all GPUs
             assert f"--processes {1 if re.search('method=(seuf|router_l2_single)', job) else gpus}" in job
 
@@ -160,6 +161,8 @@ def test_facts_of_a_cluster_stand_in_a_copy_of_the_profile_and_gpus_go_to_what_u
     assert {rule for rule, resources in asked.items() if re.search("gpu=[1-9]", resources)} == ON_GPU
     assert {rule for rule, resources in asked.items() if "gpu_model=h200" in resources} == ON_GPU
     assert all("slurm_account=myproject" in resources for resources in asked.values())
+    assert {rule for rule, resources in asked.items() if "slurm_partition=gpu" in resources} == ON_GPU
+    assert {rule for rule, resources in asked.items() if "slurm_partition=cpu" in resources} == asked.keys() - ON_GPU
 
 
 @pytest.mark.parametrize("profile", ["slurm", "tiny"])
@@ -269,14 +272,14 @@ def test_the_gpus_of_one_process_are_those_of_one_node(tmp_path):
     """SLURM would take two from two nodes, of which the process sees one."""
     world = tmp_path / "short.yaml"
     world.write_text(f"{SHORT}methods: [original, unconstrained, seuf, ptc]\n")
-    output = snakemake("-n", "--config", f"world={world}", directory=tmp_path)
+    output = snakemake("-n", "--cores", 20, "--config", f"world={world}", directory=tmp_path)
     pair = "model=qwen3_30b_a3b, benchmark=wmdp_cyber"
     jobs = [("trace_routing", pair)]
     jobs += [(rule, f"{pair}, objective=gd, method=ptc, seed=0") for rule in ("realign", "evaluate", "attack")]
     jobs += [("unlearn", f"{pair}, objective=gd, method=seuf, seed=0")]
     for rule, wildcards in jobs:
         _, resources, command = submitted(output, rule, wildcards)
-        assert resources.gpu == 2 and "--nodes=1" in command.split(), rule
+        assert resources.gpu == 2 and {"--nodes=1", "--cpus-per-task=8"} <= {*command.split()}, rule
 
 
 def test_bases_of_a_published_model_are_fitted_on_many_cores(tmp_path):

@@ -21,7 +21,7 @@ rule attack:
         f"{LOGS}/attack/{RUN_NAME}.log",
     conda:
         ENVIRONMENT
-    threads: 1
+    threads: THREADS
     resources:
         **gpu_resources(),
         runtime=growing(240),

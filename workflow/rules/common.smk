@@ -243,20 +243,23 @@ def processes_of(wildcards):
     return PROJECT.processes(wildcards.model, getattr(wildcards, "method", None))
 
 
-# MB for each GPU; jobs without a GPU take as much as one. `--set-resources RULE:mem_mb=...` asks for other amounts.
+# MB of each process of a job. `--set-resources RULE:mem_mb=...` asks for other amounts.
 MEMORY = 163840 if ON_GPU else 3000
 FIT_THREADS = 16 if ON_GPU else 1  # of fit_basis, whose decompositions take hours for a published model
 
 
-def memory_for(gpus):
-    """Host memory of a job on so many GPUs, which grows with every attempt."""
-    return lambda wildcards, attempt: attempt * MEMORY * (gpus(wildcards) if callable(gpus) else gpus)
+THREADS = 8 if ON_GPU else 1  # of other jobs with a model: they read files and feed a GPU
 
 
-def gpu_resources():
+def memory_for(processes):
+    """Host memory of a job of so many processes, which grows with every attempt."""
+    return lambda wildcards, attempt: attempt * MEMORY * (processes(wildcards) if callable(processes) else processes)
+
+
+def gpu_resources(processes=1):
     """All GPUs of a job are on one node: a process sees those of its node only."""
     gpus = gpus_of if WORLD.gpus else 1
-    return {"mem_mb": memory_for(gpus), "gpu": gpus if ON_GPU else 0, "nodes": 1}
+    return {"mem_mb": memory_for(processes), "gpu": gpus if ON_GPU else 0, "nodes": 1}
 
 
 # With this number, a command refuses to compute on the CPU of a node whose GPUs it does not see. Embedded models may.

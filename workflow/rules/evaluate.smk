@@ -21,7 +21,7 @@ rule evaluate:
         f"{LOGS}/evaluate/{RUN_NAME}.log",
     conda:
         ENVIRONMENT
-    threads: 1
+    threads: THREADS
     resources:
         **gpu_resources(),
         runtime=growing(240),

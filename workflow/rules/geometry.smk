@@ -14,7 +14,7 @@ rule trace_routing:
         f"{LOGS}/trace_routing/{{model}}.{{benchmark}}.log",
     conda:
         ENVIRONMENT
-    threads: 1
+    threads: THREADS
     resources:
         **gpu_resources(),
         runtime=growing(60),

@@ -93,9 +93,9 @@ rule finetune_model:
     priority: 100
     conda:
         ENVIRONMENT
-    threads: PROCESSES
+    threads: THREADS if ON_GPU else PROCESSES
     resources:
-        **gpu_resources(),
+        **gpu_resources(PROCESSES),
         processes=PROCESSES,
         runtime=growing(720),
     params:

@@ -24,9 +24,9 @@ rule unlearn:
     priority: 10
     conda:
         ENVIRONMENT
-    threads: PROCESSES
+    threads: THREADS if ON_GPU else PROCESSES
     resources:
-        **gpu_resources(),
+        **gpu_resources(PROCESSES),
         processes=PROCESSES,
         runtime=growing(720),
         original_gb=WORLD.original_memory,
@@ -64,7 +64,7 @@ rule realign:
         objective=any_of(WORLD.objectives),
     conda:
         ENVIRONMENT
-    threads: 1
+    threads: THREADS
     resources:
         **gpu_resources(),
         runtime=growing(120),
