@@ -241,6 +241,17 @@ def test_a_budget_refuses_before_any_job(tmp_path):
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
+def test_jobs_of_another_snakemake_are_left_to_it(tmp_path):
+    """Of this folder only, and only while they are in the queue."""
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(f"#!/bin/sh\necho '7|PENDING|{tmp_path}|rule_unlearn'; echo '8|PENDING|/other|rule_unlearn'\n")
+    squeue.chmod(0o755)
+    start = "--cores", 1, "--config", f"world={SMOKE}"
+    output = snakemake(*start, directory=tmp_path, check=False, path=squeue.parent)
+    assert "7 (PENDING): rule_unlearn\nIf it still runs, they are its own" in output and "8 (PENDING)" not in output
+
+
 def test_the_plan_is_a_target(tmp_path):
     output = snakemake("plan", "--cores", 1, "--config", f"world={SMOKE}", directory=tmp_path)
     assert "hours each" in output and "prepare_model" in output

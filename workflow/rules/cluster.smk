@@ -9,7 +9,7 @@ from gripmoe.planning import check_budget, jobs_of
 
 
 def orphans():
-    """Jobs of an earlier run in this folder that are still in the queue, one line each."""
+    """Jobs that a Snakemake of this folder has left in the queue, one line each."""
     if not shutil.which("squeue"):
         return []
     queue = subprocess.run(
@@ -38,7 +38,8 @@ onstart:
         refuse_above_budget()
     if left := orphans():
         raise WorkflowError(
-            "jobs of an earlier run are still in the queue:\n  "
+            "jobs of another Snakemake of this folder are still in the queue:\n  "
             + "\n  ".join(left)
-            + "\nWait until they have ended, or scancel them; then start again, and they resume from their checkpoints."
+            + "\nIf it still runs, they are its own: leave them. Otherwise wait until they have ended, or scancel them; then "
+            "start again, and they resume from their checkpoints."
         )
