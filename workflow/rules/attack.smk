@@ -32,6 +32,7 @@ rule attack:
         relearning=canonical(PROJECT.world.relearning),
         code=code_fingerprint("gripmoe.cli.attack:attack"),
     shell:
-        GRIPMOE + " attack --settings {params.relearning:q} --run {input.run} --benchmark {params.benchmark:q}"
+        f"{GRIPMOE} attack"
+        " --settings {params.relearning:q} --run {input.run} --benchmark {params.benchmark:q}"
         " --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
         " --questions {output.questions} --output {output.metrics} > {log} 2>&1"

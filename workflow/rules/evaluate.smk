@@ -32,6 +32,6 @@ rule evaluate:
         retrained=retrained_flag,
         code=code_fingerprint("gripmoe.cli.evaluate:evaluate"),
     shell:
-        GRIPMOE
-        + " evaluate --run {input.run} --benchmark {params.benchmark:q} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
+        f"{GRIPMOE} evaluate"
+        " --run {input.run} --benchmark {params.benchmark:q} --model {input.model} --checkpoint {input.checkpoint} --data {params.data}"
         " {params.retrained} --questions {output.questions} --output {output.metrics} > {log} 2>&1"

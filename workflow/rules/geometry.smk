@@ -22,7 +22,8 @@ rule trace_routing:
         settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].documents),
         code=code_fingerprint("gripmoe.cli.trace_routing:trace_routing"),
     shell:
-        GRIPMOE + " trace-routing --settings {params.settings:q} --model {input.model}"
+        f"{GRIPMOE} trace-routing"
+        " --settings {params.settings:q} --model {input.model}"
         " --retain-corpus {input.retain} --forget-corpus {input.forget} --digest {output.digest} --output {output.trace}"
         " --forget-output {output.forget_trace} > {log} 2>&1"
 

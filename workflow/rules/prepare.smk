@@ -104,8 +104,8 @@ rule finetune_model:
         documents=lambda w: canonical(PROJECT.benchmarks[PROJECT.models[w.model].benchmark].documents),
         code=code_fingerprint("gripmoe.cli.finetune_model:finetune_model"),
     shell:
-        GRIPMOE
-        + " finetune-model --settings {params.settings:q} --benchmark {params.documents:q} --model {input.base}"
+        f"{GRIPMOE} finetune-model"
+        " --settings {params.settings:q} --benchmark {params.documents:q} --model {input.base}"
         " --processes {resources.processes}"
         " --data {params.data} --output {output} > {log} 2>&1"
 

@@ -39,8 +39,8 @@ rule unlearn:
         retrained=retrained_flag,
         code=code_fingerprint("gripmoe.cli.unlearn:unlearn"),
     shell:
-        GRIPMOE
-        + " unlearn --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
+        f"{GRIPMOE} unlearn"
+        " --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
         " --processes {resources.processes}"
         " --original-answers {params.original_answers} --original-memory {resources.original_gb}"
         " --basis-memory {resources.basis_gb} --basis-host-memory {resources.basis_host_gb}"
@@ -71,7 +71,8 @@ rule realign:
     params:
         code=code_fingerprint("gripmoe.cli.realign:realign"),
     shell:
-        GRIPMOE + " realign --run {input.run} --model {input.model} --checkpoint {input.checkpoint}"
+        f"{GRIPMOE} realign"
+        " --run {input.run} --model {input.model} --checkpoint {input.checkpoint}"
         " --retain-corpus {input.retain_corpus} --trace {input.trace} --output {output} > {log} 2>&1"
 
 
