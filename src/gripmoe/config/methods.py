@@ -24,7 +24,9 @@ AXES = {  # which axes have an effect in a row that has these words
     "constraint: null_space with form: sound with projects: update": {"safety_margin"},
     "constraint: null_space with form: paper": {"surface"},
     "constraint: null_space with form: paper with granularity: expert": {
-        *("kaczmarz_steps", "kaczmarz_tolerance", "safety_margin"),
+        "kaczmarz_steps",
+        "kaczmarz_tolerance",
+        "safety_margin",
     },
     "basis: original": {"surface"},
     "basis: original with form: sound with projects: update": {"every"},

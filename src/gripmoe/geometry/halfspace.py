@@ -38,9 +38,9 @@ def nearest_feasible(
     Gram matrix of the *projected* tokens P x_i, so that the equalities of Stage 1 stay. `near_Ed`, a feasible point
     near the answer (that of the step before), names the first active constraints; it changes the time taken and nothing
     else. An excess below `tolerance`, or below what rounding changes in <u_j, x_i>, is no violation: 1e-6 (for fp64
-    tokens 1e-12) of |x_i| times the norm of the row after Stage 1. A row that `max_rounds` leaves violated is shrunk towards 0, with a
-    warning; `on_shrunk` is called with the number of such rows. Raises ValueError for a negative bound: u = 0 must be
-    feasible.
+    tokens 1e-12) of |x_i| times the norm of the row after Stage 1. A row that `max_rounds` leaves violated is shrunk
+    towards 0, with a warning; `on_shrunk` is called with the number of such rows. Raises ValueError for a negative
+    bound: u = 0 must be feasible.
     """
     if bounds_NE.numel() and bounds_NE.amin() < 0:
         raise ValueError("bounds must be >= 0, or u = 0 is not feasible; clamp the margins")

@@ -59,9 +59,8 @@ class RetainBasis:
         if self.is_complement or size - int(self.ranks.min()) >= width:
             return self
         eye_dd = torch.eye(size, dtype=self.columns_Edr.dtype, device=self.columns_Edr.device)
-        shares_Ed, vectors_Edd = torch.linalg.eigh(
-            eye_dd - self.columns_Edr @ self.columns_Edr.transpose(1, 2)
-        )  # 0 or 1
+        free_Edd = eye_dd - self.columns_Edr @ self.columns_Edr.transpose(1, 2)
+        shares_Ed, vectors_Edd = torch.linalg.eigh(free_Edd)  # 0 or 1
         return replace(_padded_basis(vectors_Edd.flip(-1), (shares_Ed > 0.5).sum(dim=-1)), is_complement=True)
 
     @cached_property
@@ -94,8 +93,8 @@ class RetainBasis:
         return (self.columns_Edr @ coordinates_Emr.transpose(1, 2)).transpose(1, 2)
 
     def free_norms(self, x_Nd: Tensor) -> Tensor:
-        """|P x_i| of each expert, (E, N), in the dtype of `x_Nd`. Where it is a difference that rounding of the basis may
-        cancel, what rounding leaves is the least: never much too short."""
+        """|P x_i| of each expert, (E, N), in the dtype of `x_Nd`. Rounding of a basis may cancel the difference that it
+        is computed as; the norm is then what rounding may have left, and not less."""
         spanned_EN = torch.stack([(x_Nd.double() @ U_dr.double()).square().sum(dim=1) for U_dr in self.columns_Edr])
         if self.is_complement:
             return spanned_EN.sqrt().to(x_Nd.dtype)

@@ -357,7 +357,7 @@ class MoEModel:
 
     @contextmanager
     def without_blocks(self) -> Iterator[None]:
-        """Within the block, experts output zero, shared ones too: this shows what attention and embeddings know alone."""
+        """Within the block, experts output zero, shared ones too: what attention and embeddings know alone."""
 
         def zeros(block, args, output):
             return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
