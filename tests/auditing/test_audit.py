@@ -63,7 +63,6 @@ def test_an_audit_measures_what_the_workflow_measures(pair, files, tmp_path):
     attack(
         **common,
         settings=RELEARNING.model_dump_json(),
-        answers_file=folder / "questions.csv",
         questions=folder / "attack_questions.csv",
         output=folder / "attack.json",
     )

@@ -444,7 +444,6 @@ def evaluated(root, folder, **benchmark):
     return dict(
         **common,
         settings='{"learning_rate": 1e-3}',
-        answers_file=folder / "answers.csv",
         questions=folder / "forced.csv",
         output=folder / "attacks.json",
     )

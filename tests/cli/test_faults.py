@@ -63,7 +63,6 @@ def every_step(trainer, folder):
         "attack": {
             **measured,
             "settings": "null",
-            "answers": f"{folder}/evaluate/whole/questions.csv",
             "output": "{run}/attack.json",
         },
     }
@@ -110,7 +109,7 @@ def test_of_two_processes_on_a_run_one_is_refused(step, tmp_path, monkeypatch, c
     flags = [option.opts[0].removeprefix("--") for option in load(step).params if option.required]
     paths = {flag: folder / "result.json" if flag == "output" else tmp_path / flag for flag in flags}
     paths["data"] = tmp_path
-    for flag in {"trace", "forget-trace", "checkpoint", "retain-corpus", "answers"} & set(flags):
+    for flag in {"trace", "forget-trace", "checkpoint", "retain-corpus"} & set(flags):
         paths[flag].touch()
     arguments = [step, *(f"--{flag}={({**paths, **given})[flag]}" for flag in flags)]
     with held(folder) as owner:

@@ -148,10 +148,9 @@ def finished(request, tmp_path_factory, world, tokenizer):
                 with watched(trained.setdefault(method, set())):
                     step("unlearn", **common, **traces, **bases, data=data, output=folder / "checkpoint.json")
             common |= dict(checkpoint=folder / "checkpoint.json", benchmark=benchmark, data=data)
-            answers = folder / "questions.csv"
-            step("evaluate", **common, questions=answers, output=folder / "evaluation.json")
+            step("evaluate", **common, questions=folder / "questions.csv", output=folder / "evaluation.json")
             if method == "expert_specific":
-                common |= dict(answers=answers, questions=folder / "attack_questions.csv")
+                common |= dict(questions=folder / "attack_questions.csv")
                 step("attack", **common, settings=project.world.relearning, output=folder / "attack.json")
     return SimpleNamespace(root=root, data=data, published=published, trained=trained)
 
