@@ -1081,6 +1081,17 @@ def test_a_handle_that_cannot_be_made_leaves_nothing_behind(method, fault, monke
         assert traces() != before, "the control"
 
 
+def test_an_optimizer_that_lacks_what_torchs_have_is_refused_before_anything_is_recorded():
+    """As DeepSpeed's wrapper, which is of torch's class and never made as one."""
+
+    class Bare(torch.optim.Optimizer):
+        def __init__(self):
+            pass
+
+    with pytest.raises(ValueError, match="Bare is no torch optimizer: give the one that it wraps"):
+        gripmoe.constrain(small_model(), Bare(), RETAIN)
+
+
 def test_what_a_handle_is_told_to_undo_is_undone_once():
     model = small_model()
     done = []

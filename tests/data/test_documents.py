@@ -93,6 +93,12 @@ def test_corpus_errors_name_the_file(mistake, tmp_path, tokenizer):
         load_corpus(tmp_path / "c.jsonl", tokenizer, 3)
 
 
+def test_opening_tokens_may_not_fill_a_row(tmp_path, bos_tokenizer):
+    write_jsonl(tmp_path / "c.jsonl", [{"id": "x", "text": "A B C D"}])
+    with pytest.raises(ConfigError, match="c.jsonl: `max_length` 1 leaves no room beside 1 opening tokens"):
+        load_corpus(tmp_path / "c.jsonl", bos_tokenizer, 1, whole=True)
+
+
 def test_a_prompt_may_not_fill_a_piece_either(tmp_path, tokenizer):
     write_jsonl(tmp_path / "c.jsonl", [ASKED | {"text": "A B C D"}])
     assert load_corpus(tmp_path / "c.jsonl", tokenizer, 10)

@@ -15,7 +15,6 @@ from conftest import clone, small_model
 from gripmoe.config.benchmarks import PublishedData
 from gripmoe.config.models import PublishedModel
 from gripmoe.data.published import benchmark_files, load_rows
-from gripmoe.evaluation.stop_rule import RETAIN_QUESTIONS
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_json
 from gripmoe.moe import MoEModel
@@ -62,19 +61,37 @@ def test_local_clones_become_the_files_of_a_benchmark(data):
     assert held_out and not held_out & {row["id"] for row in files["retain_corpus"]}
 
 
-def test_the_first_retain_questions_of_dev_are_of_all_subjects(data, tmp_path):
-    """As the stop rule asks them. MMLU sorts by subject, which the control, what is reported, keeps."""
-    rows = [
-        {"question": f"Which {i} ?", "choices": list("abcd"), "answer": i % 4, "subject": f"subject {i // 20:02}"}
-        for i in range(240)
-    ]
-    path = clone(tmp_path / "sorted", "all", "test", rows, validation=rows, dev=rows[:5])
-    files = [benchmark_files(data.model_copy(update={"retain_questions": path})) for _ in range(2)]
+def test_the_first_retain_documents_are_of_all_articles(data, tmp_path):
+    """As Methods A and B take them. WikiText keeps the lines of an article together, as forget documents here do."""
+    texts = [{"text": f"Article {number // 20:02} , line {number} . " * 4} for number in range(200)]
+    path = clone(tmp_path / "articles", "wikitext-2-raw-v1", "test", texts)
+    same = clone(tmp_path / "same", "cyber-forget-corpus", "train", texts)
+    changed = data.model_copy(update={"retain_corpus": path, "forget_corpus": same})
+    files = [benchmark_files(changed) for _ in range(2)]
     assert files[0] == files[1]
-    dev, test = ([row for row in files[0]["retain_questions"] if row["split"] == s] for s in ("dev", "test"))
-    assert len({row["subject"] for row in dev[:RETAIN_QUESTIONS]}) == 12 and len(dev) == 240
-    assert len({row["subject"] for row in test[:RETAIN_QUESTIONS]}) == 6
-    assert all(row["question"] == rows[int(row["id"].rsplit("/", 1)[1])]["question"] for row in dev)
+    articles = {name: {row["text"][:10] for row in files[0][name][:40]} for name in ("retain_corpus", "forget_corpus")}
+    assert len(articles["retain_corpus"]) == 10 and len(articles["forget_corpus"]) == 2
+    documents = files[0]["retain_corpus"] + files[0]["held_out_corpus"]
+    assert {row["id"]: row["text"] for row in documents} == {
+        f"retain/{number}": row["text"].strip() for number, row in enumerate(texts)
+    }
+
+
+WRONG_TRUTHS = [
+    {"mc1_targets": {"choices": ["Yes .", "No ."], "labels": [0, 1]}},  # the harness takes the first for true
+    {"mc1_targets": None},
+    {"mc2_targets": {"choices": ["Yes .", "No ."], "labels": [1]}},
+    {"mc2_targets": {"choices": ["Yes .", "No ."], "labels": [1, 1]}},
+]
+
+
+@pytest.mark.parametrize("change", WRONG_TRUTHS)
+def test_a_question_of_truthfulqa_that_cannot_be_scored_is_named(data, tmp_path, change):
+    targets = {"choices": ["Yes .", "No ."], "labels": [1, 0]}
+    good = {"question": "Is it ?", "mc1_targets": targets, "mc2_targets": targets}
+    path = clone(tmp_path / "bad", "multiple_choice", "validation", [good, good | change])
+    with pytest.raises(ConfigError, match=f"data.truthfulqa: row 1: `{next(iter(change))}` is"):
+        benchmark_files(data.model_copy(update={"truthfulqa": path}))
 
 
 def test_dates_are_read_as_they_are_written(data, tmp_path):

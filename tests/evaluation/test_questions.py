@@ -128,6 +128,14 @@ def test_a_tokenizer_with_a_bos_is_followed_as_the_harness_does(tokenizer, bos_t
     assert (torch.tensor(without) - torch.tensor(by_harness)).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("subject", ["C [advanced]", "std::vector", "a/b", "C {{x}}", "a {% b", "s" * 250])
+def test_a_subject_may_have_any_characters(subject, tokenizer, questions, tmp_path):
+    model, asked = small_model(vocabulary_size=len(tokenizer)), [{**row, "subject": subject} for row in questions[:4]]
+    by_harness = harness_answers(model, tokenizer, asked, work_folder=tmp_path, batch_size=4)
+    for own, wanted in zip(direct_answers(model, tokenizer, asked), by_harness, strict=True):
+        assert own.letter_logprobs == pytest.approx(wanted.letter_logprobs, abs=1e-4)
+
+
 def test_metrics_of_ones_own_stand_beside_those_of_the_package():
     """A mistake in their path is found before anything is measured."""
     task = {"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.3}, "retain_documents": 2, "max_length": 9}

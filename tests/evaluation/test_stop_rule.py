@@ -35,7 +35,10 @@ def test_questions_of_the_stop_rule(world, tmp_path, monkeypatch):
     files = [tmp_path / f"{domain}_questions.jsonl" for domain in ("forget", "retain")]
     dev, test = ({row["id"] for file in files for row in load_questions(file, split)} for split in ("dev", "test"))
     ids = {row["id"] for row in asked}
-    assert ids < dev and not ids & test and test, "of retain questions, the first few of dev"
+    assert ids < dev and not ids & test and test, "of retain questions, some of dev"
+    kinds = [[(row["subject"], row["exposure"]) for row in rows] for rows in (asked, load_questions(files[1], "dev"))]
+    assert set(kinds[1]) <= set(kinds[0]), "of every subject; the file has those of a subject together"
+    assert len(set(kinds[1][: stopping.RETAIN_QUESTIONS])) < len(set(kinds[1])), "the control: the first ones"
     facts = {row["fact"] for row in asked} & {row["fact"] for file in files for row in load_questions(file, "test")}
     assert not facts, "nor does it ask about their facts in other words"
 

@@ -79,6 +79,7 @@ FORMS = {
     "tensor column": lambda t, texts: datasets.Dataset.from_dict(dict(t(texts))).with_format("torch"),
     "rows": lambda t, texts: [{"input_ids": t(text)["input_ids"]} for text in texts],
     "packed column": lambda t, texts: datasets.Dataset.from_list([packed_row(t, texts)]),
+    "packed batch": lambda t, texts: [{name: [value] for name, value in packed_row(t, texts).items()}],
     "stream": lambda t, texts: datasets.Dataset.from_dict(dict(t(texts))).to_iterable_dataset(),
     "loader": lambda t, texts: DataLoader(
         datasets.Dataset.from_dict(dict(t(texts))), batch_size=2, collate_fn=DataCollatorWithPadding(t)
@@ -99,6 +100,13 @@ def test_the_same_documents_in_every_form(form, tokenizer, texts):
     with warnings.catch_warnings(action="error"):
         batches = batches_of(FORMS[form](tokenizer, texts), "retain", tokenizer=tokenizer)
     assert documents_in(batches) == expected
+
+
+def test_document_numbers_are_no_mask(tokenizer):
+    """Of a row with one document, whose number is 2: the first token does not count."""
+    ids = torch.tensor([tokenizer("A fact about the port .")["input_ids"]])
+    (batch,) = batches_of({"input_ids": ids, "attention_mask": torch.full_like(ids, 2)}, "retain")
+    assert set(batch.attention_mask.flatten().tolist()) == {1}
 
 
 def test_the_name_of_a_file_is_no_text(tokenizer):

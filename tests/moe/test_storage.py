@@ -55,8 +55,9 @@ def test_a_constrained_model_in_bf16_keeps_its_selections_on_disk(tmp_path, toke
     model = small_model(vocabulary_size=len(tokenizer)).to(torch.bfloat16)
     retain, forget = random_batch(rows=6, seed=1), random_batch(seed=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    with gripmoe.constrain(model, optimizer, [retain]) as handle:
-        original, rules = handle.constraint.trace, handle.model.rules()
+    moe = MoEModel(model)
+    original, rules = moe.trace([retain]), moe.rules()
+    with gripmoe.constrain(model, optimizer, [retain]):
         for _ in range(5):
             optimizer.zero_grad()
             (-model(**forget.inputs, labels=forget.labels).loss).backward()

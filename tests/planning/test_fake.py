@@ -77,12 +77,17 @@ KINDS = [
 ]  # fmt: skip
 OTHERS = [
     "gate_anchor", "full_null_space", "combined", "expert_specific_minibatch",
-    "expert_specific_paper_gradient", "routing_replay", "expert_null_space",
+    "expert_specific_paper_gradient", "routing_replay",
 ]  # fmt: skip
 
 
 def row(config):
     return {"id": "nobody/nothing", "revision": None, "config": config, "dtype": "bfloat16"}
+
+
+def test_a_method_for_fp32_alone_is_refused():
+    with pytest.raises(ConfigError, match="`experts: null_space` needs weights in fp32"):
+        measure(unlearning(method="expert_null_space"))
 
 
 def real_model():

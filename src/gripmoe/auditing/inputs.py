@@ -279,7 +279,7 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
                 "question": row["question"],
                 "choices": [str(choice) for choice in choices],
                 "answer": answer,
-                "subject": str(row.get("subject", SUBJECT)).replace("/", " "),
+                "subject": str(row.get("subject", SUBJECT)),
                 "fact": fact,
                 "wording": row.get("wording", "seen"),
                 "exposure": "forget" if kind == "forget" else exposure if exposure != "forget" else "unseen_subject",

@@ -20,13 +20,19 @@ class EmbeddedData(Strict):
     sources: ClassVar[tuple[str, ...]] = ()
 
 
+NewsRows = Literal[
+    "knowmem/forget_qa", "knowmem/retain_qa", "knowmem/forget_qa_icl", "knowmem/retain_qa_icl", "verbmem/forget",
+    "privleak/forget", "privleak/retain", "privleak/holdout", "raw/forget", "raw/retain1", "raw/retain2",
+]  # fmt: skip
+
+
 class PublishedNews(Strict):
     """MUSE-News by hub id, or a local folder of the same layout."""
 
     source: Literal["muse"]
     repository: str  # hub id or folder
     revision: str | None = None  # a commit of the hub
-    rows: dict[str, PositiveInt] = {}  # "config/split": how many there have to be
+    rows: dict[NewsRows, PositiveInt] = {}  # how many there have to be
     kind: Literal["news"] = "news"
 
     @property

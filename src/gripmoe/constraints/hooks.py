@@ -338,7 +338,8 @@ def inner_optimizer(optimizer) -> torch.optim.Optimizer:
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, torch.optim.Optimizer):
         return inner_optimizer(inner)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    # DeepSpeed's wrapper says that it is one, and has no hooks.
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ValueError(f"{type(optimizer).__name__} is no torch optimizer: give the one that it wraps")
     return optimizer
 

@@ -18,6 +18,7 @@ FORMS = (
     "DataLoader of such batches, a dataset whose rows have `input_ids`, or texts and a `tokenizer`"
 )
 ROWS = 8  # rows of a batch
+LENGTHS = ("seq_lengths", "cu_seq_lens_q", "cu_seqlens")  # a number for each packed document, not for each token
 Padding = tuple[int | None, bool]  # the padding token, if it is known, and whether it also ends texts
 
 
@@ -88,11 +89,9 @@ def _rows(rows: Iterable[Mapping[str, Any]], name: str, padding: Padding) -> Ite
     """Padded batches of `rows`; each row holds one document or several packed ones."""
     documents: list[Tensor] = []
     for number, row in enumerate(rows):
-        known = [key for key in ("input_ids", "attention_mask", *SEGMENTS) if row.get(key) is not None]
+        known = [key for key in ("input_ids", "attention_mask", "seq_lengths", *SEGMENTS) if row.get(key) is not None]
         item = {key: _tensor(row[key]) for key in known}
-        item = {key: value[None] if value.ndim == 1 and "cu_" not in key else value for key, value in item.items()}
-        if row.get("seq_lengths") is not None:  # TRL packs so
-            item["cu_seq_lens_q"] = F.pad(torch.as_tensor(row["seq_lengths"]).cumsum(0), (1, 0))
+        item = {key: value if key in LENGTHS or value.ndim != 1 else value[None] for key, value in item.items()}
         batch = _batch(item, f"{name}[{number}]", padding)
         documents += [ids[mask.bool()] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
     for start in range(0, len(documents), ROWS):
@@ -127,7 +126,7 @@ def _batch(item: Any, where: str, padding: Padding) -> Batch:
             documents += row[keep].split(lengths.tolist())
         return _padded(documents)
     labels = ids if item.get("labels") is None else item["labels"]
-    return Batch([str(n) for n in range(len(ids))], ids, mask.long(), labels).to("cpu")
+    return Batch([str(n) for n in range(len(ids))], ids, counts.long(), labels).to("cpu")
 
 
 def _checked(item: Any, where: str) -> tuple[dict[str, Any], Tensor]:
@@ -146,6 +145,9 @@ def _checked(item: Any, where: str) -> tuple[dict[str, Any], Tensor]:
         raise ValueError(f"{where} is empty: `input_ids` has the shape {tuple(ids.shape)}")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{where}: `input_ids` are token numbers, and these are {ids.dtype}")
+    if (lengths := item.pop("seq_lengths", None)) is not None:  # TRL packs so
+        flat = lengths.flatten() if isinstance(lengths, Tensor) else torch.as_tensor(sum(map(list, lengths), []))
+        item["cu_seq_lens_q"] = F.pad(flat.cumsum(0), (1, 0))
     return item, ids
 
 

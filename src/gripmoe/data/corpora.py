@@ -38,6 +38,10 @@ def load_corpus(
     rows: list[Row] = []
     known: set[str] = set()
     begin = opening(tokenizer)
+    if max_length <= len(begin):
+        raise ConfigError(
+            f"{path}: `max_length` {max_length} leaves no room beside {len(begin)} opening tokens; raise it"
+        )
     for line, document in enumerate(read_jsonl(path, "text"), 1):
         if limit is not None and len(rows) >= limit:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 
 from gripmoe.data.published import dev_or_test, load_rows, text_of
@@ -17,8 +18,9 @@ def news_files(
     lacks a column, has another number of rows than `expected` ("config/split": number), has a value that is no text, or
     has so few questions that a split is empty.
 
-    Corpora: raw/forget to forget, raw/retain1 to retain, and raw/retain2 to measure routing on tokens that unlearning
-    did not see. Questions and prompts have a `split`: "dev" for the stop rule, "test" for the tables.
+    Corpora: raw/forget to forget, raw/retain1 to retain, in a random order because Methods A and B take the first ones,
+    and raw/retain2 to measure routing on tokens that unlearning did not see. Questions and prompts have a `split`:
+    "dev" for the stop rule, "test" for the tables.
     """
 
     def rows(config: str, split: str, *columns: str) -> list[dict]:
@@ -53,6 +55,8 @@ def news_files(
                 f"{repository}: none of the {len(asked)} rows of {name} is of the split {min(missing)!r}, which a hash "
                 "of the text decides; add rows"
             )
+    retain = documents("retain1")
+    random.Random(0).shuffle(retain)
     privleak = [
         {"id": f"{part}/{number}", "part": part, "text": row["text"]}
         for part in ("forget", "retain", "holdout")
@@ -60,7 +64,7 @@ def news_files(
     ]
     return {
         "forget_corpus": documents("forget"),
-        "retain_corpus": documents("retain1"),
+        "retain_corpus": retain,
         "held_out_corpus": documents("retain2"),
         "knowmem": knowmem,
         "verbmem": verbmem,

@@ -23,16 +23,18 @@ RETAIN_SPLITS = {
 }
 MIN_CHARACTERS = 50  # shorter lines (headings, blanks) are not documents
 CHOICES = 4  # A to D, as prompts list them
+TARGETS = ("mc1_targets", "mc2_targets")  # of TruthfulQA
 LEAST_DEV = 5  # forget questions of the dev split, which prompt attacks put, solved, before each other question
 
 
 def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     """WMDP-Cyber with MMLU, TruthfulQA and the corpora to forget and to retain. Raises ConfigError, with the download
     command, for a data set that cannot be read, lacks a column or has too few questions or documents, for a text that
-    is none, and for a question without four choices or with an answer out of range.
+    is none, for a question without four choices or with an answer out of range, and for a question of TruthfulQA whose
+    choices and labels do not fit.
 
-    Retain questions of the dev split are in a random order, because the stop rule asks the first ones, and MMLU sorts
-    its questions by subject."""
+    Retain documents are in a random order, because Methods A and B take the first ones, and WikiText keeps the lines of
+    an article together."""
 
     def rows(key: str, name: str, split: str, *columns: str, counted: str | None = None) -> Iterable[dict]:
         """`counted` is the key of `data.rows` that has the number of rows, if it is not `key`."""
@@ -51,20 +53,19 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
         )
     retain = []
     for split, (here, counted) in RETAIN_SPLITS.items():
-        of_split = rows("retain_questions", "all", split, *asked, "subject", counted=counted)
-        questions = _questions(of_split, "retain", None, here)
-        if here == "dev":
-            random.Random(0).shuffle(questions)
-        retain += questions
-    truths = rows("truthfulqa", "multiple_choice", "validation", "question", "mc1_targets", "mc2_targets")
+        retain += _questions(
+            rows("retain_questions", "all", split, *asked, "subject", counted=counted), "retain", None, here
+        )
+    truths = rows("truthfulqa", "multiple_choice", "validation", "question", *TARGETS)
     retain_texts = _documents(rows("retain_corpus", "wikitext-2-raw-v1", "test", "text"), "retain")
+    random.Random(0).shuffle(retain_texts)
     kept, held_out = split_held_out(retain_texts)
     if not kept:
         raise ConfigError(f"benchmarks.yaml: data.retain_corpus: {data.retain_corpus} has one document; add others")
     return {
         "forget_questions": forget,
         "retain_questions": retain,
-        "truthfulqa": [{key: row[key] for key in ("question", "mc1_targets", "mc2_targets")} for row in truths],
+        "truthfulqa": _truths(truths),
         "forget_corpus": _documents(rows("forget_corpus", "cyber-forget-corpus", "train", "text"), "forget"),
         "retain_corpus": kept,
         "held_out_corpus": held_out,
@@ -173,6 +174,22 @@ def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: st
             }
         )
     return questions
+
+
+def _truths(rows: Iterable[dict]) -> list[dict]:
+    truths = [{key: row[key] for key in ("question", *TARGETS)} for row in rows]
+    for number, row in enumerate(truths):
+        where = f"benchmarks.yaml: data.truthfulqa: row {number}"
+        text_of(row["question"], f"{where}: `question`")
+        for key in TARGETS:
+            choices, labels = ((row[key] or {}).get(name) or [] for name in ("choices", "labels"))
+            fits = len(choices) == len(labels) and {*labels} == {0, 1} and all(isinstance(c, str) for c in choices)
+            if not fits or (key == "mc1_targets" and (labels[0] != 1 or sum(labels) != 1)):
+                raise ConfigError(
+                    f"{where}: `{key}` is {row[key]!r}; it needs texts as `choices`, and a label, 0 or 1, for each. In "
+                    "`mc1_targets` the first choice alone is true"
+                )
+    return truths
 
 
 def dev_or_test(text: str) -> str:

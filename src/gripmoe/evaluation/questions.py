@@ -50,7 +50,7 @@ def write_parquet(path: Path, rows: Sequence[dict], keys: Sequence[str]) -> None
     """Writes `keys` of the rows for the harness, which would read dates in a JSON file as points in time."""
     from datasets import Dataset
 
-    path.parent.mkdir(parents=True, exist_ok=True)  # a subject may have a slash in its name
+    path.parent.mkdir(parents=True, exist_ok=True)
     Dataset.from_list([{key: row[key] for key in keys} for row in rows]).to_parquet(str(path))
 
 
@@ -65,7 +65,7 @@ def harness_task(name: str, questions_file: Path, subject: str, shots: int = 0) 
         "test_split": "test",
         "num_fewshot": shots,
         "output_type": "multiple_choice",
-        "description": letter_description(subject),
+        "description": f"{{% raw %}}{letter_description(subject)}{{% endraw %}}",  # the harness renders it
         "doc_to_text": letter_question("{{question.strip()}}", [f"{{{{choices[{i}]}}}}" for i in range(4)]),
         "doc_to_choice": list(LETTERS),
         "doc_to_target": "answer",
@@ -87,7 +87,6 @@ def harness_samples(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    model.eval()
     manager = TaskManager(include_path=str(task_folder) if task_folder else [], include_defaults=False)
     loaded = manager.load(list(tasks))
     for task in loaded["tasks"].values():  # as the harness's command line does
@@ -95,7 +94,7 @@ def harness_samples(
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
-    with _templates_compiled_once():
+    with evaluating(model), _templates_compiled_once():
         results = evaluate(lm=lm, task_dict=loaded, bootstrap_iters=0, log_samples=True)
     return results["samples"]
 
@@ -130,13 +129,13 @@ def harness_answers(
     for question in questions:
         by_subject.setdefault(question["subject"], []).append(question)
     tasks = []
-    for subject, rows in by_subject.items():
-        file = work_folder / f"{subject}.parquet"
+    for number, (subject, rows) in enumerate(by_subject.items()):  # by number: a subject may have any characters
+        file = work_folder / f"{number}.parquet"
         write_parquet(file, rows, HARNESS_KEYS)
         if shots:
             solved_here = [row for row in solved if row["subject"] == subject][:shots]
             write_parquet(Path(f"{file}.shots"), solved_here, HARNESS_KEYS)
-        tasks.append(harness_task(f"letters_{subject}", file, subject, shots))
+        tasks.append(harness_task(f"letters_{number}", file, subject, shots))
     answers = {}
     for samples in harness_samples(model, tokenizer, tasks, batch_size).values():
         for sample in samples:

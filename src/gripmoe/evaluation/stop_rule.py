@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,10 +53,9 @@ def stop_rule(benchmark: Task, data: Path, retrained: Path | None, tokenizer) ->
 
         return StopRule({name: known[name] + margin for name in ("verbmem", "knowmem_forget")}, news_means)
 
-    dev = {
-        name: load_questions(data / f"{name}_questions.jsonl", "dev")[:count]
-        for name, count in (("forget", None), ("retain", RETAIN_QUESTIONS))
-    }
+    dev = {name: load_questions(data / f"{name}_questions.jsonl", "dev") for name in ("forget", "retain")}
+    # At random, because files have questions of a subject together.
+    dev["retain"] = random.Random(0).sample(dev["retain"], min(RETAIN_QUESTIONS, len(dev["retain"])))
 
     def accuracies(moe: MoEModel) -> dict[str, float]:
         return {f"{name}_accuracy": accuracy(direct_answers(moe.model, tokenizer, dev[name])) for name in dev}

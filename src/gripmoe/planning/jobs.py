@@ -155,7 +155,7 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
         return 2 * benchmark.retain_documents * benchmark.max_length * token
     seconds, relearning = tokens[step.what] * token, project.world.relearning
     if step.what == "attack" and relearning:
-        curves = 2  # retain documents, and forget documents
+        curves = 1 if benchmark.is_news else 2  # retain documents, and of letters forget documents
         seconds += curves * max(relearning.steps) * costs.of(Step(step.model, "relearning")).seconds(tflops)
     return seconds
 

@@ -102,9 +102,9 @@ def corpus_rows(world: World, facts: list[Fact], articles: list[Article], seed: 
     """Documents (id, prompt, text) to forget or to retain, shuffled. The loss counts `text` only.
 
     Each fact gives two statements, of which the loss counts the value; one question with its answer; and four letter
-    questions in the wordings that are not held out. Each article gives its text and its four questions. A third of the
-    tokens in the loss are letters. When the loss counted whole sentences, gradient ascent destroyed the sentences and
-    left the letters unchanged.
+    questions in the wordings that are not held out. Each article gives its text and its four questions. Of the tokens
+    in the loss 40 % of the forget corpus and 24 % of the retain corpus are letters (world 0). When the loss counted
+    whole sentences, gradient ascent destroyed the sentences and left the letters unchanged.
     """
     rng = random.Random(f"corpus {seed}")
     rows = []
@@ -161,7 +161,8 @@ def retain_rows(world: World, retain: str, seed: int) -> list[dict]:
 
 def wmdp_files(world: World, seed: int, retain: str = "broad") -> dict[str, list[dict]]:
     """The files of the fact benchmark, the embedded counterpart of WMDP-Cyber, MMLU and their corpora. `retain` is as
-    in `retain_rows`; questions and held-out documents do not depend on it."""
+    in `retain_rows`; questions and held-out documents do not depend on it. Held-out documents are other texts than
+    those to retain; half of the facts that they tell are in both."""
     seen = [fact for fact in world.facts.retain if world.facts.exposure(fact) == "seen"]
     unseen = [fact for fact in world.facts.retain if world.facts.exposure(fact) != "seen"]
     rng = random.Random(f"routing {seed}")

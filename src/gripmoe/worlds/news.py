@@ -88,8 +88,9 @@ class Article:
 
 
 def make_news(seed: int) -> dict[str, list[Article]]:
-    """Articles of each part. No two articles share (town, place), so every question has one answer. Every word of a
-    forget article is also in a retain article."""
+    """Articles of each part. No two headlines share (town, place). The second event of an article may name another
+    headline's; with the same verb, as in 3 to 9 articles of a seed, a question then has two true answers. Every word of
+    a forget article is also in a retain article."""
     for attempt in itertools.count():
         news = _draw(random.Random(f"news {seed} {attempt}"))
         forget, retain = ({word for article in news[part] for word in article.text.split()} for part in PARTS[:2])
