@@ -6,6 +6,7 @@ rule attack:
         run=f"{RUN}/run.yaml",
         model=MODEL,
         checkpoint=run_checkpoint,
+        evaluation=ancient(f"{RUN}/evaluation.json"),  # not read: both steps work in one folder, one after the other
         rewrites=rewrites_of if REWRITES else [],
         data=data_files(
             "forget_questions",

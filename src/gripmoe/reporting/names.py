@@ -58,7 +58,7 @@ def ordered(names: Iterable[str], known: Iterable[str] = tuple(METHODS)) -> list
 
 def objectives_of(table) -> list[str]:
     """The objectives of a table, without "none", in the order of names.yaml, then others by name."""
-    return ordered(set(table.objective) - {NO_OBJECTIVE}, OBJECTIVES)
+    return ordered(set(table.objective.unique()) - {NO_OBJECTIVE}, OBJECTIVES)
 
 
 def method(name: str) -> Method:
