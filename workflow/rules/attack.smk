@@ -6,7 +6,7 @@ rule attack:
         run=f"{RUN}/run.yaml",
         model=MODEL,
         checkpoint=run_checkpoint,
-        evaluation=ancient(f"{RUN}/evaluation.json"),  # not read: both steps work in one folder, one after the other
+        evaluation=f"{RUN}/evaluation.json",  # not read: both steps work in one folder, one after the other
         rewrites=rewrites_of if REWRITES else [],
         data=data_files(
             "forget_questions",
@@ -28,7 +28,7 @@ rule attack:
         runtime=growing(240),
     params:
         data=folder_of,
-        benchmark=benchmark_settings("metrics", "few_shot_questions"),
+        benchmark=benchmark_settings("metrics"),
         own=own_code_of("attacks"),
         relearning=canonical(PROJECT.world.relearning),
         code=code_fingerprint("gripmoe.cli.attack:attack"),
