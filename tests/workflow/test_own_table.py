@@ -2,9 +2,8 @@
 
 import shutil
 
-from test_workflow import ROOT, snakemake
-
 from gripmoe.io.files import read_yaml, write_yaml
+from snakemake_runs import ROOT, snakemake
 
 
 def test_a_table_of_ones_own_is_planned(tmp_path):
