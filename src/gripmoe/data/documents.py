@@ -9,7 +9,6 @@ from itertools import takewhile
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 IGNORED = -100  # the label that torch's cross-entropy ignores
 Span = tuple[str, bool]  # (text, scored): the loss counts the tokens of scored spans only
@@ -151,10 +150,10 @@ def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
 
 def collate(rows: Sequence[Row], pad_id: int) -> Batch:
     """Rows as one batch, padded on the right with `pad_id`."""
+    width = max(len(row.ids) for row in rows)
 
-    def padded(values: Iterable[list[int]], fill: int) -> Tensor:
-        tensors = [torch.tensor(value, dtype=torch.long) for value in values]
-        return pad_sequence(tensors, batch_first=True, padding_value=fill)
+    def padded(values: Iterable[list[int]], fill: int) -> Tensor:  # as one list, which becomes a tensor at once
+        return torch.tensor([[*value, *[fill] * (width - len(value))] for value in values], dtype=torch.long)
 
     ids, mask = padded((row.ids for row in rows), pad_id), padded(([1] * len(row.ids) for row in rows), 0)
     return Batch([row.id for row in rows], ids, mask, padded((row.labels for row in rows), IGNORED))
