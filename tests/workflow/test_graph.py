@@ -188,7 +188,7 @@ def test_tables_of_the_runs_that_have_ended(tmp_path):
                 (folder / name).touch()
     waited = [snakemake("-n", "--config", world, *partial, directory=tmp_path) for partial in ((), ("partial=1",))]
     runs = [re.search(r"^rule collect:\n +input: (.*)", output, re.M)[1].count("attack.json") for output in waited]
-    assert runs == [8, 1]
+    assert runs == [6, 1]
 
 
 def test_a_budget_refuses_before_any_job(tmp_path):

@@ -153,7 +153,9 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, plain, tmp_path):
     """A run is preempted and requeued, another trainer is killed, then the head. The next head refuses to start beside
     the jobs that are left; once they are gone it ends, with the weights of an uninterrupted run on no cluster."""
     folder = tmp_path / "slurm"
-    first = head(folder, slurm, *ON_SLURM)
+    wanted = [str(cell(Path(), name) / "checkpoint.json") for name in METHODS]
+    wanted.append(str(cell(Path(), METHODS[0]) / "evaluation.json"))
+    first = head(folder, slurm, *wanted, *ON_SLURM)
     cells = [cell(folder, name) for name in METHODS]
     until(lambda: any((each / "state.pt").exists() for each in cells), "a checkpoint")
 
@@ -187,13 +189,13 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, plain, tmp_path):
     assert left, "the jobs outlive their head"
     unlocked = head(folder, slurm, "--profile", "slurm", "--unlock")
     assert ended(unlocked, folder)[0] == 0
-    code, log = ended(head(folder, slurm, *ON_SLURM), folder)
+    code, log = ended(head(folder, slurm, *wanted, *ON_SLURM), folder)
     assert code != 0 and "still in the queue" in log and left[0] in log
 
     subprocess.run(["scancel", *left], env=slurm, check=True)
     until(lambda: not queue(slurm), "an empty queue")
     ended(head(folder, slurm, "--profile", "slurm", "--unlock"), folder)
-    code, log = ended(head(folder, slurm, *ON_SLURM), folder)
+    code, log = ended(head(folder, slurm, *wanted, *ON_SLURM), folder)
     assert code == 0, log
 
     for name in METHODS:

@@ -25,9 +25,20 @@ TRAINING_ON = ["unlearn", "realign", *MEASURING]
 RENDERING = ["render_main_results", "explore", "manifest"]
 
 
+FEWER_QUESTIONS = [
+    ("gripmoe.worlds.benchmark", "question_rows(world, world.facts.forget, orders=2, seed=seed),",
+     "question_rows(world, world.facts.forget, orders=2, seed=seed)[::4],"),
+    ("gripmoe.worlds.benchmark", "question_rows(world, world.facts.retain, orders=1, seed=seed),",
+     "question_rows(world, world.facts.retain, orders=1, seed=seed)[::4],"),
+    ("gripmoe.worlds.benchmark", "membership_rows(world, world.facts.forget, seed)",
+     "membership_rows(world, world.facts.forget[::4], seed)"),
+    ("gripmoe.training.base_model", "SAMPLED = 300", "SAMPLED = 60"),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A copy of the repository in which the tiniest world has run from nothing."""
+    """A copy of the repository, with a quarter of the questions, in which the tiniest world has run from nothing."""
     root = tmp_path_factory.mktemp("clone") / "gripmoe"
     shutil.copytree(
         ROOT,
@@ -38,6 +49,10 @@ def finished(tmp_path_factory):
         ),
     )
     shutil.copy(SMOKE, root / "smoke.yaml")
+    for place, text, shorter in FEWER_QUESTIONS:
+        file = file_of(root, place)
+        assert text in (code := file.read_text())
+        file.write_text(code.replace(text, shorter))
     output = run_with_server("--cores", 2, "--config", f"world={root / 'smoke.yaml'}", directory=root, root=root)
     assert "100%" in output
     return root
