@@ -16,7 +16,7 @@ from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import SHARED
-from gripmoe.reporting.comparison import MARKING, collapsed, unforgotten
+from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.runs import KEYS, apart, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
 from gripmoe.reporting.uncertainty import LEAST, complete_cells, holm, p_above, student, units
@@ -99,12 +99,6 @@ def _parts(pairs: pd.Series, claim: dict, by_world: bool = False) -> list[Part]:
             values = values.groupby(worlds).mean()
         parts.append(Part(name, runs, values, *_p_values(values, claim)))
     return parts
-
-
-def _metrics_of(claims: dict[str, dict]) -> set[str]:
-    """What claims compare, and what tells which runs forgot, which collapsed, and what kind of benchmark they have."""
-    sides = [claim.get(side, claim["metric"]) for claim in claims.values() for side in ("metric", "right_metric")]
-    return {*sides, *MARKING, "verbmem"}
 
 
 def _p_values(values: pd.Series, claim: dict) -> tuple[float, float]:
@@ -196,7 +190,6 @@ def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
     same level; `world_verdict` takes worlds of facts as units; `by_objective` has the mean difference under each
     objective."""
     claims, primary = load_claims(), primary_claims(family)
-    runs = runs[runs.metric.isin(_metrics_of(claims))]  # a third of the rows, through which every claim looks
     pairs = {name: differences(runs, claim) for name, claim in claims.items()}
     p_values = pd.Series({name: p_of(_parts(found, claims[name])) for name, found in pairs.items()}, dtype=float)
     of_family = p_values.index.isin(primary)
