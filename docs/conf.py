@@ -44,7 +44,8 @@ templates_path = []
 def fill(app, name: str, source: list[str]) -> None:
     """Puts generated text where a page says so, as `<!-- generated: commands -->`, and mends what only a site shows."""
     for part in generate.PARTS:
-        source[0] = source[0].replace(f"<!-- generated: {part.__name__} -->", part())
+        if (place := f"<!-- generated: {part.__name__} -->") in source[0]:
+            source[0] = source[0].replace(place, part())
     source[0] = source[0].replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
     if found := re.fullmatch(r"record/(\w+)/tables", name):  # whose titles are alike
         source[0] = source[0].replace("# Tables of the record\n", f"# Tables of the record: {found[1]}\n", 1)

@@ -110,11 +110,11 @@ def configuration() -> str:
 
 
 def _keys(shown: type[types.Strict]) -> str:
-    comments = comments_of(shown)
+    comments, properties = comments_of(shown), shown.model_json_schema()["properties"]
     rows = []
     for name, field in shown.model_fields.items():
         key = field.alias or name
-        schema = shown.model_json_schema()["properties"][key]
+        schema = properties[key]
         if schema.get("type") == "null":  # what only another source has
             continue
         default = "required" if field.is_required() else f"default {_default(field)}"
