@@ -37,6 +37,9 @@ PER_LAYER = (
     "routing_stability_router_only",
     "routing_stability_representation_only",
 )
+# With these every column of every table has a value, and every panel a point.
+OBJECTIVES = ("none", "gd", "rmu", "unlikelihood")
+OF_TWINS = ("original", "retrained", "unconstrained", "frozen_router", "expert_specific", "anchored_adversary")
 OF_NEWS = ("verbmem", "knowmem_forget", "knowmem_retain")
 OF_LETTERS = ("forget_accuracy", "retain_accuracy")
 OF_BOTH = ("router_gradient", "expert_gradient", "forget_loss", "retain_loss", "seconds")
@@ -63,9 +66,9 @@ def runs(tmp_path_factory):
     record = pd.concat(parts).drop_duplicates([*CELL, "metric"])
     record = record[(record.seed == 0) & record.model.isin(["tiny_a", "tiny_news_a"])]
     of_letters = record[record.model == "tiny_a"]
-    of_gd = of_letters[of_letters.objective.isin(["none", "gd"])]
+    of_gd = of_letters[of_letters.objective.isin(["none", "gd"]) & of_letters.method.isin(OF_TWINS)]
     others = [of_gd.assign(model=model) for model in ("tiny_shared", "tiny_dense")]  # these have no runs
-    record = pd.concat([record, *others])
+    record = pd.concat([record[record.objective.isin(OBJECTIVES)], *others])
     cells = record[CELL].drop_duplicates()
 
     def invented(columns: dict) -> pd.DataFrame:
