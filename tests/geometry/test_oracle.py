@@ -223,7 +223,7 @@ def test_large_updates_among_many_tokens_end_at_the_qp_solvers_distance(change):
     """Updates of all scales, and up to fifty times as many tokens as dimensions: more constraints are violated at once
     than there are dimensions, and their Gram matrix is singular. No row is shrunk."""
     longer, beyond, shrunk = 0.0, 0.0, []
-    for d, N in ((4, 8), (4, 200), (16, 160), (16, 800), (64, 128), (64, 3200)):
+    for d, N in ((4, 8), (4, 200), (16, 160), (16, 800), (64, 128)):
         rng = np.random.default_rng(d + N)
         U, x, b = np.linalg.qr(rng.normal(size=(d, d // 4)))[0], rng.normal(size=(N, d)), np.abs(rng.normal(size=N))
         change(x, b, U, rng)
