@@ -81,7 +81,9 @@ PARTICULAR["qwen3_5_moe_text"] = PARTICULAR["qwen3_next"]
 PARTICULAR["qwen4_exp_text"] = dict(PARTICULAR["qwen3_next"])
 for name in ("axk2", "bailing_hybrid", "beam", "dots3_note_text", "hy_v4", "kimi_linear", "mistral4"):
     PARTICULAR[name] = dict(first_k_dense_replace=1, n_shared_experts=1, num_shared_experts=1, **GROUPS, **LATENT)
-PARTICULAR["kimi_linear"] |= dict(layer_types=["linear_attention", "full_attention"])
+PARTICULAR["kimi_linear"] |= dict(
+    layer_types=["linear_attention", "full_attention"], linear_num_heads=2, linear_head_dim=8
+)
 PARTICULAR["bailing_hybrid"] |= dict(layer_types=["linear_attention", "full_attention"])
 PARTICULAR["mimo_v2_flash"] = dict(layer_types=["full_attention"] * 2, **GROUPS)
 PARTICULAR["mimo_v2_flash"] |= dict(mlp_layer_types=["dense", "sparse"])
