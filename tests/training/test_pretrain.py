@@ -60,31 +60,36 @@ def test_control_stage_a_moves_what_stage_b_leaves(world, tokenizer, tmp_path):
     assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"} <= moved
 
 
-@pytest.fixture(params=[0, 2], ids=["", "gradient routing"])
-def train(request, world, tokenizer, monkeypatch):
+@pytest.fixture(scope="module", params=[0, 2], ids=["", "gradient routing"])
+def train(request, world, tokenizer):
     """Phases end by their probes, after two steps each, before `max_steps` is reached."""
-    monkeypatch.setattr(pretrain, "PROBE_EVERY", 2)
-    monkeypatch.setattr(pretrain, "SAVE_EVERY", 1)
-    monkeypatch.setattr(pretrain, "letter_probe", lambda *arguments: lambda model: 1.0)
-    monkeypatch.setattr(pretrain, "drill_probe", lambda *arguments: lambda model: 1.0)
 
     def run(folder):
         model = fresh_model(tokenizer)
         settings = dict(learning_rate=1e-3, seed=0)
-        skills = pretrain.train_skills(
-            model, tokenizer, world, max_steps=20, last_steps=3, **settings, state_file=folder / "a.pt"
-        )
-        settings |= {"steps": 4, "forget_experts": request.param}
-        facts = pretrain.train_facts(model, tokenizer, world, **settings, state_file=folder / "b.pt")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(pretrain, "PROBE_EVERY", 2)
+            patched.setattr(pretrain, "SAVE_EVERY", 1)
+            patched.setattr(pretrain, "letter_probe", lambda *arguments: lambda model: 1.0)
+            patched.setattr(pretrain, "drill_probe", lambda *arguments: lambda model: 1.0)
+            skills = pretrain.train_skills(
+                model, tokenizer, world, max_steps=20, last_steps=3, **settings, state_file=folder / "a.pt"
+            )
+            settings |= {"steps": 4, "forget_experts": request.param}
+            facts = pretrain.train_facts(model, tokenizer, world, **settings, state_file=folder / "b.pt")
         return skills, facts, weights_digest(model)
 
     return run
 
 
+@pytest.fixture(scope="module")
+def whole(train, tmp_path_factory):
+    """What a run that nothing kills ends in."""
+    return train(tmp_path_factory.mktemp("whole"))
+
+
 @pytest.mark.parametrize("last", [1, 2, 4, 6], ids=["drills", "skills begin", "the last steps begin", "the last"])
-def test_a_killed_run_ends_in_the_same_bytes(last, train, tmp_path, monkeypatch):
-    (tmp_path / "whole").mkdir()
-    whole = train(tmp_path / "whole")
+def test_a_killed_run_ends_in_the_same_bytes(last, train, whole, tmp_path, monkeypatch):
     assert [len(trained.losses) for trained in whole[:2]] == [7, 4], "two phases of two steps, three last ones; stage B"
     save, saved = pretrain.save_state, []
 
