@@ -1,5 +1,6 @@
 """A step on fake tensors: it runs under every method and objective at true dimensions, and its numbers are right."""
 
+import json
 from copy import copy
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from gripmoe.geometry.routing import LayerRouting
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.planning import Costs, Step, fake
-from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, layers_of, measure
+from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, layers_of
 
 PAPER = Project(Path(__file__).parents[2] / "workflow" / "config", "paper")
 PUBLISHED = {  # as their config.json have them
@@ -79,6 +80,17 @@ OTHERS = [
     "gate_anchor", "full_null_space", "combined", "expert_specific_minibatch",
     "expert_specific_paper_gradient", "routing_replay",
 ]  # fmt: skip
+
+
+MEASURED = {}  # by question
+
+
+def measure(question):
+    """As `fake.measure` does, once for tests that ask the same."""
+    asked = json.dumps(question, sort_keys=True)
+    if asked not in MEASURED:
+        MEASURED[asked] = fake.measure(question)
+    return dict(MEASURED[asked])
 
 
 def row(config):
