@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
-from scipy import stats
 
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
@@ -19,13 +18,14 @@ from gripmoe.reporting.collect import SHARED
 from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.runs import KEYS, apart, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
-from gripmoe.reporting.uncertainty import LEAST, complete_cells, holm, p_above, student, units
+from gripmoe.reporting.uncertainty import LEAST, complete_cells, holm, p_above, student, t_quantile, units
 
 RUN = ["model", "benchmark", "objective", "seed"]
 RETAINED = (*SHARED, "retain_accuracy_five_shot")
 COLOURS = {"holds": "#0072b2", "does not hold": "#d55e00", "undecided": "#000000", "not measured": "#7f7f7f"}
 VERDICTS = tuple(COLOURS)
 DECIDED = VERDICTS[:2]
+OF_SEVERAL = {"holds": "hold", "does not hold": "do not hold"}
 ALPHA = 0.05
 MOST_UNITS = 100  # a number of base models or runs above it is not told
 POWER = 0.8  # the probability with which that number decides
@@ -57,11 +57,11 @@ def differences(runs: pd.DataFrame, claim: dict, forgot: bool = False) -> pd.Ser
     runs = of_kind(runs[runs.method.isin([claim["left"], claim["right"]])], claim.get("kind", "letters"))
     left_out = [unforgotten(runs)] if forgot and not claim.get("unreached") else []
     left_out += [collapsed(runs)] if forgot and claim["metric"].removesuffix("_share") not in RETAINED else []
-    if left_out := [key for out in left_out for key in out]:
-        runs = runs[~runs.set_index(KEYS).index.isin(left_out)]
+    runs = runs[runs.metric.isin([claim["metric"], claim.get("right_metric")]) & runs.value.notna()]
+    if left_out := {key for out in left_out for key in out}:
+        runs = runs[[key not in left_out for key in zip(*(runs[k] for k in KEYS), strict=True)]]
     if "objectives" in claim:
         runs = runs[runs.objective.isin([*claim["objectives"], NO_OBJECTIVE])]
-    runs = runs[runs.value.notna()]
     left = runs[(runs.metric == claim["metric"]) & (runs.method == claim["left"])].set_index(RUN).value
     if not isinstance(claim["right"], str):
         return left - claim["right"]
@@ -141,7 +141,11 @@ def p_of(parts: list[Part]) -> float:
 def judge(pairs: pd.Series, claim: dict, alpha: float = ALPHA, by_world: bool = False) -> Judgement:
     """Verdict, and the interval of the part that gives it: at the level of the verdict, or the range of fewer than
     three values."""
-    if not (parts := _parts(pairs, claim, by_world)):
+    return _judgement(_parts(pairs, claim, by_world), pairs, alpha)
+
+
+def _judgement(parts: list[Part], pairs: pd.Series, alpha: float) -> Judgement:
+    if not parts:
         return Judgement("not measured", "", pairs, pairs, nan, nan, nan)
     part, worst = max(parts, key=lambda part: part.p_holds), min(parts, key=lambda part: part.p_fails)
     verdict, level = "undecided", alpha
@@ -165,7 +169,8 @@ def units_to_decide(values: pd.Series, claim: dict, alpha: float = ALPHA) -> int
     limits = {"~": (-margin, margin), ">": (margin,), "<": (-margin,)}[claim["relation"]]
     gap = min(abs(mean - limit) for limit in limits)
     more = range(len(values) + 1, MOST_UNITS + 1)
-    enough = (n for n in more if stats.t.ppf([1 - alpha / 2, POWER], n - 1).sum() * deviation < gap * n**0.5)
+    errors = {n: t_quantile(1 - alpha / 2, n - 1) + t_quantile(POWER, n - 1) for n in more}
+    enough = (n for n in more if errors[n] * deviation < gap * n**0.5)
     return next(enough, None) if len(values) > 1 else None
 
 
@@ -191,14 +196,16 @@ def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
     objective."""
     claims, primary = load_claims(), primary_claims(family)
     pairs = {name: differences(runs, claim) for name, claim in claims.items()}
-    p_values = pd.Series({name: p_of(_parts(found, claims[name])) for name, found in pairs.items()}, dtype=float)
+    parts = {name: _parts(found, claims[name]) for name, found in pairs.items()}
+    p_values = pd.Series({name: p_of(found) for name, found in parts.items()}, dtype=float)
     of_family = p_values.index.isin(primary)
     holm_levels = pd.concat([holm(p_values[of_family], ALPHA), holm(p_values[~of_family], ALPHA)])
     rows = []
     for name, claim in claims.items():
         level = holm_levels[name] if name in primary else ALPHA
-        found = judge(pairs[name], claim, level)
-        of_forgot = judge(differences(runs, claim, forgot=True), claim, level) if found.values.size else found
+        found = _judgement(parts[name], pairs[name], level)
+        forgot = differences(runs, claim, forgot=True)
+        of_forgot = found if forgot.equals(pairs[name]) else judge(forgot, claim, level)
         row = {"claim": name, "text": claim["text"], "line": claim["line"], "comparison": _formula(claim)}
         row |= {"primary": name in primary, "of": found.part, "unit": found.unit, "units": len(found.values)}
         row |= {"runs": len(found.runs), "by_objective": _by_objective(found.runs, claim)}
@@ -319,7 +326,6 @@ def claims_table(runs: pd.DataFrame) -> Table:
                 forgot = Cell(text, row.forgot_difference)
             entries.append((row.text + f" ({row.of})" * bool(row.of), [*shown, forgot, Cell(row.to_decide)], []))
         table.blocks.append((name, entries))
-    counts = verdicts.verdict.value_counts()
     decided = verdicts[verdicts.verdict.isin(DECIDED)]
     of_others = decided[~decided.primary]
     survive = of_others.survives_holm.sum()
@@ -337,6 +343,13 @@ def claims_table(runs: pd.DataFrame) -> Table:
         f"no more than chance. To decide: with how many units, of new worlds, its probability is {POWER:g} if they are "
         "as these. Kinds of base models are judged apart, and a row shows the part that decides; of several parts each "
         "is judged at a stricter level.",
-        "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS) + ".",
+        f"{counted(verdicts)}.",
     ]
     return table
+
+
+def counted(verdicts: pd.DataFrame) -> str:
+    """How many claims have each verdict, as "28 hold; 1 does not hold"."""
+    counts = verdicts.verdict.value_counts()
+    numbers = {verdict: int(counts.get(verdict, 0)) for verdict in VERDICTS}
+    return "; ".join(f"{n} {name if n == 1 else OF_SEVERAL.get(name, name)}" for name, n in numbers.items())

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.runs import apart, beside, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
-from gripmoe.reporting.uncertainty import LEAST, student
+from gripmoe.reporting.uncertainty import LEAST, student, t_quantile
 
 RUN = ["model", "benchmark", "seed"]
 AGAINST = "unconstrained"
@@ -64,7 +63,7 @@ def _over_facts(difference: pd.Series, level: float) -> float:
     if number < 2:
         raise ValueError("an interval over facts needs items about two facts or more")
     error = (number / (number - 1) * residuals.pow(2).sum()) ** 0.5 / len(difference)
-    return float(stats.t.ppf((1 + level) / 2, number - 1) * error)
+    return t_quantile((1 + level) / 2, number - 1) * error
 
 
 def paired_difference(

@@ -6,7 +6,7 @@ import textwrap
 
 import pandas as pd
 
-from gripmoe.reporting.claims import DECIDED, VERDICTS, judged, load_claims, value_and_interval
+from gripmoe.reporting.claims import DECIDED, counted, judged, load_claims, value_and_interval
 from gripmoe.reporting.comparison import comparison
 
 SHOWN = ["FA", "RA", "RA 5-shot", "RS", "recovery"]  # columns of the main table
@@ -35,5 +35,4 @@ def decided_claims(runs: pd.DataFrame) -> str:
         value, low, high = value_and_interval(row, named[row.claim])
         interval = f"{value} [{low}, {high}]"
         lines.append(f"  {row.comparison}: {interval}, {row.units} {row.unit}s")
-    counts = claims.verdict.value_counts()
-    return "\n".join([*lines, "; ".join(f"{counts.get(verdict, 0)} {verdict}" for verdict in VERDICTS)])
+    return "\n".join([*lines, counted(claims)])
