@@ -14,7 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import YAML, read_yaml
+from gripmoe.io.files import read_yaml
 
 _adapter = functools.cache(TypeAdapter)  # a world is checked against other worlds: thousands of times
 SHOWN = 80  # names in an error
@@ -66,8 +66,7 @@ def _describe(item: Any, path: Path, prefix: str) -> str:
 
 def read_mapping(path: Path) -> dict:
     """The mapping of a YAML file. Raises ConfigError for anything else, and for a key that stands twice."""
-    content = read_yaml(path)
-    _require_each_key_once(yaml.compose(path.read_text(encoding="utf-8"), YAML), path)
+    content = read_yaml(path, check=functools.partial(_require_each_key_once, path=path))
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping, `key: value`, at its top level")
     return content

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -157,10 +157,15 @@ def write_yaml(path: Path, value: Any) -> None:
     write_text(path, yaml.safe_dump(value, sort_keys=False, width=120))
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, check: Callable[[yaml.Node | None], object] | None = None) -> Any:
+    """The content of a YAML file. `check` sees its nodes, which know their lines, before they become values."""
     text = read_text(path)
     try:
-        return yaml.load(text, YAML)
+        loader = YAML(text)
+        node = loader.get_single_node()
+        if check:
+            check(node)
+        return loader.construct_document(node) if node else None
     except yaml.MarkedYAMLError as error:
         line, why = error.problem_mark.line + 1, error.problem
     except yaml.reader.ReaderError as error:
