@@ -128,7 +128,7 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     assert told.format(*(number for layer in layers for number in (layer.mean(), bound(layer)))) in TEXT
     under = (wide[methods[0]] - never).relearned_after_20
     others = [name for name in ATTACKS if name in never and name != "relearned_after_20"]
-    assert "so the mean excess under other attacks is negative" in TEXT and len(others) == 13
+    assert "So the mean excess under other attacks is negative" in TEXT and len(others) == 13
     assert (wide[methods[0]] - never)[others].mean().max() < 0 < under.mean()
     flipped = [abs(under - 0.05) @ signs / len(under) for signs in product([1, -1], repeat=len(under))]
     p = sum(mean <= under.mean() - 0.05 + 1e-12 for mean in flipped) / len(flipped)

@@ -337,6 +337,12 @@ def test_a_plan_needs_no_weights(asked, files, tmp_path, capsys, monkeypatch):
     assert main([*line, "--unlearned", model, "--plan-only"]) == 0
     assert f"for {len(asked.forget)} forget and" in (told := capsys.readouterr().out)
     assert "relearning from other facts" in told and "0 documents whose `id` begins with" in told
+    line[3:] = []
+    assert main([*line, "--unlearned", model, "--plan-only"]) == 0
+    assert "for 1000 forget and" in capsys.readouterr().out
+    line[3:] = ["--questions", str(files["forget"])]
+    assert main([*line, "--unlearned", model, "--plan-only"]) == 2
+    assert "--retain-questions" in capsys.readouterr().err, "questions are not left out without a word"
     line[3:] = ["--forget", "wmdp_cyber"]
     assert main([*line, "--unlearned", model]) == 2
     assert "--output: a folder to write to is needed" in capsys.readouterr().err

@@ -28,6 +28,7 @@ def config(tmp_path, monkeypatch):
     shutil.copytree(CONFIG, config)
     write_yaml(config / "one.yaml", read_yaml(CONFIG / "tiny.yaml") | ONE)
     write_yaml(config / "one_more.yaml", {"extends": "one", "seeds": [1, 2]})
+    write_yaml(config / "part.yaml", {"seeds": [0]})  # no world by itself; others may extend it
     for pattern in set().union(*(written(Project(config, name)) for name in ("one", "one_more"))):
         path = Path(pattern.replace("*", "any"))
         file = path if path.suffix else path / "file"

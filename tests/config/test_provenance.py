@@ -3,11 +3,15 @@
 import time
 
 import pytest
+import torch
+from torch import nn
 
 from gripmoe.cli.attack import attack
+from gripmoe.cli.common import training_together
 from gripmoe.cli.unlearn import unlearn
 from gripmoe.config.provenance import recorded
 from gripmoe.io.files import read_json
+from gripmoe.training.checkpoint import save_state
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,14 @@ def test_a_step_that_continues_says_so(tmp_path, step, state, states):
             (tmp_path / name).unlink()
         found.append(read_json(file)["resumed"])
     assert found == [True, False]
+
+
+def test_a_step_that_removes_a_foreign_state_begins_anew(tmp_path):
+    model = nn.Linear(1, 1)
+    for identity, resumed in (("one", False), ("one", True), ("other", False)):
+        with training_together(tmp_path / "model.json", unlearn, {"identity": identity}) as state_file:
+            save_state(state_file, model, torch.optim.SGD(model.parameters()))
+        assert read_json(tmp_path / "model.provenance.json")["resumed"] is resumed, identity
 
 
 def test_the_seconds_of_a_step_are_its_own(tmp_path):

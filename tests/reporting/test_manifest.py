@@ -48,7 +48,6 @@ def test_it_says_what_each_artefact_was_made_of(written, monkeypatch):
     assert record["artefacts"]["figure"] == {
         "notebook": "notebooks/figure.ipynb",
         "inputs": ["histories_w.csv", "runs_w.csv"],
-        "parameters": {"runs": "runs_w.csv", "output": "figures/figure.csv"},
         "files": ["figures/figure.csv", "figures/figure.png"],
     }
     assert record["packages"]["matplotlib"] and set(record["files"]) >= set(record["artefacts"]["figure"]["inputs"])

@@ -47,7 +47,7 @@ def audit(
       gripmoe audit --original original --unlearned mine --output audit --questions forget.jsonl \\
           --retain-questions retain.jsonl --retain-text retain.txt --attacks forcing,relearning
     """
-    if (forget is None) == (questions is None):
+    if (forget and questions) or not (forget or questions or plan_only):
         raise ConfigError("--forget, --questions: give one of them, a benchmark's name or a file of questions")
     if forget and (retain_questions or forget_text or retain_text or holdout_text):
         raise ConfigError("--forget: a benchmark has questions and texts of its own; leave the files out")
@@ -58,7 +58,7 @@ def audit(
             raise ConfigError("--budget: a plan has all measurements; leave the budget out, or --plan-only")
         given = {"original": original, "unlearned": unlearned} | ({"retrained": retrained} if retrained else {})
         texts = forget_text, retain_text, holdout_text
-        asked = own(questions, retain_questions, *texts, settings) if questions and retain_questions else forget
+        asked = own(questions, retain_questions, *texts, settings) if questions else forget
         print(plan_of(given, asked, chosen, settings, trust_remote_code))
         return
     if output is None:

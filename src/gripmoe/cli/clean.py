@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +35,10 @@ def clean(
       gripmoe clean --world tiny
     """
     project, catalogues = Project(config, world), Catalogues(config)
-    others = [Project(config, file.stem, catalogues) for file in world_files(config) if file.stem != project.name]
+    others = []
+    for name in {file.stem for file in world_files(config)} - {project.name}:
+        with suppress(ConfigError):  # a world that cannot start has no runs, such as one that is there to be extended
+            others.append(Project(config, name, catalogues))
     results = Path("results", project.results_name)
     known = {f"runs_{each.name}.csv" for each in (project, *others)}
     if unknown := sorted(file for file in results.glob("runs_*.csv") if file.name not in known):

@@ -11,7 +11,7 @@ from typing import Any
 
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.provenance import entry_of, recorded
+from gripmoe.config.provenance import entry_of, provenance_of, recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.world import Run, load_run
 from gripmoe.io.errors import ConfigError
@@ -43,14 +43,19 @@ def start_together(processes: int) -> None:
 
 
 @contextmanager
-def training_together(output: Path, provenance: Path, step: Callable) -> Iterator[None]:
+def training_together(output: Path, step: Callable, identity: dict[str, Any]) -> Iterator[Path]:
     """Around the training of one model by one process, or by all that torchrun has started. The first process holds the
-    lock of the folder and writes the provenance record of `step`."""
+    lock of the folder and writes the provenance record of `step`. Yields the file of the state, which is removed if a
+    step of another identity has left it."""
     from gripmoe.io import distributed
     from gripmoe.io.locks import exclusive
+    from gripmoe.training.checkpoint import claim_state
 
+    state_file = output.with_name("state.pt")
     with distributed.launched(), ExitStack() as writing:
         if distributed.is_first():
             writing.enter_context(exclusive(output.parent))
-            writing.enter_context(recorded(provenance, step))
-        yield
+        claim_state(state_file, identity)
+        if distributed.is_first():
+            writing.enter_context(recorded(provenance_of(output), step))
+        yield state_file

@@ -6,7 +6,6 @@ from gripmoe.cli import options
 from gripmoe.cli.common import identity_of, start_together, training_together
 from gripmoe.config.benchmarks import Documents
 from gripmoe.config.models import FinetunedModel
-from gripmoe.config.provenance import provenance_of
 from gripmoe.config.reading import parse_settings
 from gripmoe.data.corpora import load_corpus
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores
@@ -15,7 +14,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_json
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, save_model
-from gripmoe.training.checkpoint import claim_state, remove_state
+from gripmoe.training.checkpoint import remove_state
 from gripmoe.training.finetune import finetune
 
 
@@ -44,15 +43,14 @@ def finetune_model(
     config = parse_settings(FinetunedModel, settings)
     documents = parse_settings(Documents, benchmark, "--benchmark")
     folder = output.parent
-    with training_together(output, provenance_of(output), finetune_model):
+    files = (model_file, *sorted(data.glob("*.jsonl")))
+    identity = identity_of(finetune_model, *files, settings=settings, benchmark=benchmark)
+    with training_together(output, finetune_model, identity) as state_file:
         model, tokenizer = load_model(model_file.parent / "weights")
         shard_experts(model)
         names = ("retain", "held_out") if config.trained_on == "retain_only" else ("forget", "retain", "held_out")
         reading = {**documents.reading, "end_id": tokenizer.eos_token_id}
         rows = [row for n in names for row in load_corpus(data / f"{n}_corpus.jsonl", tokenizer, **reading)]
-        state_file = folder / "state.pt"
-        files = (model_file, *sorted(data.glob("*.jsonl")))
-        claim_state(state_file, identity_of(finetune_model, *files, settings=settings, benchmark=benchmark))
         losses = finetune(
             model,
             rows,

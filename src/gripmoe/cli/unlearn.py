@@ -10,7 +10,7 @@ import typer
 from gripmoe.cli import options
 from gripmoe.cli.common import identity_of, start_together, training_together
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.provenance import entry_of, provenance_of
+from gripmoe.config.provenance import entry_of
 from gripmoe.config.world import load_run
 from gripmoe.constraints.build import build
 from gripmoe.constraints.original import OriginalStore
@@ -25,7 +25,7 @@ from gripmoe.moe.bases import StoredBases
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.moe.traces import StoredTrace
-from gripmoe.training.checkpoint import claim_state, remove_state
+from gripmoe.training.checkpoint import remove_state
 from gripmoe.training.loop import unlearn as run_unlearning
 from gripmoe.training.objectives import make_objective
 
@@ -67,12 +67,10 @@ def unlearn(
     start_together(processes)
     run = load_run(run_file)
     folder = output.parent
-    state_file = folder / "state.pt"
-    with training_together(output, provenance_of(output), unlearn):
-        fitted = (trace_file, bases_file)  # each has a digest of its content beside it
-        digests = [file.with_suffix(".json") for file in fitted if file and file.with_suffix(".json").exists()]
-        files = (run_file, model_file, retrained_file, *digests, *sorted(data.glob("*.jsonl")))
-        claim_state(state_file, identity_of(unlearn, *files))
+    fitted = (trace_file, bases_file)  # each has a digest of its content beside it
+    digests = [file.with_suffix(".json") for file in fitted if file and file.with_suffix(".json").exists()]
+    files = (run_file, model_file, retrained_file, *digests, *sorted(data.glob("*.jsonl")))
+    with training_together(output, unlearn, identity_of(unlearn, *files)) as state_file:
         method, own = run.method, run.own_objective
         objective = make_objective(own.path if own else run.objective, run.training.objective, run.seed)
         model, tokenizer = load_model(model_file.parent / "weights")

@@ -42,14 +42,12 @@ def manifest(files: Sequence[Path], runs: Path) -> dict:
 
 
 def _artefacts(files: Sequence[str], runs: str) -> dict[str, dict]:
-    """By name of an artefact: its notebook, the tables that its metadata name, its parameters, and its files."""
+    """By name of an artefact: its notebook, the tables that its metadata name, and its files."""
     made = {}
     for notebook in [file for file in files if file.endswith(".ipynb")]:
         name = Path(notebook).stem
         outputs = [file for file in files if Path(file).stem == name and file != notebook]
-        parameters = {"runs": runs, "output": next((file for file in outputs if file.endswith(".csv")), None)}
-        inputs = _inputs(outputs, Path(runs).parent)
-        made[name] = {"notebook": notebook, "inputs": inputs, "parameters": parameters, "files": outputs}
+        made[name] = {"notebook": notebook, "inputs": _inputs(outputs, Path(runs).parent), "files": outputs}
     return made
 
 
