@@ -12,39 +12,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gripmoe.auditing.run import audit
-    from gripmoe.constraints.hooks import Diverged
-    from gripmoe.constraints.realignment import realign, remember
-    from gripmoe.geometry.routing import SelectionRule
-    from gripmoe.library.constrain import constrain
-    from gripmoe.library.reparameterization import reparameterize
-    from gripmoe.library.trainer import trainer_callback
-    from gripmoe.moe.families import register_family
-    from gripmoe.moe.replay import replay_experts, routed_experts
-    from gripmoe.moe.sharding import shard_experts
-    from gripmoe.moe.storage import load_model, save_model
-    from gripmoe.training.adversary import RelearningAdversary
-    from gripmoe.worlds.shipped import tiny_model
+    from gripmoe.auditing.run import audit as audit
+    from gripmoe.constraints.hooks import Diverged as Diverged
+    from gripmoe.constraints.realignment import realign as realign
+    from gripmoe.constraints.realignment import remember as remember
+    from gripmoe.geometry.routing import SelectionRule as SelectionRule
+    from gripmoe.library.constrain import constrain as constrain
+    from gripmoe.library.reparameterization import reparameterize as reparameterize
+    from gripmoe.library.trainer import trainer_callback as trainer_callback
+    from gripmoe.moe.families import register_family as register_family
+    from gripmoe.moe.replay import replay_experts as replay_experts
+    from gripmoe.moe.replay import routed_experts as routed_experts
+    from gripmoe.moe.sharding import shard_experts as shard_experts
+    from gripmoe.moe.storage import load_model as load_model
+    from gripmoe.moe.storage import save_model as save_model
+    from gripmoe.training.adversary import RelearningAdversary as RelearningAdversary
+    from gripmoe.worlds.shipped import tiny_model as tiny_model
 
 __version__ = "0.2.0"
-__all__ = [
-    "Diverged",
-    "RelearningAdversary",
-    "SelectionRule",
-    "audit",
-    "constrain",
-    "load_model",
-    "realign",
-    "register_family",
-    "remember",
-    "reparameterize",
-    "replay_experts",
-    "routed_experts",
-    "save_model",
-    "shard_experts",
-    "tiny_model",
-    "trainer_callback",
-]
 _HOMES = {
     "Diverged": "constraints.hooks",
     "RelearningAdversary": "training.adversary",
@@ -63,6 +48,7 @@ _HOMES = {
     "tiny_model": "worlds.shipped",
     "trainer_callback": "library.trainer",
 }
+__all__ = [*_HOMES]
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,8 @@ from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import LayerRouting
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
-from gripmoe.planning import Costs, Step, fake
+from gripmoe.planning import fake
+from gripmoe.planning.cost import Costs, Step
 from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, layers_of
 
 PAPER = Project(Path(__file__).parents[2] / "workflow" / "config", "paper")

@@ -12,18 +12,9 @@ from gripmoe.cli.prepare_model import prepare_model
 from gripmoe.config.grid import NO_OBJECTIVE, Project
 from gripmoe.config.provenance import step_seconds
 from gripmoe.io.files import read_json, write_json
-from gripmoe.planning import (
-    Costs,
-    Step,
-    check_budget,
-    disk_needed,
-    fake,
-    jobs_left,
-    steps_of,
-    that_count,
-    what_would_fit,
-)
-from gripmoe.planning.jobs import OUTPUTS, _records
+from gripmoe.planning import fake
+from gripmoe.planning.cost import Costs, Step, steps_of, what_would_fit
+from gripmoe.planning.jobs import OUTPUTS, _records, check_budget, disk_needed, jobs_left, that_count
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 

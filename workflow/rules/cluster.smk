@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 
-from gripmoe.planning import check_budget, jobs_of
+from gripmoe.planning.jobs import check_budget, jobs_of
 
 
 def orphans():

@@ -16,19 +16,8 @@ from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.cli.pin import unpinned
 from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
-from gripmoe.planning import (
-    TFLOPS,
-    Cost,
-    Costs,
-    Job,
-    Step,
-    check_budget,
-    disk_needed,
-    jobs_left,
-    steps_of,
-    that_count,
-    what_would_fit,
-)
+from gripmoe.planning.cost import TFLOPS, Cost, Costs, Step, steps_of, what_would_fit
+from gripmoe.planning.jobs import Job, check_budget, disk_needed, jobs_left, that_count
 
 LEAST = 1e-3  # of speeds and memories
 MOST_EXPENSIVE = 5  # runs that a plan shows without --runs

@@ -90,15 +90,12 @@ def continuations(
     texts = {}
     with evaluating(model):
         for bucket in length_buckets(rows, PROMPT_TOKENS_PER_PASS):
-            longest = max(len(row.ids) for row in bucket)
-            input_ids = torch.full((len(bucket), longest), tokenizer.pad_token_id)
-            mask = torch.zeros_like(input_ids)
-            for i, row in enumerate(bucket):
-                input_ids[i, longest - len(row.ids) :] = torch.tensor(row.ids)
-                mask[i, longest - len(row.ids) :] = 1
+            padded = tokenizer.pad(
+                {"input_ids": [row.ids for row in bucket]}, padding_side="left", return_tensors="pt"
+            ).to(model.device)
             written = model.generate(
-                input_ids=input_ids.to(model.device),
-                attention_mask=mask.to(model.device),
+                input_ids=padded["input_ids"],
+                attention_mask=padded["attention_mask"],
                 max_new_tokens=max_new_tokens,
                 pad_token_id=tokenizer.pad_token_id,
                 # A process that has finished must keep serving the layers that others share with it.
@@ -111,7 +108,7 @@ def continuations(
                 top_p=1.0,
                 top_k=50,
             )
-            for row, ids in zip(bucket, written[:, longest:], strict=True):
+            for row, ids in zip(bucket, written[:, padded["input_ids"].shape[1] :], strict=True):
                 kept = unfinished or len(ids) < max_new_tokens or ids[-1].item() in _ends(model, tokenizer)
                 texts[row.id] = tokenizer.decode(ids, skip_special_tokens=True) if kept else ""
     return [texts[row.id] for row in rows]

@@ -35,7 +35,6 @@ class Metric:
 
 
 NAMES = read_yaml(Path(__file__).with_name("names.yaml"))
-MODELS: dict[str, str] = NAMES["models"]
 OBJECTIVES: dict[str, str] = NAMES["objectives"]
 METHODS = {name: Method(**row) for name, row in NAMES["methods"].items()}
 METRICS = {name: Metric(**row) for name, row in NAMES["metrics"].items()}
@@ -80,13 +79,18 @@ def objective_label(objective: str) -> str:
 
 
 def model_label(model: str) -> str:
-    return MODELS.get(model, model.replace("_", " "))
+    return _matching("models", model) or model.replace("_", " ")
 
 
 def benchmark_label(benchmark: str) -> str:
     """The label of a benchmark. Benchmarks with the same label ask the same kind of questions about different facts, so
     their runs may be pooled."""
-    return NAMES["benchmarks"].get(benchmark, benchmark)
+    return _matching("benchmarks", benchmark) or benchmark
+
+
+def _matching(kind: str, name: str) -> str | None:
+    """The label of the first pattern of names.yaml that matches the whole name."""
+    return next((label for pattern, label in NAMES[kind].items() if re.fullmatch(pattern, name)), None)
 
 
 def metric(name: str) -> Metric:
