@@ -53,8 +53,8 @@ def test_columns_of_ones_own_are_kept(world):
 
 
 def test_answers_may_be_letters(asked):
-    for written in ("ABCD", "abcd", [0.0, 1.0, 2.0, 3.0]):
-        answers = [row | {"answer": written[row["answer"]], "fact": None} for row in asked.forget]
+    for written, missing in (("ABCD", None), ("abcd", float("nan")), ([0.0, 1.0, 2.0, 3.0], None)):
+        answers = [row | {"answer": written[row["answer"]], "fact": missing} for row in asked.forget]
         assert rows_of(own(answers, asked.retain)) == rows_of(own(asked.forget, asked.retain))
 
 
@@ -121,6 +121,13 @@ def test_settings_of_relearning_that_are_not_given_are_the_audits_own(asked):
     )
     with pytest.raises(ConfigError, match="--relearning: batch_size: .*greater than 0"):
         own(asked.forget, asked.retain, relearning={"batch_size": 0})
+
+
+def test_a_table_is_not_read_as_plain_text(asked, tmp_path):
+    file = tmp_path / "retain.csv"
+    file.write_text("id,text\n1,some text\n")
+    with pytest.raises(ConfigError, match="--retain-text .*retain.csv: .*write JSON lines with `text`"):
+        own(asked.forget, asked.retain, retain_text=file)
 
 
 @pytest.mark.parametrize("name", ["retain.ndjson", "retain.jsonl", "retain.txt"])

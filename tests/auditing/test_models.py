@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from copy import deepcopy
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from gripmoe.auditing import models
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import save_model
+from gripmoe.moe.storage import save_model, with_pad_token
 from gripmoe.worlds.documents import all_texts, make_world
 from gripmoe.worlds.tokenizer import make_tokenizer
 
@@ -155,6 +156,29 @@ def test_an_adapter_is_merged_into_the_original(pair, tokenizer, tmp_path):
     assert sum("lora" in name for name, _ in model.named_parameters()) == 0
     with pytest.raises(ConfigError, match="this is an adapter; give the model that it adapts"):
         models.find(tmp_path / "adapter", "--original")
+
+
+def test_routers_of_an_adapter_are_not_rounded(tokenizer, tmp_path):
+    """Of a model in bf16, `constrain` trains them in fp32, and PEFT saves them so."""
+    base = small_model(vocabulary_size=len(tokenizer)).bfloat16()
+    save_model(base, tokenizer, tmp_path / "original")
+    (tmp_path / "original" / "routers.safetensors").unlink()  # as other programs save it
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"]))
+    gates = MoEModel(adapted.get_base_model())
+    trained = {layer: gates.theta(layer).detach() * 1.0001 for layer in gates.layers}
+    gates.set_thetas(trained)
+    adapted.save_pretrained(tmp_path / "adapter")
+    original = models.find(tmp_path / "original", "--original")
+    found = models.find(tmp_path / "adapter", "--unlearned", original=original)
+    loaded = MoEModel(models.load(found, tmp_path / "adapter")[0])
+    assert all(torch.equal(loaded.theta(layer), theta_Ed) for layer, theta_Ed in trained.items())
+
+
+def test_a_tokenizer_without_special_tokens_pads_with_its_first(tokenizer):
+    bare = deepcopy(tokenizer)
+    bare.pad_token = bare.eos_token = None
+    assert with_pad_token(bare).pad_token_id == 0
+    assert with_pad_token(tokenizer).pad_token == tokenizer.pad_token
 
 
 def test_an_adapter_of_the_hub_is_downloaded_with_its_weights(pair, tokenizer, tmp_path, monkeypatch):

@@ -9,11 +9,13 @@ import torch
 
 import gripmoe
 from conftest import METHODS, random_batch, small_model
+from gripmoe.auditing.inputs import named
 from gripmoe.config.methods import EpsNullConfig, Method, method_table
 from gripmoe.constraints import null_space as module
 from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.null_space import NullSpace, NullSpacePaper, fit_bases, null_space_of
+from gripmoe.data.batches import batches_of
 from gripmoe.geometry import screening
 from gripmoe.geometry.halfspace import nearest_feasible, violation
 from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis, extended
@@ -81,6 +83,40 @@ def test_sound_constraint_keeps_every_recorded_set(family):
     assert stability[True] == 1.0
     assert stability[False] < 0.9, "the control: unconstrained, the sets change"
     assert moved[True] > 0.01, "the router is not frozen"
+
+
+def test_the_threshold_decides_how_many_selections_of_a_trained_model_stay():
+    """As docs/geometry.md says. Random models, as above, leave no direction free in which selected scores move."""
+    documents = named("wmdp_tiny").files
+    changed = {}
+    for eps_null in (1e-4, 1e-8):
+        torch.manual_seed(0)
+        model, tokenizer = gripmoe.tiny_model()
+
+        def batches(name, tokenizer=tokenizer):
+            rows = [row["prompt"] + row["text"] for row in documents[name][:64]]
+            parts = [rows[start : start + 8] for start in range(0, 64, 8)]
+            return [tokenizer(part, return_tensors="pt", padding=True, return_token_type_ids=False) for part in parts]
+
+        def loss(batch, model=model):
+            labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+            return model(**batch, labels=labels).loss
+
+        retain, forget = batches("retain_corpus"), batches("forget_corpus")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+        trace = MoEModel(model).trace(batches_of(retain, "retain"))
+        with gripmoe.constrain(model, optimizer, retain, method=null_space(eps_null)):
+            for step in range(24):
+                optimizer.zero_grad()
+                (loss(retain[step % 8]) - loss(forget[step % 8])).backward()
+                optimizer.step()
+        moe = MoEModel(model)
+        moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
+        changed[eps_null] = [
+            (trace[n].top_k_Nk.sort().values != moved[n].top_k_Nk.sort().values).any(1).float().mean() for n in trace
+        ]
+    assert 0 < max(changed[1e-4]) < 0.03, "a few selections change"
+    assert sum(changed[1e-8]) == 0, "the control: with nearly nothing free, none does"
 
 
 def test_projecting_the_gradient_does_not_hold_under_adamw():

@@ -8,6 +8,10 @@ import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import apply_template
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from conftest import small_model
 from gripmoe.attacks.prompts import reworded
@@ -25,6 +29,7 @@ from gripmoe.evaluation.questions import (
     direct_answers,
     harness_answers,
     harness_task,
+    letter_token,
     load_questions,
     prompt_of,
 )
@@ -37,6 +42,16 @@ from gripmoe.worlds.benchmark import question_rows
 def questions(world):
     facts = world.facts.forget[:10] + world.facts.of("computer science")[:10]
     return question_rows(world, facts, orders=1, seed=0)
+
+
+def test_letters_of_several_tokens_are_refused(tokenizer, questions):
+    """The harness adds the likelihoods of all tokens of a letter; one prediction gives one."""
+    of_bytes = Tokenizer(BPE({letter: n for n, letter in enumerate(ByteLevel.alphabet())}, []))
+    of_bytes.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    bytewise = PreTrainedTokenizerFast(tokenizer_object=of_bytes, pad_token="!")
+    with pytest.raises(ConfigError, match="'A' after 'Answer:' is not one token"):
+        direct_answers(small_model(vocabulary_size=len(bytewise)), bytewise, questions)
+    assert letter_token(tokenizer, "A") == tokenizer.convert_tokens_to_ids("A")
 
 
 def test_task_is_the_harness_wmdp_template(tmp_path):

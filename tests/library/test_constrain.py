@@ -466,6 +466,22 @@ def test_what_has_no_language_head_is_named(model):
         gripmoe.constrain(model, adamw(model), RETAIN)
 
 
+class ScheduleFree(torch.optim.SGD):
+    """As optimizers whose `eval()` puts averages in the place of the weights that steps have written."""
+
+    def train(self): ...
+
+    def eval(self): ...
+
+
+def test_a_schedule_free_optimizer_is_refused_where_its_steps_are_constrained():
+    model = small_model()
+    optimizer = ScheduleFree(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="ScheduleFree is schedule-free: .*frozen_router"):
+        gripmoe.constrain(model, optimizer, [random_batch()])
+    gripmoe.constrain(model, optimizer, [random_batch()], method="frozen_router").close()
+
+
 def test_a_model_whose_optimizer_holds_what_trains():
     """The first router is frozen and not in the optimizer; the other is constrained."""
     model = small_model()

@@ -258,3 +258,11 @@ def test_a_handle_refuses_a_packed_row_in_training(tokenizer, texts):
         with pytest.raises(ValueError, match="documents are packed into a row .`cu_seq_lens_q`.: give each document"):
             with handle.retain():
                 model(**batch)
+
+
+def test_a_table_is_refused(tokenizer, texts):
+    """Its iterator gives the names of its columns."""
+    model = small_model()
+    table = pytest.importorskip("pandas").DataFrame({"text": texts, "source of text": texts})
+    with pytest.raises(ValueError, match="`retain` is a DataFrame: give its texts, such as"):
+        gripmoe.constrain(model, torch.optim.SGD(model.parameters()), table, tokenizer=tokenizer)

@@ -240,7 +240,7 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
     splits: dict[str, str] = {}  # of facts: attacks on `test` questions learn from documents about facts of `dev`
     for number, row in enumerate(rows):
         where, choices, answer = f"{name}: row {number + 1}", row["choices"], row["answer"]
-        row = {key: value for key, value in row.items() if value is not None or key == "question"}
+        row = {key: value for key, value in row.items() if not _missing(value) or key == "question"}
         if not isinstance(row["question"], str) or not row["question"].strip():
             raise ConfigError(f"{where}: question {row['question']!r} is no text; give one, or leave the row out")
         count = len(choices) if isinstance(choices, Sequence) and not isinstance(choices, str) else "no list of"
@@ -302,6 +302,11 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
     return questions
 
 
+def _missing(value: Any) -> bool:
+    """Whether it is None, or NaN, which pandas puts in its place."""
+    return value is None or (isinstance(value, float) and value != value)
+
+
 def _index(answer: Any) -> int | None:
     """The index of the right choice from 0 to 3, also as 1.0, or A to D; None for anything else."""
     if isinstance(answer, str) and answer.upper() in tuple(LETTERS):
@@ -324,6 +329,8 @@ def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
         text = read_text(Path(source))
         if _is_json(text.lstrip().split("\n")[0]):
             raise ConfigError(f"{flag} {source}: these are JSON lines; name the file {Path(source).stem}.jsonl")
+        if Path(source).suffix in (".csv", ".tsv"):
+            raise ConfigError(f"{flag} {source}: a table would be read as one text; write JSON lines with `text`")
         name, rows = f"{flag} {source}", [{"text": part} for part in BLANK.split(text)]
     elif isinstance(source, str | Path):
         name, rows = _rows(source, flag, "text")

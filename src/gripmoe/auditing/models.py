@@ -18,8 +18,9 @@ from huggingface_hub.errors import HFValidationError
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json
+from gripmoe.moe import MoEModel
 from gripmoe.moe.families import NUMBERS_OF_EXPERTS
-from gripmoe.moe.storage import load_model
+from gripmoe.moe.storage import load_model, with_pad_token
 from gripmoe.planning.cost import GB
 
 ADAPTER = "adapter_config.json"
@@ -235,12 +236,12 @@ def load(found: Located, name: str | Path, device: str | None = None):
     if adapter:
         from peft import PeftModel
 
+        MoEModel(model)  # routers in fp32, or those of the adapter would be rounded
         try:
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload().eval()
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ConfigError(f"{found.flag} {adapter}: the adapter does not fit {folder} ({reason})") from None
         if (adapter / "tokenizer_config.json").is_file():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
-            tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+            tokenizer = with_pad_token(transformers.AutoTokenizer.from_pretrained(adapter))
     return model, tokenizer

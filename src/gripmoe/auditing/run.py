@@ -39,7 +39,7 @@ from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.placement import devices_of, place
-from gripmoe.moe.storage import weights_digest
+from gripmoe.moe.storage import weights_digest, with_pad_token
 from gripmoe.training.optimizers import require_optimizer
 
 TIMED = 32  # questions of the timed batch
@@ -137,9 +137,7 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
             models.compare_shapes(shapes["original"], shapes[name], f"original and {name}")
             models.compare_dtypes(names["original"].dtype, model.dtype, f"original and {name}")
             models.check_vocabulary(model, tokenizer, name)
-        tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # of some, as Mixtral's, there is none
-        return dict(names), tokenizer
+        return dict(names), with_pad_token(copy.deepcopy(tokenizer))
     if tokenizer is not None:
         raise ConfigError("tokenizer: models in folders have one of their own; leave it out")
     if any(in_memory):

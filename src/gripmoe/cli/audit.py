@@ -49,15 +49,17 @@ def audit(
     """
     if (forget and questions) or not (forget or questions or plan_only):
         raise ConfigError("--forget, --questions: give one of them, a benchmark's name or a file of questions")
-    if forget and (retain_questions or forget_text or retain_text or holdout_text):
+    texts = forget_text, retain_text, holdout_text
+    if forget and (retain_questions or any(texts)):
         raise ConfigError("--forget: a benchmark has questions and texts of its own; leave the files out")
+    if (questions is None) != (retain_questions is None) or (any(texts) and questions is None):
+        raise ConfigError("--questions, --retain-questions: questions of both kinds are needed; give two files")
     settings = None if relearning is None else parse_settings(dict[str, Any], relearning, "--relearning")
     chosen = None if attacks is None else [name.strip() for name in attacks.split(",")]
     if plan_only:
         if budget is not None:
             raise ConfigError("--budget: a plan has all measurements; leave the budget out, or --plan-only")
         given = {"original": original, "unlearned": unlearned} | ({"retrained": retrained} if retrained else {})
-        texts = forget_text, retain_text, holdout_text
         asked = own(questions, retain_questions, *texts, settings) if questions else forget
         print(plan_of(given, asked, chosen, settings, trust_remote_code))
         return

@@ -58,6 +58,8 @@ def _items(data: Any, name: str, tokenizer: Any, padding: Padding) -> Iterable[A
         return [data]
     if isinstance(data, Tensor):
         return [{"input_ids": data}]
+    if hasattr(data, "iloc") and hasattr(data, "columns"):  # iterating over a table gives the names of its columns
+        raise ValueError(f"`{name}` is {_described(data)}: give its texts, such as `list(table['text'])`")
     if holds_texts(data):
         if not callable(tokenizer):
             raise ValueError(f"`{name}` holds texts, and `tokenizer` is {tokenizer!r}: give the model's tokenizer")

@@ -24,6 +24,7 @@ from gripmoe.moe.modes import evaluating
 
 QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
 HARNESS_KEYS = ("id", "question", "choices", "answer")  # that its tasks read
+ANSWER = "Answer:"  # how the prompt of a letter question ends
 FEWSHOT_SEED = 1234  # the harness's default
 
 
@@ -155,7 +156,7 @@ def direct_answers(
     """The answers of `harness_answers`, computed without the harness, which takes about twice the time. `prompt`
     writes a question in another way than the harness does."""
     by_id = {question["id"]: question for question in questions}
-    letters = [tokenizer(f" {letter}", add_special_tokens=False)["input_ids"][-1] for letter in LETTERS]
+    letters = [letter_token(tokenizer, letter) for letter in LETTERS]
     answers = {}
     with evaluating(model):
         for batch in question_batches(tokenizer, questions, model.device, prompt or prompt_of):
@@ -167,6 +168,19 @@ def direct_answers(
                 chosen = scores.index(max(scores))
                 answers[row_id] = Answer(row_id, chosen, chosen == by_id[row_id]["answer"], tuple(scores))
     return [answers[question["id"]] for question in questions]
+
+
+@functools.lru_cache
+def letter_token(tokenizer, letter: str) -> int:
+    """The token of a letter after "Answer:". Raises ConfigError if a letter takes several tokens there, whose
+    likelihoods the harness would add."""
+    before, whole = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (ANSWER, f"{ANSWER} {letter}"))
+    if whole[:-1] != before:
+        raise ConfigError(
+            f"tokenizer: {letter!r} after {ANSWER!r} is not one token, so letter questions cannot be answered by one "
+            "prediction; audit a model whose tokenizer has a token for it"
+        )
+    return whole[-1]
 
 
 def prompt_of(question: dict, solved: Sequence[dict] = ()) -> str:

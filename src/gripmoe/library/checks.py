@@ -68,7 +68,12 @@ def check_adapters(moe: MoEModel, method: Method) -> None:
 
 
 def check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ValueError unless the optimizer holds the routers that train."""
+    """Raises ValueError unless the optimizer holds the routers that train, and steps the weights that are evaluated."""
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ValueError(
+            f"{type(optimizer).__name__} is schedule-free: its `eval()` writes routers that no step has made, and no "
+            'constraint holds; take another optimizer, or method="frozen_router" or "anchored"'
+        )
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in stepped]
     trains = any(moe.theta(layer).requires_grad for layer in missing)

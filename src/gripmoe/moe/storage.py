@@ -116,12 +116,13 @@ def load_model(
                         f"delete {ROUTERS}, and its routers are read as plain transformers reads them"
                     )
                 router.copy_(exact)
-    return model, _with_pad_token(tokenizer)
+    return model, with_pad_token(tokenizer)
 
 
-def _with_pad_token(tokenizer: transformers.PreTrainedTokenizerBase) -> transformers.PreTrainedTokenizerBase:
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+def with_pad_token(tokenizer: transformers.PreTrainedTokenizerBase) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer, which pads by the token that ends texts, or by its first, if it has no token for padding."""
+    if tokenizer.pad_token is None:  # as Mixtral's
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
@@ -208,4 +209,4 @@ def load_published(config: PublishedModel) -> tuple[transformers.PreTrainedModel
             f"{config.revision or 'main'}`, and set `id:` to the folder that it names."
         ) from error
     _require_whole(loaded, where, "download it again")
-    return model, _with_pad_token(tokenizer)
+    return model, with_pad_token(tokenizer)
