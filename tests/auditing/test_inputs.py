@@ -9,7 +9,7 @@ from gripmoe.cli.main import main
 from gripmoe.config.grid import Project
 from gripmoe.config.reading import read_catalogue
 from gripmoe.config.training import Relearning
-from gripmoe.evaluation.questions import load_questions
+from gripmoe.evaluation.questions import load_questions, prompt_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_jsonl
 from gripmoe.worlds.benchmark import wmdp_files
@@ -69,6 +69,15 @@ def test_documents_need_a_token_that_is_predicted(asked, tokenizer):
             ConfigError, match="--forget-text: document 'forget/60' .* has no second token, or a prompt"
         ):
             inputs.check_documents(tokenizer)
+
+
+def test_questions_fit_into_what_models_read(asked, tokenizer):
+    long = {**asked.forget[0], "question": " ".join([asked.forget[0]["question"]] * 9)}
+    inputs = own([long, *asked.forget[1:]], asked.retain)
+    length = len(tokenizer(prompt_of(rows_of(inputs)[0]))["input_ids"])
+    inputs.check_questions(tokenizer, length)
+    with pytest.raises(ConfigError, match=f"forget question .* has {length} tokens .* models read {length - 1}; leave"):
+        inputs.check_questions(tokenizer, length - 1)
 
 
 def test_documents_without_ids_are_numbered(asked):

@@ -86,6 +86,18 @@ class Inputs:
                         f"{self.benchmark.max_length} tokens: a model predicts nothing of it; leave it out"
                     )
 
+    def check_questions(self, tokenizer, positions: int) -> None:
+        """Raises ConfigError for a question longer than the `positions` that a model reads: lm-evaluation-harness would
+        cut it, and attacks would not."""
+        for kind in ("forget", "retain"):
+            for row in self.files[f"{kind}_questions"]:
+                prompt = prompt_of(row)  # a token has a byte or more
+                if len(prompt.encode()) >= positions and (length := len(tokenizer(prompt)["input_ids"])) > positions:
+                    raise ConfigError(
+                        f"{kind} question {row['id']!r} ({row['question'][:40]!r}) has {length} tokens with its "
+                        f"choices, and the models read {positions}; leave it out"
+                    )
+
     def questions(self, kind: str, split: str) -> list[dict]:
         return [row for row in self.files[f"{kind}_questions"] if row["split"] == split]
 

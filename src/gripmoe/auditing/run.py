@@ -106,6 +106,8 @@ def audit(
         for name, model in loaded.items():
             models.check_finite(model, f"--{name}")
         inputs.check_documents(tokenizer)
+        config = loaded["original"].config.get_text_config()
+        inputs.check_questions(tokenizer, getattr(config, "max_position_embeddings", None) or sys.maxsize)
         digests = {name: weights_digest(model) for name, model in loaded.items()}
         if digests.get("retrained") == digests["original"]:
             raise ConfigError("--retrained: this is the original model; give one that was trained without forget data")
