@@ -59,7 +59,8 @@ def differences(runs: pd.DataFrame, claim: dict, forgot: bool = False) -> pd.Ser
     left_out += [collapsed(runs)] if forgot and claim["metric"].removesuffix("_share") not in RETAINED else []
     runs = runs[runs.metric.isin([claim["metric"], claim.get("right_metric")]) & runs.value.notna()]
     if left_out := {key for out in left_out for key in out}:
-        runs = runs[[key not in left_out for key in zip(*(runs[k] for k in KEYS), strict=True)]]
+        kept = [key not in left_out for key in zip(*(runs[k] for k in KEYS), strict=True)]
+        runs = runs[pd.Series(kept, index=runs.index, dtype=bool)]  # also of no runs
     if "objectives" in claim:
         runs = runs[runs.objective.isin([*claim["objectives"], NO_OBJECTIVE])]
     left = runs[(runs.metric == claim["metric"]) & (runs.method == claim["left"])].set_index(RUN).value
