@@ -178,7 +178,7 @@ def letter_token(tokenizer, letter: str) -> int:
     if whole[:-1] != before:
         raise ConfigError(
             f"tokenizer: {letter!r} after {ANSWER!r} is not one token, so letter questions cannot be answered by one "
-            "prediction; audit a model whose tokenizer has a token for it"
+            "prediction; take a model whose tokenizer has a token for it"
         )
     return whole[-1]
 

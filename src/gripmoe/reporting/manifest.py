@@ -22,8 +22,8 @@ MEASURED = ("evaluation.json", "attack.json", "history.json", "questions.csv", "
 
 
 def manifest(files: Sequence[Path], runs: Path) -> dict:
-    """The manifest: checksums of `files` (artefacts, notebooks and their tables) and of `runs`; the inputs, parameters
-    and packages of each artefact; and for the runs, checksums of their results and the provenance of each step (code,
+    """The manifest: checksums of `files` (artefacts, notebooks and their tables) and of `runs`; the notebook and inputs
+    of each artefact; and for the runs, checksums of their results and the provenance of each step (code,
     packages, device)."""
     keys = load_runs(runs, kind=None)[KEYS].drop_duplicates()
     digests = {os.path.relpath(file): file_digest(file) for file in (*sorted(files), runs)}
