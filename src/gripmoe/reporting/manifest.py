@@ -22,9 +22,9 @@ MEASURED = ("evaluation.json", "attack.json", "history.json", "questions.csv", "
 
 
 def manifest(files: Sequence[Path], runs: Path) -> dict:
-    """The manifest: checksums of `files` (artefacts, notebooks and their tables) and of `runs`; the notebook and inputs
-    of each artefact; and for the runs, checksums of their results and the provenance of each step (code,
-    packages, device)."""
+    """The manifest: checksums of `files` (artefacts, notebooks and their tables) and of `runs`; the packages; the
+    notebook and inputs of each artefact; and for the runs, checksums of their results and the provenance of each step
+    (code, packages, device)."""
     keys = load_runs(runs, kind=None)[KEYS].drop_duplicates()
     digests = {os.path.relpath(file): file_digest(file) for file in (*sorted(files), runs)}
     return {
