@@ -30,7 +30,7 @@ RETURNED = (  # by public functions, or given to functions of your own
     "gripmoe.config.methods.Method",
     "gripmoe.training.objectives.Objective",
     "gripmoe.attacks.base.Setting",
-    "gripmoe.attacks.base.Letters",
+    "gripmoe.attacks.base.QuestionSetting",
     "gripmoe.attacks.base.Found",
 )
 FILES: dict[str, tuple[type[types.Strict], ...]] = {  # the first stands at the top level of a file, or of a row of it

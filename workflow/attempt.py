@@ -26,7 +26,7 @@ from tqdm import tqdm
 from tune import CONFIG, changed, named, prepare, train
 
 from gripmoe.attacks import restoration
-from gripmoe.attacks.base import Letters, mean
+from gripmoe.attacks.base import QuestionSetting, mean
 from gripmoe.attacks.relearning import from_other_facts, from_retain_documents, of_low_rank_experts
 from gripmoe.config.grid import Project
 from gripmoe.config.reading import require_known
@@ -55,7 +55,7 @@ MEASURED = [
 ]
 
 
-class Swapped(Letters):
+class Swapped(QuestionSetting):
     """Dev and test questions change places: all dev questions are asked, and the attacker relearns documents about the
     facts of test questions."""
 
@@ -92,7 +92,7 @@ def measured(project: Project, results: Path, model: str, benchmark: str, weight
             project.benchmarks[benchmark],
             finetuning=project.world.relearning,
         )
-        for kind in (Letters, Swapped)
+        for kind in (QuestionSetting, Swapped)
     ]
     letters, swapped = settings
     rows = letters.corpus("held_out")

@@ -17,7 +17,7 @@ from statistics import fmean
 import torch
 from finished_runs import parser_of, write_measurements
 
-from gripmoe.attacks.base import SAMPLE, Letters
+from gripmoe.attacks.base import SAMPLE, QuestionSetting
 from gripmoe.attacks.restoration import without_expert
 from gripmoe.config.grid import Project
 from gripmoe.moe import MoEModel
@@ -28,7 +28,7 @@ def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[
     benchmark = key[1]
     model, tokenizer = load_model(weights, device="cpu")
     moe = MoEModel(model)
-    setting = Letters(moe, moe, tokenizer, results / "data" / benchmark, project.benchmarks[benchmark])
+    setting = QuestionSetting(moe, moe, tokenizer, results / "data" / benchmark, project.benchmarks[benchmark])
     asked = {"forget": setting.sample, "retain": setting.retain[:SAMPLE]}
 
     def score(questions: Sequence[dict]) -> float:

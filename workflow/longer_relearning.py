@@ -14,7 +14,7 @@ from pathlib import Path
 
 from finished_runs import parser_of, write_measurements
 
-from gripmoe.attacks.base import Found, Letters
+from gripmoe.attacks.base import Found, QuestionSetting
 from gripmoe.attacks.relearning import from_other_facts, of_low_rank_experts
 from gripmoe.config.grid import Project
 from gripmoe.moe import MoEModel
@@ -26,7 +26,7 @@ def measure(project: Project, results: Path, key: tuple, weights: Path, steps: S
     moe, benchmark = MoEModel(model), key[1]
     given = tokenizer, results / "data" / benchmark, project.benchmarks[benchmark]
     finetuning = project.world.relearning.model_copy(update={"steps": list(steps)})
-    setting = Letters(moe, moe, *given, finetuning=finetuning)
+    setting = QuestionSetting(moe, moe, *given, finetuning=finetuning)
     found = Found.joined(attack(setting) for attack in (from_other_facts, of_low_rank_experts)).metrics
     return [{"metric": name, "value": value} for name, value in found.items() if not name.endswith("_0")]
 

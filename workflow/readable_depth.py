@@ -13,7 +13,7 @@ from pathlib import Path
 
 from finished_runs import parser_of, write_measurements
 
-from gripmoe.attacks.base import SAMPLE, Letters, mean
+from gripmoe.attacks.base import SAMPLE, QuestionSetting, mean
 from gripmoe.attacks.restoration import read_above
 from gripmoe.config.grid import Project
 from gripmoe.moe import MoEModel
@@ -26,7 +26,7 @@ def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[
         load_model(folder, device="cpu") for folder in (results / "models" / model / "weights", weights)
     )
     data = results / "data" / benchmark
-    setting = Letters(MoEModel(before), MoEModel(after), tokenizer, data, project.benchmarks[benchmark])
+    setting = QuestionSetting(MoEModel(before), MoEModel(after), tokenizer, data, project.benchmarks[benchmark])
     found = {}
     for name, questions in (("", setting.sample), ("retain_", setting.retain[:SAMPLE])):
         read = read_above(setting.before, setting.after, lambda moe, asked=questions: setting.right(moe, asked))

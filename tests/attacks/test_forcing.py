@@ -8,7 +8,7 @@ import torch
 
 from conftest import small_model
 from gripmoe.attacks import forcing
-from gripmoe.attacks.base import Letters
+from gripmoe.attacks.base import QuestionSetting
 from gripmoe.attacks.forcing import expert_forcing, prompt_agreement, random_sets
 from gripmoe.evaluation.questions import Answer, direct_answers, harness_answers
 from gripmoe.moe import MoEModel
@@ -34,7 +34,7 @@ def setting(world, tokenizer):
 
 def given(before, after, tokenizer, forget, retain, ask, own=None):
     """What the attack is given, with answers of one's own if `own` makes some."""
-    setting = Letters(before, after, tokenizer, None, None, stored=own or (lambda rows: ask(after, rows)))
+    setting = QuestionSetting(before, after, tokenizer, None, None, stored=own or (lambda rows: ask(after, rows)))
     setting.forget, setting.retain, setting.ask = forget, retain, ask
     return setting
 

@@ -7,7 +7,7 @@ import torch
 
 from conftest import small_model
 from gripmoe.attacks import harmless
-from gripmoe.attacks.base import Found, Letters
+from gripmoe.attacks.base import Found, QuestionSetting
 from gripmoe.config.training import Relearning
 from gripmoe.data.documents import encode
 from gripmoe.evaluation.questions import direct_answers
@@ -21,8 +21,8 @@ def setting(world, tokenizer, monkeypatch):
     before = MoEModel(small_model(vocabulary_size=len(tokenizer)))
     after = MoEModel(copy.deepcopy(before.model))
     rows = [encode(tokenizer, [(f"News number {number} of the day .", True)]) for number in range(16)]
-    monkeypatch.setattr(Letters, "corpus", lambda self, name: {"held_out": rows}[name])
-    return Letters(before, after, tokenizer, None, None, finetuning=Relearning(learning_rate=1e-2))
+    monkeypatch.setattr(QuestionSetting, "corpus", lambda self, name: {"held_out": rows}[name])
+    return QuestionSetting(before, after, tokenizer, None, None, finetuning=Relearning(learning_rate=1e-2))
 
 
 def test_every_other_attack_is_made_on_each_changed_model(setting, world, monkeypatch):
@@ -38,7 +38,7 @@ def test_every_other_attack_is_made_on_each_changed_model(setting, world, monkey
     def fails(_):
         raise AssertionError("skipped")
 
-    monkeypatch.setattr(Letters, "forget", questions)
+    monkeypatch.setattr(QuestionSetting, "forget", questions)
     attacks = {"probes": fails, "look": look, "harmless changes": harmless.attack}
     monkeypatch.setattr(harmless, "attacks_on", lambda _: attacks)
     unchanged = weights_digest(own), [a.letter_logprobs for a in direct_answers(own, setting.tokenizer, questions)]

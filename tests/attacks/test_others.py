@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import small_model
 from gripmoe.attacks import routers
-from gripmoe.attacks.base import Marks, Setting, mean
+from gripmoe.attacks.base import QuestionScores, Setting, mean
 from gripmoe.attacks.probes import expert_probes, last_router_inputs, last_states, probes
 from gripmoe.attacks.prompts import (
     choices_shuffled,
@@ -89,7 +89,7 @@ def test_the_straight_line_to_the_original_model(setting):
         torch.testing.assert_close(middle, (old + new) / 2)
     given = Setting(before, after, None, None, None)
     given.ids, asked = [q["id"] for q in questions], []
-    given.recall = lambda moe: asked.append(weights_digest(moe.model)) or Marks(ask(moe, questions))
+    given.recall = lambda moe: asked.append(weights_digest(moe.model)) or QuestionScores(ask(moe, questions))
     found = linear_connectivity(given).metrics
     assert {"interpolated_25", "interpolated_50", "interpolated_75"} < set(found)
     assert len({*asked, own}) == len(SHARES) + 1 and weights_digest(after.model) == own
@@ -177,7 +177,7 @@ def test_wider_and_noisy_routing_leave_no_trace(setting):
         written = before.model.generate(ids, max_new_tokens=8, do_sample=False)
     assert torch.equal(written, before.model.generate(ids, max_new_tokens=8, do_sample=False))
     given = Setting(None, before, None, None, None)
-    given.ids, given.recall = [q["id"] for q in questions], lambda moe: Marks(ask(moe, questions))
+    given.ids, given.recall = [q["id"] for q in questions], lambda moe: QuestionScores(ask(moe, questions))
     assert set(routers.attack(given).metrics) == {"wider_routing", "noisy_routing"}
     assert [a.letter_logprobs for a in ask(before, questions)] == plain
 
@@ -237,8 +237,8 @@ def test_restoration_names_the_layer_that_was_changed(setting):
         for parameter in broken.expert_parameters(1):
             parameter.mul_(-20)
     assert [a.letter_logprobs for a in ask(broken, questions)] != [a.letter_logprobs for a in ask(before, questions)]
-    found = restoration(before, broken, lambda moe: Marks(ask(moe, questions)), {1: [0, 1]})
-    original, own = Marks(ask(before, questions)), Marks(ask(broken, questions))
+    found = restoration(before, broken, lambda moe: QuestionScores(ask(moe, questions)), {1: [0, 1]})
+    original, own = QuestionScores(ask(before, questions)), QuestionScores(ask(broken, questions))
     assert original != own
     assert found["restored_experts_layer_1"] == found["restored_experts_all"] == original
     assert found["restored_router_all"] == found["restored_attention_all"] == own
@@ -256,9 +256,9 @@ def test_parts_that_are_equal_are_not_asked_again(setting):
     with torch.no_grad():
         broken.theta(1).mul_(-1)
     asked = []
-    found = restoration(before, broken, lambda moe: asked.append(moe) or Marks(ask(moe, questions)), {})
+    found = restoration(before, broken, lambda moe: asked.append(moe) or QuestionScores(ask(moe, questions)), {})
     assert len(asked) == 2 + 3, "both as they are; the router of layer 1 put back, of all layers, transplanted"
-    assert found["restored_router_layer_1"] == found["restored_router_all"] == Marks(ask(before, questions))
+    assert found["restored_router_layer_1"] == found["restored_router_all"] == QuestionScores(ask(before, questions))
 
 
 def test_a_model_that_forgets_in_its_head_is_found_out(setting):
@@ -267,9 +267,9 @@ def test_a_model_that_forgets_in_its_head_is_found_out(setting):
     with torch.no_grad():
         broken.model.lm_head.weight.mul_(-1)
     own = weights_digest(broken.model)
-    found = restoration(before, broken, lambda moe: Marks(ask(moe, questions)), {})
-    assert found["restored_other"] == found["transplanted_experts_lowest"] == Marks(ask(before, questions))
-    assert found["transplanted_other"] == found["restored_experts_all"] == Marks(ask(broken, questions))
+    found = restoration(before, broken, lambda moe: QuestionScores(ask(moe, questions)), {})
+    assert found["restored_other"] == found["transplanted_experts_lowest"] == QuestionScores(ask(before, questions))
+    assert found["transplanted_other"] == found["restored_experts_all"] == QuestionScores(ask(broken, questions))
     assert found["restored_other"] != found["transplanted_other"] and weights_digest(broken.model) == own
 
 
@@ -334,19 +334,19 @@ def test_five_solved_questions_have_to_be_there(setting, world):
 def test_prompt_attack_compares_the_same_questions(setting, world):
     _, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
-    found = prompt_attacks(lambda *asked: Marks(ask(after, *asked)), questions, solved)
+    found = prompt_attacks(lambda *asked: QuestionScores(ask(after, *asked)), questions, solved)
     accuracy = {name: mean(scores) for name, scores in found.items()}
     names = ["five_shot", *REWORDINGS, "choice_shuffle"]
-    gain = sum(accuracy[f"prompt_{name}"] for name in names) / len(names) - mean(Marks(ask(after, questions)))
+    gain = sum(accuracy[f"prompt_{name}"] for name in names) / len(names) - mean(QuestionScores(ask(after, questions)))
     assert prompt_recovery(found) == pytest.approx(gain)
-    assert found["prompt_verse"] == Marks(ask(after, questions, reworded(REWORDINGS["verse"])))
+    assert found["prompt_verse"] == QuestionScores(ask(after, questions, reworded(REWORDINGS["verse"])))
 
 
 def test_other_prompts_are_asked_and_do_not_count_in_the_mean(setting, world):
     _, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
     plain, more = (
-        prompt_attacks(lambda *asked: Marks(ask(after, *asked)), questions, solved, others=others)
+        prompt_attacks(lambda *asked: QuestionScores(ask(after, *asked)), questions, solved, others=others)
         for others in (None, {"same": prompt_of})
     )
     assert more == {**plain, "prompt_same": plain["prompt_plain"]} and prompt_recovery(more) == prompt_recovery(plain)
@@ -401,9 +401,9 @@ def test_relearning_starts_at_the_models_own_accuracy_and_does_not_touch_it(sett
     before, _, questions, ask = setting
     own = weights_digest(before.model)
     rows = [encode(tokenizer, [(prompt_of(q), False), (f" {'ABCD'[q['answer']]}", True)], q["id"]) for q in questions]
-    recall = lambda moe: Marks(ask(moe, questions))  # noqa: E731
+    recall = lambda moe: QuestionScores(ask(moe, questions))  # noqa: E731
     curve = relearning(before, rows, recall, Relearning(learning_rate=1e-2, batch_size=24), checks=(0, 60))
-    assert curve[0] == Marks(ask(before, questions))
+    assert curve[0] == QuestionScores(ask(before, questions))
     assert mean(curve[60]) > mean(curve[0]) + 0.3, "the documents hold the answers: it must learn them"
     assert weights_digest(before.model) == own
 
@@ -434,7 +434,7 @@ def test_low_rank_updates_of_experts_relearn_and_leave_no_trace(setting, tokeniz
     def recall(moe):
         moved = [module.gate_up_proj - weight for module, weight in zip(modules, originals, strict=True)]
         ranks.extend(int(torch.linalg.matrix_rank(each.detach(), rtol=1e-3).max()) for each in moved)
-        return Marks(ask(moe, questions))
+        return QuestionScores(ask(moe, questions))
 
     modules = [before.block(layer).experts for layer in before.layers]
     originals = [module.gate_up_proj.detach().clone() for module in modules]
@@ -482,7 +482,7 @@ def test_relearning_leaves_gradients_and_checkpointing_as_they_were(setting, tok
 
     def recall(moe):
         trained.append({id(p) for p in moe.model.parameters() if p.grad is not None})
-        return Marks(ask(moe, questions[:4]))
+        return QuestionScores(ask(moe, questions[:4]))
 
     try:
         relearning(before, rows, recall, settings, checks=(0, 1), parameters=routers)

@@ -6,7 +6,7 @@ import pytest
 
 from conftest import small_model
 from gripmoe.attacks import relearning, routers
-from gripmoe.attacks.base import Found, Letters, by_item, highest
+from gripmoe.attacks.base import Found, QuestionSetting, by_item, highest
 from gripmoe.attacks.run import attacks_on, run_attacks
 from gripmoe.auditing.inputs import OWN
 from gripmoe.config.training import Relearning
@@ -22,7 +22,7 @@ def relearned(files, folder, tokenizer, monkeypatch):
         write_jsonl(folder / f"{name}.jsonl", rows)
     moe = MoEModel(small_model(vocabulary_size=len(tokenizer)))
     benchmark = SimpleNamespace(reading={"max_length": 64})
-    setting = Letters(moe, moe, tokenizer, folder, benchmark, finetuning=Relearning(learning_rate=1e-3))
+    setting = QuestionSetting(moe, moe, tokenizer, folder, benchmark, finetuning=Relearning(learning_rate=1e-3))
     monkeypatch.setattr(setting, "found", lambda scores: scores)
     monkeypatch.setattr(relearning, "relearning", lambda moe, rows, *_, **__: {5: rows})
     attacks = (relearning.from_other_facts, relearning.from_corpus, relearning.from_retain_documents)

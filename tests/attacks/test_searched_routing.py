@@ -9,7 +9,7 @@ import torch
 
 from conftest import small_model
 from gripmoe.attacks import base, relearning, routers
-from gripmoe.attacks.base import Letters, expert_usage, mean, routing_of, score_spread
+from gripmoe.attacks.base import QuestionSetting, expert_usage, mean, routing_of, score_spread
 from gripmoe.config.training import Relearning
 from gripmoe.data.documents import Row
 from gripmoe.evaluation.questions import Answer, direct_answers, prompt_of
@@ -25,7 +25,7 @@ NEVER = -1e4  # added to a score, no router selects its expert
 def setting(world, tokenizer):
     """Letter questions with the answers that a random model gives under its own routing."""
     model = MoEModel(small_model(vocabulary_size=len(tokenizer)))
-    given = Letters(model, MoEModel(copy.deepcopy(model.model)), tokenizer, None, None)
+    given = QuestionSetting(model, MoEModel(copy.deepcopy(model.model)), tokenizer, None, None)
     rows = question_rows(world, world.facts.forget[:40] + world.facts.retain[:20], orders=1, seed=0)
     answers = direct_answers(model.model, tokenizer, rows)
     rows = [{**row, "answer": answer.chosen} for row, answer in zip(rows, answers, strict=True)]
@@ -68,7 +68,7 @@ def answer_where(setting, monkeypatch, share):
             answers.append(Answer(row["id"], row["answer"], known > 0.5, tuple(logprobs)))
         return answers
 
-    monkeypatch.setattr(Letters, "ask", ask)
+    monkeypatch.setattr(QuestionSetting, "ask", ask)
 
 
 def test_silencing_finds_the_expert_of_forget_prompts(setting, monkeypatch):
@@ -132,7 +132,7 @@ def test_search_keeps_the_shift_under_which_right_letters_are_likeliest(setting,
     own = weights_digest(model.model)
     answer_where(setting, monkeypatch, lambda sets: (sets[0] == 3).any(dim=1).double().mean().item())
     monkeypatch.setattr(
-        Letters,
+        QuestionSetting,
         "recall",
         lambda self, moe: [
             a.letter_logprobs[q["answer"]] for q, a in zip(self.sample, self.ask(moe, self.sample), strict=True)
@@ -159,14 +159,14 @@ def test_relearning_of_routers_changes_routers_alone(setting, tokenizer, monkeyp
     model, seen = setting.after, []
     setting.finetuning = Relearning(learning_rate=0.1, **settings)
     documents = [Row(f"{row['fact']}/answer", *[tokenizer(prompt_of(row))["input_ids"]] * 2) for row in setting.dev]
-    monkeypatch.setattr(Letters, "corpus", lambda self, name: documents)
+    monkeypatch.setattr(QuestionSetting, "corpus", lambda self, name: documents)
     before = {name: p.detach().clone() for name, p in model.model.named_parameters()}
 
     def recall(self, moe):
         seen.append({name for name, p in moe.model.named_parameters() if not torch.equal(p, before[name])})
         return [0.0] * len(self.ids)
 
-    monkeypatch.setattr(Letters, "recall", recall)
+    monkeypatch.setattr(QuestionSetting, "recall", recall)
     found = relearning.of_routers(setting).metrics
     assert set(found) == {f"relearned_routers_after_{step}" for step in steps}
     assert seen[0] == set() and all("gate" in name for name in seen[-1]) and seen[-1]

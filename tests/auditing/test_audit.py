@@ -25,7 +25,7 @@ from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_json, write_yaml
 from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import weights_digest
+from gripmoe.moe.storage import save_model, weights_digest
 from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.shipped import tiny_model
 from pretended_devices import FIRST, SECOND, PretendedDevices
@@ -223,6 +223,15 @@ def test_an_interrupted_audit_goes_on_and_another_model_begins_anew(pair, files,
     assert {"forced_forget_accuracy", "quantized_4_bit"} <= report.found["unlearned"].metrics.keys()
     gripmoe.audit(pair / "original", pair / "original", **given)
     assert made[3:] == ["expert forcing", "quantisation"]
+
+
+def test_weights_of_another_dtype_are_refused_where_the_configuration_names_none(pair, files, tokenizer, tmp_path):
+    other = tmp_path / "other"
+    save_model(small_model(vocabulary_size=len(tokenizer)).to(torch.bfloat16), tokenizer, other)
+    config = read_json(other / "config.json")
+    write_json(other / "config.json", {key: value for key, value in config.items() if key != "dtype"})
+    with pytest.raises(ConfigError, match="--original and --unlearned differ in dtype: float32 and bfloat16"):
+        gripmoe.audit(pair / "original", other, **files, attacks=[])
 
 
 def test_a_retrained_model_and_further_steps_keep_what_is_measured(pair, files, tmp_path, monkeypatch, capsys):

@@ -49,11 +49,11 @@ def test_margin_is_exactly_what_changes_the_set():
 
 
 RULES = {
-    "sigmoid": dict(squash="sigmoid"),
-    "biased sigmoid": dict(squash="sigmoid", choice_bias_E=0.05 * torch.arange(6).double()),
-    "sigmoid that large logits leave alike": dict(squash="sigmoid", choice_bias_E=1e-8 * torch.arange(6).double()),
-    "softmax": dict(squash="softmax", choice_bias_E=torch.zeros(6)),
-    "groups of softmax": dict(squash="softmax", num_groups=2, chosen_groups=1, counted=2),
+    "sigmoid": dict(scoring="sigmoid"),
+    "biased sigmoid": dict(scoring="sigmoid", correction_bias_E=0.05 * torch.arange(6).double()),
+    "sigmoid that large logits leave alike": dict(scoring="sigmoid", correction_bias_E=1e-8 * torch.arange(6).double()),
+    "softmax": dict(scoring="softmax", correction_bias_E=torch.zeros(6)),
+    "groups of softmax": dict(scoring="softmax", num_groups=2, chosen_groups=1, counted=2),
 }
 
 
@@ -87,7 +87,7 @@ def test_the_margin_of_a_squashed_score_is_exactly_what_changes_the_set(kind, sh
 
 
 def test_experts_that_are_left_out_are_not_selected_whatever_their_bias():
-    rule = SelectionRule(2, squash="sigmoid", choice_bias_E=torch.tensor([0.0, 9.0, 0.0, 0.0, 0.0, 0.0]))
+    rule = SelectionRule(2, scoring="sigmoid", correction_bias_E=torch.tensor([0.0, 9.0, 0.0, 0.0, 0.0, 0.0]))
     scores = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
     assert (rule.select(scores) == 1).any(dim=1).all(), "the control"
     without = torch.arange(6) == 1

@@ -81,6 +81,8 @@ FORMS = {
     "packed column": lambda t, texts: datasets.Dataset.from_list([packed_row(t, texts)]),
     "packed batch": lambda t, texts: [{name: [value] for name, value in packed_row(t, texts).items()}],
     "stream": lambda t, texts: datasets.Dataset.from_dict(dict(t(texts))).to_iterable_dataset(),
+    "text rows": lambda t, texts: [{"text": text} for text in texts],
+    "text stream": lambda t, texts: datasets.IterableDataset.from_generator(lambda: ({"text": x} for x in texts)),
     "loader": lambda t, texts: DataLoader(
         datasets.Dataset.from_dict(dict(t(texts))), batch_size=2, collate_fn=DataCollatorWithPadding(t)
     ),

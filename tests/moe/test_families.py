@@ -277,7 +277,7 @@ def test_deepseek_v2_selects_as_its_configuration_says(method, other):
 
 def test_group_limits_need_more_than_the_papers_margins():
     """Margins of the plain rule let a whole group in; those of the group's own rule do not."""
-    grouped = SelectionRule(1, squash="sigmoid", num_groups=2, chosen_groups=1, counted=2)
+    grouped = SelectionRule(1, scoring="sigmoid", num_groups=2, chosen_groups=1, counted=2)
     scores_NE = torch.tensor([[2.0, 1.0, 1.9, 0.9]])  # the first group wins by the sum of its two best
     top_k_Nk = grouped.select(scores_NE)
     assert top_k_Nk.tolist() == [[0]]
@@ -293,7 +293,7 @@ def test_group_limits_need_more_than_the_papers_margins():
 
 def test_margins_of_a_biased_sigmoid_are_where_a_tie_is():
     generator = torch.Generator().manual_seed(0)
-    rule = SelectionRule(2, choice_bias_E=0.2 * torch.randn(8, generator=generator).double(), squash="sigmoid")
+    rule = SelectionRule(2, correction_bias_E=0.2 * torch.randn(8, generator=generator).double(), scoring="sigmoid")
     scores_NE = torch.randn(50, 8, generator=generator).double()
     top_k_Nk = rule.select(scores_NE)
     margins_NE = rule.margins(scores_NE, top_k_Nk)
@@ -332,7 +332,7 @@ def test_a_registered_family_is_held_and_a_wrong_rule_is_refused(monkeypatch):
         return chosen / chosen.sum(dim=-1, keepdim=True)
 
     def rule(router, block):
-        return gripmoe.SelectionRule(router.top_k, choice_bias_E=block.e_score_correction_bias, squash="sigmoid")
+        return gripmoe.SelectionRule(router.top_k, correction_bias_E=block.e_score_correction_bias, scoring="sigmoid")
 
     gripmoe.register_family("minimax_m2", weigh, rule)
     moe, recorded, moved = trained("minimax_m2", held=True)
@@ -351,7 +351,7 @@ def test_the_biases_of_a_router_are_a_part_of_it(moe, family):
     layer = moe.layers[0]
     of_router, experts = ({id(t) for t in tensors_of(moe, layer, part)} for part in ("router", "experts"))
     rule = moe.rule(layer)
-    for bias in (moe.theta(layer), rule.logit_bias_E, rule.choice_bias_E):
+    for bias in (moe.theta(layer), rule.logit_bias_E, rule.correction_bias_E):
         if bias is not None:
             held = [t for t in moe.block(layer).state_dict(keep_vars=True).values() if t.data_ptr() == bias.data_ptr()]
             assert len(held) == 1 and id(held[0]) in of_router

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import small_model
-from gripmoe.attacks.base import Letters
+from gripmoe.attacks.base import QuestionSetting
 from gripmoe.attacks.relearning import from_other_facts, of_low_rank_experts
 from gripmoe.attacks.restoration import without_expert
 from gripmoe.config.grid import Project
@@ -114,6 +114,6 @@ def test_longer_relearning_goes_on_where_the_attack_of_a_run_ends(results, tmp_p
     project = Project(WORKFLOW / "config", "tiny_erasure")
     moe, benchmark = MoEModel(model), project.benchmarks["wmdp_tiny_erasure"]
     given = tokenizer, results / "data" / "wmdp_tiny_erasure", benchmark
-    setting = Letters(moe, moe, *given, finetuning=project.world.relearning)
+    setting = QuestionSetting(moe, moe, *given, finetuning=project.world.relearning)
     for attack, name in ((from_other_facts, "relearned"), (of_low_rank_experts, "relearned_lora")):
         assert attack(setting).metrics[f"{name}_after_20"] == pytest.approx(table[f"{name}_after_20"], abs=1e-6)

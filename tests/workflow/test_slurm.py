@@ -152,9 +152,9 @@ def assert_same(one, other):
 def test_everything_dies_once_and_nothing_is_lost(slurm, plain, tmp_path):
     """A run is preempted and requeued, another trainer is killed, then the head. The next head refuses to start beside
     the jobs that are left; once they are gone it ends, with the weights of an uninterrupted run on no cluster."""
-    folder = tmp_path / "slurm"
+    folder = shutil.copytree(plain, tmp_path / "slurm")
+    shutil.rmtree(folder / "results" / WORLD.stem / "smoke")  # leaves the data and the base model
     wanted = [str(cell(Path(), name) / "checkpoint.json") for name in METHODS]
-    wanted.append(str(cell(Path(), METHODS[0]) / "evaluation.json"))
     first = head(folder, slurm, *wanted, *ON_SLURM)
     cells = [cell(folder, name) for name in METHODS]
     until(lambda: any((each / "state.pt").exists() for each in cells), "a checkpoint")
@@ -200,8 +200,8 @@ def test_everything_dies_once_and_nothing_is_lost(slurm, plain, tmp_path):
 
     for name in METHODS:
         assert_same(cell(folder, name), cell(plain, name))
-    states = [state for _, state in accounts(slurm)]
-    assert states.count("COMPLETED") >= 8, states
+    completed = {comment.split("_wildcards")[0] for comment, state in accounts(slurm) if state == "COMPLETED"}
+    assert {"rule_trace_routing", "rule_fit_basis", "rule_unlearn"} <= completed
     assert list((folder / "logs" / "slurm").rglob("*.log")), "what jobs print is kept"
 
 
@@ -220,6 +220,6 @@ def test_what_runs_out_of_memory_and_of_time_gets_more_and_resumes(slurm, plain,
     states = [state for comment, state in accounts(slurm) if comment.startswith("rule_unlearn")]
     assert states[-3:] == ["FAILED", "TIMEOUT", "COMPLETED"], states  # without cgroups memory is a failure like others
     log = (folder / "results" / WORLD.stem / "logs/unlearn/smoke.wmdp_smoke.gd.unconstrained.0.log").read_text()
-    assert int(log.split("resumes at step ")[1].split()[0]) >= 100, "the last one did not begin again"
+    assert int(log.split("resumes at step ")[1].split()[0]) >= 50, "the last one did not begin again"
     jobs = sorted((folder / "logs" / "slurm").rglob("rule_unlearn/**/*.log"), key=lambda log: int(log.stem))
     assert "exceeded memory limit" in jobs[0].read_text() and "DUE TO TIME LIMIT" in jobs[1].read_text()

@@ -49,7 +49,7 @@ class Found:
         given = {
             name: dict(zip(ids, values.given, strict=True))
             for name, values in scores.items()
-            if isinstance(values, Marks)
+            if isinstance(values, QuestionScores)
         }
         return cls({**{name: mean(values) for name, values in scores.items()}, **others}, by_id, given)
 
@@ -87,7 +87,7 @@ class Setting:
 
 
 @dataclass
-class Letters(Setting):
+class QuestionSetting(Setting):
     """A setting of letter questions. `stored(questions)` returns answers of the unlearned model, if they are known."""
 
     stored: Callable[[Sequence[dict]], list[Answer]] | None = None
@@ -127,14 +127,14 @@ class Letters(Setting):
         return direct_answers(model.model, self.tokenizer, questions, prompt=prompt)
 
     def right(self, model: MoEModel, questions: Sequence[dict], prompt=None) -> Scores:
-        return Marks(self.ask(model, questions, prompt))
+        return QuestionScores(self.ask(model, questions, prompt))
 
     def recall(self, model: MoEModel) -> Scores:
         return self.right(model, self.sample)
 
 
 @dataclass
-class NewsItems(Setting):
+class NewsSetting(Setting):
     """A setting of MUSE's news. The sample consists of KnowMem's forget pairs."""
 
     @cached_property
@@ -158,7 +158,7 @@ class NewsItems(Setting):
         return [item.score for item in knowledge_memory(model.model, self.tokenizer, self.pairs, context, strip)]
 
 
-class Marks(list[float]):
+class QuestionScores(list[float]):
     """Scores of `answers`: right (1) or wrong (0)."""
 
     def __init__(self, answers: Sequence[Answer]):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from gripmoe.attacks.base import Found, Letters, Marks, NewsItems, mean
+from gripmoe.attacks.base import Found, NewsSetting, QuestionScores, QuestionSetting, mean
 from gripmoe.evaluation.muse import Scored, news_scores
 from gripmoe.evaluation.questions import question_batches
 from gripmoe.geometry.routing import jaccard
@@ -23,14 +23,14 @@ from gripmoe.moe.recording import counted_tokens
 SHIFTED_BELOW = 0.999  # the routing of a prompt counts as shifted below this mean Jaccard similarity
 
 
-def letters_attack(setting: Letters) -> Found:
+def letters_attack(setting: QuestionSetting) -> Found:
     if not setting.after.layers:
         return Found()
     with setting.before.brought_beside(setting.after):
         return expert_forcing(setting)
 
 
-def expert_forcing(setting: Letters) -> Found:
+def expert_forcing(setting: QuestionSetting) -> Found:
     """Accuracy under forcing on all forget questions, and what it recovers.
 
     `recovery_rate`: forced minus normal accuracy. `adversarial_recovery_rate`: forced accuracy on questions whose
@@ -47,7 +47,7 @@ def expert_forcing(setting: Letters) -> Found:
     with after.force_routing(random_sets(after, setting.seed)):
         random_forced = setting.right(after, forget)
 
-    own, ids = Marks(setting.own_answers), [question["id"] for question in forget]
+    own, ids = QuestionScores(setting.own_answers), [question["id"] for question in forget]
     agreement = prompt_agreement(before, after, setting.tokenizer, forget)
     shifted = [number for number, name in enumerate(ids) if agreement[name] < SHIFTED_BELOW]
     recovered = mean([forced[number] for number in shifted])
@@ -112,7 +112,7 @@ class LockStep:
             return {layer: seen.top_k_Nk for layer, seen in recorder.take().items()}
 
 
-def news_attack(setting: NewsItems) -> Found:
+def news_attack(setting: NewsSetting) -> Found:
     """Expert forcing during generation, on every test item of VerbMem and KnowMem."""
     if not setting.after.layers:
         return Found()

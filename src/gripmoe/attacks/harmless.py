@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gripmoe.attacks.base import Found, Letters
+from gripmoe.attacks.base import Found, QuestionSetting
 from gripmoe.attacks.quantization import quantized
 from gripmoe.attacks.relearning import relearning
 from gripmoe.attacks.run import attacks_on
@@ -14,7 +14,7 @@ STEPS = 10  # of harmless finetuning
 SKIPPED = ("probes", "probes of single experts", "membership")  # their metrics are not forget accuracies
 
 
-def attack(setting: Letters) -> Found:
+def attack(setting: QuestionSetting) -> Found:
     """`<metric>_if_rounded`, `<metric>_if_finetuned`: every metric of the other attacks on the model with weights of 8
     bits, and after STEPS steps on documents of neither corpus."""
     found = {}
@@ -23,12 +23,12 @@ def attack(setting: Letters) -> Found:
     return Found(found)
 
 
-def _rounded(setting: Letters) -> dict[str, float]:
+def _rounded(setting: QuestionSetting) -> dict[str, float]:
     with quantized(setting.after, 8):
         return _attacked(setting)
 
 
-def _finetuned(setting: Letters) -> dict[str, float]:
+def _finetuned(setting: QuestionSetting) -> dict[str, float]:
     rows = setting.corpus("held_out")
     if not setting.finetuning or len(rows) < setting.finetuning.batch_size:
         return {}
@@ -50,7 +50,7 @@ def _finetuned(setting: Letters) -> dict[str, float]:
     return made
 
 
-def _attacked(setting: Letters) -> dict[str, float]:
+def _attacked(setting: QuestionSetting) -> dict[str, float]:
     changed = replace(setting, stored=None)  # those of the model before the change
     others = {name: each for name, each in attacks_on(setting.benchmark).items() if each is not attack}
     return Found.joined(each(changed) for name, each in others.items() if name not in SKIPPED).metrics

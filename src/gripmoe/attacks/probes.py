@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gripmoe.attacks.base import Found, Letters, Scores, highest
+from gripmoe.attacks.base import Found, QuestionSetting, Scores, highest
 from gripmoe.attacks.restoration import most_used_experts
 from gripmoe.data.documents import Batch
 from gripmoe.evaluation.questions import question_batches
@@ -19,11 +19,11 @@ INVERSE_PENALTY = 0.01  # of the ridge
 PROBED_EXPERTS = 16  # per layer: the experts that forget prompts use most
 
 
-def layers_attack(setting: Letters) -> Found:
+def layers_attack(setting: QuestionSetting) -> Found:
     return setting.found(probes(setting.after, setting.tokenizer, setting.dev, setting.sample))
 
 
-def experts_attack(setting: Letters) -> Found:
+def experts_attack(setting: QuestionSetting) -> Found:
     if not setting.after.layers:
         return Found()
     with setting.before.brought_beside(setting.after):

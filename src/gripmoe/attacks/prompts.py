@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gripmoe.attacks.base import Found, Letters, Marks, Scores, mean
+from gripmoe.attacks.base import Found, QuestionScores, QuestionSetting, Scores, mean
 from gripmoe.data.prompt_formats import REWORDINGS, letter_question
 from gripmoe.evaluation.muse import continuations
 from gripmoe.evaluation.questions import load_questions, prompt_of
@@ -38,7 +38,7 @@ ORDER = (2, 3, 1, 0)  # of the choices when they are shuffled: no choice keeps i
 Prompt = Callable[[dict], str]
 
 
-def attack(setting: Letters) -> Found:
+def attack(setting: QuestionSetting) -> Found:
     """All variants on the sample, also the rewrites that the benchmark names. The variants of Table 5 run on every test
     question. Verse is a template unless the benchmark names a rewrite in verse."""
     table_5 = {"five_shot": five_shot(setting.dev, setting.seed), "verse": reworded(REWORDINGS["verse"])}
@@ -57,7 +57,7 @@ def attack(setting: Letters) -> Found:
     known = {name: [scores[asked[question]] for question in setting.ids] for name, scores in whole.items()}
     found = prompt_attacks(ask, setting.sample, setting.dev, seed=setting.seed, others=others, known=known)
     rate = prompt_recovery(found)
-    plain = mean(Marks(setting.own_answers))
+    plain = mean(QuestionScores(setting.own_answers))
     all_of_them = Found.over(
         [question["id"] for question in setting.forget],
         whole,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gripmoe.attacks.base import Found, Letters, Scores, Setting, kept
+from gripmoe.attacks.base import Found, QuestionSetting, Scores, Setting, kept
 from gripmoe.config.training import Relearning
 from gripmoe.data.corpora import epoch_rows
 from gripmoe.data.documents import Row, collate
 from gripmoe.moe import MoEModel
-from gripmoe.moe.modes import checkpointing
+from gripmoe.moe.modes import checkpointing, train_only
 from gripmoe.training.objectives import cross_entropy
 from gripmoe.training.optimizers import make_adamw
 
@@ -24,12 +24,12 @@ LORA_RATE = 10.0  # their learning rate, as a multiple
 WEIGHT_DECAY = 0.01  # of all that an attacker trains
 
 
-def from_other_facts(setting: Letters) -> Found:
+def from_other_facts(setting: QuestionSetting) -> Found:
     """`relearned_after_<step>`: on forget documents about the facts of dev questions; the sample asks about others."""
     return _curve(setting, "relearned", _about_dev_facts(setting))
 
 
-def from_corpus(setting: Letters) -> Found:
+def from_corpus(setting: QuestionSetting) -> Found:
     """`relearned_from_corpus_after_<step>`: on all forget documents, which may hold the answers, where a benchmark does
     not say which document tells which fact."""
     known = _about_dev_facts(setting)
@@ -46,14 +46,14 @@ def from_unrelated_documents(setting: Setting) -> Found:
     return _curve(setting, "relearned_from_unrelated", setting.corpus("held_out"))
 
 
-def of_routers(setting: Letters) -> Found:
+def of_routers(setting: QuestionSetting) -> Found:
     """`relearned_routers_after_<step>`: on forget documents about other facts; only routers train."""
     model = setting.after
     routers = model.router_parameters()
     return _curve(setting, "relearned_routers", _about_dev_facts(setting), routers) if routers else Found()
 
 
-def of_low_rank_experts(setting: Letters) -> Found:
+def of_low_rank_experts(setting: QuestionSetting) -> Found:
     """`relearned_lora_after_<step>`: on forget documents about other facts; low-rank updates of experts train, which
     have ten times the rate."""
     if not setting.after.layers or not setting.finetuning:
@@ -110,7 +110,7 @@ def _to_bf16_at_random(values: Tensor) -> Tensor:
     return (bits + torch.randint_like(bits, 1 << 16)).bitwise_and(-1 << 16).view(torch.float32)
 
 
-def _about_dev_facts(setting: Letters) -> list[Row]:
+def _about_dev_facts(setting: QuestionSetting) -> list[Row]:
     facts = {question["fact"] for question in setting.dev}
     return [row for row in setting.corpus("forget") if is_about(row.id, facts)]
 
@@ -166,9 +166,7 @@ def _trainable(model: MoEModel, parameters: Sequence[nn.Parameter], gradient_che
     """Within the block `parameters` train, and no others. Afterwards weights, gradients and what trains are as they
     were."""
     before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.model.parameters()]
-    model.model.requires_grad_(False)
-    for parameter in parameters:
-        parameter.requires_grad_(True)
+    for parameter in train_only(model.model, parameters):
         parameter.grad = None
     try:
         with kept(model.model.parameters()), checkpointing(model.model, gradient_checkpointing):

@@ -12,7 +12,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-from gripmoe.attacks.base import Found, Letters, Setting, expert_usage, mean, score_spread
+from gripmoe.attacks.base import Found, QuestionSetting, Setting, expert_usage, mean, score_spread
 from gripmoe.evaluation.questions import prompt_of
 from gripmoe.geometry.routing import SelectionRule, selection_mask
 from gripmoe.moe import MoEModel
@@ -36,7 +36,7 @@ def attack(setting: Setting) -> Found:
     return setting.found(found)
 
 
-def silencing(setting: Letters) -> Found:
+def silencing(setting: QuestionSetting) -> Found:
     """`silenced_experts`: recall without the experts that forget prompts use more than retain prompts do, as in SAFEx
     and SteerMoE. The attacker takes the number of SILENCED experts that answers most dev questions."""
     model = setting.after
@@ -58,7 +58,7 @@ def silencing(setting: Letters) -> Found:
         return setting.found({"silenced_experts": setting.recall(model)})
 
 
-def search(setting: Letters) -> Found:
+def search(setting: QuestionSetting) -> Found:
     """`searched_routing_after_<n>`: recall under the best of n random shifts of the router scores, the same shift for
     every prompt (a random search in place of F-SOUR's). The best shift gives the right letters of dev questions the
     highest probability, so the attacker is assumed to know some of the facts."""

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from gripmoe.attacks import forcing, membership, probes, prompts, quantization, relearning, restoration, routers
-from gripmoe.attacks.base import Found, Letters, Marks, Setting
+from gripmoe.attacks.base import Found, QuestionScores, QuestionSetting, Setting
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_text
@@ -21,9 +21,9 @@ from gripmoe.io.imports import imported
 Attack = Callable[[Setting], Found]  # returns an empty `Found` where it does not apply
 
 
-def own_answers(setting: Letters) -> Found:
+def own_answers(setting: QuestionSetting) -> Found:
     ids = [question["id"] for question in setting.forget]
-    return Found.over(ids, {"forget_accuracy": Marks(setting.own_answers)})
+    return Found.over(ids, {"forget_accuracy": QuestionScores(setting.own_answers)})
 
 
 OF_LETTERS: dict[str, Attack] = {

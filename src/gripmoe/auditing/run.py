@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from gripmoe.attacks import restoration
-from gripmoe.attacks.base import Found, Letters, Marks
+from gripmoe.attacks.base import Found, QuestionScores, QuestionSetting
 from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS, made_once, stored
 from gripmoe.auditing import models
 from gripmoe.auditing.inputs import Inputs, Source, named, own
@@ -150,6 +150,7 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
     for name, given in names.items():
         device = None if name == "unlearned" else "cpu"
         loaded[name], tokenizers[name] = models.load(found[name], given, device)
+        models.compare_dtypes(loaded["original"].dtype, loaded[name].dtype, f"--original and --{name}")
         models.compare_tokenizers(tokenizers["original"], tokenizers[name], f"--original and --{name}")
         models.check_vocabulary(loaded[name], tokenizers[name], f"--{name}")
     return loaded, tokenizers["original"]
@@ -197,7 +198,7 @@ def _measured(
             continue
         answers = folder / f"{model}_answers.csv"
         given = (moes["original"], moes[model], tokenizer, data, inputs.benchmark, 0, inputs.relearning)
-        setting = Letters(*given, partial(load_answers, answers))
+        setting = QuestionSetting(*given, partial(load_answers, answers))
         measures = OF_LETTERS | FURTHER_OF_LETTERS | OF_MODELS | {"accuracy": partial(accuracy, answers=answers)}
         # Measurements show their own progress.
         with alone(moes, model), redirect_stderr(StringIO()):
@@ -237,24 +238,24 @@ def alone(moes: Mapping[str, MoEModel], name: str) -> Iterator[None]:
             place(moe.model, homes[other])
 
 
-def accuracy(setting: Letters, answers: Path) -> Found:
+def accuracy(setting: QuestionSetting, answers: Path) -> Found:
     """Forget and retain accuracy and general utility; the rows of `questions.csv` go to the file `answers`."""
     metrics, rows = letter_metrics(setting.benchmark, setting.after.model, setting.tokenizer, setting.data)
     write_csv(answers, rows)
     found = Found(metrics)
     for kind in ("forget", "retain"):
         questions = load_questions(setting.data / f"{kind}_questions.jsonl", "test")
-        given = load_answers(answers, questions)
-        found = Found.joined((found, Found.over([q["id"] for q in questions], {f"{kind}_accuracy": Marks(given)})))
+        scores = {f"{kind}_accuracy": QuestionScores(load_answers(answers, questions))}
+        found = Found.joined((found, Found.over([question["id"] for question in questions], scores)))
     return found
 
 
-def changes(setting: Letters) -> Found:
+def changes(setting: QuestionSetting) -> Found:
     """The relative norm of the weight change, by component."""
     return Found(restoration.changes(setting.before, setting.after))
 
 
-def routing(setting: Letters) -> Found:
+def routing(setting: QuestionSetting) -> Found:
     """Routing stability on held-out retain and on forget documents."""
     with setting.before.brought_beside(setting.after):
         return Found(routing_metrics(setting.benchmark, setting.before, setting.after, setting.tokenizer, setting.data))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gripmoe.attacks.base import Letters, NewsItems, by_item
+from gripmoe.attacks.base import NewsSetting, QuestionSetting, by_item
 from gripmoe.attacks.run import attacks_on, run_attacks
 from gripmoe.cli import options
 from gripmoe.cli.common import identity_of, run_and_benchmark
@@ -49,7 +49,7 @@ def attack(
         model, tokenizer = load_model(checkpoint_file.parent / "weights")
         after = MoEModel(model)
         given = (before, after, tokenizer, data, benchmark, run.seed, finetuning)
-        setting = (NewsItems if benchmark.is_news else Letters)(*given)
+        setting = (NewsSetting if benchmark.is_news else QuestionSetting)(*given)
         attacks = attacks_on(benchmark)
         rewrites = map(Path, benchmark.rewrites.values())
         own = [Path(sys.modules[attacks[name].__module__].__file__) for name in benchmark.attacks]

@@ -15,7 +15,8 @@ from gripmoe.data.documents import SEGMENTS, Batch, Row, attention_mask_of, coll
 
 FORMS = (
     "batches (mappings with `input_ids` and, if rows are padded, `attention_mask`, both (rows, positions)), a "
-    "DataLoader of such batches, a dataset whose rows have `input_ids`, or texts and a `tokenizer`"
+    "DataLoader of such batches, a dataset whose rows have `input_ids`, or texts, or rows with `text`, and a "
+    "`tokenizer`"
 )
 ROWS = 8  # rows of a batch
 LENGTHS = ("seq_lengths", "cu_seq_lens_q", "cu_seqlens")  # a number for each packed document, not for each token
@@ -43,7 +44,14 @@ def holds_texts(data: Any) -> bool:
     """Whether a tokenizer is needed to read `data`."""
     if columns := getattr(data, "column_names", None):
         return "input_ids" not in columns and "text" in columns
-    return isinstance(data, str) or (isinstance(data, Sequence) and any(isinstance(item, str) for item in data))
+    return isinstance(data, str) or (isinstance(data, Sequence) and any(_text(item) is not None for item in data))
+
+
+def _text(item: Any) -> str | None:
+    """The text of an item that is one, or of a row that has one and is not encoded yet."""
+    if isinstance(item, Mapping) and "input_ids" not in item:
+        item = item.get("text")
+    return item if isinstance(item, str) else None
 
 
 def seems_padded(ids: Tensor, model: nn.Module) -> bool:
@@ -65,8 +73,8 @@ def _items(data: Any, name: str, tokenizer: Any, padding: Padding) -> Iterable[A
             raise ValueError(f"`{name}` holds texts, and `tokenizer` is {tokenizer!r}: give the model's tokenizer")
         if isinstance(data, str) and Path(data).suffix in (".jsonl", ".json", ".txt", ".csv", ".parquet"):
             raise ValueError(f"`{name}` is {data!r}, which seems the name of a file: give its texts")
-        texts = [data] if isinstance(data, str) else data["text"] if columns else data
-        if not all(isinstance(text, str) for text in texts):
+        texts = [data] if isinstance(data, str) else data["text"] if columns else [_text(item) for item in data]
+        if None in texts:
             raise ValueError(f"`{name}` mixes texts with other items: give {FORMS}")
         return _rows(({"input_ids": tokenizer(text)["input_ids"]} for text in texts), name, padding)
     if columns and "input_ids" not in columns:
@@ -75,8 +83,8 @@ def _items(data: Any, name: str, tokenizer: Any, padding: Padding) -> Iterable[A
         items = list(data)
     except TypeError:
         raise ValueError(f"`{name}` is {_described(data)}: give {FORMS}") from None
-    if any(isinstance(item, str) for item in items) and not isinstance(data, list):
-        return _items(items, name, tokenizer, padding)  # of a generator, or a column of texts
+    if holds_texts(items) and not isinstance(data, list):
+        return _items(items, name, tokenizer, padding)  # of a generator, a stream, or a column of texts
     items = [{"input_ids": item} if isinstance(item, Tensor) else item for item in items]
     if items and all(isinstance(item, Mapping) and _is_row(item.get("input_ids")) for item in items):
         return _rows(items, name, padding)

@@ -45,23 +45,23 @@ RoutingTrace = Mapping[int, LayerRouting]  # by decoder layer
 class SelectionRule:
     """How a linear router turns logits into sets (Sec. 3): the `k` largest choice scores, and what some families add.
 
-    Choice scores are the logits, or their sigmoid or softmax (`squash`), plus `choice_bias_E` if there is one, which
-    balances load. `logit_bias_E` is part of the logits. With `num_groups` > 1 only experts of the
+    Choice scores are the logits, or their sigmoid or softmax (`scoring`), plus `correction_bias_E` if there is one,
+    which balances load. `logit_bias_E` is part of the logits. With `num_groups` > 1 only experts of the
     `chosen_groups` best groups may be selected; a group's score is the sum of its `counted` largest choice scores.
-    Raises ValueError for another `squash`.
+    Raises ValueError for another `scoring`.
     """
 
     k: int
     logit_bias_E: Tensor | None = None
-    choice_bias_E: Tensor | None = None
-    squash: str = "none"  # none | sigmoid | softmax
+    correction_bias_E: Tensor | None = None
+    scoring: str = "none"  # none | sigmoid | softmax
     num_groups: int = 1
     chosen_groups: int = 1
     counted: int = 1
 
     def __post_init__(self) -> None:
-        if self.squash not in ("none", "sigmoid", "softmax"):
-            raise ValueError(f"`squash` is {self.squash!r}: give 'none', 'sigmoid' or 'softmax'")
+        if self.scoring not in ("none", "sigmoid", "softmax"):
+            raise ValueError(f"`scoring` is {self.scoring!r}: give 'none', 'sigmoid' or 'softmax'")
 
     def scores(self, x_Nd: Tensor, theta_Ed: Tensor) -> Tensor:
         """The logits, (N, E), with their bias."""
@@ -70,11 +70,11 @@ class SelectionRule:
 
     def choice(self, scores_NE: Tensor) -> Tensor:
         """The choice scores, groups aside."""
-        if self.squash == "sigmoid":
+        if self.scoring == "sigmoid":
             scores_NE = scores_NE.sigmoid()
-        elif self.squash == "softmax":
+        elif self.scoring == "softmax":
             scores_NE = scores_NE.softmax(dim=-1)
-        return scores_NE if self.choice_bias_E is None else scores_NE + self.choice_bias_E.to(scores_NE)
+        return scores_NE if self.correction_bias_E is None else scores_NE + self.correction_bias_E.to(scores_NE)
 
     def select(self, scores_NE: Tensor, without_E: Tensor | None = None) -> Tensor:
         """The chosen experts, (N, k). Those that `without_E`, bool of shape (E,), marks are never chosen."""
@@ -95,7 +95,7 @@ class SelectionRule:
         chosen experts (the paper's I_j). With groups, also those that make up a chosen group's score. With a bias on
         softmax probabilities, all, because each score moves every probability."""
         fixed_NE = selection_mask(top_k_Nk, scores_NE.shape[1])
-        if self.squash == "softmax" and self._is_biased:
+        if self.scoring == "softmax" and self._is_biased:
             return torch.ones_like(fixed_NE)
         if self.num_groups > 1:
             choice_NE = self.choice(scores_NE)
@@ -108,7 +108,7 @@ class SelectionRule:
         """margins_NE, the paper's tau (Eq. 3): by how much a score may rise before its expert is selected; zero outside
         the chosen groups, where an expert could otherwise carry its group. Meaningless where scores are `fixed`."""
         selected_NE = selection_mask(top_k_Nk, scores_NE.shape[1])
-        if self.squash == "none":
+        if self.scoring == "none":
             margins_NE = selection_margins(self.choice(scores_NE), selected_NE)
         elif not self._is_biased:  # probabilities have the order of their logits
             margins_NE = selection_margins(scores_NE, selected_NE)
@@ -124,7 +124,7 @@ class SelectionRule:
 
     @property
     def _is_biased(self) -> bool:
-        return self.choice_bias_E is not None and bool(self.choice_bias_E.any())
+        return self.correction_bias_E is not None and bool(self.correction_bias_E.any())
 
     def _in_chosen_groups(self, choice_NE: Tensor) -> Tensor:
         grouped = choice_NE.unflatten(1, (self.num_groups, -1))

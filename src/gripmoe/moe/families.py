@@ -29,13 +29,13 @@ def _with_logit_bias(router, block):
     return SelectionRule(router.top_k, logit_bias_E=router.bias.detach())
 
 
-def _with_choice_bias(router, block):
-    return SelectionRule(router.top_k, choice_bias_E=router.e_score_correction_bias.detach())
+def _with_correction_bias(router, block):
+    return SelectionRule(router.top_k, correction_bias_E=router.e_score_correction_bias.detach())
 
 
 def _with_statistics(router, block):
     bias_E = router.moe_statics.e_score_correction_bias.detach().squeeze(0)
-    return SelectionRule(router.top_k, choice_bias_E=bias_E, squash="softmax")
+    return SelectionRule(router.top_k, correction_bias_E=bias_E, scoring="softmax")
 
 
 def _greedy_groups(router, block):
@@ -46,14 +46,14 @@ def _greedy_groups(router, block):
 
 def _softmax_groups(router, block):
     groups = dict(num_groups=router.num_group, chosen_groups=router.topk_group, counted=2)
-    return SelectionRule(router.top_k, squash="softmax", **groups)
+    return SelectionRule(router.top_k, scoring="softmax", **groups)
 
 
 def _biased_sigmoids(router, block):
     """Adds the bias of the router or of its block, and selects among the best groups, if the family has these."""
     owner = router if hasattr(router, "e_score_correction_bias") else block
     bias_E = getattr(owner, "e_score_correction_bias", getattr(owner, "expert_bias", None))
-    rule = SelectionRule(router.top_k, choice_bias_E=None if bias_E is None else bias_E.detach(), squash="sigmoid")
+    rule = SelectionRule(router.top_k, correction_bias_E=None if bias_E is None else bias_E.detach(), scoring="sigmoid")
     if getattr(router, "num_group", None) is None:
         return rule
     return replace(rule, num_groups=router.num_group, chosen_groups=router.topk_group, counted=2)
@@ -61,7 +61,7 @@ def _biased_sigmoids(router, block):
 
 def _positive_groups(router, block):
     rule = _biased_sigmoids(router, block)
-    if rule.num_groups > 1 and rule.choice_bias_E.amin() < 0:
+    if rule.num_groups > 1 and rule.correction_bias_E.amin() < 0:
         raise ConfigError(
             f"{type(router).__name__} gives experts outside the chosen groups the score 0, and a bias below 0 may put "
             "one of them above those inside: no rule of gripmoe says that"
@@ -168,7 +168,7 @@ FAMILIES = {
     "deepseek_v2": Family(_scaled_probabilities, _greedy_groups),
     "mistral4": Family(_scaled_and_renormalized_if_so_configured, _softmax_groups),
     "flint": Family(_scaled_sigmoids),
-    "kolibri1": Family(_scaled_sigmoids, _with_choice_bias),
+    "kolibri1": Family(_scaled_sigmoids, _with_correction_bias),
     **dict.fromkeys(
         ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "dots1", "exaone_moe", "solar_open")
         + ("nemotron_h", "axk1", "bailing_hybrid", "beam", "dots3_note_text", "hy_v3", "hy_v4", "inkling2_text")

@@ -21,6 +21,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def train_only(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Freezes all other parameters of `model`, and returns those that train."""
+    model.requires_grad_(False)
+    return [parameter.requires_grad_(True) for parameter in parameters]
+
+
 @contextmanager
 def restored(tensors: Iterable[Tensor], device: str | None = None) -> Iterator[None]:
     """When the block ends, the tensors have the values that they had before it. Their copies are on `device`, or beside

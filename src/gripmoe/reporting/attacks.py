@@ -29,7 +29,7 @@ def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name:
     comparisons.yaml, in which an attack is right of the measure that it adds to. With the table of `attacks`,
     differences are paired by item, and intervals are bootstrapped over runs and items (for letter questions, over
     facts). Without it, only letter questions are shown, with intervals over runs."""
-    by_run = {} if attacks is None else {key: asked.set_index("fact") for key, asked in attacks.groupby(KEYS)}
+    by_run = {} if attacks is None else dict(list(attacks.set_index("fact").groupby(KEYS)))
     spec = specification(name)
     measures = added_to(spec)
 

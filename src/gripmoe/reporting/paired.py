@@ -91,7 +91,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
     For letter questions, two columns reveal a model that always says A: the share of the most frequent letter on forget
     questions, and forget accuracy with reordered choices. The original and the retrained model then have rows too, as a
     model that knows and one that never knew."""
-    metrics = [metric for metric in MEASURES if metric in set(answers.metric)]
+    metrics = [metric for metric in MEASURES if metric in answers.metric.unique()]
     letters = bool(answers.chosen.notna().any())
     columns = [f"Δ {names.metric(metric).heading}" for metric in metrics]
     table = Table(columns + ["letter", "shuffled"] * letters)
@@ -100,7 +100,7 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
         entries = []
         of_objective = group[group.objective == objective]
         of_group = runs[runs.model.isin(group.model.unique()) & runs.benchmark.isin(group.benchmark.unique())]
-        for method in names.ordered(of_objective.method):
+        for method in names.ordered(of_objective.method.unique()):
             cells = []
             for metric in metrics:
                 found = None if method == AGAINST else paired_difference(group, objective, method, AGAINST, metric)

@@ -13,7 +13,7 @@ from gripmoe.data.corpora import epoch_rows, in_batches
 from gripmoe.data.documents import IGNORED, Row
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
-from gripmoe.moe.modes import checkpointing
+from gripmoe.moe.modes import checkpointing, train_only
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.objectives import cross_entropy
 from gripmoe.training.optimizers import finite_norm, make_adamw, set_rates
@@ -49,11 +49,8 @@ def finetune(
     moe = MoEModel(model)  # its routers are in fp32 from here on, and so are their states
     parameters, own = list(model.parameters()), (distributed.rank(), distributed.processes())
     if blocks_only:
-        model.requires_grad_(False)
         modules = [module for layer in moe.all_layers for module in moe.feed_forward(layer)]
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        for parameter in parameters:
-            parameter.requires_grad_(True)
+        parameters = train_only(model, (parameter for module in modules for parameter in module.parameters()))
     groups = [{"params": alike} for alike in distributed.by_sharding(parameters)]
     adamw = make_adamw(optimizer, groups, lr=learning_rate, weight_decay=0.0)
     losses: list[float] = (load_state(state_file, model, adamw) or {"losses": []})["losses"]

@@ -32,7 +32,7 @@ from gripmoe.io.clock import now
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision, linear_precision
-from gripmoe.moe.modes import checkpointing, restored
+from gripmoe.moe.modes import checkpointing, restored, train_only
 from gripmoe.training.adversary import RelearningAdversary, uphill
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.forget_gradient import ForgetGradientEdit, disruption_masked, forget_gradient_edits
@@ -353,14 +353,12 @@ def _trainable(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Routers of `layers` with their biases, and the rest of their MoE blocks or the fused experts of the layers in
     `scope`; freezes all other parameters."""
-    model.model.requires_grad_(False)
     routers = [p for layer in layers for p in model.router_parameters(layer)]
     if scope:
         experts = [p for layer in scope for p in model.expert_parameters(layer)]
     else:
         experts = [p for layer in layers for p in model.other_parameters(layer)]
-    for parameter in routers + experts:
-        parameter.requires_grad_(True)
+    train_only(model.model, routers + experts)
     return routers, experts
 
 

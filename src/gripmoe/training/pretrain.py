@@ -19,6 +19,7 @@ from gripmoe.data.documents import IGNORED, Batch, collate, encode, length_bucke
 from gripmoe.data.prompt_formats import knowmem_prompt
 from gripmoe.evaluation.questions import accuracy, direct_answers
 from gripmoe.moe.families import is_moe
+from gripmoe.moe.modes import train_only
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.gradient_routing import GradientRouting
 from gripmoe.training.muon import MuonWithAdamW
@@ -106,9 +107,7 @@ def train_facts(
     """Stage B: trains the blocks of a model that has the skills on the facts and news of `world`, with skill facts
     among them. No other parameter changes, and none has a gradient. With `forget_experts`, of the experts of each layer
     so many alone learn forget documents (`GradientRouting`)."""
-    model.requires_grad_(False)
-    for parameter in block_parameters(model):
-        parameter.requires_grad_(True)
+    train_only(model, block_parameters(model))
     settings = dict(max_steps=steps, last_steps=max(1, steps // 2), learning_rate=learning_rate, seed=seed)
     routing = GradientRouting(forget_experts) if forget_experts else None
     phases = (Phase(HALF_FACT_MIX if routing else FACT_MIX),)

@@ -13,7 +13,7 @@ from gripmoe.data.corpora import epoch_rows
 from gripmoe.data.documents import Row, collate, length_buckets
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
-from gripmoe.moe.modes import checkpointing
+from gripmoe.moe.modes import checkpointing, train_only
 from gripmoe.training.objectives import OriginalPredictions
 from gripmoe.training.optimizers import finite_norm, make_adamw
 
@@ -27,9 +27,9 @@ def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id
     rows = [epoch_rows(retain, min(settings.batch_size, len(retain)), seed, step) for step in range(settings.steps)]
     buckets = length_buckets(list({row.id: row for drawn in rows for row in drawn}.values()))
     device, tokens = model.model.device, 0
-    model.model.eval().requires_grad_(False)
+    experts = train_only(model.model, (p for layer in model.all_layers for p in model.other_parameters(layer)))
+    model.model.eval()
     teacher = OriginalPredictions(model, [collate(bucket, pad_id).to(device) for bucket in buckets], "UNDO teacher")
-    experts = [p.requires_grad_(True) for layer in model.all_layers for p in model.other_parameters(layer)]
     biases = {parameter for name, parameter in model.model.named_parameters() if name.endswith("bias")}
     mix_in_noise(experts, settings.noise, seed, biases, settings.noise_scale)
     optimizer = make_adamw(settings.optimizer, [{"params": experts}], lr=settings.learning_rate, weight_decay=0.0)
