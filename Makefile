@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 export MALLOC_MMAP_THRESHOLD_ ?= 1073741824
 export MALLOC_TRIM_THRESHOLD_ ?= 2147483648
 
-.PHONY: help setup gpu base figures figures-all record report docs quick test lint format clean
+.PHONY: help setup gpu base figures figures-all record report sphinx docs quick test lint format clean
 
 help:
 	@echo "make setup     the environment in $(VENV); commands that need it make it"
@@ -62,9 +62,11 @@ record: setup
 report: setup
 	snakemake --profile workflow/profiles/tiny --cores 1 --config world=$(WORLD) --report paper_figures/$(WORLD)/report.html
 
-# Warnings are errors, so a link to a page or heading that is not there fails.
-docs: setup
+sphinx: setup
 	$(INSTALL) --requirement envs/docs.lock
+
+# Warnings are errors, so a link to a page or heading that is not there fails.
+docs: sphinx
 	sphinx-build --quiet --fresh-env --fail-on-warning --builder html docs build/docs
 	@echo "The site: build/docs/index.html"
 

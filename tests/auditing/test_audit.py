@@ -108,7 +108,7 @@ def embedded():
     """The models of the package, and a part of their questions."""
     models, (_, tokenizer) = {name: tiny_model(name)[0] for name in ("tiny_a", "tiny_a_retrained")}, tiny_model()
     files = wmdp_files(gripmoe.worlds.documents.make_world(0), 0)
-    facts = sorted({q["fact"] for q in files["forget_questions"]})[::3]
+    facts = sorted({q["fact"] for q in files["forget_questions"]})[::6]
     forget = [q for q in files["forget_questions"] if q["fact"] in set(facts)]
     given = dict(forget=forget, retain=files["retain_questions"][::12], tokenizer=tokenizer)
     return models["tiny_a"], models["tiny_a_retrained"], given | dict(retain_text=files["retain_corpus"][:300])

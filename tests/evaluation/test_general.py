@@ -103,7 +103,7 @@ def by_command_line(model, tokenizer, questions, world, tmp_path_factory):
     """What the harness's command line logs of the model on disk, from task files: the log-likelihoods of each document
     by task and id; and its accuracies."""
     folder = tmp_path_factory.mktemp("harness")
-    rows = [row for row in questions if row["subject"] == "national history"]
+    rows = [row for row in questions if row["subject"] == "national history"][: SHOTS + 20]
     for shots in (0, SHOTS):
         file = folder / f"history_{shots}.parquet"
         write_parquet(file, rows[SHOTS:], HARNESS_KEYS)
