@@ -1,6 +1,7 @@
 """Small random models and data that every test may share."""
 
 import copy
+import gc
 import os
 import shutil
 import subprocess
@@ -45,6 +46,10 @@ def pytest_collection_modifyitems(items):
         for item in items if os.environ.get(variable) != "1" else ():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"not run: takes minutes more; {variable}=1 runs it"))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # Trainer collects garbage in every run, which takes half a second if it looks at all that is imported
 
 
 HANGS = 1800  # seconds after which a process that trains a tiny model hangs, whatever else the machine does

@@ -303,7 +303,7 @@ class TestRun:
         world = finished / "others.yaml"
         world.write_text(
             f"extends: {finished / 'smoke.yaml'}\nmethods: [original, retrained, unconstrained]\n"
-            f"external: {{graddiff: {mine}}}\nartefacts: [main_results, attack_matrix, forcing_vulnerability]\n"
+            f"external: {{graddiff: {mine}}}\nartefacts: [main_results, attack_matrix]\n"
         )
         only = dict(directory=finished, root=finished)
         run_with_server("--cores", 2, "--config", f"world={world}", **only)
@@ -322,7 +322,7 @@ class TestRun:
         assert planned(snakemake("-n", "--config", f"world={world}", **only)) == {}
         weights.write_bytes(weights.read_bytes()[:-4] + b"abcd")
         output = snakemake("-n", "--config", f"world={world}", **only)
-        assert planned(output) == dict.fromkeys(affected | {"render_forcing_vulnerability"}, 1)
+        assert planned(output) == dict.fromkeys(affected, 1)
         weights.parent.rename(finished / "gone")
         output = snakemake("-n", "--config", f"world={world}", check=False, **only)
         assert f"others.yaml: external.graddiff: no folder {mine}; correct it, or give a hub id" in output
