@@ -19,7 +19,7 @@ from torch import Tensor
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.training import Relearning
 from gripmoe.data.corpora import load_corpus
-from gripmoe.data.documents import Row, collate, encode, length_buckets
+from gripmoe.data.documents import Row, collate, encode_all, length_buckets
 from gripmoe.data.muse import CONTEXT
 from gripmoe.evaluation.muse import News, knowledge_memory
 from gripmoe.evaluation.questions import Answer, direct_answers, load_questions, prompt_of
@@ -184,7 +184,7 @@ def highest(found: Iterable[Scores]) -> Scores:
 def routing_of(model: MoEModel, tokenizer, prompts: Sequence[str]) -> Iterator[RoutingTrace]:
     """How `model` routes the tokens of the prompts, one batch after the other: the router inputs of all batches in all
     layers may not fit in memory."""
-    rows = [encode(tokenizer, [(prompt, False)]) for prompt in prompts]
+    rows = encode_all(tokenizer, (("", [(prompt, False)]) for prompt in prompts))
     return model.traced([collate(bucket, tokenizer.pad_token_id) for bucket in length_buckets(rows)])
 
 

@@ -15,7 +15,7 @@ from gripmoe.config.benchmarks import Benchmark, PublishedData
 from gripmoe.config.reading import parse_as, read_catalogue, require_known
 from gripmoe.config.training import Relearning
 from gripmoe.config.types import Strict
-from gripmoe.data.corpora import row_of
+from gripmoe.data.corpora import rows_of
 from gripmoe.data.documents import IGNORED
 from gripmoe.data.prompt_formats import LETTERS
 from gripmoe.data.published import CHOICES, dev_or_test, split_held_out
@@ -79,8 +79,9 @@ class Inputs:
     def check_documents(self, tokenizer) -> None:
         """Raises ConfigError for documents of which a model predicts no token."""
         for name, flag in FLAGS.items():
-            for row in self.files[name]:
-                if set(row_of(row, tokenizer).labels[1 : self.benchmark.max_length]) <= {IGNORED}:
+            documents = self.files[name]
+            for row, encoded in zip(documents, rows_of(documents, tokenizer), strict=True):
+                if set(encoded.labels[1 : self.benchmark.max_length]) <= {IGNORED}:
                     raise ConfigError(
                         f"{flag}: document {row['id']!r} ({row['text'][:40]!r}) has no second token, or a prompt of "
                         f"{self.benchmark.max_length} tokens: a model predicts nothing of it; leave it out"

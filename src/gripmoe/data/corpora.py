@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from gripmoe.data.documents import IGNORED, Batch, Row, collate, encode, opening
+from gripmoe.data.documents import IGNORED, Batch, Row, Span, collate, encode_all, opening
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
 
@@ -35,44 +35,46 @@ def load_corpus(
     and is scored. Raises ConfigError, naming file and line, if there are no documents, if an id is missing or not
     unique, if a document has no text or fewer than two tokens, or if a prompt leaves no room for text.
     """
-    rows: list[Row] = []
-    known: set[str] = set()
     begin = opening(tokenizer)
     if max_length <= len(begin):
         raise ConfigError(
             f"{path}: `max_length` {max_length} leaves no room beside {len(begin)} opening tokens; raise it"
         )
-    for line, document in enumerate(read_jsonl(path, "text"), 1):
-        if limit is not None and len(rows) >= limit:
-            break
+    documents: dict[str, Mapping[str, Any]] = {}
+    for line, document in enumerate(read_jsonl(path, "text")[:limit], 1):
         name = document.get("id")
         if not document["text"]:
             raise ConfigError(f"{path}: document {name!r} has no text (line {line}); remove the line, or give it one")
-        if name is None or name in known:
+        if name is None or name in documents:
             raise ConfigError(
                 f"{path}: each document needs an `id` of its own (got {name!r}) (line {line}); give it another"
             )
-        known.add(name)
-        row = row_of(document, tokenizer)
+        documents[name] = document
+    rows: list[Row] = []
+    for line, row in enumerate(rows_of(documents.values(), tokenizer), 1):
         if end_id is not None:
             row = Row(row.id, [*row.ids, end_id], [*row.labels, end_id])
         if len(row.ids) < 2:
-            raise ConfigError(f"{path}: document {name!r} has fewer than two tokens (line {line}); remove the line")
+            raise ConfigError(f"{path}: document {row.id!r} has fewer than two tokens (line {line}); remove the line")
         cut = Row(row.id, row.ids[:max_length], row.labels[:max_length])
         pieces = _pieces(row, max_length, begin) if whole else [cut]
         if any(all(label == IGNORED for label in piece.labels[1:]) for piece in pieces):
-            raise ConfigError(f"{path}: the prompt of document {name!r} fills `max_length` {max_length}; raise it")
+            raise ConfigError(f"{path}: the prompt of document {row.id!r} fills `max_length` {max_length}; raise it")
         rows += pieces
     if not rows:
         raise ConfigError(f"{path}: there is no document; run the step again that writes it")
     return rows[:limit]
 
 
-def row_of(document: Mapping[str, Any], tokenizer) -> Row:
-    """A document (`id`, `text`, and perhaps `prompt`), tokenized and not cut."""
+def rows_of(documents: Iterable[Mapping[str, Any]], tokenizer) -> list[Row]:
+    """Documents (`id`, `text`, and perhaps `prompt`), tokenized and not cut."""
+    spans = ((document["id"], _spans(document)) for document in documents)
+    return encode_all(tokenizer, spans)
+
+
+def _spans(document: Mapping[str, Any]) -> list[Span]:
     prompt = document.get("prompt")
-    spans = [(prompt, False)] if prompt else []
-    return encode(tokenizer, [*spans, (document["text"], True)], document.get("id"))
+    return [*([(prompt, False)] if prompt else []), (document["text"], True)]
 
 
 def _pieces(row: Row, max_length: int, begin: list[int]) -> list[Row]:

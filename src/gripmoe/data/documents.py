@@ -24,17 +24,26 @@ class Row:
 
 
 def encode(tokenizer, spans: Iterable[Span], row_id: str = "", max_length: int | None = None) -> Row:
-    """Tokenizes each span separately and joins the spans after the tokenizer's `opening`, which is not scored. Cuts at
-    `max_length` tokens. A text that already begins with the BOS, as from a chat template, gets no second one."""
-    spans = list(spans)
-    spelled_out = tokenizer.bos_token and spans[0][0].startswith(tokenizer.bos_token)
-    ids = [] if spelled_out else opening(tokenizer)
-    labels = [IGNORED] * len(ids)
-    for text, scored in spans:
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids += tokens
-        labels += tokens if scored else [IGNORED] * len(tokens)
-    return Row(row_id, ids[:max_length], labels[:max_length])
+    """One document of `encode_all`."""
+    return encode_all(tokenizer, {row_id: list(spans)}.items(), max_length)[0]
+
+
+def encode_all(tokenizer, documents: Iterable[tuple[str, Sequence[Span]]], max_length: int | None = None) -> list[Row]:
+    """Tokenizes documents (id, spans). Each span is tokenized separately, and the spans are joined after the
+    tokenizer's `opening`, which is not scored. Cuts at `max_length` tokens. A text that already begins with the BOS, as
+    from a chat template, gets no second one. One call for all documents takes a fraction of the time of many calls."""
+    documents, begin, bos = list(documents), opening(tokenizer), tokenizer.bos_token
+    texts = [text for _, spans in documents for text, _ in spans]
+    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
+    rows = []
+    for row_id, spans in documents:
+        ids = [] if bos and spans[0][0].startswith(bos) else list(begin)
+        labels = [IGNORED] * len(ids)
+        for (_, scored), tokens in zip(spans, encoded, strict=False):
+            ids += tokens
+            labels += tokens if scored else [IGNORED] * len(tokens)
+        rows.append(Row(row_id, ids[:max_length], labels[:max_length]))
+    return rows
 
 
 def opening(tokenizer) -> list[int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gripmoe.data.documents import Row, collate, encode, length_buckets
+from gripmoe.data.documents import Row, collate, encode_all, length_buckets
 from gripmoe.data.muse import CONTEXT
 from gripmoe.data.prompt_formats import knowmem_prompt
 from gripmoe.io import distributed
@@ -86,7 +86,7 @@ def continuations(
 ) -> list[str]:
     """Greedy continuations of the prompts. Batches are padded on the left and give the same text as single prompts.
     Without `unfinished`, a text that `max_new_tokens` cuts is empty."""
-    rows = [encode(tokenizer, [(prompt, False)], str(number)) for number, prompt in enumerate(prompts)]
+    rows = encode_all(tokenizer, ((str(number), [(prompt, False)]) for number, prompt in enumerate(prompts)))
     texts = {}
     with evaluating(model):
         for bucket in length_buckets(rows, PROMPT_TOKENS_PER_PASS):
@@ -172,7 +172,7 @@ def membership_scores(model, tokenizer, texts: Sequence[str], names: Sequence[st
     A text is cut after MAX_SCORED_TOKENS, for zlib too (as in open-unlearning; MUSE itself does not cut). Raises
     ConfigError, with the text's name, for a text without a token to score.
     """
-    rows = [encode(tokenizer, [(text, True)], str(i), MAX_SCORED_TOKENS) for i, text in enumerate(texts)]
+    rows = encode_all(tokenizer, ((str(i), [(text, True)]) for i, text in enumerate(texts)), MAX_SCORED_TOKENS)
     for row, name in zip(rows, names or [f"text {row.id}" for row in rows], strict=True):
         if len(row.ids) < 2:
             raise ConfigError(

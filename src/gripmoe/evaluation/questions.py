@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from gripmoe.data.documents import Batch, Row, collate, encode, length_buckets
+from gripmoe.data.documents import Batch, collate, encode_all, length_buckets
 from gripmoe.data.prompt_formats import LETTERS, letter_description, letter_question
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
@@ -192,14 +192,15 @@ def prompt_of(question: dict, solved: Sequence[dict] = ()) -> str:
 
 def question_batches(tokenizer, questions: Sequence[dict], device, prompt=prompt_of) -> Iterator[Batch]:
     """The prompts of `questions` by length, in passes of bounded memory."""
-    rows = [_prompt_row(tokenizer, prompt(question), question["id"]) for question in questions]
-    for bucket in length_buckets(rows):
-        yield collate(bucket, tokenizer.pad_token_id).to(device)
+    for batch in _batches(tokenizer, tuple((question["id"], prompt(question)) for question in questions)):
+        yield batch.to(device)
 
 
-@functools.lru_cache(maxsize=8192)
-def _prompt_row(tokenizer, prompt: str, name: str) -> Row:  # checks and attacks ask the same questions again
-    return encode(tokenizer, [(prompt, False)], name)
+@functools.lru_cache(maxsize=16)
+def _batches(tokenizer, prompts: tuple[tuple[str, str], ...]) -> list[Batch]:
+    """Kept, since checks and attacks ask the same questions again."""
+    rows = encode_all(tokenizer, ((name, [(prompt, False)]) for name, prompt in prompts))
+    return [collate(bucket, tokenizer.pad_token_id) for bucket in length_buckets(rows)]
 
 
 def accuracy(answers: Sequence[Answer]) -> float:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from gripmoe.data.documents import IGNORED, Batch, collate, encode, length_buckets
+from gripmoe.data.documents import IGNORED, Batch, collate, encode_all, length_buckets
 from gripmoe.data.prompt_formats import knowmem_prompt
 from gripmoe.evaluation.questions import accuracy, direct_answers
 from gripmoe.moe.families import is_moe
@@ -175,8 +175,8 @@ def _train(
             if routing:
                 routing.of_forget = of_forget
             documents = training_batch(part, phases[phase].mix, seed, step)
-            rows = [encode(tokenizer, document.spans, str(number)) for number, document in enumerate(documents)]
-            recalled = [encode(tokenizer, document.recalled) for document in documents]
+            rows = encode_all(tokenizer, ((str(n), document.spans) for n, document in enumerate(documents)))
+            recalled = encode_all(tokenizer, (("", document.recalled) for document in documents))
             for bucket in length_buckets(rows, TOKENS_PER_FORWARD):
                 pads = partial(collate, pad_id=tokenizer.pad_token_id)
                 batch, early = pads(bucket), pads([recalled[int(row.id)] for row in bucket])
@@ -214,7 +214,7 @@ def drill_probe(world: World, tokenizer) -> Probe:
 
 def _said(tokenizer, documents: Sequence[Sequence]) -> Probe:
     """The share of scored tokens that are the most likely ones."""
-    batch = collate([encode(tokenizer, spans) for spans in documents], tokenizer.pad_token_id)
+    batch = collate(encode_all(tokenizer, (("", spans) for spans in documents)), tokenizer.pad_token_id)
     labels = batch.labels[:, 1:]
 
     @torch.no_grad()
