@@ -40,8 +40,8 @@ ASKED_FOR = {"slow": "GRIPMOE_TEST_SLOW", "nightly": "GRIPMOE_TEST_NIGHTLY"}  # 
 
 
 def pytest_collection_modifyitems(items):
-    # The tests of the workflow take longest, and one file of them also waits for a cluster.
-    items.sort(key=lambda item: item.get_closest_marker("workflow") is None)
+    # Files with the longest tests begin first, or the last one would keep one process busy and the others idle.
+    items.sort(key=lambda item: (item.get_closest_marker("workflow") is None, item.path.parent.name != "workflow"))
     for marker, variable in ASKED_FOR.items():
         for item in items if os.environ.get(variable) != "1" else ():
             if item.get_closest_marker(marker):

@@ -190,7 +190,7 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("model", "objective", "method"), TOGETHER)
 def test_every_method_takes_a_step_in_another_family(model, objective, method):
     assert measure(unlearning(model, objective, method))["flops"] > 0
