@@ -4,7 +4,7 @@ import pytest
 
 from gripmoe.attacks.prompts import rewritten
 from gripmoe.data.corpora import in_batches, load_corpus
-from gripmoe.data.documents import PASS_OVERHEAD, Row, collate, encode, length_buckets, opening
+from gripmoe.data.documents import PASS_OVERHEAD, Row, collate, encode, encode_all, length_buckets, opening
 from gripmoe.evaluation.muse import News
 from gripmoe.evaluation.questions import load_questions
 from gripmoe.io.errors import ConfigError
@@ -29,6 +29,19 @@ def test_a_document_begins_as_the_tokenizer_says(tokenizer, bos_tokenizer):
     assert begun.labels == [-100, *without.labels]
     assert encode(bos_tokenizer, [("A B", True)], max_length=2).ids == begun.ids[:2]
     assert encode(bos_tokenizer, [("<bos>A. B.", False), (" C", True)]) == begun, "a chat template has written it"
+
+
+def test_documents_together_are_encoded_as_each_alone(tokenizer, bos_tokenizer):
+    """With spans of different numbers, an empty one, and one that a chat template has written."""
+    documents = [
+        ("0", [("A. B.", False), (" C", True)]), ("1", [("", False), ("B", True)]), ("2", [("<bos>A", True)]),
+        ("3", [("C A", True)]), ("4", [("A", False), (" B", True), (" C.", False)]),
+    ]  # fmt: skip
+    for each in (tokenizer, bos_tokenizer):
+        together = encode_all(each, documents, max_length=4)
+        assert together == [encode(each, spans, name, max_length=4) for name, spans in documents]
+        assert len({tuple(row.ids) for row in together}) == len(documents)
+    assert encode_all(tokenizer, []) == []
 
 
 def test_every_piece_of_a_document_begins_with_the_bos(tmp_path, tokenizer, bos_tokenizer):
