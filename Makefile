@@ -26,6 +26,7 @@ help:
 	@echo "make record    main methods and ablations over six base models; about 6.5 hours, resumes (HOURS=2: stops after two; ADD=1: keeps docs/record)"
 	@echo "make base      trains the base models of the package again and compares their scores; eight minutes"
 	@echo "make report    one HTML page of what has been rendered"
+	@echo "make sphinx    adds what builds the site"
 	@echo "make docs      the site of docs/, into build/docs/index.html"
 	@echo "make gpu       adds what models that train in bf16 need"
 	@echo "make quick     lint, and the tests of geometry, configuration and constraints"

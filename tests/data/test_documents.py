@@ -3,6 +3,7 @@ import itertools
 import pytest
 
 from gripmoe.attacks.prompts import rewritten
+from gripmoe.data import corpora
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.data.documents import PASS_OVERHEAD, Row, collate, encode, encode_all, length_buckets, opening
 from gripmoe.evaluation.muse import News
@@ -42,6 +43,24 @@ def test_documents_together_are_encoded_as_each_alone(tokenizer, bos_tokenizer):
         assert together == [encode(each, spans, name, max_length=4) for name, spans in documents]
         assert len({tuple(row.ids) for row in together}) == len(documents)
     assert encode_all(tokenizer, []) == []
+
+
+def test_a_corpus_is_tokenized_in_parts_and_no_further_than_its_limit(tmp_path, tokenizer, monkeypatch):
+    write_jsonl(tmp_path / "corpus.jsonl", [{"id": str(n), "text": "A B C " * (n + 2)} for n in range(5)])
+    together, parts = load_corpus(tmp_path / "corpus.jsonl", tokenizer, 4, whole=True), []
+
+    def noted(tokenizer, documents):
+        parts.append(list(documents))
+        return encode_all(tokenizer, parts[-1])
+
+    monkeypatch.setattr(corpora, "DOCUMENTS_PER_CALL", 2)
+    monkeypatch.setattr(corpora, "encode_all", noted)
+    assert load_corpus(tmp_path / "corpus.jsonl", tokenizer, 4, whole=True) == together
+    assert [len(part) for part in parts] == [2, 2, 1]
+    parts.clear()
+    assert load_corpus(tmp_path / "corpus.jsonl", tokenizer, 4, limit=2, whole=True) == together[:2]
+    assert load_corpus(tmp_path / "corpus.jsonl", tokenizer, 4, limit=3, whole=True) == together[:3]
+    assert [len(part) for part in parts] == [2, 2]
 
 
 def test_every_piece_of_a_document_begins_with_the_bos(tmp_path, tokenizer, bos_tokenizer):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
 
 TOKENS_PER_BATCH = 4000
+DOCUMENTS_PER_CALL = 256  # of the tokenizer, so that a large corpus is not held as tokens
 
 
 @dataclass(frozen=True)
@@ -61,15 +63,18 @@ def load_corpus(
         if any(all(label == IGNORED for label in piece.labels[1:]) for piece in pieces):
             raise ConfigError(f"{path}: the prompt of document {row.id!r} fills `max_length` {max_length}; raise it")
         rows += pieces
+        if limit is not None and len(rows) >= limit:
+            break
     if not rows:
         raise ConfigError(f"{path}: there is no document; run the step again that writes it")
     return rows[:limit]
 
 
-def rows_of(documents: Iterable[Mapping[str, Any]], tokenizer) -> list[Row]:
+def rows_of(documents: Iterable[Mapping[str, Any]], tokenizer) -> Iterator[Row]:
     """Documents (`id`, `text`, and perhaps `prompt`), tokenized and not cut."""
-    spans = ((document["id"], _spans(document)) for document in documents)
-    return encode_all(tokenizer, spans)
+    remaining = iter(documents)
+    while some := list(islice(remaining, DOCUMENTS_PER_CALL)):
+        yield from encode_all(tokenizer, ((document["id"], _spans(document)) for document in some))
 
 
 def _spans(document: Mapping[str, Any]) -> list[Span]:

@@ -24,8 +24,8 @@ class Row:
 
 
 def encode(tokenizer, spans: Iterable[Span], row_id: str = "", max_length: int | None = None) -> Row:
-    """One document of `encode_all`."""
-    return encode_all(tokenizer, {row_id: list(spans)}.items(), max_length)[0]
+    """Tokenizes one document, as `encode_all` does."""
+    return encode_all(tokenizer, [(row_id, list(spans))], max_length)[0]
 
 
 def encode_all(tokenizer, documents: Iterable[tuple[str, Sequence[Span]]], max_length: int | None = None) -> list[Row]:

@@ -91,7 +91,8 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
     For letter questions, two columns reveal a model that always says A: the share of the most frequent letter on forget
     questions, and forget accuracy with reordered choices. The original and the retrained model then have rows too, as a
     model that knows and one that never knew."""
-    metrics = [metric for metric in MEASURES if metric in answers.metric.unique()]
+    measured = set(answers.metric.unique())
+    metrics = [metric for metric in MEASURES if metric in measured]
     letters = bool(answers.chosen.notna().any())
     columns = [f"Δ {names.metric(metric).heading}" for metric in metrics]
     table = Table(columns + ["letter", "shuffled"] * letters)
