@@ -298,17 +298,18 @@ def test_a_missing_column_or_folder_is_named(world, tmp_path):
         news_files("muse-bench/MUSE-News")
 
 
-def test_the_context_and_the_trailing_space_reach_the_model(model, tokenizer, news, monkeypatch):
+def test_ten_solved_questions_and_the_trailing_space_of_the_benchmark_reach_the_model(
+    model, tokenizer, news, monkeypatch
+):
     seen = []
     monkeypatch.setattr(
         "gripmoe.evaluation.muse.continuations", lambda m, t, prompts, n: seen.append(prompts) or ["x"] * len(prompts)
     )
     pairs, context = news.pairs("forget", "dev")[:2], news.pairs("forget", CONTEXT)
     knowledge_memory(model, tokenizer, pairs, context)
-    knowledge_memory(model, tokenizer, pairs, context, strip_prompts=True)
-    kept, stripped = seen
-    assert kept[0].count("Question: ") == 11 and kept[0].endswith(f"Question: {pairs[0]['question']}\nAnswer: ")
-    assert stripped[0] == kept[0].rstrip()
+    [prompts] = seen
+    assert prompts[0].count("Question: ") == 11
+    assert prompts[0].endswith(f"Question: {pairs[0]['question']}\nAnswer: ")
 
 
 @pytest.mark.parametrize("prompts", [["News from Bazis on Monday"], ["News from Bazis on Monday", "The people of"]])

@@ -154,8 +154,8 @@ class NewsSetting(Setting):
         return [row["prompt"] for row in self.news.prompts("dev")]
 
     def recall(self, model: MoEModel) -> Scores:
-        context, strip = self.news.pairs("forget", CONTEXT), self.benchmark.strip_prompts
-        return [item.score for item in knowledge_memory(model.model, self.tokenizer, self.pairs, context, strip)]
+        context = self.news.pairs("forget", CONTEXT)
+        return [item.score for item in knowledge_memory(model.model, self.tokenizer, self.pairs, context)]
 
 
 class QuestionScores(list[float]):

@@ -118,8 +118,7 @@ def news_attack(setting: NewsSetting) -> Found:
         return Found()
 
     def scores(model: MoEModel) -> dict[str, list[Scored]]:
-        strip = setting.benchmark.strip_prompts
-        return news_scores(model.model, setting.tokenizer, setting.news, "test", retain=False, strip_prompts=strip)
+        return news_scores(model.model, setting.tokenizer, setting.news, "test", retain=False)
 
     with setting.before.brought_beside(setting.after):
         return generation_forcing(setting.before, setting.after, scores, seed=setting.seed)

@@ -79,7 +79,7 @@ def _news(
     benchmark: Benchmark, model, tokenizer, data: Path, retrained_auc: float
 ) -> tuple[dict[str, float], list[dict]]:
     news = News.load(data)
-    scores = news_scores(model, tokenizer, news, "test", strip_prompts=benchmark.strip_prompts)
+    scores = news_scores(model, tokenizer, news, "test")
     metrics = {name: mean_score(items) for name, items in scores.items()}
     metrics |= {f"num_{name}": len(items) for name, items in scores.items()}
     metrics |= leakage(model, tokenizer, news.privleak)

@@ -65,7 +65,7 @@ def finetune_model(
             state_file=state_file,
         )
         news = News.load(data)
-        scores = news_scores(model, tokenizer, news, "dev", strip_prompts=documents.strip_prompts)
+        scores = news_scores(model, tokenizer, news, "dev")
         means = {name: mean_score(items) for name, items in scores.items()}
         wanted = ("knowmem_retain",) if config.trained_on == "retain_only" else tuple(means)
         if poor := [f"{name} {means[name]:.1f}" for name in wanted if means[name] < config.required]:

@@ -77,7 +77,6 @@ class Documents(Strict):
     retain_documents: PositiveInt  # of the retain corpus, for bases and for Method B
     # Tokens of a document. Of letters, the rest of a longer document is left out; of news, it makes further documents.
     max_length: PositiveInt
-    strip_prompts: bool = False  # news: without the space that ends KnowMem's prompts
 
     @property
     def is_news(self) -> bool:

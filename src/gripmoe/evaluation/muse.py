@@ -130,19 +130,10 @@ def verbatim_memory(model, tokenizer, rows: Sequence[dict]) -> list[Scored]:
     return _scored(rows, written, references)
 
 
-def knowledge_memory(
-    model,
-    tokenizer,
-    pairs: Sequence[dict],
-    context: Sequence[dict],
-    strip_prompts: bool = False,
-) -> list[Scored]:
-    """C2 and C4: answers after ten solved questions. The benchmark's prompt ends in "Answer: "; `strip_prompts` removes
-    the last space, which byte-pair tokenizers do not merge with a word."""
+def knowledge_memory(model, tokenizer, pairs: Sequence[dict], context: Sequence[dict]) -> list[Scored]:
+    """C2 and C4: answers after ten solved questions."""
     solved = [(pair["question"], pair["answer"]) for pair in context]
     prompts = [knowmem_prompt(solved, pair["question"]) for pair in pairs]
-    if strip_prompts:
-        prompts = [prompt.rstrip() for prompt in prompts]
     written = [answer_of(text) for text in continuations(model, tokenizer, prompts, ANSWER_TOKENS)]
     return _scored(pairs, written, [pair["answer"] for pair in pairs])
 
@@ -241,18 +232,10 @@ def privacy_leakage(measured_auc: float, retrained_auc: float) -> float:
     return 100 * (measured_auc - retrained_auc) / retrained_auc
 
 
-def news_scores(
-    model,
-    tokenizer,
-    news: News,
-    split: str,
-    *,
-    retain: bool = True,
-    strip_prompts: bool = False,
-) -> dict[str, list[Scored]]:
+def news_scores(model, tokenizer, news: News, split: str, *, retain: bool = True) -> dict[str, list[Scored]]:
     """C1, C2 and (with `retain`) C4 of a split, item by item: `verbmem`, `knowmem_forget`, `knowmem_retain`."""
     scores = {"verbmem": verbatim_memory(model, tokenizer, news.prompts(split))}
     for part in ("forget", "retain") if retain else ("forget",):
         pairs, context = news.pairs(part, split), news.pairs(part, CONTEXT)
-        scores[f"knowmem_{part}"] = knowledge_memory(model, tokenizer, pairs, context, strip_prompts)
+        scores[f"knowmem_{part}"] = knowledge_memory(model, tokenizer, pairs, context)
     return scores

@@ -48,7 +48,7 @@ def stop_rule(benchmark: Task, data: Path, retrained: Path | None, tokenizer) ->
         sample = replace(news, knowmem=[pair for pair in news.knowmem if pair["id"] not in left_out])
 
         def news_means(moe: MoEModel) -> dict[str, float]:
-            scores = news_scores(moe.model, tokenizer, sample, "dev", strip_prompts=benchmark.strip_prompts)
+            scores = news_scores(moe.model, tokenizer, sample, "dev")
             return {name: mean_score(items) for name, items in scores.items()}
 
         return StopRule({name: known[name] + margin for name in ("verbmem", "knowmem_forget")}, news_means)
