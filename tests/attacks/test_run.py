@@ -11,7 +11,7 @@ from gripmoe.attacks.run import attacks_on, run_attacks
 from gripmoe.auditing.inputs import OWN
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import read_json, write_jsonl
+from gripmoe.io.files import write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.worlds.benchmark import wmdp_files
 
@@ -78,19 +78,21 @@ def attacks_that_fail_at(broken: str, made: list[str]):
 
 def test_an_interrupted_attack_goes_on_with_the_next_one(tmp_path):
     made, state = [], tmp_path / "state.json"
+    of_a, of_b = (dict.fromkeys(("forcing", "probes", "noise"), {"model": name}) for name in "ab")
     with pytest.raises(KeyboardInterrupt):
-        run_attacks(attacks_that_fail_at("noise", made), None, state, {"model": "a"})
+        run_attacks(attacks_that_fail_at("noise", made), None, state, of_a)
     assert made == ["forcing", "probes"]
-    found = run_attacks(attacks_that_fail_at("", made), None, state, {"model": "a"})
+    found = run_attacks(attacks_that_fail_at("", made), None, state, of_a)
     assert made == ["forcing", "probes", "noise"], "the first two are not made again"
-    whole = run_attacks(attacks_that_fail_at("", made), None, tmp_path / "other.json", {"model": "a"})
+    whole = run_attacks(attacks_that_fail_at("", made), None, tmp_path / "other.json", of_a)
     assert repr(found) == repr(whole), "in the same order too"
     rows = {row["id"]: row for row in by_item(found)}
     assert list(rows) == ["z", "forcing", "probes", "noise"] and rows["z"]["noise_metric"] == 1 / 3
     assert (rows["noise"]["noise_metric"], rows["noise"]["forcing_metric"]) == (0.5, "")
-    run_attacks(attacks_that_fail_at("", made), None, state, {"model": "b"})
-    assert made[-3:] == ["forcing", "probes", "noise"], "what another model answered does not count"
-    assert read_json(state)["identity"] == {"model": "b"}
+    run_attacks(attacks_that_fail_at("", made), None, state, of_b)
+    assert made[3:] == ["forcing", "probes", "noise"] * 2, "what another model answered does not count"
+    run_attacks(attacks_that_fail_at("", made), None, state, of_b | {"probes": {"model": "b", "code": "new"}})
+    assert made[9:] == ["probes"], "the only one whose identity has changed"
 
 
 def test_found_is_the_mean_of_its_items_and_what_is_no_mean():

@@ -453,11 +453,15 @@ OWN_MEASURES = """
 from gripmoe.attacks.base import Found
 
 def halved(setting):
+    (setting.data / "halved.txt").open("a").write("once ")
     with_half = setting.after.theta(0).data
     with_half *= 0.5
     found = setting.found({"halved_router": setting.recall(setting.after)}, asked=len(setting.ids))
     with_half *= 2
     return found
+
+def seconded(setting):
+    return Found({"files": 1.0})
 
 def number_of_files(model, tokenizer, data):
     return len(list(data.glob("*.jsonl")))
@@ -479,6 +483,14 @@ def test_an_attack_and_a_metric_of_a_folder_are_measured(prepared, world, tmp_pa
     assert attacks["asked"] == 8 and 0 <= attacks["halved_router"] <= 1 and "forget_accuracy" in attacks
     with (tmp_path / "run" / "forced.csv").open() as rows:
         assert all(row["halved_router"] != "" for row in csv.DictReader(rows))
+    asked = evaluated(root, tmp_path / "run", attacks=own["attacks"] | {"second": "my_measures:seconded"})
+    attack(**asked)
+    assert read_json(tmp_path / "run" / "attacks.json") == attacks | {"files": 1.0}
+    assert (root / "data" / "halved.txt").read_text() == "once ", "only the new attack is made"
+    with (tmp_path / "my_measures.py").open("a") as file:
+        file.write("# changed")
+    attack(**asked)
+    assert (root / "data" / "halved.txt").read_text() == "once once "
     with pytest.raises(ConfigError, match="attacks.absent: .*is its file on PYTHONPATH"):
         attack(**evaluated(root, tmp_path / "run", attacks={"absent": "my_measures:absent"}))
 
@@ -568,12 +580,14 @@ def test_a_dense_twin_is_unlearned_evaluated_and_attacked(world, tokenizer, tmp_
     monkeypatch.setitem(suite.OF_LETTERS, "quantisation", interrupted)
     with pytest.raises(KeyboardInterrupt):
         attack(**arguments)
-    assert (folder / "attack_state.json").exists() and not (folder / "attacks.json").exists()
+    assert not (folder / "attacks.json").exists()
     monkeypatch.undo()
-    monkeypatch.setitem(suite.OF_LETTERS, "probes", interrupted)  # made before the interruption, so not again
+    state = read_json(folder / "attack_state.json")
+    state["probes"]["found"]["metrics"]["probe_best_layer"] = 99.0
+    write_json(folder / "attack_state.json", state)
     attack(**arguments)
-    assert not (folder / "attack_state.json").exists()
     metrics, attacks = read_json(folder / "metrics.json"), read_json(folder / "attacks.json")
+    assert attacks["probe_best_layer"] == 99.0, "made before the interruption, so not again"
     assert "forget_accuracy" in metrics and "routing_stability" not in metrics
     assert {
         "probe_best_layer",

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from gripmoe.cli.attack import attack
 from gripmoe.cli.common import training_together
 from gripmoe.cli.unlearn import unlearn
 from gripmoe.config.provenance import recorded
@@ -15,19 +14,18 @@ from gripmoe.training.checkpoint import save_state
 
 
 @pytest.mark.parametrize(
-    ("step", "state", "states"),
+    ("step", "state"),
     [
-        (unlearn, "state.pt", {}),
-        (unlearn, "state_1000.pt", {}),  # of the attempt at a base model with that seed
-        (attack, "attack_state.json", {"states": "attack_state.json"}),
+        (unlearn, "state.pt"),
+        (unlearn, "state_1000.pt"),  # of the attempt at a base model with that seed
     ],
 )
-def test_a_step_that_continues_says_so(tmp_path, step, state, states):
+def test_a_step_that_continues_says_so(tmp_path, step, state):
     """Its seconds are not those of the whole step. One that begins anew says that, also beside the state of another."""
     file, found = tmp_path / "step.provenance.json", []
     for name in (state, f"other_{state}"):
         (tmp_path / name).touch()
-        with recorded(file, step, **states):
+        with recorded(file, step):
             (tmp_path / name).unlink()
         found.append(read_json(file)["resumed"])
     assert found == [True, False]

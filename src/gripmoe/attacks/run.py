@@ -69,29 +69,31 @@ def run_attacks(
     attacks: Mapping[str, Attack],
     setting: Setting,
     state_file: Path,
-    identity: Mapping[str, Any],
+    identities: Mapping[str, Mapping[str, Any]],
     description: str = "",
 ) -> Found:
     """Makes the attacks in turn, and stores each result in `state_file`. An attack whose result is stored with the same
-    `identity` (JSON: models, settings, data, code) is not made again. Delete the file when the result is safe."""
+    identity (JSON: models, settings, data, code; `identities` has it by attack) is not made again."""
     found = []
     for name, attack in (bar := tqdm(attacks.items(), desc=description)):
         bar.set_postfix_str(name)
-        found.append(made_once(name, attack, setting, state_file, identity))
+        found.append(made_once(name, attack, setting, state_file, identities[name]))
     return Found.joined(found)
 
 
 def made_once(name: str, attack: Attack, setting: Setting, state_file: Path, identity: Mapping[str, Any]) -> Found:
     """The result of one attack of `run_attacks`, from `state_file` if it is stored there."""
-    found = stored(state_file, identity)
-    if name not in found:
-        found[name] = asdict(attack(setting))
+    if not stored(name, state_file, identity):
+        result = {"identity": identity, "found": asdict(attack(setting))}
         # unsorted: the order of metrics and items is that of columns and rows
-        write_text(state_file, json.dumps({"identity": identity, "found": found}))
-    return Found(**found[name])
+        write_text(state_file, json.dumps({**_state(state_file), name: result}))
+    return Found(**_state(state_file)[name]["found"])
 
 
-def stored(state_file: Path, identity: Mapping[str, Any]) -> dict[str, dict]:
-    """The results in `state_file` by attack, if they are of this `identity`."""
-    state = read_json(state_file) if state_file.exists() else {}
-    return state["found"] if state.get("identity") == identity else {}
+def stored(name: str, state_file: Path, identity: Mapping[str, Any]) -> bool:
+    """Whether `state_file` has a result of this attack with this `identity`."""
+    return _state(state_file).get(name, {}).get("identity") == identity
+
+
+def _state(state_file: Path) -> dict[str, dict]:
+    return read_json(state_file) if state_file.exists() else {}

@@ -190,10 +190,10 @@ def _measured(
         bar.set_postfix_str(f"{name}, {model}")
         label = name if model == "unlearned" else f"{name} ({model})"
         spent, (state, asked) = (time.monotonic() - started) / 60, _state(folder, model, name, identity)
-        if state.exists() and not stored(state, asked):
+        if state.exists() and not stored(name, state, asked):
             tqdm.write(f"{state}: of other models, data, settings or code; measured anew")
         exceeds = budget is not None and spent + seconds[name] / 60 > budget
-        if exceeds and name != "accuracy" and name not in stored(state, asked):
+        if exceeds and name != "accuracy" and not stored(name, state, asked):
             absent[label] = f"the budget of {budget:g} minutes is spent"
             continue
         answers = folder / f"{model}_answers.csv"

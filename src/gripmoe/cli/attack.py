@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 from gripmoe.attacks.base import NewsSetting, QuestionSetting, by_item
-from gripmoe.attacks.run import attacks_on, run_attacks
+from gripmoe.attacks.run import Attack, attacks_on, run_attacks, stored
 from gripmoe.cli import options
-from gripmoe.cli.common import identity_of, run_and_benchmark
-from gripmoe.config.provenance import provenance_of, recorded
+from gripmoe.cli.common import run_and_benchmark
+from gripmoe.config.fingerprint import code_fingerprint
+from gripmoe.config.provenance import entry_of, provenance_of, recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.training import Relearning
-from gripmoe.io.files import read_json, write_csv, write_json
+from gripmoe.io.files import file_digest, read_json, write_csv, write_json
 from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model
@@ -31,7 +32,8 @@ def attack(
 ) -> None:
     """Attack a run.
 
-    An interrupted command continues with the next attack.
+    Results stay in attack_state.json beside --output. A repeated or interrupted command makes only attacks that are
+    missing there, or whose code, settings, data or models have changed.
 
     \b
     Example:
@@ -43,21 +45,34 @@ def attack(
     """
     run, benchmark = run_and_benchmark(run_file, benchmark_settings)
     finetuning = parse_settings(Relearning | None, settings)
-    state_file = output.with_name("attack_state.json")
-    with exclusive(output.parent), recorded(provenance_of(output), attack, state_file.name):
-        before = MoEModel(load_model(model_file.parent / "weights", device="cpu")[0])
-        model, tokenizer = load_model(checkpoint_file.parent / "weights")
-        after = MoEModel(model)
-        given = (before, after, tokenizer, data, benchmark, run.seed, finetuning)
-        setting = (NewsSetting if benchmark.is_news else QuestionSetting)(*given)
-        attacks = attacks_on(benchmark)
-        rewrites = map(Path, benchmark.rewrites.values())
-        own = [Path(sys.modules[attacks[name].__module__].__file__) for name in benchmark.attacks]
-        files = (run_file, *sorted(data.glob("*.jsonl")), *rewrites, *own)
-        weights = [read_json(path)["weights"] for path in (model_file, checkpoint_file)]
-        identity = identity_of(attack, *files, models=weights, relearning=settings, benchmark=benchmark_settings)
+    state_file, attacks = output.with_name("attack_state.json"), attacks_on(benchmark)
+    weights = [read_json(path)["weights"] for path in (model_file, checkpoint_file)]
+    files = (*sorted(data.glob("*.jsonl")), *map(Path, benchmark.rewrites.values()))
+    of_all = {
+        "models": weights,
+        "seed": run.seed,
+        "relearning": finetuning and finetuning.model_dump(mode="json"),
+        "benchmark": benchmark.model_dump(mode="json", exclude={"attacks", "metrics"}),
+        "files": [[file.name, file_digest(file)] for file in files],
+    }
+    identities = {name: of_all | {"code": _code(each)} for name, each in attacks.items()}
+    known = [name for name in attacks if stored(name, state_file, identities[name])]
+    with exclusive(output.parent), recorded(provenance_of(output), attack, resumed=bool(known)):
+        setting = None
+        if len(known) < len(attacks):
+            before = MoEModel(load_model(model_file.parent / "weights", device="cpu")[0])
+            model, tokenizer = load_model(checkpoint_file.parent / "weights")
+            given = (before, MoEModel(model), tokenizer, data, benchmark, run.seed, finetuning)
+            setting = (NewsSetting if benchmark.is_news else QuestionSetting)(*given)
         description = f"attacks on {run.objective}/{run.method_name}/{run.seed}"
-        found = run_attacks(attacks, setting, state_file, identity, description)
+        found = run_attacks(attacks, setting, state_file, identities, description)
         write_csv(questions, by_item(found))
         write_json(output, found.metrics)
-        state_file.unlink(missing_ok=True)
+
+
+def _code(attack: Attack) -> str:
+    """A digest of what an attack runs: of one's own its file, of the package its code and that of every setting."""
+    of_settings = ("gripmoe.attacks.base", "gripmoe.moe.storage:load_model")
+    if attack.__module__.partition(".")[0] != "gripmoe":
+        return code_fingerprint(*of_settings) + file_digest(Path(sys.modules[attack.__module__].__file__))
+    return code_fingerprint(*of_settings, entry_of(attack))

@@ -65,7 +65,7 @@ def audit(
         return
     if output is None:
         raise ConfigError("--output: a folder to write to is needed, unless --plan-only is given")
-    with recorded(output / "audit.provenance.json", audit, "state/*.json"):
+    with recorded(output / "audit.provenance.json", audit, resumed=any(output.glob("state/*.json"))):
         report = run.audit(
             original,
             unlearned,

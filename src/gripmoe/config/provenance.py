@@ -28,12 +28,13 @@ _counted = 0.0  # CPU-seconds of this process that earlier steps have recorded
 
 
 @contextmanager
-def recorded(path: Path, step: Callable, states: str = "state*.pt") -> Iterator[None]:
-    """Writes a provenance record of `step`, the function around the block, if the block ends without an error. A step
-    counts as resumed if files named as `states` lie beside the record: an interrupted step has left them. The seconds
-    are of the block alone, the CPU-seconds those since the process began or recorded another step."""
+def recorded(path: Path, step: Callable, resumed: bool | None = None) -> Iterator[None]:
+    """Writes a provenance record of `step`, the function around the block, if the block ends without an error. By
+    default a step counts as resumed if a `state*.pt` lies beside the record: an interrupted step has left it. The
+    seconds are of the block alone, the CPU-seconds those since the process began or recorded another step."""
     global _counted
-    resumed = any(path.parent.glob(states))
+    if resumed is None:
+        resumed = any(path.parent.glob("state*.pt"))
     started, code = time.perf_counter(), code_fingerprint(entry_of(step))
     yield
     used = _cpu_seconds()
