@@ -37,10 +37,12 @@ help:
 
 setup: $(VENV)/.installed
 
-# torch first and by itself, so that a machine's own build of this version (CPU or CUDA) is taken if it has one.
+# torch first and by itself, so that a machine's own build of this version (CPU or CUDA) is taken if it has one. One pip
+# installs one package at a time, so several share the list; the last adds what another system needs.
 $(VENV)/.installed: pyproject.toml envs/requirements.lock
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) $(TORCH)
+	xargs -P $(CORES) -n 28 $(INSTALL) --no-deps < envs/requirements.lock
 	$(INSTALL) --requirement envs/requirements.lock --editable '.[dev]'
 	touch $@
 

@@ -24,6 +24,7 @@ def test_the_tables_are_what_the_numbers_give(tmp_path, monkeypatch):
     assert written["runs.csv"] == file_digest(RECORD / "runs.csv") and written["packages"]["pandas"]
 
 
+@pytest.mark.nightly
 def test_the_replication_is_what_its_numbers_give(tmp_path, monkeypatch):
     drawn_again(RECORD / "replication", tmp_path, monkeypatch, "--before", str(RECORD / "runs.csv"))
 

@@ -187,7 +187,7 @@ def _run_until_killed(state_file, step):
     run(state_file, accuracy=accuracy)
 
 
-@pytest.mark.parametrize("step", [1, 7])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.nightly), 7])
 def test_killed_and_resumed_run_ends_in_the_same_bytes(tmp_path, step):
     whole, expected = run(tmp_path / "whole.pt")
     process = multiprocessing.get_context("spawn").Process(target=_run_until_killed, args=(tmp_path / "state.pt", step))
