@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import DataCollatorWithFlattening, DataCollatorWithPadding
 
 import gripmoe
@@ -62,6 +62,19 @@ def packed_row(tokenizer, texts):
     return {"input_ids": sum(documents, []), "seq_lengths": list(map(len, documents))}
 
 
+class Repeating(Dataset):
+    """Its length alone says where it ends."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        return self.rows[number % len(self)]
+
+
 FORMS = {
     "one batch": lambda t, texts: padded(t, texts),
     "batches": lambda t, texts: [padded(t, texts)],
@@ -78,6 +91,8 @@ FORMS = {
     "padded column": lambda t, texts: datasets.Dataset.from_dict({k: v.tolist() for k, v in padded(t, texts).items()}),
     "tensor column": lambda t, texts: datasets.Dataset.from_dict(dict(t(texts))).with_format("torch"),
     "rows": lambda t, texts: [{"input_ids": t(text)["input_ids"]} for text in texts],
+    "map-style dataset": lambda t, texts: Repeating([{"input_ids": t(text)["input_ids"]} for text in texts]),
+    "map-style dataset of texts": lambda t, texts: Repeating(texts),
     "packed column": lambda t, texts: datasets.Dataset.from_list([packed_row(t, texts)]),
     "packed batch": lambda t, texts: [{name: [value] for name, value in packed_row(t, texts).items()}],
     "stream": lambda t, texts: datasets.Dataset.from_dict(dict(t(texts))).to_iterable_dataset(),

@@ -40,6 +40,13 @@ def batches_of(data: Any, name: str, model: nn.Module | None = None, tokenizer: 
     return batches
 
 
+def listed(data: Any) -> list[Any]:
+    """The items of `data`. A map-style dataset ends where its length says; it need not raise IndexError there."""
+    if hasattr(data, "__len__") and not hasattr(data, "__iter__"):
+        return [data[number] for number in range(len(data))]
+    return list(data)
+
+
 def holds_texts(data: Any) -> bool:
     """Whether a tokenizer is needed to read `data`."""
     if columns := getattr(data, "column_names", None):
@@ -80,7 +87,7 @@ def _items(data: Any, name: str, tokenizer: Any, padding: Padding) -> Iterable[A
     if columns and "input_ids" not in columns:
         raise ValueError(f"`{name}` has the columns {', '.join(columns)}: give `input_ids`, or `text` and a tokenizer")
     try:
-        items = list(data)
+        items = listed(data)
     except TypeError:
         raise ValueError(f"`{name}` is {_described(data)}: give {FORMS}") from None
     if holds_texts(items) and not isinstance(data, list):

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from gripmoe.constraints.hooks import ConstraintHandle
-from gripmoe.data.batches import batches_of, holds_texts
+from gripmoe.data.batches import batches_of, holds_texts, listed
 from gripmoe.data.documents import Batch
 from gripmoe.io.files import atomic_path
 from gripmoe.library.checks import warn_of_balancing
@@ -136,7 +136,7 @@ def trainer_callback(retain: Data, **settings: Any) -> ConstraintCallback:
 def _listed(data: Data) -> Any:
     """`data` in a form that can be read more than once."""
     whole = Mapping | Batch | Tensor | str
-    return data if isinstance(data, whole) or hasattr(data, "column_names") or data is None else list(data)
+    return data if isinstance(data, whole) or hasattr(data, "column_names") or data is None else listed(data)
 
 
 def _check(retain: Any, settings: Mapping[str, Any]) -> None:
