@@ -300,24 +300,17 @@ def explorer(output: Path) -> None:
 
 def draw() -> None:
     """The figures of the page on geometry, which the library computes."""
-    from PIL import Image
-
     from gripmoe.geometry.example import kaczmarz_rate as measured
     from gripmoe.geometry.example import router_row
     from gripmoe.reporting import mechanism
-    from gripmoe.reporting.figures import save_figure
+    from gripmoe.reporting.figures import save_picture
 
     figures = {
         "method_schematic": mechanism.method_schematic(router_row())[0],
         "kaczmarz_rate": mechanism.kaczmarz_rate(measured()),
     }
     for name, figure in figures.items():
-        stem = DOCS / "images" / name
-        save_figure(figure, stem)
-        stem.with_suffix(".pdf").unlink()
-        with Image.open(stem.with_suffix(".png")) as image:
-            reduced = image.convert("RGB").quantize(64)  # enough for lines and text
-        reduced.save(stem.with_suffix(".png"), optimize=True)
+        save_picture(figure, DOCS / "images" / f"{name}.png")
 
 
 if __name__ == "__main__":

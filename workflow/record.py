@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
-from PIL import Image
 
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import NO_OBJECTIVE, Project
@@ -31,7 +30,7 @@ from gripmoe.reporting.collect import base_models, computed_with, with_shares
 from gripmoe.reporting.comparison import comparison, marks_of, specification
 from gripmoe.reporting.erasure import ATTACKS, HARMLESS, attack_quality, harmless
 from gripmoe.reporting.erasure_goals import MEASURED, erasure_frontier, goals, goals_table
-from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_figure
+from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_picture
 from gripmoe.reporting.paired import load_answers, paired_table
 from gripmoe.reporting.runs import KEYS, beside, load_histories, load_runs, of_kind
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
@@ -40,7 +39,6 @@ from gripmoe.reporting.uncertainty import interval, of_runs
 ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "record"
 PICTURES = OUTPUT.with_name("images")
-COLOURS = 128  # of a picture: as many as lines and text need, a quarter of the bytes
 TABLES = {
     "main_results": "Main results",
     "drift_decomposition": "Where routing stability goes",
@@ -337,12 +335,7 @@ def draw_pictures(record: Record) -> None:
 def draw(figures: dict[str, Figure], runs: Path) -> None:
     """Pictures of the documentation."""
     for name, figure in figures.items():
-        picture = PICTURES / f"{name}.png"
-        save_figure(figure, picture, runs)
-        picture.with_suffix(".pdf").unlink()
-        with Image.open(picture) as image:
-            reduced = image.convert("RGB").quantize(COLOURS)
-        reduced.save(picture, optimize=True)
+        save_picture(figure, PICTURES / f"{name}.png", runs)
 
 
 if __name__ == "__main__":
