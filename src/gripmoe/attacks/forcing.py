@@ -16,7 +16,7 @@ from gripmoe.evaluation.muse import Scored, news_scores
 from gripmoe.evaluation.questions import question_batches
 from gripmoe.geometry.routing import jaccard
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import Routes
+from gripmoe.moe.forcing import Routes
 from gripmoe.moe.random_routing import random_sets
 from gripmoe.moe.recording import counted_tokens
 

@@ -28,7 +28,7 @@ from gripmoe.io.files import remove_halves
 from gripmoe.io.locks import take_lock
 from gripmoe.io.tensorfile import tensor_file
 from gripmoe.moe import MoEModel
-from gripmoe.moe.model import Routes
+from gripmoe.moe.forcing import Routes
 from gripmoe.moe.recording import places_of
 from gripmoe.moe.states import router_states
 

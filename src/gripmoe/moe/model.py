@@ -11,7 +11,6 @@ of a layer, k experts per token.
 from __future__ import annotations
 
 import copy
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -23,14 +22,12 @@ from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.adapters import below_adapters, is_adapted
 from gripmoe.moe.families import DENSE, family_of, router_class, unfit
+from gripmoe.moe.forcing import Forcing, Routes
 from gripmoe.moe.fp32 import compute_in_fp32, release
 from gripmoe.moe.modes import evaluating
 from gripmoe.moe.placement import devices_of, place
-from gripmoe.moe.recording import RoutingRecorder, counted_tokens, hooked, in_recomputation, place_in_graph
+from gripmoe.moe.recording import RoutingRecorder, counted_tokens, hooked, in_recomputation
 from gripmoe.moe.unpadded import Padding, padding_of, unpadded_passes
-
-# By layer: top_k_Tk of one forward pass, or a pair (top_k_Tk, weights_Tk).
-Routes = dict[int, Tensor | tuple[Tensor, Tensor]]
 
 
 class MoEModel:
@@ -290,58 +287,27 @@ class MoEModel:
         under a function clears the list after each step. Raises ValueError if the number of tokens differs, or if a
         function is given and the pass has no `input_ids`.
         """
-        # The passes that may be recomputed: where each begins in the graph, and its routes.
-        passes: list[tuple[int, Routes | None]] = [] if callable(routes) else [(place_in_graph(), routes)]
-        current: Routes | None = None if callable(routes) else routes
-        asking = False  # whether the function `routes` is running
-
-        def ask(module, args, kwargs):
-            nonlocal current, asking
-            if asking or in_recomputation():  # `routes` may itself run this model
-                return
-            input_ids = args[0] if args else kwargs.get("input_ids")
-            if input_ids is None:
-                raise ValueError("forced routing finds the routes of a pass by its tokens: give `input_ids`")
-            asking, begins = True, place_in_graph()
-            try:
-                current = routes(input_ids, kwargs.get("attention_mask"))
-            finally:
-                asking = False
-            if torch.is_grad_enabled():
-                passes.append((begins, current))
-
-        def of_pass() -> Routes | None:
-            if not in_recomputation():
-                return current
-            begun = bisect_right(passes, place_in_graph(), key=lambda begun: begun[0])
-            return passes[begun - 1][1] if begun else None
+        forcing = Forcing(None, routes) if callable(routes) else Forcing(routes, None)
 
         def force(layer: int, router, args, output):
-            if asking or (forced := of_pass()) is None:
+            scores_TE, own_weights_Tk, own_Tk = output
+            if (forced := forcing.of_layer(layer, own_Tk, self._padding)) is None:
                 return None
-            scores_TE, own_Tk, route = output[0], output[2], forced[layer]
-            top_k_Tk, weights_Tk = route if isinstance(route, tuple) else (route, None)
-            tokens = self._padding.shape.numel() if self._padding else len(scores_TE)
-            if tokens != len(top_k_Tk):
-                raise ValueError(f"layer {layer}: routes for {len(top_k_Tk)} tokens, the pass has {tokens}")
-            if self._padding:
-                top_k_Tk = self._padding.removed(top_k_Tk)
-                weights_Tk = None if weights_Tk is None else self._padding.removed(weights_Tk)
-            top_k_Tk = top_k_Tk.to(scores_TE.device)
+            top_k_Tk, weights_Tk = forced
             keeps_T1 = (top_k_Tk < 0).any(dim=1, keepdim=True)
             top_k_Tk = torch.where(keeps_T1, own_Tk, top_k_Tk)
             if weights_Tk is None:
                 weights_Tk = self.family.weigh(router, scores_TE, top_k_Tk)
-            return scores_TE, torch.where(keeps_T1, output[1], weights_Tk.to(output[1])), top_k_Tk
+            return scores_TE, torch.where(keeps_T1, own_weights_Tk, weights_Tk.to(own_weights_Tk)), top_k_Tk
 
         def handles():
             if callable(routes):
-                yield self.model.model.register_forward_pre_hook(ask, with_kwargs=True)
+                yield self.model.model.register_forward_pre_hook(forcing.begin_pass, with_kwargs=True)
             for layer, router in self._routers.items():
                 yield router.register_forward_hook(partial(force, layer))
 
         with hooked(handles()):
-            yield passes
+            yield forcing.passes
 
     @contextmanager
     def only_layers(self, count: int) -> Iterator[None]:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gripmoe.moe.model import MoEModel, Routes
+from gripmoe.moe.forcing import Routes
+from gripmoe.moe.model import MoEModel
 
 
 def random_sets(model: MoEModel, seed: int) -> Callable[..., Routes]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from gripmoe.data.documents import attention_mask_of
 from gripmoe.moe.adapters import unwrapped
-from gripmoe.moe.model import MoEModel, Routes
+from gripmoe.moe.forcing import Routes
+from gripmoe.moe.model import MoEModel
 
 
 def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
