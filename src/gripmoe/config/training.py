@@ -39,7 +39,7 @@ class RepresentationSettings(RetainWeight):
         return self
 
 
-class Objective(NamedTuple):
+class ObjectiveEntry(NamedTuple):
     """Where the class of an objective is, "module:Class", and what a world may set of it."""
 
     path: str
@@ -47,11 +47,11 @@ class Objective(NamedTuple):
 
 
 OBJECTIVES = {
-    "gd": Objective("gripmoe.training.objectives:GradientDifference", RetainWeight),
-    "kl": Objective("gripmoe.training.objectives:KullbackLeibler", RetainWeight),
-    "npo": Objective("gripmoe.training.objectives:NegativePreference", PreferenceSettings),
-    "rmu": Objective("gripmoe.training.objectives:RepresentationMisdirection", RepresentationSettings),
-    "unlikelihood": Objective("gripmoe.training.objectives:Unlikelihood", RetainWeight),
+    "gd": ObjectiveEntry("gripmoe.training.objectives:GradientDifference", RetainWeight),
+    "kl": ObjectiveEntry("gripmoe.training.objectives:KullbackLeibler", RetainWeight),
+    "npo": ObjectiveEntry("gripmoe.training.objectives:NegativePreference", PreferenceSettings),
+    "rmu": ObjectiveEntry("gripmoe.training.objectives:RepresentationMisdirection", RepresentationSettings),
+    "unlikelihood": ObjectiveEntry("gripmoe.training.objectives:Unlikelihood", RetainWeight),
 }
 
 
@@ -69,9 +69,9 @@ class OwnObjective(Strict):
                 raise Mistake("settings", f"pydantic has {name!r} for itself; give the argument another name")
         return self
 
-    def registered(self) -> Objective:
+    def registered(self) -> ObjectiveEntry:
         fields: dict[str, Any] = dict.fromkeys(self.settings, (int | float, ...))
-        return Objective(self.path, create_model("Settings", __base__=Strict, **fields))
+        return ObjectiveEntry(self.path, create_model("Settings", __base__=Strict, **fields))
 
 
 class Training(Strict):

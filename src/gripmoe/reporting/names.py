@@ -18,7 +18,7 @@ MARKERS = "<sovD^PX*dhp"  # one per colour, repeated if there are more colours
 
 
 @dataclass(frozen=True)
-class Method:
+class MethodStyle:
     label: str
     colour: str = ""
     dashed: bool = False
@@ -27,7 +27,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricStyle:
     heading: str
     note: str = ""
     better: str = "higher"
@@ -36,8 +36,8 @@ class Metric:
 
 NAMES = read_yaml(Path(__file__).with_name("names.yaml"))
 OBJECTIVES: dict[str, str] = NAMES["objectives"]
-METHODS = {name: Method(**row) for name, row in NAMES["methods"].items()}
-METRICS = {name: Metric(**row) for name, row in NAMES["metrics"].items()}
+METHODS = {name: MethodStyle(**row) for name, row in NAMES["methods"].items()}
+METRICS = {name: MetricStyle(**row) for name, row in NAMES["metrics"].items()}
 MARKS: dict[str, str] = NAMES["marks"]
 COLOURS = {name: method.colour for name, method in METHODS.items() if method.colour}
 
@@ -60,13 +60,13 @@ def objectives_of(table) -> list[str]:
     return ordered(set(table.objective.unique()) - {NO_OBJECTIVE}, OBJECTIVES)
 
 
-def method(name: str) -> Method:
+def method(name: str) -> MethodStyle:
     """Label and look of a method; without an entry, its name. A row of a sweep names its threshold and layers."""
     if name in METHODS or not is_swept(name):
-        return METHODS.get(name, Method(name.replace("_", " ")))
+        return METHODS.get(name, MethodStyle(name.replace("_", " ")))
     base, _, threshold = name.partition("_eps_")
     where = METHODS[base].label if base in METHODS else f"Method A, {base} layers"
-    return Method(f"{where}, {threshold.replace('em', 'e-')}")
+    return MethodStyle(f"{where}, {threshold.replace('em', 'e-')}")
 
 
 def method_label(name: str) -> str:
@@ -93,8 +93,8 @@ def _matching(kind: str, name: str) -> str | None:
     return next((label for pattern, label in NAMES[kind].items() if re.fullmatch(pattern, name)), None)
 
 
-def metric(name: str) -> Metric:
-    return METRICS.get(name, Metric(name.replace("_", " ")))
+def metric(name: str) -> MetricStyle:
+    return METRICS.get(name, MetricStyle(name.replace("_", " ")))
 
 
 def line_style(name: str) -> str:
