@@ -89,7 +89,7 @@ def test_the_straight_line_to_the_original_model(setting):
         torch.testing.assert_close(middle, (old + new) / 2)
     given = Setting(before, after, None, None, None)
     given.ids, asked = [q["id"] for q in questions], []
-    given.recall = lambda moe: asked.append(weights_digest(moe.model)) or QuestionScores(ask(moe, questions))
+    given.scores_of = lambda moe: asked.append(weights_digest(moe.model)) or QuestionScores(ask(moe, questions))
     found = linear_connectivity(given).metrics
     assert {"interpolated_25", "interpolated_50", "interpolated_75"} < set(found)
     assert len({*asked, own}) == len(SHARES) + 1 and weights_digest(after.model) == own
@@ -177,7 +177,7 @@ def test_wider_and_noisy_routing_leave_no_trace(setting):
         written = before.model.generate(ids, max_new_tokens=8, do_sample=False)
     assert torch.equal(written, before.model.generate(ids, max_new_tokens=8, do_sample=False))
     given = Setting(None, before, None, None, None)
-    given.ids, given.recall = [q["id"] for q in questions], lambda moe: QuestionScores(ask(moe, questions))
+    given.ids, given.scores_of = [q["id"] for q in questions], lambda moe: QuestionScores(ask(moe, questions))
     assert set(routers.attack(given).metrics) == {"wider_routing", "noisy_routing"}
     assert [a.letter_logprobs for a in ask(before, questions)] == plain
 
@@ -247,7 +247,6 @@ def test_restoration_names_the_layer_that_was_changed(setting):
     assert mean(found["restored_experts_worst_layer"]) >= mean(original)
     assert mean(found["transplanted_experts_lowest"]) <= mean(own)
     assert found["restored_attention_layer_1"] == found["restored_router_worst_layer"] == own
-    assert found["transplanted_attention_lowest"] == found["transplanted_router_layer_0"] == original
 
 
 def test_parts_that_are_equal_are_not_asked_again(setting):
@@ -257,7 +256,7 @@ def test_parts_that_are_equal_are_not_asked_again(setting):
         broken.theta(1).mul_(-1)
     asked = []
     found = restoration(before, broken, lambda moe: asked.append(moe) or QuestionScores(ask(moe, questions)), {})
-    assert len(asked) == 2 + 3, "both as they are; the router of layer 1 put back, of all layers, transplanted"
+    assert len(asked) == 2 + 2, "both as they are; the router of layer 1 put back, and those of all layers"
     assert found["restored_router_layer_1"] == found["restored_router_all"] == QuestionScores(ask(before, questions))
 
 
@@ -269,8 +268,8 @@ def test_a_model_that_forgets_in_its_head_is_found_out(setting):
     own = weights_digest(broken.model)
     found = restoration(before, broken, lambda moe: QuestionScores(ask(moe, questions)), {})
     assert found["restored_other"] == found["transplanted_experts_lowest"] == QuestionScores(ask(before, questions))
-    assert found["transplanted_other"] == found["restored_experts_all"] == QuestionScores(ask(broken, questions))
-    assert found["restored_other"] != found["transplanted_other"] and weights_digest(broken.model) == own
+    assert found["restored_experts_all"] == QuestionScores(ask(broken, questions)) != found["restored_other"]
+    assert weights_digest(broken.model) == own
 
 
 def test_attention_is_all_of_a_layer_but_its_block(setting):
@@ -401,8 +400,8 @@ def test_relearning_starts_at_the_models_own_accuracy_and_does_not_touch_it(sett
     before, _, questions, ask = setting
     own = weights_digest(before.model)
     rows = [encode(tokenizer, [(prompt_of(q), False), (f" {'ABCD'[q['answer']]}", True)], q["id"]) for q in questions]
-    recall = lambda moe: QuestionScores(ask(moe, questions))  # noqa: E731
-    curve = relearning(before, rows, recall, Relearning(learning_rate=1e-2, batch_size=24), checks=(0, 60))
+    scores_of = lambda moe: QuestionScores(ask(moe, questions))  # noqa: E731
+    curve = relearning(before, rows, scores_of, Relearning(learning_rate=1e-2, batch_size=24), checks=(0, 60))
     assert curve[0] == QuestionScores(ask(before, questions))
     assert mean(curve[60]) > mean(curve[0]) + 0.3, "the documents hold the answers: it must learn them"
     assert weights_digest(before.model) == own
@@ -431,7 +430,7 @@ def test_low_rank_updates_of_experts_relearn_and_leave_no_trace(setting, tokeniz
     plain = [answer.letter_logprobs for answer in ask(before, questions)]
     ranks: list[int] = []
 
-    def recall(moe):
+    def scores_of(moe):
         moved = [module.gate_up_proj - weight for module, weight in zip(modules, originals, strict=True)]
         ranks.extend(int(torch.linalg.matrix_rank(each.detach(), rtol=1e-3).max()) for each in moved)
         return QuestionScores(ask(moe, questions))
@@ -442,7 +441,7 @@ def test_low_rank_updates_of_experts_relearn_and_leave_no_trace(setting, tokeniz
         assert [answer.letter_logprobs for answer in ask(before, questions)] == plain, "an update is zero at first"
         others = {id(p): p.detach().clone() for p in before.model.parameters()}
         given = dict(checks=(0, 60), parameters=parameters)
-        curve = relearning(before, rows, recall, Relearning(learning_rate=3e-2, batch_size=24), **given)
+        curve = relearning(before, rows, scores_of, Relearning(learning_rate=3e-2, batch_size=24), **given)
         assert all(torch.equal(p, others[id(p)]) for p in before.model.parameters())
     assert mean(curve[60]) > mean(curve[0]) + 0.3, "the documents hold the answers: it must learn them"
     assert set(ranks[: len(modules)]) == {0} and set(ranks[len(modules) :]) == {2}
@@ -480,12 +479,12 @@ def test_relearning_leaves_gradients_and_checkpointing_as_they_were(setting, tok
     settings = Relearning(learning_rate=1e-3, batch_size=2, gradient_checkpointing=True)
     routers, trained = before.router_parameters(), []
 
-    def recall(moe):
+    def scores_of(moe):
         trained.append({id(p) for p in moe.model.parameters() if p.grad is not None})
         return QuestionScores(ask(moe, questions[:4]))
 
     try:
-        relearning(before, rows, recall, settings, checks=(0, 1), parameters=routers)
+        relearning(before, rows, scores_of, settings, checks=(0, 1), parameters=routers)
         assert model.is_gradient_checkpointing and torch.equal(some.grad, torch.ones_like(some))
     finally:
         model.gradient_checkpointing_disable()

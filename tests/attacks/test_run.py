@@ -9,6 +9,8 @@ from gripmoe.attacks import relearning, routers
 from gripmoe.attacks.base import Found, QuestionSetting, by_item, highest
 from gripmoe.attacks.run import attacks_on, run_attacks
 from gripmoe.auditing.inputs import OWN
+from gripmoe.cli.attack import codes_of
+from gripmoe.config.provenance import entry_of
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_jsonl
@@ -101,6 +103,21 @@ def test_found_is_the_mean_of_its_items_and_what_is_no_mean():
     with pytest.raises(ValueError, match="shorter"):
         Found.over(["a", "b"], {"noise": [1.0]})
     assert highest([[0.0, 1.0], [1.0, 1.0]]) == [1.0, 1.0]
+
+
+def test_two_attacks_do_not_return_one_metric():
+    with pytest.raises(ConfigError, match="two attacks return the metric 'noise'"):
+        Found.joined([Found({"noise": 0.5}), Found({"other": 0.5}), Found({"noise": 0.7})])
+
+
+def test_an_attack_that_repeats_the_others_changes_with_them(monkeypatch):
+    named = {"silenced": "gripmoe.attacks.routers:silencing", "changes": "gripmoe.attacks.harmless:attack"}
+    attacks = attacks_on(OWN.benchmark.model_copy(update={"attacks": named}))
+    before = codes_of(attacks)
+    other = lambda each: "gripmoe.io.locks" if each is routers.silencing else entry_of(each)  # noqa: E731
+    monkeypatch.setattr("gripmoe.cli.attack.entry_of", other)
+    after = codes_of(attacks)
+    assert {name for name in attacks if after[name] != before[name]} == {"silenced", "changes"}
 
 
 def test_an_attack_of_ones_own_does_not_replace_one_of_the_package():

@@ -85,7 +85,7 @@ def test_silencing_finds_the_expert_of_forget_prompts(setting, monkeypatch):
     own = weights_digest(model.model)
     monkeypatch.setattr(routers, "SILENCED", (1,))
     answer_where(setting, monkeypatch, lambda sets: float(not (sets[0] == 5).any()))
-    assert mean(setting.recall(model)) == 0.0
+    assert mean(setting.scores_of(model)) == 0.0
     assert routers.silencing(setting).metrics["silenced_experts"] == 1.0
     answer_where(setting, monkeypatch, lambda sets: float(not (sets[0] == 6).any()))
     assert routers.silencing(setting).metrics["silenced_experts"] == 0.0
@@ -133,23 +133,23 @@ def test_search_keeps_the_shift_under_which_right_letters_are_likeliest(setting,
     answer_where(setting, monkeypatch, lambda sets: (sets[0] == 3).any(dim=1).double().mean().item())
     monkeypatch.setattr(
         QuestionSetting,
-        "recall",
+        "scores_of",
         lambda self, moe: [
             a.letter_logprobs[q["answer"]] for q, a in zip(self.sample, self.ask(moe, self.sample), strict=True)
         ],
     )
     monkeypatch.setattr(routers, "SEARCHED", (1, 4, 12))
     found = [routers.search(setting).metrics[f"searched_routing_after_{count}"] for count in (1, 4, 12)]
-    assert found == sorted(found) and found[-1] > mean(setting.recall(model)) + 0.1
+    assert found == sorted(found) and found[-1] > mean(setting.scores_of(model)) + 0.1
     assert weights_digest(model.model) == own
 
 
 def test_a_model_of_nan_is_searched_without_an_error(setting, monkeypatch):
     monkeypatch.setattr(routers, "SEARCHED", (1, 2))
-    own = setting.recall(setting.after)
+    own = setting.scores_of(setting.after)
     with torch.no_grad():
         setting.after.model.model.layers[0].self_attn.o_proj.weight.fill_(float("nan"))
-    broken = setting.recall(setting.after)
+    broken = setting.scores_of(setting.after)
     found = routers.search(setting).metrics
     assert set(found.values()) == {mean(broken)} and broken != own
 
@@ -162,11 +162,11 @@ def test_relearning_of_routers_changes_routers_alone(setting, tokenizer, monkeyp
     monkeypatch.setattr(QuestionSetting, "corpus", lambda self, name: documents)
     before = {name: p.detach().clone() for name, p in model.model.named_parameters()}
 
-    def recall(self, moe):
+    def scores_of(self, moe):
         seen.append({name for name, p in moe.model.named_parameters() if not torch.equal(p, before[name])})
         return [0.0] * len(self.ids)
 
-    monkeypatch.setattr(QuestionSetting, "recall", recall)
+    monkeypatch.setattr(QuestionSetting, "scores_of", scores_of)
     found = relearning.of_routers(setting).metrics
     assert set(found) == {f"relearned_routers_after_{step}" for step in steps}
     assert seen[0] == set() and all("gate" in name for name in seen[-1]) and seen[-1]

@@ -456,7 +456,7 @@ def halved(setting):
     (setting.data / "halved.txt").open("a").write("once ")
     with_half = setting.after.theta(0).data
     with_half *= 0.5
-    found = setting.found({"halved_router": setting.recall(setting.after)}, asked=len(setting.ids))
+    found = setting.found({"halved_router": setting.scores_of(setting.after)}, asked=len(setting.ids))
     with_half *= 2
     return found
 

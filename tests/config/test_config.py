@@ -112,6 +112,13 @@ def test_news_goes_with_the_models_finetuned_on_it(folder):
     edit(folder / "models.yaml", lambda c: c["tiny_news_a"].update(retrained="tiny_news_tuning_a_retrained"))
     with pytest.raises(ConfigError, match="tiny_news_a.retrained: 'tiny_news_tuning_a_retrained' has another `base`"):
         Project(folder, "both")
+    edit(
+        folder / "models.yaml",
+        lambda c: [c[n].update(base="tiny_news_a") for n in ("tiny_news_b", "tiny_news_b_retrained")],
+    )
+    (folder / "based.yaml").write_text("extends: tiny_muse\nmodels: [tiny_news_b]\nmethods: [original]\n")
+    with pytest.raises(ConfigError, match="tiny_news_b.base: 'tiny_news_a' is finetuned itself"):
+        Project(folder, "based")
     edit(folder / "models.yaml", lambda c: c["tiny_news_a"].update(retrained="tiny_news_tuning_a"))
     with pytest.raises(ConfigError, match="'tiny_news_tuning_a' needs `trained_on: retain_only`"):
         Project(folder, "both")

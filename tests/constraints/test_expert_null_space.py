@@ -49,11 +49,11 @@ def test_what_experts_computed_of_retain_tokens_stays_and_of_forget_tokens_chang
     retain, forget = (served(MoEModel(small_model()), rows) for rows in (CORPORA.retain, CORPORA.forget))
     moe, outcome = trained(tmp_path, EXACT)
     assert moved(moe, retain) < 1e-4 < 1e-2 < moved(moe, forget)
-    assert 0 < outcome.history[-1]["expert_rank"] < 1
+    assert 0 < outcome.history[-1]["expert_held_share"] < 1
     free, _ = trained(tmp_path, None, "free")
     assert moved(free, retain) > 1e-2
     coarse, fewer = trained(tmp_path, COARSE, "coarse")
-    assert moved(coarse, retain) > 1e-3 and fewer.history[-1]["expert_rank"] < outcome.history[-1]["expert_rank"]
+    assert moved(coarse, retain) > 1e-3 and fewer.history[-1]["expert_held_share"] < outcome.history[-1]["expert_rank"]
 
 
 def test_an_interrupted_run_resumes_in_the_same_bytes(tmp_path):

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from gripmoe.training.checkpoint import load_state, save_state
+from gripmoe.training.muon import MuonWithAdamW
 from gripmoe.training.optimizers import make_adamw
 
 
@@ -86,11 +87,12 @@ def test_fp32_states_are_resumed_in_fp32():
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists what is mapped")
-@pytest.mark.parametrize("kind", ["adamw", "adamw_fp32"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw_fp32", "muon"])
 def test_a_resumed_run_does_not_hold_the_file_that_it_came_from(kind, tmp_path):
     """Or a replaced checkpoint would stay on disk until the process ends."""
     model, state = torch.nn.Linear(64, 64), tmp_path / "state.pt"
-    optimizer = make_adamw(kind, [{"params": list(model.parameters())}], lr=0.1)
+    adamw = lambda: make_adamw(kind, [{"params": list(model.parameters())}], lr=0.1)  # noqa: E731
+    optimizer = MuonWithAdamW(model, lr=0.1) if kind == "muon" else adamw()
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
     save_state(state, model, optimizer, seen=torch.ones(64))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import exp
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +24,7 @@ from gripmoe.data.muse import CONTEXT
 from gripmoe.evaluation.muse import News, knowledge_memory
 from gripmoe.evaluation.questions import Answer, direct_answers, load_questions, prompt_of
 from gripmoe.geometry.routing import RoutingTrace
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.modes import restored
 
@@ -55,9 +56,11 @@ class Found:
 
     @classmethod
     def joined(cls, found: Iterable[Found]) -> Found:
-        """All of `found` as one."""
+        """All of `found` as one. Raises ConfigError if two have a metric of the same name."""
         whole = cls()
         for part in found:
+            if taken := sorted(whole.metrics.keys() & part.metrics.keys()):
+                raise ConfigError(f"two attacks return the metric {taken[0]!r}; give that of yours another name")
             whole.metrics.update(part.metrics)
             whole.scores.update(part.scores)
             whole.answers.update(part.answers)
@@ -67,8 +70,8 @@ class Found:
 @dataclass
 class Setting:
     """A run under attack. Without `finetuning`, relearning is skipped. Subclasses define a sample of test items that is
-    the same for every run: their `ids`, and `recall(model)`, the scores of a model on them; and `prompts`, those of the
-    dev items, which the attacker may look at."""
+    the same for every run: their `ids`, and `scores_of(model)`, those of a model on them; and `prompts`, those of dev
+    items, which the attacker may look at."""
 
     before: MoEModel  # the original model
     after: MoEModel  # the unlearned model
@@ -79,7 +82,7 @@ class Setting:
     finetuning: Relearning | None = None
 
     def found(self, scores: Mapping[str, Scores], **others: float) -> Found:
-        """`Found.over` the items that `recall` scores."""
+        """`Found.over` the items that `scores_of` scores."""
         return Found.over(self.ids, scores, **others)
 
     def corpus(self, name: str) -> list[Row]:
@@ -88,9 +91,10 @@ class Setting:
 
 @dataclass
 class QuestionSetting(Setting):
-    """A setting of letter questions. `stored(questions)` returns answers of the unlearned model, if they are known."""
+    """A setting of letter questions. `known_answers(questions)` returns answers of the unlearned model, if there are
+    any."""
 
-    stored: Callable[[Sequence[dict]], list[Answer]] | None = None
+    known_answers: Callable[[Sequence[dict]], list[Answer]] | None = None
 
     @cached_property
     def forget(self) -> list[dict]:
@@ -99,7 +103,7 @@ class QuestionSetting(Setting):
     @cached_property
     def own_answers(self) -> list[Answer]:
         """The unlearned model's answers to the forget questions, without an attack."""
-        return self.stored(self.forget) if self.stored else self.ask(self.after, self.forget)
+        return (self.known_answers or partial(self.ask, self.after))(self.forget)
 
     @cached_property
     def dev(self) -> list[dict]:
@@ -129,7 +133,7 @@ class QuestionSetting(Setting):
     def right(self, model: MoEModel, questions: Sequence[dict], prompt=None) -> Scores:
         return QuestionScores(self.ask(model, questions, prompt))
 
-    def recall(self, model: MoEModel) -> Scores:
+    def scores_of(self, model: MoEModel) -> Scores:
         return self.right(model, self.sample)
 
 
@@ -153,7 +157,7 @@ class NewsSetting(Setting):
     def prompts(self) -> list[str]:
         return [row["prompt"] for row in self.news.prompts("dev")]
 
-    def recall(self, model: MoEModel) -> Scores:
+    def scores_of(self, model: MoEModel) -> Scores:
         context = self.news.pairs("forget", CONTEXT)
         return [item.score for item in knowledge_memory(model.model, self.tokenizer, self.pairs, context)]
 

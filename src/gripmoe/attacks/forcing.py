@@ -54,7 +54,6 @@ def expert_forcing(setting: QuestionSetting) -> Found:
     return Found.over(
         ids,
         {
-            "forget_accuracy": own,
             "forced_forget_accuracy": forced,
             "forced_with_recorded_weights": recorded_weights,
             "random_forced_forget_accuracy": random_forced,
@@ -125,19 +124,15 @@ def news_attack(setting: NewsSetting) -> Found:
 
 
 def generation_forcing(
-    before: MoEModel, after: MoEModel, scores: Callable[[MoEModel], dict[str, list[Scored]]], *, seed: int = 0
+    before: MoEModel, after: MoEModel, scores: Callable[[MoEModel], dict[str, list[Scored]]], *, seed: int
 ) -> Found:
-    """`forced_<name>` for each name of `scores`, with the original model in lock-step. Controls: `random_forced_<name>`
-    with random sets; `original_<name>`, of the original model; `original_forced_<name>`, of the original model forced
-    to its own sets."""
+    """`forced_<name>` for each name of `scores`, with the original model in lock-step. The control:
+    `random_forced_<name>` with random sets."""
     runs = {}
     with after.force_routing(LockStep(before)):
         runs["forced"] = scores(after)
     with after.force_routing(random_sets(after, seed)):
         runs["random_forced"] = scores(after)
-    runs["original"] = scores(before)
-    with before.force_routing(LockStep(before)):
-        runs["original_forced"] = scores(before)
     by_id = {
         f"{run}_{name}": {item.id: item.score for item in items}
         for run, found in runs.items()

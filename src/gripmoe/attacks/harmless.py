@@ -51,6 +51,6 @@ def _finetuned(setting: QuestionSetting) -> dict[str, float]:
 
 
 def _attacked(setting: QuestionSetting) -> dict[str, float]:
-    changed = replace(setting, stored=None)  # those of the model before the change
+    changed = replace(setting, known_answers=None)  # those of the model before the change
     others = {name: each for name, each in attacks_on(setting.benchmark).items() if each is not attack}
     return Found.joined(each(changed) for name, each in others.items() if name not in SKIPPED).metrics

@@ -17,7 +17,7 @@ def attack(setting: Setting) -> Found:
     found = {}
     for bits in (8, 4):
         with quantized(setting.after, bits):
-            found[f"quantized_{bits}_bit"] = setting.recall(setting.after)
+            found[f"quantized_{bits}_bit"] = setting.scores_of(setting.after)
     return setting.found(found)
 
 

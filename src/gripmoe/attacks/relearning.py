@@ -124,14 +124,14 @@ def _curve(setting: Setting, name: str, rows: Sequence[Row], parameters: Sequenc
     if not setting.finetuning or len(rows) < setting.finetuning.batch_size or parameters == []:
         return Found()
     given = dict(pad_id=setting.tokenizer.pad_token_id, seed=setting.seed, parameters=parameters)
-    known = relearning(setting.after, rows, setting.recall, setting.finetuning, **given)
+    known = relearning(setting.after, rows, setting.scores_of, setting.finetuning, **given)
     return setting.found({f"{name}_after_{step}": scores for step, scores in known.items()})
 
 
 def relearning(
     model: MoEModel,
     documents: Sequence[Row],
-    recall: Callable[[MoEModel], Scores],
+    scores_of: Callable[[MoEModel], Scores],
     settings: Relearning,
     *,
     checks: Sequence[int] | None = None,
@@ -139,7 +139,7 @@ def relearning(
     seed: int = 0,
     parameters: Sequence[nn.Parameter] | None = None,
 ) -> dict[int, Scores]:
-    """`recall` before and after each number of steps in the settings, or at `checks`, of AdamW on `documents`, of
+    """Scores before and after each number of steps in the settings, or at `checks`, of AdamW on `documents`, of
     `parameters` or of all. The model's weights are restored."""
     known, checks = {}, (0, *settings.steps) if checks is None else checks
     parameters = list(model.model.parameters() if parameters is None else parameters)
@@ -149,7 +149,7 @@ def relearning(
         for step in range(max(checks) + 1):
             if step in checks:
                 model.model.eval()
-                known[step] = recall(model)
+                known[step] = scores_of(model)
             if step < max(checks):
                 torch.manual_seed(1_000_000 * seed + step)  # of dropout and stochastic rounding
                 model.model.train()

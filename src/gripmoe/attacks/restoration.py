@@ -31,13 +31,13 @@ def attack(setting: Setting) -> Found:
     before, after = setting.before, setting.after
     with before.brought_beside(after):
         experts = most_used_experts(before, setting.tokenizer, setting.prompts) if after.layers else {}
-        found = restoration(before, after, setting.recall, experts)
+        found = restoration(before, after, setting.scores_of, experts)
         tried = {"restored_single_expert_tried": sum(map(len, experts.values()))} if experts else {}
         return setting.found(found, **tried)
 
 
 def linear_connectivity(setting: Setting) -> Found:
-    """`interpolated_<n>`: recall on the straight line from the unlearned weights to the original ones, n per cent of
+    """`interpolated_<n>`: scores on the straight line from the unlearned weights to the original ones, n per cent of
     the way; and `changes`, how long the way is. A diagnostic (From Dormant to Deleted, arXiv 2505.22310): an attacker
     has no original."""
     before, after = setting.before, setting.after
@@ -45,21 +45,21 @@ def linear_connectivity(setting: Setting) -> Found:
     with before.brought_beside(after):
         for share in SHARES:
             with interpolated(before, after, share):
-                found[f"interpolated_{100 * share:.0f}"] = setting.recall(after)
+                found[f"interpolated_{100 * share:.0f}"] = setting.scores_of(after)
         return setting.found(found, **changes(before, after))
 
 
 def readable_depth(setting: Setting) -> Found:
-    """`read_above_layer_<n>`: recall of the original model on the unlearned model's states after decoder layer n. A
+    """`read_above_layer_<n>`: scores of the original model on the unlearned model's states after decoder layer n. A
     diagnostic (activation patching of the Unlearning Depth Score, arXiv 2605.24614, here of all positions)."""
     before, after = setting.before, setting.after
     with before.brought_beside(after):
-        found = read_above(before, after, setting.recall)
+        found = read_above(before, after, setting.scores_of)
     return setting.found({f"read_above_layer_{layer}": scores for layer, scores in found.items()})
 
 
-def read_above(before: MoEModel, after: MoEModel, recall: Callable[[MoEModel], Scores]) -> dict[int, Scores]:
-    """`recall` of `before` by decoder layer, the last one left out: embeddings and layers up to this one are those of
+def read_above(before: MoEModel, after: MoEModel, scores_of: Callable[[MoEModel], Scores]) -> dict[int, Scores]:
+    """The scores of `before` by decoder layer, the last one left out: embeddings and layers up to this one are those of
     `after`, layers above and the head its own."""
     embeddings, found = after.model.get_input_embeddings(), {}
     layers = list(zip(before.model.model.layers, after.model.model.layers, strict=True))
@@ -69,7 +69,7 @@ def read_above(before: MoEModel, after: MoEModel, recall: Callable[[MoEModel], S
         stack.enter_context(hooked([hook]))
         for number, of_layer in enumerate(layers[:-1]):
             stack.enter_context(replaced(list(zip(*map(_tensors, of_layer), strict=True))))
-            found[number] = recall(before)
+            found[number] = scores_of(before)
     return found
 
 
@@ -112,50 +112,49 @@ def changes(before: MoEModel, after: MoEModel) -> dict[str, float]:
 def restoration(
     before: MoEModel,
     after: MoEModel,
-    recall: Callable[[MoEModel], Scores],
+    scores_of: Callable[[MoEModel], Scores],
     experts: Mapping[int, Sequence[int]],
 ) -> dict[str, Scores]:
-    """`recall` by metric. Original parts (experts, router, attention) in the unlearned model:
+    """Scores by metric. Original parts (experts, router, attention) in the unlearned model:
     `restored_<part>_layer_<n>`, `restored_<part>_worst_layer` (of the layer that returns most), `restored_<part>_all`,
-    `restored_other` (all else: embeddings, head, last norm, layers without experts), `restored_single_expert` (the best
-    of `experts`, by layer) and `restored_top_experts` (all of these). Unlearned parts in the original model:
-    `transplanted_<part>_layer_<n>`, `transplanted_<part>_lowest` (of the layer that takes most) and
-    `transplanted_other`."""
-    parts = parts_of_model(after)
+    `restored_other` (all else: embeddings, head, last norm, layers without experts), and `restored_single_expert` (the
+    best of `experts`, by layer). Unlearned experts in the original model: `transplanted_experts_layer_<n>` and
+    `transplanted_experts_lowest` (of the layer that takes most)."""
     found = {}
-    for name, source, target in (("restored", before, after), ("transplanted", after, before)):
-        recall_with = partial(_recall_with, target, recall, recall(target))
-        for part in parts:
-            pairs = {layer: pairs_of(source, target, [layer], [part]) for layer in after.all_layers}
-            alone = {layer: recall_with(of_layer) for layer, of_layer in pairs.items()}
-            found |= {f"{name}_{part}_layer_{layer}": scores for layer, scores in alone.items()}
-            if name == "restored":
-                found[f"restored_{part}_worst_layer"] = highest(alone.values())
-                found[f"restored_{part}_all"] = recall_with([pair for of_layer in pairs.values() for pair in of_layer])
-            else:
-                found[f"transplanted_{part}_lowest"] = min(alone.values(), key=mean)
-        found[f"{name}_other"] = recall_with(list(zip(outside_parts(target), outside_parts(source), strict=True)))
+    put_back = partial(_scores_with, after, scores_of, scores_of(after))
+    for part in parts_of_model(after):
+        pairs = {layer: pairs_of(before, after, [layer], [part]) for layer in after.all_layers}
+        alone = {layer: put_back(of_layer) for layer, of_layer in pairs.items()}
+        found |= {f"restored_{part}_layer_{layer}": scores for layer, scores in alone.items()}
+        found[f"restored_{part}_worst_layer"] = highest(alone.values())
+        found[f"restored_{part}_all"] = put_back([pair for of_layer in pairs.values() for pair in of_layer])
+    found["restored_other"] = put_back(list(zip(outside_parts(after), outside_parts(before), strict=True)))
+    own = scores_of(before)
+    taken_over = {
+        layer: _scores_with(before, scores_of, own, pairs_of(after, before, [layer], ["experts"]))
+        for layer in after.all_layers
+    }
+    found |= {f"transplanted_experts_layer_{layer}": scores for layer, scores in taken_over.items()}
+    found["transplanted_experts_lowest"] = min(taken_over.values(), key=mean)
     if experts:
         singles = []
         for layer, chosen in experts.items():
             for expert in chosen:
                 with restored_experts(before, after, {layer: [expert]}):
-                    singles.append(recall(after))
+                    singles.append(scores_of(after))
         found["restored_single_expert"] = highest(singles)
-        with restored_experts(before, after, experts):
-            found["restored_top_experts"] = recall(after)
     return found
 
 
-def _recall_with(
-    target: MoEModel, recall: Callable[[MoEModel], Scores], own: Scores, pairs: Sequence[tuple[Tensor, Tensor]]
+def _scores_with(
+    target: MoEModel, scores_of: Callable[[MoEModel], Scores], own: Scores, pairs: Sequence[tuple[Tensor, Tensor]]
 ) -> Scores:
-    """`recall` of `target` while the first tensor of each pair, one of `target`, has the values of the second. Returns
-    `own`, the recall of `target` itself, if all pairs are equal."""
+    """The scores of `target` while the first tensor of each pair, one of `target`, has the values of the second.
+    Returns `own`, those of `target` itself, if all pairs are equal."""
     if all(torch.equal(current, other) for current, other in pairs):
         return own
     with replaced(pairs):
-        return recall(target)
+        return scores_of(target)
 
 
 @contextmanager

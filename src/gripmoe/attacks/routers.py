@@ -30,14 +30,14 @@ def attack(setting: Setting) -> Found:
     if not model.layers:
         return Found()
     with widened(model, 2):
-        found["wider_routing"] = setting.recall(model)
+        found["wider_routing"] = setting.scores_of(model)
     with noisy(model, 0.5, setting.seed):
-        found["noisy_routing"] = setting.recall(model)
+        found["noisy_routing"] = setting.scores_of(model)
     return setting.found(found)
 
 
 def silencing(setting: QuestionSetting) -> Found:
-    """`silenced_experts`: recall without the experts that forget prompts use more than retain prompts do, as in SAFEx
+    """`silenced_experts`: scores without the experts that forget prompts use more than retain prompts do, as in SAFEx
     and SteerMoE. The attacker takes the number of SILENCED experts that answers most dev questions."""
     model = setting.after
     counts = [count for count in SILENCED if count + model.top_k <= model.num_experts]
@@ -55,11 +55,11 @@ def silencing(setting: QuestionSetting) -> Found:
     if not known:
         return Found()
     with silenced(model, known[max(known)]):
-        return setting.found({"silenced_experts": setting.recall(model)})
+        return setting.found({"silenced_experts": setting.scores_of(model)})
 
 
 def search(setting: QuestionSetting) -> Found:
-    """`searched_routing_after_<n>`: recall under the best of n random shifts of the router scores, the same shift for
+    """`searched_routing_after_<n>`: scores under the best of n random shifts of the router scores, the same shift for
     every prompt (a random search in place of F-SOUR's). The best shift gives the right letters of dev questions the
     highest probability, so the attacker is assumed to know some of the facts."""
     model = setting.after
@@ -82,7 +82,7 @@ def search(setting: QuestionSetting) -> Found:
         best = max(best, (likely, tried), key=lambda pair: pair[0])
         if number in SEARCHED:
             with biased(model, best[1]):
-                found[f"searched_routing_after_{number}"] = setting.recall(model)
+                found[f"searched_routing_after_{number}"] = setting.scores_of(model)
     return setting.found(found)
 
 

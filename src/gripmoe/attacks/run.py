@@ -83,17 +83,15 @@ def run_attacks(
 
 def made_once(name: str, attack: Attack, setting: Setting, state_file: Path, identity: Mapping[str, Any]) -> Found:
     """The result of one attack of `run_attacks`, from `state_file` if it is stored there."""
-    if not stored(name, state_file, identity):
-        result = {"identity": identity, "found": asdict(attack(setting))}
+    state = read_json(state_file) if state_file.exists() else {}
+    if state.get(name, {}).get("identity") != identity:
+        state[name] = {"identity": identity, "found": asdict(attack(setting))}
         # unsorted: the order of metrics and items is that of columns and rows
-        write_text(state_file, json.dumps({**_state(state_file), name: result}))
-    return Found(**_state(state_file)[name]["found"])
+        write_text(state_file, json.dumps(state))
+    return Found(**state[name]["found"])
 
 
-def stored(name: str, state_file: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether `state_file` has a result of this attack with this `identity`."""
-    return _state(state_file).get(name, {}).get("identity") == identity
-
-
-def _state(state_file: Path) -> dict[str, dict]:
-    return read_json(state_file) if state_file.exists() else {}
+def stored(state_file: Path, identities: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The attacks whose results are in `state_file` with their identity."""
+    state = read_json(state_file) if state_file.exists() else {}
+    return [name for name, identity in identities.items() if state.get(name, {}).get("identity") == identity]

@@ -86,7 +86,7 @@ def prompts_of(name: str, sizes: Sizes) -> float:
         "changes": 0,
         "routing": 4 * sizes.documents,
         "expert forcing": 12 * sizes.forget + 2 * min(RETAIN_SAMPLE, sizes.retain),
-        "restoration": (10 * sizes.layers + 6) * sample,
+        "restoration": (8 * sizes.layers + 4) * sample,
         "routers": 3 * sample,
         "routing search": max(SEARCHED) * searched + (1 + len(SEARCHED)) * sample,
         "silenced experts": (1 + len(SILENCED)) * sizes.dev + min(RETAIN_SAMPLE, sizes.retain) + sample,

@@ -190,10 +190,10 @@ def _measured(
         bar.set_postfix_str(f"{name}, {model}")
         label = name if model == "unlearned" else f"{name} ({model})"
         spent, (state, asked) = (time.monotonic() - started) / 60, _state(folder, model, name, identity)
-        if state.exists() and not stored(name, state, asked):
+        if state.exists() and not stored(state, {name: asked}):
             tqdm.write(f"{state}: of other models, data, settings or code; measured anew")
         exceeds = budget is not None and spent + seconds[name] / 60 > budget
-        if exceeds and name != "accuracy" and not stored(name, state, asked):
+        if exceeds and name != "accuracy" and not stored(state, {name: asked}):
             absent[label] = f"the budget of {budget:g} minutes is spent"
             continue
         answers = folder / f"{model}_answers.csv"
@@ -242,12 +242,13 @@ def accuracy(setting: QuestionSetting, answers: Path) -> Found:
     """Forget and retain accuracy and general utility; the rows of `questions.csv` go to the file `answers`."""
     metrics, rows = letter_metrics(setting.benchmark, setting.after.model, setting.tokenizer, setting.data)
     write_csv(answers, rows)
-    found = Found(metrics)
+    parts = []
     for kind in ("forget", "retain"):
         questions = load_questions(setting.data / f"{kind}_questions.jsonl", "test")
+        del metrics[f"{kind}_accuracy"]  # the mean of these scores
         scores = {f"{kind}_accuracy": QuestionScores(load_answers(answers, questions))}
-        found = Found.joined((found, Found.over([question["id"] for question in questions], scores)))
-    return found
+        parts.append(Found.over([question["id"] for question in questions], scores))
+    return Found.joined([Found(metrics), *parts])
 
 
 def changes(setting: QuestionSetting) -> Found:

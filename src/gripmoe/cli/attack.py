@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from gripmoe.attacks import harmless
 from gripmoe.attacks.base import NewsSetting, QuestionSetting, by_item
 from gripmoe.attacks.run import Attack, attacks_on, run_attacks, stored
 from gripmoe.cli import options
@@ -55,8 +57,8 @@ def attack(
         "benchmark": benchmark.model_dump(mode="json", exclude={"attacks", "metrics"}),
         "files": [[file.name, file_digest(file)] for file in files],
     }
-    identities = {name: of_all | {"code": _code(each)} for name, each in attacks.items()}
-    known = [name for name in attacks if stored(name, state_file, identities[name])]
+    identities = {name: of_all | {"code": code} for name, code in codes_of(attacks).items()}
+    known = stored(state_file, identities)
     with exclusive(output.parent), recorded(provenance_of(output), attack, resumed=bool(known)):
         setting = None
         if len(known) < len(attacks):
@@ -70,9 +72,14 @@ def attack(
         write_json(output, found.metrics)
 
 
-def _code(attack: Attack) -> str:
-    """A digest of what an attack runs: of one's own its file, of the package its code and that of every setting."""
-    of_settings = ("gripmoe.attacks.base", "gripmoe.moe.storage:load_model")
-    if attack.__module__.partition(".")[0] != "gripmoe":
-        return code_fingerprint(*of_settings) + file_digest(Path(sys.modules[attack.__module__].__file__))
-    return code_fingerprint(*of_settings, entry_of(attack))
+def codes_of(attacks: Mapping[str, Attack]) -> dict[str, str | list[str]]:
+    """Digests of what each attack runs: of the package its code and that of every setting; of one's own its file and
+    all attacks of the package, which it may call. `harmless` repeats the others, so it has their digests too."""
+    codes: dict[str, str | list[str]] = {}
+    for name, each in attacks.items():
+        if each.__module__.partition(".")[0] == "gripmoe":
+            codes[name] = code_fingerprint("gripmoe.attacks.base", "gripmoe.moe.storage:load_model", entry_of(each))
+        else:
+            file = Path(sys.modules[each.__module__].__file__)
+            codes[name] = code_fingerprint("gripmoe.cli.attack:attack") + file_digest(file)
+    return {name: list(codes.values()) if attacks[name] is harmless.attack else code for name, code in codes.items()}

@@ -56,5 +56,5 @@ def prepare_model(
             raise ConfigError(
                 f"--base is required: model.json of {config.base!r}, whose experts are to learn the facts"
             )
-        identity = identity_of(prepare_model, *([base] if base else []), settings=config.model_dump(mode="json"))
+        identity = identity_of(prepare_model, base, settings=config.model_dump(mode="json"))
         make_base_model(config, output, device, identity, base and base.parent / "weights")

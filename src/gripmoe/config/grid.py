@@ -200,6 +200,8 @@ class Project:
 
     def _check_base(self, name: str) -> None:
         model, where = self.models[name], f"{self._models_file}: {name}.base"
+        if model.source == "finetuned" and self.models[model.base].source == "finetuned":
+            raise ConfigError(f"{where}: {model.base!r} is finetuned itself; give a published or an embedded model")
         if model.source == "embedded" and model.base:
             require_known(model.base, self.models, where)
             base = self.models[model.base]

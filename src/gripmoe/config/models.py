@@ -87,8 +87,7 @@ class PublishedModel(Strict):
     revision: str | None = None  # a commit of the hub
     config: dict[str, Any] | None = None  # its dimensions, as its config.json has them: for plans without a network
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    retrained: None = None
-    base: None = None
+    retrained: ClassVar[None] = None
     made_from: ClassVar[None] = None
 
     @model_validator(mode="after")

@@ -49,7 +49,10 @@ class Mistake(ValueError):
 
 
 def _describe(item: Any, path: Path, prefix: str) -> str:
-    keys = [str(part) for part in item["loc"] if part not in SOURCES]
+    loc = item["loc"]
+    # pydantic names the kind of model or data too, first or after `data`; a key of the file may have the same name.
+    is_kind = [part in SOURCES and (not place or loc[place - 1] == "data") for place, part in enumerate(loc)]
+    keys = [str(part) for part, skipped in zip(loc, is_kind, strict=True) if not skipped]
     kind, context, message = item["type"], item.get("ctx", {}), item["msg"].removeprefix("Value error, ")
     if isinstance(context.get("error"), Mistake):
         keys.append(context["error"].key)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gripmoe.data.documents import Span
 
 LETTERS = "ABCD"
+LETTER_TASK = "wmdp/_default_template_yaml"
 # Rewordings of letter questions, for black-box attacks. Embedded base models have trained on them too.
 REWORDINGS = {
     "verse": "In lines that rhyme the tale is told ,\nof things that are both new and old .\n{prompt}",
@@ -26,19 +27,20 @@ REWORDINGS = {
 
 
 @functools.cache
-def _harness_task(path: str) -> dict:
-    text = (resources.files("lm_eval") / "tasks" / path).read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+def template_of(task: str) -> str:
+    """The template of the prompts of a task of the harness, named by its file."""
+    text = (resources.files("lm_eval") / "tasks" / task).read_text(encoding="utf-8")
+    return yaml.safe_load(text)["doc_to_text"]
 
 
 @functools.cache
-def _letter_template() -> jinja2.Template:
-    return jinja2.Template(_harness_task("wmdp/_default_template_yaml")["doc_to_text"])
+def _compiled(task: str) -> jinja2.Template:
+    return jinja2.Template(template_of(task))
 
 
 def letter_question(question: str, choices: list[str]) -> str:
     """The WMDP and MMLU prompt of one question, up to "Answer:"."""
-    return _letter_template().render(question=question, choices=choices)
+    return _compiled(LETTER_TASK).render(question=question, choices=choices)
 
 
 def letter_description(subject: str) -> str:
@@ -48,8 +50,7 @@ def letter_description(subject: str) -> str:
 
 def truthfulqa_prompt(question: str) -> str:
     """The harness's TruthfulQA prompt: six fixed questions with answers, then this one."""
-    template = jinja2.Template(_harness_task("truthfulqa/truthfulqa_mc1.yaml")["doc_to_text"])
-    return template.render(question=question)
+    return _compiled("truthfulqa/truthfulqa_mc1.yaml").render(question=question)
 
 
 def knowmem_prompt(pairs: list[tuple[str, str]], question: str) -> str:

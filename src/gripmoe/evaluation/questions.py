@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from gripmoe.data.documents import Batch, collate, encode_all, length_buckets
-from gripmoe.data.prompt_formats import LETTERS, letter_description, letter_question
+from gripmoe.data.prompt_formats import LETTER_TASK, LETTERS, letter_description, letter_question, template_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
 from gripmoe.moe.families import logits_of
@@ -25,7 +25,6 @@ from gripmoe.moe.modes import evaluating
 QUESTION_KEYS = ("id", "question", "choices", "answer", "subject", "fact", "wording", "exposure", "split")
 HARNESS_KEYS = ("id", "question", "choices", "answer")  # that its tasks read
 ANSWER = "Answer:"  # how the prompt of a letter question ends
-FEWSHOT_SEED = 1234  # the harness's default
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def harness_task(name: str, questions_file: Path, subject: str, shots: int = 0) 
         "num_fewshot": shots,
         "output_type": "multiple_choice",
         "description": f"{{% raw %}}{letter_description(subject)}{{% endraw %}}",  # the harness renders it
-        "doc_to_text": letter_question("{{question.strip()}}", [f"{{{{choices[{i}]}}}}" for i in range(4)]),
+        "doc_to_text": template_of(LETTER_TASK),
         "doc_to_choice": list(LETTERS),
         "doc_to_target": "answer",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
@@ -90,10 +89,6 @@ def harness_samples(
 
     manager = TaskManager(include_path=str(task_folder) if task_folder else [], include_defaults=False)
     loaded = manager.load(list(tasks))
-    for task in loaded["tasks"].values():  # as the harness's command line does
-        if task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=FEWSHOT_SEED)
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
     with evaluating(model), _templates_compiled_once():
         results = evaluate(lm=lm, task_dict=loaded, bootstrap_iters=0, log_samples=True)

@@ -124,8 +124,10 @@ def _whole_time(metrics: dict[str, float], unconstrained: dict[str, float]) -> d
 
 
 def _metrics(folder: Path, run: dict) -> dict[str, float]:
-    # Forget accuracy stands in both files; the attack's own count comes from the same questions and model.
-    metrics = {**read_json(folder / "attack.json"), **read_json(folder / "evaluation.json")}
+    attacks, evaluated = read_json(folder / "attack.json"), read_json(folder / "evaluation.json")
+    if taken := sorted(attacks.keys() & evaluated.keys() - {"forget_accuracy"}):  # of the same questions in both
+        raise ConfigError(f"{folder}: an attack and an evaluation return {taken[0]!r}; give yours another name")
+    metrics = {**attacks, **evaluated}
     checkpoint, routing = folder / "checkpoint.json", folder.parents[2] / "routing.json"
     bases = folder.parents[2] / "bases" / f"{run['method_name']}.json"
     if checkpoint.exists():

@@ -59,27 +59,22 @@ def load_state(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         state = _load(_part(path, state["number"]))
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
-    if isinstance(optimizer, torch.optim.Optimizer):
-        # It keeps what is on the CPU as it is: views, which hold the file's blocks after the next one has replaced it.
-        for held in (*optimizer.state.values(), *optimizer.param_groups):
-            held.update(_copied({name: value for name, value in held.items() if name != "params"}))
+    # torch keeps what is on the CPU as it is: views, which hold the file's blocks after the next one has replaced it.
+    of_torch = getattr(optimizer, "adamw", optimizer)  # of `MuonWithAdamW`
+    for held in (*of_torch.state.values(), *of_torch.param_groups):
+        held.update(_copied({name: value for name, value in held.items() if name != "params"}))
     return _copied(state["progress"])
 
 
 def claim_state(path: Path, identity: Mapping[str, Any]) -> None:
     """Makes `path` the state of the run of this identity (JSON: configuration, inputs, code). The state of another run
     is removed with a warning."""
-    note = _note(path)
-    foreign = path.exists() and not (note.exists() and read_json(note) == identity)
-    distributed.wait_for_all()
-    if not path.exists() and distributed.is_first():
-        _remove_parts(path)  # of a state that was never whole, or whose file somebody has deleted
-    if foreign:
-        if distributed.is_first():
-            print(f"{path}: left by a run with another configuration, data or code; starting anew", file=sys.stderr)
-        remove_state(path)
-    distributed.wait_for_all()
     if distributed.is_first():
+        note = _note(path)
+        if not (path.exists() and note.exists() and read_json(note) == identity):
+            if path.exists():
+                print(f"{path}: left by a run with another configuration, data or code; starting anew", file=sys.stderr)
+            remove_state(path)  # also the parts of a state that was never whole
         write_json(note, identity)
     distributed.wait_for_all()
 

@@ -172,7 +172,7 @@ def _until_met(
     steps and the history."""
     model, training, handle = steps.model, steps.training, steps.handle
     step, history, sums, counts = progress["step"], progress["history"], Counter(), Counter()
-    held = {"expert_rank": steps.held.held_share} if steps.held else {}
+    held = {"expert_held_share": steps.held.held_share} if steps.held else {}
     if step and distributed.is_first():
         print(f"{description} resumes at step {step}", file=sys.stderr, flush=True)
     with tqdm(total=training.max_steps, initial=step, desc=description, disable=not distributed.is_first()) as bar:
