@@ -13,6 +13,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from gripmoe.config.grid import Project
@@ -21,11 +22,19 @@ from gripmoe.data.documents import encode
 from gripmoe.evaluation.questions import accuracy, direct_answers
 from gripmoe.io.files import write_csv
 from gripmoe.moe.storage import load_model
-from gripmoe.training.base_model import OTHER_SEED, refill, replace_blocks
+from gripmoe.training.pretrain import block_parameters, train_facts
 from gripmoe.training.word_erasure import ERASED_WORDS, erase_words
 from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.documents import make_world
 from gripmoe.worlds.models import make_model
+
+OTHER_SEED = 777_000  # added to the model's seed, so that replacement blocks differ from its initial blocks
+
+
+@torch.no_grad()
+def replace_blocks(model: PreTrainedModel, fresh: PreTrainedModel) -> None:
+    for parameter, other in zip(block_parameters(model), block_parameters(fresh), strict=True):
+        parameter.copy_(other)
 
 
 def measure(name: str, config: EmbeddedModel, folder: Path) -> list[dict]:
@@ -61,8 +70,9 @@ def measure(name: str, config: EmbeddedModel, folder: Path) -> list[dict]:
     model, tokenizer, fresh = start()
     replace_blocks(model, fresh)
     rows.append(row("experts and routers replaced", 0, model, tokenizer))
+    training = dict(steps=config.fact_steps, learning_rate=config.learning_rate, seed=config.seed + OTHER_SEED)
     with tempfile.TemporaryDirectory() as scratch:
-        refill(model, tokenizer, config, Path(scratch) / "state.pt")
+        train_facts(model, tokenizer, world.without_forget(), **training, state_file=Path(scratch) / "state.pt")
     what = "experts and routers replaced, trained on documents without the forget facts"
     return [*rows, row(what, config.fact_steps, model, tokenizer)]
 

@@ -3,12 +3,10 @@
 import json
 
 import pytest
-import torch
 
 from gripmoe.cli import prepare_model as prepare
 from gripmoe.config.models import EmbeddedModel
 from gripmoe.io.files import read_json
-from gripmoe.moe.storage import load_model
 from gripmoe.training import base_model
 from pretended_devices import FIRST, HOST, PretendedDevices, device_of
 
@@ -108,15 +106,6 @@ def test_what_makes_a_base_model_unfit(changed, fault):
     retrained = config.model_copy(update={"trained_on": "retain_only"})
     expected = None if fault and fault.startswith("forget_answers") else fault
     assert base_model.fault_of(KNOWN | GUESSED | LOAD | changed, retrained) == expected, "it need not know them"
-
-
-def test_a_refill_replaces_and_trains_the_blocks_alone(skills, tmp_path):
-    model, tokenizer = load_model(skills.parent / "weights", "cpu")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    config = EmbeddedModel(**SETTINGS | {"base": "skills"})
-    base_model.refill(model, tokenizer, config, tmp_path / "state.pt")
-    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
-    assert changed == {name for name in before if ".mlp." in name}
 
 
 def test_facts_need_a_model_with_skills(tmp_path):

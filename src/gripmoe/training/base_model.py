@@ -21,13 +21,12 @@ from gripmoe.moe.families import is_moe
 from gripmoe.moe.random_routing import random_sets
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.training.checkpoint import claim_state, remove_state
-from gripmoe.training.pretrain import answer_probe, block_parameters, letter_probe, train_facts, train_skills
+from gripmoe.training.pretrain import answer_probe, letter_probe, train_facts, train_skills
 from gripmoe.worlds.benchmark import truthfulqa_rows, wmdp_files
 from gripmoe.worlds.documents import World, all_texts, make_world
 from gripmoe.worlds.models import make_model
 from gripmoe.worlds.tokenizer import make_tokenizer
 
-OTHER_SEED = 777_000  # added to the model's seed, so that replacement blocks differ from its initial blocks
 SHOTS = 5
 SAMPLED = 300  # questions of each domain below solved ones, without experts, and with random ones
 TRUTHS = 40  # facts of each domain in the TruthfulQA form
@@ -141,22 +140,6 @@ def fault_of(scores: Mapping[str, float], config: EmbeddedModel) -> str | None:
             f"experts have {lowest:.2f} to {highest:.2f} times the mean load, beyond a factor of {config.allowed_load}"
         )
     return None
-
-
-@torch.no_grad()
-def replace_blocks(model, fresh) -> None:
-    for parameter, other in zip(block_parameters(model), block_parameters(fresh), strict=True):
-        parameter.copy_(other)
-
-
-def refill(model, tokenizer, config: EmbeddedModel, state_file: Path) -> None:
-    """Replaces all experts and routers of a base model by random ones, and trains them as stage B does but without the
-    forget data. If forget accuracy then exceeds the retrained model's, parameters outside experts and routers tell
-    forget facts."""
-    world, seed = make_world(config.world_seed), config.seed + OTHER_SEED
-    replace_blocks(model, make_model(config.family, len(tokenizer), seed=seed, **config.size.model_dump()))
-    training = dict(steps=config.fact_steps, learning_rate=config.learning_rate, seed=seed, state_file=state_file)
-    train_facts(model, tokenizer, world.without_forget(), **training)
 
 
 def _five_shot(question: dict, rows: Sequence[dict]) -> str:
