@@ -21,6 +21,9 @@ include: "workflow/rules/cluster.smk"
 include: "workflow/rules/plan.smk"
 
 
+require_known_settings()
+
+
 rule all:
     default_target: True
     input:

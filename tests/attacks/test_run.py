@@ -10,7 +10,6 @@ from gripmoe.attacks.base import Found, QuestionSetting, by_item, highest
 from gripmoe.attacks.run import attacks_on, run_attacks
 from gripmoe.auditing.inputs import OWN
 from gripmoe.cli.attack import codes_of
-from gripmoe.config.provenance import entry_of
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_jsonl
@@ -110,14 +109,13 @@ def test_two_attacks_do_not_return_one_metric():
         Found.joined([Found({"noise": 0.5}), Found({"other": 0.5}), Found({"noise": 0.7})])
 
 
-def test_an_attack_that_repeats_the_others_changes_with_them(monkeypatch):
-    named = {"silenced": "gripmoe.attacks.routers:silencing", "changes": "gripmoe.attacks.harmless:attack"}
-    attacks = attacks_on(OWN.benchmark.model_copy(update={"attacks": named}))
-    before = codes_of(attacks)
-    other = lambda each: "gripmoe.io.locks" if each is routers.silencing else entry_of(each)  # noqa: E731
-    monkeypatch.setattr("gripmoe.cli.attack.entry_of", other)
-    after = codes_of(attacks)
-    assert {name for name in attacks if after[name] != before[name]} == {"silenced", "changes"}
+def test_an_attack_that_repeats_the_others_changes_with_them():
+    named = {"mine": "gripmoe.attacks.routers:silencing", "changes": "gripmoe.attacks.harmless:attack"}
+    before, after = (
+        codes_of(attacks_on(OWN.benchmark.model_copy(update={"attacks": own})), own)
+        for own in (named, named | {"mine": "gripmoe.attacks.routers:search"})
+    )
+    assert {name for name in before if after[name] != before[name]} == {"mine", "changes"}
 
 
 def test_an_attack_of_ones_own_does_not_replace_one_of_the_package():

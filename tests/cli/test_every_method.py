@@ -450,6 +450,8 @@ def evaluated(root, folder, **benchmark):
 
 
 OWN_MEASURES = """
+from functools import partial
+
 from gripmoe.attacks.base import Found
 
 def halved(setting):
@@ -462,6 +464,8 @@ def halved(setting):
 
 def seconded(setting):
     return Found({"files": 1.0})
+
+other = partial(lambda setting, number: Found({"files": number}), number=2.0)
 
 def number_of_files(model, tokenizer, data):
     return len(list(data.glob("*.jsonl")))
@@ -486,6 +490,8 @@ def test_an_attack_and_a_metric_of_a_folder_are_measured(prepared, world, tmp_pa
     asked = evaluated(root, tmp_path / "run", attacks=own["attacks"] | {"second": "my_measures:seconded"})
     attack(**asked)
     assert read_json(tmp_path / "run" / "attacks.json") == attacks | {"files": 1.0}
+    attack(**evaluated(root, tmp_path / "run", attacks=own["attacks"] | {"second": "my_measures:other"}))
+    assert read_json(tmp_path / "run" / "attacks.json")["files"] == 2.0, "another function of that file"
     assert (root / "data" / "halved.txt").read_text() == "once ", "only the new attack is made"
     with (tmp_path / "my_measures.py").open("a") as file:
         file.write("# changed")

@@ -1,5 +1,6 @@
 """Verdicts by hand, and that every claim can be decided."""
 
+import re
 from importlib import resources
 from math import ceil
 
@@ -10,9 +11,13 @@ import yaml
 from scipy import stats
 
 from gripmoe.config.methods import method_table
+from gripmoe.config.reading import read_catalogue
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import write_yaml
 from gripmoe.reporting import claims, names
 from gripmoe.reporting.claims import (
     VERDICTS,
+    Claim,
     claims_table,
     differences,
     judge,
@@ -40,6 +45,24 @@ def runs(**values):
 
 def verdict(claim, **values):
     return judge(differences(runs(**values), claim), claim)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"relation": "<="}, "mine.relation: Input should be '>', '<' or '~'"),
+        ({"margn": 0.9}, "mine.margn: unknown key"),
+        ({"line": "paper"}, "mine.line"),
+    ],
+)
+def test_a_mistake_in_a_claim_is_named(tmp_path, change, message):
+    """Or a statement with another relation would be judged as one with >."""
+    valid = {"text": "x.", "line": "ours", "metric": "routing_stability", "left": "ptc", "relation": "<", "right": 0.5}
+    write_yaml(tmp_path / "claims.yaml", {"mine": valid})
+    assert read_catalogue(tmp_path / "claims.yaml", Claim)["mine"].right == 0.5
+    write_yaml(tmp_path / "claims.yaml", {"mine": valid | change})
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_catalogue(tmp_path / "claims.yaml", Claim)
 
 
 def test_pairs_are_runs_of_the_same_seed():

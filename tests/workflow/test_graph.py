@@ -12,6 +12,8 @@ import yaml
 from snakemake_executor_plugin_slurm.submit_string import get_submit_command
 
 from edits import edit
+from gripmoe.config.grid import Project
+from gripmoe.io.files import write_yaml
 from snakemake_runs import ROOT, SMOKE, planned, snakemake
 
 
@@ -92,6 +94,9 @@ def in_place_of(target, rule, script, world, folder):
     for name in re.search(r"input: (.*)", job)[1].split(", "):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text('{"retain_tokens": 100, "forget_tokens": 100}' if name.endswith(".json") else "")
+    records = folder / ".snakemake" / "metadata"  # or the made-up run.yaml would have other settings
+    records.mkdir(parents=True, exist_ok=True)
+    (records / "of_other_files").touch()
     command = folder / "bin" / "gripmoe"
     command.parent.mkdir(exist_ok=True)
     command.write_text(f"#!/bin/sh\n{script}\n")
@@ -181,14 +186,31 @@ def test_tables_of_the_runs_that_have_ended(tmp_path):
     world = f"world={SMOKE}"
     refused = snakemake("-n", "--config", world, "partial=1", directory=tmp_path, check=False)
     assert "--config partial: no run of smoke has ended" in refused
-    for name in ("run.yaml", "evaluation.json", "questions.csv", "attack.json", "attack_questions.csv"):
-        for folder in (run, run.parent.with_name("ptc") / "0"):
-            folder.mkdir(parents=True, exist_ok=True)
+    for folder in (run, run.parent.with_name("ptc") / "0"):
+        configured(tmp_path, folder.parent.name)
+        for name in ("evaluation.json", "questions.csv", "attack.json", "attack_questions.csv"):
             if "attack" not in name or folder == run:
                 (folder / name).touch()
     waited = [snakemake("-n", "--config", world, *partial, directory=tmp_path) for partial in ((), ("partial=1",))]
     runs = [re.search(r"^rule collect:\n +input: (.*)", output, re.M)[1].count("attack.json") for output in waited]
     assert runs == [6, 1]
+
+
+def configured(folder, method, **change):
+    """The run.yaml of a run of the smoke world, with some other settings."""
+    key = ("smoke", "wmdp_smoke", "gd", method, 0)
+    run = Project(ROOT / "workflow" / "config", str(SMOKE)).run(*key).model_dump(mode="json")
+    run["training"] = run["training"] and run["training"] | change
+    write_yaml(folder.joinpath("results", "smoke", *map(str, key), "run.yaml"), run)
+
+
+def test_without_its_records_snakemake_does_not_take_a_run_of_other_settings(tmp_path):
+    world = f"world={SMOKE}"
+    configured(tmp_path, "unconstrained")
+    assert planned(snakemake("-n", "--config", world, directory=tmp_path))["configure"] == 5, "one is there"
+    configured(tmp_path, "unconstrained", learning_rate=1.0)
+    refused = snakemake("-n", "--config", world, directory=tmp_path, check=False)
+    assert "unconstrained/0/run.yaml: this run has other settings than" in refused
 
 
 def test_a_budget_refuses_before_any_job(tmp_path):

@@ -14,6 +14,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.catalogues import own_code
 from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.io.files import read_yaml
 from gripmoe.reporting import RENDERING
 
 # The graph of a large world is millions of objects that stay: garbage collection among them took an eighth of the time.
@@ -111,6 +112,20 @@ def run_folders():
     if not ended and workflow.is_main_process:
         raise WorkflowError(f"--config partial: no run of {PROJECT.name} has ended; leave it out")
     return ended
+
+
+def require_known_settings():
+    """Snakemake keeps in .snakemake which settings a run was made with. Without these records a run of other settings
+    would count as made."""
+    if not workflow.is_main_process or any(Path(".snakemake/metadata").glob("*")):
+        return
+    for key in PROJECT.run_keys():
+        made = Path(RESULTS, *map(str, key), "run.yaml")
+        if made.exists() and read_yaml(made) != PROJECT.run(*key).model_dump(mode="json"):
+            raise WorkflowError(
+                f"{made}: this run has other settings than {PROJECT.world_file}, and .snakemake, which knew of them, is "
+                "gone. Delete the file to compute the run again, or take back the settings"
+            )
 
 
 def run_files(*names):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from gripmoe.attacks import harmless
+from gripmoe.attacks import harmless, relearning
 from gripmoe.attacks.base import NewsSetting, QuestionSetting, by_item
 from gripmoe.attacks.run import Attack, attacks_on, run_attacks, stored
 from gripmoe.cli import options
@@ -53,11 +53,14 @@ def attack(
     of_all = {
         "models": weights,
         "seed": run.seed,
-        "relearning": finetuning and finetuning.model_dump(mode="json"),
         "benchmark": benchmark.model_dump(mode="json", exclude={"attacks", "metrics"}),
         "files": [[file.name, file_digest(file)] for file in files],
     }
-    identities = {name: of_all | {"code": code} for name, code in codes_of(attacks).items()}
+    finetunes = {"relearning": finetuning and finetuning.model_dump(mode="json")}
+    identities = {
+        name: {**of_all, "code": code, **(finetunes if _relearns(attacks[name]) else {})}
+        for name, code in codes_of(attacks, benchmark.attacks).items()
+    }
     known = stored(state_file, identities)
     with exclusive(output.parent), recorded(provenance_of(output), attack, resumed=bool(known)):
         setting = None
@@ -72,14 +75,27 @@ def attack(
         write_json(output, found.metrics)
 
 
-def codes_of(attacks: Mapping[str, Attack]) -> dict[str, str | list[str]]:
-    """Digests of what each attack runs: of the package its code and that of every setting; of one's own its file and
-    all attacks of the package, which it may call. `harmless` repeats the others, so it has their digests too."""
+def _relearns(attack: Attack) -> bool:
+    """Whether an attack may read the settings of relearning: those of its module, `harmless`, which repeats them, and
+    one's own."""
+    return attack.__module__ in (relearning.__name__, harmless.__name__) or not _of_package(attack.__module__)
+
+
+def _of_package(module: str) -> bool:
+    return module.partition(".")[0] == "gripmoe"
+
+
+def codes_of(attacks: Mapping[str, Attack], own: Mapping[str, str]) -> dict[str, str | list[str]]:
+    """Digests of what each attack runs: of the package its code and that of every setting; of one's `own`, which a
+    benchmark names by its path, the path, its file, and all attacks of the package, which it may call. `harmless`
+    repeats the others, so it has their digests too."""
     codes: dict[str, str | list[str]] = {}
     for name, each in attacks.items():
-        if each.__module__.partition(".")[0] == "gripmoe":
-            codes[name] = code_fingerprint("gripmoe.attacks.base", "gripmoe.moe.storage:load_model", entry_of(each))
+        path = own.get(name) or entry_of(each)
+        module = path.partition(":")[0]
+        if _of_package(module):
+            codes[name] = code_fingerprint("gripmoe.attacks.base", "gripmoe.moe.storage:load_model", path)
         else:
-            file = Path(sys.modules[each.__module__].__file__)
-            codes[name] = code_fingerprint("gripmoe.cli.attack:attack") + file_digest(file)
+            file = Path(sys.modules[module].__file__)
+            codes[name] = f"{path} {file_digest(file)} {code_fingerprint('gripmoe.cli.attack:attack')}"
     return {name: list(codes.values()) if attacks[name] is harmless.attack else code for name, code in codes.items()}

@@ -9,7 +9,7 @@ from gripmoe.cli.common import run_and_benchmark
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.evaluation.letters import letter_metrics
-from gripmoe.evaluation.metrics import own_metrics, require_other_names
+from gripmoe.evaluation.metrics import as_number, own_metrics, require_other_names
 from gripmoe.evaluation.muse import News, leakage, mean_score, news_scores, privacy_leakage
 from gripmoe.evaluation.routing_stability import routing_metrics
 from gripmoe.io.errors import ConfigError
@@ -51,8 +51,7 @@ def evaluate(
             metrics, items = _news(benchmark, after, tokenizer, data, retrained_auc)
         else:
             metrics, items = letter_metrics(benchmark, after, tokenizer, data)
-        found = {name: metric(after, tokenizer, data) for name, metric in own.items()}
-        require_other_names(found, metrics)
+        require_other_names(own, metrics)
         if run.method.baseline and "tokens" in (card := read_json(checkpoint_file)):  # of its training
             metrics["tokens"] = card["tokens"]
         if is_moe(after):
@@ -60,8 +59,9 @@ def evaluate(
             metrics |= routing_metrics(benchmark, MoEModel(before), MoEModel(after), tokenizer, data)
         else:
             metrics["num_experts"] = 0  # tables then say why router metrics are missing
+        require_other_names(own, metrics)
+        found = {name: as_number(name, metric(after, tokenizer, data)) for name, metric in own.items()}
         write_csv(questions, items)
-        require_other_names(found, metrics)
         write_json(output, metrics | found)
 
 

@@ -85,6 +85,10 @@ class Project:
         for name in self.world.all_methods:
             if self.methods[name].baseline == "external" and name not in self.external:
                 raise ConfigError(f"{self.world_file}: methods: {name!r} is external; give its folder under `external`")
+        if twice := sorted({*self.world.methods} & {*self.world.external}):
+            raise ConfigError(
+                f"{self.world_file}: methods: {twice[0]!r} stands under `external` too; leave it out here"
+            )
         for objective in self.world.objectives:
             listed = self.world.methods_of(objective)
             for name in self.world.extra_methods.get(objective, []):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.data.prompt_formats import LETTERS
@@ -42,6 +43,15 @@ def choice_metrics(questions: Sequence[dict], answers: Sequence[Answer]) -> dict
 def own_metrics(benchmark: Benchmark) -> dict[str, Callable]:
     """The user's functions that the benchmark's row names. Raises ConfigError if one is missing."""
     return {name: imported(path, f"benchmarks.yaml: metrics.{name}") for name, path in benchmark.metrics.items()}
+
+
+def as_number(name: str, value: Any) -> float:
+    """What a metric of the user returns. Raises ConfigError if it is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        kind = type(value).__name__
+        raise ConfigError(f"benchmarks.yaml: metrics.{name}: the function returned a {kind}; return a number") from None
 
 
 def require_other_names(own: Collection[str], metrics: Collection[str]) -> None:

@@ -7,11 +7,13 @@ import json
 from math import nan
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pandas as pd
 
 from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.config.reading import read_catalogue
+from gripmoe.config.types import Name, Names, Strict
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import SHARED
@@ -31,8 +33,27 @@ MOST_UNITS = 100  # a number of base models or runs above it is not told
 POWER = 0.8  # the probability with which that number decides
 
 
+class Claim(Strict):
+    """A row of claims.yaml, which says what the keys mean."""
+
+    text: str
+    line: int | Literal["ours"]
+    metric: Name
+    left: Name
+    relation: Literal[">", "<", "~"]
+    right: int | float | Name
+    right_metric: Name | None = None
+    margin: int | float = 0
+    kind: Literal["letters", "news"] = "letters"
+    unreached: bool = False
+    each_objective: bool = False
+    objectives: Names | None = None
+
+
 def load_claims() -> dict[str, dict]:
-    return read_yaml(Path(__file__).with_name("claims.yaml"))
+    """The claims with the keys that their rows give. Raises ConfigError for a row that is not valid."""
+    claims = read_catalogue(Path(__file__).with_name("claims.yaml"), Claim)
+    return {name: claim.model_dump(exclude_unset=True) for name, claim in claims.items()}
 
 
 def primary_claims(family: str = "claims") -> list[str]:

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from itertools import product
 from math import isnan, nan
 from pathlib import Path
+from typing import Literal
 
 import pandas as pd
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.io.files import read_yaml
+from gripmoe.config.reading import read_catalogue
+from gripmoe.config.types import Name, Names, Strict
 from gripmoe.reporting import names
 from gripmoe.reporting.runs import KEYS, apart
 from gripmoe.reporting.tables import MISSING, Cell, Row, Table, fixed
@@ -38,9 +40,43 @@ def specification(name: str) -> dict:
     return tables[name]
 
 
+class ListedRow(Strict):
+    """A row of a block. It has the paper's values, if the paper prints some."""
+
+    method: Name
+    objective: Name | None = None
+    model: Name | None = None
+    label: str | None = None
+    paper: list[int | float | str | None] | None = None
+    line: int | str | None = None
+
+
+class Block(Strict):
+    rows: list[ListedRow]
+    name: str | None = None
+    objective: Name | None = None
+    benchmark: Name | None = None
+
+
+class Specification(Strict):
+    """An entry of comparisons.yaml, which says what the keys mean."""
+
+    title: str
+    paper: Names
+    measured: Names
+    blocks: list[Block]
+    model: Name | None = None
+    kind: Literal["letters", "news"] = "letters"
+    note: str | None = None
+    differences: bool = False
+    all_methods: bool = False
+    marks_best: bool = False
+
+
 @functools.cache
 def _specifications() -> dict[str, dict]:
-    return read_yaml(Path(__file__).with_name("comparisons.yaml"))
+    tables = read_catalogue(Path(__file__).with_name("comparisons.yaml"), Specification)
+    return {name: table.model_dump(exclude_unset=True) for name, table in tables.items()}
 
 
 def added_to(spec: dict) -> dict[str, str]:
