@@ -202,6 +202,17 @@ def test_a_corpus_without_documents_is_named(data, tmp_path):
         benchmark_files(data.model_copy(update={"forget_corpus": path}))
 
 
+def test_documents_that_are_left_out_are_counted(data, tmp_path, capsys):
+    texts = [
+        {"text": "Short ."},
+        *({"text": f"Document {number} is long enough for the corpus of forget documents ."} for number in range(3)),
+    ]
+    path = clone(tmp_path / "mixed", "cyber-forget-corpus", "train", texts)
+    files = benchmark_files(data.model_copy(update={"forget_corpus": path}))
+    assert len(files["forget_corpus"]) == 3
+    assert "data.forget_corpus: 1 of 4 texts are left out: below 50 characters" in capsys.readouterr().err
+
+
 def test_the_subject_of_own_questions_is_named_by_the_catalogue(data):
     subjects = [
         {row["subject"] for row in benchmark_files(data.model_copy(update=own))["forget_questions"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -208,5 +209,9 @@ def _documents(rows: Iterable[dict], domain: str) -> list[dict]:
     if not documents:
         raise ConfigError(
             f"{where}: none of its {len(texts)} texts has {MIN_CHARACTERS} characters: a row is a document"
+        )
+    if short := len(texts) - len(documents):
+        print(
+            f"{where}: {short} of {len(texts)} texts are left out: below {MIN_CHARACTERS} characters", file=sys.stderr
         )
     return documents
