@@ -4,12 +4,14 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 
 from gripmoe.config import fingerprint, training
 from gripmoe.config.methods import method_table
 from gripmoe.reporting import RENDERING, names
+from gripmoe.reporting.runs import apart
 
 
 def test_models_of_one_name_differ_by_their_seed_and_facts_alone():
@@ -35,6 +37,14 @@ def test_known_methods_come_first_and_sweeps_stay_out():
     assert names.ordered(listed) == ["unconstrained", "frozen_router", "alpha", "zeta"]
     assert names.ordered(["anchored_eps_1em3"]) == ["anchored_eps_1em3"], "of one's own, which no other table has"
     assert [names.objective_label(name) for name in ("rmu", "my_loss", "none")] == ["RMU", "my loss", ""]
+
+
+def test_benchmarks_of_one_label_are_pooled_unless_one_base_model_has_both():
+    """Then they have other settings, and their runs would count twice."""
+    of_two = pd.DataFrame([("tiny_a", "wmdp_tiny"), ("tiny_c", "wmdp_tiny_1")], columns=["model", "benchmark"])
+    of_one = pd.DataFrame([("tiny_a", "wmdp_tiny"), ("tiny_a", "wmdp_tiny_erasure")], columns=["model", "benchmark"])
+    assert [name for name, _ in apart(of_two)] == [""]
+    assert {name: len(rows) for name, rows in apart(of_one)} == {"wmdp_tiny": 1, "wmdp_tiny_erasure": 1}
 
 
 def test_every_objective_has_a_label_in_the_packages_order():

@@ -29,11 +29,18 @@ def values_of(runs: pd.DataFrame, metric: str) -> pd.Series:
 
 def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
     """The rows that may be pooled, and their name: those of base models of one kind on one benchmark, or of other
-    columns, as `by` says. The name is empty if all rows may be pooled."""
+    columns, as `by` says. The name is empty if all rows may be pooled. Benchmarks of one label that one base model has
+    are not pooled: they are other settings, not other facts."""
     labels = {"model": names.model_label, "benchmark": names.benchmark_label, "objective": names.objective_label}
     shown = {
         column: table[column].map({value: labels[column](value) for value in table[column].unique()}) for column in by
     }
+    if "benchmark" in shown:
+        label, pair = shown["benchmark"], table[["model", "benchmark"]]
+        several = (
+            pair.assign(label=label).drop_duplicates().loc[lambda pairs: pairs.duplicated(["model", "label"]), "label"]
+        )
+        shown["benchmark"] = label.where(~label.isin(several), table.benchmark)
     differ = [column for column, labelled in shown.items() if labelled.nunique() > 1]
     if not differ:
         return [("", table)]
