@@ -109,8 +109,10 @@ def test_of_two_processes_on_a_run_one_is_refused(step, tmp_path, monkeypatch, c
     flags = [option.opts[0].removeprefix("--") for option in load(step).params if option.required]
     paths = {flag: folder / "result.json" if flag == "output" else tmp_path / flag for flag in flags}
     paths["data"] = tmp_path
-    for flag in {"trace", "forget-trace", "checkpoint", "retain-corpus"} & set(flags):
+    for flag in {"trace", "forget-trace", "retain-corpus"} & set(flags):
         paths[flag].touch()
+    if "checkpoint" in flags:
+        write_json(paths["checkpoint"], {"weights": "0"})
     arguments = [step, *(f"--{flag}={({**paths, **given})[flag]}" for flag in flags)]
     with held(folder) as owner:
         assert main(arguments) == 2

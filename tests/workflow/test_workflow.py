@@ -366,8 +366,10 @@ class TestRun:
             ("gripmoe.training.objectives:GradientDifference.forget_loss",),
             ("results/smoke/smoke/wmdp_smoke/gd/unconstrained/0/run.yaml:seed", 1),
         ]
+        with edited(finished, *edits[:2], unseen=True):
+            plan = planned(dry_run(finished))
         with edited(finished, *edits, unseen=True):
-            plan, result = planned(dry_run(finished)), verified(finished)
+            result = verified(finished)
         shutil.rmtree(records, ignore_errors=True)
         aside.rename(records)
         assert plan == {} and result.returncode == 2

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from gripmoe.attacks import harmless, relearning
 from gripmoe.attacks.base import NewsSetting, QuestionSetting, by_item
 from gripmoe.attacks.run import Attack, attacks_on, run_attacks, stored
 from gripmoe.cli import options
 from gripmoe.cli.common import run_and_benchmark
+from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.provenance import entry_of, provenance_of, recorded
 from gripmoe.config.reading import parse_settings
@@ -48,31 +50,38 @@ def attack(
     run, benchmark = run_and_benchmark(run_file, benchmark_settings)
     finetuning = parse_settings(Relearning | None, settings)
     state_file, attacks = output.with_name("attack_state.json"), attacks_on(benchmark)
-    weights = [read_json(path)["weights"] for path in (model_file, checkpoint_file)]
+    with exclusive(output.parent):
+        weights = [read_json(path)["weights"] for path in (model_file, checkpoint_file)]
+        identities = _identities(attacks, benchmark, data, finetuning, models=weights, seed=run.seed)
+        known = stored(state_file, identities)
+        with recorded(provenance_of(output), attack, resumed=bool(known)):
+            setting = None
+            if len(known) < len(attacks):
+                before = MoEModel(load_model(model_file.parent / "weights", device="cpu")[0])
+                model, tokenizer = load_model(checkpoint_file.parent / "weights")
+                given = (before, MoEModel(model), tokenizer, data, benchmark, run.seed, finetuning)
+                setting = (NewsSetting if benchmark.is_news else QuestionSetting)(*given)
+            description = f"attacks on {run.objective}/{run.method_name}/{run.seed}"
+            found = run_attacks(attacks, setting, state_file, identities, description)
+            write_csv(questions, by_item(found))
+            write_json(output, found.metrics)
+
+
+def _identities(
+    attacks: Mapping[str, Attack], benchmark: Benchmark, data: Path, finetuning: Relearning | None, **others: Any
+) -> dict[str, dict[str, Any]]:
+    """What the result of each attack depends on."""
     files = (*sorted(data.glob("*.jsonl")), *map(Path, benchmark.rewrites.values()))
     of_all = {
-        "models": weights,
-        "seed": run.seed,
+        **others,
         "benchmark": benchmark.model_dump(mode="json", exclude={"attacks", "metrics"}),
         "files": [[file.name, file_digest(file)] for file in files],
     }
     finetunes = {"relearning": finetuning and finetuning.model_dump(mode="json")}
-    identities = {
+    return {
         name: {**of_all, "code": code, **(finetunes if _relearns(attacks[name]) else {})}
         for name, code in codes_of(attacks, benchmark.attacks).items()
     }
-    known = stored(state_file, identities)
-    with exclusive(output.parent), recorded(provenance_of(output), attack, resumed=bool(known)):
-        setting = None
-        if len(known) < len(attacks):
-            before = MoEModel(load_model(model_file.parent / "weights", device="cpu")[0])
-            model, tokenizer = load_model(checkpoint_file.parent / "weights")
-            given = (before, MoEModel(model), tokenizer, data, benchmark, run.seed, finetuning)
-            setting = (NewsSetting if benchmark.is_news else QuestionSetting)(*given)
-        description = f"attacks on {run.objective}/{run.method_name}/{run.seed}"
-        found = run_attacks(attacks, setting, state_file, identities, description)
-        write_csv(questions, by_item(found))
-        write_json(output, found.metrics)
 
 
 def _relearns(attack: Attack) -> bool:
