@@ -21,6 +21,7 @@ def make_adamw(kind: str, groups: Iterable[Mapping[str, Any]], **settings) -> to
     """AdamW of a `kind`: "adamw" keeps two states in the dtype of each parameter; "adamw_8bit" keeps them in 8 bits,
     and rounds bf16 weights stochastically, since most would never move under rounding to nearest; "adamw_fp32" updates
     weights of any dtype as if they were in fp32. Raises ConfigError if "adamw_8bit" is asked for without torchao."""
+    require_optimizer(kind)
     if kind == "adamw":
         return torch.optim.AdamW(groups, fused=True, **settings)
     if kind == "adamw_fp32":
