@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gripmoe.config.grid import NO_OBJECTIVE
-from gripmoe.config.methods import method_table
 from gripmoe.io.files import read_yaml
 
 CHANCE = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike
@@ -43,12 +42,12 @@ MARKS: dict[str, str] = NAMES["marks"]
 COLOURS = {name: method.colour for name, method in METHODS.items() if method.colour}
 
 
-SWEPT = {name for name in method_table() if re.search(r"_eps_\d+em\d+$", name)}
+SWEPT = re.compile(r"(expert_specific|expert_specific_paper|early|middle|late)_eps_\d+em\d+")
 
 
 def is_swept(method: str) -> bool:
     """Whether a method is a row of a threshold sweep of the package."""
-    return method in SWEPT
+    return SWEPT.fullmatch(method) is not None
 
 
 def ordered(names: Iterable[str], known: Iterable[str] = tuple(METHODS)) -> list[str]:
