@@ -469,6 +469,9 @@ other = partial(lambda setting, number: Found({"files": number}), number=2.0)
 
 def number_of_files(model, tokenizer, data):
     return len(list(data.glob("*.jsonl")))
+
+def no_number(model, tokenizer, data):
+    return None
 """
 
 
@@ -497,6 +500,8 @@ def test_an_attack_and_a_metric_of_a_folder_are_measured(prepared, world, tmp_pa
         file.write("# changed")
     attack(**asked)
     assert (root / "data" / "halved.txt").read_text() == "once once "
+    with pytest.raises(ConfigError, match="metrics.none: the function returned a NoneType; return a number"):
+        evaluated(root, tmp_path / "run", metrics={"none": "my_measures:no_number"})
     with pytest.raises(ConfigError, match="attacks.absent: .*is its file on PYTHONPATH"):
         attack(**evaluated(root, tmp_path / "run", attacks={"absent": "my_measures:absent"}))
 

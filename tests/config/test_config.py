@@ -231,6 +231,9 @@ def test_an_external_checkpoint_is_a_run_of_its_original_model(folder):
     assert project.external == {"mine": {"tiny_b": "saves/mine"}} and "mine" in project.world.all_methods
     run = project.run("tiny_b", "wmdp_tiny", "none", "mine", 0)
     assert run.training is None and run.method.baseline == "external"
+    write_yaml(folder / "twice.yaml", world | {"methods": ["original", "mine"]})
+    with pytest.raises(ConfigError, match="twice.yaml: methods: 'mine' stands under `external` too"):
+        Project(folder, "twice")
     write_yaml(folder / "two.yaml", world | {"external": {"mine": "saves/mine"}})
     with pytest.raises(ConfigError, match="two.yaml: external.mine: the world has 2 models; give {tiny_a: saves/mine}"):
         Project(folder, "two")
@@ -363,6 +366,12 @@ def test_mistakes_are_named(folder, file, change, message):
         Project(folder, "tiny")
     assert message in str(error.value)
     assert str(folder) in str(error.value), "the file is named"
+
+
+def test_a_key_named_as_a_kind_of_data_is_named(folder):
+    (folder / "more.yaml").write_text("extends: tiny\ngpus: {muse: 0}\n")
+    with pytest.raises(ConfigError, match="more.yaml: gpus.muse: "):
+        Project(folder, "more")
 
 
 def test_a_finetuned_models_batches_are_shared_too(folder):

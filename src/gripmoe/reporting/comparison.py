@@ -70,7 +70,7 @@ class Specification(Strict):
     note: str | None = None
     differences: bool = False
     all_methods: bool = False
-    marks_best: bool = False
+    marks_best: bool = True
 
 
 @functools.cache
