@@ -55,6 +55,9 @@ def test_collecting_runs(tmp_path):
     write_csv(cell / "attack_questions.csv", [{"id": "dev/1", "forget_accuracy": 0.0, "noisy_routing": 1.0}])
     with pytest.raises(ConfigError, match=r"attack_questions.csv: 'dev/1' is no test question"):
         collect_runs([cell], *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
+    write_json(cell / "attack.json", {"num_experts": 3.0})
+    with pytest.raises(ConfigError, match="cell: an attack and an evaluation return 'num_experts'"):
+        collect_runs([cell], *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
     (tmp_path / "bad.csv").write_text("model,value\nm,1\n")
     with pytest.raises(ValueError, match="no column benchmark"):
         load_runs(tmp_path / "bad.csv")
