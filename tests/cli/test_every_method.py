@@ -470,6 +470,11 @@ other = partial(lambda setting, number: Found({"files": number}), number=2.0)
 def number_of_files(model, tokenizer, data):
     return len(list(data.glob("*.jsonl")))
 
+def breaking(model, tokenizer, data):
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    return 1
+
 def no_number(model, tokenizer, data):
     return None
 """
@@ -500,6 +505,9 @@ def test_an_attack_and_a_metric_of_a_folder_are_measured(prepared, world, tmp_pa
         file.write("# changed")
     attack(**asked)
     assert (root / "data" / "halved.txt").read_text() == "once once "
+    evaluated(root, tmp_path / "run", metrics={"files": "my_measures:breaking"})
+    others = metrics | {"files": 1.0}
+    assert read_json(tmp_path / "run" / "metrics.json") == others, "what it breaks is measured before"
     with pytest.raises(ConfigError, match="metrics.none: the function returned a NoneType; return a number"):
         evaluated(root, tmp_path / "run", metrics={"none": "my_measures:no_number"})
     with pytest.raises(ConfigError, match="attacks.absent: .*is its file on PYTHONPATH"):
