@@ -9,7 +9,7 @@ import yaml
 
 def edit(root: Path, place: str, value=None) -> Path:
     """Edits a checkout in `root` and returns the file: "gripmoe.moe.storage:load_model" or "gripmoe.config.world:World"
-    get a statement more, "gripmoe.reporting.names:CHANCE" (or a parameter, named after its function) a value that
+    get a statement more, "gripmoe.reporting.names:FORGOTTEN" (or a parameter, named after its function) a value that
     another expression gives, "gripmoe.training.objectives" a name that nothing uses,
     "gripmoe.reporting.claims:claims.yaml" beside that module a key more, a notebook a word more;
     "folder/settings.yaml:key.subkey" becomes `value`."""

@@ -58,6 +58,32 @@ def test_answers_may_be_letters(asked):
         assert rows_of(own(answers, asked.retain)) == rows_of(own(asked.forget, asked.retain))
 
 
+def test_nan_in_documents_is_nothing(asked):
+    plain = asked.retain_text
+    as_pandas_gives_them = [{**row, "id": float("nan"), "prompt": float("nan")} for row in plain]
+    own_text = own(asked.forget, asked.retain, retain_text=as_pandas_gives_them).files["retain_corpus"]
+    numbered = own(asked.forget, asked.retain, retain_text=[row["text"] for row in plain]).files["retain_corpus"]
+    assert own_text == numbered
+    with pytest.raises(ConfigError, match="`prompt` of document 'retain/0' is no text"):
+        own(asked.forget, asked.retain, retain_text=[{"text": "A text of words.", "prompt": 5}])
+    with pytest.raises(ConfigError, match="--retain-text: row 1 has no `text`"):
+        own(asked.forget, asked.retain, retain_text=5)
+
+
+def test_facts_are_counted_among_the_questions_that_attacks_ask(asked):
+    """Of 1,500 questions about one fact and one question each about four others, an attack asks the first alone."""
+    questions = [
+        {**asked.forget[0], "id": f"q{n}", "question": f"Question {n}?", "fact": "one", "split": "test"}
+        for n in range(1500)
+    ]
+    questions += [
+        {**row, "id": f"other{n}", "fact": f"f{n}", "split": "test" if n < 4 else "dev"}
+        for n, row in enumerate(asked.forget[1:20])
+    ]
+    with pytest.raises(ConfigError, match="are about 1 facts"):
+        own(questions, asked.retain)
+
+
 def test_documents_need_a_token_that_is_predicted(asked, tokenizer):
     """A prompt that is null is none."""
     texts = [{**row, "prompt": None} for row in asked.retain_text]

@@ -138,6 +138,14 @@ def test_a_model_too_large_is_refused_before_it_is_loaded(pair, tmp_path, monkey
     with pytest.raises(ConfigError, match="choose --attacks without relearning"):
         models.check_memory(small, Relearning(learning_rate=1e-3), 2)
     models.check_memory(small, None, 2)
+    monkeypatch.setattr("os.sysconf", lambda name: 2**20)
+    group = tmp_path / "system" / "job_1"
+    group.mkdir(parents=True)
+    (tmp_path / "cgroup").write_text("0::/system/job_1/step\n")
+    (tmp_path / "system" / "memory.max").write_text("max\n")
+    assert models.host_memory(tmp_path / "cgroup", tmp_path) == 2**40, "without a limit"
+    (group / "memory.max").write_text("64000\n")
+    assert models.host_memory(tmp_path / "cgroup", tmp_path) == 64000
 
 
 def test_an_adapter_is_merged_into_the_original(pair, tokenizer, tmp_path):

@@ -46,6 +46,19 @@ def test_selected_scores_stay_under_adamw_and_margins_are_nobodys_business():
     assert (MoEModel(model).theta(0) - start[0]).abs().max() > 0.01, "the router did move"
 
 
+def test_one_holder_of_routers_at_a_time():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gripmoe.constrain(model, optimizer, RETAIN), pytest.raises(ValueError, match="another handle holds"):
+        gripmoe.reparameterize(model, RETAIN).__enter__()
+    with gripmoe.reparameterize(model, RETAIN):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="leave its block first"):
+            gripmoe.constrain(model, optimizer, RETAIN)
+        with pytest.raises(ValueError, match="leave its block first"):
+            gripmoe.reparameterize(model, RETAIN).__enter__()
+
+
 @pytest.mark.parametrize("method", ["reparameterize", "expert_specific_paper"])
 @pytest.mark.parametrize("precision, dtype", [("highest", torch.float32), ("high", torch.float64)])
 def test_where_tf32_rounds_products_routers_are_projected_in_fp64(method, precision, dtype, monkeypatch):

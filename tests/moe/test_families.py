@@ -1,6 +1,7 @@
 """Every family: a tiny random model of each, built from its own configuration."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from gripmoe.constraints.realignment import make_correction
 from gripmoe.data.documents import IGNORED, Row, collate
 from gripmoe.geometry.routing import SelectionRule, jaccard, route, routing_stability
 from gripmoe.moe import MoEModel, storage
-from gripmoe.moe.families import DENSE, FAMILIES
+from gripmoe.moe.families import DENSE, FAMILIES, Family, has_experts
 from gripmoe.training import loop
 from gripmoe.training.objectives import GradientDifference, make_objective, token_logprobs
 from training.test_loop import CORPORA, NEVER, TRAINING
@@ -344,6 +345,13 @@ def test_a_registered_family_is_held_and_a_wrong_rule_is_refused(monkeypatch):
     gripmoe.register_family("minimax_m2", weigh)  # which leaves out the bias
     with pytest.raises(ValueError, match="missing: a rule that selects what the router of layer 0 has selected"):
         make("minimax_m2").trace([batch])
+
+
+def test_a_family_tells_of_experts_that_its_configuration_does_not_count(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "mine", Family(lambda *_: None))
+    assert has_experts(types.SimpleNamespace(model_type="mine", number_of_ffns=8))
+    assert not has_experts(types.SimpleNamespace(model_type="mine", num_experts=0))
+    assert not has_experts(types.SimpleNamespace(model_type="llama"))
 
 
 def test_the_biases_of_a_router_are_a_part_of_it(moe, family):

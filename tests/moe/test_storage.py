@@ -1,5 +1,7 @@
 """Bases on disk: whose they are, and how many of them are kept in memory; routers that are not rounded there."""
 
+import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -99,6 +101,25 @@ def test_the_folder_where_one_works_is_written_to(tmp_path, tokenizer, monkeypat
     monkeypatch.chdir(tmp_path / "here")
     digest = gripmoe.save_model(small_model(vocabulary_size=len(tokenizer)), tokenizer, ".")
     assert weights_digest(gripmoe.load_model(tmp_path / "here")[0]) == digest
+
+
+def test_a_link_stays_and_others_may_read_as_the_umask_says(tmp_path, tokenizer):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "saved").symlink_to(tmp_path / "scratch")
+    old = os.umask(0o002)
+    try:
+        gripmoe.save_model(small_model(vocabulary_size=len(tokenizer)), tokenizer, tmp_path / "saved")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "saved").is_symlink()
+    weights = [tmp_path / "scratch" / name for name in ("model.safetensors", storage.ROUTERS)]
+    assert {file.stat().st_mode & 0o777 for file in weights} == {0o664}
+
+
+def test_weights_of_other_shapes_than_the_configuration_are_refused(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 24}))
+    refused(gripmoe.load_model, folder, "", "no model can be read from here")
 
 
 def test_what_is_no_whole_model_is_not_saved(tmp_path, tokenizer):

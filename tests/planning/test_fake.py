@@ -18,7 +18,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.planning import fake
 from gripmoe.planning.cost import Costs, Step
-from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, layers_of
+from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, dimensions, layers_of
 
 PAPER = Project(Path(__file__).parents[2] / "workflow" / "config", "paper")
 PUBLISHED = {  # as their config.json have them
@@ -392,5 +392,8 @@ def test_processes_share_experts():
 
 
 def test_without_dimensions_it_says_what_to_do():
+    for config in ({"num_hidden_layers": 4}, {"model_type": "no_such"}, {"model_type": "olmoe", "hidden_size": "wide"}):
+        with pytest.raises(NotMeasurable, match="'nobody/nothing': `config:` of its row in models.yaml: "):
+            dimensions({"id": "nobody/nothing", "revision": None, "config": config})
     with pytest.raises(NotMeasurable, match="write its dimensions under `config:`"):
         measure({**unlearning(), "model": row(None)})

@@ -23,6 +23,26 @@ def test_measured_and_paper_stand_apart():
     assert {"RA", "RA ±", "paper: RA 5-shot"} <= set(frame.columns)
 
 
+def test_what_follows_a_mean_is_told_by_the_number_of_base_models():
+    """Whatever the number of seeds: seeds of one base model are not counted as units beside another."""
+    runs, told = synthetic(), {}
+    for models in ("a", "ab", "abc"):
+        table = comparison(pd.concat([runs.assign(model=f"tiny_{name}") for name in models]), "main_results")
+        told[models] = next(note for note in table.notes if note.startswith("Mean over"))
+    assert " ± half the range, " in told["a"]
+    assert " ± half the range of two base models, " in told["ab"]
+    assert " ± 95 % t-interval over base models" in told["abc"]
+
+
+def test_settings_that_differ_are_all_shown():
+    runs = synthetic()
+    rates = runs[runs.metric == "reached"].assign(metric="setting_learning_rate")
+    rates = rates.assign(value=rates.seed.map({0: 1e-3, 1: 5e-4}))
+    table = comparison(pd.concat([runs, rates]), "hyperparameters")
+    measured = next(dict(zip(table.columns, cells, strict=True)) for _, cells, _ in table.rows if cells[0].text != "–")
+    assert measured["rate"].text == "0.001 or 0.0005"
+
+
 def test_base_models_of_different_kinds_are_not_pooled():
     runs = synthetic()
     other = runs.assign(model="olmoe", value=runs.value.where(runs.metric != "retain_accuracy", 0.1))

@@ -13,6 +13,7 @@ from gripmoe.reporting.collect import computed_with
 from gripmoe.reporting.comparison import comparison
 from gripmoe.reporting.figures import (
     PAPER_WIDTH,
+    at_equal_levels,
     expected_overlap,
     forget_utility_tradeoff,
     house_style,
@@ -113,6 +114,16 @@ def test_figures_of_whatever_runs_there_are(shown):
     drawn = [routing_stability_by_layer(runs), forcing_vulnerability(runs)]
     drawn.append(forget_utility_tradeoff(runs.assign(step=1)))
     assert all(figure.axes or figure.texts for figure in drawn)
+
+
+def test_a_run_that_comes_back_is_followed_where_it_first_falls_to_a_level():
+    """Between the check before and the first one at the level, not between two checks of which a third lies higher."""
+    run = pd.DataFrame({"step": range(4), "fa": [0.9, 0.5, 0.6, 0.4], "ra": [0.9, 0.8, 0.7, 0.5]})
+    levels, line = at_equal_levels([run], "fa", "ra")
+    at = dict(zip(levels.round(6), line, strict=True))
+    assert at[0.9] == pytest.approx(0.9) and at[0.4] == pytest.approx(0.5)
+    assert np.interp(0.45, levels, line) == pytest.approx(0.55, abs=0.01), "a quarter of the way from 0.4 to 0.6"
+    assert np.interp(0.7, levels, line) == pytest.approx(0.85, abs=0.01)
 
 
 def test_layers_by_hand():

@@ -104,7 +104,7 @@ EDITS = [
     ("gripmoe.attacks.base:SAMPLE", None, ["attack"]),
     ("gripmoe.attacks.prompts:prompt_attacks.seed", None, ["attack"]),
     ("gripmoe.evaluation.stop_rule:RETAIN_QUESTIONS", None, ["unlearn"]),
-    ("gripmoe.reporting.names:CHANCE", None, RENDERING),
+    ("gripmoe.reporting.names:FORGOTTEN", None, RENDERING),
     ("gripmoe.reporting.comparison:comparisons.yaml", None, RENDERING),
     # How a benchmark is measured: no training.
     ("workflow/config/benchmarks.yaml:wmdp_smoke.evaluation_batch_size", 64, MEASURING),
@@ -362,7 +362,7 @@ class TestRun:
         records = finished / ".snakemake" / "metadata"
         aside = records.rename(records.with_name("aside"))
         edits = [
-            ("gripmoe.reporting.names:CHANCE",),
+            ("gripmoe.reporting.names:FORGOTTEN",),
             ("gripmoe.training.objectives:GradientDifference.forget_loss",),
             ("results/smoke/smoke/wmdp_smoke/gd/unconstrained/0/run.yaml:seed", 1),
         ]

@@ -117,7 +117,7 @@ class QuestionSetting(Setting):
 
     @cached_property
     def sample(self) -> list[dict]:
-        return random.Random(0).sample(self.forget, min(SAMPLE, len(self.forget)))
+        return sample_of(self.forget)
 
     @property
     def ids(self) -> list[str]:
@@ -173,6 +173,11 @@ class QuestionScores(list[float]):
     def given(self) -> list[tuple[int, float]]:
         """For each answer, the number of the chosen letter and its probability."""
         return [(each.chosen, round(exp(each.letter_logprobs[each.chosen]), 4)) for each in self.answers]
+
+
+def sample_of(questions: Sequence[dict]) -> list[dict]:
+    """The questions that attacks with many evaluations ask."""
+    return random.Random(0).sample(questions, min(SAMPLE, len(questions)))
 
 
 def mean(scores: Scores) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gripmoe.attacks.base import sample_of
 from gripmoe.attacks.relearning import is_about
 from gripmoe.config.benchmarks import Benchmark, PublishedData
 from gripmoe.config.reading import parse_as, read_catalogue, require_known
@@ -261,7 +262,7 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
             raise ConfigError(
                 f"{where} has {count} choices; a question has a list of {CHOICES}, for the letters A to D"
             )
-        texts = [str(choice).strip() for choice in choices if choice is not None]
+        texts = [str(choice).strip() for choice in choices if not _missing(choice)]
         if len(list(filter(None, texts))) < CHOICES:
             raise ConfigError(f"{where}: choices {list(choices)!r} are not all texts; give four, or leave the row out")
         answer = _index(answer)
@@ -306,7 +307,7 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
             f"{name}: no question is of the split {min(missing)!r}, which a hash of the question decides: give a "
             "column `split` with both, or more questions"
         )
-    tested = {row["fact"] for row in questions if row["split"] == "test"}
+    tested = {row["fact"] for row in sample_of([row for row in questions if row["split"] == "test"])}
     if len(tested) < FEWEST_FACTS:
         raise ConfigError(
             f"{name}: the questions of the split 'test' are about {len(tested)} facts (column `fact`); an interval "
@@ -348,12 +349,12 @@ def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
     elif isinstance(source, str | Path):
         name, rows = _rows(source, flag, "text")
     else:
-        rows = [{"text": row} if isinstance(row, str) else row for row in source]
-        name, rows = _rows(rows, flag, "text")
+        texts = source if isinstance(source, Iterable) else [source]  # which `_rows` refuses
+        name, rows = _rows([{"text": row} if isinstance(row, str) else row for row in texts], flag, "text")
     documents = [
         {
-            "id": f"{kind}/{number}" if row.get("id") is None else str(row["id"]),
-            "prompt": row.get("prompt") or "",
+            "id": f"{kind}/{number}" if _missing(row.get("id")) else str(row["id"]),
+            "prompt": "" if _missing(row.get("prompt")) else row["prompt"],
             "text": row["text"],
         }
         for number, row in enumerate(rows)
@@ -363,8 +364,9 @@ def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
         raise ConfigError(
             f"{name}: the id {twice[0]!r} stands twice; give each document an id of its own, as FACT/NUMBER"
         )
-    if wrong := [row["id"] for row in documents if not isinstance(row["text"], str)]:
-        raise ConfigError(f"{name}: `text` of document {wrong[0]!r} is no text; give a string, or leave the row out")
+    for key, remedy in (("text", "leave the row out"), ("prompt", "leave it out")):
+        if wrong := [row["id"] for row in documents if not isinstance(row[key], str)]:
+            raise ConfigError(f"{name}: `{key}` of document {wrong[0]!r} is no text; give a string, or {remedy}")
     if not documents:
         raise ConfigError(f"{name}: there is no text in it; give documents, or leave the flag out")
     return documents

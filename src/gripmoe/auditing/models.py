@@ -210,7 +210,7 @@ def needed(found: Located, relearning: Relearning | None, models: int) -> tuple[
 def check_memory(found: Located, relearning: Relearning | None, models: int) -> str:
     """A line with the memory that the models need and the machine has. Raises ConfigError if the models do not fit."""
     devices, host = needed(found, relearning, models)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = host_memory()
     places = [("this machine", devices + host, memory)]
     if torch.cuda.is_available():
         cards = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
@@ -222,6 +222,17 @@ def check_memory(found: Located, relearning: Relearning | None, models: int) -> 
         remedy = "choose --attacks without relearning" if fits else "take a larger machine, or more GPUs"
         raise ConfigError(f"{found.flag}: too large: {line}; {remedy}")
     return line
+
+
+def host_memory(group: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may use: of the machine, or of the job or container (cgroup v2) if that has less."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    own = group.read_text(encoding="utf-8").rpartition("0::/")[2].strip() if group.exists() else ""
+    for folder in [groups / own, *(groups / own).parents]:
+        limit = folder / "memory.max"
+        if limit.is_file() and (text := limit.read_text(encoding="utf-8").strip()).isdigit():
+            limits.append(int(text))
+    return min(limits)
 
 
 def _size(count: float) -> str:

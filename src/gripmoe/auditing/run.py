@@ -74,6 +74,7 @@ def audit(
 
     Raises ConfigError, a ValueError, for unusable inputs, for models that differ in more than weights, and for weights
     that are not finite; ModuleNotFoundError without the extras `eval` and `report`."""
+    started = time.monotonic()
     require_extras("eval", "report")
     if isinstance(attacks, str):
         raise ConfigError(f"--attacks: {attacks!r} is a string; give a list of names")
@@ -123,7 +124,7 @@ def audit(
         if output:
             stack.enter_context(exclusive(Path(output)))
         inputs.write(folder / "data")
-        return _measured(moes, digests, tokenizer, inputs, chosen, budget, folder)
+        return _measured(moes, digests, tokenizer, inputs, chosen, budget, folder, started)
 
 
 def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None, trust_remote_code: bool):
@@ -164,8 +165,9 @@ def _measured(
     chosen: Sequence[str],
     budget: float | None,
     folder: Path,
+    started: float,
 ) -> AuditReport:
-    started, after = time.monotonic(), moes["unlearned"]
+    after = moes["unlearned"]
     listed, absent = measures_of(chosen, inputs.absent, dense=not after.layers)
     data, sizes = folder / "data", Sizes.of(inputs.files, inputs.benchmark, inputs.relearning, len(after.all_layers))
     questions = inputs.questions("forget", "test")
@@ -216,10 +218,13 @@ def _measured(
 
 def _state(folder: Path, model: str, measure: str, identity: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
     """The file that keeps a measurement, and the part of `identity` that the measurement depends on: of the models the
-    original and its own, and the settings of relearning if it relearns."""
+    original and its own, and the settings of relearning if it relearns; of questions their content, not their file."""
     relearns = measure in ATTACKS["relearning"]
     asked = {key: value for key, value in identity.items() if relearns or key != "relearning"}
     asked |= {key: {n: identity[key][n] for n in {"original", model}} for key in ("models", "configurations")}
+    settings = identity["benchmark"]["data"].items()
+    data = {key: value for key, value in settings if key not in ("forget_questions", "retain_questions")}
+    asked["benchmark"] = identity["benchmark"] | {"data": data}
     return folder / f"{model}{'_relearning' * relearns}.json", asked
 
 

@@ -15,5 +15,5 @@ def summary(*, runs: RunsFile) -> None:
     from gripmoe.reporting.runs import load_runs
     from gripmoe.reporting.summary import decided_claims, main_table
 
-    table = load_runs(runs)
+    table = load_runs(runs, kind=None)
     print(f"\n{main_table(table)}\n\n{decided_claims(table)}")

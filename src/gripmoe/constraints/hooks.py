@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from gripmoe.constraints.base import MarkedPass, RouterConstraint, Tokens
 from gripmoe.data.batches import seems_padded
@@ -345,7 +346,9 @@ def inner_optimizer(optimizer) -> torch.optim.Optimizer:
 
 
 def require_free(model: MoEModel) -> None:
-    """Raises ValueError if an open handle holds the model."""
+    """Raises ValueError if an open handle holds the model, or `gripmoe.reparameterize` its routers."""
+    if any(is_parametrized(model.router(layer)) for layer in model.layers):
+        raise ValueError("`gripmoe.reparameterize` holds the routers of this model: leave its block first")
     if model.is_constrained:
         raise ValueError(
             "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`; if it is "

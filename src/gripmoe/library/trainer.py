@@ -71,7 +71,7 @@ class ConstraintCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
+        if args.should_save:  # with `save_on_each_node`, of every node
             with atomic_path(_checkpoint(args, state.global_step) / STATE) as file:
                 torch.save({"step": state.global_step, "handle": self.handle.state_dict()}, file)
 

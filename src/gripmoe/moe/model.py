@@ -270,8 +270,8 @@ class MoEModel:
     def brought_beside(self, other: MoEModel) -> Iterator[None]:
         """Within the block, every layer is on the device of the same layer of `other`."""
         home = devices_of(self.model)
-        place(self.model, devices_of(other.model))
         try:
+            place(self.model, devices_of(other.model))
             yield
         finally:
             place(self.model, home)

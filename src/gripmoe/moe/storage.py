@@ -65,7 +65,7 @@ def save_model(
         )
     if not hasattr(tokenizer, "save_pretrained"):
         raise ValueError(f"`tokenizer` is {tokenizer!r}: give the tokenizer of the model, which is saved beside it")
-    folder = Path(folder).absolute()  # "." has no name to write beside
+    folder = Path(folder).resolve()  # "." has no name to write beside, and a link stays a link
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: this is a file; save to a folder of its own")
     moe = MoEModel(model) if is_moe(model) else None
@@ -78,6 +78,8 @@ def save_model(
             if moe:
                 routers = {name: p.detach().cpu().contiguous() for name, p in _router_parameters(moe).items()}
                 save_file(routers, temporary / ROUTERS)
+            for file in temporary.glob("*.safetensors"):  # which safetensors keeps from all other users
+                file.chmod((temporary / "config.json").stat().st_mode)
             others = [file.name for file in folder.glob("*") if not _of_a_model(file, temporary)]
             if others:
                 names = ", ".join(sorted(others))
@@ -140,7 +142,7 @@ def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerB
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", trust_remote_code=remote, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last, of shapes other than those of config.json
         raise ConfigError(f"{folder}: no model can be read from here ({error}); save the model again") from error
     _require_whole(loaded, f"{folder}", "save the model again")
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # what transformers makes without files
@@ -200,7 +202,7 @@ def load_published(config: PublishedModel) -> tuple[transformers.PreTrainedModel
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             config.id, revision=config.revision, dtype=config.dtype, output_loading_info=True
         )
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{where} cannot be read ({error}); download it again") from error
     except OSError as error:
         raise ConfigError(

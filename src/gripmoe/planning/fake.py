@@ -143,7 +143,10 @@ def dimensions(model: Mapping[str, Any]) -> PretrainedConfig:
                 f"model {model['id']!r}: no config.json in the hub's cache; fetch it, or write its dimensions under "
                 "`config:` of its row in models.yaml"
             ) from None
+    try:
         return AutoConfig.for_model(**model["config"])
+    except Exception as error:  # of many kinds
+        raise NotMeasurable(f"model {model['id']!r}: `config:` of its row in models.yaml: {error}") from error
 
 
 class NotMeasurable(ConfigError):

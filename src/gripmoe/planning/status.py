@@ -38,7 +38,14 @@ def kept_originals(project: Project, results: Path) -> dict[Path, float]:
     """GB of the folders in which training keeps answers of the original models."""
     pairs = dict.fromkeys(key[:2] for key in project.run_keys())
     folders = [results.joinpath(*pair, "original_answers") for pair in pairs]
-    return {f: sum(file.stat().st_size for file in f.iterdir()) / 1e9 for f in folders if f.exists()}
+    return {f: sum(map(_bytes, f.iterdir())) / 1e9 for f in folders if f.exists()}
+
+
+def _bytes(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # a run has just renamed it
+        return 0
 
 
 def last_line(log: Path) -> str:

@@ -23,7 +23,7 @@ from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
 from gripmoe.reporting.uncertainty import LEAST, complete_cells, holm, p_above, student, t_quantile, units
 
 RUN = ["model", "benchmark", "objective", "seed"]
-RETAINED = (*SHARED, "retain_accuracy_five_shot")
+RETAINED = (*SHARED, "retain_accuracy_five_shot", "tradeoff_area")
 COLOURS = {"holds": "#0072b2", "does not hold": "#d55e00", "undecided": "#000000", "not measured": "#7f7f7f"}
 VERDICTS = tuple(COLOURS)
 DECIDED = VERDICTS[:2]

@@ -47,7 +47,7 @@ class ListedRow(Strict):
     objective: Name | None = None
     model: Name | None = None
     label: str | None = None
-    paper: list[int | float | str | None] | None = None
+    paper: list[int | float | None] | None = None
     line: int | str | None = None
 
 
@@ -101,8 +101,10 @@ def _mean_of(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
     measured = runs[runs.metric == metric]
     if measured.value.dropna().empty:
         return absent(runs, metric)
-    values = of_runs(measured)
-    mean, half_width = (measured.value.iloc[0], None) if metric.startswith("setting_") else interval(values)
+    if metric.startswith("setting_"):
+        settings = measured.value.dropna().drop_duplicates()
+        return Cell(" or ".join(_text(metric, value, news) for value in settings), settings.iloc[0], None)
+    mean, half_width = interval(of_runs(measured))
     text = _text(metric, mean, news)
     if half_width is not None:
         unit = "×" * text.endswith("×")
@@ -143,7 +145,7 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured = _mean_of) -> 
             if compared and spec.get("marks_best", True):
                 most = max(runs_of, key=len)
                 alike = [entry for entry, covered in zip(entries, runs_of, strict=True) if covered == most]
-                _mark_best(alike, metrics, 0.0 if news else names.CHANCE)
+                _mark_best(alike, metrics, 0.0 if news else names.FORGOTTEN)
             table.blocks.append((", ".join(filter(None, [kind, block.get("name")])), entries))
             shown += [row for row, _ in rows]
             counts |= {len(covered) for covered in runs_of} if differ else set()
@@ -314,6 +316,8 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, counts: set[int]) -> li
     runs_in_row = seeds * (1 if of_one_model else models)
     spread = {1: "", 2: " ± half the range,"}.get(runs_in_row, " ± 95 % t-interval,")
     spread += " where n = 2 half the range," if runs_in_row > 2 and 2 in counts else ""
+    if models > 1 and not of_one_model:
+        spread = " ± half the range of two base models,"
     if models >= LEAST and not of_one_model:
         spread = " ± 95 % t-interval over base models (of two half their range),"
     cells = [cell for _, measured, _ in table.rows for cell in measured if cell.value is not None]
@@ -343,7 +347,9 @@ def _legend(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], coun
         )
     if any(cell.best for cell in cells):
         fewer = ", nor rows over fewer runs" * bool(counts)
-        alike = f", and accuracies up to {names.CHANCE} and recoveries up to 0 are equal" * (spec.get("kind") != "news")
+        alike = f", and accuracies up to {names.FORGOTTEN} and recoveries up to 0 are equal" * (
+            spec.get("kind") != "news"
+        )
         explained.append(f"bold: best in its block; rows that have not forgotten do not compete{fewer}{alike}")
     if table.paper_columns:
         explained.append("right: the paper's own values")

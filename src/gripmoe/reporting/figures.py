@@ -203,14 +203,19 @@ SHOWN = (  # the methods of figures without room for all
 def at_equal_levels(runs: Sequence[pd.DataFrame], forget: str, retain: str) -> tuple[np.ndarray, np.ndarray]:
     """Levels of `forget` that all runs pass through, and the mean over runs of `retain` at each of them: where a run
     first comes down to the level, interpolated between two checks. `runs` have a row per check."""
-    descents = []
-    for run in runs:
-        checks = run.dropna(subset=[forget, retain]).sort_values("step")
-        lowest = checks[forget].cummin()
-        descents.append(checks[lowest < lowest.shift(fill_value=np.inf)][::-1])
-    low, high = max(d[forget].min() for d in descents), min(d[forget].max() for d in descents)
+    checks = [run.dropna(subset=[forget, retain]).sort_values("step")[[forget, retain]].to_numpy() for run in runs]
+    low, high = max(each[:, 0].min() for each in checks), min(each[0, 0] for each in checks)
     levels = np.linspace(low, max(low, high), CURVE_POINTS)
-    return levels, np.mean([np.interp(levels, d[forget], d[retain]) for d in descents], axis=0)
+    return levels, np.mean([_first_at(levels, *each.T) for each in checks], axis=0)
+
+
+def _first_at(levels: np.ndarray, forget: np.ndarray, retain: np.ndarray) -> np.ndarray:
+    """`retain` where `forget` first comes down to each level, between the check before and the first one there."""
+    after = (forget <= levels[:, None] + 1e-12).argmax(axis=1)
+    before = np.maximum(after - 1, 0)
+    fallen = forget[before] - forget[after]
+    share = np.divide(forget[before] - levels, fallen, out=np.ones_like(levels), where=fallen > 0)
+    return retain[before] + share * (retain[after] - retain[before])
 
 
 def forget_utility_tradeoff(

@@ -10,7 +10,7 @@ from pathlib import Path
 from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 
-CHANCE = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike
+FORGOTTEN = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike
 ORIGINALS = ("original", "retrained")  # models that were not unlearned
 COLLAPSED = 0.3  # retain accuracy on four-way questions: chance, plus room for noise
 MATCHED = {"forget_accuracy", "verbmem", "knowmem_forget"}  # the stop rule makes these equal for all methods

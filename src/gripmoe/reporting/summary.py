@@ -8,14 +8,17 @@ import pandas as pd
 
 from gripmoe.reporting.claims import DECIDED, counted, judged, load_claims, value_and_interval
 from gripmoe.reporting.comparison import comparison
+from gripmoe.reporting.runs import of_kind
 
-SHOWN = ["FA", "RA", "RA 5-shot", "RS", "recovery"]  # columns of the main table
+SHOWN = ["FA", "RA", "RA 5-shot", "C1", "C2", "C4", "RS", "recovery"]  # columns of the main tables
 WIDTH = 100
 
 
 def main_table(runs: pd.DataFrame) -> str:
-    """The first columns of the main table, without rows that were not measured."""
-    table = comparison(runs, "main_results")
+    """The first columns of the main table, without rows that were not measured. Of runs on news alone, of the table of
+    MUSE."""
+    letters = of_kind(runs, "letters")
+    table = comparison(runs, "muse_results") if letters.empty else comparison(letters, "main_results")
     columns = [table.columns.index(name) for name in SHOWN if name in table.columns]
     rows = [
         [f"{block} {label}".strip(), *(measured[column].text for column in columns)]
