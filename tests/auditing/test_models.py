@@ -15,6 +15,7 @@ from gripmoe.auditing import models
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
+from gripmoe.moe.families import FAMILIES
 from gripmoe.moe.storage import save_model, with_pad_token
 from gripmoe.worlds.documents import all_texts, make_world
 from gripmoe.worlds.tokenizer import make_tokenizer
@@ -120,6 +121,14 @@ def test_code_of_a_model_is_not_run_unasked(copy):
     changed_config(copy, auto_map={})
     with pytest.raises(ConfigError, match="describes no model that transformers knows|--trust-remote-code"):
         models.find(copy, "--unlearned", trust_remote_code=True)
+
+
+def test_an_unknown_family_is_told_before_weights_are_read(copy, monkeypatch):
+    (copy / "model.safetensors").unlink()
+    models.find(copy, "--unlearned")
+    monkeypatch.delitem(FAMILIES, "qwen3_moe")
+    with pytest.raises(ConfigError, match="family 'qwen3_moe' .*: missing: "):
+        models.find(copy, "--unlearned")
 
 
 def test_a_model_too_large_is_refused_before_it_is_loaded(pair, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json
 from gripmoe.moe import MoEModel
-from gripmoe.moe.families import NUMBERS_OF_EXPERTS
+from gripmoe.moe.families import NUMBERS_OF_EXPERTS, family_of
 from gripmoe.moe.storage import load_model, with_pad_token
 from gripmoe.planning.cost import GB
 
@@ -89,6 +89,7 @@ def find(name: str | Path, flag: str, *, original: Located | None = None, trust_
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(f"{flag} {name}: config.json describes no model that transformers knows ({reason})") from None
+    family_of(model)  # raises for one that is unknown, before weights are read
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return Located(flag, folder, None, config, shapes, remote)
 
