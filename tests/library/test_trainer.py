@@ -3,6 +3,7 @@
 import copy
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -466,6 +467,15 @@ def test_a_step_that_a_scaler_skips_is_forgotten(skips, tmp_path, monkeypatch):
     model, callback = small_model(), gripmoe.trainer_callback(RETAIN, method=PAPER)
     trained(tmp_path, model, [callback], Counting, max_steps=3, learning_rate=1e-2)
     assert seen == [1, 1, 1] and next(numbers) == 3
+
+
+def test_a_node_with_checkpoints_of_its_own_has_the_state_of_the_handle(tmp_path):
+    callback, node = gripmoe.trainer_callback(RETAIN), SimpleNamespace(is_world_process_zero=False, global_step=3)
+    callback.handle = SimpleNamespace(state_dict=dict)
+    (tmp_path / "checkpoint-3").mkdir()
+    for saves in (False, True):
+        callback.on_save(SimpleNamespace(should_save=saves, output_dir=tmp_path), node, None)
+        assert any((tmp_path / "checkpoint-3").iterdir()) == saves
 
 
 def test_a_checkpoint_elsewhere_is_resumed_where_the_arguments_name_it(tmp_path):
