@@ -317,9 +317,8 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, counts: set[int]) -> li
     spread = {1: "", 2: " ± half the range,"}.get(runs_in_row, " ± 95 % t-interval,")
     spread += " where n = 2 half the range," if runs_in_row > 2 and 2 in counts else ""
     if models > 1 and not of_one_model:
-        spread = " ± half the range of two base models,"
-    if models >= LEAST and not of_one_model:
-        spread = " ± 95 % t-interval over base models (of two half their range),"
+        of_many = " ± 95 % t-interval over base models (of two half their range),"
+        spread = of_many if models >= LEAST else " ± half the range of two base models,"
     cells = [cell for _, measured, _ in table.rows for cell in measured if cell.value is not None]
     spread += " without ± one run," if spread and any(cell.half_width is None for cell in cells) else ""
     of_seeds = f"{'up to ' * (bool(counts) or not alike)}{seeds} unlearning seed{'s' * (seeds > 1)}, " if seeds else ""
