@@ -299,3 +299,13 @@ def test_a_model_that_has_moved_since_is_realigned():
             gripmoe.realign(model, original)
             found.append({layer: theta.cpu() for layer, theta in MoEModel(model).thetas().items()})
     assert all(torch.equal(theta, found[1][layer]) for layer, theta in found[0].items())
+
+
+def test_remembering_leaves_the_model_as_it_is_and_a_held_model_is_not_realigned():
+    model = small_model().bfloat16()
+    original = gripmoe.remember(model, [random_batch(rows=8, seed=7)])
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gripmoe.constrain(model, optimizer, [random_batch()]), pytest.raises(ValueError, match="another handle holds"):
+        gripmoe.realign(model, original)
+    gripmoe.realign(model, original)

@@ -113,6 +113,9 @@ MISTAKES = {
     "a prompt that fills the row": ([ASKED], "the prompt of document 'x' fills `max_length` 3"),
     "no id": ([{"text": "A B"}], "each document needs an `id` of its own"),
     "an id twice": ([{"id": "x", "text": "A B"}] * 2, r"an `id` of its own \(got 'x'\) \(line 2\)"),
+    "a text that is none": ([{"id": "x", "text": 5}], r"`text` of document 'x' is 5 \(line 1\); give a text"),
+    "a prompt that is none": ([{"id": "x", "prompt": [1], "text": "A B"}], r"`prompt` of document 'x' is \[1\]"),
+    "an id that is none": ([{"id": ["x"], "text": "A B"}], r"`id` is \['x'\] \(line 1\); give a text or a number"),
     "nothing": ([], "there is no document"),
 }
 

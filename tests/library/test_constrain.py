@@ -513,3 +513,65 @@ def test_every_module_keeps_its_mode():
     model.model.layers[0].eval()
     MoEModel(model).trace(RETAIN)
     assert model.training and not model.model.layers[0].self_attn.training and model.model.layers[1].training
+
+
+def test_processes_with_other_documents_are_refused(monkeypatch):
+    """The routers of the first would be written to all. The control: in one process they are its own."""
+    model = small_model()
+    gripmoe.constrain(model, adamw(model), RETAIN).close()
+    monkeypatch.setattr("gripmoe.io.distributed.text_of_first", lambda text: "that of other documents")
+    with pytest.raises(ValueError, match="processes differ in documents or weights: give every process the same"):
+        gripmoe.constrain(model, adamw(model), RETAIN)
+
+
+def test_offloaded_routers_are_refused():
+    model = small_model()
+    optimizer = adamw(model)
+    for layer in model.model.layers:
+        layer.mlp.gate.to("meta")
+    with pytest.raises(ValueError, match="routers are offloaded .device `meta`.: load the model without offloading"):
+        gripmoe.constrain(model, optimizer, RETAIN)
+
+
+def test_a_step_whose_passes_call_no_hook_is_warned_of(recwarn):
+    """As of a model that was compiled and has run before. The control: a pass that replay has seen."""
+    for passes in (True, False):
+        model = small_model().train()
+        optimizer = adamw(model)
+        recwarn.clear()
+        with gripmoe.constrain(model, optimizer, RETAIN, method="frozen_router", replay=True):
+            if passes:
+                model(**RETAIN[0].inputs)
+            optimizer.step()
+        assert any("compile it afterwards" in str(seen.message) for seen in recwarn) != passes
+
+
+def test_a_refused_pass_or_step_leaves_nothing_to_the_next():
+    """A pass without a penalty does not count as marked, and the passes of a refused step are not those of the next."""
+    model = small_model()
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, method="anchored") as handle:
+        with pytest.raises(KeyError, match="`original=` a copy of the model"), handle.retain():
+            model(**random_batch(seed=3).inputs)
+        with pytest.raises(RuntimeError, match="this method looks at the retain forward"):
+            optimizer.step()
+    with gripmoe.constrain(model, optimizer, RETAIN, method="combined_paper", forget=FORGET) as handle:
+        with handle.retain():
+            model(**RETAIN[0].inputs)
+        assert handle._seen, "the control"
+        with pytest.raises(RuntimeError, match="this method looks at the forget forward"):
+            optimizer.step()
+        assert not handle._seen and not handle._before
+
+
+@pytest.mark.parametrize(("method", "kept"), [("expert_specific", True), ("expert_specific_paper", False)])
+def test_a_method_without_fixed_bases_keeps_no_trace(method, kept, monkeypatch):
+    """That of 100,000 tokens of a large model takes 40 GB."""
+    given = []
+    monkeypatch.setattr(
+        "gripmoe.library.constrain.build",
+        lambda method, trace, *args, **kw: given.append(trace) or build(method, trace, *args, **kw),
+    )
+    model = small_model()
+    gripmoe.constrain(model, adamw(model), RETAIN, method=method).close()
+    assert bool(given[0]) == kept

@@ -59,6 +59,14 @@ def test_one_holder_of_routers_at_a_time():
             gripmoe.reparameterize(model, RETAIN).__enter__()
 
 
+def test_routers_that_do_not_train_are_refused():
+    model = small_model()
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="no router trains"):
+        gripmoe.reparameterize(model, RETAIN).__enter__()
+
+
 @pytest.mark.parametrize("method", ["reparameterize", "expert_specific_paper"])
 @pytest.mark.parametrize("precision, dtype", [("highest", torch.float32), ("high", torch.float64)])
 def test_where_tf32_rounds_products_routers_are_projected_in_fp64(method, precision, dtype, monkeypatch):

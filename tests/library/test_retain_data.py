@@ -119,6 +119,31 @@ def test_the_same_documents_in_every_form(form, tokenizer, texts):
     assert documents_in(batches) == expected
 
 
+@pytest.mark.parametrize("hint", ["numbers", "positions", "segment_mask"])
+def test_padding_between_packed_documents_does_not_join_them(hint, tokenizer, texts):
+    """As where each document is padded to a multiple. The control: a document with a hole in it stays one."""
+    width, rows = 24, [tokenizer(text)["input_ids"] for text in texts]
+    mask = torch.tensor([[number < len(row) for row in rows for number in range(width)]])
+    segment = torch.arange(len(rows)).repeat_interleave(width)[None]
+    batch = {
+        "input_ids": torch.tensor([[token for row in rows for token in [*row, *[0] * width][:width]]]),
+        "attention_mask": mask.long(),
+        **{
+            "numbers": {"seq_idx": segment},
+            "positions": {"position_ids": torch.arange(width).repeat(len(rows))[None]},
+            "segment_mask": {"attention_mask": (segment + 1) * mask},
+        }[hint],
+    }
+    assert documents_in(batches_of(batch, "retain")) == sorted(rows)
+    with pytest.raises(ValueError, match="documents are packed into a row"):
+        attention_mask_of(batch)
+    whole = {"input_ids": torch.tensor([rows[0]]), "attention_mask": torch.ones(1, len(rows[0])).long()}
+    whole["attention_mask"][0, 2] = 0
+    for positions in (torch.arange(len(rows[0]))[None], whole["attention_mask"].cumsum(-1) - 1):
+        (document,) = documents_in(batches_of(whole | {"position_ids": positions}, "retain"))
+        assert document == [*rows[0][:2], *rows[0][3:]]
+
+
 def test_document_numbers_are_no_mask(tokenizer):
     """Of a row with one document, whose number is 2: the first token does not count."""
     ids = torch.tensor([tokenizer("A fact about the port .")["input_ids"]])

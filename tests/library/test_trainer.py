@@ -283,6 +283,15 @@ def test_a_trainer_that_would_run_threads_is_refused(tmp_path, monkeypatch):
         made(tmp_path, small_model(), [gripmoe.trainer_callback(RETAIN)], max_steps=1)
 
 
+def test_a_callback_that_comes_after_wrapping_is_refused(tmp_path, monkeypatch):
+    """With several processes: the gradients of its routers would not be shared."""
+    trainer = made(tmp_path, small_model(), [], max_steps=1)
+    trainer.add_callback(gripmoe.trainer_callback(RETAIN))
+    monkeypatch.setattr("gripmoe.io.distributed.processes", lambda: 2)
+    with pytest.raises(ValueError, match="give this callback to the Trainer when it is made"):
+        trainer.train()
+
+
 def test_a_restart_inherits_no_pass_of_the_aborted_step(tmp_path):
     class Aborted(Trainer):
         failed = False

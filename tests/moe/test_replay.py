@@ -135,16 +135,17 @@ def test_a_dense_model_has_no_routes(batch):
         gripmoe.routed_experts(small_model("qwen3"), batch.input_ids)
 
 
-def test_a_handle_opened_within_a_replay_keeps_routers_in_fp32(batch):
+def test_a_handle_is_not_opened_within_a_replay(batch):
+    """Its bases would be of the replayed experts. A handle that is open keeps routers in fp32."""
     model = small_model().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     with gripmoe.replay_experts(model, lambda *_: None):
-        handle = gripmoe.constrain(model, optimizer, [batch])
-    assert {layer.mlp.gate.weight.dtype for layer in model.model.layers} == {torch.float32}
-    handle.close()
-    with gripmoe.replay_experts(other := small_model().bfloat16(), lambda *_: None):
+        with pytest.raises(ValueError, match="replaces what routers select: leave its block first"):
+            gripmoe.constrain(model, optimizer, [batch])
+    assert {layer.mlp.gate.weight.dtype for layer in model.model.layers} == {torch.bfloat16}
+    with gripmoe.constrain(model, optimizer, [batch]), gripmoe.replay_experts(model, lambda *_: None):
         pass
-    assert {layer.mlp.gate.weight.dtype for layer in other.model.layers} == {torch.bfloat16}
+    assert {layer.mlp.gate.weight.dtype for layer in model.model.layers} == {torch.float32}
 
 
 def test_an_optimizer_steps_a_model_in_bf16_after_a_replay(batch):

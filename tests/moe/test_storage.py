@@ -20,6 +20,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import aside
 from gripmoe.moe import MoEModel, storage
 from gripmoe.moe import bases as stored_bases
+from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.bases import StoredBases, save_bases
 from gripmoe.moe.storage import weights_digest
 
@@ -130,6 +131,31 @@ def test_what_is_no_whole_model_is_not_saved(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"`model` is a PeftModel: .*`model.merge_and_unload\(\)`"):
         gripmoe.save_model(adapted, tokenizer, tmp_path / "model")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_save_leaves_the_model_as_it_is(tmp_path, tokenizer):
+    """So that a loop without a constraint goes on: AdamW's states have the dtype of their weights."""
+    model = small_model(vocabulary_size=len(tokenizer)).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(**random_batch().inputs, labels=random_batch().input_ids).loss.backward()
+        optimizer.step()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        gripmoe.save_model(model, tokenizer, tmp_path / "model")
+        now = model.state_dict()
+        assert all(
+            torch.equal(now[name], tensor) and now[name].dtype == tensor.dtype for name, tensor in before.items()
+        )
+        assert not model.model.layers[0].mlp.gate._forward_hooks
+
+
+def test_what_torch_compile_wraps_is_not_saved_under_its_names(tmp_path, tokenizer):
+    model = small_model(vocabulary_size=len(tokenizer))
+    wrapped = torch.nn.Module()  # as torch.compile wraps, which is turned off in tests
+    wrapped._orig_mod = model
+    assert unwrapped(wrapped) is model
+    with pytest.raises(ValueError, match="of torch.compile, `model._orig_mod`"):
+        gripmoe.save_model(wrapped, tokenizer, tmp_path / "model")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -73,10 +73,10 @@ class GateAnchor(RouterConstraint):
 def require_softmax_gates(model: MoEModel) -> None:
     """Raises ConfigError where a high softmax probability of an expert does not mean that its router selects it."""
     for rule in model.rules().values():
-        if rule.scoring != "none" or rule.correction_bias_E is not None or rule.num_groups > 1:
+        if rule.correction_bias_E is not None or rule.num_groups > 1:
             raise ConfigError(
                 "SEUF leads tokens to an expert by the softmax of router scores, and routers of this "
-                f"{type(model.model).__name__} select by sigmoids, biases or groups: take another method"
+                f"{type(model.model).__name__} select by biases or groups: take another method"
             )
 
 

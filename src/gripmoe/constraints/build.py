@@ -34,12 +34,12 @@ def build(
     last_layer: int | None = None,
     seed: int,
 ) -> Built:
-    """The constraint of a row, from the original routing of retain tokens and, if `method.looks_at_forget`, of forget
-    tokens. `bases` gives the fixed bases of a trace. SEUF's expert is in a layer up to `last_layer`, which the
-    objective trains."""
+    """The constraint of a row, from the original routing of retain tokens if `method.has_bases`, and of forget tokens
+    if `method.looks_at_forget`. `bases` gives the fixed bases of a trace. SEUF's expert is in a layer up to
+    `last_layer`, which the objective trains."""
     attributed = None
     if method.attributes:
-        layers = [layer for layer in retain if last_layer is None or layer <= last_layer]
+        layers = [layer for layer in forget if last_layer is None or layer <= last_layer]
         attributed = attributed_expert(forget, layers)
     scope = {attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None
     if method.constraint == "router_l2":

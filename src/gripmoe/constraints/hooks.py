@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn.utils.parametrize import is_parametrized
 
 from gripmoe.constraints.base import MarkedPass, RouterConstraint, Tokens
 from gripmoe.data.batches import seems_padded
@@ -22,6 +21,10 @@ from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import counted_tokens, hooked, places_of
+
+COMPILED = (
+    "a compiled model that has run before `constrain` calls no hooks: compile it afterwards, or reset the compiler"
+)
 
 
 class Diverged(RuntimeError):
@@ -51,7 +54,7 @@ class ConstraintHandle:
         origin: str = "",
     ):
         optimizer = inner_optimizer(optimizer)
-        require_free(model)
+        model.require_free()
         self.model, self.constraint, self.loss_bound, self.origin = model, constraint, loss_bound, origin
         self.is_lifted = False
         self.prepared: object = None  # set by `gripmoe.constrain`: what it has made from the original model
@@ -214,23 +217,25 @@ class ConstraintHandle:
             recorder = undo.enter_context(self.model.record_routing())
             yield
             if len(passes) != 1:
-                raise RuntimeError(f"`with handle.{kind}():` marks one forward pass, not {len(passes)}")
+                why = f" ({COMPILED})" if not passes else ""
+                raise RuntimeError(f"`with handle.{kind}():` marks one forward pass, not {len(passes)}{why}")
             if self.constraint.needs_graph and len(grad_modes) > 1:
                 raise RuntimeError(
                     "reentrant gradient checkpointing hides what routers see from the penalty's gradient: "
                     'model.gradient_checkpointing_enable({"use_reentrant": False})'
                 )
-            self._marked.add(kind)  # not before: the block may have raised
             keep = passes[0].keep
             final_Td = hidden[0].to(keep.device).flatten(0, 1)  # accelerate puts the last norm elsewhere
             final_Nd = final_Td.index_select(0, places_of(keep))
             if distributed.processes() == 1 and not len(final_Nd):  # a mixed batch without a row that counts
+                self._marked.add(kind)
                 return
             marked = MarkedPass(recorder.take(keep), final_Nd, passes[0])
             penalty = self.constraint.penalty(marked)
             if not math.isfinite(value := _mean(penalty)):
                 raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
             self._penalties.append(penalty)
+            self._marked.add(kind)  # not before: the block or the penalty may have raised
             if kind in self.constraint.collects:
                 routing = marked.routing.items()
                 self._seen.append({layer: each.map(Tensor.detach) for layer, each in routing})
@@ -243,19 +248,31 @@ class ConstraintHandle:
             self._feasible_before = self._before
         closure = kwargs.get("closure") or next(iter(args[1:]), None)
         if closure is None:
-            self._require_marks()
-            if self.constraint.of_gradient:
-                self._constrain_gradients(optimizer)
+            with self._forgotten_on_error():
+                self._require_marks()
+                if self.constraint.of_gradient:
+                    self._constrain_gradients(optimizer)
             return None
         if self.constraint.of_gradient:
             raise RuntimeError("this method constrains gradients before the step: call `step()` without a closure")
 
         def checked():  # with a closure, the passes run within the step
-            loss = closure()
-            self._require_marks()
+            with self._forgotten_on_error():
+                loss = closure()
+                self._require_marks()
             return loss
 
         return (args[0], checked), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    @contextmanager
+    def _forgotten_on_error(self) -> Iterator[None]:
+        """After an error no step comes: its passes must not count in the next one."""
+        try:
+            yield
+        except BaseException:
+            self._before = {}
+            self.skip()
+            raise
 
     @torch.no_grad()
     def _after_step(self, *_) -> None:
@@ -343,17 +360,6 @@ def inner_optimizer(optimizer) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ValueError(f"{type(optimizer).__name__} is no torch optimizer: give the one that it wraps")
     return optimizer
-
-
-def require_free(model: MoEModel) -> None:
-    """Raises ValueError if an open handle holds the model, or `gripmoe.reparameterize` its routers."""
-    if any(is_parametrized(model.router(layer)) for layer in model.layers):
-        raise ValueError("`gripmoe.reparameterize` holds the routers of this model: leave its block first")
-    if model.is_constrained:
-        raise ValueError(
-            "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`; if it is "
-            "lost, load the model again"
-        )
 
 
 def layers_not_finite(model: MoEModel) -> list[int]:

@@ -92,7 +92,7 @@ class OriginalCache:
         if key not in self._kept:
             raise KeyError(
                 f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: give every "
-                "document that training uses beforehand"
+                "document that training uses beforehand, or `original=` a copy of the model"
             )
         found = self._kept[key]
         return self._file.get_slice("values")[found] if isinstance(found, slice) else found

@@ -54,12 +54,12 @@ def remember(
     """Records the original routers and their retain inputs for Method B (Sec. 4.3); call it before unlearning.
 
     `retain` and `tokenizer` are as in `constrain`. Give at least four tokens per hidden dimension (the paper takes one,
-    App. D.4). The routers of the model stay in fp32 afterwards. Warns of fewer tokens than hidden dimensions.
+    App. D.4). The model is unchanged. Warns of fewer tokens than hidden dimensions.
 
     Raises ValueError for an unknown family, a dense model, or fewer than two tokens that count; KeyError for a batch
     without `input_ids`.
     """
-    with _opened(model) as moe:
+    with _opened(model, rounded=True) as moe:
         batches = [batch.to(moe.model.device) for batch in batches_of(retain, "retain", moe.model, tokenizer)]
         if not batches:
             raise ValueError("`retain` holds no batches: Method B fits routers to what they saw of retain documents")
@@ -87,12 +87,14 @@ def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dic
     `form` "paper" is Eq. 5 with the acceptance test of App. D.4. "sound" (ours) starts from the original router, goes
     layer by layer, and chooses the ridge on every fourth document (on every fourth token of fewer than four documents).
 
-    Raises ValueError for an unknown form or family, a dense model, or an `original` that differs in layers, shapes,
-    tokens or their number, or holds values that are not finite. After an error all routers are unchanged.
+    Raises ValueError for an unknown form or family, a dense model, a model that an open handle or
+    `gripmoe.reparameterize` holds, or an `original` that differs in layers, shapes, tokens or their number, or holds
+    values that are not finite. Routers in bf16 are in fp32 afterwards. After an error all routers are unchanged.
     """
     if form not in ("sound", "paper"):
         raise ValueError(f"unknown form {form!r}; sound or paper")
     with _opened(model) as moe:
+        moe.require_free()
         _check_remembered(moe, original)
         trained = moe.router_biases()
         moe.set_router_biases(original.biases)
@@ -106,7 +108,8 @@ def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dic
 
 
 @contextmanager
-def _opened(model: nn.Module) -> Iterator[MoEModel]:
+def _opened(model: nn.Module, *, rounded: bool = False) -> Iterator[MoEModel]:
+    """The model with routers in fp32, where they stay unless `rounded`, or after an error."""
     moe = MoEModel(unwrapped(model))
     try:
         moe.require_routers("to realign")
@@ -114,7 +117,7 @@ def _opened(model: nn.Module) -> Iterator[MoEModel]:
     except BaseException:
         moe.release(rounded=True)
         raise
-    moe.release()
+    moe.release(rounded=rounded)
 
 
 def _check_remembered(moe: MoEModel, original: Original) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gripmoe.data.documents import SEGMENTS, Batch, Row, attention_mask_of, collate, segments_of, starts_anew
+from gripmoe.data.documents import IGNORED, SEGMENTS, Batch, Row, attention_mask_of, collate, segments_of, starts_anew
 
 FORMS = (
     "batches (mappings with `input_ids` and, if rows are padded, `attention_mask`, both (rows, positions)), a "
@@ -142,7 +142,7 @@ def _batch(item: Any, where: str, padding: Padding) -> Batch:
             lengths = torch.unique_consecutive(segment[keep], return_counts=True)[1]
             documents += row[keep].split(lengths.tolist())
         return _padded(documents)
-    labels = ids if item.get("labels") is None else item["labels"]
+    labels = ids.masked_fill(~counts, IGNORED)
     return Batch([str(n) for n in range(len(ids))], ids, counts.long(), labels).to("cpu")
 
 

@@ -45,6 +45,11 @@ def load_corpus(
     documents: dict[str, Mapping[str, Any]] = {}
     for line, document in enumerate(read_jsonl(path, "text")[:limit], 1):
         name = document.get("id")
+        for key, value in {"text": document["text"], "prompt": document.get("prompt") or ""}.items():
+            if not isinstance(value, str):
+                raise ConfigError(f"{path}: `{key}` of document {name!r} is {value!r} (line {line}); give a text")
+        if not isinstance(name, str | int | None):
+            raise ConfigError(f"{path}: `id` is {name!r} (line {line}); give a text or a number")
         if not document["text"]:
             raise ConfigError(f"{path}: document {name!r} has no text (line {line}); remove the line, or give it one")
         if name is None or name in documents:

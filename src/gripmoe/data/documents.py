@@ -116,7 +116,11 @@ def segments_of(inputs: Mapping[str, Tensor]) -> Tensor | None:
         except RuntimeError:
             shapes = f"{tuple(numbers.shape)}, and input_ids {tuple(ids.shape)}"
             raise ValueError(f"`{name}` has the shape {shapes}") from None
-        return F.pad((numbers.diff(dim=-1) != 1).cumsum(-1), (1, 0)) if name == "position_ids" else numbers
+        if name == "position_ids":  # they restart at each document, and may run on over padding
+            keep = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids)
+            before, is_first = _before(numbers, keep)
+            return ((numbers <= before) & keep.bool() & ~is_first).cumsum(-1)
+        return numbers
     if not isinstance(mask, Tensor):
         return None
     if mask.dim() == 4:
@@ -125,9 +129,19 @@ def segments_of(inputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def starts_anew(segments: Tensor, mask: Tensor) -> Tensor:
-    """Whether the next token, unless it is padding, belongs to another document, (rows, positions - 1)."""
-    mask = mask.bool().to(segments.device)
-    return (segments.diff(dim=-1) != 0) & mask[:, 1:] & mask[:, :-1]
+    """Whether a token belongs to another document than the last one before it that is not padding, (rows,
+    positions)."""
+    before, is_first = _before(segments, mask)
+    return (segments != before) & mask.bool().to(segments.device) & ~is_first
+
+
+def _before(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """For each position, the value at the last one before it that is not padding, and whether there is none; both
+    (rows, positions)."""
+    positions = torch.arange(values.shape[1], device=values.device)
+    counted = positions.masked_fill(~mask.bool().to(values.device), -1)
+    last = F.pad(counted.cummax(dim=-1).values[:, :-1], (1, 0), value=-1)
+    return values.gather(1, last.clamp(min=0)), last < 0
 
 
 def _first_visible(mask: Tensor, ids: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,16 +22,16 @@ from gripmoe.config.reading import require_known
 from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.baselines import restricted_experts
 from gripmoe.constraints.build import build
-from gripmoe.constraints.hooks import ConstraintHandle, inner_optimizer, layers_not_finite, require_free
+from gripmoe.constraints.hooks import COMPILED, ConstraintHandle, inner_optimizer, layers_not_finite
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.constraints.original import OriginalSets, documents_of
 from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import Batch
-from gripmoe.geometry.routing import RoutingTrace
+from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.library.checks import check_adapters, check_original, check_routers, warn_of_balancing, warn_of_decay
 from gripmoe.moe import MoEModel
-from gripmoe.moe.adapters import adapter_parameters, unwrapped
+from gripmoe.moe.adapters import adapter_parameters, compiled_from, unwrapped
 from gripmoe.moe.recording import counted_tokens
 
 Data = Iterable[Batch | Mapping[str, Tensor]] | Iterable[str]  # docs/library.md lists further forms
@@ -95,8 +95,9 @@ def constrain(
     Raises ValueError for a wrong argument, an unknown family or method, a method that is more than a constraint on
     routers, a dense model, data without a token that counts or with tokens outside the vocabulary, missing forget data,
     an `original` that is the model itself or another one, an optimizer that is not torch's, is schedule-free or lacks
-    the routers, routers or router inputs that are not finite, adapters on what the method writes to, a model with
-    another open handle, nn.DataParallel, or a DistributedDataParallel that would not notice a change of its parameters;
+    the routers, routers or router inputs that are not finite, offloaded routers, adapters on what the method writes
+    to, a model with another open handle or within `replay_experts`, processes whose documents differ, nn.DataParallel,
+    or a DistributedDataParallel that would not notice a change of its parameters;
     KeyError for a batch without `input_ids`.
     After an error, model and optimizer are unchanged.
     """
@@ -108,7 +109,7 @@ def constrain(
             [batch.to(moe.model.device) for batch in batches_of(data, name, moe.model, tokenizer)]
             for name, data in (("retain", retain), ("forget", forget))
         )
-        trace = traced(moe, to_retain)
+        trace = traced(moe, to_retain, kept=method.has_bases)
         if method.looks_at_forget and not to_forget:
             raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
         if method.looks_at_forget and not any(counted_tokens(batch.attention_mask).any() for batch in to_forget):
@@ -133,6 +134,11 @@ def constrain(
             sets = OriginalSets(moe, [*to_retain, *to_forget]) if method.replay else None
         trains = {parameter: parameter.requires_grad for parameter in parameters}
         origin = _origin(moe, method, [*to_retain, *to_forget])
+        if distributed.average(float(origin != distributed.text_of_first(origin))):
+            raise ValueError(
+                "processes differ in documents or weights: give every process the same `retain` and `forget`, from a "
+                "loader that is not sharded"
+            )
         prepared = Prepared(method, built.constraint, built.scope, sets, original, trains, loss_bound, origin)
         return _attached(prepared, model, moe, stepping, trained, undo)
 
@@ -155,17 +161,22 @@ def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch
         return _attached(prepared, model, moe, stepping, trained, undo)
 
 
-def traced(moe: MoEModel, retain: Sequence[Batch]) -> RoutingTrace:
-    """The routing of retain batches by layer. Raises ValueError if no token counts, or if routers see what is not
-    finite."""
+def traced(moe: MoEModel, retain: Sequence[Batch], *, kept: bool = True) -> RoutingTrace:
+    """The routing of retain batches by layer; empty unless `kept`, since it takes some 0.4 MB a token in
+    Qwen3-30B-A3B. Raises ValueError if no token counts, or if routers see what is not finite."""
     if not retain:
         raise ValueError("`retain` holds nothing to trace: no batches were given")
-    trace = moe.trace(retain)
-    if not len(trace[moe.layers[0]]):
+    parts, count = [], 0
+    for part in moe.traced(retain):
+        if layers := [layer for layer, seen in part.items() if not seen.x_Nd.isfinite().all()]:
+            raise ValueError(
+                f"what the routers of layers {layers} see of `retain` is not finite: load weights that are"
+            )
+        count += len(part[moe.layers[0]])
+        parts += [part] * kept
+    if not count:
         raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
-    if layers := [layer for layer, seen in trace.items() if not seen.x_Nd.isfinite().all()]:
-        raise ValueError(f"what the routers of layers {layers} see of `retain` is not finite: load weights that are")
-    return trace
+    return {layer: LayerRouting.joined([part.pop(layer) for part in parts]) for layer in moe.layers if parts}
 
 
 def _opened(
@@ -183,13 +194,17 @@ def _opened(
     precisions = [parameter.dtype for parameter in model.parameters()]
     moe = MoEModel(unwrapped(model))
     undo.push(lambda error, *_: moe.release(rounded=error is not None))
-    require_free(moe)
-    if isinstance(model, DistributedDataParallel) and precisions != [p.dtype for p in model.parameters()]:
+    moe.require_free()
+    if isinstance(compiled_from(model), DistributedDataParallel) and precisions != [
+        p.dtype for p in model.parameters()
+    ]:
         raise ValueError(
             "routers train in fp32, and DistributedDataParallel would no longer reduce their gradients: call "
             "`constrain` before it wraps the model (Trainer: give it the callback when it is made)"
         )
     moe.require_routers("to constrain")
+    if any(moe.theta(layer).is_meta for layer in moe.layers):
+        raise ValueError("routers are offloaded (device `meta`): load the model without offloading to CPU or disk")
     check_adapters(moe, method)
     if layers := layers_not_finite(moe):
         raise ValueError(f"the routers of layers {layers} are not finite: load weights that are")
@@ -217,7 +232,8 @@ def _attached(
     undo: ExitStack,
 ) -> ConstraintHandle:
     frozen = bool(prepared.scope) or any(not parameter.requires_grad for parameter in trained)
-    if frozen and isinstance(model, DistributedDataParallel) and not model.find_unused_parameters:
+    wrapper = compiled_from(model)
+    if frozen and isinstance(wrapper, DistributedDataParallel) and not wrapper.find_unused_parameters:
         raise ValueError(
             "this method freezes weights, which DistributedDataParallel has to know: call `constrain` before it wraps "
             "the model, or let it find unused parameters (Trainer: ddp_find_unused_parameters=True)"
@@ -225,7 +241,7 @@ def _attached(
     if sets := prepared.sets:
         routes = moe.force_routing(lambda *inputs: sets.of(*inputs) if moe.model.training else None)
         passes = undo.enter_context(routes)
-        undo.enter_context(stepping.register_step_post_hook(lambda *_: _ended(passes)))
+        undo.enter_context(stepping.register_step_post_hook(_end_of_replay(passes)))
     if prepared.scope:
         undo.enter_context(restricted_experts(moe, prepared.scope, stepping))
     handle = ConstraintHandle(moe, stepping, prepared.constraint, prepared.loss_bound, prepared.origin)
@@ -235,15 +251,24 @@ def _attached(
     return handle
 
 
-def _ended(passes: list[tuple[int, Any]]) -> None:
-    """Clears the passes of a step under replay. Warns if all of them were in eval mode, which replay leaves alone."""
-    if passes and all(routes is None for _, routes in passes):
-        warnings.warn(
-            "`replay` has not acted on this step: it acts in training mode, and the model is in eval mode; call "
-            "`model.train()`",
-            stacklevel=2,
-        )
-    passes.clear()
+def _end_of_replay(passes: list[tuple[int, Any]]) -> Callable[..., None]:
+    """A hook that clears the passes of a step under replay. The hook warns if replay has not acted: replay leaves eval
+    mode alone, and a compiled model may call no hooks."""
+    has_seen_passes = False
+
+    def end(*_) -> None:
+        nonlocal has_seen_passes
+        why = None
+        if not passes and not has_seen_passes:
+            why = COMPILED
+        elif passes and all(routes is None for _, routes in passes):
+            why = "it acts in training mode, and the model is in eval mode; call `model.train()`"
+        if why:
+            warnings.warn(f"`replay` has not acted on this step: {why}", stacklevel=2)
+        has_seen_passes = True
+        passes.clear()
+
+    return end
 
 
 def checked_method(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gripmoe.constraints.hooks import require_free
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.data.batches import batches_of
 from gripmoe.geometry.halfspace import in_full_precision
@@ -52,18 +51,21 @@ def reparameterize(
     This is Stage 1 of Sec. 4.2 alone: scores of selected experts on retain tokens stay, but other scores may rise above
     them. `gripmoe.constrain` has both stages. Make the optimizer within the block, from `model.parameters()`.
 
-    Raises ValueError for a method without fixed bases of retain batches, an unknown family, a dense model, no retain
-    batches, or a model that a handle or another such block holds; KeyError for a batch without `input_ids`.
+    Raises ValueError for a method without fixed bases of retain batches, an unknown family, a dense model, routers that
+    do not train, no retain batches, or a model that a handle or another such block holds; KeyError for a batch without
+    `input_ids`.
     """
     rows = methods_of_loops().items()
     fixed = {name: row for name, row in rows if row.basis == "original" and not row.looks_at_forget}
     if method not in fixed:
         raise ValueError(f"method {method!r} has no fixed bases of retain batches; one of {', '.join(fixed)}")
     moe = MoEModel(unwrapped(model))
-    require_free(moe)
+    moe.require_free()
     with ExitStack() as undo:
         undo.push(lambda error, *_: moe.release(rounded=error is not None))
         moe.require_routers("to reparameterize")
+        if not any(moe.theta(layer).requires_grad for layer in moe.layers):
+            raise ValueError("no router trains: there is nothing to reparameterize")
         trace = traced(moe, batches_of(retain, "retain", moe.model, tokenizer))
         bases = fit_bases(trace, moe.rules(), fixed[method])
         for parameter in moe.freeze_router_biases():

@@ -18,6 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.data.batches import batches_of, holds_texts, listed
 from gripmoe.data.documents import Batch
+from gripmoe.io import distributed
 from gripmoe.io.files import atomic_path
 from gripmoe.library.checks import warn_of_balancing
 from gripmoe.library.constrain import Data, checked_method, constrain, constrain_again
@@ -58,6 +59,11 @@ class ConstraintCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, optimizer=None, processing_class=None, **kwargs):
         if self._moe:
             self._moe.release()  # the handle has a MoEModel of its own
+        elif not hasattr(self, "handle") and distributed.processes() > 1:
+            raise ValueError(
+                "give this callback to the Trainer when it is made (`callbacks=[...]`): routers must be in fp32 before "
+                "the model is wrapped for several processes"
+            )
         original, self._original = self._original, None
         if state.global_step:
             self._resume(args, state, model, optimizer, processing_class, original)

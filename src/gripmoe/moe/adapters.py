@@ -26,11 +26,17 @@ def adapter_parameters(model: nn.Module) -> set[int]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of accelerate, data parallelism or PEFT."""
+    """The model inside the wrappers of torch.compile, accelerate, data parallelism or PEFT."""
+    model = compiled_from(model)
     inner = getattr(model, "module", None)
     if isinstance(inner, nn.Module):
         return unwrapped(inner)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def compiled_from(model: nn.Module) -> nn.Module:
+    """The model that torch.compile has wrapped, or `model` itself."""
+    return getattr(model, "_orig_mod", model)
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

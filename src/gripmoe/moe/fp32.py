@@ -52,7 +52,8 @@ def _tensors(router: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _enter(router, args):
     router._no_autocast = torch.autocast(args[0].device.type, enabled=False)
     router._no_autocast.__enter__()
-    return (args[0].to(router.weight.dtype), *args[1:])  # fp32, unless the whole model was cast since
+    # fp32, unless the whole model was cast since. A parametrized weight would be computed to read its dtype.
+    return (args[0].to(next(router.parameters()).dtype), *args[1:])
 
 
 def _leave(router, args, output):

@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
@@ -198,6 +199,24 @@ class MoEModel:
     def is_constrained(self) -> bool:
         """Whether an open handle holds this very model. A copy of a held model has another id."""
         return getattr(self.model, "_constrained", None) == id(self.model)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether `gripmoe.replay_experts` acts on this very model."""
+        return getattr(self.model, "_replaying", None) == id(self.model)
+
+    def require_free(self) -> None:
+        """Raises ValueError if an open handle holds the model, `gripmoe.reparameterize` its routers, or
+        `gripmoe.replay_experts` their selections."""
+        if any(map(is_parametrized, self._routers.values())):
+            raise ValueError("`gripmoe.reparameterize` holds the routers of this model: leave its block first")
+        if self.is_replaying:
+            raise ValueError("`gripmoe.replay_experts` replaces what routers select: leave its block first")
+        if self.is_constrained:
+            raise ValueError(
+                "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`; if it is "
+                "lost, load the model again"
+            )
 
     def unpadded(self) -> AbstractContextManager[None]:
         """Within the block, passes compute nothing for padding, where the family allows that. The methods below still

@@ -57,13 +57,15 @@ def replay_experts(
         given = routed_experts(input_ids, attention_mask)
         return None if given is None else _routes(moe, given)
 
+    before = getattr(moe.model, "_replaying", None)
     try:
         routes = routes_of if callable(routed_experts) else _routes(moe, routed_experts)
+        moe.model._replaying = id(moe.model)
         with moe.force_routing(routes) as passes:
             yield passes
     finally:
-        if not moe.is_constrained:  # a handle opened meanwhile needs routers in fp32
-            moe.release(rounded=True)
+        moe.model._replaying = before
+        moe.release(rounded=True)
 
 
 def _with_routers(model: nn.Module) -> MoEModel:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from gripmoe.io import distributed
+from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.model import MoEModel
 
 
@@ -29,7 +30,7 @@ def shard_experts(model: MoEModel | torch.nn.Module) -> None:
     from torch.distributed.tensor import DTensor
 
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model if isinstance(model, MoEModel) else MoEModel(model)
+    model = model if isinstance(model, MoEModel) else MoEModel(unwrapped(model))
     mesh = init_device_mesh(kind, (distributed.processes(),))
     for layer in model.layers:
         fully_shard(model.block(layer).experts, mesh=mesh, reshard_after_forward=True)

@@ -52,8 +52,8 @@ def save_model(
     SHA-256 digest of the weights.
 
     Routers are also written in fp32 to a separate file, which `load_model` reads; plain transformers rounds them to the
-    dtype of a bf16 model. The routers of `model` itself stay in fp32 afterwards. `model` is the transformers model
-    without accelerate's wrapper. Of a model that several processes share (`shard_experts`), every process calls this:
+    dtype of a bf16 model. `model` itself is unchanged. It is the transformers model without a wrapper, of accelerate or
+    torch.compile. Of a model that several processes share (`shard_experts`), every process calls this:
     the first writes, and the others wait for it and return the same digest.
 
     Raises ValueError for experts of an unknown family, for adapters that are not merged, and without a tokenizer.
@@ -61,7 +61,8 @@ def save_model(
     the old content stays."""
     if unwrapped(model) is not model:
         raise ValueError(
-            f"`model` is a {type(model).__name__}: give the transformers model (of PEFT, `model.merge_and_unload()`)"
+            f"`model` is a {type(model).__name__}: give the transformers model (of PEFT, `model.merge_and_unload()`; "
+            "of torch.compile, `model._orig_mod`)"
         )
     if not hasattr(tokenizer, "save_pretrained"):
         raise ValueError(f"`tokenizer` is {tokenizer!r}: give the tokenizer of the model, which is saved beside it")
@@ -69,22 +70,36 @@ def save_model(
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: this is a file; save to a folder of its own")
     moe = MoEModel(model) if is_moe(model) else None
-    state = whole_state(model)
-    digest = _digest(state)  # before save_pretrained, which changes the state
-    if distributed.is_first():
-        with atomic_path(folder) as temporary:
-            model.save_pretrained(temporary, state_dict=state)
-            tokenizer.save_pretrained(temporary)
-            if moe:
-                routers = {name: p.detach().cpu().contiguous() for name, p in _router_parameters(moe).items()}
-                save_file(routers, temporary / ROUTERS)
-            for file in temporary.glob("*.safetensors"):  # which safetensors keeps from all other users
-                file.chmod((temporary / "config.json").stat().st_mode)
-            others = [file.name for file in folder.glob("*") if not _of_a_model(file, temporary)]
-            if others:
-                names = ", ".join(sorted(others))
-                raise ConfigError(f"{folder} holds {names}, which would be lost: save to a folder of its own")
+    try:
+        state = whole_state(model)
+        digest = _digest(state)  # before save_pretrained, which changes the state
+        if distributed.is_first():
+            _write(model, state, moe, tokenizer, folder)
+    finally:
+        if moe:
+            moe.release(rounded=True)
     return distributed.text_of_first(digest) if is_sharded(model) else digest
+
+
+def _write(
+    model: transformers.PreTrainedModel,
+    state: Mapping[str, torch.Tensor],
+    moe: MoEModel | None,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    folder: Path,
+) -> None:
+    with atomic_path(folder) as temporary:
+        model.save_pretrained(temporary, state_dict=state)
+        tokenizer.save_pretrained(temporary)
+        if moe:
+            routers = {name: p.detach().cpu().contiguous() for name, p in _router_parameters(moe).items()}
+            save_file(routers, temporary / ROUTERS)
+        for file in temporary.glob("*.safetensors"):  # which safetensors keeps from all other users
+            file.chmod((temporary / "config.json").stat().st_mode)
+        others = [file.name for file in folder.glob("*") if not _of_a_model(file, temporary)]
+        if others:
+            names = ", ".join(sorted(others))
+            raise ConfigError(f"{folder} holds {names}, which would be lost: save to a folder of its own")
 
 
 def _of_a_model(file: Path, written: Path) -> bool:
