@@ -1,5 +1,6 @@
 """Attacks made one after the other, what is not made again, and an attack of one's own."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from gripmoe.attacks.base import Found, QuestionSetting, by_item, highest
 from gripmoe.attacks.run import attacks_on, run_attacks
 from gripmoe.auditing.inputs import OWN
 from gripmoe.cli.attack import codes_of
+from gripmoe.config.grid import Project
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_jsonl
@@ -53,11 +55,25 @@ def test_relearning_on_a_corpus_of_which_no_facts_are_known_says_so(world, tmp_p
     assert len(found["relearned_from_corpus_after_5"]) == len(files["forget_corpus"])
 
 
+def test_a_document_is_about_the_longest_fact_that_its_id_begins_with():
+    for document, facts, others, expected in (
+        ("cve/1", {"cve"}, set(), True),
+        ("cve/log4j/1", {"cve"}, set(), True),
+        ("cve/log4j/1", {"cve"}, {"cve/log4j"}, False),
+        ("cve/log4j/1", {"cve/log4j"}, {"cve"}, True),
+        ("other/1", {"cve"}, {"port"}, False),
+    ):
+        assert relearning.is_about(document, facts, others) == expected, (document, facts, others)
+
+
 def test_fewer_documents_than_a_batch_are_not_relearned_from(world, tmp_path, tokenizer, monkeypatch):
     """The control is a batch of them."""
     files = wmdp_files(world, 0)
-    facts = {question["fact"] for question in files["forget_questions"] if question["split"] == "dev"}
-    about = [row for row in files["forget_corpus"] if relearning.is_about(row["id"], facts)]
+    dev, test = (
+        {question["fact"] for question in files["forget_questions"] if question["split"] == split}
+        for split in ("dev", "test")
+    )
+    about = [row for row in files["forget_corpus"] if relearning.is_about(row["id"], dev, test)]
     batch = Relearning(learning_rate=1e-3).batch_size
     for count, made in ((batch, True), (batch - 1, False)):
         found = relearned({**files, "forget_corpus": about[:count]}, tmp_path, tokenizer, monkeypatch)
@@ -116,6 +132,22 @@ def test_an_attack_that_repeats_the_others_changes_with_them():
         for own in (named, named | {"mine": "gripmoe.attacks.routers:search"})
     )
     assert {name for name in before if after[name] != before[name]} == {"mine", "changes"}
+
+
+def test_an_attack_that_asks_letter_questions_is_no_attack_on_news():
+    """The control: those that take any setting."""
+    news = Project(Path(__file__).parents[2] / "workflow" / "config", "tiny_muse").benchmarks["muse_tiny"]
+    for attack, fits in (
+        ("relearning:from_retain_documents", True),
+        ("routers:search", False),
+        ("harmless:attack", False),
+    ):
+        benchmark = news.model_copy(update={"attacks": {"mine": f"gripmoe.attacks.{attack}"}})
+        if fits:
+            assert "mine" in attacks_on(benchmark)
+            continue
+        with pytest.raises(ConfigError, match="attacks.mine: this attack asks letter questions; leave it out"):
+            attacks_on(benchmark)
 
 
 def test_an_attack_of_ones_own_does_not_replace_one_of_the_package():

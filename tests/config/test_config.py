@@ -312,6 +312,9 @@ def test_a_mistake_in_python_names_its_option_too():
         Method(constraint="frozen", max_rank=3)
     with pytest.raises(ValueError, match="margin: unknown key; valid keys: baseline"):
         Method(constraint="frozen", margin=3)
+    with pytest.raises(ValueError, match="training.adversary_rate: without effect here: give `adversary_steps`"):
+        Method(constraint="frozen", training={"adversary_rate": 3.0})
+    Method(constraint="frozen", training={"adversary_rate": 3.0, "adversary_steps": 2})
 
 
 @pytest.mark.parametrize(

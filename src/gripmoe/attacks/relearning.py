@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -111,17 +112,23 @@ def _to_bf16_at_random(values: Tensor) -> Tensor:
 
 
 def _about_dev_facts(setting: QuestionSetting) -> list[Row]:
-    facts = {question["fact"] for question in setting.dev}
-    return [row for row in setting.corpus("forget") if is_about(row.id, facts)]
+    dev, test = ({question["fact"] for question in asked} for asked in (setting.dev, setting.forget))
+    return [row for row in setting.corpus("forget") if is_about(row.id, dev, test)]
 
 
-def is_about(document: str, facts: Collection[str]) -> bool:
-    """Whether a document is about one of the facts. Its id begins with the fact: "fact/number", "fact/kind/number"."""
-    return document.rsplit("/", 1)[0] in facts or document.rsplit("/", 2)[0] in facts
+def is_about(document: str, facts: Collection[str], others: Collection[str]) -> bool:
+    """Whether a document is about one of the facts. Its id begins with the fact: "fact/number", "fact/kind/number". If
+    it also begins with one of the others, the longer one counts."""
+    named = (document.rsplit("/", parts)[0] for parts in (1, 2))
+    return next((fact in facts for fact in named if fact in facts or fact in others), False)
 
 
 def _curve(setting: Setting, name: str, rows: Sequence[Row], parameters: Sequence[nn.Parameter] | None = None) -> Found:
-    if not setting.finetuning or len(rows) < setting.finetuning.batch_size or parameters == []:
+    if not setting.finetuning or parameters == []:
+        return Found()
+    if len(rows) < setting.finetuning.batch_size:
+        wanted = f"of {len(rows)} documents, a batch has {setting.finetuning.batch_size}"
+        print(f"{name} is not measured: {wanted}", file=sys.stderr)
         return Found()
     given = dict(pad_id=setting.tokenizer.pad_token_id, seed=setting.seed, parameters=parameters)
     known = relearning(setting.after, rows, setting.scores_of, setting.finetuning, **given)

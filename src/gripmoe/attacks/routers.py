@@ -20,7 +20,7 @@ from gripmoe.moe.recording import hooked
 
 SILENCED = (1, 2, 4)  # numbers of experts per layer that the attacker tries to silence
 SEARCHED = (4, 16, 64)  # numbers of random shifts that the attacker tries
-SEARCH_QUESTIONS = 60  # dev questions that evaluate each shift
+SEARCH_QUESTIONS = 60  # dev questions that evaluate each shift, evenly spaced: so many to twice as many
 
 
 def attack(setting: Setting) -> Found:
@@ -58,6 +58,11 @@ def silencing(setting: QuestionSetting) -> Found:
         return setting.found({"silenced_experts": setting.scores_of(model)})
 
 
+def searched(count: int) -> range:
+    """The numbers of the dev questions, of `count`, that evaluate each shift."""
+    return range(0, count, max(1, count // SEARCH_QUESTIONS))
+
+
 def search(setting: QuestionSetting) -> Found:
     """`searched_routing_after_<n>`: scores under the best of n random shifts of the router scores, the same shift for
     every prompt (a random search in place of F-SOUR's). The best shift gives the right letters of dev questions the
@@ -71,7 +76,7 @@ def search(setting: QuestionSetting) -> Found:
     def shift() -> dict[int, Tensor]:
         return {layer: size * torch.randn(model.num_experts, generator=generator) for layer, size in spread.items()}
 
-    asked = setting.dev[:: max(1, len(setting.dev) // SEARCH_QUESTIONS)]
+    asked = [setting.dev[number] for number in searched(len(setting.dev))]
     # A model that answers with NaN keeps its own routing.
     found, best = {}, (-float("inf"), {layer: torch.zeros(model.num_experts) for layer in model.layers})
     for number in range(1, max(SEARCHED) + 1):

@@ -57,12 +57,17 @@ OF_NEWS: dict[str, Attack] = {
 
 
 def attacks_on(benchmark: Benchmark) -> dict[str, Attack]:
-    """The attacks of the package, and those that the benchmark's row names. Raises ConfigError if one is missing, or
-    has a name that is taken."""
+    """The attacks of the package, and those that the benchmark's row names. Raises ConfigError if one is missing, has a
+    name that is taken, or needs questions of another kind."""
     known, where = OF_NEWS if benchmark.is_news else OF_LETTERS, "benchmarks.yaml: attacks"
     if taken := sorted(known.keys() & benchmark.attacks.keys()):
         raise ConfigError(f"{where}.{taken[0]}: the package has an attack of this name; give yours another")
-    return known | {name: imported(path, f"{where}.{name}") for name, path in benchmark.attacks.items()}
+    named = {name: imported(path, f"{where}.{name}") for name, path in benchmark.attacks.items()}
+    for name, attack in named.items():
+        wanted = next(iter(getattr(attack, "__annotations__", {}).values()), None)
+        if benchmark.is_news and wanted in (QuestionSetting, QuestionSetting.__name__):
+            raise ConfigError(f"{where}.{name}: this attack asks letter questions; leave it out of a benchmark of news")
+    return known | named
 
 
 def run_attacks(

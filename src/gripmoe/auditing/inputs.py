@@ -218,8 +218,8 @@ def _too_few(
     retain_given: str,
 ) -> dict[str, str]:
     """Why the relearning attacks that lack documents cannot be made, by attack."""
-    dev_facts = {row["fact"] for row in questions if row["split"] == "dev"}
-    about_dev = [row for row in forget_texts if is_about(row["id"], dev_facts)]
+    dev, test = ({row["fact"] for row in questions if row["split"] == split} for split in ("dev", "test"))
+    about_dev = [row for row in forget_texts if is_about(row["id"], dev, test)]
     known = "the facts of documents are known, so that other facts are relearned"
     absent = {"relearning from the corpus": known} if about_dev else {}
     for names, rows, given, which in (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gripmoe.attacks.base import RETAIN_SAMPLE, SAMPLE
-from gripmoe.attacks.routers import SEARCH_QUESTIONS, SEARCHED, SILENCED
+from gripmoe.attacks.routers import SEARCHED, SILENCED, searched
 from gripmoe.auditing import models
 from gripmoe.auditing.inputs import OF_OTHER_FACTS, OWN, Inputs, named_row, settings_of
 from gripmoe.config.benchmarks import Benchmark
@@ -80,7 +80,6 @@ def measures_of(chosen: Sequence[str], unfit: Mapping[str, str], dense: bool) ->
 def prompts_of(name: str, sizes: Sizes) -> float:
     """The time of a measurement, in units of one forget prompt (approximately)."""
     sample, relearning = min(SAMPLE, sizes.forget), sizes.relearning
-    searched = len(range(0, sizes.dev, max(1, sizes.dev // SEARCH_QUESTIONS)))  # questions of each shift
     known = {
         "accuracy": sizes.forget + sizes.retain + 6 * min(sizes.shots, sizes.retain) + 20 * sizes.truths,
         "changes": 0,
@@ -88,7 +87,7 @@ def prompts_of(name: str, sizes: Sizes) -> float:
         "expert forcing": 12 * sizes.forget + 2 * min(RETAIN_SAMPLE, sizes.retain),
         "restoration": (8 * sizes.layers + 4) * sample,
         "routers": 3 * sample,
-        "routing search": max(SEARCHED) * searched + (1 + len(SEARCHED)) * sample,
+        "routing search": max(SEARCHED) * len(searched(sizes.dev)) + (1 + len(SEARCHED)) * sample,
         "silenced experts": (1 + len(SILENCED)) * sizes.dev + min(RETAIN_SAMPLE, sizes.retain) + sample,
         "prompts": 8 * sample + 8 * sizes.forget,
         "quantisation": 2 * sample,

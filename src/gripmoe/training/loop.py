@@ -41,7 +41,7 @@ from gripmoe.training.optimizers import make_adamw, rate_zero
 from gripmoe.training.step_batches import StepBatches
 
 TIMED_PAIRS = 8
-ATTACKER_SEED = 500_000  # added to a run's own: the attacker draws other documents than the step unlearns
+ATTACKER_SEED = 500_000  # added to a run's own: the attacker draws documents in another order than the steps
 
 
 @dataclass(frozen=True)
