@@ -52,7 +52,7 @@ base: setup
 figures: setup
 	$(VENV)/bin/python -m gripmoe.cli.fork_server \
 	  snakemake --profile workflow/profiles/tiny --cores $(CORES) --config world=$(WORLD)
-	@gripmoe summary --runs results/*/runs_$(WORLD).csv
+	@gripmoe summary --runs "$$(ls -t results/*/runs_$(WORLD).csv | head -n 1)"
 	@echo "Figures and tables: paper_figures/$(WORLD). All runs, attacks and questions: paper_figures/$(WORLD)/explorer.html"
 
 figures-all: setup

@@ -29,7 +29,8 @@ from gripmoe.attacks import restoration
 from gripmoe.attacks.base import QuestionSetting, mean
 from gripmoe.attacks.relearning import from_other_facts, from_retain_documents, of_low_rank_experts
 from gripmoe.config.grid import Project
-from gripmoe.config.reading import require_known
+from gripmoe.config.reading import parse_as, require_known
+from gripmoe.config.world import Run
 from gripmoe.data.documents import collate, length_buckets
 from gripmoe.evaluation.questions import load_questions
 from gripmoe.geometry.routing import mean_stability, routing_stability
@@ -68,19 +69,28 @@ class Swapped(QuestionSetting):
         return load_questions(self.data / "forget_questions.jsonl", "dev")
 
 
-def attempt(project: Project, results: Path, key: tuple, steps: int, change: dict) -> dict:
+def run_of(project: Project, key: tuple, steps: int, change: dict) -> Run:
+    """The run with changed settings. Raises ValueError if they do not fit."""
     never = {"checks_to_stop": steps + 1}  # more than there are: every run takes all its steps
     run = changed(project.run(*key), {"max_steps": steps, **never, **change})
+    known = project.objectives[run.objective].settings
+    parse_as(known, run.training.objective, Path("--change"))
+    return run
+
+
+def attempt(project: Project, results: Path, key: tuple, steps: int, change: dict) -> dict:
+    run = run_of(project, key, steps, change)
     folder = results.joinpath("attempts", *map(str, key), f"steps-{steps}_{named(change)}")
     train(project, results, run, folder)
     outcome = read_json(folder / "checkpoint.json")
     tried = dict(zip(SAME, (*key, json.dumps(change), steps), strict=True)) | {"status": outcome["status"]}
     if outcome["status"] == "diverged":
         return tried
-    return tried | measured(project, results, run.model, run.benchmark_name, folder / "weights")
+    return tried | measured(project, results, key, folder / "weights")
 
 
-def measured(project: Project, results: Path, model: str, benchmark: str, weights: Path) -> dict[str, float]:
+def measured(project: Project, results: Path, key: tuple, weights: Path) -> dict[str, float]:
+    model, benchmark, *_, seed = key
     before = MoEModel(load_model(results / "models" / model / "weights", device="cpu")[0])
     after, tokenizer = load_model(weights, device="cpu")
     settings = [
@@ -91,6 +101,7 @@ def measured(project: Project, results: Path, model: str, benchmark: str, weight
             results / "data" / benchmark,
             project.benchmarks[benchmark],
             finetuning=project.world.relearning,
+            seed=seed,
         )
         for kind in (QuestionSetting, Swapped)
     ]
@@ -129,16 +140,25 @@ def main() -> None:
         project = Project(CONFIG, args.world)
         for name in ("model", "benchmark", "objective", "method"):
             require_known(getattr(args, name), getattr(project, f"{name}s"), f"--{name}")
-    except ConfigError as error:
+        key = args.model, args.benchmark, args.objective, args.method, args.seed
+        if not project.fits(args.model, args.benchmark) or not project.methods[args.method].trains:
+            raise ConfigError(
+                f"no run {'.'.join(map(str, key))}: give a benchmark of the model, and a method that trains"
+            )
+        for change in args.change:
+            run_of(project, key, args.steps, change)
+    except ValueError as error:
         parser.error(str(error))
-    key = args.model, args.benchmark, args.objective, args.method, args.seed
     results = ROOT / "results" / project.results_name
     prepare(project, results, [args.model], args.benchmark, args.cores)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs side by side share the cores
     with ProcessPoolExecutor(args.cores, mp_context=get_context("spawn")) as pool:
         running = [pool.submit(attempt, project, results, key, args.steps, change) for change in args.change]
         for run in tqdm(as_completed(running), total=len(running)):
-            add_row(args.output, run.result())
+            if run.exception() is None:  # which is raised below, when the others have ended
+                add_row(args.output, run.result())
+    for run in running:
+        run.result()
     print(args.output.read_text())
 
 

@@ -10,12 +10,14 @@ import pandas as pd
 from tqdm import tqdm
 
 from gripmoe.config.grid import Project
+from gripmoe.config.reading import require_known
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_text
 from gripmoe.reporting import names
 from gripmoe.reporting.runs import KEYS
 
 CONFIG = Path(__file__).parent / "config"
+FLAGS = {2: "objectives", 3: "methods"}  # by their place in a run's key
 Measure = Callable[[Project, Path, tuple, Path], list[dict]]  # of a run's results, key and weights
 
 
@@ -25,7 +27,7 @@ def parser_of(description: str, worlds: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--methods", nargs="+", help="all if absent")
     parser.add_argument("--objectives", nargs="+", help="all if absent; original and retrained models have `none`")
     parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--results", type=Path, default=Path("results/tiny"))
+    parser.add_argument("--results", type=Path, help="results/ of each world if absent")
     parser.add_argument("--output", type=Path, required=True)
     return parser
 
@@ -36,14 +38,20 @@ def write_measurements(parser: argparse.ArgumentParser, measure: Measure) -> Non
     args = parser.parse_args()
     try:
         found = {}
-        for project in (Project(args.config, world) for world in args.worlds):
+        projects = [Project(args.config, world) for world in args.worlds]
+        known = {name: {key[place] for each in projects for key in each.run_keys()} for place, name in FLAGS.items()}
+        for name, keys in known.items():
+            for given in getattr(args, name) or []:
+                require_known(given, keys, f"--{name}")
+        for project in projects:
+            results = args.results or Path("results", project.results_name)
             for key in map(tuple, project.run_keys()):
                 chosen = key[2] in (args.objectives or [key[2]]) and key[3] in (args.methods or [key[3]])
-                weights = _weights(project, args.results, key)
+                weights = _weights(project, results, key)
                 if chosen and not project.benchmarks[key[1]].is_news and weights.exists():
-                    found[key] = project, args.results, key, weights
+                    found[key] = project, results, key, weights
         if not found:
-            raise ConfigError(f"no run of {', '.join(args.worlds)} has weights in {args.results}; snakemake makes them")
+            raise ConfigError(f"no such run of {', '.join(args.worlds)} has weights; snakemake makes them")
     except ConfigError as error:
         parser.error(str(error))
     rows = []

@@ -23,10 +23,10 @@ from gripmoe.moe.storage import load_model
 
 def measure(project: Project, results: Path, key: tuple, weights: Path, steps: Sequence[int]) -> list[dict]:
     model, tokenizer = load_model(weights, device="cpu")
-    moe, benchmark = MoEModel(model), key[1]
+    moe, benchmark, seed = MoEModel(model), key[1], key[-1]
     given = tokenizer, results / "data" / benchmark, project.benchmarks[benchmark]
     finetuning = project.world.relearning.model_copy(update={"steps": list(steps)})
-    setting = QuestionSetting(moe, moe, *given, finetuning=finetuning)
+    setting = QuestionSetting(moe, moe, *given, finetuning=finetuning, seed=seed)
     found = Found.joined(attack(setting) for attack in (from_other_facts, of_low_rank_experts)).metrics
     return [{"metric": name, "value": value} for name, value in found.items() if not name.endswith("_0")]
 

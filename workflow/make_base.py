@@ -3,7 +3,8 @@
     python workflow/make_base.py --results results/base [--write]
 
 Floating-point sums differ between kinds of CPU, so the weights may differ and the scores change a little. `--write`
-replaces the models of the package, in bf16, by the trained ones. A finished training is not repeated.
+replaces the models of the package, in bf16, by the trained ones. A finished training of the same settings and code is
+not repeated.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pandas as pd
 import torch
 
 from gripmoe.cli.main import main as command
+from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import Project
 from gripmoe.config.models import EmbeddedModel
 from gripmoe.io.files import atomic_path, read_json, write_json
@@ -30,9 +32,14 @@ def trained(name: str, models: dict[str, EmbeddedModel], results: Path) -> Path:
     """The folder of the model `name`, trained there with the models that it is made from."""
     row, output = models[name].model_copy(update={"shipped": None}), results / name / "model.json"
     base = ["--base", str(trained(row.base, models, results) / "model.json")] if row.base else []
-    settings = json.dumps(row.model_dump(mode="json"))
-    if not output.exists() and command(["prepare-model", "--settings", settings, "--output", str(output), *base]):
-        raise SystemExit(1)
+    settings, made_with = row.model_dump(mode="json"), output.with_name("made_with.json")
+    code = code_fingerprint("gripmoe.cli.prepare_model:prepare_model")
+    wanted = {"settings": settings, "code": code, "base": base and read_json(Path(base[1]))["weights"]}
+    if not output.exists() or not made_with.exists() or read_json(made_with) != wanted:
+        flags = ["--settings", json.dumps(settings), "--output", str(output), *base]
+        if command(["prepare-model", *flags]):
+            raise SystemExit(1)
+        write_json(made_with, wanted)
     return output.parent
 
 
@@ -59,17 +66,18 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("results/base"))
     parser.add_argument("--write", action="store_true", help="replace the models of the package")
     args = parser.parse_args()
-    models, rows = Project(CONFIG, "tiny").models, []
+    models, rows, made_here = Project(CONFIG, "tiny").models, [], []
     shipped = {name: row for name, row in models.items() if row.source == "embedded" and row.shipped}
     for name, row in shipped.items():
         model, tokenizer, made, scores = rounded(trained(name, models, args.results), row)
         if fault := fault_of(scores, row):
             raise SystemExit(f"{name} is not fit for use: {fault}")
         card = made | scores
-        if args.write:
-            write(model, tokenizer, card, FOLDER / row.shipped)
+        made_here.append((model, tokenizer, card, FOLDER / row.shipped))
         in_package = read_json(FOLDER / row.shipped / "card.json")
         rows += [(name, key, in_package.get(key), value) for key, value in card.items()]
+    for model in made_here if args.write else ():
+        write(*model)
     print(pd.DataFrame(rows, columns=["model", "score", "in the package", "trained here"]).to_string(index=False))
 
 

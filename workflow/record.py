@@ -36,7 +36,7 @@ from gripmoe.reporting.runs import KEYS, beside, load_histories, load_runs, of_k
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
 from gripmoe.reporting.uncertainty import interval, of_runs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "docs" / "record"
 PICTURES = OUTPUT.with_name("images")
 TABLES = {
@@ -240,17 +240,20 @@ def keep_items(paths: list[Path], name: str, output: Path) -> None:
 
 
 def keep_times(paths: list[Path], output: Path) -> None:
-    """Writes the CPU-seconds of each kind of step that has ended beside tables of runs."""
+    """Writes the CPU-seconds of each kind of step that has ended beside tables of runs; of the kinds that have not,
+    those that a record beside them has."""
     rows = [
         (step, seconds)
         for folder in sorted({path.parent for path in paths})
         for step, each in step_seconds(folder).items()
         for seconds in each
     ]
-    if rows:
-        of_steps = pd.DataFrame(rows, columns=["step", "cpu_seconds"]).groupby("step").cpu_seconds
-        times = of_steps.agg(jobs="count", cpu_seconds="mean", longest="max").round(1)
-        write_text(output, times.to_csv())
+    of_steps = pd.DataFrame(rows, columns=["step", "cpu_seconds"]).groupby("step").cpu_seconds
+    times = of_steps.agg(jobs="count", cpu_seconds="mean", longest="max").round(1)
+    known = [pd.read_csv(file, index_col="step") for path in paths if (file := path.with_name(output.name)).exists()]
+    times = pd.concat([times] * bool(rows) + known)
+    if len(times):
+        write_text(output, times[~times.index.duplicated()].sort_index().to_csv())
 
 
 def keep_models(paths: list[Path], output: Path) -> None:
@@ -308,7 +311,7 @@ def main() -> None:
         write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
         parts.append(f"## Statements\n\n{as_markdown(statements)}")
     write_text(args.output / "tables.md", "\n".join(parts))
-    if args.output == OUTPUT:
+    if args.output.resolve() == OUTPUT:
         draw_pictures(measured)
     is_kept = args.output.resolve().is_relative_to(OUTPUT)  # a record elsewhere leaves the pictures of the pages alone
     for world, picture in (("tiny_erasure", "erasure_frontier"), ("tiny_erasure_held_out", "erasure_held_out")):

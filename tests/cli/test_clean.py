@@ -114,3 +114,14 @@ def test_all_that_rules_write_is_known(tmp_path):
         patterns = written(Project(CONFIG, world))
         unknown = {f for f in files if not any(path.match(pattern) for path in (f, *f.parents) for pattern in patterns)}
         assert len(files) > 150 and not unknown
+
+
+def test_a_world_with_a_mistake_may_share_files_so_nothing_is_removed(config, capsys):
+    """The control: a world of results of its own."""
+    before = everything()
+    write_yaml(config / "other.yaml", read_yaml(CONFIG / "tiny.yaml") | {"sedes": [0]})
+    assert clean(config, "--world", "one") == 0
+    write_yaml(config / "one_more.yaml", {"extends": "one", "sedes": [1, 2]})
+    assert clean(config, "--world", "one", "--remove") == 2
+    said = capsys.readouterr().err
+    assert "sedes" in said and "This world shares results with one; mend it first" in said and everything() == before

@@ -580,3 +580,27 @@ def test_rmu_needs_a_layer_that_the_model_has(folder):
     edit(folder / "paper.yaml", lambda c: c["objective_training"]["rmu"]["objective"].update(layer=24))
     with pytest.raises(ConfigError, match="rmu.objective.layer: qwen15_moe has layers 0 to 23 .got 24."):
         Project(folder, "paper")
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "message"),
+    [
+        ("tiny_b", {"base": "tiny_b"}, "tiny_b.base: 'tiny_b' is not an embedded model with `trained_on: skills`"),
+        ("tiny_b", {"base": "tiny_b_skils"}, "models.yaml: tiny_b.base: unknown .*tiny_b_skils"),
+        ("tiny_b", {"retrained": "tiny_a"}, "tiny_b.retrained: 'tiny_a' is not an embedded model with `trained_on: re"),
+        ("tiny_b", {"retrained": "tiny_a_retrained"}, "tiny_b.retrained: 'tiny_a_retrained' has another `base`"),
+        ("tiny_a", {"fact_steps": 3}, "tiny_a.*fact_steps: without effect on a model of the package"),
+    ],
+)
+def test_a_model_names_what_it_is_made_from_and_compared_with(row, changes, message, folder):
+    (folder / "mine.yaml").write_text("extends: tiny\nmodels: [tiny_a, tiny_b]\nmethods: [original]\n")
+    Project(folder, "mine")
+    edit(folder / "models.yaml", lambda c: c[row].update(changes))
+    with pytest.raises(ConfigError, match=message):
+        Project(folder, "mine")
+
+
+def test_keys_of_letter_questions_are_refused_on_news(folder):
+    edit(folder / "benchmarks.yaml", lambda c: c["muse_tiny"].update(few_shot_questions=7))
+    with pytest.raises(ConfigError, match="muse_tiny.few_shot_questions: without effect on news"):
+        Project(folder, "tiny_muse")

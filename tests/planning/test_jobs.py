@@ -110,6 +110,7 @@ def test_seconds_after_an_interruption_are_not_those_of_a_job(tmp_path):
     file = record(tmp_path, "unlearn", f"{cell}.7", 36.0)
     assert hours() == 0.01
     write_json(file, read_json(file) | {"resumed": True})
+    assert not step_seconds(file.parent)
     assert hours() == estimate != 0.01
     record(tmp_path, "unlearn", f"{cell}.8", 7200.0)
     assert hours() == 2.0

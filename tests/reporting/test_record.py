@@ -54,6 +54,17 @@ def test_items_of_several_tables_are_kept_in_one_and_those_of_a_run_once(tmp_pat
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "again" / "answers.csv.xz"), kept)
 
 
+def test_times_of_steps_that_have_not_run_again_are_kept(tmp_path):
+    before, now = tmp_path / "record", tmp_path / "results"
+    times = {"step": ["attack", "evaluate"], "jobs": [3, 3], "cpu_seconds": [5.0, 7.0], "longest": [6.0, 8.0]}
+    before.mkdir()
+    pd.DataFrame(times).to_csv(before / "step_times.csv", index=False)
+    write_json(now / "x.provenance.json", {"step": "gripmoe.cli.evaluate:evaluate", "cpu_seconds": 2.0})
+    output = tmp_path / "step_times.csv"
+    record["keep_times"]([now / "runs_w.csv", before / "runs.csv"], output)
+    assert pd.read_csv(output).values.tolist() == [["attack", 3, 5.0, 6.0], ["evaluate", 1, 2.0, 2.0]]
+
+
 def test_the_main_tables_are_there_as_numbers():
     """Those that the drawn table shows, with their intervals and marks, and no other; base models are the units."""
     tidy = pd.read_csv(RECORD / "main_results.csv", keep_default_na=False, na_values={"half_width": ""})

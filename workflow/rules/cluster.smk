@@ -34,7 +34,7 @@ def refuse_above_budget():
 
 
 onstart:
-    if workflow.is_main_process and "budget" in config:
+    if "budget" in config:
         refuse_above_budget()
     if left := orphans():
         raise WorkflowError(

@@ -25,6 +25,8 @@ CONFIG = Path(workflow.basedir) / "workflow" / "config"
 unknown_keys = sorted(set(config) - {"world", "budget", "partial"})
 if unknown_keys:
     raise WorkflowError(f"--config: unknown key {unknown_keys[0]!r}; valid keys: world, budget, partial")
+if str(config.get("partial", 0)) not in ("0", "1", "False", "True"):
+    raise WorkflowError(f"--config partial={config['partial']}: give 1, or leave it out")
 try:
     PROJECT = Project(CONFIG, str(config.get("world", "tiny")))
 except ConfigError as error:

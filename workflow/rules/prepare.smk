@@ -47,10 +47,6 @@ use rule prepare_data as prepare_news with:
         f"{LOGS}/prepare_news/{{benchmark}}.log",
     wildcard_constraints:
         benchmark=any_of(NEWS),
-    params:
-        folder=lambda wildcards, output: str(Path(output[0]).parent),
-        settings=lambda w: canonical(PROJECT.benchmarks[w.benchmark].data),
-        code=code_fingerprint("gripmoe.cli.prepare_data:prepare_data"),
 
 
 rule prepare_model:

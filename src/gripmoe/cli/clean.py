@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.config.catalogues import Catalogues
-from gripmoe.config.grid import Project, world_files
+from gripmoe.config.grid import Project, results_of, world_files
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import remove as remove_path
 from gripmoe.io.locks import exclusive
@@ -36,9 +35,12 @@ def clean(
     """
     project, catalogues = Project(config, world), Catalogues(config)
     others = []
-    for name in {file.stem for file in world_files(config)} - {project.name}:
-        with suppress(ConfigError):  # a world that cannot start has no runs, such as one that is there to be extended
-            others.append(Project(config, name, catalogues))
+    for file in world_files(config):
+        try:
+            others += [Project(config, file.stem, catalogues)] if file.stem != project.name else []
+        except ConfigError as error:
+            if results_of(config, file) == project.results_name:  # else it shares nothing
+                raise ConfigError(f"{error}. This world shares results with {world}; mend it first") from None
     results = Path("results", project.results_name)
     known = {f"runs_{each.name}.csv" for each in (project, *others)}
     if unknown := sorted(file for file in results.glob("runs_*.csv") if file.name not in known):

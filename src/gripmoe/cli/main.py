@@ -106,10 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code: 2, with one line on stderr, for a mistake in its input or an extra
     that is not installed; 130 after Ctrl-C. Every other error is a bug, and raised."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if (code := run_on_server(arguments)) is not None:
-        return code
     try:
+        if (code := run_on_server(arguments)) is not None:
+            return code
         return typer.main.get_command(app).main(arguments, prog_name="gripmoe", standalone_mode=False) or 0
+    except KeyboardInterrupt:  # while another process runs the command
+        return 130
     except ConfigError as error:
         called, message, code = f"gripmoe {arguments[0]}", str(error), 2
     except ModuleNotFoundError as error:

@@ -49,6 +49,9 @@ def prepare_model(
             return
         if config.shipped:
             model, tokenizer, card = load_shipped(config.shipped)
+            if card["seed"] != config.seed:
+                of = f"the package's {config.shipped!r} is of seed {card['seed']}, not {config.seed}"
+                raise ConfigError(f"models.yaml: shipped: {of}; leave `shipped` out")
             write_json(output, {**card, "weights": save_model(model, tokenizer, folder / "weights")})
             return
         device = visible_devices()[0] if gpus else torch.device("cpu")

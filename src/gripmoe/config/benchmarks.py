@@ -117,6 +117,13 @@ class Benchmark(Task):
     attacks: dict[Name, CodePath] = {}
     metrics: dict[Name, CodePath] = {}
 
+    @model_validator(mode="after")
+    def _keys_of_its_kind(self) -> Benchmark:
+        for key in ("few_shot_questions", "rewrites") if self.is_news else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise Mistake(key, "without effect on news, which has no letter questions; leave it out")
+        return self
+
     @property
     def task(self) -> Task:
         return Task(**{name: getattr(self, name) for name in Task.model_fields})

@@ -126,12 +126,23 @@ class Project:
         for name in self.models_needed:
             self._check_base(name)
         for name in world.models:
+            if self.models[name].source == "embedded" and self.models[name].retrained:
+                self._check_retrained(name)
             if not any(self.fits(name, benchmark) for benchmark in world.benchmarks):
                 raise ConfigError(f"{self.world_file}: models: none of the benchmarks is for {name!r}")
         for name in world.benchmarks:
             if not any(self.fits(model, name) for model in world.models):
                 remedy = "news needs one with `source: finetuned`"
                 raise ConfigError(f"{self.world_file}: benchmarks: none of the models is for {name!r}; {remedy}")
+
+    def _check_retrained(self, name: str) -> None:
+        model, where = self.models[name], f"{self._models_file}: {name}.retrained"
+        retrained = self.models[model.retrained]
+        if retrained.source != "embedded" or retrained.trained_on != "retain_only":
+            raise ConfigError(f"{where}: {model.retrained!r} is not an embedded model with `trained_on: retain_only`")
+        alike = ("family", "size", "world_seed", "base")
+        if differing := [key for key in alike if getattr(retrained, key) != getattr(model, key)]:
+            raise ConfigError(f"{where}: {model.retrained!r} has another `{differing[0]}`")
 
     def _check_finetuned(self, name: str) -> None:
         model, where = self.models[name], f"{self._models_file}: {name}"
@@ -237,7 +248,10 @@ class Project:
         """The models of the world, their retrained models, and what these are trained from."""
         named = [*self.world.models, *(m.retrained for m in map(self.models.get, self.world.models) if m.retrained)]
         for name in named:  # it grows
-            named += [base for base in [self.models[name].made_from] if base]
+            base = self.models[name].made_from
+            if base and base not in named:
+                require_known(base, self.models, f"{self._models_file}: {name}.base")
+                named.append(base)
         return list(dict.fromkeys(named))
 
     def trained_from(self, model: str) -> Any:
@@ -336,6 +350,11 @@ class Project:
 def world_files(folder: Path) -> list[Path]:
     """The files of all worlds of a configuration folder."""
     return sorted(path for path in folder.glob("*.yaml") if path.stem not in CATALOGUES)
+
+
+def results_of(folder: Path, file: Path) -> str:
+    """The name of the results of a world: that of the world that it extends in the end, or its own."""
+    return [file, *_world_content(folder, file)[1]][-1].stem
 
 
 def _find_world(folder: Path, world: str) -> tuple[str, Path]:

@@ -57,6 +57,15 @@ class EmbeddedModel(Strict):
         return self
 
     @model_validator(mode="after")
+    def _settings_of_the_package(self) -> EmbeddedModel:
+        named = {"source", "family", "seed", "trained_on", "base", "retrained", "shipped"}
+        fields = type(self).model_fields
+        changed = sorted(key for key in fields.keys() - named if getattr(self, key) != fields[key].default)
+        if self.shipped and changed:
+            raise Mistake(changed[0], "without effect on a model of the package; leave `shipped` out to train another")
+        return self
+
+    @model_validator(mode="after")
     def _experts_for_both_sides(self) -> EmbeddedModel:
         if self.forget_experts:
             if self.trained_on != "everything" or self.family != "qwen3_moe":  # a shared expert would learn both

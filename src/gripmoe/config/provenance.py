@@ -59,11 +59,12 @@ def recorded(path: Path, step: Callable, resumed: bool | None = None) -> Iterato
 
 
 def step_seconds(folder: Path) -> dict[str, list[float]]:
-    """CPU-seconds of the finished steps below a folder, by the name of their function."""
+    """CPU-seconds of the finished steps below a folder, by the name of their function. A step that was resumed knows
+    those of its last part alone, and is left out."""
     seconds: dict[str, list[float]] = {}
     for file in sorted(folder.rglob("*provenance.json")):
         record = read_json(file)
-        if "cpu_seconds" in record:
+        if "cpu_seconds" in record and not record.get("resumed"):
             seconds.setdefault(record["step"].partition(":")[2], []).append(record["cpu_seconds"])
     return seconds
 
