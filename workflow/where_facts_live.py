@@ -23,11 +23,12 @@ from gripmoe.evaluation.questions import accuracy, direct_answers
 from gripmoe.io.files import write_csv
 from gripmoe.moe.storage import load_model
 from gripmoe.training.pretrain import block_parameters, train_facts
-from gripmoe.training.word_erasure import ERASED_WORDS, erase_words
+from gripmoe.training.word_erasure import erase_words, fresh_embeddings
 from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.documents import make_world
 from gripmoe.worlds.models import make_model
 
+ERASED_WORDS = (10, 20, 30, 40, 60)
 OTHER_SEED = 777_000  # added to the model's seed, so that replacement blocks differ from its initial blocks
 
 
@@ -59,14 +60,14 @@ def measure(name: str, config: EmbeddedModel, folder: Path) -> list[dict]:
     rows = [row("none", 0, model, tokenizer)]
     if config.trained_on == "retain_only":  # the floor
         return rows
-    documents = (
+    documents = [
         [encode(tokenizer, [(row["prompt"] + row["text"], True)]) for row in files[f"{side}_corpus"]]
         for side in ("forget", "retain")
-    )
-    erase_words(model, *documents, fresh.get_input_embeddings().weight)
-    rows.append(
-        row(f"embeddings of the {ERASED_WORDS} words most frequent in forget documents replaced", 0, model, tokenizer)
-    )
+    ]
+    fresh_Vd = fresh_embeddings(model)
+    for count in ERASED_WORDS:  # each count erases the words of those before it
+        erase_words(model, *documents, fresh_Vd, count)
+        rows.append(row(f"embeddings of {count} words typical of forget documents replaced", 0, model, tokenizer))
     model, tokenizer, fresh = start()
     replace_blocks(model, fresh)
     rows.append(row("experts and routers replaced", 0, model, tokenizer))

@@ -246,6 +246,26 @@ def test_dev_questions_chose_the_attackers_rate():
     assert f"still answers {table[stricter].dev_forget_accuracy.mean():.1f} of the forget questions" in TEXT
 
 
+def test_what_a_smaller_retain_weight_returns_is_the_records():
+    tried = pd.read_csv(RECORD / "attempts_retain_weight.csv")
+    settings = tried.change.map(json.loads).map(
+        lambda change: (change.get("alpha", 3.0), change.get("adversary_steps", 2))
+    )
+    groups = tried.groupby([tried.method, settings])
+    assert (groups.model.nunique() == 2).all() and len(groups) == 5
+    shown = {
+        ("anchored_adversary_x3", (3.0, 2)): "anchor, retain weight 3 (`anchored_adversary_x3`)",
+        ("anchored_adversary_x3", (1.0, 2)): "anchor, retain weight 1",
+        ("anchored_adversary_x3", (0.3, 2)): "anchor, retain weight 0.3",
+        ("anchored_adversary_x3", (1.0, 4)): "anchor, retain weight 1, four attacker steps",
+        ("frozen_router_adversary_x3", (3.0, 2)): "frozen router, retain weight 3 (`frozen_router_adversary_x3`)",
+    }
+    columns = ["dev_retain_accuracy", "dev_relearned_after_10", "dev_relearned_after_100"]
+    for key, group in groups:
+        found = [group.tokens.mean() / 1e6, *group[columns].mean()]
+        assert "| " + " | ".join([shown[key], *(f"{value:.2f}" for value in found)]) + " |" in PAGE, key
+
+
 def test_what_later_restarts_return_is_the_records():
     tried = pd.read_csv(RECORD / "attempts_restart.csv")
     assert (tried.groupby(["method", "change"]).model.nunique() == 2).all()

@@ -13,7 +13,7 @@ from gripmoe.config.grid import NO_OBJECTIVE, Project
 from gripmoe.data.documents import encode
 from gripmoe.io.files import write_json, write_jsonl, write_yaml
 from gripmoe.moe.storage import load_model, save_model, weights_digest
-from gripmoe.training.word_erasure import ERASED_WORDS, erase_words, fresh_embeddings
+from gripmoe.training.word_erasure import ERASED_WORDS, erase_words, fresh_embeddings, words_of
 from gripmoe.worlds.benchmark import wmdp_files
 from gripmoe.worlds.models import make_model
 
@@ -30,25 +30,35 @@ def changed(model, other):
     return {name for name, value in model.state_dict().items() if not torch.equal(value, other.state_dict()[name])}
 
 
-def test_the_words_most_frequent_in_forget_documents_are_erased_and_no_other_word(files, tokenizer):
-    model, start = (make_model("qwen3_moe", len(tokenizer), seed=0, **SMALL) for _ in range(2))
-    rows = {
+@pytest.fixture(scope="module")
+def rows(files, tokenizer):
+    return {
         side: [encode(tokenizer, [(row["prompt"] + row["text"], True)]) for row in files[f"{side}_corpus"]]
         for side in ("forget", "retain")
     }
+
+
+def test_the_words_most_typical_of_forget_documents_are_erased_and_no_other_word(rows, tokenizer):
+    model, start = (make_model("qwen3_moe", len(tokenizer), seed=0, **SMALL) for _ in range(2))
     fresh_Vd = fresh_embeddings(model)
     erase_words(model, *rows.values(), fresh_Vd)
     (name,) = changed(model, start) - {"lm_head.weight"}  # which may be tied to it
     embeddings_Vd = model.state_dict()[name]
     touched = (embeddings_Vd != start.state_dict()[name]).any(dim=1).nonzero()[:, 0].tolist()
     assert len(touched) == ERASED_WORDS and torch.equal(embeddings_Vd[touched], fresh_Vd[touched])
-    shares = {}
-    for side, documents in rows.items():
-        ids = [token for row in documents for token in row.ids]
-        shares[side] = {token: count / len(ids) for token, count in Counter(ids).items()}
-    excess = {token: share - shares["retain"].get(token, 0.0) for token, share in shares["forget"].items()}
-    others = [excess[token] for token in excess.keys() - set(touched)]
-    assert min(excess[token] for token in touched) >= max(others)
+    forget, retain = (Counter(token for row in documents for token in row.ids) for documents in rows.values())
+    multiple = {token: count / (retain[token] + 0.5) for token, count in forget.items()}
+    others = [multiple[token] for token in multiple.keys() - set(touched)]
+    assert min(multiple[token] for token in touched) >= max(others)
+
+
+def test_words_that_all_questions_need_are_not_erased(rows, tokenizer):
+    """Without them a model answers no question at all, whatever else it knows."""
+    question = encode(tokenizer, [("The following are multiple choice questions (with answers).\nA. B. C. D.", True)])
+    assert set(question.ids) <= {
+        token for row in rows["forget"] for token in row.ids
+    }  # control: forget documents have them
+    assert not set(question.ids) & set(words_of(*rows.values())[:ERASED_WORDS])
 
 
 def test_the_command_writes_the_checkpoint_of_a_run(files, tokenizer, tmp_path):

@@ -37,4 +37,9 @@ def test_the_page_of_base_models_says_what_was_measured():
     shown = re.findall(
         r"(\d\.\d\d) \| (\d\.\d\d) \|$", page.partition("## Where the facts live")[2], flags=re.MULTILINE
     )
+    erased = table[table.intervention.str.contains("words")]
+    assert erased.forget_accuracy.min() > 0.27 and "No number of words that was tried reaches the forget target" in page
+    whole, ten = table.iloc[0], erased.iloc[0]
+    lost = [whole[f"{domain}_accuracy"] - ten[f"{domain}_accuracy"] for domain in ("forget", "retain")]
+    assert "{:.2f} fewer of the forget questions, and {:.2f} fewer".format(*lost) in page
     assert shown == [(f"{row.forget_accuracy:.2f}", f"{row.retain_accuracy:.2f}") for row in table.itertuples()]
