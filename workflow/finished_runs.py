@@ -51,7 +51,8 @@ def write_measurements(parser: argparse.ArgumentParser, measure: Measure) -> Non
                 if chosen and not project.benchmarks[key[1]].is_news and weights.exists():
                     found[key] = project, results, key, weights
         if not found:
-            raise ConfigError(f"no such run of {', '.join(args.worlds)} has weights; snakemake makes them")
+            folders = ", ".join(sorted({str(args.results or Path("results", each.results_name)) for each in projects}))
+            raise ConfigError(f"no run of {', '.join(args.worlds)} has weights in {folders}; snakemake makes them")
     except ConfigError as error:
         parser.error(str(error))
     rows = []
