@@ -22,9 +22,7 @@ from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import counted_tokens, hooked, places_of
 
-COMPILED = (
-    "a compiled model that has run before `constrain` calls no hooks: compile it afterwards, or reset the compiler"
-)
+COMPILED = "a compiled model that has run before `constrain` calls no hooks: compile it afterwards"
 
 
 class Diverged(RuntimeError):

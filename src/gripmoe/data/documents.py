@@ -119,7 +119,7 @@ def segments_of(inputs: Mapping[str, Tensor]) -> Tensor | None:
         if name == "position_ids":  # they restart at each document, and may run on over padding
             keep = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids)
             before, is_first = _before(numbers, keep)
-            return ((numbers <= before) & keep.bool() & ~is_first).cumsum(-1)
+            return ((numbers <= before) & keep.bool().to(ids.device) & ~is_first).cumsum(-1)
         return numbers
     if not isinstance(mask, Tensor):
         return None

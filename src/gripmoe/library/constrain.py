@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -167,13 +167,13 @@ def traced(moe: MoEModel, retain: Sequence[Batch], *, kept: bool = True) -> Rout
     if not retain:
         raise ValueError("`retain` holds nothing to trace: no batches were given")
     parts, count = [], 0
-    for part in moe.traced(retain):
-        if layers := [layer for layer, seen in part.items() if not seen.x_Nd.isfinite().all()]:
-            raise ValueError(
-                f"what the routers of layers {layers} see of `retain` is not finite: load weights that are"
-            )
-        count += len(part[moe.layers[0]])
-        parts += [part] * kept
+    with closing(moe.traced(retain)) as found:  # or its hooks would stay as long as an error does
+        for part in found:
+            if layers := [layer for layer, seen in part.items() if not seen.x_Nd.isfinite().all()]:
+                what = f"what the routers of layers {layers} see of `retain`"
+                raise ValueError(f"{what} is not finite: load weights that are")
+            count += len(part[moe.layers[0]])
+            parts += [part] * kept
     if not count:
         raise ValueError("no retain token counts: padding does not, and neither does the first of each row")
     return {layer: LayerRouting.joined([part.pop(layer) for part in parts]) for layer in moe.layers if parts}
@@ -195,9 +195,8 @@ def _opened(
     moe = MoEModel(unwrapped(model))
     undo.push(lambda error, *_: moe.release(rounded=error is not None))
     moe.require_free()
-    if isinstance(compiled_from(model), DistributedDataParallel) and precisions != [
-        p.dtype for p in model.parameters()
-    ]:
+    converted = precisions != [parameter.dtype for parameter in model.parameters()]
+    if converted and isinstance(compiled_from(model), DistributedDataParallel):
         raise ValueError(
             "routers train in fp32, and DistributedDataParallel would no longer reduce their gradients: call "
             "`constrain` before it wraps the model (Trainer: give it the callback when it is made)"
