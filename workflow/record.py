@@ -251,8 +251,8 @@ def keep_times(paths: list[Path], output: Path) -> None:
     of_steps = pd.DataFrame(rows, columns=["step", "cpu_seconds"]).groupby("step").cpu_seconds
     times = of_steps.agg(jobs="count", cpu_seconds="mean", longest="max").round(1)
     known = [pd.read_csv(file, index_col="step") for path in paths if (file := path.with_name(output.name)).exists()]
-    times = pd.concat([times] * bool(rows) + known)
-    if len(times):
+    if rows or known:
+        times = pd.concat([times] * bool(rows) + known)
         write_text(output, times[~times.index.duplicated()].sort_index().to_csv())
 
 

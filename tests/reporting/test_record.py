@@ -63,6 +63,8 @@ def test_times_of_steps_that_have_not_run_again_are_kept(tmp_path):
     output = tmp_path / "step_times.csv"
     record["keep_times"]([now / "runs_w.csv", before / "runs.csv"], output)
     assert pd.read_csv(output).values.tolist() == [["attack", 3, 5.0, 6.0], ["evaluate", 1, 2.0, 2.0]]
+    record["keep_times"]([tmp_path / "nothing" / "runs.csv"], tmp_path / "none.csv")
+    assert not (tmp_path / "none.csv").exists()
 
 
 def test_the_main_tables_are_there_as_numbers():
