@@ -40,7 +40,8 @@ class ConstraintHandle:
     origin. Raises ValueError if another handle of the model is open, or for an optimizer without step hooks. The
     optimizer's `step` raises RuntimeError if the loop has left out a mark, the penalty or the check of `loss_bound`, or
     if it gives a closure where gradients are projected; and Diverged if a router would not be finite. After such an
-    error the routers are those before the step; other weights may have changed.
+    error the routers are those before the step, and the passes of the step are forgotten; other weights may have
+    changed.
     """
 
     def __init__(

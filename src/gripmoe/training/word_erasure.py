@@ -18,7 +18,7 @@ from gripmoe.data.documents import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ERASED_WORDS = 30  # tried on base models that no table reports: more words erase more of what is to be retained alone
+ERASED_WORDS = 30  # with more, on base models that no table reports, retain accuracy falls as much as forget accuracy
 
 
 @torch.no_grad()
