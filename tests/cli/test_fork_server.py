@@ -88,6 +88,18 @@ def test_a_command_ends_with_the_process_that_asked_for_it(how, tmp_path):
     server.wait(HANGS)
 
 
+def test_a_command_does_not_start_again_where_the_process_that_waits_for_it_is_killed(tmp_path):
+    os.mkfifo(pipe := tmp_path / "manifest.json")  # who reads it waits
+    asking = f"{sys.executable} -m gripmoe.cli.main verify --manifest {pipe}"
+    program = subprocess.Popen([*SERVER, "sh", "-c", f"{asking}; echo $?"], stdout=subprocess.PIPE, text=True)
+    server = until(lambda: [each for each in psutil.Process(program.pid).children() if "verify" not in each.cmdline()])
+    command = until(lambda: [each for each in server[0].children(recursive=True) if each.ppid() != server[0].pid])[0]
+    command.parent().kill()
+    program.wait(HANGS)  # a second start would wait for the pipe
+    command.kill()
+    assert program.communicate(timeout=HANGS)[0] == "1\n"
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_where_the_server_has_ended_commands_start_as_usual(left, tmp_path):
     """As beside a GPU; its socket may still be there."""

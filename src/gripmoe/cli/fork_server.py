@@ -33,6 +33,7 @@ IMPORTED = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 STANDARD_STREAMS = (0, 1, 2)
+STARTED = "started\n"  # a command that has started must not start a second time
 
 
 def exec_beside_server(command: Sequence[str]) -> NoReturn:
@@ -60,20 +61,28 @@ def _start() -> None:
 
 def run_on_server(arguments: Sequence[str]) -> int | None:
     """Runs `gripmoe` with `arguments` on the server that the environment names, with the streams, folder and
-    environment of this process. Returns the exit code, or None if there is no server."""
+    environment of this process. Returns the exit code, 1 if the server's process for the command is lost, or None if
+    there is no server."""
     address = os.environ.get(ADDRESS)
     if not address:
         return None
     with socket.socket(socket.AF_UNIX) as connection:
+        answers = connection.makefile()
         try:
             connection.connect(address)
             asked = {"arguments": list(arguments), "folder": os.getcwd(), "environment": dict(os.environ)}
             socket.send_fds(connection, [b"."], STANDARD_STREAMS)
             connection.sendall(json.dumps(asked).encode() + b"\n")
-            answer = connection.makefile().readline()
+            has_started = answers.readline() == STARTED
         except OSError:  # the server has ended, as beside a GPU
-            answer = ""
-    return int(answer) if answer else None
+            has_started = False
+        if not has_started:
+            return None
+        with suppress(OSError):
+            if code := answers.readline():
+                return int(code)
+    print("gripmoe: the process that waited for this command was killed; the command may still run", file=sys.stderr)
+    return 1
 
 
 def _serve(listener: socket.socket, process: int) -> None:
@@ -103,6 +112,7 @@ def _serve(listener: socket.socket, process: int) -> None:
 def _answer(connection: socket.socket) -> NoReturn:
     _, streams, _, _ = socket.recv_fds(connection, 1, len(STANDARD_STREAMS))
     asked = json.loads(connection.makefile().readline())
+    connection.sendall(STARTED.encode())
     command = os.fork()
     if command == 0:
         connection.close()
