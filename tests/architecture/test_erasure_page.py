@@ -246,24 +246,33 @@ def test_dev_questions_chose_the_attackers_rate():
     assert f"still answers {table[stricter].dev_forget_accuracy.mean():.1f} of the forget questions" in TEXT
 
 
-def test_what_a_smaller_retain_weight_returns_is_the_records():
-    tried = pd.read_csv(RECORD / "attempts_retain_weight.csv")
-    settings = tried.change.map(json.loads).map(
-        lambda change: (change.get("alpha", 3.0), change.get("adversary_steps", 2))
-    )
-    groups = tried.groupby([tried.method, settings])
-    assert (groups.model.nunique() == 2).all() and len(groups) == 5
+def test_what_settings_of_the_anchored_method_return_is_the_records():
+    tried = pd.read_csv(RECORD / "attempts_anchor.csv")
+    late = tried.anchor_from_step > 0
+    groups = tried[~late].groupby(["method", "change"])
+    assert (groups.model.nunique() == 2).all() and len(groups) == 8
+    anchored, frozen = "anchored_adversary_x3", "frozen_router_adversary_x3"
+    twice = "anchor, twice the learning rate (not forgotten after 800 steps)"
     shown = {
-        ("anchored_adversary_x3", (3.0, 2)): "anchor, retain weight 3 (`anchored_adversary_x3`)",
-        ("anchored_adversary_x3", (1.0, 2)): "anchor, retain weight 1",
-        ("anchored_adversary_x3", (0.3, 2)): "anchor, retain weight 0.3",
-        ("anchored_adversary_x3", (1.0, 4)): "anchor, retain weight 1, four attacker steps",
-        ("frozen_router_adversary_x3", (3.0, 2)): "frozen router, retain weight 3 (`frozen_router_adversary_x3`)",
+        (anchored, "alpha", 3.0): "anchor, retain weight 3 (`anchored_adversary_x3`)",
+        (anchored, "alpha", 1.0): "anchor, retain weight 1",
+        (anchored, "alpha", 0.3): "anchor, retain weight 0.3",
+        (anchored, "alpha", 1.0, "adversary_steps", 4): "anchor, retain weight 1, four attacker steps",
+        (anchored, "forget_batch_size", 8, "adversary_steps", 4): "anchor, forget batches of 8, four attacker steps",
+        (anchored, "learning_rate", 0.0005): "anchor, half the learning rate",
+        (anchored, "learning_rate", 0.002): twice,
+        (frozen,): "frozen router, retain weight 3 (`frozen_router_adversary_x3`)",
     }
     columns = ["dev_retain_accuracy", "dev_relearned_after_10", "dev_relearned_after_100"]
-    for key, group in groups:
+    for (method, change), group in groups:
+        settings = [part for pair in json.loads(change).items() if pair != ("checks_to_stop", 3) for part in pair]
+        label = shown[method, *settings]
+        assert set(group.status) == {"not_reached" if label == twice else "reached"}
         found = [group.tokens.mean() / 1e6, *group[columns].mean()]
-        assert "| " + " | ".join([shown[key], *(f"{value:.2f}" for value in found)]) + " |" in PAGE, key
+        assert "| " + " | ".join([label, *(f"{value:.2f}" for value in found)]) + " |" in PAGE, label
+    of_late = tried[late].groupby("anchor_from_step").mean(numeric_only=True)
+    told = "After 800 steps these models have a routing stability of {:.2f} and {:.2f}. They answer {:.2f} and {:.2f} of"
+    assert told.format(*of_late.routing_stability, *of_late.dev_relearned_after_10) in TEXT
 
 
 def test_what_later_restarts_return_is_the_records():
