@@ -271,7 +271,7 @@ def test_what_settings_of_the_anchored_method_return_is_the_records():
         found = [group.tokens.mean() / 1e6, *group[columns].mean()]
         assert "| " + " | ".join([label, *(f"{value:.2f}" for value in found)]) + " |" in PAGE, label
     of_late = tried[late].groupby("anchor_from_step").mean(numeric_only=True)
-    told = "After 800 steps these models have a routing stability of {:.2f} and {:.2f}. They answer {:.2f} and {:.2f} of"
+    told = "these models have a routing stability of {:.2f} and {:.2f}. They answer {:.2f} and {:.2f} of the dev"
     assert told.format(*of_late.routing_stability, *of_late.dev_relearned_after_10) in TEXT
 
 

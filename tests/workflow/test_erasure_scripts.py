@@ -69,6 +69,34 @@ def test_an_attempt_takes_all_steps_and_is_measured_on_dev_and_test_questions(re
     assert splits == [{"dev"}, {"test"}]
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"--method": "frozen_ruoter"}, "--method: unknown name 'frozen_ruoter'; did you mean 'frozen_router'"),
+        ({"--world": "tiny_erasur"}, "world 'tiny_erasur': no world"),
+        (
+            {"--method": "original"},
+            "no run tiny_a.wmdp_tiny_erasure.unlikelihood.original.0: give a benchmark of the model",
+        ),
+        ({"--benchmark": "wmdp_tiny_erasure_1"}, "no run tiny_a.wmdp_tiny_erasure_1"),
+        ({"--change": '{"sharpness": 1}'}, "sharpness"),
+        ({"--change": '{"adversary_steps": 2, "sharpness_radius": 1}'}, "give one of `adversary_steps` and"),
+    ],
+)
+def test_a_mistake_in_an_attempt_is_told_before_anything_is_made(flags, said, tmp_path, monkeypatch, capsys):
+    given = {"--method": "frozen_router", "--change": "{}", "--output": tmp_path / "a.csv"} | flags
+    with pytest.raises(SystemExit, match="2"):
+        run("attempt.py", monkeypatch, *(part for pair in given.items() for part in pair))
+    assert said in " ".join(capsys.readouterr().err.split()) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--methods", "--objectives"])
+def test_a_name_that_no_run_has_is_told_before_anything_is_measured(flag, tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run("expert_attribution.py", monkeypatch, flag, "no-such", "--output", tmp_path / "a.csv")
+    assert f"{flag}: unknown name 'no-such'" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_attempts_are_kept_by_what_was_tried(tmp_path):
     """A repeated attempt replaces its row; one on another base model does not; a diverged one has no measurements."""
     script = runpy.run_path(str(WORKFLOW / "attempt.py"))

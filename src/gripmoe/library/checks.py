@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from gripmoe.config.methods import Method
+from gripmoe.data.documents import Batch
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import adapter_parameters, unwrapped
 
@@ -29,6 +31,14 @@ def warn_of_balancing(model: nn.Module, arguments: Any = None) -> None:
             "`model.config.output_router_logits = False` anywhere else",
             stacklevel=3,
         )
+
+
+def check_given(name: str, batches: Sequence[Batch], method: Method | None = None) -> None:
+    """Raises ValueError if there are no batches of `retain`, or none of `forget` for a method that looks at them."""
+    if name == "retain" and not batches:
+        raise ValueError("`retain` holds nothing to trace: no batches were given")
+    if name == "forget" and method and method.looks_at_forget and not batches:
+        raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
 
 
 def check_original(original: MoEModel, moe: MoEModel) -> None:

@@ -29,7 +29,14 @@ from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
-from gripmoe.library.checks import check_adapters, check_original, check_routers, warn_of_balancing, warn_of_decay
+from gripmoe.library.checks import (
+    check_adapters,
+    check_given,
+    check_original,
+    check_routers,
+    warn_of_balancing,
+    warn_of_decay,
+)
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import adapter_parameters, compiled_from, unwrapped
 from gripmoe.moe.recording import counted_tokens
@@ -110,8 +117,7 @@ def constrain(
             for name, data in (("retain", retain), ("forget", forget))
         )
         trace = traced(moe, to_retain, kept=method.has_bases)
-        if method.looks_at_forget and not to_forget:
-            raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
+        check_given("forget", to_forget, method)
         if method.looks_at_forget and not any(counted_tokens(batch.attention_mask).any() for batch in to_forget):
             raise ValueError("no forget token counts: padding does not, and neither does the first of each row")
         built = build(
@@ -164,8 +170,7 @@ def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch
 def traced(moe: MoEModel, retain: Sequence[Batch], *, kept: bool = True) -> RoutingTrace:
     """The routing of retain batches by layer; empty unless `kept`, since it takes some 0.4 MB a token in
     Qwen3-30B-A3B. Raises ValueError if no token counts, or if routers see what is not finite."""
-    if not retain:
-        raise ValueError("`retain` holds nothing to trace: no batches were given")
+    check_given("retain", retain)
     parts, count = [], 0
     with closing(moe.traced(retain)) as found:  # or its hooks would stay as long as an error does
         for part in found:
