@@ -66,7 +66,7 @@ TABLES = {
     "erasure_goals": "Which methods erase",
     "attack_quality": "What the attacks are worth",
 }
-OF_ERASURE = ("tiny_erasure", "tiny_erasure_further", "tiny_erasure_held_out")
+OF_ERASURE = ("tiny_erasure", "tiny_erasure_further", "tiny_erasure_held_out", "tiny_erasure_objectives")
 OF_ABLATIONS = ("threshold_sensitivity", "per_band_threshold", "constraint_ablation", "factorial", "constraint_surface")
 WORLDS = {
     "router_rate": ("record_rates",),
@@ -315,7 +315,9 @@ def main() -> None:
         draw_pictures(measured)
     is_kept = args.output.resolve().is_relative_to(OUTPUT)  # a record elsewhere leaves the pictures of the pages alone
     for world, picture in (("tiny_erasure", "erasure_frontier"), ("tiny_erasure_held_out", "erasure_held_out")):
-        if is_kept and not (erasure := measured.of_worlds(world)).empty:
+        erasure = measured.of_worlds(world)
+        is_whole = {model for model, *_ in run_keys(world)} == {*erasure.model}  # worlds share some of their runs
+        if is_kept and is_whole:
             draw({picture: erasure_frontier(goals(erasure))}, record)
     print(f"{len(runs[KEYS].drop_duplicates())} runs, {len(runs)} numbers in {args.output}")
 

@@ -157,6 +157,46 @@ def bound(values):
     return values.mean() + 1.943 * values.std() / 7**0.5
 
 
+OBJECTIVES = load_runs(ROOT / "docs" / "record" / "erasure_objectives" / "runs.csv")
+
+
+@pytest.mark.parametrize("row", rows("Under NPO and GD"), ids=lambda row: row[0])
+def test_the_table_of_objectives_is_the_records(row):
+    objective, _, method = row[0].partition(", ")
+    found = by_method(OBJECTIVES, objective.lower()).loc[METHODS[method]]
+    assert found.base_models == 5
+    for shown, (name, goal) in zip(row[1:], GOALS.items(), strict=True):
+        assert shown == f"{found[name]:.2f} ({goal.sign} {found[f'{name}_bound']:.3f})"
+        assert (f"**{shown}**" in PAGE) == meets(found, name)
+
+
+def test_what_stands_below_the_table_of_objectives_is_the_records():
+    attacked = goals(OBJECTIVES).query("method.str.endswith('_x3')")
+    assert len(rows("Under NPO and GD")) == 6 and len(attacked) == 4
+    assert (attacked.excess_p > 0.05).all() and attacked.excess.max() < 0.055
+    told = "leave bounds of {:.3f} to {:.3f}.".format(*attacked.excess_bound.agg(["min", "max"]))
+    assert told in TEXT
+    before = by_method(HELD_OUT).retained
+    told = "{:.2f} to {:.2f} under attack, where unlikelihood keeps {:.2f} and {:.2f}."
+    kept = (
+        *attacked.retained.agg(["min", "max"]),
+        *(before[f"{name}_adversary_x3"] for name in ("frozen_router", "anchored")),
+    )
+    assert told.format(*kept) in TEXT
+    wide = OBJECTIVES.pivot_table(index="model", columns=["objective", "method", "metric"], values="value")
+    said = {}
+    for objective, metric in product(("npo", "gd"), ("relearned_after_20", "retain_accuracy")):
+        lower = wide[objective, "frozen_router", metric] - wide[objective, "frozen_router_adversary_x3", metric]
+        half = 2.776 * lower.std() / 5**0.5
+        said[objective, metric] = lower.mean(), lower.mean() - half, lower.mean() + half
+    told = "by {:.2f} ({:.2f} to {:.2f}) under NPO and by {:.2f} ({:.2f} to {:.2f}) under GD."
+    assert told.format(*said["npo", "relearned_after_20"], *said["gd", "relearned_after_20"]) in TEXT
+    (of_npo, *npo), (of_gd, *gd) = said["npo", "retain_accuracy"], said["gd", "retain_accuracy"]
+    assert f"{of_npo:.2f}" == f"{of_gd:.2f}" == "0.04"
+    told = "router 0.04 of retain accuracy ({:.2f} to {:.2f} under NPO, {:.2f} to {:.2f} under GD)."
+    assert told.format(*npo, *gd) in TEXT
+
+
 def test_what_retraining_takes_is_what_was_counted():
     tokens = pd.read_csv(RECORD.parent / "erasure_held_out" / "base_models.csv").set_index("model").tokens
     whole = tokens[[f"{model}_retrained" for model in HELD_OUT.model.unique()]].to_numpy()

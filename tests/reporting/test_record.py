@@ -38,6 +38,20 @@ def drawn_again(folder, output, monkeypatch, *options):
         assert (output / name).read_text() == (folder / name).read_text(), name
 
 
+@pytest.mark.parametrize(("folder", "drawn"), [("erasure_held_out", ["erasure_held_out"]), ("erasure_objectives", [])])
+def test_a_picture_is_drawn_from_all_base_models_of_its_world(folder, drawn, tmp_path, monkeypatch):
+    """The second record shares two base models with the world of the picture."""
+    found, parts = [], record["main"].__globals__
+    monkeypatch.setitem(parts, "ITEMS", ())
+    monkeypatch.setitem(parts, "OUTPUT", tmp_path)
+    monkeypatch.setitem(parts, "draw", lambda figures, runs: found.extend(figures))
+    output = tmp_path / folder
+    monkeypatch.setattr(sys, "argv", ["record.py", str(RECORD / folder / "runs.csv"), "--output", str(output)])
+    record["main"]()
+    assert found == drawn
+    assert (output / "tables.md").read_text() == (RECORD / folder / "tables.md").read_text()
+
+
 def test_items_of_several_tables_are_kept_in_one_and_those_of_a_run_once(tmp_path):
     tables = [("new", [(0, "q", 1.0)]), ("old", [(0, "q", 0.0), (0, "r", 0.0), (1, "q", 1 / 3)])]
     for name, rows in tables:
