@@ -177,7 +177,7 @@ def test_what_stands_below_the_table_of_objectives_is_the_records():
     told = "leave bounds of {:.3f} to {:.3f}.".format(*attacked.excess_bound.agg(["min", "max"]))
     assert told in TEXT
     before = by_method(HELD_OUT).retained
-    told = "{:.2f} to {:.2f} under attack, where unlikelihood keeps {:.2f} and {:.2f}."
+    told = "{:.2f} to {:.2f} under attack, where unlikelihood keeps {:.2f} and {:.2f} on"
     kept = (
         *attacked.retained.agg(["min", "max"]),
         *(before[f"{name}_adversary_x3"] for name in ("frozen_router", "anchored")),
