@@ -310,6 +310,12 @@ def test_what_settings_of_the_anchored_method_return_is_the_records():
         assert set(group.status) == {"not_reached" if label == twice else "reached"}
         found = [group.tokens.mean() / 1e6, *group[columns].mean()]
         assert "| " + " | ".join([label, *(f"{value:.2f}" for value in found)]) + " |" in PAGE, label
+    after_10 = groups.dev_relearned_after_10.mean()[anchored].sort_values()
+    first = tried.query("method == @anchored and change.str.contains('3.0}')").dev_relearned_after_10.mean()
+    least, second = after_10.iloc[:2]
+    told = f"return {least:.2f} in place of {first:.2f} after 10 steps of relearning"
+    assert told in TEXT and '"adversary_steps": 4' in after_10.index[0]
+    assert f"No other setting of the anchored method returns less than {second:.2f}." in TEXT
     of_late = tried[late].groupby("anchor_from_step").mean(numeric_only=True)
     told = "these models have a routing stability of {:.2f} and {:.2f}. They answer {:.2f} and {:.2f} of the dev"
     assert told.format(*of_late.routing_stability, *of_late.dev_relearned_after_10) in TEXT
