@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 from torch.distributed.tensor import DTensor
 
+import gripmoe
 from conftest import METHODS, small_model
 from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.config.training import Training
@@ -151,6 +152,20 @@ def finetuned(folder: Path, name: str = "finetuned", **options) -> dict:
     return {"state": state, "replicated": replicated(model), "losses": losses}
 
 
+def refusals(same: bool) -> list[str]:
+    """What `gripmoe.constrain` says in each process of their retain documents, which are the same or not."""
+    model = small_model("qwen2_moe")
+    retain = [collate(documents(1 if same else 1 + distributed.rank()), 0)]
+    try:
+        gripmoe.constrain(model, torch.optim.AdamW(model.parameters()), retain).close()
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    said: list[str] = [""] * PROCESSES
+    torch.distributed.all_gather_object(said, refused)
+    return said
+
+
 def shared_expert_not_averaged(parameter: torch.nn.Parameter) -> None:
     """What stands in for the averaging of gradients: the second process keeps its own of shared experts."""
     own = parameter.grad.clone()
@@ -171,6 +186,7 @@ def main(folder: Path) -> None:
         results["finetuned checkpointed"] = finetuned(folder, "finetuned_checkpointed", gradient_checkpointing=True)
         for name in RESUMED:
             results[f"{name} resumed"] = train(name, folder)  # from the state of its second step
+        results["refusals"] = {same: refusals(same) for same in (True, False)}
         remove_state(folder / "unconstrained.pt")
         distributed.wait_for_all()
         with patch.object(sharding, "_average_gradient", lambda parameter: None):

@@ -82,6 +82,13 @@ def test_a_step_moves_routers_as_that_of_a_single_process_does(name, shared, tmp
     assert (one - torch.stack(list(start.values()))).abs().max() > 4e-3
 
 
+def test_constrain_refuses_documents_that_differ_between_processes(shared):
+    """In every process: one that went on would wait for the other. The control: the same documents are accepted."""
+    refusals = shared[1]["refusals"]
+    assert refusals[True] == ["", ""]
+    assert all("processes differ in documents or weights" in refusal for refusal in refusals[False])
+
+
 def test_means_of_means_are_another_loss(shared, alone):
     """Documents are of different lengths."""
     moved = largest_difference(alone["gd"]["state"], small_model("qwen2_moe").state_dict())
