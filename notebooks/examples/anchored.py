@@ -4,15 +4,13 @@ retain passes."""
 import torch
 
 import gripmoe
-from gripmoe.geometry.routing import mean_stability, routing_stability
-from gripmoe.moe import MoEModel
 from gripmoe.worlds.models import make_model
 
 model = make_model("qwen3_moe", vocabulary_size=64, seed=0)
 generator = torch.Generator().manual_seed(0)
 forget, retain = (torch.randint(3, 64, (8, 16), generator=generator) for _ in range(2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-original = MoEModel(model).trace([{"input_ids": retain}])
+before = gripmoe.routed_experts(model, retain)
 
 with gripmoe.constrain(model, optimizer, retain=[{"input_ids": retain}], method="anchored") as handle:
     for _ in range(40):
@@ -23,5 +21,5 @@ with gripmoe.constrain(model, optimizer, retain=[{"input_ids": retain}], method=
         (loss + handle.penalty()).backward()
         optimizer.step()
 
-kept = mean_stability(routing_stability(original, MoEModel(model).trace([{"input_ids": retain}])))
+kept = gripmoe.routing_stability(before, gripmoe.routed_experts(model, retain))
 print(f"routing stability on the retain documents: {kept:.3f}")

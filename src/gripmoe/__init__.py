@@ -3,7 +3,7 @@
 `gripmoe.constrain` constrains the routers in any training loop (Method A and others). `gripmoe.remember` and
 `gripmoe.realign` refit them after training (Method B). `gripmoe.save_model` and `gripmoe.load_model` keep them in fp32.
 `gripmoe.RelearningAdversary` makes forgetting more robust to relearning. `gripmoe.audit` says what an unlearned model
-forgot and what it hides. Heavy packages are imported on first use.
+forgot and what it hides. `gripmoe.routing_stability` says how much of the routing stays. Heavy packages are imported on first use.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gripmoe.moe.families import register_family as register_family
     from gripmoe.moe.replay import replay_experts as replay_experts
     from gripmoe.moe.replay import routed_experts as routed_experts
+    from gripmoe.moe.replay import routing_stability as routing_stability
     from gripmoe.moe.sharding import shard_experts as shard_experts
     from gripmoe.moe.storage import load_model as load_model
     from gripmoe.moe.storage import save_model as save_model
@@ -43,6 +44,7 @@ _HOMES = {
     "reparameterize": "library.reparameterization",
     "replay_experts": "moe.replay",
     "routed_experts": "moe.replay",
+    "routing_stability": "moe.replay",
     "save_model": "moe.storage",
     "shard_experts": "moe.sharding",
     "tiny_model": "worlds.shipped",

@@ -9,6 +9,7 @@ from test_families import make
 
 import gripmoe
 from conftest import random_batch, small_model
+from gripmoe.geometry.routing import jaccard, mean_stability, routing_stability
 from gripmoe.moe import MoEModel
 
 
@@ -42,6 +43,27 @@ def test_recorded_experts_are_those_of_the_routers_and_padding_has_none(model, b
     real = batch.attention_mask.flatten().bool()
     assert torch.equal(experts.flatten(0, 1)[real].long(), selected(model, batch)[real])
     assert (experts.flatten(0, 1)[~real] == -1).all() and not real.all()
+
+
+def test_routing_stability_is_that_of_the_workflow(model, trained, batch):
+    """Of a padded batch. The control: with padding and first tokens it would be another."""
+    before, after = (gripmoe.routed_experts(each, **batch.inputs) for each in (model, trained))
+    traces = (MoEModel(each).trace([batch]) for each in (model, trained))
+    stability = gripmoe.routing_stability(before, after)
+    assert stability == pytest.approx(mean_stability(routing_stability(*traces)), abs=1e-6)
+    assert stability < 0.9 and gripmoe.routing_stability(before, before) == 1.0
+    of_all = jaccard(before.flatten(0, 2), after.flatten(0, 2)).mean().item()
+    assert of_all != pytest.approx(stability, abs=1e-3)
+
+
+def test_what_has_no_routing_stability(model, batch):
+    experts = gripmoe.routed_experts(model, **batch.inputs)
+    with pytest.raises(ValueError, match="give two tensors .rows, positions, layers, k. of the same documents"):
+        gripmoe.routing_stability(experts, experts[:1])
+    with pytest.raises(ValueError, match="give two tensors"):
+        gripmoe.routing_stability(experts[0], experts[0])
+    with pytest.raises(ValueError, match="no token counts"):
+        gripmoe.routing_stability(experts[:, :1], experts[:, :1])
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8])

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from gripmoe.data.documents import attention_mask_of
+from gripmoe.geometry.routing import jaccard
 from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.forcing import Routes
 from gripmoe.moe.model import MoEModel
+from gripmoe.moe.recording import counted_tokens
 
 
 def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -34,6 +36,27 @@ def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor |
     if attention_mask is not None:
         experts = experts.masked_fill(attention_mask[..., None, None] == 0, -1)
     return experts.to(torch.int16)
+
+
+def routing_stability(before: Tensor, after: Tensor) -> float:
+    """Routing stability (Eq. 2), between 0 and 1: the mean Jaccard similarity of a token's expert sets in two tensors
+    of `routed_experts`, over tokens and MoE layers. Give tensors of the same documents: of held-out retain documents,
+    before and after unlearning. k may differ. The first token of each row does not count, since it sees nothing but
+    itself, and neither does a token with a -1 in either tensor.
+
+    Raises ValueError for tensors of other rows, positions or layers, and if no token counts."""
+    if before.ndim != 4 or before.shape[:3] != after.shape[:3]:
+        raise ValueError(
+            f"routed experts of shapes {tuple(before.shape)} and {tuple(after.shape)}: give two tensors (rows, "
+            "positions, layers, k) of the same documents and layers"
+        )
+    after = after.to(before.device)
+    is_recorded = (before >= 0).all(dim=(2, 3)) & (after >= 0).all(dim=(2, 3))
+    counts_T = counted_tokens(is_recorded)
+    if not counts_T.any():
+        raise ValueError("no token counts: the first of each row does not, nor does one with a -1")
+    before_Nk, after_Nk = (each.flatten(0, 1)[counts_T].flatten(0, 1) for each in (before, after))
+    return jaccard(before_Nk, after_Nk).mean().item()
 
 
 @contextmanager
