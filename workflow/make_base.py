@@ -72,7 +72,7 @@ def main() -> None:
         model, tokenizer, made, scores = rounded(trained(name, models, args.results), row)
         if fault := fault_of(scores, row):
             raise SystemExit(f"{name} is not fit for use: {fault}")
-        card = made | scores
+        card = made | scores | {"family": row.family, "trained_on": row.trained_on}
         made_here.append((model, tokenizer, card, FOLDER / row.shipped))
         in_package = read_json(FOLDER / row.shipped / "card.json")
         rows += [(name, key, in_package.get(key), value) for key, value in card.items()]

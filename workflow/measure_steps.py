@@ -94,7 +94,8 @@ def measured(project: Project, model: str, objective: str, method: str) -> dict[
         bases.update(_spans(moe, trace))
         return bases
 
-    built = build(row, *traces, bases=spans, last_layer=asked.last_layer, seed=0)
+    layers = [layer for layer in moe.layers if asked.last_layer is None or layer <= asked.last_layer]
+    built = build(row, *traces, bases=spans, layers=layers, seed=0)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:

@@ -45,7 +45,7 @@ def prepare(project: Project, results: Path, models: list[str], benchmark: str, 
     retrained = [name for model in models if (name := project.models[model].retrained)]
     targets = [results / "models" / name / "model.json" for name in retrained]
     targets += [results / model / benchmark / "routing.json" for model in models]
-    if subprocess.run(snakemake(project.name, targets, cores), cwd=ROOT).returncode:
+    if subprocess.run(snakemake(str(project.world_file), targets, cores), cwd=ROOT).returncode:
         raise SystemExit("snakemake could not make the models, data and traces of the trials; its message is above")
 
 
@@ -76,6 +76,8 @@ def named(change: dict) -> str:
 
 def train(project: Project, results: Path, run: Run, folder: Path) -> None:
     """Unlearns in a folder, unless this very run of the same models and data by the same code has ended there."""
+    if run.processes > 1:
+        raise SystemExit(f"{project.world_file}: a trial trains in one process; set `gpus` of {run.model} to 1")
     recorded, data = results / run.model / run.benchmark_name, results / "data" / run.benchmark_name
     traces = {"trace": recorded / "routing.safetensors", "forget-trace": recorded / "routing_forget.safetensors"}
     models = {"model": results / "models" / run.model / "model.json"}

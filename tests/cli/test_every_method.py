@@ -22,6 +22,7 @@ from gripmoe.cli.attack import attack
 from gripmoe.cli.common import identity_of, run_and_benchmark
 from gripmoe.cli.evaluate import evaluate
 from gripmoe.cli.fit_basis import fit_basis
+from gripmoe.cli.main import main as command
 from gripmoe.cli.realign import realign
 from gripmoe.cli.trace_routing import trace_routing
 from gripmoe.cli.unlearn import unlearn
@@ -228,6 +229,67 @@ def test_every_trained_method(method, prepared, tmp_path):
         assert all(routers.values()), "the control"
 
 
+def test_one_expert_is_among_the_layers_that_train(prepared, tmp_path):
+    """Under RMU at the last layer. The control: if all layers train, the expert is of the first."""
+    experts = {}
+    for count in (None, 1):
+        run_steps(prepared, "router_l2_single", "rmu", tmp_path / str(count), trained_layers=count)
+        experts[count], routers = changed_experts(prepared, tmp_path / str(count))
+        assert routers[1], "the penalty has a router to move"
+    assert experts == {None: {0: 1, 1: 0}, 1: {0: 0, 1: 1}}
+
+
+def test_a_run_that_cannot_train_is_refused(prepared, tmp_path, capsys):
+    """One line, before the model is read, and no file is left. The control is the run itself."""
+    root, _, files = prepared
+    run_steps(prepared, "unconstrained", "gd", tmp_path / "run")
+    run = read_yaml(tmp_path / "run" / "run.yaml")
+    run["method"], run["method_name"] = PROJECT.methods["expert_specific"].model_dump(mode="json"), "expert_specific"
+    flags = dict(model=root / "model/model.json", data=root / "data", trace=files["trace_file"])
+    flags |= {"forget-trace": files["forget_trace_file"], "output": tmp_path / "refused" / "checkpoint.json"}
+    for change, said in (
+        ({}, "--bases is required: the file that `gripmoe fit-basis` writes for 'expert_specific'"),
+        ({"training": None}, "'expert_specific' does not train; give the run.yaml of a method that does"),
+        ({"processes": 2}, "asks for 2, and its batch sizes are of each process"),
+    ):
+        write_yaml(tmp_path / "run.yaml", run | change)
+        bases = [f"--bases={files['trace_file']}"] if "processes" in change else []
+        named = [f"--{name}={value}" for name, value in flags.items()]
+        assert command(["unlearn", f"--run={tmp_path / 'run.yaml'}", *named, *bases]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "refused").exists()
+
+
+def test_bases_of_another_method_or_corpus_are_refused(prepared, tmp_path):
+    run_steps(prepared, "expert_specific", "gd", tmp_path / "own")
+    root, benchmark, files = prepared
+    other = PROJECT.methods["expert_specific_eps_1em1"].model_dump_json()
+    fit_basis(
+        settings=other, model_file=root / "model" / "model.json", digest=tmp_path / "bases.json",
+        output=tmp_path / "own" / "bases.safetensors", **files,
+    )  # fmt: skip
+    given = dict(run_file=tmp_path / "own" / "run.yaml", model_file=root / "model" / "model.json", data=root / "data")
+    given |= dict(bases_file=tmp_path / "own" / "bases.safetensors", output=tmp_path / "other" / "checkpoint.json")
+    with pytest.raises(ConfigError, match="fitted_with is .*0.1.*; give the file of this run, or repeat the step"):
+        unlearn(**given, **files)
+
+
+def test_a_run_that_corrects_nothing_is_not_realigned(prepared, tmp_path, capsys):
+    root, _, files = prepared
+    run_steps(prepared, "unconstrained", "gd", tmp_path / "run")
+    run_steps(prepared, "ptc", "gd", tmp_path / "ptc", checkpoint=tmp_path / "run" / "checkpoint.json")
+    flags = {"model": root / "model/model.json", "retain-corpus": root / "data/retain_corpus.jsonl"}
+    flags |= {"trace": files["trace_file"], "output": tmp_path / "refused" / "checkpoint.json"}
+    for run, checkpoint, said in (
+        ("run", tmp_path / "run" / "checkpoint.json", "'unconstrained' corrects no finished run"),
+        ("ptc", root / "model" / "model.json", "model.json: lacks status, steps; give the checkpoint.json of"),
+    ):
+        named = [f"--{name}={value}" for name, value in flags.items()]
+        named += [f"--run={tmp_path / run / 'run.yaml'}", f"--checkpoint={checkpoint}"]
+        assert command(["realign", *named]) == 2 and said in capsys.readouterr().err
+    assert not (tmp_path / "refused").exists()
+
+
 OWN = """
 from gripmoe.training.objectives import GradientDifference
 
@@ -351,13 +413,14 @@ def test_two_processes_train_what_one_does_and_leave_nothing_else(prepared, tmp_
     (tmp_path / "two").mkdir()
     run = read_yaml(tmp_path / "run.yaml")
     run["training"] |= {"forget_batch_size": 2, "retain_batch_size": 2}
+    run["processes"] = 2
     write_yaml(tmp_path / "two.yaml", run)
     flags = dict(run=tmp_path / "two.yaml", model=root / "model/model.json", data=root / "data", processes=2)
     flags |= {"trace": files["trace_file"], "forget-trace": files["forget_trace_file"]}
     flags |= {"output": tmp_path / "two" / "checkpoint.json"}
-    command = [sys.executable, "-m", "gripmoe.cli.main", "unlearn", *(f"--{name}={flags[name]}" for name in flags)]
+    line = [sys.executable, "-m", "gripmoe.cli.main", "unlearn", *(f"--{name}={flags[name]}" for name in flags)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANGS, check=False)
+    ended = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=HANGS, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     together = read_json(tmp_path / "two" / "checkpoint.json")
     assert together["weights"] != alone["weights"]
@@ -510,8 +573,13 @@ def test_an_attack_and_a_metric_of_a_folder_are_measured(prepared, world, tmp_pa
     assert read_json(tmp_path / "run" / "metrics.json") == others, "what it breaks is measured before"
     with pytest.raises(ConfigError, match="metrics.none: the function returned a NoneType; return a number"):
         evaluated(root, tmp_path / "run", metrics={"none": "my_measures:no_number"})
-    with pytest.raises(ConfigError, match="attacks.absent: .*is its file on PYTHONPATH"):
+    with pytest.raises(ConfigError, match="attacks.absent: .*my_measures.py has no 'absent'; name what it defines"):
         attack(**evaluated(root, tmp_path / "run", attacks={"absent": "my_measures:absent"}))
+    with pytest.raises(ConfigError, match="attacks.absent: No module named 'mine'; is its file on PYTHONPATH"):
+        attack(**evaluated(root, tmp_path / "run", attacks={"absent": "mine:absent"}))
+    (tmp_path / "needs_another.py").write_text("import another")
+    with pytest.raises(ConfigError, match="No module named 'another'; needs_another imports it; install it"):
+        attack(**evaluated(root, tmp_path / "run", attacks={"absent": "needs_another:absent"}))
 
 
 def test_a_run_that_broke_its_model_is_marked_and_goes_through(world, tokenizer, tmp_path):

@@ -204,7 +204,7 @@ def test_rows_of_the_catalogue_make_constraints(axes, expected, moe, batch):
     assert type(built.constraint) is expected and built.scope is None
 
 
-def test_one_expert_is_of_a_layer_that_the_objective_trains():
+def test_one_expert_is_of_a_layer_that_trains():
     def routing(scores):
         scores = torch.tensor(scores)
         return LayerRouting(torch.zeros(len(scores), 4), scores, scores.topk(1).indices)
@@ -213,7 +213,7 @@ def test_one_expert_is_of_a_layer_that_the_objective_trains():
         {0: routing([[0.0, 1.0]]), 1: routing([[9.0, 0.0]])},
         Method(constraint="none", experts="top_attributed"),
     )
-    scopes = [build(method, trace, trace, bases=None, last_layer=last, seed=0).scope for last in (None, 1, 0)]
+    scopes = [build(method, trace, trace, bases=None, layers=given, seed=0).scope for given in (None, [0, 1], [0])]
     assert scopes == [{1: [0]}, {1: [0]}, {0: [1]}]
 
 

@@ -345,6 +345,22 @@ def test_replay_of_activations_that_are_computed_again():
     assert not all(map(torch.allclose, free, expected))
 
 
+def test_under_replay_an_unknown_document_is_named_with_a_remedy_that_helps():
+    """A copy of the original model would change nothing: replay reads the sets that it has recorded."""
+    model = small_model().train()
+    with gripmoe.constrain(model, adamw(model), RETAIN, replay=True):
+        with pytest.raises(KeyError, match="under replay, give every document that training uses as `retain` or"):
+            model(**FORGET[0].inputs)
+    with gripmoe.constrain(model, adamw(model), RETAIN, forget=FORGET, replay=True):
+        model(**FORGET[0].inputs)
+
+
+def test_an_anchor_starts_at_no_weight_above_the_highest():
+    model = small_model()
+    with pytest.raises(ValueError, match="`anchor_floor` is 100000, above the highest weight of 10000"):
+        gripmoe.constrain(model, adamw(model), RETAIN, method=Method(constraint="anchor", anchor_floor=1e5))
+
+
 def test_under_replay_an_anchor_still_sees_what_routers_would_choose():
     """The passes use the original sets, so by those nothing would ever be amiss and the weight would fall."""
     model = small_model()

@@ -9,6 +9,7 @@ import torch
 
 import gripmoe
 from conftest import random_batch, small_model
+from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import selection_mask
 from gripmoe.moe import MoEModel
@@ -163,6 +164,34 @@ def test_texts_have_the_bases_of_their_tokens(tokenizer):
         with gripmoe.reparameterize(model, retain, **settings):
             spans.append(model.model.layers[0].mlp.gate.parametrizations.weight[0].columns_Edr)
     assert torch.equal(*spans)
+
+
+def test_an_error_within_the_block_keeps_what_was_trained():
+    """Of a bf16 model, whose routers train in fp32. The control: an error before the block leaves bf16."""
+    model = small_model().bfloat16()
+    with pytest.raises(KeyboardInterrupt), gripmoe.reparameterize(model, RETAIN):
+        with torch.no_grad():
+            model.model.layers[0].mlp.gate.parametrizations.weight.original.add_(1e-4)
+        trained = model.model.layers[0].mlp.gate.weight.detach().clone()
+        raise KeyboardInterrupt
+    router = model.model.layers[0].mlp.gate.weight
+    assert router.dtype == torch.float32 and torch.equal(router, trained)
+    other = small_model().bfloat16()
+    with pytest.raises(ValueError, match="nothing to trace"), gripmoe.reparameterize(other, []):
+        pass
+    assert other.model.layers[0].mlp.gate.weight.dtype == torch.bfloat16
+
+
+def test_a_method_may_be_a_row_of_ones_own():
+    """As in `constrain`. The control: other axes, other bases."""
+    ranks = []
+    for value in (1e-4, 1e-1):
+        model, eps_null = small_model(), EpsNullConfig(value=value, kind="relative")
+        own = Method(constraint="null_space", basis="original", eps_null=eps_null)
+        with gripmoe.reparameterize(model, RETAIN, method=own):
+            columns_Edr = model.model.layers[0].mlp.gate.parametrizations.weight[0].columns_Edr
+            ranks.append(int((columns_Edr != 0).any(dim=1).sum()))
+    assert ranks[0] > ranks[1]
 
 
 def test_a_method_without_fixed_bases_is_refused():

@@ -109,7 +109,7 @@ def test_models_data_and_traces_are_made_first(tune, monkeypatch):
     folder = SCRIPT.parents[1] / "results" / project.results_name
     tune.prepare(project, folder, ["tiny_news_tuning_a"], "muse_tiny", cores=2)
     made = ["models/tiny_news_tuning_a_retrained/model.json", "tiny_news_tuning_a/muse_tiny/routing.json"]
-    assert asked[-2:] == [f"results/tiny/{name}" for name in made] and "world=tiny_muse_tuning" in asked
+    assert asked[-2:] == [f"results/tiny/{name}" for name in made] and f"world={project.world_file}" in asked
     with pytest.raises(SystemExit, match="snakemake could not make"):
         tune.prepare(project, folder, ["tiny_news_tuning_a"], "muse_tiny", cores=2)
 

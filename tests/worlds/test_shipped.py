@@ -1,5 +1,6 @@
 """The base models that the package holds are what their cards say."""
 
+import json
 import random
 from pathlib import Path
 
@@ -45,9 +46,17 @@ def test_prepare_model_copies_it_without_a_base(tmp_path):
         command(["prepare-model", "--settings", row.model_dump_json(), "--output", str(tmp_path / "model.json")]) == 0
     )
     _, _, card = load_shipped("tiny_a")
-    assert read_json(tmp_path / "model.json") == card
+    assert read_json(tmp_path / "model.json") == {k: v for k, v in card.items() if k not in ("family", "trained_on")}
     model, _ = load_model(tmp_path / "weights", device="cpu")
     assert weights_digest(model) == card["weights"]
+
+
+@pytest.mark.parametrize("key, other", [("seed", 1), ("family", "qwen2_moe"), ("trained_on", "retain_only")])
+def test_a_model_of_the_package_is_the_one_that_the_row_describes(key, other, tmp_path, capsys):
+    row = Project(CONFIG, "tiny").models["tiny_a"].model_dump(mode="json") | {key: other, "retrained": None}
+    output = str(tmp_path / "m" / "model.json")
+    assert command(["prepare-model", "--settings", json.dumps(row), "--output", output]) == 2
+    assert f"the package's 'tiny_a' has `{key}: " in capsys.readouterr().err
 
 
 def test_a_world_of_shipped_models_trains_no_skills():

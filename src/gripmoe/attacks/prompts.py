@@ -47,7 +47,7 @@ def attack(setting: QuestionSetting) -> Found:
     for name, file in setting.benchmark.rewrites.items():
         digest, prompt = rewritten(Path(file), setting.forget)
         others[f"{name}_{digest}"] = prompt
-        table_5 |= {name: prompt} if name in table_5 else {}
+        table_5 |= {name: prompt} if name == "verse" else {}
 
     def ask(questions: Sequence[dict], prompt: Prompt) -> Scores:
         return setting.right(setting.after, questions, prompt)
@@ -95,7 +95,7 @@ def prompt_recovery(found: Mapping[str, Scores]) -> float:
 
 
 def reworded(template: str) -> Prompt:
-    """A prompt that puts the question into a template of REWORDINGS."""
+    """A prompt that puts the question into a template."""
     return lambda question: template.format(prompt=letter_question(question["question"], question["choices"]))
 
 

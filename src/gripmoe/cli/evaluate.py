@@ -6,7 +6,6 @@ from pathlib import Path
 
 from gripmoe.cli import options
 from gripmoe.cli.common import run_and_benchmark
-from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.evaluation.letters import letter_metrics
 from gripmoe.evaluation.metrics import as_number, own_metrics, require_other_names
@@ -48,7 +47,7 @@ def evaluate(
     with exclusive(output.parent), recorded(provenance_of(output), evaluate):
         after, tokenizer = load_model(checkpoint_file.parent / "weights")
         if benchmark.is_news:
-            metrics, items = _news(benchmark, after, tokenizer, data, retrained_auc)
+            metrics, items = _news(after, tokenizer, data, retrained_auc)
         else:
             metrics, items = letter_metrics(benchmark, after, tokenizer, data)
         require_other_names(own, metrics)
@@ -75,9 +74,7 @@ def _auc_of(retrained_file: Path | None) -> float:
     return known["auc_min_40"]
 
 
-def _news(
-    benchmark: Benchmark, model, tokenizer, data: Path, retrained_auc: float
-) -> tuple[dict[str, float], list[dict]]:
+def _news(model, tokenizer, data: Path, retrained_auc: float) -> tuple[dict[str, float], list[dict]]:
     news = News.load(data)
     scores = news_scores(model, tokenizer, news, "test")
     metrics = {name: mean_score(items) for name, items in scores.items()}

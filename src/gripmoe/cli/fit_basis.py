@@ -33,11 +33,12 @@ def fit_basis(
     method = parse_settings(Method, settings)
     with recorded(provenance_of(output), fit_basis):
         weights = {"model": read_json(model_file)["weights"]}
-        traces = StoredTrace(trace_file, weights), StoredTrace(forget_trace_file, weights)
-        trace = constrained_trace(method, *traces)
+        retain, forget = (StoredTrace(file, weights) for file in (trace_file, forget_trace_file))
+        trace = constrained_trace(method, retain, forget)
         remove_halves(output.parent, output.name)
         bases = fit_bases(trace, load_rules(trace_file), method)
-        save_bases(output, bases, weights)
+        corpora = {"corpus": retain.corpus, "forget_corpus": forget.corpus}
+        save_bases(output, bases, weights | corpora | {"fitted_with": method.fitted_with})
         ranks = {layer: basis.ranks.double() for layer, basis in bases.items()}
         statistics = {f"mean_rank_layer_{layer}": of_experts.mean().item() for layer, of_experts in ranks.items()}
         for layer, of_experts in ranks.items():

@@ -49,9 +49,11 @@ def prepare_model(
             return
         if config.shipped:
             model, tokenizer, card = load_shipped(config.shipped)
-            if card["seed"] != config.seed:
-                of = f"the package's {config.shipped!r} is of seed {card['seed']}, not {config.seed}"
-                raise ConfigError(f"models.yaml: shipped: {of}; leave `shipped` out")
+            for key in ("seed", "family", "trained_on"):
+                if card[key] != (asked := getattr(config, key)):
+                    of = f"the package's {config.shipped!r} has `{key}: {card[key]}`, not {asked}"
+                    raise ConfigError(f"models.yaml: shipped: {of}; leave `shipped` out")
+            del card["family"], card["trained_on"]
             write_json(output, {**card, "weights": save_model(model, tokenizer, folder / "weights")})
             return
         device = visible_devices()[0] if gpus else torch.device("cpu")

@@ -9,6 +9,7 @@ from gripmoe.constraints.realignment import holdout_report, kaczmarz_report, mak
 from gripmoe.data.corpora import load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.io.clock import now
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, read_json, write_json
 from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
@@ -37,7 +38,15 @@ def realign(
       gripmoe realign --run ptc/run.yaml --model model/model.json --checkpoint unconstrained/checkpoint.json \\
           --retain-corpus data/retain_corpus.jsonl --trace routing.safetensors --output ptc/checkpoint.json
     """
-    run = load_run(run_file)
+    run, corrected = load_run(run_file), read_json(checkpoint_file)
+    if run.method.rule != "realign":
+        raise ConfigError(
+            f"{run_file}: {run.method_name!r} corrects no finished run; give the run.yaml of a correction"
+        )
+    if missing := {"status", "steps"} - corrected.keys():
+        raise ConfigError(
+            f"{checkpoint_file}: lacks {', '.join(sorted(missing))}; give the checkpoint.json of `gripmoe unlearn`"
+        )
     folder = output.parent
     with exclusive(folder), recorded(provenance_of(output), realign):
         model, tokenizer = load_model(checkpoint_file.parent / "weights")
@@ -62,7 +71,6 @@ def realign(
             report |= make_correction(run.method, theta_0, biases, trace, batch)(moe)
         seconds = now() - started
         digest = save_model(model, tokenizer, folder / "weights")
-        corrected = read_json(checkpoint_file)
         outcome = {"status": corrected["status"], "steps": corrected["steps"], "correction_seconds": seconds}
         if "tokens" in corrected:
             report["tokens"] = corrected["tokens"] + report.get("tokens", 0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gripmoe.cli import options
-from gripmoe.cli.common import identity_of, start_together, training_together
+from gripmoe.cli.common import BY_TORCHRUN, identity_of, start_together, training_together
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.provenance import entry_of
 from gripmoe.config.world import load_run
@@ -19,6 +20,7 @@ from gripmoe.data.corpora import Corpora, load_corpus
 from gripmoe.data.documents import collate
 from gripmoe.evaluation.stop_rule import stop_rule
 from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, read_json, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.bases import StoredBases
@@ -26,6 +28,7 @@ from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.moe.traces import StoredTrace
 from gripmoe.training.checkpoint import remove_state
+from gripmoe.training.loop import trained_layers
 from gripmoe.training.loop import unlearn as run_unlearning
 from gripmoe.training.objectives import make_objective
 
@@ -64,8 +67,16 @@ def unlearn(
       gripmoe unlearn --run run/run.yaml --model model/model.json --data data --trace routing.safetensors \\
           --forget-trace routing_forget.safetensors --output run/checkpoint.json
     """
-    start_together(processes)
     run = load_run(run_file)
+    if not run.training:
+        raise ConfigError(f"{run_file}: {run.method_name!r} does not train; give the run.yaml of a method that does")
+    if run.method.has_bases and not bases_file:
+        raise ConfigError(f"--bases is required: the file that `gripmoe fit-basis` writes for {run.method_name!r}")
+    if processes != run.processes and BY_TORCHRUN not in os.environ:
+        raise ConfigError(
+            f"--processes {processes}: {run_file} asks for {run.processes}, and its batch sizes are of each process"
+        )
+    start_together(processes)
     folder = output.parent
     fitted = (trace_file, bases_file)  # each has a digest of its content beside it
     digests = [file.with_suffix(".json") for file in fitted if file and file.with_suffix(".json").exists()]
@@ -88,20 +99,21 @@ def unlearn(
             for name in ("forget", "retain")
         ]
         corpora = Corpora(*documents, pad_id=tokenizer.pad_token_id)
-        trace, forget_trace = (
-            StoredTrace(path, weights | {"corpus": file_digest(data / f"{name}_corpus.jsonl")})
-            for name, path in (("retain", trace_file), ("forget", forget_trace_file))
-        )
+        corpus, forget_corpus = (file_digest(data / f"{name}_corpus.jsonl") for name in ("retain", "forget"))
+        trace = StoredTrace(trace_file, weights | {"corpus": corpus})
+        forget_trace = StoredTrace(forget_trace_file, weights | {"corpus": forget_corpus})
+        fitted_to = weights | {"corpus": corpus, "forget_corpus": forget_corpus, "fitted_with": method.fitted_with}
         recorded_rows = corpora.retain[: run.benchmark.retain_documents]
         batch = collate(recorded_rows, corpora.pad_id).to(model.device)
         stop = stop_rule(run.benchmark, data, retrained_file, tokenizer)
         tiers = (basis_memory * 1e9, basis_host_memory * 1e9)
+        trained = trained_layers(moe, objective.last_layer, run.training.trained_layers)
         built = build(
             method,
             trace,
             forget_trace,
-            bases=lambda _: StoredBases(bases_file, weights, model.device, *tiers),  # fitted by `gripmoe fit-basis`
-            last_layer=objective.last_layer,
+            bases=lambda _: StoredBases(bases_file, fitted_to, model.device, *tiers),  # fitted by `gripmoe fit-basis`
+            layers=[layer for layer in trained if objective.last_layer is None or layer <= objective.last_layer],
             seed=run.seed,
         )
         outcome = run_unlearning(

@@ -141,6 +141,11 @@ class Method(Strict):
         return self.basis in ("original", "cached")
 
     @property
+    def fitted_with(self) -> str:
+        """The axes that decide its bases."""
+        return self.model_dump_json(include={"granularity", "surface", "eps_null", "max_rank"})
+
+    @property
     def expert_eps(self) -> EpsNullConfig | None:
         """The threshold of the experts' null space; None where experts move freely."""
         return self.eps_null if self.experts == "null_space" else None

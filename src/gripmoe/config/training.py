@@ -134,6 +134,6 @@ class Finetuning(Strict):
 
 
 class Relearning(Finetuning):
-    """Finetuning as an attack: all parameters train."""
+    """Finetuning as an attack, of all parameters or of a part."""
 
     steps: Annotated[list[PositiveInt], Field(min_length=1)] = [5, 10, 20]  # after which the questions are asked

@@ -38,6 +38,8 @@ class Anchored(FrozenRouter):
             raise ConfigError(
                 f"`routing_stability` must lie between 0 and 1, both excluded, not at {routing_stability}"
             )
+        if floor > CEILING:
+            raise ConfigError(f"`anchor_floor` is {floor:g}, above the highest weight of {CEILING:g}")
         self.weight = DualWeight(1 - routing_stability, floor)
         self.final_only = final_only
         self._errors: list[float] = []  # one per retain pass since the last step

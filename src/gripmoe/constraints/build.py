@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,16 +31,15 @@ def build(
     forget: RoutingTrace | None = None,
     *,
     bases: Callable[[RoutingTrace], Mapping[int, RetainBasis]],
-    last_layer: int | None = None,
+    layers: Collection[int] | None = None,
     seed: int,
 ) -> Built:
     """The constraint of a row, from the original routing of retain tokens if `method.has_bases`, and of forget tokens
-    if `method.looks_at_forget`. `bases` gives the fixed bases of a trace. SEUF's expert is in a layer up to
-    `last_layer`, which the objective trains."""
+    if `method.looks_at_forget`. `bases` gives the fixed bases of a trace. SEUF's expert is in one of `layers`: those
+    that train and that the losses look at."""
     attributed = None
     if method.attributes:
-        layers = [layer for layer in forget if last_layer is None or layer <= last_layer]
-        attributed = attributed_expert(forget, layers)
+        attributed = attributed_expert(forget, [layer for layer in forget if layers is None or layer in layers])
     scope = {attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None
     if method.constraint == "router_l2":
         return Built(RouterL2(method.weight), scope)

@@ -23,8 +23,8 @@ from gripmoe.geometry.screening import ScreenedProjection
 
 
 class _Reporting(RouterConstraint):
-    """What forms of Method A report of their steps. `stage_2_rate` and ranks are of every tenth step, since they cost
-    another projection; `rows_shrunk` is of every step."""
+    """What forms of Method A report of their projections. `stage_2_rate` and ranks are of every tenth, since they cost
+    another one; `rows_shrunk` is of the last."""
 
     def __init__(self) -> None:
         self._calls: Counter[int] = Counter()
@@ -46,8 +46,8 @@ class _Reporting(RouterConstraint):
 
     def observed(self) -> dict[str, float]:
         """`stage_2_rate`, the share of router rows that Stage 1 alone leaves beyond a margin; `rank_layer_<l>`, the
-        mean rank of a basis; `rows_shrunk`, the router rows of the last step for which Stage 2 found no nearest point
-        (absent in the paper's form)."""
+        mean rank of a basis; `rows_shrunk`, the router rows of the last projection for which Stage 2 found no
+        nearest point (absent in the paper's form)."""
         if not self._beyond:
             return {}
         rate = sum(self._beyond.values()) / len(self._beyond)

@@ -42,6 +42,7 @@ class OriginalCache:
 
     def __init__(self, store: OriginalStore | None = None, *, by_labels: bool = False) -> None:
         self._store, self._by_labels = store, by_labels
+        self.remedy = "give every document that training uses beforehand, or `original=` a copy of the model"
         self._kept: dict[tuple, Tensor | slice] = {}  # by document: a tensor, or its rows in the file
         self._example: Tensor | None = None  # the entry of a document without tokens
 
@@ -91,8 +92,7 @@ class OriginalCache:
             return torch.zeros_like(self._example)
         if key not in self._kept:
             raise KeyError(
-                f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: give every "
-                "document that training uses beforehand, or `original=` a copy of the model"
+                f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: {self.remedy}"
             )
         found = self._kept[key]
         return self._file.get_slice("values")[found] if isinstance(found, slice) else found
@@ -154,6 +154,7 @@ class OriginalSets:
 
     def __init__(self, model: MoEModel, batches: Iterable[Batch]):
         self._layers, self._sets = model.layers, OriginalCache(model.originals)
+        self._sets.remedy = "under replay, give every document that training uses as `retain` or `forget`"
         self._sets.fill(batches, lambda batch: router_states(model, batch, "top_k_Nk"), "original sets")
 
     def of(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:

@@ -1,4 +1,4 @@
-"""Several processes that train one model together. In one process every function here has no effect."""
+"""Several processes that train one model together. In one process they are as without them."""
 
 from __future__ import annotations
 

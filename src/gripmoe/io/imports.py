@@ -34,6 +34,11 @@ def imported(path: str, where: str) -> Any:
     """Imports "module:name". Raises ConfigError, naming `where`, if it does not exist."""
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ConfigError(f"{where}: {error}; is its file on PYTHONPATH?") from None
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        is_its_own = error.name and f"{module}.".startswith(f"{error.name}.")
+        remedy = "is its file on PYTHONPATH?" if is_its_own else f"{module} imports it; install it"
+        raise ConfigError(f"{where}: {error}; {remedy}") from None
+    if not hasattr(found, name):
+        raise ConfigError(f"{where}: {found.__file__} has no {name!r}; name what it defines")
+    return getattr(found, name)

@@ -90,6 +90,7 @@ def open_checked(path: Path, metadata: Mapping[str, str]) -> Iterator[safe_open]
         for key, wanted in metadata.items():
             if found.get(key) != wanted:
                 raise ConfigError(
-                    f"{path}: {key} is {found.get(key)!r}, expected {wanted!r}; delete the file and rerun"
+                    f"{path}: {key} is {found.get(key)!r}, expected {wanted!r}; give the file of this run, or repeat "
+                    "the step that writes it"
                 )
         yield file

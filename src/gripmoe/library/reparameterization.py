@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from gripmoe.config.methods import Method
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.data.batches import batches_of
 from gripmoe.geometry.halfspace import in_full_precision
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.library.constrain import Data, methods_of_loops, traced
+from gripmoe.library.constrain import Data, checked_method, methods_of_loops, traced
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import unwrapped
 
@@ -42,7 +43,7 @@ class InNullSpace(nn.Module):
 
 @contextmanager
 def reparameterize(
-    model: nn.Module, retain: Data, *, method: str = "expert_specific", tokenizer: Any = None
+    model: nn.Module, retain: Data, *, method: str | Method = "expert_specific", tokenizer: Any = None
 ) -> Iterator[nn.Module]:
     """Within the block, every router weight of `model`, (E, d), is Theta_0 + P (W - Theta_0) with a free W (App. B.2).
     Afterwards routers are plain trained weights in fp32. The state dict always has plain routers. `retain`,
@@ -55,19 +56,20 @@ def reparameterize(
     do not train, no retain batches, or a model that a handle or another such block holds; KeyError for a batch without
     `input_ids`.
     """
-    rows = methods_of_loops().items()
-    fixed = {name: row for name, row in rows if row.basis == "original" and not row.looks_at_forget}
-    if method not in fixed:
+    row = checked_method(method)
+    if not _has_fixed_bases(row):
+        fixed = [name for name, other in methods_of_loops().items() if _has_fixed_bases(other)]
         raise ValueError(f"method {method!r} has no fixed bases of retain batches; one of {', '.join(fixed)}")
     moe = MoEModel(unwrapped(model))
     moe.require_free()
+    has_begun = False
     with ExitStack() as undo:
-        undo.push(lambda error, *_: moe.release(rounded=error is not None))
+        undo.push(lambda error, *_: moe.release(rounded=error is not None and not has_begun))  # training is kept
         moe.require_routers("to reparameterize")
         if not any(moe.theta(layer).requires_grad for layer in moe.layers):
             raise ValueError("no router trains: there is nothing to reparameterize")
         trace = traced(moe, batches_of(retain, "retain", moe.model, tokenizer))
-        bases = fit_bases(trace, moe.rules(), fixed[method])
+        bases = fit_bases(trace, moe.rules(), row)
         for parameter in moe.freeze_router_biases():
             undo.callback(parameter.requires_grad_, True)
         for layer in moe.layers:
@@ -76,7 +78,12 @@ def reparameterize(
             undo.callback(_plain_again, router)
             undo.callback(router.register_state_dict_post_hook(_save_plain).remove)
             undo.callback(router.register_load_state_dict_pre_hook(_load_plain).remove)
+        has_begun = True
         yield model
+
+
+def _has_fixed_bases(method: Method) -> bool:
+    return method.basis == "original" and not method.looks_at_forget
 
 
 def _save_plain(router: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:

@@ -47,6 +47,7 @@ class StoredTrace(Mapping[int, LayerRouting]):
     def __init__(self, path: Path, metadata: Mapping[str, str]):
         self.path = path
         with open_checked(path, metadata) as file:
+            self.corpus = metadata_of(file).get("corpus", "")  # the digest of its documents
             self._layers = sorted({int(name.split(".")[0]) for name in file.keys()})
 
     def __getitem__(self, layer: int) -> LayerRouting:

@@ -153,7 +153,7 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured = _mean_of) -> 
         table.paper_columns = []  # the paper has none of the rows that were measured
         table.blocks = [(name, [(label, cells, []) for label, cells, _ in entries]) for name, entries in table.blocks]
     table.notes = _notes(runs, spec, table, counts)
-    table.legend = _legend(runs, spec, table, shown, counts)
+    table.legend = _legend(spec, table, shown, counts)
     return table
 
 
@@ -332,7 +332,7 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, counts: set[int]) -> li
     return [*notes, spec["note"]] if "note" in spec else notes
 
 
-def _legend(runs: pd.DataFrame, spec: dict, table: Table, rows: list[dict], counts: set[int]) -> list[str]:
+def _legend(spec: dict, table: Table, rows: list[dict], counts: set[int]) -> list[str]:
     """What headings, marks and names in a table stand for."""
     labels = " ".join(label for label, *_ in table.rows)
     explained = [f"{text}: {names.metric(m).note}" for m, text in headings(spec).items() if names.metric(m).note]

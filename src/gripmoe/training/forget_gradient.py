@@ -19,8 +19,9 @@ ForgetGradientEdit = Callable[[], dict[str, float]]  # changes gradients in plac
 
 
 class ComponentFilter:
-    """RepSelect (Sondej et al. 2026): the gradient of each expert matrix loses its `count` leading principal
-    components, which carry what other tokens need too. Parameters that are no fused expert tensors keep theirs.
+    """RepSelect (Sondej et al. 2026): the gradient of each matrix of an expert loses its `count` leading principal
+    components, which carry what other tokens need too. Fused gate and up projections are one matrix. Parameters that
+    are no fused expert tensors keep theirs.
 
     Raises ConfigError where no expert tensor would have a gradient left.
     """

@@ -21,8 +21,8 @@ def shipped_models() -> list[str]:
 def load_shipped(
     name: str,
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase, dict[str, Any]]:
-    """A model of the package in fp32 (its file is in bf16), its tokenizer, and its card: seed, scores, digest of the
-    weights. Raises ConfigError for a name that is not in `shipped_models`."""
+    """A model of the package in fp32 (its file is in bf16), its tokenizer, and its card: how it was made, scores,
+    digest of the weights. Raises ConfigError for a name that is not in `shipped_models`."""
     if name not in (known := shipped_models()):
         raise ConfigError(f"the package has no model {name!r}; it has {', '.join(known)}")
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float32)
