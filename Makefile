@@ -51,7 +51,7 @@ base: setup
 
 figures: setup
 	$(VENV)/bin/python -m gripmoe.cli.fork_server \
-	  snakemake --profile workflow/profiles/tiny --cores $(CORES) --config world=$(WORLD)
+	  snakemake --profile workflow/profiles/local --cores $(CORES) --config world=$(WORLD)
 	@gripmoe summary --runs "$$(ls -t results/*/runs_$(WORLD).csv | head -n 1)"
 	@echo "Figures and tables: paper_figures/$(WORLD). All runs, attacks and questions: paper_figures/$(WORLD)/explorer.html"
 
@@ -63,7 +63,7 @@ record: setup
 
 # One self-contained page of the tables and figures that are there.
 report: setup
-	snakemake --profile workflow/profiles/tiny --cores 1 --config world=$(WORLD) --report paper_figures/$(WORLD)/report.html
+	snakemake --profile workflow/profiles/local --cores 1 --config world=$(WORLD) --report paper_figures/$(WORLD)/report.html
 
 sphinx: setup
 	$(INSTALL) --requirement envs/docs.lock

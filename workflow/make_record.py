@@ -107,7 +107,7 @@ def remaining(projects: list[Project], results: Path, times: pd.Series, kept: Co
 def snakemake(world: str, targets: list[Path], cores: int) -> list[str]:
     """The command that makes the targets, for the repository's root."""
     arguments = [sys.executable, "-m", "gripmoe.cli.fork_server", "snakemake"]
-    arguments += ["--profile", str(ROOT / "workflow" / "profiles" / "tiny"), "--cores", str(cores)]
+    arguments += ["--profile", str(ROOT / "workflow" / "profiles" / "local"), "--cores", str(cores)]
     return [*arguments, "--config", f"world={world}", "--", *(str(target.relative_to(ROOT)) for target in targets)]
 
 

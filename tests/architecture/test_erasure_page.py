@@ -119,8 +119,8 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     first = strongest_attacks(HELD_OUT).set_index("method").excess[methods[0]]
     assert f"on a single one of these models has an excess of {first.max():.2f}." in TEXT
     start = {name: (wide[name] - never).forget_accuracy for name in methods}
-    told = "by {:.2f} more than in the retrained models (bound {:.3f}), and by {:.2f} more with the anchor (bound"
-    told += " {:.3f})."
+    told = "by {:.2f} more in the unlearned models than in the retrained models (bound {:.3f}). With the anchor they"
+    told += " raise it by {:.2f} more (bound {:.3f})."
     gains = [(wide[name] - never).relearned_after_20 - start[name] for name in methods]
     assert told.format(*(number for gain in gains for number in (gain.mean(), bound(gain)))) in TEXT
     told = "excess of {:.2f} (bound {:.3f}) with a frozen router under attack and of {:.2f} (bound {:.3f}) with the"
@@ -375,13 +375,24 @@ def test_what_harmless_finetuning_does_is_the_records():
     assert f"forget accuracy after low-rank relearning is {low_rank:.2f} or more" in TEXT
 
 
+def test_which_attack_finds_most_is_the_records():
+    """"In every row without an attacker", "four of five rows", "in two of five rows it is the search"."""
+    strongest = goals(RUNS)[lambda rows: rows.method != "retrained"].set_index("method").attack
+    fast = strongest.index.str.endswith("_x3") | (strongest.index == "mudman")
+    plain = strongest.index.str.endswith("_adversary")
+    assert set(strongest[~fast & ~plain]) == {"relearned_lora_after_20"}
+    assert sorted(strongest[plain]) == ["relearned_after_5"] + 4 * ["relearned_lora_after_20"]
+    others = ["quantized_4_bit", "relearned_after_20", "relearned_lora_after_20"]
+    assert sorted(strongest[fast]) == others + 2 * ["searched_routing_after_64"]
+
+
 def test_what_is_left_of_the_attacked_anchor_is_the_records():
     wide = RUNS.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
     ours = wide[(wide.method == "anchored_adversary") & (wide.objective == "unlikelihood")].set_index("model")
     retrained = wide[wide.method == "retrained"].set_index("model")
     low_rank = [each.relearned_lora_after_20.mean() for each in (ours, retrained)]
     told = "answers {:.2f} of the other forget questions, and the retrained models {:.2f}.".format(*low_rank)
-    assert f"`anchored_adversary` (unlikelihood) {told}" in TEXT
+    assert f"`anchored_adversary` under unlikelihood {told}" in TEXT
     others = [
         name
         for name in ATTACKS

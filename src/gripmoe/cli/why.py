@@ -38,7 +38,7 @@ def why(
         close = difflib.get_close_matches(run, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"one of them is {known[0]}"
         raise ConfigError(f"no run of {world} is or begins with {run}; {hint}")
-    profile = Path("workflow", "profiles", "tiny")  # whose settings decide too what is repeated
+    profile = Path("workflow", "profiles", "local")  # whose settings decide too what is repeated
     command = [sys.executable, "-m", "snakemake", "-n", "--profile", str(profile), "--config", f"world={world}"]
     dry = subprocess.run(command, capture_output=True, text=True, check=False)
     output = dry.stdout + dry.stderr
