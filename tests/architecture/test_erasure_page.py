@@ -376,7 +376,7 @@ def test_what_harmless_finetuning_does_is_the_records():
 
 
 def test_which_attack_finds_most_is_the_records():
-    """"In every row without an attacker", "four of five rows", "in two of five rows it is the search"."""
+    """ "In every row without an attacker", "four of five rows", "in two of five rows it is the search"."""
     strongest = goals(RUNS)[lambda rows: rows.method != "retrained"].set_index("method").attack
     fast = strongest.index.str.endswith("_x3") | (strongest.index == "mudman")
     plain = strongest.index.str.endswith("_adversary")

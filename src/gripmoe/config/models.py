@@ -127,6 +127,7 @@ class FinetunedModel(Strict):
     gradient_checkpointing: bool = False
     seed: int = 0
     required: Annotated[float, Field(ge=0, le=100)] = 0.0  # of VerbMem and KnowMem, on what it was trained on
+    attempts: PositiveInt = 1  # to reach it, from `seed`, `seed` + 1000
 
     @property
     def made_from(self) -> str:
