@@ -56,12 +56,12 @@ def folder_of(record: str) -> Path:
 
 def mean_of(record: str, objective: str, method: str, metric: str) -> float:
     """Mean over base models, or over the runs of a single one; of the original and retrained models too. With "all",
-    the mean over objectives; with "news", of MUSE. The metric "runs" is their number, "forgot" and "missed" the numbers
-    of those that reached their forget target and that did not. Raises ValueError for "all" of a method that was not
+    the mean over objectives; with "news_gd", of MUSE under GD. The metric "runs" is their number, "forgot" and "missed"
+    the numbers of those that reached their forget target and that did not. Raises ValueError for "all" of a method that was not
     measured under each."""
-    runs = of_kind(runs_of(record), "news" if objective == "news" else "letters")
-    objective = NO_OBJECTIVE if method in names.ORIGINALS else objective
-    of_objective = (runs.objective == objective) | (objective in ("all", "news"))
+    runs = of_kind(runs_of(record), "news" if objective.startswith("news_") else "letters")
+    objective = NO_OBJECTIVE if method in names.ORIGINALS else objective.removeprefix("news_")
+    of_objective = (runs.objective == objective) | (objective == "all")
     of_method = runs[of_objective & (runs.method == method)]
     if objective == "all" and len(of_method) and {*of_method.objective} != {*names.objectives_of(runs)}:
         raise ValueError(f"{QUOTES.name}: {method!r} was not measured under all objectives of {record!r}; name one")

@@ -4,10 +4,12 @@ import re
 import runpy
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from gripmoe.config.grid import Project
 from gripmoe.io.files import read_yaml
+from gripmoe.reporting.runs import load_runs
 
 ROOT = Path(__file__).parents[2]
 script = runpy.run_path(str(ROOT / "workflow" / "quote.py"))
@@ -86,6 +88,18 @@ def test_a_sentence_that_is_not_there_is_an_error():
 def test_a_sentence_is_found_across_lines():
     page = "It keeps\n  3 of it, and 4."
     assert script["pattern"]("It keeps {} of it, and {}.").search(page).groups() == ("3", "4")
+
+
+def test_what_the_record_says_of_single_models_of_news_is_so():
+    """ "Below 10 for one base model at least, and above 65 for another", under KL; and five undecided statements."""
+    runs = load_runs(ROOT / "docs" / "record" / "runs.csv", kind="news")
+    kl = runs[(runs.objective == "kl") & (runs.metric == "knowmem_retain")].pivot(
+        index="model", columns="method", values="value"
+    )
+    shown = kl[["unconstrained", "frozen_router", "expert_specific", "expert_specific_paper", "anchored"]]
+    assert len(kl) == 6 and (shown.min() < 10).all() and (shown.max() > 65).all()
+    claims = pd.read_csv(ROOT / "docs" / "record" / "claims.csv").set_index("claim").verdict
+    assert (claims[claims.index.str.startswith("muse_")] == "undecided").sum() == 5
 
 
 def test_the_settings_that_the_record_tells_are_those_of_its_world():
