@@ -34,7 +34,7 @@ from gripmoe.geometry.routing import RoutingTrace
 from gripmoe.io.files import write_csv
 from gripmoe.moe import MoEModel
 from gripmoe.planning.fake import dimensions
-from gripmoe.training.loop import Outcome, unlearn
+from gripmoe.training.loop import Outcome, layers_of_losses, unlearn
 from gripmoe.training.objectives import make_objective
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -94,7 +94,7 @@ def measured(project: Project, model: str, objective: str, method: str) -> dict[
         bases.update(_spans(moe, trace))
         return bases
 
-    layers = [layer for layer in moe.layers if asked.last_layer is None or layer <= asked.last_layer]
+    layers = layers_of_losses(moe, asked.last_layer, training.trained_layers)
     built = build(row, *traces, bases=spans, layers=layers, seed=0)
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()

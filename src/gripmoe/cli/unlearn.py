@@ -28,7 +28,7 @@ from gripmoe.moe.sharding import shard_experts
 from gripmoe.moe.storage import load_model, save_model
 from gripmoe.moe.traces import StoredTrace
 from gripmoe.training.checkpoint import remove_state
-from gripmoe.training.loop import trained_layers
+from gripmoe.training.loop import layers_of_losses
 from gripmoe.training.loop import unlearn as run_unlearning
 from gripmoe.training.objectives import make_objective
 
@@ -107,13 +107,12 @@ def unlearn(
         batch = collate(recorded_rows, corpora.pad_id).to(model.device)
         stop = stop_rule(run.benchmark, data, retrained_file, tokenizer)
         tiers = (basis_memory * 1e9, basis_host_memory * 1e9)
-        trained = trained_layers(moe, objective.last_layer, run.training.trained_layers)
         built = build(
             method,
             trace,
             forget_trace,
             bases=lambda _: StoredBases(bases_file, fitted_to, model.device, *tiers),  # fitted by `gripmoe fit-basis`
-            layers=[layer for layer in trained if objective.last_layer is None or layer <= objective.last_layer],
+            layers=layers_of_losses(moe, objective.last_layer, run.training.trained_layers),
             seed=run.seed,
         )
         outcome = run_unlearning(

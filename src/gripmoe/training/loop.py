@@ -106,7 +106,9 @@ def unlearn(
     in_linear_precision = linear_precision(model, training.linear_precision)
     model.model.eval()
     used = batches.used("forget"), batches.used("retain")
-    routers, experts = _trainable(model, scope, trained_layers(model, objective.last_layer, training.trained_layers))
+    count = training.trained_layers
+    layers = layers_of_losses(model, objective.last_layer, count) if count else model.all_layers
+    routers, experts = _trainable(model, scope, layers)
     if training.sharpness_radius and any(parameter.dtype != torch.float32 for parameter in experts):
         raise ConfigError(
             "`sharpness_radius` needs weights in fp32: in lower precision the move up the loss is rounded away"
@@ -341,11 +343,10 @@ class _Steps:
         return None if self.take(step=0) is None else now() - started
 
 
-def trained_layers(model: MoEModel, last_layer: int | None, count: int | None) -> list[int]:
-    """The layers whose blocks train: all, or the last `count` up to `last_layer`, the last that the losses look at."""
-    if count is None:
-        return model.all_layers
-    return [layer for layer in model.all_layers if last_layer is None or layer <= last_layer][-count:]
+def layers_of_losses(model: MoEModel, last_layer: int | None, count: int | None) -> list[int]:
+    """The layers up to `last_layer`, the last that the losses look at; or the last `count` of them, which train."""
+    layers = [layer for layer in model.all_layers if last_layer is None or layer <= last_layer]
+    return layers if count is None else layers[-count:]
 
 
 def _trainable(
