@@ -126,7 +126,7 @@ def test_facts_of_a_cluster_stand_in_a_copy_of_the_profile_and_gpus_go_to_what_u
     assert {rule for rule, resources in asked.items() if "slurm_partition=cpu" in resources} == asked.keys() - ON_GPU
 
 
-@pytest.mark.parametrize("profile", ["slurm", "tiny"])
+@pytest.mark.parametrize("profile", ["slurm", "local"])
 def test_a_new_date_of_a_large_corpus_repeats_nothing(tmp_path, profile):
     """Of 10 MB, as Snakemake compares contents up to 1 MB unless it is told."""
     rule = 'rule all:\n    input: "corpus"\n    output: "read"\n    shell: "touch {output}"\n'
