@@ -100,7 +100,7 @@ def test_of_two_processes_on_a_run_one_is_refused(step, tmp_path, monkeypatch, c
         raise BeyondTheLock
 
     monkeypatch.setattr(importlib.import_module(f"gripmoe.cli.{step}"), "load_model", loaded)
-    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "anchored", 0)
+    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "ptc" if step == "realign" else "anchored", 0)
     write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))
     write_json(tmp_path / "model.json", {"weights": "0"})
     benchmark = PROJECT.benchmarks["wmdp_tiny"].model_dump_json()
@@ -112,7 +112,7 @@ def test_of_two_processes_on_a_run_one_is_refused(step, tmp_path, monkeypatch, c
     for flag in {"trace", "forget-trace", "retain-corpus"} & set(flags):
         paths[flag].touch()
     if "checkpoint" in flags:
-        write_json(paths["checkpoint"], {"weights": "0"})
+        write_json(paths["checkpoint"], {"weights": "0", "status": "reached", "steps": 1})
     arguments = [step, *(f"--{flag}={({**paths, **given})[flag]}" for flag in flags)]
     with held(folder) as owner:
         assert main(arguments) == 2

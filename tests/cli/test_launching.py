@@ -2,12 +2,17 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from gripmoe.cli import unlearn as commands
 from gripmoe.cli.main import main
+from gripmoe.config.grid import Project
 from gripmoe.io import distributed
+
+
+PROJECT = Project(Path(__file__).parents[2] / "workflow" / "config", "tiny")
 
 
 @pytest.mark.parametrize("leftover", ["WORLD_SIZE", None])
@@ -27,7 +32,9 @@ def test_processes_start_unless_torchrun_has_started_this_one(leftover, tmp_path
     files = [f"--{flag}={there}" for flag in ("run", "model", "trace", "forget-trace", "output")]
     arguments = ["unlearn", *files, f"--data={tmp_path}", "--processes", "2"]
     monkeypatch.setattr(os, "execvp", lambda program, command: ends(command))
-    monkeypatch.setattr(commands, "load_run", lambda file: ends("trains"))
+    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "frozen_router", 0).model_copy(update={"processes": 2})
+    monkeypatch.setattr(commands, "load_run", lambda file: run)
+    monkeypatch.setattr(commands, "training_together", lambda *_: ends("trains"))
     monkeypatch.setattr(sys, "argv", ["gripmoe", *arguments])
     if leftover:
         monkeypatch.setenv(leftover, "1")
