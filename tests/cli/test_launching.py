@@ -11,7 +11,6 @@ from gripmoe.cli.main import main
 from gripmoe.config.grid import Project
 from gripmoe.io import distributed
 
-
 PROJECT = Project(Path(__file__).parents[2] / "workflow" / "config", "tiny")
 
 
