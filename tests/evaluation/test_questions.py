@@ -159,8 +159,10 @@ def test_metrics_of_ones_own_stand_beside_those_of_the_package():
     benchmark = Benchmark(**task, evaluation_batch_size=8, metrics={"mine": "math:sqrt"})
     assert own_metrics(benchmark)["mine"](4) == 2.0
     require_other_names({"mine"}, {"forget_accuracy"})
-    with pytest.raises(ConfigError, match="benchmarks.yaml: metrics.mine: .* has no attribute 'sqroot'"):
+    with pytest.raises(ConfigError, match="benchmarks.yaml: metrics.mine: .*math.* has no 'sqroot'; name what"):
         own_metrics(benchmark.model_copy(update={"metrics": {"mine": "math:sqroot"}}))
+    with pytest.raises(ConfigError, match="metrics.mine: sys has no 'sqroot'; name what it defines"):
+        own_metrics(benchmark.model_copy(update={"metrics": {"mine": "sys:sqroot"}}))
     with pytest.raises(ConfigError, match="metrics.forget_accuracy: the package has a metric of this name"):
         require_other_names({"forget_accuracy"}, {"forget_accuracy"})
 

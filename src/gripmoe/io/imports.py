@@ -40,5 +40,6 @@ def imported(path: str, where: str) -> Any:
         remedy = "is its file on PYTHONPATH?" if is_its_own else f"{module} imports it; install it"
         raise ConfigError(f"{where}: {error}; {remedy}") from None
     if not hasattr(found, name):
-        raise ConfigError(f"{where}: {found.__file__} has no {name!r}; name what it defines")
+        file = getattr(found, "__file__", module)  # a built-in module has none
+        raise ConfigError(f"{where}: {file} has no {name!r}; name what it defines")
     return getattr(found, name)
