@@ -38,11 +38,16 @@ WAIT = 5.0  # seconds between two checks of a file that another run writes
 class OriginalCache:
     """Stored outputs of a function of the original model: one tensor per document, or one per token. The key of a
     document is its tokens, with `by_labels` also its labels. Tensors keep their dtype. They are on the CPU, or in files
-    of `store`, which do not support labels."""
+    of `store`, which do not support labels. `remedy` ends the error of a document that is not stored."""
 
-    def __init__(self, store: OriginalStore | None = None, *, by_labels: bool = False) -> None:
-        self._store, self._by_labels = store, by_labels
-        self.remedy = "give every document that training uses beforehand, or `original=` a copy of the model"
+    def __init__(
+        self,
+        store: OriginalStore | None = None,
+        *,
+        by_labels: bool = False,
+        remedy: str = "give every document that training uses beforehand, or `original=` a copy of the model",
+    ) -> None:
+        self._store, self._by_labels, self._remedy = store, by_labels, remedy
         self._kept: dict[tuple, Tensor | slice] = {}  # by document: a tensor, or its rows in the file
         self._example: Tensor | None = None  # the entry of a document without tokens
 
@@ -92,7 +97,7 @@ class OriginalCache:
             return torch.zeros_like(self._example)
         if key not in self._kept:
             raise KeyError(
-                f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: {self.remedy}"
+                f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: {self._remedy}"
             )
         found = self._kept[key]
         return self._file.get_slice("values")[found] if isinstance(found, slice) else found
@@ -153,8 +158,8 @@ class OriginalSets:
     router weights."""
 
     def __init__(self, model: MoEModel, batches: Iterable[Batch]):
-        self._layers, self._sets = model.layers, OriginalCache(model.originals)
-        self._sets.remedy = "under replay, give every document that training uses as `retain` or `forget`"
+        remedy = "under replay, give every document that training uses as `retain` or `forget`"
+        self._layers, self._sets = model.layers, OriginalCache(model.originals, remedy=remedy)
         self._sets.fill(batches, lambda batch: router_states(model, batch, "top_k_Nk"), "original sets")
 
     def of(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:

@@ -1,4 +1,4 @@
-"""Several processes that train one model together. In one process they are as without them."""
+"""Several processes that train one model together. In a single process no function here needs others."""
 
 from __future__ import annotations
 
