@@ -143,6 +143,26 @@ def test_experts_whose_tokens_all_count_need_no_eigenvalues(dtype, monkeypatch):
     assert 0 < others.sum() < 6
 
 
+def test_equal_tokens_count_as_often_as_an_expert_serves_them():
+    """A token of norm 0.06 has an eigenvalue of 0.0036, which eps_null leaves free; three of them have 0.0108."""
+    x, selected = 0.06 * torch.eye(4, 8).repeat(3, 1), torch.ones(12, 2, dtype=torch.bool)
+    selected[4:, 1] = False
+    projected = covariance_basis(x, selected, EpsNull(1e-2, "absolute")).project(torch.ones(2, 8))
+    expected = torch.ones(2, 8)
+    expected[0, :4] = 0
+    torch.testing.assert_close(projected, expected)
+
+
+def test_equal_tokens_need_no_eigenvalues(monkeypatch):
+    """Equal rows would make the Gram matrix singular."""
+    x, selected, update = instance(N=60, d=240)
+    x, selected = x.repeat(2, 1), selected.repeat(2, 1)
+    expected = literal(x, selected, update, 1e-2)
+    monkeypatch.setattr(torch.linalg, "eigh", lambda _: pytest.fail("equal tokens were not merged"))
+    found = covariance_basis(x, selected, EpsNull(1e-2, "absolute"))
+    torch.testing.assert_close(found.project(update), expected, atol=1e-8, rtol=0)
+
+
 def test_eigenvalues_of_tokens_that_repeat_are_found():
     """Whatever the scale: many equal tokens, tokens of zeros, and experts without any."""
     for seed in range(40):

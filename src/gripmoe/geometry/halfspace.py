@@ -50,19 +50,21 @@ def nearest_feasible(
     bounds_EN = bounds_NE.T.contiguous()
     basis = basis.double()
 
+    # Of each row: its active constraints, those of them that are new in its latest solve, and whether it has had any.
+    # A round solves `rows_M`, in which the round before found violations.
     active_EN = torch.zeros_like(bounds_EN, dtype=torch.bool)
     if near_Ed is not None:
         slack_E1 = (1e-3 * near_Ed.norm(dim=1, keepdim=True)).clamp_max(1e-6)
         active_EN = (_scores(near_Ed, x_Nd) + slack_E1 > bounds_EN) & (slack_E1 > 0)  # none of a row that has not moved
-    entered_EN = active_EN.clone()  # constraints that entered at the row's latest solve
+    entered_EN = active_EN.clone()
     solved_E = active_EN.any(dim=1)
+    rows_M: slice | Tensor = slice(None)
     start_Ed = update_Ed.to(torch.float64, copy=True)
     u_Ed = start_Ed.clone()
     if not solved_E.any():  # Stage 1; otherwise the first solve projects
         start_Ed = basis.remainder(start_Ed[:, None])[:, 0]
         u_Ed = basis.remainder(start_Ed[:, None])[:, 0]
 
-    rows_M: slice | Tensor = slice(None)  # those that this round solves
     reached_EN = torch.empty_like(bounds_EN, dtype=x_Nd.dtype)
     for _ in range(max_rounds + 1):
         if solved_E.any():
@@ -94,11 +96,9 @@ def nearest_feasible(
         # To gather most of the bases takes longer than to solve all rows again.
         rows_M = slice(None) if 2 * violated_E.sum() > len(violated_E) else violated_E.nonzero()[:, 0]
 
-    # Shrink rows that still exceed a bound. An excess within rounding is no violation: at a bound of 0, the factor
-    # would shrink the row to 0.
+    # An excess within rounding is no violation: at a bound of 0, it would shrink the row to 0.
     limits_EN = limits_EN.maximum(bounds_EN + 1e-9 * norms_EN)
-    beyond_EN = (reached_EN > limits_EN) & solved_E[:, None]
-    factors_E1 = torch.where(beyond_EN, bounds_EN / reached_EN.clamp_min(1e-30), 1).amin(dim=1, keepdim=True)
+    factors_E1 = _shrinking_factors(reached_EN, bounds_EN, (reached_EN > limits_EN) & solved_E[:, None])
     if num_shrunk := int((factors_E1 < 1).sum()):
         warnings.warn(
             "the projection onto the margins has not converged: router rows left beyond a margin are shrunk towards 0 "
@@ -108,6 +108,11 @@ def nearest_feasible(
         if on_shrunk:
             on_shrunk(num_shrunk)
     return (factors_E1 * u_Ed).to(update_Ed.dtype)
+
+
+def _shrinking_factors(reached_EN: Tensor, bounds_EN: Tensor, beyond_EN: Tensor) -> Tensor:
+    """What each row is multiplied by to reach no more than its bounds, (E, 1), where scores are `beyond_EN` them."""
+    return torch.where(beyond_EN, bounds_EN / reached_EN.clamp_min(1e-30), 1).amin(dim=1, keepdim=True)
 
 
 def _project_onto_active(
@@ -156,32 +161,24 @@ def _nonnegative_quadratic(
     gram_Mmm: Tensor, gap_Mm: Tensor, usable_Mm: Tensor, touched_Mm: Tensor, size_M1: Tensor
 ) -> Tensor:
     """argmax over lambda >= 0 of lambda.gap - lambda.G lambda / 2, for a Gram matrix of unit rows, by block principal
-    pivoting (Portugal et al., 1994): guess which multipliers are positive, solve, exchange all wrong guesses. Where
-    that cycles, Lawson and Hanson's algorithm (1974, ch. 23) goes on from the first guess: one multiplier enters at a
-    time, and no step leaves lambda >= 0.
+    pivoting (Portugal et al., 1994): guess which multipliers are positive, solve, exchange all wrong guesses. A row in
+    which that cycles starts again from `touched_Mm`, the positive multipliers of the solve before, with Lawson and
+    Hanson's algorithm.
 
-    `size_M1` are the norms of the starts, `touched_Mm` the positive multipliers of the solve before. The dual is solved
-    as the least-distance problem that it is (Lawson and Hanson, ch. 23.4): G + gap gap^T, with gaps in units of the
-    norm, has multipliers of the same signs, and its equations have a solution even for more rows than dimensions.
+    `size_M1` are the norms of the starts. The dual is solved as the least-distance problem that it is (Lawson and
+    Hanson, ch. 23.4): G + gap gap^T, with gaps in units of the norm, has multipliers of the same signs, and its
+    equations have a solution even for more rows than dimensions.
     """
     size_M1 = size_M1.clamp_min(torch.finfo(gap_Mm.dtype).tiny)
     gap_Mm = (gap_Mm / size_M1).clamp_min(-1)  # no bound farther away is reached: 0 is feasible
     matrix_Mmm = gram_Mmm + gap_Mm[:, :, None] * gap_Mm[:, None, :]
     width = gap_Mm.shape[1]
-    eye_mm = torch.eye(width, dtype=gap_Mm.dtype, device=gap_Mm.device)
     positive_Mm = usable_Mm & (gap_Mm > 0)
-    feasible_Mm = torch.zeros_like(gap_Mm)
-    fewest_M1 = torch.full_like(size_M1, width + 1)
-    chances_M1 = torch.full_like(size_M1, 3)
+    feasible_Mm = torch.zeros_like(gap_Mm)  # where Lawson and Hanson's algorithm has come to
+    fewest_M1 = torch.full_like(size_M1, width + 1)  # wrong guesses so far
+    chances_M1 = torch.full_like(size_M1, 3)  # exchanges until there are fewer; at -1 a row starts again, one by one
     for _ in range(20 + 10 * width):
-        both_Mmm = positive_Mm[:, :, None] & positive_Mm[:, None, :]
-        system_Mmm = torch.where(both_Mmm, matrix_Mmm, 0) + torch.diag_embed((~positive_Mm).to(gap_Mm.dtype))
-        factor_Mmm = torch.linalg.cholesky_ex(system_Mmm + 1e-12 * eye_mm).L  # equal rows make the system singular
-        right_Mm1 = torch.where(positive_Mm, gap_Mm, 0)[..., None]
-        solution_Mm1 = torch.cholesky_solve(right_Mm1, factor_Mmm)
-        solution_Mm1 += torch.cholesky_solve(right_Mm1 - system_Mmm @ solution_Mm1, factor_Mmm)
-        solution_Mm = solution_Mm1[..., 0]
-        slack_Mm = (matrix_Mmm @ solution_Mm1)[..., 0] - gap_Mm
+        solution_Mm, slack_Mm = _solution(matrix_Mmm, gap_Mm, positive_Mm)
         negative_Mm = positive_Mm & (solution_Mm < 0)
         missing_Mm = ~positive_Mm & usable_Mm & (slack_Mm < -1e-13)
         wrong_Mm = negative_Mm | missing_Mm
@@ -191,21 +188,41 @@ def _nonnegative_quadratic(
         fewer_M1 = (num_wrong_M1 < fewest_M1) & (chances_M1 >= 0) | (num_wrong_M1 == 0)
         fewest_M1 = torch.where(fewer_M1, num_wrong_M1, fewest_M1)
         chances_M1 = torch.where(fewer_M1, 3, chances_M1 - 1)
-        # Lawson and Hanson: towards the solution as far as no multiplier is negative; there, the worst enters.
-        shares_Mm = torch.where(negative_Mm, feasible_Mm / (feasible_Mm - solution_Mm), torch.inf)
-        share_M1 = shares_Mm.amin(dim=1, keepdim=True)
-        leaving_Mm = negative_Mm & (shares_Mm == share_M1)
-        worst_Mm = missing_Mm & (slack_Mm == slack_Mm.masked_fill(~missing_Mm, 0).amin(dim=1, keepdim=True))
-        entering_Mm = worst_Mm & share_M1.isinf()
         one_by_one_M1 = chances_M1 < -1
-        moved_Mm = torch.lerp(feasible_Mm, solution_Mm, share_M1.clamp_max(1)).masked_fill(leaving_Mm, 0)
+        moved_Mm, exchanged_Mm = _lawson_hanson(feasible_Mm, solution_Mm, slack_Mm, negative_Mm, missing_Mm)
         feasible_Mm = torch.where(one_by_one_M1, moved_Mm, feasible_Mm)
-        exchanged_Mm = torch.where(one_by_one_M1, leaving_Mm | entering_Mm, wrong_Mm)
+        exchanged_Mm = torch.where(one_by_one_M1, exchanged_Mm, wrong_Mm)
         positive_Mm = torch.where(chances_M1 == -1, usable_Mm & touched_Mm, positive_Mm ^ exchanged_Mm)
     else:
         solution_Mm = torch.where(wrong_Mm.any(dim=1, keepdim=True), feasible_Mm, solution_Mm)
     multipliers_Mm = solution_Mm.clamp_min(0)
     return size_M1 * multipliers_Mm / (1 - (multipliers_Mm * gap_Mm).sum(dim=1, keepdim=True))
+
+
+def _solution(matrix_Mmm: Tensor, gap_Mm: Tensor, positive_Mm: Tensor) -> tuple[Tensor, Tensor]:
+    """The multipliers that solve the equations of the positive ones, the others 0; and matrix @ multipliers - gap."""
+    both_Mmm = positive_Mm[:, :, None] & positive_Mm[:, None, :]
+    system_Mmm = torch.where(both_Mmm, matrix_Mmm, 0) + torch.diag_embed((~positive_Mm).to(gap_Mm.dtype))
+    eye_mm = torch.eye(gap_Mm.shape[1], dtype=gap_Mm.dtype, device=gap_Mm.device)
+    factor_Mmm = torch.linalg.cholesky_ex(system_Mmm + 1e-12 * eye_mm).L  # equal rows make the system singular
+    right_Mm1 = torch.where(positive_Mm, gap_Mm, 0)[..., None]
+    solution_Mm1 = torch.cholesky_solve(right_Mm1, factor_Mmm)
+    solution_Mm1 += torch.cholesky_solve(right_Mm1 - system_Mmm @ solution_Mm1, factor_Mmm)
+    return solution_Mm1[..., 0], (matrix_Mmm @ solution_Mm1)[..., 0] - gap_Mm
+
+
+def _lawson_hanson(
+    feasible_Mm: Tensor, solution_Mm: Tensor, slack_Mm: Tensor, negative_Mm: Tensor, missing_Mm: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One step of Lawson and Hanson's algorithm (1974, ch. 23): from `feasible_Mm` towards the solution, until a
+    multiplier is 0. Also the multipliers that change sides: those that are 0 now, or if the step reaches the solution,
+    the one most missing there."""
+    shares_Mm = torch.where(negative_Mm, feasible_Mm / (feasible_Mm - solution_Mm), torch.inf)
+    share_M1 = shares_Mm.amin(dim=1, keepdim=True)
+    leaving_Mm = negative_Mm & (shares_Mm == share_M1)
+    worst_Mm = missing_Mm & (slack_Mm == slack_Mm.masked_fill(~missing_Mm, 0).amin(dim=1, keepdim=True))
+    moved_Mm = torch.lerp(feasible_Mm, solution_Mm, share_M1.clamp_max(1)).masked_fill(leaving_Mm, 0)
+    return moved_Mm, leaving_Mm | (worst_Mm & share_M1.isinf())
 
 
 def randomized_kaczmarz(

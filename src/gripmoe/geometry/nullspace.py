@@ -134,10 +134,11 @@ def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> Re
     """The paper's bases (App. B.1): eigenvectors of C_j = X_j X_j^T; the result has the dtype of the input.
 
     In fp32 the noise of this eigendecomposition lies near eps_null = 1e-2 (absolute), so the rank inflates where
-    activations are large. Where no expert serves more than d tokens, the same span comes from X_j^T X_j in fp64,
-    without that noise, and where all its eigenvalues exceed an absolute eps_null, from its Cholesky factor.
+    activations are large. Where no expert serves more than d distinct tokens, the same span comes from X_j^T X_j in
+    fp64, without that noise, and where all its eigenvalues exceed an absolute eps_null, from its Cholesky factor.
     """
-    X_Edm = _served(x_Nd, selected_NE).transpose(1, 2)
+    x_Nd, times_NE = _distinct(x_Nd, selected_NE)
+    X_Edm = _served(x_Nd, times_NE > 0, times_NE.sqrt()).transpose(1, 2)
     if X_Edm.shape[2] > X_Edm.shape[1]:
         eigenvalues_Ed, vectors_Edd = torch.linalg.eigh(X_Edm @ X_Edm.transpose(1, 2))
         return _padded_basis(vectors_Edd.flip(-1), eps_null.ranks(eigenvalues_Ed.flip(-1)))
@@ -202,10 +203,24 @@ def padded_indices(chosen_NE: Tensor) -> tuple[Tensor, Tensor]:
     return index_mE.T, torch.arange(width, device=index_mE.device) < counts_E[:, None]
 
 
-def _served(x_Nd: Tensor, selected_NE: Tensor) -> Tensor:
-    """The tokens of each expert, (E, m, d), those with fewer than the most padded with zeros."""
+def _served(x_Nd: Tensor, selected_NE: Tensor, factors_NE: Tensor | None = None) -> Tensor:
+    """The tokens of each expert, times their factors, (E, m, d), those with fewer than the most padded with zeros."""
     index_Em, valid_Em = padded_indices(selected_NE)
-    return torch.where(valid_Em[..., None], x_Nd[index_Em], 0)
+    served_Emd = torch.where(valid_Em[..., None], x_Nd[index_Em], 0)
+    return served_Emd if factors_NE is None else served_Emd * factors_NE.T.gather(1, index_Em)[..., None]
+
+
+def _distinct(x_Nd: Tensor, selected_NE: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct tokens, and how often each expert serves each of them. Documents that begin alike repeat tokens,
+    which makes Gram matrices large and singular."""
+    order_N = x_Nd.sum(dim=1).argsort()
+    x_Nd = x_Nd[order_N]
+    first_N = torch.ones(len(x_Nd), dtype=torch.bool, device=x_Nd.device)
+    first_N[1:] = (x_Nd[1:] != x_Nd[:-1]).any(dim=1)
+    distinct_Nd = x_Nd[first_N]
+    times_NE = x_Nd.new_zeros(len(distinct_Nd), selected_NE.shape[1])
+    times_NE.index_add_(0, first_N.cumsum(dim=0) - 1, selected_NE[order_N].to(x_Nd.dtype))
+    return distinct_Nd, times_NE
 
 
 def _padded_basis(vectors_Edr: Tensor, ranks_E: Tensor) -> RetainBasis:
