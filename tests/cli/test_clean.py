@@ -82,6 +82,24 @@ def test_the_last_world_takes_models_and_data_too(config, capsys):
     assert not Path("results/one/models").exists()
 
 
+def test_what_no_world_names_any_more_can_go(config, capsys):
+    """Runs, models and logs of a method and a seed that both worlds have lost; not the tables of runs."""
+    before = everything()
+    assert clean(config, "--world", "one", "--unlisted") == 0
+    assert capsys.readouterr().out.startswith("0 files and folders")
+    write_yaml(config / "one.yaml", read_yaml(CONFIG / "tiny.yaml") | ONE | {"methods": ["original"], "seeds": [1]})
+    assert clean(config, "--world", "one", "--unlisted", "--remove") == 0
+    gone = before - everything()
+    assert gone == {
+        *(f"{RUNS}/{seed}/file" for seed in (0, 1, 2)),
+        *(f"results/one/logs/any/tiny_a.wmdp_tiny.gd.expert_specific.{seed}.log" for seed in (0, 1, 2)),
+        "results/one/logs/any/tiny_a.wmdp_tiny.expert_specific.log",
+        "results/one/tiny_a/wmdp_tiny/bases/expert_specific.any",
+    }
+    assert clean(config, "--world", "one", "--unlisted") == 0
+    assert "0 files and folders" in capsys.readouterr().out
+
+
 def test_nothing_goes_while_somebody_works_on_it(config, capsys):
     before = everything()
     with held(RUNS / "0") as owner:

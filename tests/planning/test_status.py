@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from gripmoe.cli.main import main
 from gripmoe.config.grid import Project
-from gripmoe.io.files import write_json
+from gripmoe.io.files import write_json, write_yaml
 from gripmoe.planning.status import CLUSTER_LOGS, run_status
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
@@ -89,6 +89,23 @@ def test_a_line_for_a_running_a_failed_a_waiting_and_a_done_run(cluster, lines):
     write_json(done / "attack.json", {})
     runs, total = lines()
     assert "unconstrained" not in runs and "1 done" in total
+
+
+def test_a_run_whose_settings_have_changed_is_outdated(lines):
+    done = Path("results/tiny", *KEY, "unconstrained", "0")
+    settings = Project(CONFIG, "tiny").run(*KEY, "unconstrained", 0).model_dump(mode="json")
+    write_yaml(done / "run.yaml", settings)
+    for step in ("checkpoint", "evaluation", "attack"):
+        write_json(done / f"{step}.json", {"status": "reached"})
+    assert " 1 done" in lines()[1]
+    settings["training"]["learning_rate"] *= 2
+    write_yaml(done / "run.yaml", settings)
+    runs, total = lines()
+    assert re.fullmatch(r"outdated +training.learning_rate is 0.0005, was 0.001", runs["unconstrained"])
+    assert " 1 outdated" in total and "done" not in total
+    code = {"step": "gripmoe.cli.unlearn:unlearn", "code": "of before"}
+    write_json(done / "checkpoint.provenance.json", code)
+    assert lines()[0]["unconstrained"].endswith("was 0.001; the code of gripmoe.cli.unlearn:unlearn has changed")
 
 
 def test_a_run_waits_for_the_step_that_has_failed(lines):

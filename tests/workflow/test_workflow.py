@@ -262,8 +262,10 @@ class TestRun:
         file = finished / "smoke.yaml"
         before = file.read_text()
         file.write_text(before + "\noverrides: {gd/unconstrained: {learning_rate: 1.0e-2}}\n")
-        reasons = run("why", key)
+        reasons, status = run("why", key), run("status")
         file.write_text(before)
+        assert re.search(rf"{key} +outdated +training.learning_rate is 0.01, was ", status)
+        assert f"{count - 1} done" in status and "1 outdated" in status
         assert sorted(reasons.split(": ")[1].split(" would")[0].split(", ")) == sorted(
             ["configure", "unlearn", "evaluate", "attack"]
         )

@@ -52,20 +52,18 @@ def attack(setting: QuestionSetting) -> Found:
     def ask(questions: Sequence[dict], prompt: Prompt) -> Scores:
         return setting.right(setting.after, questions, prompt)
 
-    whole = {f"prompt_{name}": ask(setting.forget, prompt) for name, prompt in table_5.items()}
-    asked = {question["id"]: number for number, question in enumerate(setting.forget)}
-    known = {name: [scores[asked[question]] for question in setting.ids] for name, scores in whole.items()}
-    found = prompt_attacks(ask, setting.sample, setting.dev, seed=setting.seed, others=others, known=known)
-    rate = prompt_recovery(found)
+    ids = [question["id"] for question in setting.forget]
+    on_all = {f"prompt_{name}": ask(setting.forget, prompt) for name, prompt in table_5.items()}
+    place = {name: number for number, name in enumerate(ids)}
+    known = {name: [scores[place[asked]] for asked in setting.ids] for name, scores in on_all.items()}
+    on_sample = prompt_attacks(ask, setting.sample, setting.dev, seed=setting.seed, others=others, known=known)
     plain = mean(QuestionScores(setting.own_answers))
-    all_of_them = Found.over(
-        [question["id"] for question in setting.forget],
-        whole,
-        prompt_recovery_rate=rate,
-        prompt_recovery_rate_paper=mean([mean(scores) for scores in whole.values()]) - plain,
-    )
-    of_sample = setting.found({name: scores for name, scores in found.items() if name not in whole})
-    return Found.joined((of_sample, all_of_them))
+    rates = {
+        "prompt_recovery_rate": prompt_recovery(on_sample),
+        "prompt_recovery_rate_paper": mean([mean(scores) for scores in on_all.values()]) - plain,
+    }
+    further = {name: scores for name, scores in on_sample.items() if name not in on_all}
+    return Found.joined((setting.found(further), Found.over(ids, on_all, **rates)))
 
 
 def prompt_attacks(

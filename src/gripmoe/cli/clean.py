@@ -1,4 +1,4 @@
-"""`gripmoe clean`: remove what belongs to one world alone."""
+"""`gripmoe clean`: remove what belongs to one world alone, or to no world."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from gripmoe.io.locks import exclusive
 
 TABLES = ("runs", "histories", "answers", "attacks")
 NAMED = ("collect", "explore", "manifest", "plan")  # rules whose logs are named after the world
+SHAPES = ("models/*", "data/*", "*/*/bases/*", "*/*/*/*/[0-9]*", "logs/*/*.*.log")  # of models, data, bases, runs, logs
 
 
 def clean(
     *,
     world: World = "tiny",
     config: ConfigFolder = Path("workflow/config"),
+    unlisted: Annotated[bool, typer.Option("--unlisted", help="List what no world names.")] = False,
     remove: Annotated[bool, typer.Option("--remove", help="Remove what is listed.")] = False,
 ) -> None:
     """List what belongs to one world alone, or remove it.
 
-    The list holds runs, models, data, tables, notebooks, figures and logs that no other world names.
+    The list holds runs, models, data, tables, notebooks, figures and logs that no other world names. With
+    --unlisted it holds runs, models, data and their logs in the world's results folder that no world names: those
+    of a method, seed or model that its file no longer lists.
 
     \b
     Example:
-      gripmoe clean --world tiny
+      gripmoe clean --world tiny --unlisted
     """
     project, catalogues = Project(config, world), Catalogues(config)
     others = []
@@ -48,8 +52,12 @@ def clean(
             f"{unknown[0]}: {config} has no world of this name, which may share runs with {world}. Copy the "
             "file of that world there, or remove this table"
         )
-    own = written(project).difference(*map(written, others))
-    paths = sorted(path for pattern in own for path in Path().glob(pattern))
+    of_others = set().union(*map(written, others))
+    if unlisted:
+        known = _found(written(project) | of_others)
+        paths = sorted(path for shape in SHAPES for path in results.glob(shape) if path not in known)
+    else:
+        paths = sorted(_found(written(project) - of_others))
     for path in paths if remove else ():
         if (path / ".lock").exists():
             with exclusive(path):  # nothing is removed while another process works on a folder
@@ -79,6 +87,10 @@ def written(project: Project) -> set[str]:
     for step in steps:
         patterns.add(f"logs/*/{step}.log")
     return {f"paper_figures/{name}", *(f"results/{project.results_name}/{pattern}" for pattern in patterns)}
+
+
+def _found(patterns: Iterable[str]) -> set[Path]:
+    return {path for pattern in patterns for path in Path().glob(pattern)}
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

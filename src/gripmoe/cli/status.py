@@ -14,8 +14,9 @@ def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/confi
     """Show the progress of every run.
 
     Each run that is not done has a line, with its next rule and the last line of that rule's log, or of the log of
-    the shared step that the run waits for. Further lines
-    give the size of every folder with stored outputs of original models, and the numbers of runs.
+    the shared step that the run waits for. An outdated run has a line with the settings and steps that have changed
+    since it ran. Further lines give the size of every folder with stored outputs of original models, and the numbers
+    of runs.
 
     \b
     Example:

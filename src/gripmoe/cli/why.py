@@ -8,15 +8,14 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from gripmoe.cli.options import World
-from gripmoe.config.fingerprint import fingerprint_now
 from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import read_json, read_yaml
+from gripmoe.planning.status import changes
 
 
 def why(
@@ -50,30 +49,11 @@ def why(
         reason = re.search(r"reason: (.*)", block)
         if name and reason and f"{name}.".startswith(f"{run}."):
             jobs[name][re.match(r"(?:local)?rule (.*?):", block)[1]] = reason[1]
+    results = Path("results", project.results_name)
     for name, reasons in jobs.items():
-        causes = _changes(project, name.split(".")) or [next(iter(reasons.values()))]
+        key = name.split(".")
+        causes = changes(project, results, key) if len(key) == 5 else []
+        causes = causes or [next(iter(reasons.values()))]
         print(f"{name}: {', '.join(reasons)} would run, because {'; '.join(causes)}")
     if not jobs:
         print(f"nothing of {run} would run")
-
-
-def _changes(project: Project, key: list[str]) -> list[str]:
-    """The settings of a run, and the steps, that have changed since they ran."""
-    folder = Path("results", project.results_name, *key)
-    if len(key) < 5 or not (folder / "run.yaml").exists():
-        return []
-    before = _flat(read_yaml(folder / "run.yaml"))
-    now = _flat(project.run(*key[:4], int(key[4])).model_dump(mode="json"))
-    names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
-    steps = [read_json(file) for file in sorted(folder.glob("*.provenance.json"))]
-    changed = [step["step"] for step in steps if "step" in step and fingerprint_now(step["step"]) != step["code"]]
-    settings = [f"{name} is {now.get(name)}, was {before.get(name)}" for name in names]
-    return settings + [f"the code of {step} has changed" for step in changed]
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted key."""
-    flat = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

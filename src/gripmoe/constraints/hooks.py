@@ -7,22 +7,17 @@ feasible router that the constraint returns. For a constraint on gradients the f
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
-from gripmoe.constraints.base import MarkedPass, RouterConstraint, Tokens
-from gripmoe.data.batches import seems_padded
-from gripmoe.data.documents import attention_mask_of
+from gripmoe.constraints.base import MarkedPass, RouterConstraint
+from gripmoe.constraints.marked_pass import observed_pass
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
-from gripmoe.moe.recording import counted_tokens, hooked, places_of
-
-COMPILED = "a compiled model that has run before `constrain` calls no hooks: compile it afterwards"
 
 
 class Diverged(RuntimeError):
@@ -185,59 +180,21 @@ class ConstraintHandle:
         if self._closed or evaluates or kind not in self.watches:
             yield
             return
-        passes: list[Tokens] = []
-        hidden: list[Tensor] = []
-        grad_modes: set[bool] = set()  # whether gradients are on, in the decoder and in its routers
-        decoder = self.model.model.model
-        routers = [self.model.router(layer) for layer in self.model.layers]
-
-        def begin(module, args, kwargs) -> None:
-            passes.append(_tokens(kind, kwargs, rows))
-            if kwargs.get("attention_mask") is None and seems_padded(kwargs["input_ids"], self.model.model):
-                warnings.warn(
-                    f"a pass within `with handle.{kind}():` has no `attention_mask`, and rows begin or end with "
-                    "padding, which then counts as text: give the mask",
-                    stacklevel=2,
-                )
-
-        def end(module, args, output) -> None:
-            hidden.append(output.last_hidden_state)
-
-        def note_grad_mode(*_) -> None:
-            grad_modes.add(torch.is_grad_enabled())
-
-        hooks = [
-            decoder.register_forward_pre_hook(begin, with_kwargs=True),
-            decoder.register_forward_hook(end),
-            *(module.register_forward_pre_hook(note_grad_mode) for module in (decoder, *routers)),
-        ]
-        with ExitStack() as undo:
-            undo.enter_context(hooked(hooks))
-            recorder = undo.enter_context(self.model.record_routing())
+        with observed_pass(self.model, kind, rows) as observed:
             yield
-            if len(passes) != 1:
-                why = f" ({COMPILED})" if not passes else ""
-                raise RuntimeError(f"`with handle.{kind}():` marks one forward pass, not {len(passes)}{why}")
-            if self.constraint.needs_graph and len(grad_modes) > 1:
-                raise RuntimeError(
-                    "reentrant gradient checkpointing hides what routers see from the penalty's gradient: "
-                    'model.gradient_checkpointing_enable({"use_reentrant": False})'
-                )
-            keep = passes[0].keep
-            final_Td = hidden[0].to(keep.device).flatten(0, 1)  # accelerate puts the last norm elsewhere
-            final_Nd = final_Td.index_select(0, places_of(keep))
-            if distributed.processes() == 1 and not len(final_Nd):  # a mixed batch without a row that counts
-                self._marked.add(kind)
-                return
-            marked = MarkedPass(recorder.take(keep), final_Nd, passes[0])
-            penalty = self.constraint.penalty(marked)
-            if not math.isfinite(value := _mean(penalty)):
-                raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
-            self._penalties.append(penalty)
+            marked = observed.marked(self.constraint.needs_graph)
+            # A mixed batch may hold no row that counts.
+            if len(marked.hidden_Nd) or distributed.processes() > 1:
+                self._take(kind, marked)
             self._marked.add(kind)  # not before: the block or the penalty may have raised
-            if kind in self.constraint.collects:
-                routing = marked.routing.items()
-                self._seen.append({layer: each.map(Tensor.detach) for layer, each in routing})
+
+    def _take(self, kind: str, marked: MarkedPass) -> None:
+        penalty = self.constraint.penalty(marked)
+        if not math.isfinite(value := _mean(penalty)):
+            raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
+        self._penalties.append(penalty)
+        if kind in self.constraint.collects:
+            self._seen.append({layer: each.map(Tensor.detach) for layer, each in marked.routing.items()})
 
     # Hooks around the optimizer's step
 
@@ -372,17 +329,3 @@ def layers_not_finite(model: MoEModel) -> list[int]:
 def _mean(number: Tensor | float) -> float:
     """The mean over all processes."""
     return distributed.average(float(torch.as_tensor(number).detach()))
-
-
-def _tokens(kind: str, inputs: Mapping[str, Tensor], rows: Tensor | None) -> Tokens:
-    if inputs.get("input_ids") is None:
-        raise ValueError(f"`with handle.{kind}():` knows documents by their tokens: give `input_ids`")
-    mask = attention_mask_of(inputs)
-    if rows is not None:
-        if not isinstance(rows, Tensor) or rows.dtype != torch.bool or rows.shape != (len(mask),):
-            given = f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-            raise ValueError(
-                f"`rows` must be a bool tensor with an entry for each of the {len(mask)} rows, not {given}"
-            )
-        mask = mask * rows[:, None].to(mask)
-    return Tokens(inputs["input_ids"], mask, counted_tokens(mask))

@@ -48,7 +48,7 @@ class OriginalCache:
         remedy: str = "give every document that training uses beforehand, or `original=` a copy of the model",
     ) -> None:
         self._store, self._by_labels, self._remedy = store, by_labels, remedy
-        self._kept: dict[tuple, Tensor | slice] = {}  # by document: a tensor, or its rows in the file
+        self._kept: dict[tuple, Tensor] | StoredOutputs = {}
         self._example: Tensor | None = None  # the entry of a document without tokens
 
     @torch.no_grad()
@@ -68,11 +68,7 @@ class OriginalCache:
                 self._kept.update(zip(keys, values, strict=True))
             return
         rows = (torch.cat(values) for _, values in answers)
-        self._file, self._lock = self._store.opened(what, batches, rows, (some.dtype, (tokens, *some.shape[1:])))
-        end = 0
-        for batch in batches:
-            for document in documents_of(batch.input_ids, batch.attention_mask):
-                self._kept[document] = slice(end, end := end + len(document))
+        self._kept = self._store.outputs(what, batches, rows, (some.dtype, (tokens, *some.shape[1:])))
 
     def of(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
         """The stored output of each row, with zeros for padding and for rows that the mask hides altogether. A cache
@@ -99,8 +95,7 @@ class OriginalCache:
             raise KeyError(
                 f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: {self._remedy}"
             )
-        found = self._kept[key]
-        return self._file.get_slice("values")[found] if isinstance(found, slice) else found
+        return self._kept[key]
 
     def _answers(
         self, batches: Sequence[Batch], function: Callable[[Batch], Tensor], what: str
@@ -194,12 +189,11 @@ class OriginalStore:
                 digest.update(repr(tokens).encode())
         return self.folder / f"{what.replace(' ', '_')}{self._mark}{digest.hexdigest()[:16]}.safetensors"
 
-    def opened(
+    def outputs(
         self, what: str, batches: Sequence[Batch], rows: Iterable[Tensor], shape: tuple[torch.dtype, tuple[int, ...]]
-    ) -> tuple[safe_open, IO]:
-        """The file of these outputs, and its open lock file; the lock is shared until that is closed. If several runs
-        miss the file at the same time, one writes `rows` to it and the others wait. If the writer dies, another
-        writes."""
+    ) -> StoredOutputs:
+        """The outputs of the documents in `batches`, from their file. If several runs miss the file at the same time,
+        one writes `rows` to it and the others wait. If the writer dies, another writes."""
         file = self.file(what, batches)
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = file.with_name(f".{file.name}.lock").open("a+")
@@ -217,7 +211,7 @@ class OriginalStore:
             distributed.wait_for_all()
         if distributed.is_first():
             fcntl.flock(lock, fcntl.LOCK_SH)
-        return safe_open(file, framework="pt"), lock
+        return StoredOutputs(file, lock, batches)
 
     def remove_stale(self) -> None:
         """Removes files of other models and other code, and half-written files of killed runs, but no file that a run
@@ -234,6 +228,25 @@ class OriginalStore:
     @property
     def _mark(self) -> str:
         return f"_{hashlib.sha256(self.model.encode()).hexdigest()[:16]}_"
+
+
+class StoredOutputs:
+    """The outputs of documents in a file, read when they are asked for. The file's `lock` is held as long as this is
+    in use."""
+
+    def __init__(self, file: Path, lock: IO, batches: Sequence[Batch]):
+        self._file, self._lock = safe_open(file, framework="pt"), lock
+        self._rows: dict[tuple, slice] = {}
+        end = 0
+        for batch in batches:
+            for document in documents_of(batch.input_ids, batch.attention_mask):
+                self._rows[document] = slice(end, end := end + len(document))
+
+    def __contains__(self, document: tuple) -> bool:
+        return document in self._rows
+
+    def __getitem__(self, document: tuple) -> Tensor:
+        return self._file.get_slice("values")[self._rows[document]]
 
 
 def _look(file: Path, lock: IO) -> dict[str, float]:

@@ -22,7 +22,8 @@ from gripmoe.config.reading import require_known
 from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.baselines import restricted_experts
 from gripmoe.constraints.build import build
-from gripmoe.constraints.hooks import COMPILED, ConstraintHandle, inner_optimizer, layers_not_finite
+from gripmoe.constraints.hooks import ConstraintHandle, inner_optimizer, layers_not_finite
+from gripmoe.constraints.marked_pass import COMPILED
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.constraints.original import OriginalSets, documents_of
 from gripmoe.data.batches import batches_of

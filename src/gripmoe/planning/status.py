@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from gripmoe.config.fingerprint import fingerprint_now
 from gripmoe.config.grid import Project
+from gripmoe.io.files import read_json, read_yaml
 from gripmoe.planning.jobs import Key, is_done, own_rules, shared_steps
 
 TAIL = 4000  # bytes of a log that hold its last progress bar
@@ -13,12 +17,35 @@ CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 
 def run_status(project: Project, results: Path, key: Key) -> tuple[str, str]:
-    """The next rule of a run, or "done"; and why SLURM ended its job, or the last line of its log. A run that has not
-    begun waits, perhaps for a step that it shares with others."""
+    """The next rule of a run; and why SLURM ended its job, or the last line of its log. A run that has not begun waits,
+    perhaps for a step that it shares with others. A run without a next rule is "done", or "outdated" by `changes`."""
     for rule in own_rules(project, key):
         if not is_done(results, rule, key):
             return rule, _said(results, rule, key) or _awaited(project, results, key)
-    return "done", ""
+    changed = "; ".join(changes(project, results, key))
+    return ("outdated" if changed else "done"), changed
+
+
+def changes(project: Project, results: Path, key: Sequence[str | int]) -> list[str]:
+    """The settings of a run, and its steps, that have changed since they ran."""
+    folder = results.joinpath(*map(str, key))
+    if not (folder / "run.yaml").exists():
+        return []
+    before = _flat(read_yaml(folder / "run.yaml"))
+    now = _flat(project.run(*key[:4], int(key[4])).model_dump(mode="json"))
+    names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    steps = [read_json(file) for file in sorted(folder.glob("*.provenance.json"))]
+    changed = [step["step"] for step in steps if "step" in step and fingerprint_now(step["step"]) != step["code"]]
+    settings = [f"{name} is {now.get(name)}, was {before.get(name)}" for name in names]
+    return settings + [f"the code of {step} has changed" for step in changed]
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key."""
+    flat = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def _said(results: Path, rule: str, key: Key) -> str:
