@@ -33,7 +33,7 @@ from gripmoe.config.reading import parse_as, require_known
 from gripmoe.config.world import Run
 from gripmoe.data.documents import collate, length_buckets
 from gripmoe.evaluation.questions import load_questions
-from gripmoe.geometry.routing import mean_stability, routing_stability
+from gripmoe.geometry.routing import mean_stability, stability_by_layer
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_text
 from gripmoe.moe import MoEModel
@@ -108,7 +108,7 @@ def measured(project: Project, results: Path, key: tuple, weights: Path) -> dict
     letters, swapped = settings
     rows = letters.corpus("held_out")
     batches = [collate(bucket, tokenizer.pad_token_id) for bucket in length_buckets(rows)]
-    stability = routing_stability(before.trace(batches), letters.after.trace(batches))
+    stability = stability_by_layer(before.trace(batches), letters.after.trace(batches))
     asked = {
         "dev_forget_accuracy": swapped.sample,
         "dev_retain_accuracy": load_questions(letters.data / "retain_questions.jsonl", "dev"),

@@ -46,17 +46,12 @@ def measure(name: str, config: EmbeddedModel, folder: Path) -> list[dict]:
         for domain in ("forget", "retain")
     }
 
-    def start() -> tuple[PreTrainedModel, object, PreTrainedModel]:
-        model, tokenizer = load_model(folder / "weights", device="cpu")
-        sizes = config.size.model_dump()
-        return model, tokenizer, make_model(config.family, len(tokenizer), seed=config.seed + OTHER_SEED, **sizes)
-
     def row(intervention: str, trained: int, model: PreTrainedModel, tokenizer) -> dict:
         found = {f"{d}_accuracy": accuracy(direct_answers(model, tokenizer, asked)) for d, asked in questions.items()}
         counts = {f"num_{domain}_questions": len(asked) for domain, asked in questions.items()}
         return {"model": name, "intervention": intervention, "steps": trained, **found, **counts}
 
-    model, tokenizer, fresh = start()
+    model, tokenizer = load_model(folder / "weights", device="cpu")
     rows = [row("none", 0, model, tokenizer)]
     if config.trained_on == "retain_only":  # the floor
         return rows
@@ -68,7 +63,9 @@ def measure(name: str, config: EmbeddedModel, folder: Path) -> list[dict]:
     for count in ERASED_WORDS:  # each count erases the words of those before it
         erase_words(model, *documents, fresh_Vd, count)
         rows.append(row(f"embeddings of {count} words typical of forget documents replaced", 0, model, tokenizer))
-    model, tokenizer, fresh = start()
+    model, tokenizer = load_model(folder / "weights", device="cpu")
+    sizes = config.size.model_dump()
+    fresh = make_model(config.family, len(tokenizer), seed=config.seed + OTHER_SEED, **sizes)
     replace_blocks(model, fresh)
     rows.append(row("experts and routers replaced", 0, model, tokenizer))
     training = dict(steps=config.fact_steps, learning_rate=config.learning_rate, seed=config.seed + OTHER_SEED)

@@ -13,7 +13,7 @@ from gripmoe.constraints.base import FrozenRouter
 from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores, attributed_expert
 from gripmoe.constraints.build import build
 from gripmoe.constraints.hooks import ConstraintHandle
-from gripmoe.geometry.routing import LayerRouting, mean_stability, route, routing_stability
+from gripmoe.geometry.routing import LayerRouting, mean_stability, route, stability_by_layer
 from gripmoe.moe import MoEModel
 
 
@@ -132,7 +132,7 @@ def test_an_unchanged_model_routes_as_the_original_under_autocast_too(moe):
         with handle.retain(), torch.autocast("cpu", enabled=False):
             moe.model(**batch.inputs)
         rounded = {n: route(seen.x_Nd, moe.theta(n).detach(), moe.rule(n)) for n, seen in trace.items()}
-    assert constraint._errors == [0.0] and mean_stability(routing_stability(trace, rounded)) < 1.0
+    assert constraint._errors == [0.0] and mean_stability(stability_by_layer(trace, rounded)) < 1.0
 
 
 def final_hidden(moe, batch):

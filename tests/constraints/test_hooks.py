@@ -18,7 +18,7 @@ from gripmoe.config.methods import EpsNullConfig, Method, method_table
 from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.null_space import NullSpacePaper
 from gripmoe.data.documents import collate_inputs
-from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
 from gripmoe.moe import MoEModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:AdamW decays router weights")
@@ -42,7 +42,7 @@ def loss_of(model, batch):
 def router_only_stability(trace, model):
     moe = MoEModel(model)
     moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
-    return mean_stability(routing_stability(trace, moved))
+    return mean_stability(stability_by_layer(trace, moved))
 
 
 class Spy(NullSpacePaper):

@@ -13,7 +13,7 @@ from gripmoe.constraints import realignment as method_b
 from gripmoe.constraints.null_space import feasible_router
 from gripmoe.constraints.realignment import METHOD_A, Original, kaczmarz_report, realign_routers
 from gripmoe.geometry.realignment import realign_sound
-from gripmoe.geometry.routing import LayerRouting, jaccard, mean_stability, route, routing_stability
+from gripmoe.geometry.routing import LayerRouting, jaccard, mean_stability, route, stability_by_layer
 from gripmoe.moe import MoEModel
 from gripmoe.moe.placement import place
 from pretended_devices import FIRST, PretendedDevices
@@ -40,12 +40,12 @@ def setting(count=24):
 def test_realigning_raises_held_out_stability():
     original, batch, trace, held_out, wanted = setting()
     moe = unlearned()
-    before = mean_stability(routing_stability(wanted, moe.trace(held_out)))
+    before = mean_stability(stability_by_layer(wanted, moe.trace(held_out)))
     report = realign_routers(moe, original.thetas(), trace, batch)
-    after = mean_stability(routing_stability(wanted, moe.trace(held_out)))
+    after = mean_stability(stability_by_layer(wanted, moe.trace(held_out)))
     restored = unlearned()
     restored.set_thetas(original.thetas())
-    control = mean_stability(routing_stability(wanted, restored.trace(held_out)))
+    control = mean_stability(stability_by_layer(wanted, restored.trace(held_out)))
     assert after > before + 0.05
     assert after >= control - 0.01, "the original router is among the candidates"
     assert list(report) == original.layers
@@ -169,7 +169,7 @@ def test_each_layer_is_fitted_to_what_corrected_layers_below_it_send():
             states = trace[layer].x_Nd, seen[layer].x_Nd
             at_once.set_thetas({layer: realign_sound(theta, thetas[layer], *states, moe.rule(layer)).theta_Ed})
         assert torch.equal(moe.theta(0), at_once.theta(0)) and not torch.equal(moe.theta(1), at_once.theta(1))
-        stability = [mean_stability(routing_stability(wanted, model.trace(held_out))) for model in (moe, at_once)]
+        stability = [mean_stability(stability_by_layer(wanted, model.trace(held_out))) for model in (moe, at_once)]
         gained.append(stability[0] - stability[1])
     assert sum(gained) / 3 > -0.01
 
@@ -256,7 +256,7 @@ def test_paper_form_fits_few_tokens_and_not_others():
     for form in ("paper", "sound"):
         moe = unlearned()
         report = realign_routers(moe, original.thetas(), trace, batch, form=form, retain_tokens=32)
-        stability[form] = mean_stability(routing_stability(wanted, moe.trace(held_out)))
+        stability[form] = mean_stability(stability_by_layer(wanted, moe.trace(held_out)))
         if form == "paper":
             assert all(result.fit_cosine > 0.95 for result in report.values())
     assert stability["sound"] > stability["paper"] + 0.1

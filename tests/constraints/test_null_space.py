@@ -24,8 +24,8 @@ from gripmoe.geometry.routing import (
     SelectionRule,
     mean_stability,
     route,
-    routing_stability,
     selection_mask,
+    stability_by_layer,
 )
 from gripmoe.moe import MoEModel
 from pretended_devices import FIRST, HOST, MixedDevices, PretendedDevices, device_of
@@ -60,7 +60,7 @@ def adamw(model):
 
 def router_only_stability(trace, moe):
     moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
-    return mean_stability(routing_stability(trace, moved))
+    return mean_stability(stability_by_layer(trace, moved))
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
@@ -203,7 +203,7 @@ def test_large_inputs_of_low_rank_keep_their_sets_and_leave_the_rest_free(safety
         constrained, free = constraint.constrain(0, constrained, constrained + step, None), free + step
 
     def stability(moved):
-        return mean_stability(routing_stability({0: seen}, {0: route(seen.x_Nd, moved, moe.rule(0))}))
+        return mean_stability(stability_by_layer({0: seen}, {0: route(seen.x_Nd, moved, moe.rule(0))}))
 
     assert stability(constrained) == 1.0 and stability(free) < 0.9
     feasible = constraint.bases[0].project((free - theta).double())

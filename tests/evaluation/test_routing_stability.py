@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from conftest import MOE_FAMILIES, random_batch, small_model
 from gripmoe.data.documents import Row, collate
 from gripmoe.evaluation.routing_stability import reload_stability, stability_metrics
-from gripmoe.geometry.routing import mean_stability, routing_stability
+from gripmoe.geometry.routing import mean_stability, stability_by_layer
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import load_model, save_model
 
@@ -20,7 +20,7 @@ def test_batch_by_batch_is_as_all_at_once():
     first_tokens = collate([Row("short", [5], [5])], 0)  # nothing of it counts
     batches = [random_batch(rows=2, length=6), random_batch(rows=5, length=16, seed=1), first_tokens]
     metrics = stability_metrics(before, after, batches, "rs")
-    whole = routing_stability(before.trace(batches), after.trace(batches))
+    whole = stability_by_layer(before.trace(batches), after.trace(batches))
     assert abs(metrics["rs"] - mean_stability(whole)) < 1e-6
     assert abs(metrics["rs_layer_1"] - whole[1]) < 1e-6 and whole[1] < 0.9
     assert metrics["rs_router_only_layer_0"] == 1.0 > metrics["rs_router_only_layer_1"], "only one router has moved"
@@ -71,7 +71,7 @@ def test_a_model_in_bf16_keeps_its_sets_on_disk_but_not_all_in_plain_transformer
     save_model(model, tokenizer, tmp_path / "model")
 
     loaded = MoEModel(load_model(tmp_path / "model")[0])
-    assert mean_stability(routing_stability(before, loaded.trace(batches))) == 1.0
+    assert mean_stability(stability_by_layer(before, loaded.trace(batches))) == 1.0
     metrics = reload_stability(loaded, batches)
     assert 0.99 < metrics["routing_stability_plain_reload"] < 0.9995
     after = loaded.trace(batches)

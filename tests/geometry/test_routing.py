@@ -7,9 +7,9 @@ from gripmoe.geometry.routing import (
     jaccard,
     mean_stability,
     route,
-    routing_stability,
     selection_margins,
     selection_mask,
+    stability_by_layer,
 )
 
 
@@ -101,10 +101,10 @@ def test_stability_per_layer_and_its_errors():
 
     before = {0: trace([[0, 1], [2, 3]]), 2: trace([[0, 1], [2, 3]])}
     after = {0: trace([[0, 1], [2, 3]]), 2: trace([[2, 3], [3, 2]])}
-    stability = routing_stability(before, after)
+    stability = stability_by_layer(before, after)
     assert stability == {0: 1.0, 2: 0.5}
     assert mean_stability(stability) == 0.75
     with pytest.raises(ValueError, match="different layers"):
-        routing_stability(before, {0: before[0]})
+        stability_by_layer(before, {0: before[0]})
     with pytest.raises(ValueError, match="2 tokens before, 1 after"):
-        routing_stability({0: before[0]}, {0: trace([[0, 1]])})
+        stability_by_layer({0: before[0]}, {0: trace([[0, 1]])})

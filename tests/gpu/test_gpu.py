@@ -18,7 +18,7 @@ from gripmoe.data.documents import Row
 from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz
 from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis, extended
-from gripmoe.geometry.routing import SelectionRule, mean_stability, route, routing_stability
+from gripmoe.geometry.routing import SelectionRule, mean_stability, route, stability_by_layer
 from gripmoe.geometry.screening import ScreenedProjection
 from gripmoe.moe import MoEModel, fp8
 from gripmoe.planning.fake import STEPS, measure
@@ -131,7 +131,7 @@ def trained(device, method, state_file, *, stop_at=None, dtype=torch.float32):
         state_file=state_file,
     )  # fmt: skip
     after = {layer: route(seen.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, seen in trace.items()}
-    return moe, mean_stability(routing_stability(trace, after))
+    return moe, mean_stability(stability_by_layer(trace, after))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

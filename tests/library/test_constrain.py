@@ -17,7 +17,7 @@ from gripmoe.constraints.original import documents_of
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row
 from gripmoe.evaluation.stop_rule import StopRule
-from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
 from gripmoe.library.constrain import methods_of_loops
 from gripmoe.moe import MoEModel
 from gripmoe.training.loop import unlearn
@@ -48,7 +48,7 @@ def train(model, optimizer, handle, steps=3, retain=RETAIN):
 def router_only_stability(trace, model):
     moe = MoEModel(model)
     moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
-    return mean_stability(routing_stability(trace, moved))
+    return mean_stability(stability_by_layer(trace, moved))
 
 
 def test_every_row_works_by_name_or_says_why_not():

@@ -5,7 +5,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from conftest import random_batch, small_model
-from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
 from gripmoe.library.open_unlearning import Constrained
 from gripmoe.moe import MoEModel
 
@@ -68,7 +68,7 @@ def train(tmp_path, callback=None, retain=None):
             callback.on_job_end(config=None, job_return=None)
     moe = MoEModel(model)
     now = {layer: route(seen.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, seen in original.items()}
-    return trainer, mean_stability(routing_stability(original, now))
+    return trainer, mean_stability(stability_by_layer(original, now))
 
 
 def test_a_weight_of_zero_would_remove_the_penalty_and_is_refused(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 import gripmoe
 from conftest import METHODS, random_batch, small_model
 from gripmoe.constraints.hooks import ConstraintHandle, inner_optimizer
-from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
 from gripmoe.moe import MoEModel
 
 RETAIN = [random_batch(seed=100), random_batch(seed=101)]
@@ -48,7 +48,7 @@ def kept(trace, model):
     moe = MoEModel(model)
     moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
     moe.release()
-    return mean_stability(routing_stability(trace, moved))
+    return mean_stability(stability_by_layer(trace, moved))
 
 
 @pytest.mark.parametrize("constrained", [True, False])
@@ -138,7 +138,7 @@ def test_the_anchor_in_a_trainer_of_trl(tmp_path, tokenizer):
         callback = gripmoe.trainer_callback([retain], method=method)
         settings = dict(max_steps=30, learning_rate=3e-3, router_aux_loss_coef=0.0)
         trl_trainer("SFT", tmp_path, model, tokenizer, [callback], trainer=Anchored, **settings).train()
-        stability[method] = mean_stability(routing_stability(original, MoEModel(model).trace([retain])))
+        stability[method] = mean_stability(stability_by_layer(original, MoEModel(model).trace([retain])))
     assert stability["anchored"] > stability["frozen_router"] + 0.1, stability
 
 
@@ -164,7 +164,7 @@ def test_the_anchor_keeps_routing_that_a_frozen_router_loses(tmp_path):
         callback = gripmoe.trainer_callback(RETAIN, method=method, loss_bound=100.0)
         settings = dict(max_steps=40, learning_rate=3e-3, gradient_accumulation_steps=2)
         trained(tmp_path, model, [callback], Unlearner, **settings)
-        stability[method] = mean_stability(routing_stability(original, MoEModel(model).trace(RETAIN)))
+        stability[method] = mean_stability(stability_by_layer(original, MoEModel(model).trace(RETAIN)))
         weights[method] = {p.requires_grad for p in model.parameters()}
     assert stability["anchored"] > stability["frozen_router"] + 0.1, stability
     assert weights["anchored"] == {True}, "and frees them"

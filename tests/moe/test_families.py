@@ -20,7 +20,7 @@ from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.baselines import GateAnchor, RouterL2
 from gripmoe.constraints.realignment import make_correction
 from gripmoe.data.documents import IGNORED, Row, collate
-from gripmoe.geometry.routing import SelectionRule, jaccard, route, routing_stability
+from gripmoe.geometry.routing import SelectionRule, jaccard, route, stability_by_layer
 from gripmoe.moe import MoEModel, storage
 from gripmoe.moe.families import DENSE, FAMILIES, Family, has_experts
 from gripmoe.training import loop
@@ -186,7 +186,7 @@ def test_padding_does_not_change_what_is_recorded(moe, family, pad):
         assert alone[layer].x_Nd.shape == padded[layer].x_Nd.shape
         atol = 2e-4 if family == "beam" else 2e-5
         torch.testing.assert_close(alone[layer].x_Nd, padded[layer].x_Nd, atol=atol, rtol=1e-3)
-    assert min(routing_stability(alone, padded).values()) == 1.0
+    assert min(stability_by_layer(alone, padded).values()) == 1.0
 
 
 def test_the_rule_selects_what_the_router_selected(moe):
@@ -487,10 +487,10 @@ def test_a_correction_puts_the_biases_of_routers_back(correction):
     """Without which no weight gives the original sets: the control."""
     moe, original = with_other_biases()
     wanted = {layer: named["bias"] for layer, named in original.biases.items()}
-    assert max(routing_stability(original.trace, moe.trace([original.batch])).values()) < 0.8
+    assert max(stability_by_layer(original.trace, moe.trace([original.batch])).values()) < 0.8
     CORRECTIONS[correction](moe, original)
     assert all(torch.equal(moe.router(layer).bias, bias) for layer, bias in wanted.items())
-    assert min(routing_stability(original.trace, moe.trace([original.batch])).values()) > 0.95
+    assert min(stability_by_layer(original.trace, moe.trace([original.batch])).values()) > 0.95
 
 
 @pytest.mark.parametrize("changes", [False, True])

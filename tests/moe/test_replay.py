@@ -9,7 +9,7 @@ from test_families import make
 
 import gripmoe
 from conftest import random_batch, small_model
-from gripmoe.geometry.routing import jaccard, mean_stability, routing_stability
+from gripmoe.geometry.routing import jaccard, mean_stability, stability_by_layer
 from gripmoe.moe import MoEModel
 
 
@@ -50,7 +50,7 @@ def test_routing_stability_is_that_of_the_workflow(model, trained, batch):
     before, after = (gripmoe.routed_experts(each, **batch.inputs) for each in (model, trained))
     traces = (MoEModel(each).trace([batch]) for each in (model, trained))
     stability = gripmoe.routing_stability(before, after)
-    assert stability == pytest.approx(mean_stability(routing_stability(*traces)), abs=1e-6)
+    assert stability == pytest.approx(mean_stability(stability_by_layer(*traces)), abs=1e-6)
     assert stability < 0.9 and gripmoe.routing_stability(before, before) == 1.0
     of_all = jaccard(before.flatten(0, 2), after.flatten(0, 2)).mean().item()
     assert of_all != pytest.approx(stability, abs=1e-3)

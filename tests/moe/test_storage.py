@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import gripmoe
 from conftest import random_batch, small_model
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import aside
 from gripmoe.moe import MoEModel, storage
@@ -74,7 +74,7 @@ def test_a_constrained_model_in_bf16_keeps_its_selections_on_disk(tmp_path, toke
         assert again.lm_head.weight.dtype == torch.bfloat16
         thetas = MoEModel(again).thetas()
         now = {layer: route(seen.x_Nd, thetas[layer], rules[layer]) for layer, seen in original.items()}
-        kept[name] = mean_stability(routing_stability(original, now))
+        kept[name] = mean_stability(stability_by_layer(original, now))
         assert all(torch.equal(thetas[layer], saved[layer]) for layer in saved) == (name == "exact")
     assert kept["exact"] == 1.0 > kept["plain"], kept
     assert storage.weights_digest(loaded) == digest

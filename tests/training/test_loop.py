@@ -22,7 +22,7 @@ from gripmoe.constraints.null_space import NullSpacePaper, fit_bases
 from gripmoe.data.corpora import Corpora, epoch_rows, in_batches
 from gripmoe.data.documents import Row
 from gripmoe.evaluation.stop_rule import StopRule
-from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
@@ -464,7 +464,7 @@ def seldom_projected(every):
 
 def kept_by_routers(trace, moe):
     moved = {layer: route(r.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, r in trace.items()}
-    return mean_stability(routing_stability(trace, moved))
+    return mean_stability(stability_by_layer(trace, moved))
 
 
 def test_what_is_checked_saved_and_returned_is_feasible(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 
 from conftest import random_batch, small_model
 from gripmoe.config.methods import UndoConfig
+from gripmoe.data.corpora import whole_batch
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.states import final_hidden_states
@@ -40,6 +41,13 @@ def test_noise_is_mixed_in_by_its_share():
     other = torch.full((4, 50, 70), 2.0)
     mix_in_noise([other], share=0.25, seed=1)
     assert torch.equal(again, weight) and not torch.equal(other, weight)
+
+
+def test_a_corpus_smaller_than_a_batch_is_said():
+    """UNDO and finetuning take it whole."""
+    with pytest.warns(UserWarning, match=f"of {len(RETAIN)} documents a batch of 99 has no more than these"):
+        undone(batch_size=99, steps=1)
+    assert whole_batch(RETAIN, 4) == 4
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3"])

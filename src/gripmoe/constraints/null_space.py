@@ -92,7 +92,7 @@ class NullSpace(_Reporting):
         self._projections = {}
         for layer, recorded in self.trace.items():
             seen = recorded.to(model.model.device)
-            bounds_NE = bounds(seen, model.rule(layer), self.safety_margin).clamp_min(0)
+            bounds_NE = sound_bounds(seen, model.rule(layer), self.safety_margin)
             self._projections[layer] = ScreenedProjection(self.bases[layer], seen.x_Nd, bounds_NE)
         del self.trace  # may be large
 
@@ -150,7 +150,7 @@ class NullSpaceMinibatch(_Reporting):
         method, rule = self.method, self._rules[layer]
         current = route(seen.x_Nd, before_Ed, rule)
         basis = _basis(current, rule, self._eps_null[layer], method)
-        bounds_NE = bounds(current, rule, method.safety_margin).clamp_min(0)
+        bounds_NE = sound_bounds(current, rule, method.safety_margin)
         options = dict(tolerance=1e-6, on_shrunk=self._shrinks(layer))
         update_Ed = nearest_feasible(after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE, **options)
         self._observe(layer, basis, after_Ed - before_Ed, update_Ed)
@@ -251,7 +251,7 @@ def feasible_router(
         basis = covariance_basis(seen.x_Nd, _fixed(seen, rule, method), eps_null)
         return theta_0_Ed + paper_update(update_Ed.to(seen.x_Nd), basis, seen, rule, method, generator)
     basis = _basis(seen, rule, eps_null, method)
-    bounds_NE = bounds(seen, rule, method.safety_margin).clamp_min(0)
+    bounds_NE = sound_bounds(seen, rule, method.safety_margin)
     return theta_0_Ed + nearest_feasible(update_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
 
 
@@ -295,6 +295,11 @@ def bounds(seen: LayerRouting, rule: SelectionRule, safety_margin: float) -> Ten
     """How much each score may rise; infinity for those that Stage 1 fixes."""
     fixed_NE = rule.fixed(seen.scores_NE, seen.top_k_Nk)
     return (rule.margins(seen.scores_NE, seen.top_k_Nk) - safety_margin).masked_fill(fixed_NE, torch.inf)
+
+
+def sound_bounds(seen: LayerRouting, rule: SelectionRule, safety_margin: float) -> Tensor:
+    """`bounds`, at least 0: a router that does not move is feasible."""
+    return bounds(seen, rule, safety_margin).clamp_min(0)
 
 
 def _fixed(seen: LayerRouting, rule: SelectionRule, method: Method) -> Tensor:

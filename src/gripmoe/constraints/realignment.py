@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gripmoe.config.methods import EpsNullConfig, Method
-from gripmoe.constraints.null_space import bounds, feasible_router
+from gripmoe.constraints.null_space import feasible_router, sound_bounds
 from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import Batch, collate_inputs
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
@@ -263,7 +263,7 @@ def kaczmarz_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingT
     for layer, recorded in trace.items():
         rule = model.rule(layer)
         seen = recorded.map(lambda values: values[:KACZMARZ_TOKENS].to(model.model.device))
-        bounds_NE = bounds(seen, rule, 0.0).clamp_min(0).double()
+        bounds_NE = sound_bounds(seen, rule, 0.0).double()
         moved_Ed, x_Nd = (thetas[layer] - theta_0[layer]).double(), seen.x_Nd.double()
         points = {}
         for draws in KACZMARZ_DRAWS:

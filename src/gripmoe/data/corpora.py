@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -107,6 +108,13 @@ def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> li
     epoch, number = divmod(step, len(rows) // batch_size)
     order = _shuffled(len(rows), seed, epoch)
     return [rows[i] for i in order[number * batch_size : (number + 1) * batch_size]]
+
+
+def whole_batch(rows: Sequence[Row], batch_size: int) -> int:
+    """The size of a batch, which a corpus smaller than that lowers, with a warning."""
+    if len(rows) < batch_size:
+        warnings.warn(f"of {len(rows)} documents a batch of {batch_size} has no more than these", stacklevel=2)
+    return min(batch_size, len(rows))
 
 
 @lru_cache(maxsize=16)

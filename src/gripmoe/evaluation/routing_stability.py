@@ -10,7 +10,7 @@ import torch
 from gripmoe.config.benchmarks import Task
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.data.documents import Batch
-from gripmoe.geometry.routing import RoutingTrace, mean_stability, route, routing_stability
+from gripmoe.geometry.routing import RoutingTrace, mean_stability, route, stability_by_layer
 from gripmoe.moe import MoEModel
 
 Pairs = dict[str, tuple[RoutingTrace, RoutingTrace]]  # by metric: two traces of the same tokens to compare
@@ -82,7 +82,7 @@ def _stabilities(batches: Sequence[Batch], pairs: Callable[[Batch], Pairs]) -> d
             continue
         tokens += count
         for name, both in traces.items():
-            by_layer = routing_stability(*both)
+            by_layer = stability_by_layer(*both)
             kept = sums.setdefault(name, dict.fromkeys(by_layer, 0.0))
             for layer, value in by_layer.items():
                 kept[layer] += count * value

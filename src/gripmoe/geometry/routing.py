@@ -157,7 +157,7 @@ def jaccard(before_Nk: Tensor, after_Nk: Tensor) -> Tensor:
     return shared_N / (before_Nk.shape[1] + after_Nk.shape[1] - shared_N)
 
 
-def routing_stability(before: RoutingTrace, after: RoutingTrace) -> dict[int, float]:
+def stability_by_layer(before: RoutingTrace, after: RoutingTrace) -> dict[int, float]:
     """RS of Eq. 2 per layer. Raises ValueError if the traces cover different layers or numbers of tokens."""
     if before.keys() != after.keys():
         raise ValueError(f"traces cover different layers: {sorted(before)} and {sorted(after)}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from gripmoe.data.corpora import epoch_rows, in_batches
+from gripmoe.data.corpora import epoch_rows, in_batches, whole_batch
 from gripmoe.data.documents import IGNORED, Row
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
@@ -54,7 +54,8 @@ def finetune(
     groups = [{"params": alike} for alike in distributed.by_sharding(parameters)]
     adamw = make_adamw(optimizer, groups, lr=learning_rate, weight_decay=0.0)
     losses: list[float] = (load_state(state_file, model, adamw) or {"losses": []})["losses"]
-    steps = epochs * (len(rows) // min(batch_size, len(rows)))
+    batch_size = whole_batch(rows, batch_size)
+    steps = epochs * (len(rows) // batch_size)
     model.train()
     with checkpointing(model, gradient_checkpointing):
         for step in tqdm(
@@ -66,7 +67,7 @@ def finetune(
             set_rates(adamw.param_groups, [rate] * len(groups))
             torch.manual_seed(1_000_000 * seed + step)  # of dropout, the same when resumed
             adamw.zero_grad()
-            batches = in_batches(epoch_rows(rows, min(batch_size, len(rows)), seed, step), pad_id, *own)
+            batches = in_batches(epoch_rows(rows, batch_size, seed, step), pad_id, *own)
             scored = [distributed.average(int((batch.labels[:, 1:] != IGNORED).sum())) for batch in batches]
             losses.append(0.0)
             for batch, count in zip(batches, scored, strict=True):  # as one batch, in passes of bounded memory
