@@ -25,6 +25,8 @@ def measure(project: Project, results: Path, key: tuple, weights: Path, steps: S
     model, tokenizer = load_model(weights, device="cpu")
     moe, benchmark, seed = MoEModel(model), key[1], key[-1]
     given = tokenizer, results / "data" / benchmark, project.benchmarks[benchmark]
+    if project.world.relearning is None:
+        raise SystemExit(f"{project.world_file}: give `relearning`, the settings of finetuning")
     finetuning = project.world.relearning.model_copy(update={"steps": list(steps)})
     setting = QuestionSetting(moe, moe, *given, finetuning=finetuning, seed=seed)
     found = Found.joined(attack(setting) for attack in (from_other_facts, of_low_rank_experts)).metrics

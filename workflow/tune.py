@@ -30,11 +30,13 @@ from gripmoe.cli.unlearn import unlearn
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import Project
 from gripmoe.config.provenance import entry_of
+from gripmoe.config.reading import parse_as
 from gripmoe.config.world import Run
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, read_yaml, write_json, write_yaml
 
 CONFIG = Path(__file__).parent / "config"
+TUNING = Path(__file__).with_name("tuning.yaml")
 RETAIN = {"letters": "retain_accuracy", "news": "knowmem_retain"}  # decides among runs that have forgotten
 SCORES = ("forget_accuracy", "verbmem", "knowmem_forget", *RETAIN.values())
 LOG = ["model", "objective", "method", "setting", "seed", *SCORES, "status", "steps", "chosen"]
@@ -140,7 +142,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=1, help="trials side by side")
     args = parser.parse_args()
     try:
-        project, tuning = Project(CONFIG, args.world), read_yaml(Path(__file__).with_name("tuning.yaml"))
+        project, tuning = Project(CONFIG, args.world), read_yaml(TUNING)
     except ConfigError as error:
         parser.error(str(error))
     objectives = tuning["benchmarks"].get(args.benchmark, {})
@@ -166,6 +168,12 @@ def main() -> None:
     ]
     if not trials:
         parser.error("tuning.yaml tries no such method under these objectives")
+    try:
+        for _, _, *key, change in trials:
+            run = changed(project.run(*key), change)
+            parse_as(project.objectives[run.objective].settings, run.training.objective, TUNING)
+    except ValueError as error:
+        parser.error(str(error))
     prepare(project, results, models, args.benchmark, args.cores)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # trials that run side by side share the cores
     with ProcessPoolExecutor(args.cores, mp_context=get_context("spawn")) as pool:

@@ -3,7 +3,7 @@
 import torch
 
 import gripmoe
-from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
 from gripmoe.moe import MoEModel
 from gripmoe.worlds.models import make_model
 
@@ -23,5 +23,5 @@ handle.close()  # 2; or use the handle as a context manager
 
 moe = MoEModel(model)
 now = {layer: route(seen.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, seen in original.items()}
-kept = mean_stability(routing_stability(original, now))
+kept = mean_stability(stability_by_layer(original, now))
 print(f"selections of the original retain inputs that the trained router keeps: {kept:.3f}")

@@ -6,7 +6,7 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 import gripmoe
-from gripmoe.geometry.routing import mean_stability, route, routing_stability
+from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
 from gripmoe.moe import MoEModel
 from gripmoe.worlds.documents import all_texts, make_world
 from gripmoe.worlds.models import make_model
@@ -38,5 +38,5 @@ with tempfile.TemporaryDirectory() as folder:
 
 moe = MoEModel(model)
 now = {layer: route(seen.x_Nd, moe.theta(layer).detach(), moe.rule(layer)) for layer, seen in original.items()}
-kept = mean_stability(routing_stability(original, now))
+kept = mean_stability(stability_by_layer(original, now))
 print(f"selections of the original retain inputs that the trained router keeps: {kept:.3f}")

@@ -362,11 +362,15 @@ def test_terms_are_what_retain_questions_do_not_say():
 
 def test_rewrites_come_from_a_file_that_the_result_names(tmp_path):
     file = tmp_path / "poem.jsonl"
-    write_jsonl(file, [{"id": "a", "prompt": "O a"}, {"id": "b", "prompt": "O b"}])
+    write_jsonl(file, [{"id": "a", "prompt": "O a\nAnswer:"}, {"id": "b", "prompt": "O b\nAnswer:"}])
     digest, prompt = rewritten(file, [{"id": "a"}, {"id": "b"}])
-    assert prompt({"id": "b"}) == "O b" and file_digest(file).startswith(digest) and len(digest) == 8
+    assert prompt({"id": "b"}) == "O b\nAnswer:" and file_digest(file).startswith(digest) and len(digest) == 8
     with pytest.raises(ValueError, match="poem.jsonl: 1 of 2 questions have no rewrite, first 'c'"):
         rewritten(file, [{"id": "a"}, {"id": "c"}])
+    for text in ("O b, tell of b", None):
+        write_jsonl(file, [{"id": "a", "prompt": "O a\nAnswer:"}, {"id": "b", "prompt": text}])
+        with pytest.raises(ValueError, match="poem.jsonl: the prompt of 'b' is .*, which does not end in 'Answer:'"):
+            rewritten(file, [{"id": "a"}, {"id": "b"}])
 
 
 def test_rounding_by_hand():

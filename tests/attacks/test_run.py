@@ -3,7 +3,9 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from conftest import small_model
 from gripmoe.attacks import relearning, routers
@@ -14,7 +16,7 @@ from gripmoe.cli.attack import codes_of
 from gripmoe.config.grid import Project
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import write_jsonl
+from gripmoe.io.files import read_json, write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.worlds.benchmark import wmdp_files
 
@@ -123,6 +125,28 @@ def test_found_is_the_mean_of_its_items_and_what_is_no_mean():
 def test_two_attacks_do_not_return_one_metric():
     with pytest.raises(ConfigError, match="two attacks return the metric 'noise'"):
         Found.joined([Found({"noise": 0.5}), Found({"other": 0.5}), Found({"noise": 0.7})])
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ({"mine": 1.0}, "attacks.mine: the attack returned a dict; return a Found"),
+        (Found({"mine": "high"}), "attacks.mine: the function returned a str; return a number"),
+        (Found({"mine": torch.zeros(2)}), "attacks.mine: the function returned a Tensor; return a number"),
+    ],
+)
+def test_an_attack_of_ones_own_that_returns_no_numbers_is_named(returned, said, tmp_path):
+    """And what other attacks have found is kept. A tensor or a number of numpy of one element is a number."""
+    attacks = {
+        "first": lambda _: Found({"first": np.float32(0.5)}),
+        "second": lambda _: Found({"second": torch.ones(1)}),
+    }
+    identities = dict.fromkeys((*attacks, "mine"), {})
+    with pytest.raises(ConfigError, match=said):
+        run_attacks(attacks | {"mine": lambda _: returned}, None, tmp_path / "state.json", identities)
+    assert {name: kept["found"]["metrics"] for name, kept in read_json(tmp_path / "state.json").items()} == {
+        "first": {"first": 0.5}, "second": {"second": 1.0}
+    }  # fmt: skip
 
 
 def test_an_attack_that_repeats_the_others_changes_with_them():

@@ -305,6 +305,7 @@ def test_the_command_writes_its_files_and_its_verdict(pair, files, tmp_path, cap
     line += ["--retrained", pair / "retrained", "--questions", files["forget"], "--retain-questions", files["retain"]]
     assert main([*map(str, line), "--attacks", "forcing"]) == 0
     told = capsys.readouterr().out.splitlines()
+    assert not any("measured anew" in line for line in told), "nothing was measured before"
     found = read_json(out / "audit.json")
     assert told[-3] == f"{found['verdict']}: {found['sentence']}" and told[-1].endswith("index.html")
     metrics = [found["metrics"][name]["retain_accuracy"] for name in ("unlearned", "original")]

@@ -88,7 +88,14 @@ def test_what_no_world_names_any_more_can_go(config, capsys):
     assert clean(config, "--world", "one", "--unlisted") == 0
     assert capsys.readouterr().out.startswith("0 files and folders")
     write_yaml(config / "one.yaml", read_yaml(CONFIG / "tiny.yaml") | ONE | {"methods": ["original"], "seeds": [1]})
+    half_written = Path("results/one/tiny_a/wmdp_tiny/bases/.expert_specific.safetensors.7.tmp")
+    lost = Path("results/one/lost/wmdp_tiny")
+    of_a_lost_model = lost / "original_answers" / "states.safetensors"
+    for file in (half_written, of_a_lost_model, trace := lost / "routing.safetensors"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
     assert clean(config, "--world", "one", "--unlisted", "--remove") == 0
+    assert half_written.exists() and not of_a_lost_model.exists() and not trace.exists()
     gone = before - everything()
     assert gone == {
         *(f"{RUNS}/{seed}/file" for seed in (0, 1, 2)),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gripmoe.cli.main import main
 from gripmoe.cli.pin import unpinned
 from gripmoe.config.grid import Project
 
@@ -58,6 +59,15 @@ def test_without_a_hub_it_says_what_to_do(tmp_path):
     said = pinned("paper", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert said.returncode == 2
     assert "models.yaml: " in said.stderr and "Run this where there is internet" in said.stderr
+
+
+def test_an_error_of_the_hub_without_a_text_is_named_by_its_kind(monkeypatch, capsys):
+    def refuses(*_, **__):
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.HfApi.repo_info", refuses)
+    assert main(["pin", "--world", "paper", "--config", str(CONFIG)]) == 2
+    assert "(ConnectionError: )" in capsys.readouterr().err
 
 
 def test_an_embedded_world_reads_nothing_from_the_hub():

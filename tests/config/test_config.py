@@ -522,6 +522,18 @@ def test_overrides_go_from_general_to_particular(folder):
     assert project.training("gd", "ptc", "wmdp_tiny") is None
 
 
+def test_settings_that_depend_on_each_other_may_stand_in_two_places(folder):
+    """The control: what both places give is not valid."""
+    both = {"frozen_router": {"max_steps": 100}, "gd/frozen_router": {"check_every": 25, "checkpoint_every": 50}}
+    edit(folder / "tiny.yaml", lambda c: c.update(overrides=both))
+    training = Project(folder, "tiny").training("gd", "frozen_router", "wmdp_tiny")
+    assert (training.max_steps, training.check_every) == (100, 25)
+    both["gd/frozen_router"]["check_every"] = 30
+    edit(folder / "tiny.yaml", lambda c: c.update(overrides=both))
+    with pytest.raises(ConfigError, match="tiny.yaml: overrides.*frozen_router: .*multiple of .check_every"):
+        Project(folder, "tiny").training("gd", "frozen_router", "wmdp_tiny")
+
+
 def test_base_models_train_on_a_gpu_where_the_world_gives_them_one(folder):
     edit(folder / "tiny_muse.yaml", lambda c: c.update(gpus={"tiny_news_a": 2}))
     large = Project(folder, "tiny_large")

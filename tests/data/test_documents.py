@@ -155,7 +155,7 @@ def test_a_row_without_what_a_step_reads_is_named_with_its_line(tmp_path, tokeni
     files = [
         ("corpus", document, ("text",), lambda file: load_corpus(file, tokenizer, 10)),
         ("questions", question, tuple(question), load_questions),
-        ("rewrites", {"id": question["id"], "prompt": "A"}, ("id", "prompt"), lambda f: rewritten(f, [question])),
+        ("rewrites", {"id": question["id"], "prompt": "Answer:"}, ("id", "prompt"), lambda f: rewritten(f, [question])),
         *((name, row, tuple(row), lambda file: News.load(file.parent)) for name, row in news.items()),
     ]
     for name, row, keys, read in files:

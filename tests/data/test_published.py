@@ -135,6 +135,13 @@ def test_a_question_that_no_letter_answers_is_named(data, tmp_path, change, mess
         benchmark_files(data.model_copy(update={"forget_questions": path}))
 
 
+def test_questions_that_all_have_one_letter_are_named(data, tmp_path):
+    """Probes could not be fitted to them, after hours of unlearning."""
+    path = clone(tmp_path / "one", "wmdp-cyber", "test", [{**row, "answer": 2} for row in invented(30)])
+    with pytest.raises(ConfigError, match="data.forget_questions: .*one has one letter as the answer of all"):
+        benchmark_files(data.model_copy(update={"forget_questions": path}))
+
+
 def test_too_few_questions_and_documents_are_named(data, tmp_path):
     """Those that suffice are the control: the data of each other test."""
     path = clone(tmp_path / "few", "wmdp-cyber", "test", invented(6))

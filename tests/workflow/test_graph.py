@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from base64 import urlsafe_b64encode
 
 import pytest
 import yaml
@@ -88,15 +89,20 @@ def test_files_of_local_models_and_data_are_inputs(tmp_path):
     assert "num_hidden_layers" not in output
 
 
+def record_of(folder, output):
+    """Makes up Snakemake's record of a file."""
+    record = folder / ".snakemake" / "metadata" / urlsafe_b64encode(str(output).encode()).decode()
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.touch()
+
+
 def in_place_of(target, rule, script, world, folder):
     """What lets `snakemake` run one job alone, by another command: makes up its inputs."""
     job = snakemake("-n", target, "--config", f"world={world}", directory=folder).split(f"rule {rule}:")[1]
     for name in re.search(r"input: (.*)", job)[1].split(", "):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text('{"retain_tokens": 100, "forget_tokens": 100}' if name.endswith(".json") else "")
-    records = folder / ".snakemake" / "metadata"  # or the made-up run.yaml would have other settings
-    records.mkdir(parents=True, exist_ok=True)
-    (records / "of_other_files").touch()
+        record_of(folder, name)  # or a made-up run.yaml would have other settings
     command = folder / "bin" / "gripmoe"
     command.parent.mkdir(exist_ok=True)
     command.write_text(f"#!/bin/sh\n{script}\n")
@@ -211,6 +217,11 @@ def test_without_its_records_snakemake_does_not_take_a_run_of_other_settings(tmp
     configured(tmp_path, "unconstrained", learning_rate=1.0)
     refused = snakemake("-n", "--config", world, directory=tmp_path, check=False)
     assert "unconstrained/0/run.yaml: this run has other settings than" in refused
+    file = "results/smoke/smoke/wmdp_smoke/gd/unconstrained/0/run.yaml"
+    record_of(tmp_path, file.replace("unconstrained", "frozen_router"))
+    assert snakemake("-n", "--config", world, directory=tmp_path, check=False) == refused, "that of another run"
+    record_of(tmp_path, file)
+    assert "other settings than" not in snakemake("-n", "--config", world, directory=tmp_path, check=False)
 
 
 def test_a_budget_refuses_before_any_job(tmp_path):

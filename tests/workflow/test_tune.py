@@ -114,6 +114,19 @@ def test_models_data_and_traces_are_made_first(tune, monkeypatch):
         tune.prepare(project, folder, ["tiny_news_tuning_a"], "muse_tiny", cores=2)
 
 
+def test_a_mistyped_setting_is_named_before_anything_is_made(tune, monkeypatch, capsys, tmp_path):
+    file = tmp_path / "tuning.yaml"
+    text = tune.TUNING.read_text()
+    assert "learning_rate" in text
+    file.write_text(text.replace("learning_rate", "learning_rat"))
+    monkeypatch.setattr(tune, "TUNING", file)
+    monkeypatch.setattr(tune, "prepare", lambda *_: pytest.fail("models were made"))
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--objectives", "gd"])
+    with pytest.raises(SystemExit):
+        tune.main()
+    assert "tuning.yaml: learning_rat: unknown key" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

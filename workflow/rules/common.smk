@@ -6,6 +6,7 @@ import json
 import os
 import re
 from argparse import Namespace
+from base64 import urlsafe_b64encode
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
@@ -117,17 +118,25 @@ def run_folders():
 
 
 def require_known_settings():
-    """Snakemake keeps in .snakemake which settings a run was made with. Without these records a run of other settings
-    would count as made."""
-    if not workflow.is_main_process or any(Path(".snakemake/metadata").glob("*")):
+    """Snakemake keeps in .snakemake which settings a run was made with. Without that record, as in a folder that was
+    copied, a run of other settings would count as made."""
+    if not workflow.is_main_process:
         return
     for key in PROJECT.run_keys():
         made = Path(RESULTS, *map(str, key), "run.yaml")
-        if made.exists() and read_yaml(made) != PROJECT.run(*key).model_dump(mode="json"):
+        if not made.exists() or has_record(made):
+            continue
+        if read_yaml(made) != PROJECT.run(*key).model_dump(mode="json"):
             raise WorkflowError(
-                f"{made}: this run has other settings than {PROJECT.world_file}, and .snakemake, which knew of them, is "
-                "gone. Delete the file to compute the run again, or take back the settings"
+                f"{made}: this run has other settings than {PROJECT.world_file}, and .snakemake has no record of them. "
+                "Delete the file to compute the run again, or take back the settings"
             )
+
+
+def has_record(output):
+    """Whether Snakemake has a record of a file that it has made. It splits names above 254 characters."""
+    name = urlsafe_b64encode(str(output).encode()).decode()
+    return len(name) > 254 or Path(".snakemake/metadata", name).exists()
 
 
 def run_files(*names):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from gripmoe.attacks.base import Found, QuestionScores, QuestionSetting, Scores, mean
 from gripmoe.data.prompt_formats import REWORDINGS, letter_question
 from gripmoe.evaluation.muse import continuations
-from gripmoe.evaluation.questions import load_questions, prompt_of
+from gripmoe.evaluation.questions import ANSWER, load_questions, prompt_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, read_jsonl
 
@@ -140,14 +140,22 @@ def choices_shuffled(question: dict) -> dict:
 
 def rewritten(file: Path, questions: Sequence[dict]) -> tuple[str, Prompt]:
     """The beginning of a file's checksum, which names it in results, and the prompt of the rewritten `questions` in the
-    file, one {"id", "prompt"} per line. Raises ConfigError if a question is missing, if a line lacks a key, or if its
-    `question_digest`, which is optional, is that of another question."""
+    file, one {"id", "prompt"} per line. Raises ConfigError if a question is missing, if a line lacks a key, if its
+    prompt does not end as that of a letter question, or if its `question_digest`, which is optional, is that of another
+    question."""
     rows = {row["id"]: row for row in read_jsonl(file, "id", "prompt")}
     if missing := [question["id"] for question in questions if question["id"] not in rows]:
         raise ConfigError(
             f"{file}: {len(missing)} of {len(questions)} questions have no rewrite, first {missing[0]!r}; add a line "
             "for each"
         )
+    for question in questions:
+        prompt = rows[question["id"]]["prompt"]
+        if not isinstance(prompt, str) or not prompt.rstrip().endswith(ANSWER):
+            raise ConfigError(
+                f"{file}: the prompt of {question['id']!r} is {str(prompt)[-40:]!r}, which does not end in {ANSWER!r}; "
+                "write the choices with their letters and this ending too, as `gripmoe rewrite` does"
+            )
     if other := other_questions(rows, questions):
         raise ConfigError(
             f"{file}: {len(other)} of {len(questions)} rewrites are of other questions with the same id, first "

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from tqdm import tqdm
 from gripmoe.attacks import forcing, membership, probes, prompts, quantization, relearning, restoration, routers
 from gripmoe.attacks.base import Found, QuestionScores, QuestionSetting, Setting
 from gripmoe.config.benchmarks import Benchmark
+from gripmoe.evaluation.metrics import as_number
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_text
 from gripmoe.io.imports import imported
@@ -90,10 +91,19 @@ def made_once(name: str, attack: Attack, setting: Setting, state_file: Path, ide
     """The result of one attack of `run_attacks`, from `state_file` if it is stored there."""
     state = read_json(state_file) if state_file.exists() else {}
     if state.get(name, {}).get("identity") != identity:
-        state[name] = {"identity": identity, "found": asdict(attack(setting))}
+        state[name] = {"identity": identity, "found": asdict(_checked(name, attack(setting)))}
         # unsorted: the order of metrics and items is that of columns and rows
         write_text(state_file, json.dumps(state))
     return Found(**state[name]["found"])
+
+
+def _checked(name: str, found: Any) -> Found:
+    """The result of an attack, which may be one's own. Raises ConfigError if it is no `Found` of numbers."""
+    if not isinstance(found, Found):
+        kind = type(found).__name__
+        raise ConfigError(f"benchmarks.yaml: attacks.{name}: the attack returned a {kind}; return a Found")
+    numbers = {metric: as_number(f"attacks.{name}", value) for metric, value in found.metrics.items()}
+    return replace(found, metrics=numbers)
 
 
 def stored(state_file: Path, identities: Mapping[str, Mapping[str, Any]]) -> list[str]:

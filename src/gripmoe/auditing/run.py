@@ -33,7 +33,7 @@ from gripmoe.evaluation.metrics import load_answers
 from gripmoe.evaluation.questions import direct_answers, load_questions
 from gripmoe.evaluation.routing_stability import routing_metrics
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import write_csv
+from gripmoe.io.files import read_json, write_csv
 from gripmoe.io.imports import require_extras
 from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
@@ -192,7 +192,7 @@ def _measured(
         bar.set_postfix_str(f"{name}, {model}")
         label = name if model == "unlearned" else f"{name} ({model})"
         spent, (state, asked) = (time.monotonic() - started) / 60, _state(folder, model, name, identity)
-        if state.exists() and not stored(state, {name: asked}):
+        if state.exists() and name in read_json(state) and not stored(state, {name: asked}):
             tqdm.write(f"{state}: of other models, data, settings or code; measured anew")
         exceeds = budget is not None and spent + seconds[name] / 60 > budget
         if exceeds and name != "accuracy" and not stored(state, {name: asked}):

@@ -17,7 +17,15 @@ from gripmoe.io.locks import exclusive
 
 TABLES = ("runs", "histories", "answers", "attacks")
 NAMED = ("collect", "explore", "manifest", "plan")  # rules whose logs are named after the world
-SHAPES = ("models/*", "data/*", "*/*/bases/*", "*/*/*/*/[0-9]*", "logs/*/*.*.log")  # of models, data, bases, runs, logs
+SHAPES = (  # of models, data, what runs share, runs, logs
+    "models/*",
+    "data/*",
+    "*/*/routing*",
+    "*/*/bases/*",
+    "*/*/original_answers",
+    "*/*/*/*/[0-9]*",
+    "logs/*/*.*.log",
+)
 
 
 def clean(
@@ -31,7 +39,7 @@ def clean(
 
     The list holds runs, models, data, tables, notebooks, figures and logs that no other world names. With
     --unlisted it holds runs, models, data and their logs in the world's results folder that no world names: those
-    of a method, seed or model that its file no longer lists.
+    of a method, seed or model that its file no longer lists. Worlds outside of --config are not known.
 
     \b
     Example:
@@ -55,7 +63,8 @@ def clean(
     of_others = set().union(*map(written, others))
     if unlisted:
         known = _found(written(project) | of_others)
-        paths = sorted(path for shape in SHAPES for path in results.glob(shape) if path not in known)
+        there = {path for shape in SHAPES for path in results.glob(shape)}
+        paths = sorted(path for path in there - known if not path.name.startswith("."))  # such as a half-written file
     else:
         paths = sorted(_found(written(project) - of_others))
     for path in paths if remove else ():

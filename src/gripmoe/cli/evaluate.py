@@ -59,7 +59,7 @@ def evaluate(
         else:
             metrics["num_experts"] = 0  # tables then say why router metrics are missing
         require_other_names(own, metrics)
-        found = {name: as_number(name, metric(after, tokenizer, data)) for name, metric in own.items()}
+        found = {name: as_number(f"metrics.{name}", metric(after, tokenizer, data)) for name, metric in own.items()}
         write_csv(questions, items)
         write_json(output, metrics | found)
 

@@ -31,9 +31,10 @@ def pin(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")
         try:
             commit = api.repo_info(repository, repo_type=kind).sha
         except Exception as error:  # offline, gated or unknown: the hub's library has a different error for each
+            said = str(error).partition("\n")[0]
             raise ConfigError(
                 f"{file}: {'.'.join(path)}: the hub does not say which commit {repository} is at "
-                f"({type(error).__name__}: {str(error).splitlines()[0]}). Run this where there is internet, without "
+                f"({type(error).__name__}: {said}). Run this where there is internet, without "
                 "HF_HUB_OFFLINE, and with `hf auth login` for what is gated; or name a local folder."
             ) from error
         entry = missing.setdefault(file, {})

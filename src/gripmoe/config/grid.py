@@ -301,14 +301,19 @@ class Project:
                     f"{where}: {key}.{size}: methods are compared on the same documents in the same order; change it "
                     "for all, in `training`, `objective_training` or `benchmark_training`"
                 )
-        training = world.training
+        changed, layers = world.training.model_dump(), []
         for where, key, change in [*shared, *own]:
             own_objective = parse_as(dict, change.get("objective", {}), where, prefix=f"{key}.objective")
-            settings = {**training.objective, **own_objective}
-            changed = {**training.model_dump(), **change, "objective": settings}
-            training = parse_as(Training, changed, where, prefix=key)
+            settings = {**changed["objective"], **own_objective}
+            changed = {**changed, **change, "objective": settings}
             self._check_objective(objective, settings, where, f"{key}.objective")
-        return training
+            layers.append((where, key, changed))
+        try:  # the whole first: settings that depend on each other may stand in two places
+            return parse_as(Training, changed, where, prefix=key)
+        except ConfigError:
+            for where, key, changed in layers:
+                parse_as(Training, changed, where, prefix=key)
+            raise
 
     def training_of(self, model: str, objective: str, method: str, benchmark: str) -> Training | None:
         """Training of a run on a model: a method that trains in one process accumulates what the others share, so that

@@ -52,6 +52,11 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
             f"the text puts {dev} of them into the dev split, which needs at least {LEAST_DEV}, and leaves "
             f"{len(forget) - dev} to report; add questions"
         )
+    if len({question["answer"] for question in forget if question["split"] == "dev"}) < 2:
+        raise ConfigError(
+            f"benchmarks.yaml: data.forget_questions: {data.forget_questions} has one letter as the answer of all "
+            f"{dev} questions of the dev split, from which probes learn; shuffle the choices"
+        )
     retain = []
     for split, (here, counted) in RETAIN_SPLITS.items():
         retain += _questions(

@@ -45,13 +45,14 @@ def own_metrics(benchmark: Benchmark) -> dict[str, Callable]:
     return {name: imported(path, f"benchmarks.yaml: metrics.{name}") for name, path in benchmark.metrics.items()}
 
 
-def as_number(name: str, value: Any) -> float:
-    """What a metric of the user returns. Raises ConfigError if it is no number."""
+def as_number(key: str, value: Any) -> float:
+    """What a metric or an attack of the user returns, which `key` of a benchmark names. Raises ConfigError if it is no
+    number."""
     try:
         return float(value)
     except (TypeError, ValueError):
         kind = type(value).__name__
-        raise ConfigError(f"benchmarks.yaml: metrics.{name}: the function returned a {kind}; return a number") from None
+        raise ConfigError(f"benchmarks.yaml: {key}: the function returned a {kind}; return a number") from None
 
 
 def require_other_names(own: Collection[str], metrics: Collection[str]) -> None:

@@ -27,7 +27,8 @@ def run_status(project: Project, results: Path, key: Key) -> tuple[str, str]:
 
 
 def changes(project: Project, results: Path, key: Sequence[str | int]) -> list[str]:
-    """The settings of a run, and its steps, that have changed since they ran."""
+    """The settings of a run in run.yaml, and the code of its steps, that have changed since they ran. Those of attacks
+    and metrics are not in run.yaml; Snakemake knows them."""
     folder = results.joinpath(*map(str, key))
     if not (folder / "run.yaml").exists():
         return []
