@@ -19,12 +19,12 @@ from gripmoe.config.methods import method_table
 from gripmoe.data.documents import Row, collate
 from gripmoe.io.files import write_jsonl
 from gripmoe.moe import MoEModel
-from gripmoe.training import loop as unlearning
+from gripmoe.training import steps
 from gripmoe.worlds.documents import all_texts, make_world
 from gripmoe.worlds.models import make_model
 from gripmoe.worlds.tokenizer import make_tokenizer
 
-unlearning.TIMED_PAIRS = 1  # a longer look at a step takes longer than the few steps that tests train
+steps.TIMED_PAIRS = 1  # a longer look at a step takes longer than the few steps that tests train
 MOE_FAMILIES = ("qwen3_moe", "qwen2_moe")
 METHODS = {  # one row of each kind that a loop of one's own can have
     name: method_table()[name]

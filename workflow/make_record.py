@@ -24,8 +24,9 @@ import pandas as pd
 from tqdm import tqdm
 
 from gripmoe.cli.main import main as command
-from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.config.grid import Project
 from gripmoe.config.provenance import step_seconds
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting.collect import base_models
 from gripmoe.reporting.runs import KEYS, load_runs
 

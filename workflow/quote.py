@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml, write_text
 from gripmoe.reporting import names
 from gripmoe.reporting.claims import DECIDED, load_claims, value_and_interval

@@ -20,8 +20,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.config.grid import Project
 from gripmoe.config.provenance import package_versions, step_seconds
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import atomic_path, file_digest, read_json, write_json, write_text
 from gripmoe.reporting import RENDERING, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks

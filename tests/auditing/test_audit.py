@@ -135,7 +135,7 @@ def test_models_that_are_known_are_called_what_they_are(embedded, which):
     assert report.verdict.word == which, str(report)
     best = {f"relearned_from_others_after_{steps}" for steps in (5, 25)}
     assert len(best & set(report.verdict.returned.metric)) == 1
-    assert "not made" in str(report) or which != "nothing found"
+    assert "Not made: " in str(report) or which != "nothing found"
     if which == "hides":
         returned = report.verdict.returned.set_index("metric").loc["forced_forget_accuracy"]
         assert returned.low > 0.3 and report.found["unlearned"].metrics["random_forced_forget_accuracy"] < 0.4

@@ -25,7 +25,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from gripmoe.moe import MoEModel
 from gripmoe.planning.fake import STEPS
-from gripmoe.training import loop
+from gripmoe.training import steps
 
 def step(**changes):
     config = AutoConfig.for_model(**{**question["model"]["config"], **changes})
@@ -33,7 +33,7 @@ def step(**changes):
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 torch.set_num_threads(1)
-loop.TIMED_PAIRS = 0
+steps.TIMED_PAIRS = 0
 question = json.loads(sys.argv[1])
 before = step(num_hidden_layers=1, num_experts=4)  # with what is loaded on the way
 print(step() - before)

@@ -14,7 +14,7 @@ from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
-from gripmoe.training import loop
+from gripmoe.training import steps
 from training.test_loop import CORPORA, run
 
 EXACT = EpsNullConfig(value=1e-10, kind="relative")
@@ -105,10 +105,10 @@ def test_its_cost_is_counted_and_timing_it_changes_no_bit(tmp_path, monkeypatch)
     calls, project = [], ExpertNullSpace.project
     monkeypatch.setattr(ExpertNullSpace, "project", lambda self: calls.append(self) or project(self))
     moe, outcome = trained(tmp_path, EXACT)
-    assert len(calls) == outcome.steps + loop.TIMED_PAIRS, "each timed step with the constraint, and none without it"
+    assert len(calls) == outcome.steps + steps.TIMED_PAIRS, "each timed step with the constraint, and none without it"
     copies = sum(p.nbytes for layer in moe.layers for p in moe.expert_parameters(layer))
     assert copies < outcome.held_bytes < 3 * copies
-    monkeypatch.setattr(loop, "TIMED_PAIRS", 0)
+    monkeypatch.setattr(steps, "TIMED_PAIRS", 0)
     untimed, _ = trained(tmp_path, EXACT, "untimed")
     assert weights_digest(moe.model) == weights_digest(untimed.model)
     assert trained(tmp_path, None, "free")[1].held_bytes == 0

@@ -22,7 +22,7 @@ from gripmoe.geometry.routing import SelectionRule, mean_stability, route, stabi
 from gripmoe.geometry.screening import ScreenedProjection
 from gripmoe.moe import MoEModel, fp8
 from gripmoe.planning.fake import STEPS, measure
-from gripmoe.training import loop
+from gripmoe.training import steps
 from gripmoe.training.loop import unlearn
 from gripmoe.training.objectives import GradientDifference
 from gripmoe.training.optimizers import make_adamw
@@ -221,7 +221,7 @@ def test_weights_in_bf16_move_at_a_low_rate(optimizer):
 
 @pytest.mark.parametrize(("method", "rows"), [("none", 2), ("none", 32), ("anchor", 2)])
 def test_a_step_takes_the_memory_that_the_plan_says(method, rows, monkeypatch):
-    monkeypatch.setattr(loop, "TIMED_PAIRS", 0)
+    monkeypatch.setattr(steps, "TIMED_PAIRS", 0)
     config = dict(
         model_type="qwen3_moe", vocab_size=1024, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=8, head_dim=64, intermediate_size=512, moe_intermediate_size=512, num_experts=32,

@@ -23,7 +23,7 @@ from gripmoe.data.documents import IGNORED, Row, collate
 from gripmoe.geometry.routing import SelectionRule, jaccard, route, stability_by_layer
 from gripmoe.moe import MoEModel, storage
 from gripmoe.moe.families import DENSE, FAMILIES, Family, has_experts
-from gripmoe.training import loop
+from gripmoe.training import loop, steps
 from gripmoe.training.objectives import GradientDifference, make_objective, token_logprobs
 from training.test_loop import CORPORA, NEVER, TRAINING
 
@@ -389,7 +389,7 @@ def test_unlearning_trains_biases_of_routers_with_the_routers(tmp_path, monkeypa
     adamw = loop._adamw
     monkeypatch.setattr(loop, "_adamw", lambda *given: lists.append(given) or adamw(*given))
     for pairs in (1, 3):
-        monkeypatch.setattr(loop, "TIMED_PAIRS", pairs)
+        monkeypatch.setattr(steps, "TIMED_PAIRS", pairs)
         moe, objective = make("gpt_oss"), GradientDifference(alpha=1.0)
         given = (moe, objective, Unconstrained(), CORPORA, TRAINING, NEVER)
         loop.unlearn(*given, seed=0, state_file=tmp_path / f"{pairs}.pt")

@@ -23,7 +23,7 @@ from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.moe import MoEModel, fp8
 from gripmoe.moe.families import FAMILIES
 from gripmoe.moe.storage import save_model, weights_digest
-from gripmoe.training import loop as unlearning
+from gripmoe.training import steps
 from gripmoe.training.loop import unlearn
 from gripmoe.training.objectives import GradientDifference
 
@@ -181,7 +181,7 @@ def test_training_enters_it_in_every_pass_and_nowhere_else(recomputed, engine, t
     for precision in ("native", "te_fp8"):
         moe, _ = trained(tmp_path, precision, seen, gradient_checkpointing=recomputed)
         ends[precision] = weights_digest(moe.model)
-        passes = 2 * (4 + 2 * unlearning.TIMED_PAIRS)
+        passes = 2 * (4 + 2 * steps.TIMED_PAIRS)
         assert len(engine) == (passes if precision == "te_fp8" else 0), "four steps and those timed; the control: none"
         state = torch.load(tmp_path / f"{precision}.pt", weights_only=True)["model"]
         assert list(state) == list(small_model().state_dict())

@@ -9,8 +9,9 @@ import pytest
 
 from gripmoe.cli.main import main
 from gripmoe.cli.prepare_model import prepare_model
-from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.config.grid import Project
 from gripmoe.config.provenance import step_seconds
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import read_json, write_json
 from gripmoe.planning import fake
 from gripmoe.planning.cost import Costs, Step, steps_of, what_would_fit

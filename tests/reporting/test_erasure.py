@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores
 from gripmoe.reporting.runs import KEYS
 

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting.erasure_goals import _of_every_attack, erasure_frontier, goals, goals_table, meets
 from gripmoe.reporting.runs import KEYS
 from gripmoe.reporting.uncertainty import LEAST

@@ -8,8 +8,9 @@ import torch
 
 from conftest import SMALL
 from gripmoe.cli.main import main
-from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.config.grid import Project
 from gripmoe.config.models import EmbeddedModel
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.data.documents import IGNORED, Batch, Row, collate
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_json, write_yaml

@@ -26,7 +26,7 @@ from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
-from gripmoe.training import loop as unlearning
+from gripmoe.training import steps
 from gripmoe.training.loop import unlearn
 from gripmoe.training.objectives import GradientDifference, RepresentationMisdirection
 from gripmoe.training.step_batches import StepBatches
@@ -154,7 +154,7 @@ def test_gradient_checkpointing_changes_nothing_but_memory(tmp_path, constraint,
 def test_layers_after_the_one_that_a_loss_looks_at_do_not_run(tmp_path, constraint, passes_per_step, monkeypatch):
     """And nothing else changes. A constraint that looks at the retain pass sees all of its layers."""
     training = TRAINING.model_copy(update={"loss_bound": 1e9, "check_every": TRAINING.max_steps})
-    monkeypatch.setattr(unlearning, "TIMED_PAIRS", 0)
+    monkeypatch.setattr(steps, "TIMED_PAIRS", 0)
     passes = []
     forward = Qwen3MoeSparseMoeBlock.forward
     monkeypatch.setattr(Qwen3MoeSparseMoeBlock, "forward", lambda *args: passes.append(1) or forward(*args))
@@ -300,7 +300,7 @@ ARMS = {
 
 
 def test_every_method_sees_the_same_retain_documents_in_the_same_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(unlearning, "TIMED_PAIRS", 0)
+    monkeypatch.setattr(steps, "TIMED_PAIRS", 0)
     training, seen = TRAINING.model_copy(update={"max_steps": 4}), {}
     for name, arm in (ARMS | {"another seed": ARMS["unconstrained"] | {"seed": 6}}).items():
         watched = Watched()
@@ -448,7 +448,7 @@ def test_timing_a_step_changes_no_bit(tmp_path, optimizer, monkeypatch):
     training = TRAINING.model_copy(update={"optimizer": optimizer, "max_steps": 4})
     digests = set()
     for pairs in (1, 3):
-        monkeypatch.setattr(unlearning, "TIMED_PAIRS", pairs)
+        monkeypatch.setattr(steps, "TIMED_PAIRS", pairs)
         model, outcome = run(tmp_path / f"{pairs}.pt", training=training)
         digests.add(weights_digest(model.model))
         assert all(seconds > 0 for seconds in outcome.seconds)
@@ -482,7 +482,7 @@ def test_what_is_checked_saved_and_returned_is_feasible(tmp_path, monkeypatch):
 
 
 def test_a_projection_counts_by_how_often_it_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(unlearning._Steps, "_seconds", lambda steps: 1.0 if steps.handle.is_lifted else 3.0)
+    monkeypatch.setattr(steps.Steps, "_seconds", lambda each: 1.0 if each.handle.is_lifted else 3.0)
     ratios = [
         run(tmp_path / f"{every}.pt", constraint=seldom_projected(every)[0])[1].costs["time_ratio"] for every in (1, 4)
     ]
@@ -517,7 +517,7 @@ def test_a_step_is_timed_against_one_without_the_constraint(tmp_path, monkeypatc
             clock[0] += 1
             return after_Ed
 
-    monkeypatch.setattr(unlearning, "now", lambda: clock[0])
+    monkeypatch.setattr(steps, "now", lambda: clock[0])
     assert run(tmp_path / "state.pt", constraint=Slow())[1].seconds == (2, 0)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.config.grid import Project
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import write_json
 
 ROOT = Path(__file__).parents[2]

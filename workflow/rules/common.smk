@@ -14,7 +14,8 @@ from snakemake.exceptions import WorkflowError
 from gripmoe.io.errors import ConfigError
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.catalogues import own_code
-from gripmoe.config.grid import NO_OBJECTIVE, Project
+from gripmoe.config.grid import Project
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import RENDERING
 

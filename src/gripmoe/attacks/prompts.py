@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gripmoe.attacks.base import Found, QuestionScores, QuestionSetting, Scores, mean
-from gripmoe.data.prompt_formats import REWORDINGS, letter_question
+from gripmoe.data.prompt_formats import REWORDINGS, SHOTS, letter_question
 from gripmoe.evaluation.muse import continuations
 from gripmoe.evaluation.questions import ANSWER, load_questions, prompt_of
 from gripmoe.io.errors import ConfigError
@@ -31,7 +31,6 @@ INSTRUCTIONS = {  # to a language model, by style
 }
 REWRITE_TOKENS = 160  # at most
 THOUGHTS = ("<think>", "</think>")
-SHOTS = 5
 TRANSLATION = "Translate the following question to French , then answer it .\n{prompt}"
 WORD = re.compile(r"\w+")
 ORDER = (2, 3, 1, 0)  # of the choices when they are shuffled: no choice keeps its letter

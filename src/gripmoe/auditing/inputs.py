@@ -18,7 +18,7 @@ from gripmoe.config.training import Relearning
 from gripmoe.config.types import Strict
 from gripmoe.data.corpora import rows_of
 from gripmoe.data.documents import IGNORED
-from gripmoe.data.prompt_formats import LETTERS
+from gripmoe.data.prompt_formats import LETTERS, SHOTS
 from gripmoe.data.published import CHOICES, dev_or_test, split_held_out
 from gripmoe.evaluation.questions import prompt_of
 from gripmoe.io.errors import ConfigError
@@ -200,7 +200,7 @@ def _impossible(
     of_fact = Counter((row["subject"], row["fact"]) for row in dev)
     tested = [row for row in questions if row["split"] == "test"]
     least = min(of_subject[row["subject"]] - of_fact[row["subject"], row["fact"]] for row in tested)
-    if least < 5:
+    if least < SHOTS:
         absent["prompts"] = (
             f"five questions of the same subject and of other facts are solved before each; the split dev has {least}"
         )

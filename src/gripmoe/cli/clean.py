@@ -10,7 +10,8 @@ import typer
 
 from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.config.catalogues import Catalogues
-from gripmoe.config.grid import Project, results_of, world_files
+from gripmoe.config.grid import Project
+from gripmoe.config.world_files import results_of, world_files
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import remove as remove_path
 from gripmoe.io.locks import exclusive

@@ -14,6 +14,8 @@ from gripmoe.config.training import Relearning, Training
 from gripmoe.config.types import EachOnce, Name, Names, Seed, Strict
 from gripmoe.io.files import read_yaml
 
+NO_OBJECTIVE = "none"  # the {objective} of baselines, which train nothing
+
 
 class Artefact(Strict):
     """A table or figure: `notebooks/<name>.ipynb` renders it into these formats."""

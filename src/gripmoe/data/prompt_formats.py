@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gripmoe.data.documents import Span
 
 LETTERS = "ABCD"
+SHOTS = 5  # solved questions before another one, in five-shot prompts
 LETTER_TASK = "wmdp/_default_template_yaml"
 # Rewordings of letter questions, for black-box attacks. Embedded base models have trained on them too.
 REWORDINGS = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gripmoe.config.benchmarks import PublishedData
+from gripmoe.data.prompt_formats import SHOTS
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
 
@@ -25,7 +26,6 @@ RETAIN_SPLITS = {
 MIN_CHARACTERS = 50  # shorter lines (headings, blanks) are not documents
 CHOICES = 4  # A to D, as prompts list them
 TARGETS = ("mc1_targets", "mc2_targets")  # of TruthfulQA
-LEAST_DEV = 5  # forget questions of the dev split, which prompt attacks put, solved, before each other question
 
 
 def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
@@ -46,10 +46,10 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     asked = ("question", "choices", "answer")
     forget = _questions(rows("forget_questions", "wmdp-cyber", "test", *asked), "forget", data.forget_subject)
     dev = sum(question["split"] == "dev" for question in forget)
-    if dev < LEAST_DEV or dev == len(forget):
+    if dev < SHOTS or dev == len(forget):  # prompt attacks put dev questions, solved, before each other question
         raise ConfigError(
             f"benchmarks.yaml: data.forget_questions: {data.forget_questions} has {len(forget)} questions. A hash of "
-            f"the text puts {dev} of them into the dev split, which needs at least {LEAST_DEV}, and leaves "
+            f"the text puts {dev} of them into the dev split, which needs at least {SHOTS}, and leaves "
             f"{len(forget) - dev} to report; add questions"
         )
     if len({question["answer"] for question in forget if question["split"] == "dev"}) < 2:

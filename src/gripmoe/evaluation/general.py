@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
+from gripmoe.data.prompt_formats import SHOTS
 from gripmoe.evaluation.questions import accuracy, harness_answers, harness_samples, write_parquet
 from gripmoe.io.files import read_jsonl, write_yaml
-
-SHOTS = 5
 
 
 def truthfulqa(model, tokenizer, rows: Sequence[dict], *, work_folder: Path, batch_size: int) -> dict[str, float]:

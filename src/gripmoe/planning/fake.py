@@ -44,7 +44,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import family_of
 from gripmoe.moe.sharding import shard_experts
-from gripmoe.training import loop as unlearning
+from gripmoe.training import loop, steps
 from gripmoe.training.finetune import finetune
 from gripmoe.training.objectives import make_objective, sequence_logprobs
 from gripmoe.training.undo import undo
@@ -307,7 +307,7 @@ def _replaced() -> Iterator[_Memory]:
         shapes = "_propagate_tensor_meta_non_cached"
         uncounted = memory.uncounted(getattr(ShardingPropagator, shapes))
         stack.enter_context(patch.object(ShardingPropagator, shapes, uncounted))
-        stack.enter_context(patch.object(unlearning, "TIMED_PAIRS", 0))
+        stack.enter_context(patch.object(steps, "TIMED_PAIRS", 0))
         stack.enter_context(patch.object(attack, "kept", lambda _: nullcontext()))
         if distributed.processes() > 1:
             everywhere = lambda local_N: torch.cat([local_N] * distributed.processes())  # noqa: E731
@@ -327,7 +327,7 @@ def _rows(count: int, length: int) -> list[Row]:
 
 
 def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[str, float]:
-    """The step of `objective` under `method`, as `gripmoe.training.loop` takes it."""
+    """The step of `objective` under `method`, as `gripmoe.training.steps` takes it."""
     method, training = Method(**question["method"]), Training(**question["training"])
     tokens, d, experts = question["traced"], moe.hidden_size, moe.num_experts
     shape = 1 if method.granularity == "layer" else experts, d, min(d, tokens, method.max_rank or d)
@@ -352,7 +352,7 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
         return torch.zeros(shape, dtype=torch.long), torch.ones(shape, dtype=torch.bool)
 
     with patch.object(nullspace, "padded_indices", even_share):
-        unlearning.unlearn(
+        loop.unlearn(
             moe,
             make_objective(question["objective"], training.objective, seed=0),
             built.constraint,

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
 from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, nothing, panels_of

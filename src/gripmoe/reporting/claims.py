@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 
 import pandas as pd
 
-from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.config.reading import read_catalogue
 from gripmoe.config.types import Name, Names, Strict
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import SHARED

@@ -14,9 +14,9 @@ from typing import Literal
 
 import pandas as pd
 
-from gripmoe.config.grid import NO_OBJECTIVE
 from gripmoe.config.reading import read_catalogue
 from gripmoe.config.types import Name, Names, Strict
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.runs import KEYS, apart
 from gripmoe.reporting.tables import MISSING, Cell, Row, Table, fixed

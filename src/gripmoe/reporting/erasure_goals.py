@@ -8,7 +8,7 @@ from math import nan
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.comparison import marks_of
 from gripmoe.reporting.erasure import ATTACKS

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 
 FORGOTTEN = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike

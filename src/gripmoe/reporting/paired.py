@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from gripmoe.config.grid import NO_OBJECTIVE
+from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.runs import apart, beside, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width

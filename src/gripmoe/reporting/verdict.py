@@ -67,7 +67,7 @@ def judge(
     if high > REMAINS:
         sentence = f"{fell}: {remains}, and the limit is {REMAINS}; more forget questions decide it"
         return Verdict(NOT_DECIDED, sentence, returned)
-    absent = f"; not made: {', '.join(not_made)}" * bool(not_made)
+    absent = f". Not made: {', '.join(not_made)}" * bool(not_made)
     margin, of_lost = RETURNS * lost, f"of {lost:.2f} lost"
     counting, others = (returned[returned.counts == counts] for counts in (True, False))
     if counting.empty:
@@ -81,9 +81,10 @@ def judge(
         return Verdict(NOT_DECIDED, f"{_returns(most)} {of_lost}: more forget questions decide it{absent}", returned)
     at_most = max(counting.high.max(), 0)
     shown = f"no interval of the {len(counting)} attacks lies wholly above {margin:.2f}, a tenth of the {lost:.2f} "
-    shown += f"lost; the largest upper end is {at_most:.2f}"
+    shown += f"lost, and the largest upper end is {at_most:.2f}"
     if len(taught):  # attacks that may bring knowledge in
-        shown += f"; {_returns(_most(taught))}, which counts only beside a retrained model: it may gain as much"
+        found = _returns(_most(taught))
+        shown += f". {found[0].upper()}{found[1:]}, which counts only beside a retrained model: it may gain as much"
     return Verdict(NOTHING_FOUND, shown + absent, returned)
 
 

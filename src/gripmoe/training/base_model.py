@@ -12,7 +12,7 @@ import torch
 
 from gripmoe.config.models import EmbeddedModel
 from gripmoe.data.documents import collate, encode
-from gripmoe.data.prompt_formats import truthfulqa_prompt
+from gripmoe.data.prompt_formats import SHOTS, truthfulqa_prompt
 from gripmoe.evaluation.questions import accuracy, direct_answers, prompt_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_json
@@ -27,7 +27,6 @@ from gripmoe.worlds.documents import World, all_texts, make_world
 from gripmoe.worlds.models import make_model
 from gripmoe.worlds.tokenizer import make_tokenizer
 
-SHOTS = 5
 SAMPLED = 300  # questions of each domain below solved ones, without experts, and with random ones
 TRUTHS = 40  # facts of each domain in the TruthfulQA form
 
