@@ -18,7 +18,8 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.planning import fake
 from gripmoe.planning.cost import Costs, Step
-from gripmoe.planning.fake import SLOW, NotMeasurable, _grouped_product, dimensions, layers_of
+from gripmoe.planning.counting import SLOW, _grouped_product
+from gripmoe.planning.fake import NotMeasurable, dimensions, layers_of
 
 PAPER = Project(Path(__file__).parents[2] / "workflow" / "config", "paper")
 PUBLISHED = {  # as their config.json have them

@@ -9,7 +9,7 @@ import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
-from math import ceil, prod
+from math import ceil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,13 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._tools.common_utils import get_untyped_storages
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
@@ -44,12 +40,12 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import family_of
 from gripmoe.moe.sharding import shard_experts
+from gripmoe.planning.counting import FORMULAS, Answers, Memory, bytes_of
 from gripmoe.training import loop, steps
 from gripmoe.training.finetune import finetune
 from gripmoe.training.objectives import make_objective, sequence_logprobs
 from gripmoe.training.undo import undo
 
-aten = torch.ops.aten
 NOWHERE = Path("/nonexistent/state.pt")  # no state to resume from
 Spent = Callable[[], dict[str, float]]  # operations and bytes received so far, and bytes held now
 
@@ -82,7 +78,7 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
         flops = FlopCounterMode(display=False, custom_mapping=FORMULAS)
         # Its module hooks keep graphs alive, and with them recomputed activations.
         flops.mod_tracker._fw_pre_hook = flops.mod_tracker._fw_post_hook = lambda *_: None
-        with fake, _Answers(), memory, flops:
+        with fake, Answers(), memory, flops:
             spent = lambda: {"flops": flops.get_total_flops(), "received": memory.received, "held": memory.now()}  # noqa: E731
             taken = STEPS[question["what"]](moe, question, spent)
             if question["what"] == "evaluate":
@@ -153,127 +149,11 @@ class NotMeasurable(ConfigError):
     """The dimensions of a model are unknown, torch has no fake operation for it, or few layers say nothing of all."""
 
 
-class _Answers(TorchDispatchMode):
-    """Replaces the values that fake tensors lack: booleans are False, numbers are 1, masks select everything, and
-    `nonzero` finds nothing. So no constraint of Method A's Stage 2 is active."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        if func is aten.nonzero.default:
-            return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        if func in (aten.index.Tensor, aten.index_put_.default):
-            tensor, indices = args[:2]
-            for position, index in enumerate(indices):
-                if index is not None and index.dtype == torch.bool:
-                    if func is aten.index_put_.default:
-                        return tensor
-                    after = tensor.shape[position + index.dim() :]
-                    return tensor.new_empty((*tensor.shape[:position], index.numel(), *after))
-        return func(*args, **(kwargs or {}))
-
-
-class _Memory(MemTracker):
-    """Peaks by phase, without the tracker's statistics by module, which assume one forward pass. Tensors inside
-    compiled code (one kernel) and in DTensor's shape propagation do not count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase, self.peaks, self.counts = "passes", {}, True
-        self.gradients = self.states = self.received = self.operations = 0
-
-    def _pre_fw_hook(self, *_) -> None:
-        pass
-
-    _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook
-
-    def _update_peak_stats(self, peak_state) -> None:
-        if self.counts:
-            phase = "update" if self._in_opt else self.phase
-            self.peaks[phase] = max(self.now(), self.peaks.get(phase, 0))
-
-    def now(self) -> int:
-        return sum(snapshot["Total"] for snapshot in self._curr_mem_snap.values())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):  # half of all calls
-            return args[0].fake_device
-        if func.namespace == "c10d":  # the larger of input and output, without this process's own share
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            self.received += max(_bytes([tensor]) for tensor in tensors) * (1 - 1 / distributed.processes())
-        self.operations += 1
-        if self.operations % 100 == 0:
-            gc.collect()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _track_optimizer_states(self, reftype, optimizer) -> None:
-        super()._track_optimizer_states(reftype, optimizer)
-        self.phase = "afterwards"
-        kept = [value for state in optimizer.state.values() for value in state.values()]
-        self.states = _bytes([value for value in kept if isinstance(value, torch.Tensor)])
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.gradients = _bytes([parameter.grad for parameter in parameters if parameter.grad is not None])
-
-    def uncounted(self, function: Callable, **_) -> Callable:
-        def called(*args, **kwargs):
-            before, self.counts = self.counts, False
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.counts = before
-
-        return called
-
-
-def _bytes(tensors: list[torch.Tensor]) -> int:
-    storages = {storage._cdata: storage.nbytes() for tensor in tensors for storage in get_untyped_storages(tensor)}
-    return sum(storages.values())
-
-
-def _grouped_product(a_shape, b_shape, *_, out_shape=None, **__) -> int:
-    """Operations of the products of T tokens with their experts' (d, m) matrices, or of the matrices' gradients."""
-    return 2 * a_shape[-2] * a_shape[-1] * b_shape[-1]
-
-
-def _attention(q_shape, k_shape, v_shape, *_, **__) -> int:
-    """Operations of queries times keys and of scores times values, every position with every other."""
-    return 2 * prod(q_shape[:-1]) * k_shape[-2] * (q_shape[-1] + v_shape[-1])
-
-
-def _attention_backward(_, q_shape, k_shape, v_shape, *__, **___) -> int:
-    """Operations of the recomputed scores, and of the gradients of scores, values, queries and keys."""
-    return 2 * prod(q_shape[:-1]) * k_shape[-2] * (3 * q_shape[-1] + 2 * v_shape[-1])
-
-
-def _decomposition(each: int) -> Callable[..., int]:
-    """Operations of a decomposition of (m, n) matrices: `each` times m n min(m, n) (Golub and Van Loan)."""
-    return lambda a_shape, *_, **__: SLOW * each * prod(a_shape) * min(a_shape[-2:])
-
-
-def _qr(a_shape, mode="reduced", *_, **__) -> int:
-    """Operations of a QR; to form Q takes as many as R does."""
-    return _decomposition(2 if mode == "r" else 4)(a_shape)
-
-
-# The weight of an operation of a decomposition: a GPU decomposes many small matrices at about a hundredth of the rate
-# at which it multiplies (our assumption, not measured).
-SLOW = 100
-FORMULAS = {  # formulas that torch's counter lacks
-    aten._grouped_mm: _grouped_product,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    aten._linalg_svd: _decomposition(14),
-    aten._linalg_eigh: _decomposition(9),
-    aten.linalg_qr: _qr,
-}
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Within the block, there are no progress bars and no warnings."""
     logging.disable(logging.WARNING)
-    gc.disable()  # `_Memory` collects garbage, always at the same operations
+    gc.disable()  # `Memory` collects garbage, always at the same operations
     gc.freeze()
     try:
         with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
@@ -297,10 +177,10 @@ def _processes(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced() -> Iterator[_Memory]:
+def _replaced() -> Iterator[Memory]:
     """Within the block, replaces what fake tensors cannot run: GPUs, compiled kernels, timed steps, copies in host
     memory, and the rows of other processes."""
-    memory = _Memory()
+    memory = Memory()
     with ExitStack() as stack:
         stack.enter_context(patch("torch.cuda.is_available", return_value=False))
         stack.enter_context(patch("torch.compile", memory.uncounted))
@@ -365,7 +245,7 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
             expert_eps=method.expert_eps,
             state_file=NOWHERE,
         )
-    basis = len(moe.layers) * _bytes([bases[next(iter(moe.layers))].columns_Edr]) if method.has_bases else 0
+    basis = len(moe.layers) * bytes_of([bases[next(iter(moe.layers))].columns_Edr]) if method.has_bases else 0
     of_step = {name: value - before[name] for name, value in spent().items()}
     return of_step | {"basis": basis, "held": before.get("held", 0)}
 
