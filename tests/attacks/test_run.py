@@ -133,12 +133,13 @@ def test_two_attacks_do_not_return_one_metric():
         ({"mine": 1.0}, "attacks.mine: the attack returned a dict; return a Found"),
         (Found({"mine": "high"}), "attacks.mine: the function returned a str; return a number"),
         (Found({"mine": torch.zeros(2)}), "attacks.mine: the function returned a Tensor; return a number"),
+        (Found({"mine": 1.0}, {"mine": {"a": [1]}}), "attacks.mine: the function returned a list; return a number"),
     ],
 )
 def test_an_attack_of_ones_own_that_returns_no_numbers_is_named(returned, said, tmp_path):
     """And what other attacks have found is kept. A tensor or a number of numpy of one element is a number."""
     attacks = {
-        "first": lambda _: Found({"first": np.float32(0.5)}),
+        "first": lambda _: Found({"first": np.float32(0.5)}, {"first": {"a": np.float32(0.5)}}),
         "second": lambda _: Found({"second": torch.ones(1)}),
     }
     identities = dict.fromkeys((*attacks, "mine"), {})

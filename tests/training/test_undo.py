@@ -7,7 +7,7 @@ import torch
 
 from conftest import random_batch, small_model
 from gripmoe.config.methods import UndoConfig
-from gripmoe.data.corpora import whole_batch
+from gripmoe.data.corpora import fitting_batch_size
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.states import final_hidden_states
@@ -45,9 +45,9 @@ def test_noise_is_mixed_in_by_its_share():
 
 def test_a_corpus_smaller_than_a_batch_is_said():
     """UNDO and finetuning take it whole."""
-    with pytest.warns(UserWarning, match=f"of {len(RETAIN)} documents a batch of 99 has no more than these"):
+    with pytest.warns(UserWarning, match=f"the corpus has {len(RETAIN)} documents, fewer than a batch of 99"):
         undone(batch_size=99, steps=1)
-    assert whole_batch(RETAIN, 4) == 4
+    assert fitting_batch_size(RETAIN, 4) == 4
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3"])

@@ -219,7 +219,8 @@ def test_without_its_records_snakemake_does_not_take_a_run_of_other_settings(tmp
     assert "unconstrained/0/run.yaml: this run has other settings than" in refused
     file = "results/smoke/smoke/wmdp_smoke/gd/unconstrained/0/run.yaml"
     record_of(tmp_path, file.replace("unconstrained", "frozen_router"))
-    assert snakemake("-n", "--config", world, directory=tmp_path, check=False) == refused, "that of another run"
+    again = snakemake("-n", "--config", world, directory=tmp_path, check=False)
+    assert "other settings than" in again, "the record is that of another run"
     record_of(tmp_path, file)
     assert "other settings than" not in snakemake("-n", "--config", world, directory=tmp_path, check=False)
 

@@ -102,8 +102,12 @@ def _checked(name: str, found: Any) -> Found:
     if not isinstance(found, Found):
         kind = type(found).__name__
         raise ConfigError(f"benchmarks.yaml: attacks.{name}: the attack returned a {kind}; return a Found")
-    numbers = {metric: as_number(f"attacks.{name}", value) for metric, value in found.metrics.items()}
-    return replace(found, metrics=numbers)
+
+    def numbers(of: Mapping[str, Any]) -> dict[str, float]:
+        return {key: as_number(f"attacks.{name}", value) for key, value in of.items()}
+
+    scores = {metric: numbers(of_items) for metric, of_items in found.scores.items()}
+    return replace(found, metrics=numbers(found.metrics), scores=scores)
 
 
 def stored(state_file: Path, identities: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -110,10 +110,13 @@ def epoch_rows(rows: Sequence[Row], batch_size: int, seed: int, step: int) -> li
     return [rows[i] for i in order[number * batch_size : (number + 1) * batch_size]]
 
 
-def whole_batch(rows: Sequence[Row], batch_size: int) -> int:
-    """The size of a batch, which a corpus smaller than that lowers, with a warning."""
+def fitting_batch_size(rows: Sequence[Row], batch_size: int) -> int:
+    """`batch_size`, or the size of a corpus that is smaller, with a warning."""
     if len(rows) < batch_size:
-        warnings.warn(f"of {len(rows)} documents a batch of {batch_size} has no more than these", stacklevel=2)
+        warnings.warn(
+            f"the corpus has {len(rows)} documents, fewer than a batch of {batch_size}: every batch takes all of them",
+            stacklevel=2,
+        )
     return min(batch_size, len(rows))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from gripmoe.data.corpora import epoch_rows, in_batches, whole_batch
+from gripmoe.data.corpora import epoch_rows, fitting_batch_size, in_batches
 from gripmoe.data.documents import IGNORED, Row
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
@@ -54,7 +54,7 @@ def finetune(
     groups = [{"params": alike} for alike in distributed.by_sharding(parameters)]
     adamw = make_adamw(optimizer, groups, lr=learning_rate, weight_decay=0.0)
     losses: list[float] = (load_state(state_file, model, adamw) or {"losses": []})["losses"]
-    batch_size = whole_batch(rows, batch_size)
+    batch_size = fitting_batch_size(rows, batch_size)
     steps = epochs * (len(rows) // batch_size)
     model.train()
     with checkpointing(model, gradient_checkpointing):

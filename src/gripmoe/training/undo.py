@@ -9,7 +9,7 @@ from torch import nn
 from tqdm import trange
 
 from gripmoe.config.methods import UndoConfig
-from gripmoe.data.corpora import epoch_rows, whole_batch
+from gripmoe.data.corpora import epoch_rows, fitting_batch_size
 from gripmoe.data.documents import Row, collate, length_buckets
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
@@ -24,7 +24,7 @@ def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id
     held, routers too.
     Returns the last `distillation_loss`, and the `tokens` that were passed forward and backward. Raises ConfigError if
     a loss or gradient is not finite."""
-    size = whole_batch(retain, settings.batch_size)
+    size = fitting_batch_size(retain, settings.batch_size)
     rows = [epoch_rows(retain, size, seed, step) for step in range(settings.steps)]
     buckets = length_buckets(list({row.id: row for drawn in rows for row in drawn}.values()))
     device, tokens = model.model.device, 0
