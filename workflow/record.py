@@ -67,7 +67,13 @@ TABLES = {
     "erasure_goals": "Which methods erase",
     "attack_quality": "What the attacks are worth",
 }
-OF_ERASURE = ("tiny_erasure", "tiny_erasure_further", "tiny_erasure_held_out", "tiny_erasure_objectives")
+OF_ERASURE = (
+    "tiny_erasure",
+    "tiny_erasure_averaged",
+    "tiny_erasure_further",
+    "tiny_erasure_held_out",
+    "tiny_erasure_objectives",
+)
 OF_ABLATIONS = ("threshold_sensitivity", "per_band_threshold", "constraint_ablation", "factorial", "constraint_surface")
 WORLDS = {
     "router_rate": ("record_rates",),

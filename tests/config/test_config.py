@@ -386,7 +386,7 @@ def test_a_finetuned_models_batches_are_shared_too(folder):
 def test_unknown_world_names_the_known_ones():
     with pytest.raises(
         ConfigError,
-        match="give one of paper, paper_ablations, paper_dense, paper_muse, record, record_main, record_muse, record_rates, record_replication, record_settings, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_erasure, tiny_erasure_further, tiny_erasure_held_out, tiny_erasure_objectives, tiny_erasure_tuning, tiny_fp8, tiny_large, tiny_muse, tiny_muse_tuning, tiny_retain, tiny_routed, tiny_shared, tiny_tuning or the path",
+        match="give one of paper, paper_ablations, paper_dense, paper_muse, record, record_main, record_muse, record_rates, record_replication, record_settings, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_erasure, tiny_erasure_averaged, tiny_erasure_further, tiny_erasure_held_out, tiny_erasure_objectives, tiny_erasure_tuning, tiny_fp8, tiny_large, tiny_muse, tiny_muse_tuning, tiny_retain, tiny_routed, tiny_shared, tiny_tuning or the path",
     ):
         Project(CONFIG, "huge")
 

@@ -106,6 +106,7 @@ class Training(Strict):
     disruption_mask: bool = False  # MUDMAN: a forget gradient counts only where the retain gradient has its sign
     dropped_components: Annotated[int, Field(ge=0)] = 0  # RepSelect: principal components that gradients lose
     distance_weight: NonNegative = 0.0  # of a reward for the relative distance from the original weights
+    average_decay: BelowOne = 0.0  # of a moving average of the weights, which is checked and saved; 0: no average
 
     @model_validator(mode="after")
     def _checkpoints_at_checks(self) -> Training:

@@ -101,7 +101,7 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
     if not names.objectives_of(found):
         return nothing("no unlearned run was attacked")
     with house_style():
-        figure, panels = panels_of(found, 0.9 + 0.17 * len(methods))
+        figure, panels = panels_of(found, max(1.8, 0.9 + 0.17 * len(methods)))
         for axes, objective, group in panels:
             of_models = group.groupby(["objective", "method", "metric", "model"]).value.mean()
             means = of_models.groupby(level=["objective", "method", "metric"]).mean().unstack("metric")
@@ -131,8 +131,8 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
 
 def relearning_curves(runs: pd.DataFrame) -> plt.Figure:
     """Forget accuracy over steps of finetuning: on documents about other forget facts (solid), on the whole forget
-    corpus if the facts of documents are not known (dotted), and on retain documents (dashed). Shows the methods that
-    have a colour, and the retrained model, which never knew the answers."""
+    corpus if the facts of documents are not known (dotted), and on retain documents (dashed). Shows the methods of
+    `names.drawn`, and the retrained model, which never knew the answers."""
     sources = {
         "relearned": ("-", "on other forget documents"),
         "relearned_from_corpus": (":", "on the forget corpus"),
@@ -164,8 +164,7 @@ def _lines_by_objective(runs: pd.DataFrame, pattern: str, over: str, sources: di
         for axes, objective, group in panels:
             keys = ["objective", "method", "source", "step"]
             spans = group.groupby(keys).value.agg(mean="mean", least="min", greatest="max")
-            present = set(group.method[group.objective == objective]) & set(names.COLOURS)
-            drawn = [(objective, method) for method in names.ordered(present)]
+            drawn = [(objective, method) for method in names.drawn(group.method[group.objective == objective])]
             drawn += [(NO_OBJECTIVE, "retrained")] if "retrained" in set(group.method) else []
             ends = {}
             for key in drawn:

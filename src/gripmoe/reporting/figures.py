@@ -73,7 +73,7 @@ def random_floor(runs: pd.DataFrame) -> float | None:
 
 
 def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
-    """Fig. 1a: routing stability by layer of every method with its own colour, one panel per objective and kind of base
+    """Fig. 1a: routing stability by layer of the methods of `names.drawn`, one panel per objective and kind of base
     model. Bands span the runs. Dots mark the stability of random sets."""
     data = stability_by_layer(runs)
     kinds = apart(runs[runs.metric.str.fullmatch(OF_LAYERS)])
@@ -92,7 +92,7 @@ def routing_stability_by_layer(runs: pd.DataFrame) -> plt.Figure:
         for axes, (kind, objective) in zip(panels.flat, shown, strict=False):
             panel = data[(data.kind == kind) & (data.objective == objective)]
             ends = {}
-            for method in names.ordered(set(panel.method) & set(names.COLOURS)):
+            for method in names.drawn(panel.method):
                 line = panel[panel.method == method].sort_values("layer").set_index("layer")
                 draw_line(axes, line, method, names.line_style(method))
                 ends[method] = (line.index[-1], line["mean"].iloc[-1])
@@ -121,7 +121,7 @@ def draw_line(axes: plt.Axes, line: pd.DataFrame, method: str, style: str) -> No
 
 def label_ends(axes: plt.Axes, ends: dict[str, tuple[float, float]]) -> None:
     """Names each line at its right end, moved apart where they would overlap, with a thin leader."""
-    if not ends:  # no method of the panel has a colour
+    if not ends:  # the panel has no line
         return
     ordered = sorted(ends.items(), key=lambda item: item[1][1])
     heights, gap = [y for _, (_, y) in ordered], 0.062
@@ -225,7 +225,7 @@ def forget_utility_tradeoff(
     line (the mean over runs at equal forgetting, as far as all runs forgot) and a dot (the mean of their last checks).
     Up and to the left is better. `forget` and `retain` name the two measures: accuracies, or C1 and C4."""
     wide = histories.pivot_table(index=[*KEYS, "step"], columns="metric", values="value").reset_index()
-    methods = [m for m in SHOWN if m in set(wide.method)]
+    methods = [name for name in names.drawn(wide.method) if name in SHOWN or name not in names.METHODS]
     if not names.objectives_of(wide):
         return nothing("no run was unlearned")
     with house_style():

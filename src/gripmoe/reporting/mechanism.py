@@ -69,10 +69,12 @@ def kaczmarz_rate(rate: dict) -> plt.Figure:
 
 
 def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, pd.DataFrame]:
-    """The inside of a run, for each kind of base model and the methods with a colour: the gradient per element of
+    """The inside of a run, for each kind of base model and the methods of `names.drawn`: the gradient per element of
     routers and experts in unconstrained training; the free dimensions under Method A (for fixed bases with range and
     quartiles over experts); how often Stage 1 is not enough; and the violations of finished routers that remain after
     Algorithm 1, beside the exact projection. Also returns the numbers, for all methods."""
+    if not ((histories.method == "unconstrained") | (histories.metric == "stage_2_rate")).any():
+        return nothing("no run without a constraint or under Method A"), pd.DataFrame()
     kinds = apart(histories)
     numbers = []
     with house_style():
@@ -138,7 +140,7 @@ def _draw_gradients(axes: plt.Axes, gradients: pd.Series) -> None:
 
 
 def _draw_dimensions(axes: plt.Axes, dimensions: pd.DataFrame) -> None:
-    dimensions = dimensions[dimensions.method.isin(names.COLOURS)]
+    dimensions = dimensions[dimensions.method.isin(names.drawn(dimensions.method))]
     for number, (method, rows) in enumerate(dimensions.groupby("method")):
         look = dict(linestyle=names.line_style(method), **names.look_of(method, size=2.5))
         x = rows.layer + 0.06 * number
@@ -152,7 +154,7 @@ def _draw_dimensions(axes: plt.Axes, dimensions: pd.DataFrame) -> None:
 
 
 def _draw_triggered(axes: plt.Axes, triggered: pd.Series) -> None:
-    for method in [m for m in names.COLOURS if m in triggered.index.get_level_values("method")]:
+    for method in names.drawn(triggered.index.get_level_values("method")):
         line = triggered[method]
         style = names.line_style(method)
         axes.plot(line.index, line.values, style, color=names.colour(method), label=names.method_label(method))

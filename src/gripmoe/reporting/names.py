@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ METHODS = {name: MethodStyle(**row) for name, row in NAMES["methods"].items()}
 METRICS = {name: MetricStyle(**row) for name, row in NAMES["metrics"].items()}
 MARKS: dict[str, str] = NAMES["marks"]
 COLOURS = {name: method.colour for name, method in METHODS.items() if method.colour}
+OF_OTHERS = ("#7a5c00", "#c2185b", "#00796b", "#8d6e63", "#5c6bc0", "#ef6c00")  # for methods that the package lacks
 
 
 SWEPT = re.compile(r"(expert_specific|expert_specific_paper|early|middle|late)_eps_\d+em\d+")
@@ -103,7 +105,14 @@ def line_style(name: str) -> str:
     return "--" if method(name).dashed else "-"
 
 
+def drawn(methods: Iterable[str]) -> list[str]:
+    """The methods of a figure: those that have a colour, in their order, then those that the package lacks."""
+    return [name for name in ordered(methods) if name in COLOURS or name not in METHODS]
+
+
 def colour(name: str) -> str:
+    if name not in METHODS and not is_swept(name):
+        return OF_OTHERS[zlib.crc32(name.encode()) % len(OF_OTHERS)]
     return method(name).colour or "#444444"
 
 

@@ -32,6 +32,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import linear_precision
 from gripmoe.moe.modes import checkpointing, train_only
 from gripmoe.training.adversary import RelearningAdversary
+from gripmoe.training.averaging import WeightAverage
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.forget_gradient import forget_gradient_edits
 from gripmoe.training.objectives import Objective
@@ -88,12 +89,14 @@ def unlearn(
     else is frozen. With `replay` training passes use the original model's expert sets, with live weights. With
     `expert_eps` experts move outside the span of their retain inputs (`ExpertNullSpace`). With `correct` (Method B,
     or the original routers) the check looks at corrected routers and the model ends corrected, while training goes on
-    uncorrected. Resumes from `state_file`; on CPU the result is the same to the bit as without the interruption.
+    uncorrected. With `training.average_decay` the same holds of averaged weights (`WeightAverage`). Resumes from
+    `state_file`; on CPU the result is the same to the bit as without the interruption.
 
     Under torchrun every process calls this with the same arguments and its part of a model of `shard_experts`, trains
     on its rows of every batch and takes part in every check. Batch sizes are of each process and pass; the effective
     ones are printed. Raises ConfigError for what processes cannot share, for a corpus smaller than a batch, for a state
-    of another number of processes, and for SAM or `expert_eps` in lower precision than fp32.
+    of another number of processes, for SAM or `expert_eps` in lower precision than fp32, and for averaged weights if
+    the constraint projects at every n-th step only.
     """
     batches = StepBatches(corpora, training, seed, model.model.device)
     batches.check(scope)
@@ -109,6 +112,8 @@ def unlearn(
         raise ConfigError(
             "`sharpness_radius` needs weights in fp32: in lower precision the move up the loss is rounded away"
         )
+    if training.average_decay and constraint.every > 1:
+        raise ConfigError("`average_decay` needs `every: 1`: between two projections, routers leave the constraint")
     objective.start(model, *used)
     constraint.start(model, *used)
     original_sets = OriginalSets(model, [*used[0], *used[1]]) if replay else None
@@ -120,6 +125,7 @@ def unlearn(
     if training.adversary_steps:
         adversary = RelearningAdversary(experts, training.adversary_rate * training.learning_rate)
     forget_edits = forget_gradient_edits(experts, training)  # before a state is loaded: they know the original weights
+    average = WeightAverage(routers + experts, training.average_decay) if training.average_decay else None
     restricted = restricted_experts(model, scope, optimizer) if scope else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {
         "step": 0,
@@ -142,11 +148,16 @@ def unlearn(
             adversary=adversary,
             forget_edits=forget_edits,
             held=held,
+            average=average,
             handle=handle,
             tokens=progress["tokens"],
         )
         handle.load_state_dict(progress["constraint"])
+        if average and "averages" in progress:
+            average.load_state(progress["averages"])
         status, step, history = _until_met(steps, stop, progress, correct, state_file, description)
+        if average and status != "diverged":
+            average.write()
         tokens = round(distributed.average(steps.tokens) * distributed.processes())
         times = None if status == "diverged" else steps.seconds_by_turns()
     if correct:
@@ -181,7 +192,7 @@ def _until_met(
                     return "diverged", step, history
                 handle.settle()  # a run is saved and ends after a check
                 if not history or history[-1]["step"] < step:
-                    with _corrected(model, correct):
+                    with steps.average.weights() if steps.average else nullcontext(), _corrected(model, correct):
                         scores = distributed.agreed(stop.scores(model))
                     means = {name: total / counts[name] for name, total in sums.items()}
                     history.append({"step": step, **scores, **means})
@@ -194,6 +205,7 @@ def _until_met(
                 return "not_reached", step, history
             if step % training.checkpoint_every == 0 and step > progress["step"]:
                 kept = dict(step=step, history=history, constraint=handle.state_dict(), tokens=steps.tokens)
+                kept |= {"averages": steps.average.state()} if steps.average else {}
                 save_state(state_file, model.model, steps.optimizer, **kept)
             started = now()
             losses = steps.take(step)

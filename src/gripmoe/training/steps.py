@@ -22,6 +22,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision
 from gripmoe.moe.modes import restored
 from gripmoe.training.adversary import RelearningAdversary, uphill
+from gripmoe.training.averaging import WeightAverage
 from gripmoe.training.forget_gradient import ForgetGradientEdit, disruption_masked
 from gripmoe.training.objectives import Objective, cross_entropy
 from gripmoe.training.optimizers import rate_zero
@@ -47,6 +48,7 @@ class Steps:
     adversary: RelearningAdversary | None
     forget_edits: list[ForgetGradientEdit]
     held: ExpertNullSpace | None
+    average: WeightAverage | None
     handle: ConstraintHandle
     tokens: int
 
@@ -80,6 +82,8 @@ class Steps:
             self.optimizer.step()  # whose hooks keep the routers feasible
             if self.held and not self.handle.is_lifted:
                 self.held.project()
+            if self.average:
+                self.average.update()
         except Diverged:
             return None
         return {**losses, **gradients}
