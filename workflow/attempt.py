@@ -16,11 +16,13 @@ import argparse
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import fields
 from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 
 import pandas as pd
+from finished_runs import setting_of
 from make_record import ROOT
 from tqdm import tqdm
 from tune import CONFIG, changed, named, prepare, train
@@ -31,13 +33,11 @@ from gripmoe.attacks.relearning import from_other_facts, from_retain_documents, 
 from gripmoe.config.grid import Project
 from gripmoe.config.reading import parse_as, require_known
 from gripmoe.config.world import Run
-from gripmoe.data.documents import collate, length_buckets
+from gripmoe.data.corpora import in_batches
 from gripmoe.evaluation.questions import load_questions
 from gripmoe.geometry.routing import mean_stability, stability_by_layer
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_text
-from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import load_model
 
 RETAIN_QUESTIONS = 400  # of the test split
 # A repeated attempt replaces its row. Attempts are the same if these columns are.
@@ -90,25 +90,10 @@ def attempt(project: Project, results: Path, key: tuple, steps: int, change: dic
 
 
 def measured(project: Project, results: Path, key: tuple, weights: Path) -> dict[str, float]:
-    model, benchmark, *_, seed = key
-    before = MoEModel(load_model(results / "models" / model / "weights", device="cpu")[0])
-    after, tokenizer = load_model(weights, device="cpu")
-    settings = [
-        kind(
-            before,
-            MoEModel(after),
-            tokenizer,
-            results / "data" / benchmark,
-            project.benchmarks[benchmark],
-            finetuning=project.world.relearning,
-            seed=seed,
-        )
-        for kind in (QuestionSetting, Swapped)
-    ]
-    letters, swapped = settings
-    rows = letters.corpus("held_out")
-    batches = [collate(bucket, tokenizer.pad_token_id) for bucket in length_buckets(rows)]
-    stability = stability_by_layer(before.trace(batches), letters.after.trace(batches))
+    letters = setting_of(project, results, key, weights, finetuning=project.world.relearning)
+    swapped = Swapped(**{field.name: getattr(letters, field.name) for field in fields(letters)})
+    batches = in_batches(letters.corpus("held_out"), letters.tokenizer.pad_token_id)
+    stability = stability_by_layer(letters.before.trace(batches), letters.after.trace(batches))
     asked = {
         "dev_forget_accuracy": swapped.sample,
         "dev_retain_accuracy": load_questions(letters.data / "retain_questions.jsonl", "dev"),

@@ -15,20 +15,16 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from finished_runs import parser_of, write_measurements
+from finished_runs import parser_of, setting_of, write_measurements
 
-from gripmoe.attacks.base import SAMPLE, QuestionSetting
+from gripmoe.attacks.base import SAMPLE
 from gripmoe.attacks.restoration import without_expert
 from gripmoe.config.grid import Project
-from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import load_model
 
 
 def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[dict]:
-    benchmark = key[1]
-    model, tokenizer = load_model(weights, device="cpu")
-    moe = MoEModel(model)
-    setting = QuestionSetting(moe, moe, tokenizer, results / "data" / benchmark, project.benchmarks[benchmark])
+    setting = setting_of(project, results, key, weights)
+    moe = setting.after
     asked = {"forget": setting.sample, "retain": setting.retain[:SAMPLE]}
 
     def score(questions: Sequence[dict]) -> float:

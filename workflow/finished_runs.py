@@ -9,10 +9,13 @@ from pathlib import Path
 import pandas as pd
 from tqdm import tqdm
 
+from gripmoe.attacks.base import QuestionSetting
 from gripmoe.config.grid import Project
 from gripmoe.config.reading import require_known
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_text
+from gripmoe.moe import MoEModel
+from gripmoe.moe.storage import load_model
 from gripmoe.reporting import names
 from gripmoe.reporting.runs import KEYS
 
@@ -59,6 +62,16 @@ def write_measurements(parser: argparse.ArgumentParser, measure: Measure) -> Non
     for key, run in tqdm(found.items(), unit="run"):
         rows += [{**dict(zip(KEYS, key, strict=True)), **row} for row in measure(*run)]
     write_text(args.output, pd.DataFrame(rows).to_csv(index=False, float_format="%.6g"))
+
+
+def setting_of(project: Project, results: Path, key: tuple, weights: Path, **given) -> QuestionSetting:
+    """A run of letter questions under attack, beside its original."""
+    model, benchmark, *_, seed = key
+    (before, _), (after, tokenizer) = (
+        load_model(folder, device="cpu") for folder in (results / "models" / model / "weights", weights)
+    )
+    data, row = results / "data" / benchmark, project.benchmarks[benchmark]
+    return QuestionSetting(MoEModel(before), MoEModel(after), tokenizer, data, row, seed, **given)
 
 
 def _weights(project: Project, results: Path, key: tuple) -> Path:

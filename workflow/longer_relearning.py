@@ -12,23 +12,18 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from finished_runs import parser_of, write_measurements
+from finished_runs import parser_of, setting_of, write_measurements
 
-from gripmoe.attacks.base import Found, QuestionSetting
+from gripmoe.attacks.base import Found
 from gripmoe.attacks.relearning import from_other_facts, of_low_rank_experts
 from gripmoe.config.grid import Project
-from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import load_model
 
 
 def measure(project: Project, results: Path, key: tuple, weights: Path, steps: Sequence[int]) -> list[dict]:
-    model, tokenizer = load_model(weights, device="cpu")
-    moe, benchmark, seed = MoEModel(model), key[1], key[-1]
-    given = tokenizer, results / "data" / benchmark, project.benchmarks[benchmark]
     if project.world.relearning is None:
         raise SystemExit(f"{project.world_file}: give `relearning`, the settings of finetuning")
     finetuning = project.world.relearning.model_copy(update={"steps": list(steps)})
-    setting = QuestionSetting(moe, moe, *given, finetuning=finetuning, seed=seed)
+    setting = setting_of(project, results, key, weights, finetuning=finetuning)
     found = Found.joined(attack(setting) for attack in (from_other_facts, of_low_rank_experts)).metrics
     return [{"metric": name, "value": value} for name, value in found.items() if not name.endswith("_0")]
 

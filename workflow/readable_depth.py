@@ -11,22 +11,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finished_runs import parser_of, write_measurements
+from finished_runs import parser_of, setting_of, write_measurements
 
-from gripmoe.attacks.base import SAMPLE, QuestionSetting, mean
+from gripmoe.attacks.base import SAMPLE, mean
 from gripmoe.attacks.restoration import read_above
 from gripmoe.config.grid import Project
-from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import load_model
 
 
 def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[dict]:
-    model, benchmark, *_ = key
-    (before, _), (after, tokenizer) = (
-        load_model(folder, device="cpu") for folder in (results / "models" / model / "weights", weights)
-    )
-    data = results / "data" / benchmark
-    setting = QuestionSetting(MoEModel(before), MoEModel(after), tokenizer, data, project.benchmarks[benchmark])
+    setting = setting_of(project, results, key, weights)
     found = {}
     for name, questions in (("", setting.sample), ("retain_", setting.retain[:SAMPLE])):
         read = read_above(setting.before, setting.after, lambda moe, asked=questions: setting.right(moe, asked))

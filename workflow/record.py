@@ -325,7 +325,7 @@ def main() -> None:
         erasure = measured.of_worlds(world)
         is_whole = {model for model, *_ in run_keys(world)} == {*erasure.model}  # worlds share some of their runs
         if is_kept and is_whole:
-            draw({picture: erasure_frontier(goals(erasure))}, record)
+            draw({picture: erasure_frontier(goals(erasure))})
     print(f"{len(runs[KEYS].drop_duplicates())} runs, {len(runs)} numbers in {args.output}")
 
 
@@ -341,13 +341,13 @@ def draw_pictures(record: Record) -> None:
         histories = load_histories(OUTPUT / "runs.csv")
         shown = histories[histories.method.isin(letters.method)]
         figures["forget_utility_tradeoff"] = forget_utility_tradeoff(shown)
-    draw(figures, OUTPUT / "runs.csv")
+    draw(figures)
 
 
-def draw(figures: dict[str, Figure], runs: Path) -> None:
+def draw(figures: dict[str, Figure]) -> None:
     """Pictures of the documentation."""
     for name, figure in figures.items():
-        save_picture(figure, PICTURES / f"{name}.png", runs)
+        save_picture(figure, PICTURES / f"{name}.png")
 
 
 if __name__ == "__main__":

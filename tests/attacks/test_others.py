@@ -1,6 +1,7 @@
 """Restoration, prompts, quantisation and relearning: limits that must hold, each with what it must not be."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,13 +9,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import small_model
 from gripmoe.attacks import routers
-from gripmoe.attacks.base import QuestionScores, Setting, mean
+from gripmoe.attacks.base import QuestionScores, QuestionSetting, Setting, mean
 from gripmoe.attacks.probes import expert_probes, last_router_inputs, last_states, probes
 from gripmoe.attacks.prompts import (
+    attack,
     choices_shuffled,
     five_shot,
-    prompt_attacks,
-    prompt_recovery,
     reworded,
     rewritten,
     technical_terms,
@@ -330,25 +330,22 @@ def test_five_solved_questions_have_to_be_there(setting, world):
         five_shot(solved[:4], 0)(questions[0])
 
 
-def test_prompt_attack_compares_the_same_questions(setting, world):
-    _, after, questions, ask = setting
+def test_prompts_are_compared_on_the_same_questions(setting, world, tokenizer, tmp_path):
+    """The mean gain is of five shots, templates and shuffled choices; prompts unknown to base models do not count."""
+    before, after, questions, ask = setting
     solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
-    found = prompt_attacks(lambda *asked: QuestionScores(ask(after, *asked)), questions, solved)
-    accuracy = {name: mean(scores) for name, scores in found.items()}
-    names = ["five_shot", *REWORDINGS, "choice_shuffle"]
-    gain = sum(accuracy[f"prompt_{name}"] for name in names) / len(names) - mean(QuestionScores(ask(after, questions)))
-    assert prompt_recovery(found) == pytest.approx(gain)
-    assert found["prompt_verse"] == QuestionScores(ask(after, questions, reworded(REWORDINGS["verse"])))
-
-
-def test_other_prompts_are_asked_and_do_not_count_in_the_mean(setting, world):
-    _, after, questions, ask = setting
-    solved = question_rows(world, world.facts.forget[8:24], orders=1, seed=1)
-    plain, more = (
-        prompt_attacks(lambda *asked: QuestionScores(ask(after, *asked)), questions, solved, others=others)
-        for others in (None, {"same": prompt_of})
-    )
-    assert more == {**plain, "prompt_same": plain["prompt_plain"]} and prompt_recovery(more) == prompt_recovery(plain)
+    rows = {"test": questions, "dev": solved}
+    of_splits = [{**row, "split": split} for split, of_split in rows.items() for row in of_split]
+    write_jsonl(tmp_path / "forget_questions.jsonl", of_splits)
+    write_jsonl(tmp_path / "retain_questions.jsonl", of_splits[-1:])
+    given = QuestionSetting(before, after, tokenizer, tmp_path, SimpleNamespace(rewrites={}))
+    found = attack(given)
+    accuracy = found.metrics
+    gain = mean([accuracy[f"prompt_{name}"] for name in ("five_shot", *REWORDINGS, "choice_shuffle")])
+    assert accuracy["prompt_recovery_rate"] == pytest.approx(gain - mean(QuestionScores(ask(after, questions))))
+    asked = QuestionScores(ask(after, questions, reworded(REWORDINGS["verse"])))
+    assert list(found.scores["prompt_verse"].values()) == asked
+    assert {"prompt_translation", "prompt_no_terms"} < set(accuracy)
 
 
 def test_terms_are_what_retain_questions_do_not_say():

@@ -117,7 +117,7 @@ def test_an_interrupted_attack_goes_on_with_the_next_one(tmp_path):
 def test_found_is_the_mean_of_its_items_and_what_is_no_mean():
     found = Found.over(["a", "b"], {"noise": [True, 0.0]}, gain=0.1)
     assert found.metrics == {"noise": 0.5, "gain": 0.1} and found.scores == {"noise": {"a": 1.0, "b": 0.0}}
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ConfigError, match="metric 'noise' has 1 scores for 2 items; give one for each"):
         Found.over(["a", "b"], {"noise": [1.0]})
     assert highest([[0.0, 1.0], [1.0, 1.0]]) == [1.0, 1.0]
 

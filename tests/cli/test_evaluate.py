@@ -39,3 +39,14 @@ def test_news_need_the_leakage_of_a_retrained_model(tmp_path, monkeypatch):
     for benchmark, retrained in (("muse_tiny", tmp_path / "model.json"), ("wmdp_tiny", None)):
         with pytest.raises(Loaded):
             evaluate(benchmark, retrained)
+
+
+def test_metrics_of_ones_own_come_first(tmp_path, monkeypatch):
+    """So a metric that fails costs no evaluation."""
+    benchmark = Project(CONFIG, "tiny").benchmarks["wmdp_tiny"].model_copy(update={"metrics": {"mine": "json:dumps"}})
+    monkeypatch.setattr(command, "run_and_benchmark", lambda *_: (None, benchmark))
+    monkeypatch.setattr(command, "load_model", lambda *_: (None, None))
+    monkeypatch.setattr(command, "letter_metrics", loads)
+    given = {name: tmp_path / name for name in ("run_file", "model_file", "checkpoint_file", "data", "questions")}
+    with pytest.raises(TypeError):  # json.dumps takes one argument
+        command.evaluate(**given, benchmark_settings="", output=tmp_path / "out" / "m.json")

@@ -7,7 +7,6 @@ import pytest
 from conftest import SMALL
 from gripmoe.cli import finetune_model as finetuning
 from gripmoe.cli.main import main
-from gripmoe.evaluation.muse import Scored
 from gripmoe.io.files import read_json, write_json
 from gripmoe.moe.storage import save_model
 from gripmoe.worlds.models import make_model
@@ -27,9 +26,7 @@ def finetune(tokenizer, tmp_path, monkeypatch):
 
     def finetuned(name, known, **changes):
         scores = iter(known)
-        monkeypatch.setattr(
-            finetuning, "news_scores", lambda *_: {"knowmem_retain": [Scored("a", next(scores)), Scored("b", 40.0)]}
-        )
+        monkeypatch.setattr(finetuning, "news_scores", lambda *_: {"knowmem_retain": {"a": next(scores), "b": 40.0}})
         documents = {"data": DATA, "retain_documents": 40, "max_length": 32}
         flags = {"settings": json.dumps(SETTINGS | changes), "benchmark": json.dumps(documents)}
         flags |= {"model": tmp_path / "base/model.json", "data": tmp_path / "data"}

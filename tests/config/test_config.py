@@ -431,7 +431,8 @@ def test_a_folder_adds_methods_to_those_of_the_package(folder):
 @pytest.fixture
 def own(folder, monkeypatch):
     """A configuration folder with an objective of its own."""
-    (folder.parent / "folder_losses.py").write_text("raise RuntimeError('configuration imports nothing')\n")
+    imported = "class Mine: ...\nraise RuntimeError('configuration imports nothing')\n"
+    (folder.parent / "folder_losses.py").write_text(imported)
     monkeypatch.syspath_prepend(folder.parent)
     edit(
         folder / "objectives.yaml",
@@ -446,7 +447,7 @@ def test_a_folder_adds_objectives_whose_files_belong_to_their_runs(own):
     run = Project(own, "tiny").run("tiny_a", "wmdp_tiny", "mine", "frozen_router", 0)
     assert run.own_objective.path == "folder_losses:Mine" and run.training.objective == {"alpha": 1.0, "beta": 2}
     assert Project(own, "tiny").run("tiny_a", "wmdp_tiny", "gd", "frozen_router", 0).own_objective is None
-    (own.parent / "folder_losses.py").write_text("# edited\n")
+    (own.parent / "folder_losses.py").write_text("class Mine: ...\n# edited\n")
     edited = Project(own, "tiny").run("tiny_a", "wmdp_tiny", "mine", "frozen_router", 0)
     assert edited != run and edited.own_objective.path == run.own_objective.path
 
@@ -455,6 +456,7 @@ WRONG_OBJECTIVES = [
     ("objectives.yaml", lambda c: c.update(gd=c["mine"]), "objectives.yaml: gd: gripmoe has an objective of this name"),
     ("objectives.yaml", lambda c: c["mine"].update({"class": "my_loses:Mine"}), "mine.class: no module 'my_loses' in the"),
     ("objectives.yaml", lambda c: c["mine"].update({"class": "a.b:Mine"}), "mine.class: no module 'a.b' in the folders of"),
+    ("objectives.yaml", lambda c: c["mine"].update({"class": "folder_losses:Mime"}), "has no 'Mime'; did you mean 'Mine'?"),
     ("objectives.yaml", lambda c: c["mine"].update({"class": "Mine"}), "mine.class: give \"module:name\", as"),
     ("objectives.yaml", lambda c: c["mine"].update({"class": ".my_losses:Mine"}), "mine.class: give \"module:name\""),
     ("objectives.yaml", lambda c: c["mine"].update(settings=["model_dump"]), "mine.settings: pydantic has 'model_dump'"),

@@ -245,6 +245,15 @@ def test_offline_says_what_to_do(data):
         load_published(PublishedModel(source="published", id="nobody/nothing"))
 
 
+def test_a_folder_that_cannot_be_read_gets_no_advice_about_the_hub(data, tmp_path):
+    """The control is above: a hub id gets it."""
+    (tmp_path / "empty").mkdir()
+    for folder, remedy in (("absent", "no such folder: correct the path"), ("empty", "Its README.md has to name the")):
+        with pytest.raises(ConfigError, match=remedy) as raised:
+            benchmark_files(data.model_copy(update={"forget_corpus": str(tmp_path / folder)}))
+        assert "hf download" not in str(raised.value)
+
+
 def test_offline_the_hubs_cache_is_read(data, tmp_path, monkeypatch):
     """As `hf download` leaves it: of a branch, or of a commit that the catalogue pins."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

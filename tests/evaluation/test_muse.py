@@ -12,7 +12,6 @@ from gripmoe.data.documents import Row
 from gripmoe.data.muse import CONTEXT, news_files
 from gripmoe.evaluation.muse import (
     News,
-    Scored,
     _row_scores,
     answer_of,
     auc,
@@ -133,12 +132,12 @@ def test_recited_and_true_text_are_read_alike(model, tokenizer, bos_tokenizer, n
     for reader in (tokenizer, bos_tokenizer):
         recited = reader.decode(reader(rows[0]["gt"])["input_ids"][:128], skip_special_tokens=True)
         monkeypatch.setattr("gripmoe.evaluation.muse.continuations", lambda *_, text=recited: [text])
-        assert verbatim_memory(model, reader, rows)[0].score == 100.0
+        assert verbatim_memory(model, reader, rows) == {article["id"]: 100.0}
     long = [{**article, "gt": " ".join(["A", "B"] * 80)}]
     for reader, words in ((tokenizer, 128), (bos_tokenizer, 127)):
         monkeypatch.setattr("gripmoe.evaluation.muse.continuations", lambda *_: [" ".join(["A", "B"] * 80)])
-        (scored,) = verbatim_memory(model, reader, long)
-        assert scored.score == pytest.approx(100 * 2 * words / (160 + words))
+        (score,) = verbatim_memory(model, reader, long).values()
+        assert score == pytest.approx(100 * 2 * words / (160 + words))
 
 
 def test_padding_does_not_count_in_membership(model, tokenizer, news):
@@ -196,7 +195,7 @@ def test_a_model_that_memorised_recites_answers_and_leaks(model, tokenizer, file
         model, rows, epochs=150, learning_rate=1e-2, batch_size=4, pad_id=0, seed=0, state_file=tmp_path / "state.pt"
     )
     recited = verbatim_memory(model, tokenizer, prompts)
-    assert all(item.score > 95 for item in recited) and all(item.score < 60 for item in before[1])
+    assert min(recited.values()) > 95 and max(before[1].values()) < 60
     after = leakage(model, tokenizer, texts + holdout)["auc_min_40"]
     assert privacy_leakage(after, before[0]) == pytest.approx(-100, abs=1) and before[0] > 0.2
 
@@ -342,7 +341,7 @@ def test_forced_generation_has_its_controls(model, tokenizer, news):
 
     def scores(moe):
         same = zip(continuations(moe.model, tokenizer, prompts, 20), wanted, strict=True)
-        return {"verbmem": [Scored(str(number), 100.0 * (a == b)) for number, (a, b) in enumerate(same)]}
+        return {"verbmem": {str(number): 100.0 * (a == b) for number, (a, b) in enumerate(same)}}
 
     assert generation_forcing(before, before, scores, seed=0).metrics["forced_verbmem"] == 100.0, "its own sets"
     found = generation_forcing(before, after, scores, seed=0)

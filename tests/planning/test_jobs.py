@@ -12,7 +12,7 @@ from gripmoe.cli.prepare_model import prepare_model
 from gripmoe.config.grid import Project
 from gripmoe.config.provenance import step_seconds
 from gripmoe.config.world import NO_OBJECTIVE
-from gripmoe.io.files import read_json, write_json
+from gripmoe.io.files import read_json, write_json, write_yaml
 from gripmoe.planning import fake
 from gripmoe.planning.cost import Costs, Step, steps_of, what_would_fit
 from gripmoe.planning.jobs import OUTPUTS, _records, check_budget, disk_needed, jobs_left, that_count
@@ -342,6 +342,27 @@ def test_the_command_lists_the_most_expensive_runs_or_all(tmp_path, monkeypatch,
     assert {row[0] for row in every} == {job.run for job in jobs} and len(every) == len({job.run for job in jobs})
     assert sum(float(row[1]) for row in every) == pytest.approx(sum(job.hours for job in jobs), abs=1e-3 * len(every))
     assert float(few[0][1]) == max(float(row[1]) for row in every) and "others" not in said
+
+
+def test_models_that_no_run_needs_are_not_planned(tmp_path):
+    """The control lists the retrained model as a method."""
+    for methods, models in ((["original"], {"tiny_a"}), (["original", "retrained"], {"tiny_a", "tiny_a_retrained"})):
+        jobs = jobs_left(changed("tiny", methods=methods), tmp_path)
+        assert {job.run for job in jobs if job.rule == "prepare_model"} == models
+
+
+def test_a_plan_tells_how_many_runs_are_outdated(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    key = ("tiny_a", "wmdp_tiny", "gd", "unconstrained", 0)
+    settings = Project(CONFIG, "tiny").run(*key).model_dump(mode="json")
+    folder = tmp_path.joinpath("results", "tiny", *map(str, key))
+    for step in ("checkpoint", "evaluation", "attack"):
+        write_json(folder / f"{step}.json", {})
+    for rate, is_outdated in ((5e-4, False), (1e-3, True)):
+        settings["training"]["learning_rate"] = rate
+        write_yaml(folder / "run.yaml", settings)
+        assert main(["plan", "--world", "tiny", "--config", str(CONFIG)]) == 0
+        assert ("1 finished runs are outdated and do not count here" in capsys.readouterr().out) == is_outdated
 
 
 def test_a_plan_of_the_embedded_world_needs_no_torch(tmp_path):

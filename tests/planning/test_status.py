@@ -108,6 +108,14 @@ def test_a_run_whose_settings_have_changed_is_outdated(lines):
     assert lines()[0]["unconstrained"].endswith("was 0.001; the code of gripmoe.cli.unlearn:unlearn has changed")
 
 
+def test_a_run_that_diverged_has_a_line(lines):
+    done = Path("results/tiny", *KEY, "unconstrained", "0")
+    for step in ("checkpoint", "evaluation", "attack"):
+        write_json(done / f"{step}.json", {"status": "diverged", "steps": 40})
+    runs, total = lines()
+    assert re.fullmatch(r"diverged +at step 40", runs["unconstrained"]) and " 1 diverged" in total
+
+
 def test_a_run_waits_for_the_step_that_has_failed(lines):
     """Of those that it shares with others; one that has begun says what its own log says."""
     waiting = "unlearn   waits"

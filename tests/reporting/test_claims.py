@@ -79,7 +79,7 @@ def test_the_original_model_stands_for_every_objective_and_seed():
     assert set(pairs.index.unique("objective")) == {"rmu", "gd"}
     alone = differences(pd.concat([of_two, of_another]), {**ABOVE, "right": "original"})
     assert alone.empty, "the original of another base model"
-    named = {**ABOVE, "right": "original", "objectives": ["gd"]}
+    named = {**ABOVE, "right": "original"}
     assert differences(pd.concat([of_two, original]), named).tolist() == pytest.approx([0.1])
 
 

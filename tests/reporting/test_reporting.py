@@ -8,6 +8,7 @@ from invented_runs import synthetic
 from PIL import Image
 
 from gripmoe.io.files import file_digest, write_json
+from gripmoe.reporting import names
 from gripmoe.reporting.attacks import forcing_vulnerability
 from gripmoe.reporting.collect import computed_with
 from gripmoe.reporting.comparison import comparison
@@ -33,9 +34,30 @@ def test_figures_show_what_nobody_has_named():
     figures = routing_stability_by_layer(runs), panels_of(runs)[0]
     titles = [[axes.get_title(loc="left") for axes in figure.axes] for figure in figures]
     assert titles == [["RMU", "my loss"]] * 2
-    names = runs.assign(method=runs.method.replace("frozen_router", "my_method"))
-    (first, _) = forcing_vulnerability(names).axes
+    renamed = runs.assign(method=runs.method.replace("frozen_router", "my_method"))
+    (first, _) = forcing_vulnerability(renamed).axes
     assert [text.get_text() for text in first.get_yticklabels()] == ["my method", "Method A, paper", "Unconstrained"]
+    plt.close("all")
+
+
+def test_figures_draw_methods_of_ones_own():
+    """The control: a method of the package without a colour is left out of figures without room for all."""
+    for method, is_drawn in (("my_method", True), ("anchored_replay", False)):
+        runs = synthetic()
+        runs = runs.assign(method=runs.method.replace("frozen_router", method))
+        (axes,) = routing_stability_by_layer(runs).axes
+        label = names.method_label(method)
+        assert (label in [text.get_text() for text in axes.texts]) == is_drawn
+        (curve, *_) = forget_utility_tradeoff(runs.assign(step=1)).axes
+        assert (label in curve.get_legend_handles_labels()[1]) == is_drawn
+    assert names.colour("my_method") != names.colour("anchored_replay")
+    plt.close("all")
+
+
+def test_a_figure_of_two_methods_has_room_for_them():
+    figure = forcing_vulnerability(synthetic()[lambda runs: runs.method.isin(["unconstrained", "frozen_router"])])
+    (axes,) = figure.axes
+    assert axes.get_window_extent().height > 0.35 * figure.bbox.height
     plt.close("all")
 
 

@@ -24,6 +24,7 @@ from gripmoe.data.documents import Row
 from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
 from gripmoe.io import distributed
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.training import steps
@@ -240,12 +241,24 @@ def test_stops_at_the_first_check_that_reaches_the_target(tmp_path):
     assert {"forget_loss", "retain_loss", "router_gradient", "expert_gradient"} <= outcome.history[-1].keys()
 
 
-def test_a_plateau_is_marked_and_divergence_ends_the_run(tmp_path):
+def test_a_plateau_is_marked_and_divergence_ends_the_run(tmp_path, capsys):
     _, outcome = run(tmp_path / "s.pt", target=0.27, accuracy=lambda m: 0.33)
     assert (outcome.status, outcome.steps) == ("not_reached", 12)
+    assert "diverged" not in capsys.readouterr().err
     bounded = TRAINING.model_copy(update={"loss_bound": 1e-3})
     _, outcome = run(tmp_path / "t.pt", training=bounded)
     assert (outcome.status, outcome.steps) == ("diverged", 0)
+    assert "diverged at step 0: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [1.0, torch.zeros(2, requires_grad=True), torch.tensor(1.0)])
+def test_what_is_no_loss_is_named(tmp_path, wrong):
+    objective = GradientDifference(alpha=1.0)
+    objective.forget_loss = lambda *_: wrong
+    with pytest.raises(
+        ConfigError, match="objective GradientDifference: the forget loss is .*; return a tensor of one"
+    ):
+        run(tmp_path / "s.pt", objective=objective)
 
 
 class Broken(GradientDifference):

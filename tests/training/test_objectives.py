@@ -266,6 +266,16 @@ class Mistaken(GradientDifference):
         self.alpha = 1 + "1"
 
 
+class NotOne:
+    def __init__(self, alpha):
+        self.alpha = alpha
+
+
+def test_a_class_that_is_no_objective_is_named():
+    with pytest.raises(ConfigError, match="NotOne.*has no 'monitor', 'last_layer', 'start', .*; derive a class from"):
+        make_objective(f"{__name__}:NotOne", {"alpha": 1.0}, 0)
+
+
 def test_mistakes_in_names_and_settings():
     with pytest.raises(ValueError, match="unknown objective 'magic'; one of gd, kl, npo, rmu"):
         make_objective("magic", {}, 0)

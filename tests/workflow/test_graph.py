@@ -202,6 +202,21 @@ def test_tables_of_the_runs_that_have_ended(tmp_path):
     assert runs == [6, 1]
 
 
+def test_the_page_of_ended_runs_asks_for_no_other_data(tmp_path):
+    """The control waits for all runs, so it has the data of both benchmarks."""
+    world = yaml.safe_load(SMOKE.read_text()) | {"benchmarks": ["wmdp_smoke", "wmdp_tiny"]}
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(world))
+    run = tmp_path / "results" / "two" / "smoke" / "wmdp_smoke" / "none" / "original" / "0"
+    run.mkdir(parents=True)
+    for name in ("evaluation.json", "questions.csv", "attack.json", "attack_questions.csv"):
+        (run / name).touch()
+    given = f"world={tmp_path / 'two.yaml'}"
+    for partial, benchmarks in (((), {"wmdp_smoke", "wmdp_tiny"}), (("partial=1",), {"wmdp_smoke"})):
+        output = snakemake("-n", "--config", given, *partial, directory=tmp_path)
+        asked = re.search(r"^rule explore:\n +input: (.*)", output, re.M)[1]
+        assert {benchmark for benchmark in ("wmdp_smoke", "wmdp_tiny") if f"data/{benchmark}/" in asked} == benchmarks
+
+
 def configured(folder, method, **change):
     """The run.yaml of a run of the smoke world, with some other settings."""
     key = ("smoke", "wmdp_smoke", "gd", method, 0)

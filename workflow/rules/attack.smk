@@ -6,7 +6,7 @@ rule attack:
         run=f"{RUN}/run.yaml",
         model=MODEL,
         checkpoint=run_checkpoint,
-        evaluation=f"{RUN}/evaluation.json",  # for the order alone: both steps lock the run's folder
+        evaluation=ancient(f"{RUN}/evaluation.json"),  # for the order alone: both steps lock the run's folder
         rewrites=rewrites_of if REWRITES else [],
         data=data_files(
             "forget_questions",
@@ -28,7 +28,7 @@ rule attack:
         runtime=growing(240),
     params:
         data=folder_of,
-        benchmark=benchmark_settings("metrics"),
+        benchmark=benchmark_settings("few_shot_questions", "metrics"),
         own=own_code_of("attacks"),
         relearning=canonical(PROJECT.world.relearning),
         code=code_fingerprint("gripmoe.cli.attack:attack"),

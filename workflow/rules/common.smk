@@ -118,6 +118,11 @@ def run_folders():
     return ended
 
 
+def shown_benchmarks():
+    """The benchmarks of `run_folders`."""
+    return list(dict.fromkeys(Path(folder).parts[3] for folder in run_folders()))
+
+
 def require_known_settings():
     """Snakemake keeps in .snakemake which settings a run was made with. Without that record, as in a folder that was
     copied, a run of other settings would count as made."""

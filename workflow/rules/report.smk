@@ -70,7 +70,7 @@ rule explore:
         tables=[HISTORIES, ANSWERS, ATTACKS],
         data=[
             f"{DATA}/{name}.jsonl".format(benchmark=benchmark)
-            for benchmark in WORLD.benchmarks
+            for benchmark in shown_benchmarks()
             for name in (("knowmem", "verbmem") if benchmark in NEWS else ("forget_questions", "retain_questions"))
         ],
     output:
@@ -83,7 +83,7 @@ rule explore:
         mem_mb=growing(8000),
         runtime=growing(30),
     params:
-        folders=[DATA.format(benchmark=benchmark) for benchmark in WORLD.benchmarks],
+        folders=[DATA.format(benchmark=benchmark) for benchmark in shown_benchmarks()],
         code=code_fingerprint("gripmoe.cli.explore:explore", "gripmoe.reporting.explorer", *RENDERING),
     shell:
         "gripmoe explore {params.folders} --runs {input.runs} --output {output} > {log} 2>&1"

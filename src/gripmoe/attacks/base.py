@@ -45,7 +45,11 @@ class Found:
 
     @classmethod
     def over(cls, ids: Sequence[str], scores: Mapping[str, Scores], **others: float) -> Found:
-        """A result with `scores` of the items `ids`, their means as metrics, and `others`, which are not means."""
+        """A result with `scores` of the items `ids`, their means as metrics, and `others`, which are not means. Raises
+        ConfigError if a metric has another number of scores than there are items."""
+        for name, values in scores.items():
+            if len(values) != len(ids):
+                raise ConfigError(f"metric {name!r} has {len(values)} scores for {len(ids)} items; give one for each")
         by_id = {name: dict(zip(ids, map(float, values), strict=True)) for name, values in scores.items()}
         given = {
             name: dict(zip(ids, values.given, strict=True))
@@ -159,7 +163,7 @@ class NewsSetting(Setting):
 
     def scores_of(self, model: MoEModel) -> Scores:
         context = self.news.pairs("forget", CONTEXT)
-        return [item.score for item in knowledge_memory(model.model, self.tokenizer, self.pairs, context)]
+        return list(knowledge_memory(model.model, self.tokenizer, self.pairs, context).values())
 
 
 class QuestionScores(list[float]):

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from gripmoe.attacks.base import Found, NewsSetting, QuestionScores, QuestionSetting, mean
-from gripmoe.evaluation.muse import Scored, news_scores
+from gripmoe.evaluation.muse import news_scores
 from gripmoe.evaluation.questions import question_batches
 from gripmoe.geometry.routing import jaccard
 from gripmoe.moe import MoEModel
@@ -116,7 +116,7 @@ def news_attack(setting: NewsSetting) -> Found:
     if not setting.after.layers:
         return Found()
 
-    def scores(model: MoEModel) -> dict[str, list[Scored]]:
+    def scores(model: MoEModel) -> dict[str, dict[str, float]]:
         return news_scores(model.model, setting.tokenizer, setting.news, "test", retain=False)
 
     with setting.before.brought_beside(setting.after):
@@ -124,7 +124,7 @@ def news_attack(setting: NewsSetting) -> Found:
 
 
 def generation_forcing(
-    before: MoEModel, after: MoEModel, scores: Callable[[MoEModel], dict[str, list[Scored]]], *, seed: int
+    before: MoEModel, after: MoEModel, scores: Callable[[MoEModel], dict[str, dict[str, float]]], *, seed: int
 ) -> Found:
     """`forced_<name>` for each name of `scores`, with the original model in lock-step. The control:
     `random_forced_<name>` with random sets."""
@@ -133,9 +133,5 @@ def generation_forcing(
         runs["forced"] = scores(after)
     with after.force_routing(random_sets(after, seed)):
         runs["random_forced"] = scores(after)
-    by_id = {
-        f"{run}_{name}": {item.id: item.score for item in items}
-        for run, found in runs.items()
-        for name, items in found.items()
-    }
+    by_id = {f"{run}_{name}": items for run, found in runs.items() for name, items in found.items()}
     return Found({name: mean(list(items.values())) for name, items in by_id.items()}, by_id)

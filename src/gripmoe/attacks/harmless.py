@@ -32,22 +32,8 @@ def _finetuned(setting: QuestionSetting) -> dict[str, float]:
     rows = setting.corpus("held_out")
     if not setting.finetuning or len(rows) < setting.finetuning.batch_size:
         return {}
-    made = {}
-
-    def attacked(_) -> list:
-        made.update(_attacked(setting))
-        return []
-
-    relearning(
-        setting.after,
-        rows,
-        attacked,
-        setting.finetuning,
-        checks=[STEPS],
-        pad_id=setting.tokenizer.pad_token_id,
-        seed=setting.seed,
-    )
-    return made
+    given = dict(checks=[STEPS], pad_id=setting.tokenizer.pad_token_id, seed=setting.seed)
+    return relearning(setting.after, rows, lambda _: _attacked(setting), setting.finetuning, **given)[STEPS]
 
 
 def _attacked(setting: QuestionSetting) -> dict[str, float]:

@@ -55,34 +55,15 @@ def attack(setting: QuestionSetting) -> Found:
     on_all = {f"prompt_{name}": ask(setting.forget, prompt) for name, prompt in table_5.items()}
     place = {name: number for number, name in enumerate(ids)}
     known = {name: [scores[place[asked]] for asked in setting.ids] for name, scores in on_all.items()}
-    on_sample = prompt_attacks(ask, setting.sample, setting.dev, seed=setting.seed, others=others, known=known)
+    sampled = {"plain": prompt_of, **{name: reworded(text) for name, text in REWORDINGS.items()}, **others}
+    found = {f"prompt_{name}": ask(setting.sample, prompt) for name, prompt in sampled.items() if name not in table_5}
+    found["prompt_choice_shuffle"] = ask([choices_shuffled(question) for question in setting.sample], prompt_of)
     plain = mean(QuestionScores(setting.own_answers))
     rates = {
-        "prompt_recovery_rate": prompt_recovery(on_sample),
+        "prompt_recovery_rate": prompt_recovery(found | known),
         "prompt_recovery_rate_paper": mean([mean(scores) for scores in on_all.values()]) - plain,
     }
-    further = {name: scores for name, scores in on_sample.items() if name not in on_all}
-    return Found.joined((setting.found(further), Found.over(ids, on_all, **rates)))
-
-
-def prompt_attacks(
-    ask: Callable[[Sequence[dict], Prompt], Scores],
-    questions: Sequence[dict],
-    solved: Sequence[dict],
-    *,
-    seed: int = 0,
-    others: Mapping[str, Prompt] | None = None,
-    known: Mapping[str, Scores] | None = None,
-) -> dict[str, Scores]:
-    """The scores of `ask` on `questions`: with the plain prompt, five shots, every template, `others`, and shuffled
-    choices. Metrics in `known` are not computed again."""
-    prompts = {"five_shot": five_shot(solved, seed)} | {name: reworded(text) for name, text in REWORDINGS.items()}
-    prompts = {"plain": prompt_of, **prompts, **(others or {})}
-    found = dict(known or {})
-    for name, prompt in prompts.items():
-        if f"prompt_{name}" not in found:
-            found[f"prompt_{name}"] = ask(questions, prompt)
-    return found | {"prompt_choice_shuffle": ask([choices_shuffled(question) for question in questions], prompt_of)}
+    return Found.joined((setting.found(found), Found.over(ids, on_all, **rates)))
 
 
 def prompt_recovery(found: Mapping[str, Scores]) -> float:

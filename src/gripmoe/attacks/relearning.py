@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gripmoe.attacks.base import Found, QuestionSetting, Scores, Setting, kept
+from gripmoe.attacks.base import Found, QuestionSetting, Setting, kept
 from gripmoe.config.training import Relearning
 from gripmoe.data.corpora import epoch_rows
 from gripmoe.data.documents import Row, collate
@@ -23,6 +24,7 @@ from gripmoe.training.optimizers import make_adamw
 RANK = 8  # of updates to experts that an attacker trains in the place of whole weights
 LORA_RATE = 10.0  # their learning rate, as a multiple
 WEIGHT_DECAY = 0.01  # of all that an attacker trains
+Measured = TypeVar("Measured")
 
 
 def from_other_facts(setting: QuestionSetting) -> Found:
@@ -138,15 +140,15 @@ def _curve(setting: Setting, name: str, rows: Sequence[Row], parameters: Sequenc
 def relearning(
     model: MoEModel,
     documents: Sequence[Row],
-    scores_of: Callable[[MoEModel], Scores],
+    scores_of: Callable[[MoEModel], Measured],
     settings: Relearning,
     *,
     checks: Sequence[int] | None = None,
     pad_id: int = 0,
     seed: int = 0,
     parameters: Sequence[nn.Parameter] | None = None,
-) -> dict[int, Scores]:
-    """Scores before and after each number of steps in the settings, or at `checks`, of AdamW on `documents`, of
+) -> dict[int, Measured]:
+    """`scores_of` before and after each number of steps in the settings, or at `checks`, of AdamW on `documents`, of
     `parameters` or of all. The model's weights are restored."""
     known, checks = {}, (0, *settings.steps) if checks is None else checks
     parameters = list(model.model.parameters() if parameters is None else parameters)

@@ -121,20 +121,6 @@ def _folder(name: str | Path, flag: str, patterns: list[str] | None) -> Path:
         ) from None
 
 
-def compare(one: Located, other: Located) -> None:
-    """Raises ConfigError, naming the difference, if two models differ in more than weights."""
-    pair = f"{one.flag} and {other.flag}"
-    compare_configurations(one.config, other.config, pair)
-    compare_shapes(one.shapes, other.shapes, pair)
-    compare_dtypes(one.dtype, other.dtype, pair)
-
-
-def compare_dtypes(one: torch.dtype, other: torch.dtype, pair: str) -> None:
-    if one != other:
-        names = [str(dtype).removeprefix("torch.") for dtype in (one, other)]
-        raise ConfigError(f"{pair} differ in dtype: {names[0]} and {names[1]}; save both in one")
-
-
 def computing(config: transformers.PretrainedConfig) -> dict[str, Any]:
     """What a configuration says of NAMED, by name."""
     text = config.get_text_config()
@@ -143,22 +129,23 @@ def computing(config: transformers.PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def compare_configurations(one: transformers.PretrainedConfig, other: transformers.PretrainedConfig, pair: str) -> None:
-    values = computing(one), computing(other)
-    for what in NAMED:
-        if values[0][what] != values[1][what]:
-            raise ConfigError(
-                f"{pair} differ in {what}: {values[0][what]} and {values[1][what]}; give a model and what became of it"
-            )
+def compare(one: Located, other: Located) -> None:
+    """Raises ConfigError, naming the difference, if two models differ in more than weights."""
+    both = (described(each.config, each.shapes, each.dtype) for each in (one, other))
+    compare_described(*both, f"{one.flag} and {other.flag}")
 
 
-def compare_shapes(one: Mapping[str, Any], other: Mapping[str, Any], pair: str) -> None:
-    for name in [*one, *other]:
-        if one.get(name) != other.get(name):
-            shapes = [each.get(name, "absent") for each in (one, other)]
-            raise ConfigError(
-                f"{pair} differ in {name}: {shapes[0]} and {shapes[1]}; give a model and what became of it"
-            )
+def compare_described(one: Mapping[str, Any], other: Mapping[str, Any], pair: str) -> None:
+    for what in [*one, *other]:
+        values = [each.get(what, "absent") for each in (one, other)]
+        if values[0] != values[1]:
+            remedy = "save both in one" if what == "dtype" else "give a model and what became of it"
+            raise ConfigError(f"{pair} differ in {what}: {values[0]} and {values[1]}; {remedy}")
+
+
+def described(config: transformers.PretrainedConfig, shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """All but the weights of a model, by the names that errors use."""
+    return {**computing(config), **shapes, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def check_vocabulary(model, tokenizer, name: str) -> None:
@@ -215,7 +202,7 @@ def check_memory(found: Located, relearning: Relearning | None, models: int) -> 
     places = [("this machine", devices + host, memory)]
     if torch.cuda.is_available():
         cards = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
-        places = [(f"{len(cards)} GPUs", devices, sum(cards)), ("this machine", host, memory)]
+        places = [(f"{len(cards)} GPU{'s' * (len(cards) > 1)}", devices, sum(cards)), ("this machine", host, memory)]
     parts = [f"{_size(need)} of {_size(there)} of {name}" for name, need, there in places]
     line = f"{models} models of {_size(found.size)} take {' and '.join(parts)}"
     if any(need > there for _, need, there in places):

@@ -135,10 +135,9 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
         if wrapped := [name for name, model in names.items() if unwrapped(model) is not model]:
             raise ConfigError(f"{wrapped[0]}: give the transformers model (of PEFT, `model.merge_and_unload()`)")
         shapes = {n: {name: tuple(p.shape) for name, p in model.named_parameters()} for n, model in names.items()}
+        said = {name: models.described(model.config, shapes[name], model.dtype) for name, model in names.items()}
         for name, model in names.items():
-            models.compare_configurations(names["original"].config, model.config, f"original and {name}")
-            models.compare_shapes(shapes["original"], shapes[name], f"original and {name}")
-            models.compare_dtypes(names["original"].dtype, model.dtype, f"original and {name}")
+            models.compare_described(said["original"], said[name], f"original and {name}")
             models.check_vocabulary(model, tokenizer, name)
         return dict(names), with_pad_token(copy.deepcopy(tokenizer))
     if tokenizer is not None:
@@ -151,7 +150,8 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
     for name, given in names.items():
         device = None if name == "unlearned" else "cpu"
         loaded[name], tokenizers[name] = models.load(found[name], given, device)
-        models.compare_dtypes(loaded["original"].dtype, loaded[name].dtype, f"--original and --{name}")
+        said = (models.described(model.config, {}, model.dtype) for model in (loaded["original"], loaded[name]))
+        models.compare_described(*said, f"--original and --{name}")
         models.compare_tokenizers(tokenizers["original"], tokenizers[name], f"--original and --{name}")
         models.check_vocabulary(loaded[name], tokenizers[name], f"--{name}")
     return loaded, tokenizers["original"]

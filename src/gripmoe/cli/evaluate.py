@@ -46,6 +46,8 @@ def evaluate(
     own = own_metrics(benchmark)
     with exclusive(output.parent), recorded(provenance_of(output), evaluate):
         after, tokenizer = load_model(checkpoint_file.parent / "weights")
+        # First: if one of them fails, nothing long is lost.
+        found = {name: as_number(f"metrics.{name}", metric(after, tokenizer, data)) for name, metric in own.items()}
         if benchmark.is_news:
             metrics, items = _news(after, tokenizer, data, retrained_auc)
         else:
@@ -59,7 +61,6 @@ def evaluate(
         else:
             metrics["num_experts"] = 0  # tables then say why router metrics are missing
         require_other_names(own, metrics)
-        found = {name: as_number(f"metrics.{name}", metric(after, tokenizer, data)) for name, metric in own.items()}
         write_csv(questions, items)
         write_json(output, metrics | found)
 
@@ -82,4 +83,4 @@ def _news(model, tokenizer, data: Path, retrained_auc: float) -> tuple[dict[str,
     metrics |= leakage(model, tokenizer, news.privleak)
     metrics["retrained_auc_min_40"] = retrained_auc
     metrics["privleak"] = privacy_leakage(metrics["auc_min_40"], retrained_auc)
-    return metrics, [{"criterion": name, "id": i.id, "score": i.score} for name in scores for i in scores[name]]
+    return metrics, [{"criterion": n, "id": i, "score": score} for n in scores for i, score in scores[n].items()]

@@ -18,6 +18,7 @@ from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
 from gripmoe.planning.cost import TFLOPS, Cost, Costs, Step, steps_of, what_would_fit
 from gripmoe.planning.jobs import Job, check_budget, disk_needed, jobs_left, that_count
+from gripmoe.planning.status import run_status
 
 LEAST = 1e-3  # of speeds and memories
 MOST_EXPENSIVE = 5  # runs that a plan shows without --runs
@@ -61,6 +62,8 @@ def plan(
     jobs = jobs_left(project, results, tflops, costs)
     _print_rules(jobs)
     _print_runs(jobs, None if all_runs else MOST_EXPENSIVE)
+    if outdated := sum(run_status(project, results, key)[0] == "outdated" for key in project.run_keys()):
+        print(f"{outdated} finished runs are outdated and do not count here; `gripmoe status` lists them")
     needs = [cost for step in steps if (cost := costs.of(step))]
     _print_memory(needs, gpu_memory, host_memory)
     if disk := disk_needed(costs, jobs_at_once):

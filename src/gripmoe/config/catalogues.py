@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
 from pathlib import Path
 from typing import Literal
@@ -50,11 +52,29 @@ def own_code(benchmark: Benchmark, key: Literal["attacks", "metrics"]) -> list[s
 
 def _found(path: str, where: str) -> OwnClass:
     """A class or function of the user by its path, with the digest of the module's file, which is not imported here."""
-    module = path.partition(":")[0]
+    module, _, name = path.partition(":")
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # of a package above it
         spec = None
     if spec is None or not spec.has_location:
         raise ConfigError(f"{where}: no module {module!r} in the folders of PYTHONPATH; add the one that it lies in")
-    return OwnClass(path=path, sha256=file_digest(Path(spec.origin)))
+    file = Path(spec.origin)
+    if file.suffix == ".py" and not {name, "*"} & (known := _names_in(file)):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "name what it defines"
+        raise ConfigError(f"{where}: {file} has no {name!r}; {hint}")
+    return OwnClass(path=path, sha256=file_digest(file))
+
+
+def _names_in(file: Path) -> set[str]:
+    """All names that occur in a module, and "*" if it imports all of another. Raises ConfigError for a syntax error."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    except SyntaxError as error:
+        raise ConfigError(f"{file}, line {error.lineno}: {error.msg}") from None
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    imported = {
+        alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    return defined | imported | {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -106,10 +106,18 @@ def load_rows(
             table = load_dataset(source, name, split=split, revision=revision, **own)
     except (OSError, ValueError, DatasetsError, StopIteration) as error:  # the last for a file without a row
         why = error.__cause__ or error if isinstance(error, DatasetsError) else error
+        remedy = (
+            f"Without internet, run `hf download --repo-type dataset {path}` elsewhere and copy the hub's cache, or "
+            f"set {key} to a clone of the repository (with `git lfs`)."
+        )
+        if Path(path).is_dir():
+            remedy = (
+                f"Its README.md has to name the files of {name!r}, as docs/own_data.md shows; a clone needs `git lfs`."
+            )
+        elif Path(path).is_absolute():
+            remedy = "There is no such folder: correct the path."
         raise ConfigError(
-            f"benchmarks.yaml: {key}: cannot read {path!r} ({name}, {split}): {str(why) or 'a file is empty'}. Without "
-            f"internet, run `hf download --repo-type dataset {path}` elsewhere and copy the hub's cache, or set "
-            f"{key} to a clone of the repository (with `git lfs`)."
+            f"benchmarks.yaml: {key}: cannot read {path!r} ({name}, {split}): {str(why) or 'a file is empty'}. {remedy}"
         ) from error
     if missing := [column for column in columns if column not in table.column_names]:
         raise ConfigError(

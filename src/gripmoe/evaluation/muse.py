@@ -8,11 +8,13 @@ under-unlearning, positive over-unlearning (the paper states the reverse).
 from __future__ import annotations
 
 import math
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from gripmoe.moe.modes import evaluating
 
 RECITED_TOKENS = 128
 ANSWER_TOKENS = 32
-ENDS_OF_ANSWER = ("\n\n", "\nQuestion", "Question:")
+END_OF_ANSWER = re.compile(r"\n\n|\nQuestion|Question:")
 MIN_K = (20, 40, 60)  # per cent; 40 is what PrivLeak uses
 KEYS = {
     "knowmem": ("part", "split", "question", "answer"),
@@ -58,14 +60,6 @@ class News:
 
     def prompts(self, split: str) -> list[dict]:
         return [row for row in self.verbmem if row["split"] == split]
-
-
-@dataclass(frozen=True)
-class Scored:
-    """ROUGE-L F1 of one generated text, between 0 and 100."""
-
-    id: str
-    score: float
 
 
 def rouge_l(generated: str, reference: str) -> float:
@@ -120,9 +114,9 @@ def _ends(model, tokenizer) -> set[int | None]:
     return {tokenizer.pad_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
-def verbatim_memory(model, tokenizer, rows: Sequence[dict]) -> list[Scored]:
-    """C1: compares continuations with the first tokens of the true ones. As in the benchmark, the BOS is one of these
-    tokens, and special tokens are removed from both texts."""
+def verbatim_memory(model, tokenizer, rows: Sequence[dict]) -> dict[str, float]:
+    """C1, by id: compares continuations with the first tokens of the true ones. As in the benchmark, the BOS is one of
+    these tokens, and special tokens are removed from both texts."""
     written = continuations(model, tokenizer, [row["prompt"] for row in rows], RECITED_TOKENS)
     references = [
         tokenizer.decode(tokenizer(row["gt"])["input_ids"][:RECITED_TOKENS], skip_special_tokens=True) for row in rows
@@ -130,8 +124,8 @@ def verbatim_memory(model, tokenizer, rows: Sequence[dict]) -> list[Scored]:
     return _scored(rows, written, references)
 
 
-def knowledge_memory(model, tokenizer, pairs: Sequence[dict], context: Sequence[dict]) -> list[Scored]:
-    """C2 and C4: answers after ten solved questions."""
+def knowledge_memory(model, tokenizer, pairs: Sequence[dict], context: Sequence[dict]) -> dict[str, float]:
+    """C2 and C4, by id: answers after ten solved questions."""
     solved = [(pair["question"], pair["answer"]) for pair in context]
     prompts = [knowmem_prompt(solved, pair["question"]) for pair in pairs]
     written = [answer_of(text) for text in continuations(model, tokenizer, prompts, ANSWER_TOKENS)]
@@ -140,18 +134,16 @@ def knowledge_memory(model, tokenizer, pairs: Sequence[dict], context: Sequence[
 
 def answer_of(text: str) -> str:
     """The text up to the first blank line or the next question."""
-    return text[: min((at for end in ENDS_OF_ANSWER if (at := text.find(end)) >= 0), default=len(text))]
+    return END_OF_ANSWER.split(text, maxsplit=1)[0]
 
 
-def _scored(rows: Sequence[dict], written: Sequence[str], references: Sequence[str]) -> list[Scored]:
-    return [
-        Scored(row["id"], 100 * rouge_l(text, reference))
-        for row, text, reference in zip(rows, written, references, strict=True)
-    ]
+def _scored(rows: Sequence[dict], written: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    pairs = zip(rows, written, references, strict=True)
+    return {row["id"]: 100 * rouge_l(text, reference) for row, text, reference in pairs}
 
 
-def mean_score(scored: Sequence[Scored]) -> float:
-    return sum(item.score for item in scored) / len(scored) if scored else float("nan")
+def mean_score(scores: Mapping[str, float]) -> float:
+    return fmean(scores.values()) if scores else float("nan")
 
 
 @torch.no_grad()
@@ -232,8 +224,8 @@ def privacy_leakage(measured_auc: float, retrained_auc: float) -> float:
     return 100 * (measured_auc - retrained_auc) / retrained_auc
 
 
-def news_scores(model, tokenizer, news: News, split: str, *, retain: bool = True) -> dict[str, list[Scored]]:
-    """C1, C2 and (with `retain`) C4 of a split, item by item: `verbmem`, `knowmem_forget`, `knowmem_retain`."""
+def news_scores(model, tokenizer, news: News, split: str, *, retain: bool = True) -> dict[str, dict[str, float]]:
+    """C1, C2 and (with `retain`) C4 of a split, by id: `verbmem`, `knowmem_forget`, `knowmem_retain`."""
     scores = {"verbmem": verbatim_memory(model, tokenizer, news.prompts(split))}
     for part in ("forget", "retain") if retain else ("forget",):
         pairs, context = news.pairs(part, split), news.pairs(part, CONTEXT)

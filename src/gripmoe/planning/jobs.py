@@ -64,7 +64,7 @@ COPYING = ("edit_weights", "import_checkpoint")  # rules that write a checkpoint
 def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Costs | None = None) -> list[Job]:
     """The jobs whose output is missing: base models, traces, bases; and for every run of the world, training or
     correction, evaluation and attack. Only Snakemake knows which outputs are out of date (`snakemake -n`)."""
-    steps = [(_model_rule(project, name), (name,)) for name in project.models_needed]
+    steps = []
     for key in project.run_keys():
         steps += [*shared_steps(project, key), *((rule, key) for rule in own_rules(project, key))]
     return jobs_of(project, results, [step for step in steps if not is_done(results, *step)], tflops, costs)

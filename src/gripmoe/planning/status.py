@@ -18,12 +18,17 @@ CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 def run_status(project: Project, results: Path, key: Key) -> tuple[str, str]:
     """The next rule of a run; and why SLURM ended its job, or the last line of its log. A run that has not begun waits,
-    perhaps for a step that it shares with others. A run without a next rule is "done", or "outdated" by `changes`."""
+    perhaps for a step that it shares with others. A run without a next rule is "outdated" by `changes`, "diverged", or
+    "done"."""
     for rule in own_rules(project, key):
         if not is_done(results, rule, key):
             return rule, _said(results, rule, key) or _awaited(project, results, key)
     changed = "; ".join(changes(project, results, key))
-    return ("outdated" if changed else "done"), changed
+    if changed:
+        return "outdated", changed
+    checkpoint = results.joinpath(*map(str, key), "checkpoint.json")
+    outcome = read_json(checkpoint) if checkpoint.exists() else {}
+    return ("diverged", f"at step {outcome['steps']}") if outcome.get("status") == "diverged" else ("done", "")
 
 
 def changes(project: Project, results: Path, key: Sequence[str | int]) -> list[str]:

@@ -101,7 +101,7 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
     if not names.objectives_of(found):
         return nothing("no unlearned run was attacked")
     with house_style():
-        figure, panels = panels_of(found, max(1.8, 0.9 + 0.17 * len(methods)))
+        figure, panels = panels_of(found, max(2.0, 0.9 + 0.17 * len(methods)))
         for axes, objective, group in panels:
             of_models = group.groupby(["objective", "method", "metric", "model"]).value.mean()
             means = of_models.groupby(level=["objective", "method", "metric"]).mean().unstack("metric")

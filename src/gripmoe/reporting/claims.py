@@ -12,8 +12,7 @@ from typing import Literal, NamedTuple
 import pandas as pd
 
 from gripmoe.config.reading import read_catalogue
-from gripmoe.config.types import Name, Names, Strict
-from gripmoe.config.world import NO_OBJECTIVE
+from gripmoe.config.types import Name, Strict
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import names
 from gripmoe.reporting.collect import SHARED
@@ -47,7 +46,6 @@ class Claim(Strict):
     kind: Literal["letters", "news"] = "letters"
     unreached: bool = False
     each_objective: bool = False
-    objectives: Names | None = None
 
 
 def load_claims() -> dict[str, dict]:
@@ -82,8 +80,6 @@ def differences(runs: pd.DataFrame, claim: dict, forgot: bool = False) -> pd.Ser
     if left_out := {key for out in left_out for key in out}:
         kept = [key not in left_out for key in zip(*(runs[k] for k in KEYS), strict=True)]
         runs = runs[pd.Series(kept, index=runs.index, dtype=bool)]  # also of no runs
-    if "objectives" in claim:
-        runs = runs[runs.objective.isin([*claim["objectives"], NO_OBJECTIVE])]
     left = runs[(runs.metric == claim["metric"]) & (runs.method == claim["left"])].set_index(RUN).value
     if not isinstance(claim["right"], str):
         return left - claim["right"]
@@ -190,10 +186,10 @@ def units_to_decide(values: pd.Series, claim: dict, alpha: float = ALPHA) -> int
     margin = claim.get("margin", 0.0)
     limits = {"~": (-margin, margin), ">": (margin,), "<": (-margin,)}[claim["relation"]]
     gap = min(abs(mean - limit) for limit in limits)
-    more = range(len(values) + 1, MOST_UNITS + 1)
-    errors = {n: t_quantile(1 - alpha / 2, n - 1) + t_quantile(POWER, n - 1) for n in more}
-    enough = (n for n in more if errors[n] * deviation < gap * n**0.5)
-    return next(enough, None) if len(values) > 1 else None
+    for n in range(len(values) + 1, MOST_UNITS + 1):
+        if (t_quantile(1 - alpha / 2, n - 1) + t_quantile(POWER, n - 1)) * deviation < gap * n**0.5:
+            return n
+    return None  # also for one value, whose deviation is NaN
 
 
 def _to_decide(runs: pd.DataFrame, found: Judgement, claim: dict, alpha: float) -> str:

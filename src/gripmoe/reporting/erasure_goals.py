@@ -48,8 +48,8 @@ COLUMNS = (
     "base_models",
     *(f"{name}{part}" for name in MEASURES for part in ("", "_half_width")),
     *(f"{name}_bound" for name in GOALS),
+    *("attack", "excess_p", "excess_bound_of_worlds"),
 )
-OF_EXCESS = ("attack", "excess_p", "excess_bound_of_worlds")
 
 
 def goals(runs: pd.DataFrame) -> pd.DataFrame:
@@ -93,7 +93,7 @@ def goals(runs: pd.DataFrame) -> pd.DataFrame:
             row |= _summary(name, values[name])
         row |= {f"{name}_bound": _bound(name, values[name]) for name in GOALS} | _of_every_attack(excess)
         rows.append(row)
-    return pd.DataFrame(rows, columns=[*COLUMNS, *OF_EXCESS])
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def _summary(name: str, values: pd.Series | None) -> dict[str, float]:

@@ -48,13 +48,14 @@ def save_figure(figure: plt.Figure, stem: Path, *tables: Path) -> None:
     plt.close(figure)  # otherwise a notebook shows it twice
 
 
-def save_picture(figure: plt.Figure, file: Path, *tables: Path) -> None:
+def save_picture(figure: plt.Figure, file: Path) -> None:
     """Writes a .png alone, of as many colours as lines and text need: a quarter of the bytes."""
-    save_figure(figure, file, *tables)
-    file.with_suffix(".pdf").unlink()
-    with Image.open(file) as image:
-        reduced = image.convert("RGB").quantize(128)
-    reduced.save(file, optimize=True)
+    with house_style(), atomic_path(file) as temporary:
+        figure.savefig(temporary, format="png")
+        with Image.open(temporary) as image:
+            reduced = image.convert("RGB").quantize(128)
+        reduced.save(temporary, format="png", optimize=True)
+    plt.close(figure)
 
 
 def stability_by_layer(runs: pd.DataFrame) -> pd.DataFrame:

@@ -156,6 +156,9 @@ def unlearn(
         if average and "averages" in progress:
             average.load_state(progress["averages"])
         status, step, history = _until_met(steps, stop, progress, correct, state_file, description)
+        if status == "diverged" and distributed.is_first():
+            what = "a loss, a gradient or a weight is not finite, or the retain loss is above `loss_bound`"
+            print(f"{description} diverged at step {step}: {what}", file=sys.stderr, flush=True)
         if average and status != "diverged":
             average.write()
         tokens = round(distributed.average(steps.tokens) * distributed.processes())

@@ -40,6 +40,9 @@ Batches = Sequence[Batch]
 EPSILON = 1e-2  # of unlikelihood: log(1 - p) of a certain token is not finite
 
 
+INTERFACE = ("alpha", "monitor", "last_layer", "start", "forget_loss", "retain_loss")  # of Objective
+
+
 class Objective(Protocol):
     """`start` sees the original model and the documents that training will use. `monitor` holds numbers of the last
     step for the history; `last_layer` is the last layer that the losses look at, or None for the head."""
@@ -179,7 +182,7 @@ class RepresentationMisdirection:
 
 def make_objective(name: str, settings: dict, seed: int) -> Objective:
     """The objective of a run, by its name or as "module:Class", from its own hyperparameters and, if the class takes
-    one, the seed. Raises ConfigError for an unknown name, class or setting."""
+    one, the seed. Raises ConfigError for an unknown name, class or setting, and for a class that is no objective."""
     if name not in OBJECTIVES and ":" not in name:
         raise ConfigError(f"unknown objective {name!r}; one of {', '.join(OBJECTIVES)}, or module:Class")
     of_name = imported(OBJECTIVES[name].path if name in OBJECTIVES else name, f"objective {name!r}")
@@ -189,7 +192,13 @@ def make_objective(name: str, settings: dict, seed: int) -> Objective:
         signature.bind(**settings, **seeds)
     except TypeError as error:
         raise ConfigError(f"objective {name!r}: {error}") from None
-    return of_name(**settings, **seeds)
+    made = of_name(**settings, **seeds)
+    if lacking := [each for each in INTERFACE if not hasattr(made, each)]:
+        raise ConfigError(
+            f"objective {name!r}: {of_name} makes what has no {', '.join(map(repr, lacking))}; derive a class from "
+            "gripmoe.training.objectives:GradientDifference, which has them"
+        )
+    return made
 
 
 def token_logprobs(model: MoEModel, batch: Batch) -> Tensor:

@@ -18,6 +18,7 @@ from gripmoe.constraints.original import OriginalSets
 from gripmoe.data.documents import Batch
 from gripmoe.io import distributed
 from gripmoe.io.clock import now
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import expert_precision
 from gripmoe.moe.modes import restored
@@ -99,6 +100,12 @@ class Steps:
             with self._as_trained(batch):  # in the backward pass too, which may compute activations again
                 with self._needed_layers(kind), marked():
                     loss = loss_of(self.model, batch)
+                if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+                    shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                    raise ConfigError(
+                        f"objective {type(self.objective).__name__}: the {kind} loss is {shape}; return a tensor of "
+                        "one number, with its graph"
+                    )
                 ((weight * loss + self.handle.penalty()) / passes).backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
