@@ -200,7 +200,7 @@ def test_kappa_follows_the_models_own_scale(moe, batch):
     mean_length = hidden.norm(dim=-1)[batch.attention_mask.bool()].mean().item()
     objective = started("rmu", moe, batch)
     assert objective.target_d.norm().item() == pytest.approx(2.5 * mean_length, rel=1e-4)
-    assert objective.monitor["steering"] == objective.steering
+    assert objective.monitor["steering"] == pytest.approx(objective.target_d.norm().item())
 
 
 def divergence_of_two(objective, second, after, batch):
@@ -257,7 +257,7 @@ def test_npo_tells_documents_of_the_same_tokens_apart_by_what_is_scored(moe):
     for batch in batches:
         objective.forget_loss(moe, batch)
         assert objective.monitor["npo_weight"] == pytest.approx(1.0, abs=1e-5)
-    with pytest.raises(KeyError, match="no original answer for a document of 20 tokens"):
+    with pytest.raises(KeyError, match="other"):
         objective.forget_loss(moe, collate([Row("other", ids, [-100] * 10 + ids[10:])], 0))
 
 

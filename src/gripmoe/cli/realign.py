@@ -13,7 +13,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, read_json, write_json
 from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import load_biases, load_model, load_routers, save_model
+from gripmoe.moe.storage import load_model, load_routers, save_model
 from gripmoe.moe.traces import StoredTrace
 from gripmoe.training.undo import undo
 
@@ -51,8 +51,7 @@ def realign(
     with exclusive(folder), recorded(provenance_of(output), realign):
         model, tokenizer = load_model(checkpoint_file.parent / "weights")
         moe = MoEModel(model)
-        theta_0 = load_routers(model_file.parent / "weights", moe)
-        biases = load_biases(model_file.parent / "weights", moe)
+        theta_0, biases = load_routers(model_file.parent / "weights", moe)
         whose = {"model": read_json(model_file)["weights"], "corpus": file_digest(retain_corpus)}
         trace = StoredTrace(trace_file, whose)
         benchmark = run.benchmark

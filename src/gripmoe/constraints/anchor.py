@@ -34,10 +34,6 @@ class Anchored(FrozenRouter):
     needs_graph = True
 
     def __init__(self, routing_stability: float, floor: float, final_only: bool = False):
-        if not 0 < routing_stability < 1:
-            raise ConfigError(
-                f"`routing_stability` must lie between 0 and 1, both excluded, not at {routing_stability}"
-            )
         if floor > CEILING:
             raise ConfigError(f"`anchor_floor` is {floor:g}, above the highest weight of {CEILING:g}")
         self.weight = DualWeight(1 - routing_stability, floor)

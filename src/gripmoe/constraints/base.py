@@ -82,10 +82,9 @@ class FrozenRouter(RouterConstraint):
     """Theta never changes. Routing still changes where experts below the router move its inputs (App. G.1)."""
 
     def start(self, model, forget, retain) -> None:
-        model.freeze_router_biases()
-        for layer in model.layers:
-            model.theta(layer).requires_grad_(False)
-            model.theta(layer).grad = None
+        for parameter in model.router_parameters():
+            parameter.requires_grad_(False)
+            parameter.grad = None
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         return before_Ed

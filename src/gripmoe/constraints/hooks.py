@@ -210,7 +210,8 @@ class ConstraintHandle:
                     self._constrain_gradients(optimizer)
             return None
         if self.constraint.of_gradient:
-            raise RuntimeError("this method constrains gradients before the step: call `step()` without a closure")
+            with self._forgotten_on_error():
+                raise RuntimeError("this method constrains gradients before the step: call `step()` without a closure")
 
         def checked():  # with a closure, the passes run within the step
             with self._forgotten_on_error():

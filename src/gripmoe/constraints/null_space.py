@@ -23,8 +23,8 @@ from gripmoe.geometry.screening import ScreenedProjection
 
 
 class _Reporting(RouterConstraint):
-    """What forms of Method A report of their projections. `stage_2_rate` and ranks are of every tenth, since they cost
-    another one; `rows_shrunk` is of the last."""
+    """What forms of Method A report of their projections. `stage_2_rate` and ranks are of every tenth, because to
+    measure them costs another projection; `rows_shrunk` is of the last."""
 
     def __init__(self) -> None:
         self._calls: Counter[int] = Counter()
@@ -33,7 +33,7 @@ class _Reporting(RouterConstraint):
         self._shrunk: dict[int, int] = {}
 
     def _shrinks(self, layer: int) -> Callable[[int], None]:
-        """Sets the layer's number of shrunk rows to 0, and returns what a projection calls with another number."""
+        """Sets the layer's number of shrunk rows to 0; the function that it returns sets another number."""
         self._shrunk[layer] = 0
         return partial(self._shrunk.__setitem__, layer)
 
@@ -207,7 +207,7 @@ class NullSpacePaper(_Reporting):
         super().load_state(state)
         if state:
             self.generator.set_state(state["generator"].cpu())
-            self._cached = {layer: U_Edr.to(self._theta_0[layer]) for layer, U_Edr in state.get("cached", {}).items()}
+            self._cached = {layer: U_Edr.to(self._theta_0[layer].device) for layer, U_Edr in state["cached"].items()}
 
 
 def paper_update(

@@ -36,48 +36,42 @@ WAIT = 5.0  # seconds between two checks of a file that another run writes
 
 
 class OriginalCache:
-    """Stored outputs of a function of the original model: one tensor per document, or one per token. The key of a
-    document is its tokens, with `by_labels` also its labels. Tensors keep their dtype. They are on the CPU, or in files
-    of `store`, which do not support labels. `remedy` ends the error of a document that is not stored."""
+    """Stored outputs of a function of the original model, one for each token. The key of a document is its tokens.
+    Tensors keep their dtype. They are on the CPU, or in files of `store`. `remedy` ends the error of a document that is
+    not stored."""
 
     def __init__(
         self,
         store: OriginalStore | None = None,
-        *,
-        by_labels: bool = False,
         remedy: str = "give every document that training uses beforehand, or `original=` a copy of the model",
     ) -> None:
-        self._store, self._by_labels, self._remedy = store, by_labels, remedy
+        self._store, self._remedy = store, remedy
         self._kept: dict[tuple, Tensor] | StoredOutputs = {}
         self._example: Tensor | None = None  # the entry of a document without tokens
 
     @torch.no_grad()
     def fill(self, batches: Iterable[Batch], function: Callable[[Batch], Tensor], what: str = "original model") -> None:
-        """Stores `function(batch)` for every row of `batches`: (rows,), or per token (rows, positions, ...)."""
+        """Stores `function(batch)`, (rows, positions, ...), for every row of `batches`."""
         batches = list(batches)
         if not batches:
             return
         answers = self._answers(batches, function, what)
         first = next(answers)
         answers, some = chain([first], answers), first[1][0]
-        self._example = some[:0].clone() if some.ndim else torch.zeros_like(some)
+        self._example = some[:0].clone()
         tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
         size = tokens * some.element_size() * math.prod(some.shape[1:])
-        if self._store is None or not some.ndim or size <= self._store.memory:
-            for keys, values in answers:
-                self._kept.update(zip(keys, values, strict=True))
+        if self._store is None or size <= self._store.memory:
+            for documents, values in answers:
+                self._kept.update(zip(documents, values, strict=True))
             return
         rows = (torch.cat(values) for _, values in answers)
         self._kept = self._store.outputs(what, batches, rows, (some.dtype, (tokens, *some.shape[1:])))
 
-    def of(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The stored output of each row, with zeros for padding and for rows that the mask hides altogether. A cache
-        `by_labels` needs `labels`. Raises KeyError for a document that `fill` did not get."""
-        documents = documents_of(input_ids, attention_mask)
-        keys = self._keys(documents, attention_mask, labels)
-        kept = [self._found(tokens, key) for tokens, key in zip(documents, keys, strict=True)]
-        if not self._example.ndim:
-            return torch.stack(kept).to(input_ids.device)
+    def of(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The stored output of each row, with zeros for padding and for rows that the mask hides altogether. Raises
+        KeyError for a document that `fill` did not get."""
+        kept = [self._found(document) for document in documents_of(input_ids, attention_mask)]
         padded = self._example.new_zeros(*input_ids.shape, *self._example.shape[1:])
         padded[attention_mask.cpu().bool()] = torch.cat(kept)
         return padded.to(input_ids.device)
@@ -85,34 +79,26 @@ class OriginalCache:
     def of_counted(self, tokens: Tokens) -> Tensor:
         """The stored outputs of the tokens that count, (N, ...), without padding them first."""
         documents = documents_of(tokens.input_ids, tokens.attention_mask)
-        found = torch.cat([self._found(document, document) for document in documents]).to(tokens.keep.device)
+        found = torch.cat([self._found(document) for document in documents]).to(tokens.keep.device)
         return found.index_select(0, places_of(tokens.keep[tokens.attention_mask.flatten().bool()]))
 
-    def _found(self, tokens: tuple[int, ...], key: tuple) -> Tensor:
-        if not tokens:
-            return torch.zeros_like(self._example)
-        if key not in self._kept:
+    def _found(self, document: tuple[int, ...]) -> Tensor:
+        if not document:
+            return self._example
+        if document not in self._kept:
             raise KeyError(
-                f"no original answer for a document of {len(tokens)} tokens, {list(tokens[:8])}...: {self._remedy}"
+                f"no original answer for a document of {len(document)} tokens, {list(document[:8])}...: {self._remedy}"
             )
-        return self._kept[key]
+        return self._kept[document]
 
     def _answers(
         self, batches: Sequence[Batch], function: Callable[[Batch], Tensor], what: str
     ) -> Iterator[tuple[list[tuple], list[Tensor]]]:
-        """For each batch, the keys of its documents and their outputs."""
+        """For each batch, its documents and their outputs."""
         for batch in tqdm(batches, desc=what, leave=False):
             values, masks = function(batch).cpu(), batch.attention_mask.cpu().bool()
-            kept = [
-                value[mask].clone() if value.ndim else value.clone() for value, mask in zip(values, masks, strict=True)
-            ]
-            documents = documents_of(batch.input_ids, batch.attention_mask)
-            yield self._keys(documents, batch.attention_mask, batch.labels), kept
-
-    def _keys(self, documents: list[tuple[int, ...]], attention_mask: Tensor, labels: Tensor | None) -> list[tuple]:
-        if not self._by_labels:
-            return documents
-        return list(zip(documents, documents_of(labels, attention_mask), strict=True))
+            kept = [value[mask] for value, mask in zip(values, masks, strict=True)]
+            yield documents_of(batch.input_ids, batch.attention_mask), kept
 
 
 class OriginalForward:
@@ -154,7 +140,7 @@ class OriginalSets:
 
     def __init__(self, model: MoEModel, batches: Iterable[Batch]):
         remedy = "under replay, give every document that training uses as `retain` or `forget`"
-        self._layers, self._sets = model.layers, OriginalCache(model.originals, remedy=remedy)
+        self._layers, self._sets = model.layers, OriginalCache(model.originals, remedy)
         self._sets.fill(batches, lambda batch: router_states(model, batch, "top_k_Nk"), "original sets")
 
     def of(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Routes:
@@ -166,7 +152,7 @@ class OriginalSets:
 
 
 def documents_of(input_ids: Tensor, attention_mask: Tensor) -> list[tuple[int, ...]]:
-    """The tokens of each row (or its labels), without padding."""
+    """The tokens of each row, without padding."""
     rows = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
     return [tuple(compress(ids, mask)) for ids, mask in rows]
 

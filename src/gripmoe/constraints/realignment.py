@@ -241,11 +241,11 @@ def holdout_report(model: MoEModel, theta_0: dict[int, Tensor], trace: RoutingTr
     powers = (round(model.hidden_size * 2**n) for n in range(-3, 16))
     sizes = [size for size in powers if 8 <= size <= tokens // 2]
     report: dict[str, float] = {}
-    for form in ("paper", "sound"):
-        for layer, seen in after.items():
-            old = theta_0[layer], thetas[layer], trace[layer].x_Nd.to(seen.x_Nd.device), seen.x_Nd
-            wanted_Nk = trace[layer].top_k_Nk.to(seen.x_Nd.device)
-            curve = holdout_stability(*old, model.rule(layer), wanted_Nk, sizes, form)
+    for layer, seen in after.items():
+        before = trace[layer].to(seen.x_Nd.device)
+        old = theta_0[layer], thetas[layer], before.x_Nd, seen.x_Nd
+        for form in ("paper", "sound"):
+            curve = holdout_stability(*old, model.rule(layer), before.top_k_Nk, sizes, form)
             for size, values in curve.items():
                 for where, value in zip(("fit", "other"), values, strict=True):
                     name = f"holdout_{form}_{size}_{where}"

@@ -75,7 +75,8 @@ def load_answers(path: Path, questions: Sequence[dict]) -> list[Answer]:
     """The answers to `questions`, in their order, from a file of rows. Raises ConfigError if one is missing."""
     rows = {row["id"]: row for row in read_csv(path)}
     if missing := [question["id"] for question in questions if question["id"] not in rows]:
-        raise ConfigError(f"{path}: no answer to question {missing[0]!r} and {len(missing) - 1} others; evaluate again")
+        others = f" and {len(missing) - 1} others" if missing[1:] else ""
+        raise ConfigError(f"{path}: no answer to question {missing[0]!r}{others}; evaluate again")
     return [_answer(rows[question["id"]]) for question in questions]
 
 

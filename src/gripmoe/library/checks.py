@@ -12,7 +12,7 @@ from torch import nn
 from gripmoe.config.methods import Method
 from gripmoe.data.documents import Batch
 from gripmoe.moe import MoEModel
-from gripmoe.moe.adapters import adapter_parameters, unwrapped
+from gripmoe.moe.adapters import adapter_parameters, is_adapted, unwrapped
 
 
 def warn_of_balancing(model: nn.Module, arguments: Any = None) -> None:
@@ -42,8 +42,8 @@ def check_given(name: str, batches: Sequence[Batch], method: Method | None = Non
 
 
 def check_original(original: MoEModel, moe: MoEModel) -> None:
-    """Raises ValueError unless `original` may be what `moe` was: of its family and shapes, and with routers that are
-    closer to its own than nothing at all is."""
+    """Raises ValueError unless `original` may be what `moe` was: of its family and shapes, and with routers
+    whose distance from its own is less than their norm."""
     kinds = [
         (each.model.config.model_type, {layer: tuple(each.theta(layer).shape) for layer in each.layers})
         for each in (original, moe)
@@ -64,7 +64,8 @@ def check_original(original: MoEModel, moe: MoEModel) -> None:
 
 def check_adapters(moe: MoEModel, method: Method) -> None:
     """Raises ValueError if adapters compute what the method writes."""
-    if (layers := moe.adapted_routers) and method.constraint not in ("none", "frozen"):
+    layers = [layer for layer in moe.layers if is_adapted(moe.outer_router(layer))]
+    if layers and method.constraint not in ("none", "frozen"):
         raise ValueError(
             f"an adapter changes the routers of layers {layers}, and this method writes or compares whole router "
             'weights: leave routers out of `target_modules` and `target_parameters` (`exclude_modules=["gate"]` with '

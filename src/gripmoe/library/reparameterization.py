@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -75,7 +74,7 @@ def reparameterize(
         for layer in moe.layers:
             router = moe.router(layer)
             parametrize.register_parametrization(router, "weight", InNullSpace(router.weight, bases[layer]))
-            undo.callback(_plain_again, router)
+            undo.callback(parametrize.remove_parametrizations, router, "weight")
             undo.callback(router.register_state_dict_post_hook(_save_plain).remove)
             undo.callback(router.register_load_state_dict_pre_hook(_load_plain).remove)
         has_begun = True
@@ -96,8 +95,3 @@ def _load_plain(router: nn.Module, state: dict[str, Tensor], prefix: str, *_) ->
     """Loads a router weight as W. The projection changes none that `_save_plain` has saved."""
     if prefix + "weight" in state:
         state[prefix + FREE] = state.pop(prefix + "weight")
-
-
-@torch.no_grad()
-def _plain_again(router: nn.Module) -> None:
-    parametrize.remove_parametrizations(router, "weight", leave_parametrized=True)

@@ -78,16 +78,12 @@ def _uncapped_sigmoids(router, block):
     return _biased_sigmoids(router, block)
 
 
-def _softmax_of_all(scores_TE: Tensor, top_k_Tk: Tensor) -> Tensor:
+def _probabilities(router: nn.Module, scores_TE: Tensor, top_k_Tk: Tensor) -> Tensor:
     return torch.softmax(scores_TE, dtype=torch.float, dim=-1).gather(1, top_k_Tk)
 
 
-def _probabilities(router, scores_TE, top_k_Tk):
-    return _softmax_of_all(scores_TE, top_k_Tk)
-
-
 def _renormalized(router, scores_TE, top_k_Tk):
-    weights_Tk = _softmax_of_all(scores_TE, top_k_Tk)
+    weights_Tk = _probabilities(router, scores_TE, top_k_Tk)
     return weights_Tk / weights_Tk.sum(dim=-1, keepdim=True)
 
 
@@ -96,7 +92,7 @@ def _renormalized_if_so_configured(router, scores_TE, top_k_Tk):
 
 
 def _renormalized_above_minimum(router, scores_TE, top_k_Tk):
-    weights_Tk = _softmax_of_all(scores_TE, top_k_Tk)
+    weights_Tk = _probabilities(router, scores_TE, top_k_Tk)
     return weights_Tk / weights_Tk.sum(dim=-1, keepdim=True).clamp(min=router.norm_min)
 
 
@@ -105,7 +101,7 @@ def _softmax_of_chosen(router, scores_TE, top_k_Tk):
 
 
 def _scaled_probabilities(router, scores_TE, top_k_Tk):
-    return _softmax_of_all(scores_TE, top_k_Tk) * router.routed_scaling_factor
+    return _probabilities(router, scores_TE, top_k_Tk) * router.routed_scaling_factor
 
 
 def _scaled_and_renormalized_if_so_configured(router, scores_TE, top_k_Tk):

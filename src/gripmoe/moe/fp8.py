@@ -207,9 +207,5 @@ def _registered(precision: Precision) -> str:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     product = {"fp8": _on_hopper, "fp8_emulated": _Emulated.apply}[precision]
-
-    def forward(experts, x_Td, top_k_Tk, weights_Tk):
-        return _experts_forward(product, experts, x_Td, top_k_Tk, weights_Tk)
-
-    ALL_EXPERTS_FUNCTIONS.register(f"gripmoe_{precision}", forward)
+    ALL_EXPERTS_FUNCTIONS.register(f"gripmoe_{precision}", partial(_experts_forward, product))
     return f"gripmoe_{precision}"

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
-from gripmoe.moe.adapters import below_adapters, is_adapted
+from gripmoe.moe.adapters import below_adapters
 from gripmoe.moe.families import DENSE, family_of, router_class, unfit
 from gripmoe.moe.forcing import Forcing, Routes
 from gripmoe.moe.fp32 import compute_in_fp32, release
@@ -135,11 +135,6 @@ class MoEModel:
         parameters = [parameter for module in self.feed_forward(layer) for parameter in module.parameters()]
         return [parameter for parameter in parameters if id(parameter) not in of_router]
 
-    @property
-    def adapted_routers(self) -> list[int]:
-        """The layers whose router weight an adapter changes."""
-        return [layer for layer, module in self._outer.items() if is_adapted(module)]
-
     def rule(self, layer: int) -> SelectionRule:
         """How the router of a layer selects experts from scores."""
         return self.family.rule(self._routers[layer], self._blocks[layer])
@@ -195,24 +190,14 @@ class MoEModel:
         chosen_N1 = torch.full((len(x_Nd), 1), expert, device=x_Nd.device)
         return experts(x_Nd, chosen_N1, torch.ones_like(chosen_N1, dtype=x_Nd.dtype)).float()
 
-    @property
-    def is_constrained(self) -> bool:
-        """Whether an open handle holds this very model. A copy of a held model has another id."""
-        return getattr(self.model, "_constrained", None) == id(self.model)
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether `gripmoe.replay_experts` acts on this very model."""
-        return getattr(self.model, "_replaying", None) == id(self.model)
-
     def require_free(self) -> None:
         """Raises ValueError if an open handle holds the model, `gripmoe.reparameterize` its routers, or
         `gripmoe.replay_experts` their selections."""
         if any(map(is_parametrized, self._routers.values())):
             raise ValueError("`gripmoe.reparameterize` holds the routers of this model: leave its block first")
-        if self.is_replaying:
+        if getattr(self.model, "_replaying", None) == id(self.model):  # a copy of a held model has another id
             raise ValueError("`gripmoe.replay_experts` replaces what routers select: leave its block first")
-        if self.is_constrained:
+        if getattr(self.model, "_constrained", None) == id(self.model):
             raise ValueError(
                 "another handle holds this model: `close()` it first, of a Trainer `callback.handle.close()`; if it is "
                 "lost, load the model again"

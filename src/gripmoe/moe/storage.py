@@ -167,22 +167,17 @@ def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerB
 
 def _require_whole(loaded: dict, where: str, remedy: str) -> None:
     if missing := sorted(loaded["missing_keys"]):  # transformers initialises them at random
-        lacking = f"{missing[0]} and {len(missing) - 1} others"
+        lacking = missing[0] + (f" and {len(missing) - 1} others" if missing[1:] else "")
         raise ConfigError(f"{where}: the weights lack {lacking}; {remedy}")
 
 
-def load_routers(folder: Path, like: MoEModel) -> dict[int, torch.Tensor]:
-    """Loads only the router weights by layer, (E, d) in fp32, that `save_model` has written to `folder`. Raises
-    ConfigError if they do not fit the architecture of `like`."""
+def load_routers(folder: Path, like: MoEModel) -> tuple[dict[int, torch.Tensor], dict[int, dict[str, torch.Tensor]]]:
+    """Loads only the routers that `save_model` has written to `folder`: weights by layer, (E, d) in fp32, and biases as
+    `MoEModel.router_biases` gives them. Raises ConfigError if they do not fit the architecture of `like`."""
     stored = _stored_routers(folder, like)
-    return {layer: stored[f"{layer}.weight"].to(like.model.device) for layer in like.layers}
-
-
-def load_biases(folder: Path, like: MoEModel) -> dict[int, dict[str, torch.Tensor]]:
-    """Loads what the routers that `save_model` has written to `folder` have beside their weights, by layer and name, as
-    `MoEModel.router_biases` gives it. Raises ConfigError as `load_routers` does."""
-    stored = _stored_routers(folder, like)
-    return {layer: {name: stored[f"{layer}.{name}"] for name in own} for layer, own in like.router_biases().items()}
+    thetas = {layer: stored[f"{layer}.weight"].to(like.model.device) for layer in like.layers}
+    biases = {layer: {name: stored[f"{layer}.{name}"] for name in own} for layer, own in like.router_biases().items()}
+    return thetas, biases
 
 
 def _stored_routers(folder: Path, moe: MoEModel) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# Where a test compares outputs and gradients.
+# Families for which a test compares outputs and gradients with those of padded passes.
 COMPARED_FAMILIES = frozenset({"olmoe", "qwen2_moe", "qwen3", "qwen3_moe"})
 ATTENTION = "gripmoe_unpadded"  # the name of the attention function in transformers
 

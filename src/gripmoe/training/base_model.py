@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from gripmoe.config.models import EmbeddedModel
 from gripmoe.data.documents import collate, encode
@@ -155,10 +156,9 @@ def _truths(model, tokenizer, rows: Sequence[dict]) -> float:
         prompt = truthfulqa_prompt(row["question"])
         choices = row["mc1_targets"]["choices"]
         batch = collate([encode(tokenizer, [(prompt, False), (f" {choice}", True)]) for choice in choices], 0)
-        logits = model(input_ids=batch.input_ids.to(model.device)).logits[:, :-1].log_softmax(dim=-1).cpu()
-        labels = batch.labels[:, 1:]
-        scored = logits.gather(2, labels.clamp(min=0)[:, :, None])[:, :, 0].masked_fill(labels < 0, 0.0)
-        right += int(scored.sum(dim=1).argmax() == 0)  # the true one is listed first
+        logits = model(input_ids=batch.input_ids.to(model.device)).logits[:, :-1].cpu()
+        losses = F.cross_entropy(logits.mT, batch.labels[:, 1:], reduction="none").sum(dim=1)  # 0 where not scored
+        right += int(losses.argmin() == 0)  # the true one is listed first
     return right / len(rows)
 
 

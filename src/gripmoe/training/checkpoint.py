@@ -84,13 +84,8 @@ def remove_state(path: Path) -> None:
     if distributed.is_first():
         path.unlink(missing_ok=True)
         _note(path).unlink(missing_ok=True)
-        _remove_parts(path)
-
-
-def _remove_parts(path: Path) -> None:
-    """Removes the parts of all processes, also of an earlier run that had more."""
-    for part in path.parent.glob(f"{path.name}.*.part"):
-        part.unlink()
+        for part in path.parent.glob(f"{path.name}.*.part"):  # of all processes, also of an earlier run that had more
+            part.unlink()
 
 
 def _note(path: Path) -> Path:

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 
 from gripmoe.config.training import OBJECTIVES
 from gripmoe.constraints.original import OriginalCache
@@ -37,6 +37,7 @@ from gripmoe.moe.families import logits_of
 from gripmoe.moe.states import final_hidden_states, hidden_states
 
 Batches = Sequence[Batch]
+TOKENS_PER_CHUNK = 1024  # of KL divergences
 EPSILON = 1e-2  # of unlikelihood: log(1 - p) of a certain token is not finite
 
 
@@ -92,8 +93,15 @@ class OriginalPredictions:
         scored = batch.labels[:, 1:] != IGNORED
         wanted_Td = self._hidden.of(**batch.inputs)[:, :-1][scored]
         hidden_Td = final_hidden_states(model, batch)[:, :-1][scored]
-        original, current = (partial(logits_of, model.model, head=head) for head in (self._head, model.model.lm_head))
-        divergence_T = divergences(wanted_Td, hidden_Td, original, current)
+
+        def of_chunk(wanted_Cd: Tensor, hidden_Cd: Tensor) -> Tensor:
+            wanted_CV = logits_of(model.model, wanted_Cd, self._head).log_softmax(dim=-1)
+            current_CV = logits_of(model.model, hidden_Cd).log_softmax(dim=-1)
+            return F.kl_div(current_CV, wanted_CV, log_target=True, reduction="none").sum(dim=-1)
+
+        # In chunks, whose logits the backward pass computes again: memory does not grow with the batch.
+        chunks = zip(wanted_Td.split(TOKENS_PER_CHUNK), hidden_Td.split(TOKENS_PER_CHUNK), strict=True)
+        divergence_T = torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
         return _token_mean(divergence_T, torch.ones_like(divergence_T))
 
 
@@ -129,12 +137,15 @@ class NegativePreference(GradientDifference):
         super().__init__(alpha)
         self.beta = beta
 
+    @torch.no_grad()
     def start(self, model, forget, retain) -> None:
-        self._logprob = OriginalCache(by_labels=True)  # a number of each document: never too many for memory
-        self._logprob.fill(forget, lambda batch: sequence_logprobs(model, batch), "NPO original")
+        self._original: dict[str, Tensor] = {}  # by row id
+        for batch in tqdm(forget, desc="NPO original", leave=False):
+            self._original.update(zip(batch.row_ids, sequence_logprobs(model, batch), strict=True))
 
     def forget_loss(self, model, batch) -> Tensor:
-        ratio = self.beta * (sequence_logprobs(model, batch) - self._logprob.of(**batch.inputs, labels=batch.labels))
+        original = torch.stack([self._original[row] for row in batch.row_ids])
+        ratio = self.beta * (sequence_logprobs(model, batch) - original)
         self.monitor["npo_weight"] = 2 * ratio.detach().sigmoid().mean().item()
         return 2 / self.beta * F.softplus(ratio).mean()
 
@@ -164,12 +175,13 @@ class RepresentationMisdirection:
         what = f"RMU original {self.layer}"
         with model.only_layers(self.layer + 1):
             self._hidden.fill(retain, lambda batch: hidden_states(model, self.layer, batch), what)
-        if self.steering is None:
-            lengths = [self._hidden.of(**batch.inputs).norm(dim=-1)[batch.attention_mask.bool()] for batch in retain]
-            self.steering = self.kappa * torch.cat(lengths).mean().item()
+        length = self.steering
+        if length is None:
+            norms = [self._hidden.of(**batch.inputs).norm(dim=-1)[batch.attention_mask.bool()] for batch in retain]
+            length = self.kappa * torch.cat(norms).mean().item()
         direction_d = torch.rand(model.hidden_size, generator=torch.Generator().manual_seed(self.seed))
-        self.target_d = self.steering * direction_d / direction_d.norm()
-        self.monitor["steering"] = self.steering
+        self.target_d = length * direction_d / direction_d.norm()
+        self.monitor["steering"] = length
 
     def forget_loss(self, model, batch) -> Tensor:
         hidden = hidden_states(model, self.layer, batch)
@@ -218,23 +230,6 @@ def sequence_logprobs(model: MoEModel, batch: Batch) -> Tensor:
 def cross_entropy(model: MoEModel, batch: Batch) -> Tensor:
     """Mean negative log-likelihood of the scored tokens."""
     return _token_mean(-token_logprobs(model, batch), batch.labels[:, 1:] != IGNORED)
-
-
-TOKENS_PER_CHUNK = 1024
-
-
-def divergences(
-    wanted_Td: Tensor, hidden_Td: Tensor, wanted_logits: Callable[[Tensor], Tensor], logits: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """KL(wanted || current) of each token, (T,), from the head's inputs, in fp32. Logits are computed for
-    TOKENS_PER_CHUNK tokens at a time, and again in the backward pass, so that memory does not grow with the batch."""
-
-    def of_chunk(wanted_Cd: Tensor, hidden_Cd: Tensor) -> Tensor:
-        wanted_CV, current_CV = wanted_logits(wanted_Cd).log_softmax(dim=-1), logits(hidden_Cd).log_softmax(dim=-1)
-        return F.kl_div(current_CV, wanted_CV, log_target=True, reduction="none").sum(dim=-1)
-
-    chunks = zip(wanted_Td.split(TOKENS_PER_CHUNK), hidden_Td.split(TOKENS_PER_CHUNK), strict=True)
-    return torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 def _token_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from gripmoe.data.documents import IGNORED, Batch, collate, encode_all, length_b
 from gripmoe.data.prompt_formats import knowmem_prompt
 from gripmoe.evaluation.questions import accuracy, direct_answers
 from gripmoe.moe.families import is_moe
-from gripmoe.moe.modes import train_only
+from gripmoe.moe.modes import evaluating, train_only
 from gripmoe.training.checkpoint import load_state, save_state
 from gripmoe.training.gradient_routing import GradientRouting
 from gripmoe.training.muon import MuonWithAdamW
@@ -219,9 +219,8 @@ def _said(tokenizer, documents: Sequence[Sequence]) -> Probe:
 
     @torch.no_grad()
     def probe(model: PreTrainedModel) -> float:
-        model.eval()
-        guessed = model(input_ids=batch.input_ids.to(model.device)).logits[:, :-1].argmax(dim=-1).cpu()
-        model.train()
+        with evaluating(model):
+            guessed = model(input_ids=batch.input_ids.to(model.device)).logits[:, :-1].argmax(dim=-1).cpu()
         return (guessed == labels)[labels != IGNORED].double().mean().item()
 
     return probe

@@ -20,8 +20,8 @@ from gripmoe.training.optimizers import finite_norm, make_adamw
 
 def undo(model: MoEModel, retain: Sequence[Row], settings: UndoConfig, *, pad_id: int, seed: int) -> dict[str, float]:
     """Corrects in place: weights W of experts become (1 - noise) W + noise noise_scale N, with N of Xavier's
-    initialisation, and then learn the predictions that the model made before on retain documents. Everything else is
-    held, routers too.
+    initialisation, and then learn the predictions that the model made before on retain documents. All other weights,
+    routers too, are frozen.
     Returns the last `distillation_loss`, and the `tokens` that were passed forward and backward. Raises ConfigError if
     a loss or gradient is not finite."""
     size = fitting_batch_size(retain, settings.batch_size)
