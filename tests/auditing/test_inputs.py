@@ -139,6 +139,22 @@ def test_a_question_that_stands_twice_is_about_one_fact(asked):
     assert len(twice) == 2 * len(once) and {row["fact"] for row in twice} == {row["fact"] for row in once}
 
 
+def test_a_question_has_one_right_answer(asked):
+    """The control is above: it may stand twice with its choices in another order."""
+    other = [row | {"answer": (row["answer"] + 1) % 4} for row in asked.forget]
+    with pytest.raises(ConfigError, match="stands twice, and another choice is right there; correct one of them"):
+        own([*asked.forget, *other], asked.retain)
+
+
+@pytest.mark.parametrize("both", ["--forget-text, --retain-text", "--forget-text, --holdout-text"])
+def test_a_document_is_in_one_file_of_texts(asked, both):
+    texts = {name: [f"{name} {number}" for number in range(3)] for name in ("forget", "retain", "holdout")}
+    own(asked.forget, asked.retain, *texts.values())
+    texts[both.split("--")[2].removesuffix("-text")].append("forget 1")
+    with pytest.raises(ConfigError, match=f"{both}: documents are in both, first 'forget 1' .1 in all."):
+        own(asked.forget, asked.retain, *texts.values())
+
+
 def test_questions_to_forget_are_not_questions_to_retain(asked, tmp_path):
     copied = [*asked.retain, asked.forget[3], asked.forget[5]]
     with pytest.raises(ConfigError, match="--retain-questions: questions are in both, first .*2 in all"):
@@ -219,6 +235,8 @@ BAD = {
     "no question": ({"question": None}, "question None is no text"),
     "an empty choice": ({"choices": ["yes", "no", " ", "both"]}, "are not all texts"),
     "a choice that is missing": ({"choices": ["yes", "no", None, "both"]}, "are not all texts"),
+    "a choice that is no text": ({"choices": ["yes", "no", {"a": 1}, "both"]}, "are not all texts"),
+    "a truth value as choice": ({"choices": ["yes", "no", True, "both"]}, "are not all texts"),
     "a right answer twice": ({"choices": ["yes", "no", "both", "yes"], "answer": 0}, "'yes' is right and stands twice"),
     "an answer out of range": ({"answer": 4}, "answer 4 is neither 0 to 3 nor A to D"),
     "an answer of no letter": ({"answer": "E"}, "answer 'E' is neither"),

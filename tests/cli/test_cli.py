@@ -97,12 +97,14 @@ def test_a_mistake_in_flags_is_one_line(arguments, said, capsys):
     assert told.err.startswith(said) and told.err.count("\n") == 1 and not told.out
 
 
-def test_an_interruption_by_hand_is_no_traceback(tmp_path, monkeypatch):
+def test_an_interruption_by_hand_is_no_traceback(tmp_path, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "parse_settings", interrupted)
     assert main(["configure", "--settings", "{}", "--output", str(tmp_path / "run.yaml")]) == 130
+    told = capsys.readouterr().err
+    assert told == "gripmoe configure: interrupted; the same command goes on from what is stored\n"
 
 
 def test_help_lists_the_commands_by_panel():

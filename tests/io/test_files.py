@@ -165,7 +165,7 @@ MISTAKES = {
     "other encoding.json": ('{\n "a": "caf\xe9"}'.encode("latin-1"), r"not UTF-8 \(line 2\)"),
     "cut off.jsonl": (b'{"a": 1}\n{"a": ', r"not valid JSON \(line 2: "),
     "array.jsonl": (b'[\n {"a": 1}\n]\n', r"this is one JSON array"),
-    "blank.jsonl": (b'{"a": 1}\n\n{"a": 2}\n', r"not valid JSON \(line 2: "),
+    "cut off after a blank line.jsonl": (b'{"a": 1}\n\n{"a": \n', r"not valid JSON \(line 3: "),
     "other encoding.jsonl": ('{"a": 1}\n{"a": "caf\xe9"}\n'.encode("latin-1"), r"not UTF-8 \(line 2\)"),
     "no object.jsonl": (b'{"a": 1}\n[2]\n', r"not a JSON object \(line 2\)"),
     "open.yaml": (b"a: 1\nb: [2\n", r"not valid YAML \(line 3: "),
@@ -174,8 +174,8 @@ MISTAKES = {
 }
 
 
-def test_a_byte_order_mark_and_a_last_blank_line_are_left_out(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n\n')
+def test_a_byte_order_mark_and_blank_lines_are_left_out(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n \r\n{"a": 2}\n\n')
     assert read_jsonl(tmp_path / "rows.jsonl", "a") == [{"a": 1}, {"a": 2}]
 
 

@@ -56,6 +56,18 @@ def test_a_frozen_router_freezes_its_adapter(method):
     assert (kept(trace, model.merge_and_unload()) == 1.0) == bool(method)
 
 
+def test_the_remedy_for_adapters_on_routers_helps():
+    """PEFT rewrites "all-linear", and then excludes nothing."""
+    optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.0)  # noqa: E731
+    model = adapted(target_modules="all-linear", exclude_modules=["gate"])
+    with pytest.raises(ValueError, match="name modules without routers as `target_modules` and `target_parameters`"):
+        gripmoe.constrain(model, optimizer(model), RETAIN)
+    named = dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], modules_to_save=["gate"])
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = adapted(**named, target_parameters=experts)
+    gripmoe.constrain(model, optimizer(model), RETAIN).close()
+
+
 def test_disabled_adapters_have_the_original_router():
     model = adapted(**SAVES_ROUTERS)
     train(model, 0.01, None)

@@ -191,6 +191,28 @@ def test_only_sound_null_spaces_warn_of_decay(method):
     assert said == ([__file__] if method == "full_null_space" else [])
 
 
+@pytest.mark.parametrize("rows, warns", [(1, False), (40, True)])
+def test_routers_that_cannot_move_are_warned_of(rows, warns):
+    """Many tokens of few dimensions leave no direction free."""
+    model = small_model()
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        gripmoe.constrain(model, adamw(model), [random_batch(rows=rows, seed=3)]).close()
+    assert any("no direction of any router free" in str(warning.message) for warning in seen) == warns
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_loop_that_steps_another_optimizer_is_warned_of(another):
+    model = small_model()
+    optimizer = adamw(model)
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        with gripmoe.constrain(model, optimizer, RETAIN):
+            stepping = adamw(model) if another else optimizer
+            model(**RETAIN[0].inputs).logits.sum().backward()
+            stepping.step()
+        gripmoe.constrain(model, optimizer, RETAIN).close()  # without a backward pass there is nothing to say
+    assert sum("has never stepped" in str(warning.message) for warning in seen) == another
+
+
 def test_a_warning_that_is_made_an_error_leaves_nothing_behind():
     model = small_model()
     with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="decays router weights"):

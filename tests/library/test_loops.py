@@ -23,7 +23,7 @@ HARD = ("expert_specific", "expert_specific_every_10", "full_null_space", "froze
 ERRORS = {
     "a": (RuntimeError, r"looks at the (retain|forget) forward: run it within `with handle\.\1\(\):`"),
     "b": (ValueError, 'adapters leave routers as they are: use method="frozen_router"'),
-    "c": (ValueError, r"an adapter changes the routers of layers \[0, 1\].*name them in `modules_to_save`"),
+    "c": (ValueError, r"an adapter changes the routers of layers \[0, 1\].*name modules without routers as"),
     "d": (ValueError, "trains one whole expert, and adapters train in the place of whole weights"),
 }
 

@@ -52,6 +52,7 @@ def test_routing_stability_is_that_of_the_workflow(model, trained, batch):
     stability = gripmoe.routing_stability(before, after)
     assert stability == pytest.approx(mean_stability(stability_by_layer(*traces)), abs=1e-6)
     assert stability < 0.9 and gripmoe.routing_stability(before, before) == 1.0
+    assert gripmoe.routing_stability(before.numpy(), after.tolist()) == stability, "as engines return them"
     of_all = jaccard(before.flatten(0, 2), after.flatten(0, 2)).mean().item()
     assert of_all != pytest.approx(stability, abs=1e-3)
 
@@ -150,6 +151,12 @@ def test_inputs_of_another_shape_have_no_routes(model, batch):
     for given in ((ids[0],), (ids.tolist(),), (ids, batch.attention_mask[:, 1:])):
         with pytest.raises(ValueError, match=r"must be a tensor, \(rows, positions\)"):
             gripmoe.routed_experts(model, *given)
+
+
+def test_tokens_outside_the_vocabulary_have_no_routes(model, batch):
+    for token in (-1, model.get_input_embeddings().num_embeddings):
+        with pytest.raises(ValueError, match="`input_ids`: tokens are not in the model's vocabulary of"):
+            gripmoe.routed_experts(model, torch.full_like(batch.input_ids, token))
 
 
 def test_a_dense_model_has_no_routes(batch):

@@ -60,6 +60,24 @@ def test_what_would_train_the_model_or_nothing_is_refused():
     assert weights_digest(moe.model) == before
 
 
+def test_a_step_of_an_optimizer_that_would_be_undone_is_refused():
+    """The control steps after the block."""
+    moe, batch = MoEModel(small_model()), random_batch(seed=3)
+    optimizer = torch.optim.SGD(moe.model.parameters(), lr=0.1)
+    adversary = RelearningAdversary(experts_of(moe), rate=0.01)
+    adversary.restart()
+    with pytest.raises(RuntimeError, match="an optimizer stepped within `weights`"), adversary.weights():
+        adversary.relearn(lambda: cross_entropy(moe, batch))
+        (-cross_entropy(moe, batch)).backward()
+        optimizer.step()
+    before = [p.detach().clone() for p in experts_of(moe)]
+    with adversary.weights():
+        adversary.relearn(lambda: cross_entropy(moe, batch))
+        (-cross_entropy(moe, batch)).backward()
+    optimizer.step()
+    assert not any(map(torch.equal, before, experts_of(moe)))
+
+
 def test_small_steps_of_the_attacker_add_up_in_bf16():
     """Also from one visit to the next. The control: a single step moves few weights."""
     moe, batch = MoEModel(small_model().bfloat16()), random_batch(seed=3)

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,13 @@ def own(
     forget_texts = _texts(forget_text, "--forget-text", "forget")
     retain_texts = _texts(retain_text, "--retain-text", "retain")
     holdout = _texts(holdout_text, "--holdout-text", "holdout")
+    given = {"--forget-text": forget_texts, "--retain-text": retain_texts, "--holdout-text": holdout}
+    for one, other in combinations(given, 2):
+        if both := {row["text"].strip() for row in given[one]} & {row["text"].strip() for row in given[other]}:
+            raise ConfigError(
+                f"{one}, {other}: documents are in both, first {min(both)[:40]!r} ({len(both)} in all); leave "
+                "each in one"
+            )
     kept, held_out = split_held_out(retain_texts)
     parts = {"forget": forget_texts, "holdout": holdout} if forget_texts and holdout else {}
     membership = [{"id": row["id"], "part": part, "text": row["text"]} for part in parts for row in parts[part]]
@@ -251,6 +259,7 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
     name, rows = _rows(source, flag, "question", "choices", "answer")
     questions, known = [], set()
     facts: dict[tuple[str, ...], str] = {}  # a question that stands twice is about one fact
+    rights: dict[tuple[str, ...], str] = {}  # the right choice of a question
     splits: dict[str, str] = {}  # of facts: attacks on `test` questions learn from documents about facts of `dev`
     for number, row in enumerate(rows):
         where, choices, answer = f"{name}: row {number + 1}", row["choices"], row["answer"]
@@ -262,7 +271,8 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
             raise ConfigError(
                 f"{where} has {count} choices; a question has a list of {CHOICES}, for the letters A to D"
             )
-        texts = [str(choice).strip() for choice in choices if not _missing(choice)]
+        given = [choice for choice in choices if not _missing(choice) and not isinstance(choice, bool)]
+        texts = [str(choice).strip() for choice in given if isinstance(choice, str | int | float)]
         if len(list(filter(None, texts))) < CHOICES:
             raise ConfigError(f"{where}: choices {list(choices)!r} are not all texts; give four, or leave the row out")
         answer = _index(answer)
@@ -271,6 +281,11 @@ def _questions(source: Source, flag: str, kind: str) -> list[dict]:
             raise ConfigError(f"{where}: answer {given!r} is neither 0 to {CHOICES - 1} nor A to D; give one of them")
         if texts.count(texts[answer]) > 1:
             raise ConfigError(f"{where}: {texts[answer]!r} is right and stands twice; change one, or leave the row out")
+        if rights.setdefault(_asked(row), texts[answer]) != texts[answer]:
+            raise ConfigError(
+                f"{where}: question {row['question'][:40]!r} stands twice, and another choice is right there; correct "
+                "one of them"
+            )
         question_id = str(row.get("id", f"{kind}/{number}"))
         if question_id in known:
             raise ConfigError(f"{where}: the id {question_id!r} stands twice; give each question an id of its own")

@@ -23,7 +23,7 @@ from gripmoe.attacks import restoration
 from gripmoe.attacks.base import Found, QuestionScores, QuestionSetting
 from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS, made_once, stored
 from gripmoe.auditing import models
-from gripmoe.auditing.inputs import Inputs, Source, named, own
+from gripmoe.auditing.inputs import Inputs, Source, named, named_row, own
 from gripmoe.auditing.plan import ATTACKS, Sizes, measures_of, prompts_of, told, turns_of
 from gripmoe.auditing.report import AuditReport
 from gripmoe.config.fingerprint import code_fingerprint
@@ -90,6 +90,7 @@ def audit(
     if forget is None:
         raise ConfigError("--forget, --questions: give a benchmark's name, or questions to forget")
     if isinstance(forget, str) and not (Path(forget).suffix or Path(forget).is_file()):
+        named_row(forget)  # raises for an unknown name
         if not (retain is None and forget_text is None and retain_text is None and holdout_text is None):
             raise ConfigError("--forget: a benchmark has questions and texts of its own; leave the others out")
         inputs = named(forget, relearning)
@@ -140,10 +141,10 @@ def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None
             models.compare_described(said["original"], said[name], f"original and {name}")
             models.check_vocabulary(model, tokenizer, name)
         return dict(names), with_pad_token(copy.deepcopy(tokenizer))
-    if tokenizer is not None:
-        raise ConfigError("tokenizer: models in folders have one of their own; leave it out")
     if any(in_memory):
         raise ConfigError("original, unlearned, retrained: give all of them as folders or hub ids, or all in memory")
+    if tokenizer is not None:
+        raise ConfigError("tokenizer: models in folders have one of their own; leave it out")
     found = models.find_all(names, trust_remote_code)
     tqdm.write(models.check_memory(found["original"], finetuning, len(names)))
     loaded, tokenizers = {}, {}
@@ -174,9 +175,6 @@ def _measured(
     each = _seconds(after, tokenizer, questions[:TIMED]) / min(TIMED, len(questions))
     turns = turns_of(listed, list(moes))
     seconds = {name: each * prompts_of(name, sizes) for name in listed}
-    limit = "" if budget is None else f"; the budget is {budget:g} minutes"
-    tqdm.write("\n".join(told(turns, seconds, absent)) + f", by the time of the first batch{limit}")
-
     identity = {
         "code": code_fingerprint("gripmoe.auditing.run:audit"),
         "models": digests,
@@ -186,16 +184,22 @@ def _measured(
         "relearning": inputs.relearning.model_dump(mode="json"),
         "tokenizer": models.tokenizer_digest(tokenizer),
     }
+    asked = {(model, name): _state(folder, model, name, identity) for model, name in turns}
+    known = {turn for turn, (state, own) in asked.items() if stored(state, {turn[1]: own})}
+    if left := [turn for turn in turns if turn not in known]:
+        limit = "" if budget is None else f"; the budget is {budget:g} minutes"
+        tqdm.write("\n".join(told(left, seconds, absent)) + f", by the time of the first batch{limit}")
     found: dict[str, list[Found]] = {name: [] for name in moes}
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     for model, name in (bar := tqdm(turns, desc="audit", file=sys.stderr)):
         bar.set_postfix_str(f"{name}, {model}")
         label = name if model == "unlearned" else f"{name} ({model})"
-        spent, (state, asked) = (time.monotonic() - started) / 60, _state(folder, model, name, identity)
-        if state.exists() and name in read_json(state) and not stored(state, {name: asked}):
+        spent, (state, own) = (time.monotonic() - started) / 60, asked[model, name]
+        is_known = (model, name) in known
+        if not is_known and state.exists() and name in read_json(state):
             tqdm.write(f"{state}: of other models, data, settings or code; measured anew")
         exceeds = budget is not None and spent + seconds[name] / 60 > budget
-        if exceeds and name != "accuracy" and not stored(state, {name: asked}):
+        if exceeds and name != "accuracy" and not is_known:
             absent[label] = f"the budget of {budget:g} minutes is spent"
             continue
         answers = folder / f"{model}_answers.csv"
@@ -204,7 +208,7 @@ def _measured(
         measures = OF_LETTERS | FURTHER_OF_LETTERS | OF_MODELS | {"accuracy": partial(accuracy, answers=answers)}
         # Measurements show their own progress.
         with alone(moes, model), redirect_stderr(StringIO()):
-            found[model].append(made_once(name, measures[name], setting, state, asked))
+            found[model].append(made_once(name, measures[name], setting, state, own))
         if not found[model][-1].metrics:
             absent[label] = "does not apply to these data"
     return AuditReport(

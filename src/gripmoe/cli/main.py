@@ -20,6 +20,7 @@ from gripmoe.cli.fork_server import run_on_server
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.imports import extra_of, without
 
+INTERRUPTED = 130  # exit code after Ctrl-C
 COMMANDS = {
     "Models": {
         "audit": "Measure and attack an unlearned model beside its original.",
@@ -109,9 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if (code := run_on_server(arguments)) is not None:
             return code
-        return typer.main.get_command(app).main(arguments, prog_name="gripmoe", standalone_mode=False) or 0
+        code = typer.main.get_command(app).main(arguments, prog_name="gripmoe", standalone_mode=False) or 0
+        if code == INTERRUPTED:
+            print(f"gripmoe {arguments[0]}: interrupted; the same command goes on from what is stored", file=sys.stderr)
+        return code
     except KeyboardInterrupt:  # while another process runs the command
-        return 130
+        return INTERRUPTED
     except ConfigError as error:
         called, message, code = f"gripmoe {arguments[0]}", str(error), 2
     except ModuleNotFoundError as error:

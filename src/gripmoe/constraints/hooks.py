@@ -7,6 +7,7 @@ feasible router that the constraint returns. For a constraint on gradients the f
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -52,7 +53,8 @@ class ConstraintHandle:
         self.model, self.constraint, self.loss_bound, self.origin = model, constraint, loss_bound, origin
         self.is_lifted = False
         self.prepared: object = None  # set by `gripmoe.constrain`: what it has made from the original model
-        self._closed = False
+        self._closed = self._has_stepped = False
+        self._first_gradients = self._gradients()
         self._before: dict[int, Tensor] = {}  # copies of the routers, during a step
         self._feasible_before: dict[int, Tensor] = {}  # the last feasible routers
         self._waiting = 0  # steps since the last projection, for a method with `every` > 1
@@ -153,8 +155,19 @@ class ConstraintHandle:
     def close(self) -> None:
         """Removes all hooks from model and optimizer, and undoes what `on_close` has registered, such as frozen routers
         of `gripmoe.constrain`. Routers that were in lower precision stay in fp32, because rounding would undo part of
-        the constraint. May be called twice."""
+        the constraint. May be called twice. Warns if routers got gradients, and the optimizer has never stepped."""
+        if not (self._closed or self._has_stepped) and self._gradients() != self._first_gradients:
+            warnings.warn(
+                "the optimizer that `constrain` was given has never stepped, so no router was constrained: if another "
+                "one trains the model, call `constrain` with that one",
+                stacklevel=2,
+            )
         self._close(settle=True)
+
+    def _gradients(self) -> list[tuple[int, int] | None]:
+        """Of each router parameter which tensor its gradient is, and how often this was written to."""
+        gradients = [parameter.grad for parameter in self.model.router_parameters()]
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
     def _close(self, settle: bool) -> None:
         try:
@@ -169,8 +182,10 @@ class ConstraintHandle:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_) -> None:
-        # After an error in this process alone the others would not take part in settling.
-        self._close(settle=error is None or distributed.processes() == 1)
+        if error is None:
+            self.close()
+        else:  # of this process alone, perhaps: the others would not take part in settling
+            self._close(settle=distributed.processes() == 1)
 
     # Hooks around a marked forward pass
 
@@ -233,6 +248,7 @@ class ConstraintHandle:
 
     @torch.no_grad()
     def _after_step(self, *_) -> None:
+        self._has_stepped = True
         try:
             if self._before:  # not while lifted
                 self._require_finite()

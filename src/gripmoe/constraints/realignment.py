@@ -149,6 +149,12 @@ def _check_remembered(moe: MoEModel, original: Original) -> None:
                 raise ValueError(
                     f"layer {layer}: its {what} as remembered is not finite: remember a model before it diverges"
                 )
+    pairs = [(original.theta_0[layer].cpu(), moe.theta(layer).detach().cpu()) for layer in moe.layers]
+    if sum((old - new).square().sum() for old, new in pairs) > sum(old.square().sum() for old, _ in pairs):
+        raise ValueError(
+            "the routers of this model differ from the remembered ones by more than their norm: realign the model that "
+            "was remembered"
+        )
 
 
 @torch.no_grad()

@@ -178,11 +178,14 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one per line. Raises ConfigError also for an object that lacks one of `keys`."""
-    rows, content = [], read_text(path).rstrip()  # a last line may be blank
+    """The JSON objects of a file, one per line; blank lines do not count. Raises ConfigError also for an object that
+    lacks one of `keys`."""
+    rows, content = [], read_text(path)
     if content.lstrip().startswith("["):
         raise ConfigError(f"{path}: this is one JSON array; write one JSON object a line")
     for line, text in enumerate(io.StringIO(content, newline="\n"), 1):  # strings may hold other line breaks
+        if not text.strip():
+            continue
         rows.append(row := _from_json(path, text.rstrip("\n"), line))
         if not isinstance(row, dict):
             raise ConfigError(f"{path}: not a JSON object (line {line}); {WRITE_AGAIN}")

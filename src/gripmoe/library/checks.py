@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from gripmoe.config.methods import Method
+from gripmoe.constraints.base import RouterConstraint
+from gripmoe.constraints.null_space import NullSpace
 from gripmoe.data.documents import Batch
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import adapter_parameters, is_adapted, unwrapped
@@ -68,8 +70,9 @@ def check_adapters(moe: MoEModel, method: Method) -> None:
     if layers and method.constraint not in ("none", "frozen"):
         raise ValueError(
             f"an adapter changes the routers of layers {layers}, and this method writes or compares whole router "
-            'weights: leave routers out of `target_modules` and `target_parameters` (`exclude_modules=["gate"]` with '
-            '"all-linear") and name them in `modules_to_save`, or use method="frozen_router"'
+            "weights: name modules without routers as `target_modules` and `target_parameters` (in place of "
+            '"all-linear", of which PEFT excludes no router), and routers as `modules_to_save`, or use '
+            'method="frozen_router"'
         )
     if method.experts == "top_attributed" and adapter_parameters(moe.model):
         raise ValueError(
@@ -97,6 +100,17 @@ def check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
         )
         raise ValueError(
             f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain ({remedy})"
+        )
+
+
+def warn_if_nothing_moves(constraint: RouterConstraint, moe: MoEModel) -> None:
+    if isinstance(constraint, NullSpace) and all(
+        bool((b.ranks == moe.hidden_size).all()) for b in constraint.bases.values()
+    ):
+        warnings.warn(
+            "the retain tokens leave no direction of any router free, so no router moves, as under "
+            'method="frozen_router": give fewer tokens, or a method with a larger `eps_null`',
+            stacklevel=3,
         )
 
 

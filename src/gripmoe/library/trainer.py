@@ -176,7 +176,7 @@ def _reload(model: nn.Module, folder: str) -> None:
     """Reads the best checkpoint again if `Trainer` has left tensors of the last step in the model."""
     if hasattr(model, "peft_config") or any(isinstance(tensor, DTensor) for tensor in model.parameters()):
         return
-    best = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
+    best = _read_again(model, Path(folder))
     left = [name for name, now in model.state_dict().items() if not _equal(now, best[name].cpu())]
     if left:
         model.load_state_dict(best)

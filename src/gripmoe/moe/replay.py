@@ -24,9 +24,12 @@ from gripmoe.moe.recording import counted_tokens
 def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """The experts that `model` selects in eval mode (ours): int16, (rows, positions, MoE layers, k), with -1 at
     padding. `input_ids` and `attention_mask` are (rows, positions). Raises ValueError for other shapes, for several
-    documents in a row, for an unknown family and for a dense model."""
+    documents in a row, for tokens outside the vocabulary, for an unknown family and for a dense model."""
     attention_mask_of({"input_ids": input_ids, "attention_mask": attention_mask})
     moe = _with_routers(model)
+    size = moe.model.get_input_embeddings().num_embeddings
+    if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < size:
+        raise ValueError(f"`input_ids`: tokens are not in the model's vocabulary of {size}; give ids of its tokenizer")
     try:
         with moe.evaluating():
             routes = moe.routes(input_ids, attention_mask)
@@ -45,6 +48,7 @@ def routing_stability(before: Tensor, after: Tensor) -> float:
     itself, and neither does a token with a -1 in either tensor.
 
     Raises ValueError for tensors of other rows, positions or layers, and if no token counts."""
+    before, after = torch.as_tensor(before), torch.as_tensor(after)  # inference engines return arrays
     if before.ndim != 4 or before.shape[:3] != after.shape[:3]:
         raise ValueError(
             f"routed experts of shapes {tuple(before.shape)} and {tuple(after.shape)}: give two tensors (rows, "

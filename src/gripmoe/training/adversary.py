@@ -46,19 +46,26 @@ class RelearningAdversary:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Within the block the parameters have the attacker's weights. Gradients stay when the block ends; a step of an
-        optimizer within the block is undone. Raises RuntimeError before the first `restart`."""
+        """Within the block the parameters have the attacker's weights. Gradients stay when the block ends. Raises
+        RuntimeError before the first `restart`, and at the end if an optimizer has stepped the parameters, whose change
+        would be lost."""
         if len(self._weights) != len(self._parameters):
             raise RuntimeError("the attacker has no weights yet: call `restart` first")
         with restored(self._parameters):
             with torch.no_grad():
                 for parameter, weight in zip(self._parameters, self._weights, strict=True):
                     parameter.copy_(weight)
-            self._attacking = True
+            self._attacking, self._written = True, self._versions()
             try:
                 yield
             finally:
                 self._attacking = False
+            if self._written != self._versions():
+                raise RuntimeError("an optimizer stepped within `weights`, which is undone: step after that block")
+
+    def _versions(self) -> list[int]:
+        """How often each parameter was written to."""
+        return [parameter._version for parameter in self._parameters]
 
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
         """One step of descent on a loss, within `weights`; returns the loss. The gradients of all parameters, also of
@@ -79,6 +86,7 @@ class RelearningAdversary:
                     if parameter.grad is not None:  # the attacker's weights are in fp32: in bf16 few would move
                         weight.sub_(parameter.grad.sign(), alpha=self._rate)
                         parameter.copy_(weight)
+            self._written = self._versions()
         finally:
             for tensor, before in kept:
                 tensor.grad = before
