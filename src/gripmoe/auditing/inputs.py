@@ -34,7 +34,7 @@ OF_OTHER_FACTS = ("relearning from other facts", "relearning by low-rank updates
 BLANK = re.compile(r"\r?\n[ \t]*\r?\n")  # lines, of any system, that separate documents
 SUBJECT = "general knowledge"  # the default subject of a question
 JSON_LINES = (".jsonl", ".ndjson", ".json")
-FLAGS = {  # by file of documents: what its documents were given by
+FLAGS = {  # by file of documents: the flags that gave them, for messages
     "forget_corpus": "--forget-text",
     "retain_corpus": "--retain-text",
     "held_out_corpus": "--retain-text",

@@ -17,6 +17,8 @@ from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
 from gripmoe.planning.status import changes
 
+CHANGED = "settings that no run.yaml has, or a file of your own, have changed (`snakemake -n` shows both versions)"
+
 
 def why(
     *,
@@ -53,7 +55,7 @@ def why(
     for name, reasons in jobs.items():
         key = name.split(".")
         causes = changes(project, results, key) if len(key) == 5 else []
-        causes = causes or [next(iter(reasons.values()))]
+        causes = causes or [re.sub(r"^Params have changed.*", CHANGED, next(iter(reasons.values())))]
         print(f"{name}: {', '.join(reasons)} would run, because {'; '.join(causes)}")
     if not jobs:
         print(f"nothing of {run} would run")

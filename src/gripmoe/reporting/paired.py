@@ -32,9 +32,9 @@ def paired_interval(
 ) -> tuple[float, float, float]:
     """Mean difference and its interval. A run's series has left minus right per item, indexed by the fact that the item
     asks about. `models` names the base model of each run. With three or more base models, the interval is Student's
-    over their means. With fewer, it is a bootstrap that draws runs, and facts within each run, with replacement; of one
-    run at a level that RESAMPLES do not resolve, Student's over its facts. Raises ValueError if these are fewer than
-    two."""
+    over their means. With fewer, it is a bootstrap that draws runs, and facts within each run, with replacement. For a
+    single run at a level so strict that fewer than LEAST_TAIL resamples lie beyond each end, it is Student's over the
+    run's facts. Raises ValueError if these are fewer than two."""
     observed = np.array([difference.mean() for difference in differences])
     if len(set(models)) >= LEAST:
         of_models = pd.Series(observed).groupby(list(models)).mean()

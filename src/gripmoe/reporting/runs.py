@@ -28,9 +28,9 @@ def values_of(runs: pd.DataFrame, metric: str) -> pd.Series:
 
 
 def apart(table: pd.DataFrame, by: Sequence[str] = ("model", "benchmark")) -> list[tuple[str, pd.DataFrame]]:
-    """The rows that may be pooled, and their name: those of base models of one kind on one benchmark, or of other
-    columns, as `by` says. The name is empty if all rows may be pooled. Benchmarks of one label that one base model has
-    are not pooled: they are other settings, not other facts."""
+    """Named groups of rows that may be pooled: those of base models with one label in names.yaml on benchmarks with one
+    label (`by` names other columns). A single group has an empty name. Benchmarks with the same label are kept apart if
+    a base model ran several of them: then they differ in settings, not only in facts."""
     labels = {"model": names.model_label, "benchmark": names.benchmark_label, "objective": names.objective_label}
     shown = {
         column: table[column].map({value: labels[column](value) for value in table[column].unique()}) for column in by
