@@ -321,6 +321,53 @@ def test_what_settings_of_the_anchored_method_return_is_the_records():
     assert told.format(*of_late.routing_stability, *of_late.dev_relearned_after_10) in TEXT
 
 
+AVERAGED = load_runs(RECORD.parent / "erasure_averaged" / "runs.csv")
+AVERAGED_OBJECTIVES = ("unlikelihood", "npo", "gd")
+
+
+def with_average(method, metrics):
+    """By objective: the metrics' mean with the average minus that without it, of each base model."""
+    wide = AVERAGED.pivot_table(index="model", columns=["objective", "method", "metric"], values="value")
+    of = {name: wide[name, f"{method}_averaged"] - wide[name, method] for name in AVERAGED_OBJECTIVES}
+    assert len(wide) == 5
+    return {name: difference[metrics].mean(axis=1) for name, difference in of.items()}
+
+
+def with_interval(values):
+    half = 2.776 * values.std() / 5**0.5
+    return f"{values.mean():.3f} ({values.mean() - half:.3f} to {values.mean() + half:.3f})"
+
+
+def test_what_averages_of_the_weights_change_is_the_records():
+    asked = [name for name in ATTACKS if name in set(AVERAGED.metric)]
+    assert len(asked) == 14 and len(rows("Averaged weights")) == 2
+    p_values = []
+    for label, *shown in rows("Averaged weights"):
+        found = with_average(METHODS[label], asked)
+        assert shown == [with_interval(found[name]) for name in AVERAGED_OBJECTIVES]
+        p_values += [ttest_1samp(values, 0).pvalue for values in found.values()]
+        assert all(ttest_1samp(values, 0).pvalue > 0.05 for values in found.values() if values.mean() < 0)
+    assert sorted(p_values)[1] > 0.05 and f"One lies above 0 (p = {min(p_values):.3f})" in TEXT
+    assert min(p_values) > 0.05 / 6, "of Holm"
+    routing = with_average("anchored_adversary_x3", ["routing_stability"])
+    told = f"{with_interval(routing['npo'])} under NPO and {with_interval(routing['gd'])} under GD."
+    assert f"a little more of the routing**: {told}" in TEXT
+
+
+def test_what_averages_of_the_weights_return_is_the_records():
+    tried = pd.read_csv(RECORD / "attempts_averaged.csv")
+    decays = tried.change.map(lambda change: json.loads(change).get("average_decay", 0.0))
+    assert (tried.groupby([decays, "seed"]).model.nunique() == 2).all() and set(tried.status) == {"reached"}
+    of = tried.groupby([decays.rename("decay"), "seed"]).mean(numeric_only=True)
+    both = of.groupby("decay").mean()
+    told = "models answer {:.2f} of the dev questions after 10 steps of relearning, and {:.2f} without an average."
+    assert told.format(*both.dev_relearned_after_10[[0.98, 0.0]]) in TEXT
+    one = both.dev_relearned_after_10[[0.95, 0.99]]
+    assert "(one seed) they answer {:.2f} and {:.2f}.".format(*one) in TEXT
+    told = "the difference is smaller: {:.2f} and {:.2f} after 20 steps."
+    assert told.format(*both.relearned_after_20[[0.98, 0.0]]) in TEXT
+
+
 def test_what_later_restarts_return_is_the_records():
     tried = pd.read_csv(RECORD / "attempts_restart.csv")
     assert (tried.groupby(["method", "change"]).model.nunique() == 2).all()

@@ -44,7 +44,7 @@ def test_a_picture_is_drawn_from_all_base_models_of_its_world(folder, drawn, tmp
     found, parts = [], record["main"].__globals__
     monkeypatch.setitem(parts, "ITEMS", ())
     monkeypatch.setitem(parts, "OUTPUT", tmp_path)
-    monkeypatch.setitem(parts, "draw", lambda figures, runs: found.extend(figures))
+    monkeypatch.setitem(parts, "draw", lambda figures: found.extend(figures))
     output = tmp_path / folder
     monkeypatch.setattr(sys, "argv", ["record.py", str(RECORD / folder / "runs.csv"), "--output", str(output)])
     record["main"]()
