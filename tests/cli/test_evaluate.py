@@ -41,12 +41,13 @@ def test_news_need_the_leakage_of_a_retrained_model(tmp_path, monkeypatch):
             evaluate(benchmark, retrained)
 
 
-def test_metrics_of_ones_own_come_first(tmp_path, monkeypatch):
-    """So a metric that fails costs no evaluation."""
-    benchmark = Project(CONFIG, "tiny").benchmarks["wmdp_tiny"].model_copy(update={"metrics": {"mine": "json:dumps"}})
-    monkeypatch.setattr(command, "run_and_benchmark", lambda *_: (None, benchmark))
-    monkeypatch.setattr(command, "load_model", lambda *_: (None, None))
-    monkeypatch.setattr(command, "letter_metrics", loads)
+def test_a_metric_of_ones_own_takes_what_it_is_given(tmp_path, monkeypatch):
+    """Known before a model is loaded. The control takes further arguments that have defaults."""
+    monkeypatch.setattr(command, "load_model", loads)
     given = {name: tmp_path / name for name in ("run_file", "model_file", "checkpoint_file", "data", "questions")}
-    with pytest.raises(TypeError):  # json.dumps takes one argument
-        command.evaluate(**given, benchmark_settings="", output=tmp_path / "out" / "m.json")
+    benchmark = Project(CONFIG, "tiny").benchmarks["wmdp_tiny"]
+    for path, error in (("json:dumps", ConfigError), ("builtins:print", Loaded)):
+        named = benchmark.model_copy(update={"metrics": {"mine": path}})
+        monkeypatch.setattr(command, "run_and_benchmark", lambda *_, named=named: (None, named))
+        with pytest.raises(error, match="metrics.mine: .*; let it take a model" if error is ConfigError else ""):
+            command.evaluate(**given, benchmark_settings="", output=tmp_path / "out" / "m.json")

@@ -210,6 +210,11 @@ def test_a_loop_that_steps_another_optimizer_is_warned_of(another):
             model(**RETAIN[0].inputs).logits.sum().backward()
             stepping.step()
         gripmoe.constrain(model, optimizer, RETAIN).close()  # without a backward pass there is nothing to say
+        handle = gripmoe.constrain(model, optimizer, RETAIN, method="anchored")
+        model(**RETAIN[0].inputs).logits.sum().backward()
+        with pytest.raises(RuntimeError, match="within `with handle.retain"):
+            optimizer.step()  # refused, but known
+        handle.close()
     assert sum("has never stepped" in str(warning.message) for warning in seen) == another
 
 

@@ -362,7 +362,7 @@ def test_a_plan_tells_how_many_runs_are_outdated(tmp_path, monkeypatch, capsys):
         settings["training"]["learning_rate"] = rate
         write_yaml(folder / "run.yaml", settings)
         assert main(["plan", "--world", "tiny", "--config", str(CONFIG)]) == 0
-        assert ("1 finished runs are outdated and do not count here" in capsys.readouterr().out) == is_outdated
+        assert ("outdated runs, whose repetition is not in these hours: 1 (" in capsys.readouterr().out) == is_outdated
 
 
 def test_a_plan_of_the_embedded_world_needs_no_torch(tmp_path):

@@ -51,6 +51,7 @@ def test_figures_draw_methods_of_ones_own():
         (curve, *_) = forget_utility_tradeoff(runs.assign(step=1)).axes
         assert (label in curve.get_legend_handles_labels()[1]) == is_drawn
     assert names.colour("my_method") != names.colour("anchored_replay")
+    assert len({tuple(names.look_of(f"mine_{number}").values()) for number in range(4)}) == 4
     plt.close("all")
 
 

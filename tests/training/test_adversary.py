@@ -60,13 +60,14 @@ def test_what_would_train_the_model_or_nothing_is_refused():
     assert weights_digest(moe.model) == before
 
 
-def test_a_step_of_an_optimizer_that_would_be_undone_is_refused():
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_an_optimizer_that_would_be_undone_is_refused(fused):
     """The control steps after the block."""
     moe, batch = MoEModel(small_model()), random_batch(seed=3)
-    optimizer = torch.optim.SGD(moe.model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(moe.model.parameters(), lr=0.1, fused=fused)
     adversary = RelearningAdversary(experts_of(moe), rate=0.01)
     adversary.restart()
-    with pytest.raises(RuntimeError, match="an optimizer stepped within `weights`"), adversary.weights():
+    with pytest.raises(RuntimeError, match="a step within `weights` would be undone"), adversary.weights():
         adversary.relearn(lambda: cross_entropy(moe, batch))
         (-cross_entropy(moe, batch)).backward()
         optimizer.step()
@@ -76,6 +77,8 @@ def test_a_step_of_an_optimizer_that_would_be_undone_is_refused():
         (-cross_entropy(moe, batch)).backward()
     optimizer.step()
     assert not any(map(torch.equal, before, experts_of(moe)))
+    with adversary.weights():  # of another model, an optimizer may step
+        torch.optim.AdamW(small_model().parameters(), lr=0.1).step()
 
 
 def test_small_steps_of_the_attacker_add_up_in_bf16():

@@ -272,7 +272,7 @@ class NotOne:
 
 
 def test_a_class_that_is_no_objective_is_named():
-    with pytest.raises(ConfigError, match="NotOne.*has no 'monitor', 'last_layer', 'start', .*; derive a class from"):
+    with pytest.raises(ConfigError, match="NotOne' has no 'monitor', 'last_layer', 'start', .*; derive its class from"):
         make_objective(f"{__name__}:NotOne", {"alpha": 1.0}, 0)
 
 

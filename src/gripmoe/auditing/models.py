@@ -150,7 +150,7 @@ def described(config: transformers.PretrainedConfig, shapes: Mapping[str, Any], 
 
 def check_vocabulary(model, tokenizer, name: str) -> None:
     """Raises ConfigError if the tokenizer gives tokens that the model does not know."""
-    highest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().num_embeddings
+    highest, rows = max(tokenizer.get_vocab().values()), model.get_input_embeddings().weight.shape[0]
     if highest >= rows:
         raise ConfigError(
             f"{name}: the tokenizer gives ids up to {highest}, and the model has {rows} embeddings; give the tokenizer "

@@ -46,8 +46,6 @@ def evaluate(
     own = own_metrics(benchmark)
     with exclusive(output.parent), recorded(provenance_of(output), evaluate):
         after, tokenizer = load_model(checkpoint_file.parent / "weights")
-        # First: if one of them fails, nothing long is lost.
-        found = {name: as_number(f"metrics.{name}", metric(after, tokenizer, data)) for name, metric in own.items()}
         if benchmark.is_news:
             metrics, items = _news(after, tokenizer, data, retrained_auc)
         else:
@@ -61,6 +59,7 @@ def evaluate(
         else:
             metrics["num_experts"] = 0  # tables then say why router metrics are missing
         require_other_names(own, metrics)
+        found = {name: as_number(f"metrics.{name}", metric(after, tokenizer, data)) for name, metric in own.items()}
         write_csv(questions, items)
         write_json(output, metrics | found)
 

@@ -21,6 +21,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.imports import extra_of, without
 
 INTERRUPTED = 130  # exit code after Ctrl-C
+RESUMED = ("attack", "audit", "finetune-model", "prepare-model", "unlearn")  # after an interruption
 COMMANDS = {
     "Models": {
         "audit": "Measure and attack an unlearned model beside its original.",
@@ -112,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code
         code = typer.main.get_command(app).main(arguments, prog_name="gripmoe", standalone_mode=False) or 0
         if code == INTERRUPTED:
-            print(f"gripmoe {arguments[0]}: interrupted; the same command goes on from what is stored", file=sys.stderr)
+            goes_on = "; the same command goes on from what is stored" * (arguments[0] in RESUMED)
+            print(f"gripmoe {arguments[0]}: interrupted{goes_on}", file=sys.stderr)
         return code
     except KeyboardInterrupt:  # while another process runs the command
         return INTERRUPTED

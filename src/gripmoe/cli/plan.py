@@ -63,7 +63,7 @@ def plan(
     _print_rules(jobs)
     _print_runs(jobs, None if all_runs else MOST_EXPENSIVE)
     if outdated := sum(run_status(project, results, key)[0] == "outdated" for key in project.run_keys()):
-        print(f"{outdated} finished runs are outdated and do not count here; `gripmoe status` lists them")
+        print(f"outdated runs, whose repetition is not in these hours: {outdated} (`gripmoe status` lists them)")
     needs = [cost for step in steps if (cost := costs.of(step))]
     _print_memory(needs, gpu_memory, host_memory)
     if disk := disk_needed(costs, jobs_at_once):

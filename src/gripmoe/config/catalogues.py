@@ -60,7 +60,7 @@ def _found(path: str, where: str) -> OwnClass:
     if spec is None or not spec.has_location:
         raise ConfigError(f"{where}: no module {module!r} in the folders of PYTHONPATH; add the one that it lies in")
     file = Path(spec.origin)
-    if file.suffix == ".py" and not {name, "*"} & (known := _names_in(file)):
+    if file.suffix == ".py" and not {name, "*", "__getattr__"} & (known := _names_in(file)):
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "name what it defines"
         raise ConfigError(f"{where}: {file} has no {name!r}; {hint}")
@@ -70,11 +70,10 @@ def _found(path: str, where: str) -> OwnClass:
 def _names_in(file: Path) -> set[str]:
     """All names that occur in a module, and "*" if it imports all of another. Raises ConfigError for a syntax error."""
     try:
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except SyntaxError as error:
         raise ConfigError(f"{file}, line {error.lineno}: {error.msg}") from None
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    imported = {
-        alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = {alias.asname or alias.name for node in imports for alias in node.names}
     return defined | imported | {node.id for node in nodes if isinstance(node, ast.Name)}

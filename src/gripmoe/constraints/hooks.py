@@ -108,6 +108,7 @@ class ConstraintHandle:
         it, or the loop gives up a batch after an error."""
         self._seen, self._penalties, self._checked = [], [], False
         self._marked.clear()
+        self._first_gradients = self._gradients()
         self.constraint.skip()
 
     @torch.no_grad()
@@ -156,13 +157,18 @@ class ConstraintHandle:
         """Removes all hooks from model and optimizer, and undoes what `on_close` has registered, such as frozen routers
         of `gripmoe.constrain`. Routers that were in lower precision stay in fp32, because rounding would undo part of
         the constraint. May be called twice. Warns if routers got gradients, and the optimizer has never stepped."""
-        if not (self._closed or self._has_stepped) and self._gradients() != self._first_gradients:
+        self._warn_if_never_stepped()
+        self._close(settle=True)
+
+    def _warn_if_never_stepped(self) -> None:
+        """Called by what the user calls. The workflow's loop steps the optimizer that it has made."""
+        is_unused = self.prepared is not None and not (self._closed or self._has_stepped)
+        if is_unused and self._gradients() != self._first_gradients:
             warnings.warn(
                 "the optimizer that `constrain` was given has never stepped, so no router was constrained: if another "
                 "one trains the model, call `constrain` with that one",
-                stacklevel=2,
+                stacklevel=3,
             )
-        self._close(settle=True)
 
     def _gradients(self) -> list[tuple[int, int] | None]:
         """Of each router parameter which tensor its gradient is, and how often this was written to."""
@@ -183,7 +189,8 @@ class ConstraintHandle:
 
     def __exit__(self, error: type[BaseException] | None, *_) -> None:
         if error is None:
-            self.close()
+            self._warn_if_never_stepped()
+            self._close(settle=True)
         else:  # of this process alone, perhaps: the others would not take part in settling
             self._close(settle=distributed.processes() == 1)
 
@@ -214,6 +221,7 @@ class ConstraintHandle:
     # Hooks around the optimizer's step
 
     def _before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        self._has_stepped = True
         self._before = {} if self.is_lifted else self.model.thetas()
         if not self._waiting:
             self._feasible_before = self._before
@@ -248,7 +256,6 @@ class ConstraintHandle:
 
     @torch.no_grad()
     def _after_step(self, *_) -> None:
-        self._has_stepped = True
         try:
             if self._before:  # not while lifted
                 self._require_finite()

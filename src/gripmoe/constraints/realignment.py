@@ -123,7 +123,7 @@ def _opened(model: nn.Module, *, rounded: bool = False) -> Iterator[MoEModel]:
 def _check_remembered(moe: MoEModel, original: Original) -> None:
     if not isinstance(original, Original):
         raise ValueError(f"`original` is a {type(original).__name__}: give the result of gripmoe.remember")
-    if (token := int(original.batch.input_ids.max())) >= moe.model.get_input_embeddings().num_embeddings:
+    if (token := int(original.batch.input_ids.max())) >= moe.model.get_input_embeddings().weight.shape[0]:
         raise ValueError(
             f"the remembered documents have token {token}, which this model lacks: realign the model that "
             "was remembered"

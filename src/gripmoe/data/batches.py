@@ -35,7 +35,7 @@ def batches_of(data: Any, name: str, model: nn.Module | None = None, tokenizer: 
         where = f"{name}[{number}]"
         batch = item.to("cpu") if isinstance(item, Batch) else _batch(item, where, padding)
         if model is not None:
-            _check_vocabulary(batch, where, model.get_input_embeddings().num_embeddings)
+            _check_vocabulary(batch, where, model.get_input_embeddings().weight.shape[0])
         batches.append(batch)
     return batches
 

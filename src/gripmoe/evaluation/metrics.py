@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,16 @@ def choice_metrics(questions: Sequence[dict], answers: Sequence[Answer]) -> dict
 
 
 def own_metrics(benchmark: Benchmark) -> dict[str, Callable]:
-    """The user's functions that the benchmark's row names. Raises ConfigError if one is missing."""
-    return {name: imported(path, f"benchmarks.yaml: metrics.{name}") for name, path in benchmark.metrics.items()}
+    """The user's functions that the benchmark's row names. Raises ConfigError if one is missing, or takes other
+    arguments than a model, its tokenizer and the folder of data."""
+    own = {name: imported(path, f"benchmarks.yaml: metrics.{name}") for name, path in benchmark.metrics.items()}
+    for name, metric in own.items():
+        try:
+            inspect.signature(metric).bind(None, None, None)
+        except TypeError as error:
+            where = f"benchmarks.yaml: metrics.{name}"
+            raise ConfigError(f"{where}: {error}; let it take a model, its tokenizer and the folder of data") from None
+    return own
 
 
 def as_number(key: str, value: Any) -> float:

@@ -159,7 +159,7 @@ def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch
     `constrain` does."""
     if unwrapped(model) is not handle.model.model:
         raise ValueError("the constraint is of another model: call `constrain`, or make a callback, for each model")
-    handle.close()
+    handle._close(settle=True)
     prepared: Prepared = handle.prepared
     with ExitStack() as undo:
         moe, stepping = _opened(model, optimizer, prepared.method, undo)

@@ -27,7 +27,7 @@ def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor |
     documents in a row, for tokens outside the vocabulary, for an unknown family and for a dense model."""
     attention_mask_of({"input_ids": input_ids, "attention_mask": attention_mask})
     moe = _with_routers(model)
-    size = moe.model.get_input_embeddings().num_embeddings
+    size = moe.model.get_input_embeddings().weight.shape[0]
     if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < size:
         raise ValueError(f"`input_ids`: tokens are not in the model's vocabulary of {size}; give ids of its tokenizer")
     try:

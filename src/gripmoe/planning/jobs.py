@@ -84,18 +84,25 @@ def jobs_of(
 
 def shared_steps(project: Project, key: Key) -> Iterator[tuple[str, Key]]:
     """The steps that a run needs and shares with other runs, in order."""
-    method, model = project.methods[key[3]], project.models[key[0]]
-    models = [key[0]]
-    if model.retrained and (method.baseline == "retrained" or project.benchmarks[key[1]].is_news):
-        models.append(model.retrained)
-    for name in models:  # it grows
-        models += [base for base in [project.models[name].made_from] if base]
-    yield from ((_model_rule(project, name), (name,)) for name in reversed(models))
+    method = project.methods[key[3]]
+    yield from _models_of(project, key)
     yield "prepare_news" if project.benchmarks[key[1]].is_news else "prepare_data", key[1:2]
     if not method.baseline:
         yield "trace_routing", key[:2]
         if method.has_bases:
             yield "fit_basis", (*key[:2], key[3])
+
+
+def _models_of(project: Project, key: Key) -> Iterator[tuple[str, Key]]:
+    """The steps that make the models of a run: its original, what that is trained from, and the retrained model if it
+    is needed."""
+    retrained, needs = project.models[key[0]].retrained, project.methods[key[3]].baseline == "retrained"
+    models = [key[0]]
+    if retrained and (needs or project.benchmarks[key[1]].is_news):
+        models.append(retrained)
+    for name in models:  # it grows
+        models += [base for base in [project.models[name].made_from] if base]
+    yield from ((_model_rule(project, name), (name,)) for name in reversed(models))
 
 
 def own_rules(project: Project, key: Key) -> list[str]:
@@ -196,7 +203,7 @@ def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
     """GB by use: weights of finished runs, base models, retain bases, and the largest checkpoints of `at_once` training
     jobs. Checkpoints count twice, because a job writes the next beside the last. Embedded models are left out."""
     project, sizes, bases, states = costs.project, {}, {}, []
-    for name in project.models_needed:
+    for name in dict.fromkeys(of[0] for key in project.run_keys() for _, of in _models_of(project, key)):
         if costs.of(Step(name, "evaluate")):
             sizes[name] = 2 * costs.parameters(Step(name, "evaluate")) / GB
     kept = [name for name, method in project.methods.items() if method.baseline not in ("original", "retrained")]

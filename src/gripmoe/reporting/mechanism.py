@@ -74,7 +74,7 @@ def mechanism(histories: pd.DataFrame, runs: pd.DataFrame) -> tuple[plt.Figure, 
     quartiles over experts); how often Stage 1 is not enough; and the violations of finished routers that remain after
     Algorithm 1, beside the exact projection. Also returns the numbers, for all methods."""
     if not ((histories.method == "unconstrained") | (histories.metric == "stage_2_rate")).any():
-        return nothing("no run without a constraint or under Method A"), pd.DataFrame()
+        return nothing("no run without a constraint or under Method A"), pd.DataFrame(columns=["panel", "value"])
     kinds = apart(histories)
     numbers = []
     with house_style():

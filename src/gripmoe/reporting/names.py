@@ -119,6 +119,7 @@ def colour(name: str) -> str:
 def look_of(name: str, size: float = 3) -> dict:
     """Colour and marker of a method for matplotlib; the marker of a dashed method is hollow."""
     colours = list(dict.fromkeys(COLOURS.values()))
-    marker = MARKERS[colours.index(colour(name)) % len(MARKERS)] if name in COLOURS else "o"
+    number = colours.index(colour(name)) if name in COLOURS else zlib.crc32(name.encode()) // len(OF_OTHERS)
+    marker = MARKERS[number % len(MARKERS)]
     ground = "white" if method(name).dashed else colour(name)
     return dict(color=colour(name), marker=marker, markersize=size, markeredgewidth=0.6, markerfacecolor=ground)

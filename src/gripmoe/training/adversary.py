@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gripmoe.io import distributed
 from gripmoe.moe.modes import restored
@@ -47,25 +48,24 @@ class RelearningAdversary:
     @contextmanager
     def weights(self) -> Iterator[None]:
         """Within the block the parameters have the attacker's weights. Gradients stay when the block ends. Raises
-        RuntimeError before the first `restart`, and at the end if an optimizer has stepped the parameters, whose change
-        would be lost."""
+        RuntimeError before the first `restart`, and if an optimizer steps the parameters, since that would be undone."""
         if len(self._weights) != len(self._parameters):
             raise RuntimeError("the attacker has no weights yet: call `restart` first")
         with restored(self._parameters):
             with torch.no_grad():
                 for parameter, weight in zip(self._parameters, self._weights, strict=True):
                     parameter.copy_(weight)
-            self._attacking, self._written = True, self._versions()
+            self._attacking, hook = True, register_optimizer_step_pre_hook(self._refuse)
             try:
                 yield
             finally:
                 self._attacking = False
-            if self._written != self._versions():
-                raise RuntimeError("an optimizer stepped within `weights`, which is undone: step after that block")
+                hook.remove()
 
-    def _versions(self) -> list[int]:
-        """How often each parameter was written to."""
-        return [parameter._version for parameter in self._parameters]
+    def _refuse(self, optimizer: torch.optim.Optimizer, *_) -> None:
+        own = {id(parameter) for parameter in self._parameters}
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise RuntimeError("a step within `weights` would be undone: step the optimizer after that block")
 
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
         """One step of descent on a loss, within `weights`; returns the loss. The gradients of all parameters, also of
@@ -86,7 +86,6 @@ class RelearningAdversary:
                     if parameter.grad is not None:  # the attacker's weights are in fp32: in bf16 few would move
                         weight.sub_(parameter.grad.sign(), alpha=self._rate)
                         parameter.copy_(weight)
-            self._written = self._versions()
         finally:
             for tensor, before in kept:
                 tensor.grad = before

@@ -161,6 +161,7 @@ def unlearn(
             print(f"{description} diverged at step {step}: {what}", file=sys.stderr, flush=True)
         if average and status != "diverged":
             average.write()
+            steps.average = None  # the steps below are only timed
         tokens = round(distributed.average(steps.tokens) * distributed.processes())
         times = None if status == "diverged" else steps.seconds_by_turns()
     if correct:

@@ -39,8 +39,6 @@ from gripmoe.moe.states import final_hidden_states, hidden_states
 Batches = Sequence[Batch]
 TOKENS_PER_CHUNK = 1024  # of KL divergences
 EPSILON = 1e-2  # of unlikelihood: log(1 - p) of a certain token is not finite
-
-
 INTERFACE = ("alpha", "monitor", "last_layer", "start", "forget_loss", "retain_loss")  # of Objective
 
 
@@ -207,7 +205,7 @@ def make_objective(name: str, settings: dict, seed: int) -> Objective:
     made = of_name(**settings, **seeds)
     if lacking := [each for each in INTERFACE if not hasattr(made, each)]:
         raise ConfigError(
-            f"objective {name!r}: {of_name} makes what has no {', '.join(map(repr, lacking))}; derive a class from "
+            f"objective {name!r} has no {', '.join(map(repr, lacking))}; derive its class from "
             "gripmoe.training.objectives:GradientDifference, which has them"
         )
     return made

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,12 +101,7 @@ class Steps:
             with self._as_trained(batch):  # in the backward pass too, which may compute activations again
                 with self._needed_layers(kind), marked():
                     loss = loss_of(self.model, batch)
-                if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
-                    shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                    raise ConfigError(
-                        f"objective {type(self.objective).__name__}: the {kind} loss is {shape}; return a tensor of "
-                        "one number, with its graph"
-                    )
+                _require_loss(loss, f"objective {type(self.objective).__name__}: the {kind} loss")
                 ((weight * loss + self.handle.penalty()) / passes).backward()
             losses.append(loss.detach())
         return torch.stack(losses).mean()
@@ -173,6 +169,16 @@ class Steps:
         started = now()
         # None for a step that diverges: a rate of zero does not keep what is not finite out of the weights
         return None if self.take(step=0) is None else now() - started
+
+
+def _require_loss(loss: Any, what: str) -> None:
+    """Raises ConfigError if an objective has returned what no gradient can be taken of."""
+    if not isinstance(loss, Tensor):
+        raise ConfigError(f"{what} is a {type(loss).__name__}; return a tensor")
+    if loss.numel() != 1:
+        raise ConfigError(f"{what} has shape {tuple(loss.shape)}; return one number, as a mean over tokens")
+    if not loss.requires_grad:
+        raise ConfigError(f"{what} has no graph; compute it from the model's outputs, without `detach` or `item`")
 
 
 def _gradient_norm(parameters: list[nn.Parameter]) -> tuple[float, float]:
