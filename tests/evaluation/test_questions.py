@@ -156,8 +156,8 @@ def test_a_subject_may_have_any_characters(subject, tokenizer, questions, tmp_pa
 def test_metrics_of_ones_own_stand_beside_those_of_the_package():
     """A mistake in their path is found before anything is measured."""
     task = {"data": {"source": "embedded"}, "target": {"forget_accuracy": 0.3}, "retain_documents": 2, "max_length": 9}
-    benchmark = Benchmark(**task, evaluation_batch_size=8, metrics={"mine": "math:sqrt"})
-    assert own_metrics(benchmark)["mine"](4) == 2.0
+    benchmark = Benchmark(**task, evaluation_batch_size=8, metrics={"mine": "math:hypot"})
+    assert own_metrics(benchmark)["mine"](3, 4) == 5.0
     require_other_names({"mine"}, {"forget_accuracy"})
     with pytest.raises(ConfigError, match="benchmarks.yaml: metrics.mine: .*math.* has no 'sqroot'; name what"):
         own_metrics(benchmark.model_copy(update={"metrics": {"mine": "math:sqroot"}}))
@@ -193,7 +193,7 @@ def test_answers_survive_their_file(tmp_path, tokenizer, questions):
     for a, b in zip(answers, reloaded[::-1], strict=True):
         assert (a.id, a.chosen, a.correct) == (b.id, b.chosen, b.correct)
         assert a.letter_logprobs == pytest.approx(b.letter_logprobs, abs=1e-6)
-    with pytest.raises(ValueError, match="no answer to question 'new' and 0 others"):
+    with pytest.raises(ValueError, match="no answer to question 'new'; evaluate again"):
         load_answers(tmp_path / "q.csv", [{"id": "new"}])
 
 

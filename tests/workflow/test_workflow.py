@@ -21,7 +21,6 @@ ARTEFACTS = ROOT / "workflow" / "config" / "artefacts.yaml"
 FORMATS = {name: entry["formats"] for name, entry in yaml.safe_load(ARTEFACTS.read_text()).items()}
 
 MEASURING = ["evaluate", "attack", "collect", "explore", "manifest"]
-EVALUATING = ["evaluate", "collect", "explore", "manifest"]
 TRAINING_ON = ["unlearn", "realign", *MEASURING]
 RENDERING = ["render_main_results", "explore", "manifest"]
 
@@ -110,8 +109,7 @@ EDITS = [
     # How a benchmark is measured: no training.
     ("workflow/config/benchmarks.yaml:wmdp_smoke.evaluation_batch_size", 64, MEASURING),
     ("workflow/config/benchmarks.yaml:wmdp_smoke.attacks", {"mine": "json:dumps"}, ["attack"]),
-    ("workflow/config/benchmarks.yaml:wmdp_smoke.metrics", {"mine": "json:dumps"}, EVALUATING),
-    ("workflow/config/benchmarks.yaml:wmdp_smoke.few_shot_questions", 7, EVALUATING),
+    ("workflow/config/benchmarks.yaml:wmdp_smoke.metrics", {"mine": "json:dumps"}, MEASURING),
     # What counts as forgotten: no trace.
     ("workflow/config/benchmarks.yaml:wmdp_smoke.target", {"forget_accuracy": 0.5}, ["configure", *TRAINING_ON]),
     # One notebook's text: that notebook. What nothing here uses: nothing.
@@ -352,8 +350,6 @@ class TestRun:
             assert "prepare_model" not in plan and "trace_routing" not in plan
         elif rules == MEASURING:
             assert not {"configure", "trace_routing", "unlearn", "realign"} & set(plan)
-        elif rules == EVALUATING:
-            assert not {"unlearn", "attack"} & set(plan)
         elif rules == ["attack"]:
             assert not {"unlearn", "evaluate"} & set(plan)
         elif rules == RENDERING:

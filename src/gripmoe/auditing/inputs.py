@@ -167,7 +167,7 @@ def own(
     holdout = _texts(holdout_text, "--holdout-text", "holdout")
     given = {"--forget-text": forget_texts, "--retain-text": retain_texts, "--holdout-text": holdout}
     for one, other in combinations(given, 2):
-        first, second = ({row["text"].strip() for row in given[name]} for name in (one, other))
+        first, second = ({f"{row['prompt']}{row['text']}".strip() for row in given[name]} for name in (one, other))
         both = first & second  # a few may be headings
         if both and 2 * len(both) >= min(len(first), len(second)):
             raise ConfigError(

@@ -48,6 +48,8 @@ def own_metrics(benchmark: Benchmark) -> dict[str, Callable]:
     for name, metric in own.items():
         try:
             inspect.signature(metric).bind(None, None, None)
+        except ValueError:  # what is not written in Python may have no signature
+            continue
         except TypeError as error:
             where = f"benchmarks.yaml: metrics.{name}"
             raise ConfigError(f"{where}: {error}; let it take a model, its tokenizer and the folder of data") from None

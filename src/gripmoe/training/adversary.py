@@ -48,7 +48,7 @@ class RelearningAdversary:
     @contextmanager
     def weights(self) -> Iterator[None]:
         """Within the block the parameters have the attacker's weights. Gradients stay when the block ends. Raises
-        RuntimeError before the first `restart`, and if an optimizer steps the parameters, since that would be undone."""
+        RuntimeError before the first `restart`, and if an optimizer steps the parameters, since that is undone."""
         if len(self._weights) != len(self._parameters):
             raise RuntimeError("the attacker has no weights yet: call `restart` first")
         with restored(self._parameters):
