@@ -154,7 +154,7 @@ def test_a_document_is_in_one_file_of_texts(asked, both):
     other += ["forget 1"]
     own(asked.forget, asked.retain, *texts.values())  # one may be a heading
     other += ["forget 2"]
-    with pytest.raises(ConfigError, match=f"{both}: documents are in both, first 'forget 1' .2 in all."):
+    with pytest.raises(ConfigError, match=f"{both}: both have 'forget 1' .2 documents in all."):
         own(asked.forget, asked.retain, *texts.values())
 
 

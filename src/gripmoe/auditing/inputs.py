@@ -170,10 +170,8 @@ def own(
         first, second = ({f"{row['prompt']}{row['text']}".strip() for row in given[name]} for name in (one, other))
         both = first & second  # a few may be headings
         if both and 2 * len(both) >= min(len(first), len(second)):
-            raise ConfigError(
-                f"{one}, {other}: documents are in both, first {min(both)[:40]!r} ({len(both)} in all); leave "
-                "each in one"
-            )
+            told = f"both have {min(both)[:40]!r} ({len(both)} documents in all)"
+            raise ConfigError(f"{one}, {other}: {told}; leave each in one")
     kept, held_out = split_held_out(retain_texts)
     parts = {"forget": forget_texts, "holdout": holdout} if forget_texts and holdout else {}
     membership = [{"id": row["id"], "part": part, "text": row["text"]} for part in parts for row in parts[part]]
