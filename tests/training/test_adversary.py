@@ -13,7 +13,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.training.adversary import RelearningAdversary
 from gripmoe.training.objectives import GradientDifference, cross_entropy
-from training.test_loop import TRAINING, run, without_seconds
+from training.test_loop import TRAINING, assert_resumes, run
 
 ATTACKED = TRAINING.model_copy(update={"adversary_steps": 2, "adversary_restart": 2})
 
@@ -192,15 +192,7 @@ def test_the_attacker_goes_on_from_its_own_weights_until_it_restarts(tmp_path):
 
 
 def test_an_attacked_run_resumes_in_the_same_bytes(tmp_path):
-    whole, expected = run(tmp_path / "whole.pt", training=ATTACKED)
-    checks = iter(range(4))
-    with pytest.raises(StopIteration):
-        run(tmp_path / "state.pt", training=ATTACKED, accuracy=lambda moe: float(next(checks)))
-    resumed, outcome = run(tmp_path / "state.pt", training=ATTACKED)
-    assert weights_digest(resumed.model) == weights_digest(whole.model)
-    plain, _ = run(tmp_path / "plain.pt")
-    assert weights_digest(plain.model) != weights_digest(whole.model)
-    assert without_seconds(outcome.history)[-1] == without_seconds(expected.history)[-1]
+    assert_resumes(tmp_path, ATTACKED)
 
 
 def test_a_restart_between_checkpoints_is_refused():

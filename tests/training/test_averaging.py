@@ -9,9 +9,8 @@ from gripmoe.constraints.build import build
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
-from gripmoe.moe.storage import weights_digest
 from gripmoe.training.averaging import WeightAverage
-from training.test_loop import TRAINING, run, without_seconds
+from training.test_loop import TRAINING, assert_resumes, run
 
 AVERAGED = TRAINING.model_copy(update={"average_decay": 0.5})
 
@@ -67,13 +66,7 @@ def test_checks_and_the_end_see_the_average_and_steps_the_weights(tmp_path):
 
 
 def test_an_averaged_run_resumes_in_the_same_bytes(tmp_path):
-    whole, expected = run(tmp_path / "whole.pt", training=AVERAGED)
-    checks = iter(range(4))
-    with pytest.raises(StopIteration):
-        run(tmp_path / "state.pt", training=AVERAGED, accuracy=lambda moe: float(next(checks)))
-    resumed, outcome = run(tmp_path / "state.pt", training=AVERAGED)
-    assert weights_digest(resumed.model) == weights_digest(whole.model)
-    assert without_seconds(outcome.history)[-1] == without_seconds(expected.history)[-1]
+    assert_resumes(tmp_path, AVERAGED)
 
 
 def test_averages_of_routers_that_leave_the_constraint_are_refused(tmp_path):

@@ -17,7 +17,7 @@ from gripmoe.training.adversary import uphill
 from gripmoe.training.forget_gradient import ComponentFilter, WeightDistance, disruption_masked
 from gripmoe.training.objectives import GradientDifference, cross_entropy
 from training.test_adversary import Asked, experts_of
-from training.test_loop import CORPORA, TRAINING, Watched, run
+from training.test_loop import CORPORA, TRAINING, Watched, assert_resumes, run
 
 BASELINES = {
     "sam": {"sharpness_radius": 0.05},
@@ -198,16 +198,7 @@ def test_a_masked_step_does_not_disrupt_what_is_retained(tmp_path, mask):
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_a_baselines_run_resumes_in_the_same_bytes(tmp_path, name):
-    """And is not the run without it."""
-    training = changed(**BASELINES[name])
-    whole, _ = run(tmp_path / "whole.pt", training=training)
-    checks = iter(range(4))
-    with pytest.raises(StopIteration):
-        run(tmp_path / "state.pt", training=training, accuracy=lambda moe: float(next(checks)))
-    resumed, _ = run(tmp_path / "state.pt", training=training)
-    assert weights_digest(resumed.model) == weights_digest(whole.model)
-    plain, _ = run(tmp_path / "plain.pt")
-    assert weights_digest(plain.model) != weights_digest(whole.model)
+    assert_resumes(tmp_path, changed(**BASELINES[name]))
 
 
 def test_two_places_for_one_gradient_are_refused():

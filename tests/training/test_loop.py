@@ -110,6 +110,19 @@ def without_seconds(history):
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in history]
 
 
+def assert_resumes(tmp_path, training):
+    """An interrupted run ends in the bytes of a whole one. The control: a run with TRAINING ends in others."""
+    whole, expected = run(tmp_path / "whole.pt", training=training)
+    checks = iter(range(4))
+    with pytest.raises(StopIteration):
+        run(tmp_path / "state.pt", training=training, accuracy=lambda moe: float(next(checks)))
+    resumed, outcome = run(tmp_path / "state.pt", training=training)
+    assert weights_digest(resumed.model) == weights_digest(whole.model)
+    assert without_seconds(outcome.history)[-1] == without_seconds(expected.history)[-1]
+    plain, _ = run(tmp_path / "plain.pt")
+    assert weights_digest(plain.model) != weights_digest(whole.model)
+
+
 def test_training_computes_no_padding(tmp_path, monkeypatch):
     """Neither unlearning nor the attack that finetunes; the control pads."""
     computed = []
