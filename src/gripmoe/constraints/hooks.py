@@ -108,7 +108,8 @@ class ConstraintHandle:
         it, or the loop gives up a batch after an error."""
         self._seen, self._penalties, self._checked = [], [], False
         self._marked.clear()
-        self._first_gradients = self._gradients()
+        if not self._has_stepped:
+            self._first_gradients = self._gradients()
         self.constraint.skip()
 
     @torch.no_grad()
@@ -161,7 +162,7 @@ class ConstraintHandle:
         self._close(settle=True)
 
     def _warn_if_never_stepped(self) -> None:
-        """Called by what the user calls. The workflow's loop steps the optimizer that it has made."""
+        # A handle of the workflow's loop has nothing prepared: that loop steps the optimizer that it has made.
         is_unused = self.prepared is not None and not (self._closed or self._has_stepped)
         if is_unused and self._gradients() != self._first_gradients:
             warnings.warn(

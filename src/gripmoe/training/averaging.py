@@ -1,7 +1,8 @@
 """Weight averaging: what is checked, and what a run ends with, is a moving average of the weights that train.
 
 An average of the weights that an optimizer passes through lies where the loss is flatter (Izmailov et al. 2018), and
-Fan et al. (2025) name averaging among the methods that make unlearning withstand relearning.
+Fan et al. (2025) name averaging among the methods that make unlearning withstand relearning. On embedded models it
+does not (docs/erasure_details.md).
 """
 
 from __future__ import annotations
