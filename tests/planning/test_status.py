@@ -1,7 +1,9 @@
 """Where runs stand, as `gripmoe status` says it."""
 
+import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,14 @@ import yaml
 from tqdm import tqdm
 
 from gripmoe.cli.main import main
+from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import Project
 from gripmoe.io.files import write_json, write_yaml
 from gripmoe.planning.status import CLUSTER_LOGS, run_status
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 KEY = ("tiny_a", "wmdp_tiny", "gd")
+ATTACK = "gripmoe.cli.attack:attack"
 JOB = "host: node1\nBuilding DAG of jobs...\n"
 TIME_LIMIT = "slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 2026-11-22T01:02:03 DUE TO TIME LIMIT ***\n"
 
@@ -106,6 +110,30 @@ def test_a_run_whose_settings_have_changed_is_outdated(lines):
     code = {"step": "gripmoe.cli.unlearn:unlearn", "code": "of before"}
     write_json(done / "checkpoint.provenance.json", code)
     assert lines()[0]["unconstrained"].endswith("was 0.001; the code of gripmoe.cli.unlearn:unlearn has changed")
+
+
+def test_a_run_whose_attacks_have_changed_is_outdated(lines):
+    """The settings of a step are those of its recorded command. What it was not given does not count."""
+    done = Path("results/tiny", *KEY, "unconstrained", "0")
+    project = Project(CONFIG, "tiny")
+    write_yaml(done / "run.yaml", project.run(*KEY, "unconstrained", 0).model_dump(mode="json"))
+    benchmark = project.benchmarks["wmdp_tiny"].model_dump(mode="json", exclude={"few_shot_questions"})
+    relearning = project.world.relearning.model_dump(mode="json")
+
+    def attacked(benchmark, relearning):
+        given = ["--benchmark", json.dumps(benchmark), "--settings", json.dumps(relearning)]
+        step = {"command": shlex.join(["gripmoe", "attack", *given]), "step": ATTACK, "code": code_fingerprint(ATTACK)}
+        write_json(done / "attack.provenance.json", step)
+
+    for step in ("checkpoint", "evaluation", "attack"):
+        write_json(done / f"{step}.json", {"status": "reached"})
+    attacked(benchmark, relearning)
+    assert " 1 done" in lines()[1]
+    attacked(benchmark | {"evaluation_batch_size": 7}, relearning | {"steps": [5]})
+    said = (
+        f"evaluation_batch_size is {benchmark['evaluation_batch_size']}, was 7; steps is {relearning['steps']}, was [5]"
+    )
+    assert lines()[0]["unconstrained"].split(maxsplit=1) == ["outdated", said]
 
 
 def test_a_run_that_diverged_has_a_line(lines):

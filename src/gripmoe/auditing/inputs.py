@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,37 +9,30 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from gripmoe.attacks.base import sample_of
 from gripmoe.attacks.relearning import is_about
+from gripmoe.auditing.own_data import Source, asked, questions_of, texts_of
 from gripmoe.config.benchmarks import Benchmark, PublishedData
 from gripmoe.config.reading import parse_as, read_catalogue, require_known
 from gripmoe.config.training import Relearning
 from gripmoe.config.types import Strict
 from gripmoe.data.corpora import rows_of
 from gripmoe.data.documents import IGNORED
-from gripmoe.data.prompt_formats import LETTERS, SHOTS
-from gripmoe.data.published import CHOICES, dev_or_test, split_held_out
+from gripmoe.data.prompt_formats import SHOTS
+from gripmoe.data.published import split_held_out
 from gripmoe.evaluation.questions import prompt_of
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import read_jsonl, read_text, write_jsonl
+from gripmoe.io.files import write_jsonl
 from gripmoe.worlds.files import files_of
 
 TABLE = Path(__file__).parents[1] / "config" / "audits.yaml"
-FEWEST = 20  # questions: with fewer, intervals are too wide
-FEWEST_FACTS = 5  # about which the questions of the split test ask; intervals are over facts
 # Attacks that train on documents about facts of dev questions.
 OF_OTHER_FACTS = ("relearning from other facts", "relearning by low-rank updates", "relearning of routers")
-BLANK = re.compile(r"\r?\n[ \t]*\r?\n")  # lines, of any system, that separate documents
-SUBJECT = "general knowledge"  # the default subject of a question
-JSON_LINES = (".jsonl", ".ndjson", ".json")
 FLAGS = {  # by file of documents: the flags that gave them, for messages
     "forget_corpus": "--forget-text",
     "retain_corpus": "--retain-text",
     "held_out_corpus": "--retain-text",
     "membership": "--forget-text, --holdout-text",
 }
-
-Source = str | Path | Sequence[Any]  # a file, or its rows
 
 
 class Named(Strict):
@@ -150,10 +141,10 @@ def own(
     relearning = settings_of(relearning, OWN)
     if isinstance(forget, str | Path) and isinstance(retain, str | Path) and Path(forget) == Path(retain):
         raise ConfigError(f"--questions, --retain-questions: both are {forget}; give questions of two kinds")
-    forget_rows = _questions(forget, "--questions", "forget")
-    retain_rows = _questions(retain, "--retain-questions", "retain")
-    forgotten = {_asked(row) for row in forget_rows}
-    if both := [row for row in retain_rows if _asked(row) in forgotten]:
+    forget_rows = questions_of(forget, "--questions", "forget")
+    retain_rows = questions_of(retain, "--retain-questions", "retain")
+    forgotten = {asked(row) for row in forget_rows}
+    if both := [row for row in retain_rows if asked(row) in forgotten]:
         raise ConfigError(
             f"--questions, --retain-questions: questions are in both, first {both[0]['question']!r} ({len(both)} in "
             "all); leave each in one"
@@ -162,9 +153,9 @@ def own(
         for kind, rows in (("forget", forget_rows), ("retain", retain_rows)):
             for row in rows:
                 row["id"] = f"{kind}/{row['id']}"
-    forget_texts = _texts(forget_text, "--forget-text", "forget")
-    retain_texts = _texts(retain_text, "--retain-text", "retain")
-    holdout = _texts(holdout_text, "--holdout-text", "holdout")
+    forget_texts = texts_of(forget_text, "--forget-text", "forget")
+    retain_texts = texts_of(retain_text, "--retain-text", "retain")
+    holdout = texts_of(holdout_text, "--holdout-text", "holdout")
     given = {"--forget-text": forget_texts, "--retain-text": retain_texts, "--holdout-text": holdout}
     for one, other in combinations(given, 2):
         first, second = ({f"{row['prompt']}{row['text']}".strip() for row in given[name]} for name in (one, other))
@@ -239,159 +230,6 @@ def _too_few(
             reason = f"{given} {len(rows)} documents {which}, a batch has {relearning.batch_size}"
             absent |= dict.fromkeys(names, reason)
     return absent
-
-
-def _rows(source: Source, flag: str, *keys: str) -> tuple[str, list[Mapping[str, Any]]]:
-    """The name of the source for messages, and its rows."""
-    if isinstance(source, str | Path):
-        return f"{flag} {source}", read_jsonl(Path(source), *keys)
-    try:
-        rows = list(source)
-    except TypeError:
-        raise ConfigError(f"{flag}: {source!r} is neither a file nor rows; give one of them") from None
-    for number, row in enumerate(rows, 1):
-        if missing := [key for key in keys if not isinstance(row, Mapping) or key not in row]:
-            raise ConfigError(f"{flag}: row {number} has no `{missing[0]}`; each needs {', '.join(keys)}")
-    return flag, rows
-
-
-def _questions(source: Source, flag: str, kind: str) -> list[dict]:
-    name, rows = _rows(source, flag, "question", "choices", "answer")
-    questions, known = [], set()
-    facts: dict[tuple[str, ...], str] = {}  # a question that stands twice is about one fact
-    rights: dict[tuple[str, ...], str] = {}  # the right choice of a question
-    splits: dict[str, str] = {}  # of facts: attacks on `test` questions learn from documents about facts of `dev`
-    for number, row in enumerate(rows):
-        where, choices, answer = f"{name}: row {number + 1}", row["choices"], row["answer"]
-        row = {key: value for key, value in row.items() if not _missing(value) or key == "question"}
-        if not isinstance(row["question"], str) or not row["question"].strip():
-            raise ConfigError(f"{where}: question {row['question']!r} is no text; give one, or leave the row out")
-        count = len(choices) if isinstance(choices, Sequence) and not isinstance(choices, str) else "no list of"
-        if count != CHOICES:
-            raise ConfigError(
-                f"{where} has {count} choices; a question has a list of {CHOICES}, for the letters A to D"
-            )
-        given = [choice for choice in choices if not _missing(choice) and not isinstance(choice, bool)]
-        texts = [str(choice).strip() for choice in given if isinstance(choice, str | int | float)]
-        if len(list(filter(None, texts))) < CHOICES:
-            raise ConfigError(f"{where}: choices {list(choices)!r} are not all texts; give four, or leave the row out")
-        answer = _index(answer)
-        if answer is None:
-            given = row.get("answer")
-            raise ConfigError(f"{where}: answer {given!r} is neither 0 to {CHOICES - 1} nor A to D; give one of them")
-        if texts.count(texts[answer]) > 1:
-            raise ConfigError(f"{where}: {texts[answer]!r} is right and stands twice; change one, or leave the row out")
-        if rights.setdefault(_asked(row), texts[answer]) != texts[answer]:
-            raise ConfigError(
-                f"{where}: question {row['question'][:40]!r} stands twice, and another choice is right there; correct "
-                "one of them"
-            )
-        question_id = str(row.get("id", f"{kind}/{number}"))
-        if question_id in known:
-            raise ConfigError(f"{where}: the id {question_id!r} stands twice; give each question an id of its own")
-        known.add(question_id)
-        if (split := row.get("split")) and split not in ("dev", "test"):
-            raise ConfigError(
-                f"{where}: split {split!r} is neither 'dev' nor 'test'; give one of them, or leave it out"
-            )
-        exposure = row.get("exposure", "unseen_subject")
-        fact = str(row.get("fact", facts.get(_asked(row), question_id)))
-        facts.setdefault(_asked(row), fact)
-        split = split or splits.get(fact) or dev_or_test(str(row.get("fact", row["question"])))
-        if splits.setdefault(fact, split) != split:
-            raise ConfigError(
-                f"{where}: fact {fact!r} has questions in both splits; give all of them one `split`, or no `fact`"
-            )
-        questions.append(
-            {
-                "id": question_id,
-                "question": row["question"],
-                "choices": [str(choice) for choice in choices],
-                "answer": answer,
-                "subject": str(row.get("subject", SUBJECT)),
-                "fact": fact,
-                "wording": row.get("wording", "seen"),
-                "exposure": "forget" if kind == "forget" else exposure if exposure != "forget" else "unseen_subject",
-                "split": split,
-            }
-        )
-    if len(questions) < FEWEST:
-        raise ConfigError(f"{name}: {len(questions)} questions; an interval needs {FEWEST} at least: give more")
-    if missing := {"dev", "test"} - {row["split"] for row in questions}:
-        raise ConfigError(
-            f"{name}: no question is of the split {min(missing)!r}, which a hash of the question decides: give a "
-            "column `split` with both, or more questions"
-        )
-    tested = {row["fact"] for row in sample_of([row for row in questions if row["split"] == "test"])}
-    if len(tested) < FEWEST_FACTS:
-        raise ConfigError(
-            f"{name}: the questions of the split 'test' are about {len(tested)} facts (column `fact`); an interval "
-            f"needs {FEWEST_FACTS} at least: give more, or leave `fact` out if each question asks about another one"
-        )
-    return questions
-
-
-def _missing(value: Any) -> bool:
-    """Whether it is None, or NaN, which pandas puts in its place."""
-    return value is None or (isinstance(value, float) and value != value)
-
-
-def _index(answer: Any) -> int | None:
-    """The index of the right choice from 0 to 3, also as 1.0, or A to D; None for anything else."""
-    if isinstance(answer, str) and answer.upper() in tuple(LETTERS):
-        return LETTERS.index(answer.upper())
-    if isinstance(answer, bool) or not isinstance(answer, int | float) or answer not in range(CHOICES):
-        return None
-    return int(answer)
-
-
-def _asked(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a question asks, in whatever order its choices stand."""
-    return row["question"].strip(), *sorted(str(choice).strip() for choice in row["choices"])
-
-
-def _texts(source: Source | None, flag: str, kind: str) -> list[dict]:
-    """Documents from JSON lines with `text`, or from plain text with blank lines between documents."""
-    if source is None:
-        return []
-    if isinstance(source, str | Path) and Path(source).suffix not in JSON_LINES:
-        text = read_text(Path(source))
-        if _is_json(text.lstrip().split("\n")[0]):
-            raise ConfigError(f"{flag} {source}: these are JSON lines; name the file {Path(source).stem}.jsonl")
-        if Path(source).suffix in (".csv", ".tsv"):
-            raise ConfigError(f"{flag} {source}: a table would be read as one text; write JSON lines with `text`")
-        name, rows = f"{flag} {source}", [{"text": part} for part in BLANK.split(text)]
-    elif isinstance(source, str | Path):
-        name, rows = _rows(source, flag, "text")
-    else:
-        texts = source if isinstance(source, Iterable) else [source]  # which `_rows` refuses
-        name, rows = _rows([{"text": row} if isinstance(row, str) else row for row in texts], flag, "text")
-    documents = [
-        {
-            "id": f"{kind}/{number}" if _missing(row.get("id")) else str(row["id"]),
-            "prompt": "" if _missing(row.get("prompt")) else row["prompt"],
-            "text": row["text"],
-        }
-        for number, row in enumerate(rows)
-        if row["text"] is None or str(row["text"]).strip()
-    ]
-    if twice := [each for each, count in Counter(row["id"] for row in documents).items() if count > 1]:
-        raise ConfigError(
-            f"{name}: the id {twice[0]!r} stands twice; give each document an id of its own, as FACT/NUMBER"
-        )
-    for key, remedy in (("text", "leave the row out"), ("prompt", "leave it out")):
-        if wrong := [row["id"] for row in documents if not isinstance(row[key], str)]:
-            raise ConfigError(f"{name}: `{key}` of document {wrong[0]!r} is no text; give a string, or {remedy}")
-    if not documents:
-        raise ConfigError(f"{name}: there is no text in it; give documents, or leave the flag out")
-    return documents
-
-
-def _is_json(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except json.JSONDecodeError:
-        return False
 
 
 def _prompts(questions: Iterable[dict]) -> list[dict]:

@@ -23,7 +23,8 @@ from gripmoe.attacks import restoration
 from gripmoe.attacks.base import Found, QuestionScores, QuestionSetting
 from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS, made_once, stored
 from gripmoe.auditing import models
-from gripmoe.auditing.inputs import Inputs, Source, named, named_row, own
+from gripmoe.auditing.inputs import Inputs, named, named_row, own
+from gripmoe.auditing.own_data import Source
 from gripmoe.auditing.plan import ATTACKS, Sizes, measures_of, prompts_of, told, turns_of
 from gripmoe.auditing.report import AuditReport
 from gripmoe.config.fingerprint import code_fingerprint

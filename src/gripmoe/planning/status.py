@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +34,36 @@ def run_status(project: Project, results: Path, key: Key) -> tuple[str, str]:
 
 
 def changes(project: Project, results: Path, key: Sequence[str | int]) -> list[str]:
-    """The settings of a run in run.yaml, and the code of its steps, that have changed since they ran. Those of attacks
-    and metrics are not in run.yaml; Snakemake knows them."""
+    """The settings of a run, of its metrics and attacks, and the code of its steps, that have changed since they ran.
+    Files of one's own are not compared; Snakemake knows them."""
     folder = results.joinpath(*map(str, key))
     if not (folder / "run.yaml").exists():
         return []
-    before = _flat(read_yaml(folder / "run.yaml"))
-    now = _flat(project.run(*key[:4], int(key[4])).model_dump(mode="json"))
-    names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    settings = _changed(read_yaml(folder / "run.yaml"), project.run(*key[:4], int(key[4])).model_dump(mode="json"))
     steps = [read_json(file) for file in sorted(folder.glob("*.provenance.json"))]
+    flags = {"--benchmark": project.benchmarks[key[1]], "--settings": project.world.relearning}
+    for step in steps:
+        for flag, now in flags.items():
+            before, now = _given(step.get("command", ""), flag), now.model_dump(mode="json") if now else {}
+            # A step is not given the settings that it does not read.
+            settings += _changed(before, {name: now[name] for name in before if name in now})
     changed = [step["step"] for step in steps if "step" in step and fingerprint_now(step["step"]) != step["code"]]
-    settings = [f"{name} is {now.get(name)}, was {before.get(name)}" for name in names]
-    return settings + [f"the code of {step} has changed" for step in changed]
+    return list(dict.fromkeys(settings)) + [f"the code of {step} has changed" for step in changed]
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _given(command: str, flag: str) -> dict[str, Any]:
+    """The settings that a recorded command was given by a flag."""
+    words = shlex.split(command)
+    return (json.loads(words[words.index(flag) + 1]) or {}) if flag in words else {}
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    before, now = _flat(before), _flat(now)
+    names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    return [f"{name} is {now.get(name)}, was {before.get(name)}" for name in names]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by dotted key."""
     flat = {}
     for key, value in settings.items():
