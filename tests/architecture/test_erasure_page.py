@@ -38,7 +38,7 @@ METHODS = {
 }
 
 
-FURTHER = load_runs(ROOT / "docs" / "record" / "erasure_further" / "runs.csv")
+FURTHER = load_runs(ROOT / "docs" / "record" / "erasure" / "further" / "runs.csv")
 
 
 def rows(heading: str, first: str = "") -> list[list[str]]:
@@ -50,7 +50,7 @@ def rows(heading: str, first: str = "") -> list[list[str]]:
     return [[cell.strip(" *\\") for cell in line.strip("|").split("|")] for line in lines]
 
 
-HELD_OUT = load_runs(ROOT / "docs" / "record" / "erasure_held_out" / "runs.csv")
+HELD_OUT = load_runs(ROOT / "docs" / "record" / "erasure" / "held_out" / "runs.csv")
 
 
 def strongest_attacks(runs: pd.DataFrame) -> pd.DataFrame:
@@ -137,7 +137,7 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     half = 2.447 * lower.std() / 7**0.5
     told = f"it is higher by {lower.mean():.2f} ({lower.mean() - half:.2f} to {lower.mean() + half:.2f}, compared"
     assert told in TEXT
-    longer = pd.read_csv(RECORD.parent / "erasure_held_out" / "longer_relearning.csv")
+    longer = pd.read_csv(RECORD / "held_out" / "longer_relearning.csv")
     after = longer[longer.metric == "relearned_after_100"].pivot(index="model", columns="method", values="value")
     lowest = [-bound(after.retrained - after[name]) for name in (methods[1], "frozen_router", methods[0])]
     told = "(one-sided 95 % lower bounds {:.3f} and {:.3f}). For a frozen router under attack this is undecided"
@@ -157,7 +157,7 @@ def bound(values):
     return values.mean() + 1.943 * values.std() / 7**0.5
 
 
-OBJECTIVES = load_runs(ROOT / "docs" / "record" / "erasure_objectives" / "runs.csv")
+OBJECTIVES = load_runs(ROOT / "docs" / "record" / "erasure" / "objectives" / "runs.csv")
 
 
 @pytest.mark.parametrize("row", rows("Under NPO and GD"), ids=lambda row: row[0])
@@ -198,7 +198,7 @@ def test_what_stands_below_the_table_of_objectives_is_the_records():
 
 
 def test_what_retraining_takes_is_what_was_counted():
-    tokens = pd.read_csv(RECORD.parent / "erasure_held_out" / "base_models.csv").set_index("model").tokens
+    tokens = pd.read_csv(RECORD / "held_out" / "base_models.csv").set_index("model").tokens
     whole = tokens[[f"{model}_retrained" for model in HELD_OUT.model.unique()]].to_numpy()
     facts = whole - tokens[[f"{model}_skills" for model in HELD_OUT.model.unique()]].to_numpy()
     told = f"{whole.mean() / 1e6:.1f} million tokens in the mean, of which stage B, which teaches the facts, has"
@@ -230,7 +230,7 @@ def test_what_is_said_of_every_method_is_the_records():
     assert set(missed["rmu"]) == {3} and len(missed["rmu"]) == 2
 
 
-ROUTED = load_runs(ROOT / "docs" / "record" / "routed" / "runs.csv")
+ROUTED = load_runs(ROOT / "docs" / "record" / "erasure" / "routed" / "runs.csv")
 
 
 @pytest.mark.parametrize("row", rows("An upper bound"), ids=lambda row: row[0])
@@ -321,7 +321,7 @@ def test_what_settings_of_the_anchored_method_return_is_the_records():
     assert told.format(*of_late.routing_stability, *of_late.dev_relearned_after_10) in TEXT
 
 
-AVERAGED = load_runs(RECORD.parent / "erasure_averaged" / "runs.csv")
+AVERAGED = load_runs(RECORD / "averaged" / "runs.csv")
 AVERAGED_OBJECTIVES = ("unlikelihood", "npo", "gd")
 
 

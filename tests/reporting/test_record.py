@@ -38,7 +38,7 @@ def drawn_again(folder, output, monkeypatch, *options):
         assert (output / name).read_text() == (folder / name).read_text(), name
 
 
-@pytest.mark.parametrize(("folder", "drawn"), [("erasure_held_out", ["erasure_held_out"]), ("erasure_objectives", [])])
+@pytest.mark.parametrize(("folder", "drawn"), [("erasure/held_out", ["erasure_held_out"]), ("erasure/objectives", [])])
 def test_a_picture_is_drawn_from_all_base_models_of_its_world(folder, drawn, tmp_path, monkeypatch):
     """The second record shares two base models with the world of the picture."""
     found, parts = [], record["main"].__globals__
