@@ -826,7 +826,7 @@ def test_momentum_keeps_the_projected_gradient_at_every_rate(method, rate):
         optimizer.step()
         for layer, gradient in gradients.items():
             bases = handle.constraint.bases
-            basis = bases[layer] if bases else handle.constraint._basis(layer, seen[0][layer])
+            basis = bases[layer] if bases else handle.constraint._minibatch_basis(layer, seen[0][layer])
             wanted, kept = basis.double().project(gradient), optimizer.state[thetas[layer]]["exp_avg"]
             assert (kept - wanted).norm() < 1e-3 * wanted.norm()
             assert (gradient - wanted).norm() > 0.1 * gradient.norm()

@@ -9,6 +9,7 @@ import torch
 
 import gripmoe
 from conftest import random_batch, small_model
+from gripmoe.config.methods import method_table
 from gripmoe.constraints import realignment as method_b
 from gripmoe.constraints.null_space import feasible_router
 from gripmoe.constraints.realignment import METHOD_A, Original, kaczmarz_report, realign_routers
@@ -202,6 +203,11 @@ def held_out_stability(trace, moe, batch):
     held = torch.arange(len(lengths)).repeat_interleave(lengths) % 4 == 0
     after = moe.trace([batch])
     return {n: jaccard(seen.top_k_Nk[held], after[n].top_k_Nk[held]).mean().item() for n, seen in trace.items()}
+
+
+@pytest.mark.parametrize(("form", "row"), [("paper", "expert_specific_paper"), ("sound", "expert_specific")])
+def test_a_rejected_layer_falls_back_to_the_rows_of_method_a(form, row):
+    assert METHOD_A[form].model_dump(exclude={"training"}) == method_table()[row].model_dump(exclude={"training"})
 
 
 def test_an_unlearned_router_that_keeps_most_held_out_sets_stays():

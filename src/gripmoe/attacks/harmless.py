@@ -16,7 +16,7 @@ SKIPPED = ("probes", "probes of single experts", "membership")  # their metrics 
 
 def attack(setting: QuestionSetting) -> Found:
     """`<metric>_if_rounded`, `<metric>_if_finetuned`: every metric of the other attacks on the model with weights of 8
-    bits, and after STEPS steps on documents of neither corpus."""
+    bits, and after STEPS steps on held-out documents."""
     found = {}
     for name, change in {"rounded": _rounded, "finetuned": _finetuned}.items():
         found |= {f"{metric}_if_{name}": value for metric, value in change(setting).items()}

@@ -13,7 +13,7 @@ from gripmoe.moe import MoEModel
 
 
 def attack(setting: Setting) -> Found:
-    """Recall with weights of 8 and of 4 bits."""
+    """Scores with weights of 8 and of 4 bits."""
     found = {}
     for bits in (8, 4):
         with quantized(setting.after, bits):

@@ -45,7 +45,8 @@ def from_retain_documents(setting: Setting) -> Found:
 
 
 def from_unrelated_documents(setting: Setting) -> Found:
-    """`relearned_from_unrelated_after_<step>`: on documents of neither corpus, as any later finetuning has them."""
+    """`relearned_from_unrelated_after_<step>`: on held-out documents, which are other texts than those to
+    retain."""
     return _curve(setting, "relearned_from_unrelated", setting.corpus("held_out"))
 
 
@@ -152,7 +153,7 @@ def relearning(
     `parameters` or of all. The model's weights are restored."""
     known, checks = {}, (0, *settings.steps) if checks is None else checks
     parameters = list(model.model.parameters() if parameters is None else parameters)
-    with _trainable(model, parameters, settings.gradient_checkpointing):
+    with _training_only(model, parameters, settings.gradient_checkpointing):
         options = dict(lr=settings.learning_rate, weight_decay=WEIGHT_DECAY)
         optimizer = make_adamw(settings.optimizer, [{"params": parameters}], **options)
         for step in range(max(checks) + 1):
@@ -171,7 +172,7 @@ def relearning(
 
 
 @contextmanager
-def _trainable(model: MoEModel, parameters: Sequence[nn.Parameter], gradient_checkpointing: bool) -> Iterator[None]:
+def _training_only(model: MoEModel, parameters: Sequence[nn.Parameter], gradient_checkpointing: bool) -> Iterator[None]:
     """Within the block `parameters` train, and no others. Afterwards weights, gradients and what trains are as they
     were."""
     before = [(parameter, parameter.requires_grad, parameter.grad) for parameter in model.model.parameters()]

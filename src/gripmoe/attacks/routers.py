@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from statistics import fmean
 
 import torch
@@ -18,14 +19,14 @@ from gripmoe.geometry.routing import SelectionRule, selection_mask
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import hooked
 
-SILENCED = (1, 2, 4)  # numbers of experts per layer that the attacker tries to silence
+SILENCED = (4, 2, 1)  # numbers of experts per layer that the attacker tries to silence
 SEARCHED = (4, 16, 64)  # numbers of random shifts that the attacker tries
 SEARCH_QUESTIONS = 60  # dev questions that evaluate each shift, evenly spaced: so many to twice as many
 
 
 def attack(setting: Setting) -> Found:
-    """Recall with twice as many experts per token, and with noisy scores. The original model's row in the tables shows
-    the damage by the attack itself."""
+    """Scores with twice as many experts per token, and with noisy router scores. The row of the original model shows
+    what the attack itself breaks."""
     model, found = setting.after, {}
     if not model.layers:
         return Found()
@@ -38,7 +39,8 @@ def attack(setting: Setting) -> Found:
 
 def silencing(setting: QuestionSetting) -> Found:
     """`silenced_experts`: scores without the experts that forget prompts use more than retain prompts do, as in SAFEx
-    and SteerMoE. The attacker takes the number of SILENCED experts that answers most dev questions."""
+    and SteerMoE. The attacker takes the number of SILENCED experts, the first of equal ones, that answers most dev
+    questions."""
     model = setting.after
     counts = [count for count in SILENCED if count + model.top_k <= model.num_experts]
     if not counts:  # of a dense model too
@@ -46,15 +48,16 @@ def silencing(setting: QuestionSetting) -> Found:
     retain = [prompt_of(question) for question in setting.retain]
     used, others = (expert_usage(model, setting.tokenizer, prompts) for prompts in (setting.prompts, retain))
     excess = {layer: used[layer] - others[layer] for layer in model.layers}
-    known = {}
+    tried = []
     for count in counts:
         silent = {layer: selection_mask(e_E.topk(count).indices[None], len(e_E))[0] for layer, e_E in excess.items()}
         if all(model.rule(layer).can_do_without(silent_E) for layer, silent_E in silent.items()):
             with silenced(model, silent):
-                known[mean(setting.right(model, setting.dev))] = silent
-    if not known:
+                tried.append((mean(setting.right(model, setting.dev)), silent))
+    if not tried:
         return Found()
-    with silenced(model, known[max(known)]):
+    _, best = max(tried, key=itemgetter(0))
+    with silenced(model, best):
         return setting.found({"silenced_experts": setting.scores_of(model)})
 
 

@@ -68,13 +68,12 @@ class Anchored(FrozenRouter):
             self._errors.append(1 - distributed.average(stability))
         return penalty
 
-    def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
-        if self._errors:  # once per step, for all its passes
+    def after_step(self) -> None:
+        if self._errors:
             error = sum(self._errors) / len(self._errors)
             self._observed = {"anchor_weight": self.weight.value, "batch_routing_stability": 1 - error}
             self.weight.update(error)
             self._errors = []
-        return before_Ed
 
     def skip(self) -> None:
         self._errors = []

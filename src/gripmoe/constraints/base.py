@@ -55,6 +55,9 @@ class RouterConstraint:
         first step since then. `seen`: the routing of the passes in `collects` since the last step, joined."""
         return after_Ed
 
+    def after_step(self) -> None:
+        """Is called once after each step of the optimizer, before `constrain`."""
+
     def penalty(self, marked: MarkedPass) -> Tensor | float:
         """What to add to the loss for a marked pass: a scalar with its graph, or 0.0."""
         return 0.0

@@ -260,6 +260,7 @@ class ConstraintHandle:
         try:
             if self._before:  # not while lifted
                 self._require_finite()
+                self.constraint.after_step()
                 if self._waiting + 1 < self.constraint.every:
                     self._waiting += 1
                     return

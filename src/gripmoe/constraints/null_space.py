@@ -149,7 +149,7 @@ class NullSpaceMinibatch(_Reporting):
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         method, rule = self.method, self._rules[layer]
         current = route(seen.x_Nd, before_Ed, rule)
-        basis = _basis(current, rule, self._eps_null[layer], method)
+        basis = _fitted_basis(current, rule, self._eps_null[layer], method)
         bounds_NE = sound_bounds(current, rule, method.safety_margin)
         options = dict(tolerance=1e-6, on_shrunk=self._shrinks(layer))
         update_Ed = nearest_feasible(after_Ed - before_Ed, basis, seen.x_Nd, bounds_NE, **options)
@@ -186,12 +186,12 @@ class NullSpacePaper(_Reporting):
         x_Nd = in_full_precision(seen.x_Nd)  # and with it all that follows
         original = route(x_Nd, self._theta_0[layer].to(x_Nd), self._rules[layer])
         update_Ed = (after_Ed - before_Ed).to(x_Nd)
-        basis = self._basis(layer, original)
+        basis = self._minibatch_basis(layer, original)
         feasible_Ed = paper_update(update_Ed, basis, original, self._rules[layer], self.method, self.generator)
         self._observe(layer, basis, update_Ed, feasible_Ed)
         return before_Ed + feasible_Ed
 
-    def _basis(self, layer: int, seen: LayerRouting) -> RetainBasis:
+    def _minibatch_basis(self, layer: int, seen: LayerRouting) -> RetainBasis:
         eps_null, fixed_NE = self._eps_null[layer], _fixed(seen, self._rules[layer], self.method)
         if self.method.basis != "cached":
             return covariance_basis(seen.x_Nd, fixed_NE, eps_null)
@@ -250,7 +250,7 @@ def feasible_router(
         seen = replace(seen, x_Nd=in_full_precision(seen.x_Nd))
         basis = covariance_basis(seen.x_Nd, _fixed(seen, rule, method), eps_null)
         return theta_0_Ed + paper_update(update_Ed.to(seen.x_Nd), basis, seen, rule, method, generator)
-    basis = _basis(seen, rule, eps_null, method)
+    basis = _fitted_basis(seen, rule, eps_null, method)
     bounds_NE = sound_bounds(seen, rule, method.safety_margin)
     return theta_0_Ed + nearest_feasible(update_Ed, basis, seen.x_Nd, bounds_NE, tolerance=1e-6)
 
@@ -279,7 +279,7 @@ def fit_bases(trace: RoutingTrace, rules: Mapping[int, SelectionRule], method: M
     """The retain basis of each layer of a trace, per expert or, with granularity "layer", of all tokens for all experts
     (the full null space, Sec. 4.1)."""
     eps_null = eps_by_layer(method.eps_null, list(trace))
-    return {layer: _basis(seen, rules[layer], eps_null[layer], method) for layer, seen in trace.items()}
+    return {layer: _fitted_basis(seen, rules[layer], eps_null[layer], method) for layer, seen in trace.items()}
 
 
 def eps_by_layer(config: EpsNullConfig, layers: Sequence[int]) -> dict[int, EpsNull]:
@@ -308,7 +308,7 @@ def _fixed(seen: LayerRouting, rule: SelectionRule, method: Method) -> Tensor:
     return torch.ones_like(fixed_NE[:, :1]) if method.granularity == "layer" else fixed_NE
 
 
-def _basis(seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: Method) -> RetainBasis:
+def _fitted_basis(seen: LayerRouting, rule: SelectionRule, eps_null: EpsNull, method: Method) -> RetainBasis:
     """The directions of the tokens seen that Stage 1 fixes."""
     fixed_NE = _fixed(seen, rule, method)
     hidden_size, experts = seen.x_Nd.shape[1], fixed_NE.shape[1]

@@ -75,7 +75,7 @@ def attack_quality(runs: pd.DataFrame) -> Table:
         "Forget accuracy under each attack. Knows: of models before unlearning. Never knew: of retrained models. Gap: "
         "their difference, by which the attack tells both apart. Luck: standard deviation over retrained models. "
         "Moves: the mean absolute difference that a harmless change makes to the attack on these models (weights "
-        "rounded to 8 bits; 10 steps on documents of neither corpus); moves unlearned: the same of unlearned models. "
+        "rounded to 8 bits; 10 steps on held-out documents); moves unlearned: the same of unlearned models. "
         "Finds: the mean over unlearned models of what the attack returns beyond what it returns of the retrained one.",
         *(f"{names.metric(name).heading}: {names.metric(name).note}." for name in attacks if names.metric(name).note),
     ]

@@ -107,7 +107,7 @@ def unlearn(
     used = batches.used("forget"), batches.used("retain")
     count = training.trained_layers
     layers = layers_of_losses(model, objective.last_layer, count) if count else model.all_layers
-    routers, experts = _trainable(model, scope, layers)
+    routers, experts = _trainable_parameters(model, scope, layers)
     if training.sharpness_radius and any(parameter.dtype != torch.float32 for parameter in experts):
         raise ConfigError(
             "`sharpness_radius` needs weights in fp32: in lower precision the move up the loss is rounded away"
@@ -228,7 +228,7 @@ def layers_of_losses(model: MoEModel, last_layer: int | None, count: int | None)
     return layers if count is None else layers[-count:]
 
 
-def _trainable(
+def _trainable_parameters(
     model: MoEModel, scope: dict[int, list[int]] | None, layers: Sequence[int]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Routers of `layers` with their biases, and the rest of their MoE blocks or the fused experts of the layers in

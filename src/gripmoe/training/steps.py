@@ -63,7 +63,7 @@ class Steps:
         self.optimizer.zero_grad()
         try:
             alpha = self.training.alpha_multiplier * self.objective.alpha
-            with self._elsewhere(step) as relearned:
+            with self._at_forget_weights(step) as relearned:
                 forget_loss = self._backward("forget", self.objective.forget_loss, step, 1.0)
             edited = {name: number for edit in self.forget_edits for name, number in edit().items()}
             masked = self.training.disruption_mask
@@ -107,7 +107,7 @@ class Steps:
         return torch.stack(losses).mean()
 
     @contextmanager
-    def _elsewhere(self, step: int) -> Iterator[dict[str, float]]:
+    def _at_forget_weights(self, step: int) -> Iterator[dict[str, float]]:
         """Within the block the model has the weights where the forget gradient is taken: those of the attacker, who has
         relearned before it, those uphill of its own (SAM), or its own. Gives the attacker's last loss."""
         if radius := self.training.sharpness_radius:
