@@ -233,7 +233,7 @@ def test_what_is_said_of_every_method_is_the_records():
 ROUTED = load_runs(ROOT / "docs" / "record" / "erasure" / "routed" / "runs.csv")
 
 
-@pytest.mark.parametrize("row", rows("An upper bound"), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", rows("A best case"), ids=lambda row: row[0])
 def test_the_upper_bound_is_the_records(row):
     label, *shown, excess = row
     methods = {"with all experts": "original", "four experts removed": "remove_experts", "retrained model": "retrained"}

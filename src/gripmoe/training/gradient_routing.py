@@ -1,7 +1,7 @@
 """Gradient routing (Cloud et al. 2024, arXiv 2410.04332): in base training, of the experts of each layer some alone
 learn forget documents, so that the facts can be removed with these experts. Routers learn from all documents, and stay.
 
-This is an upper bound for unlearning: whoever has only the finished model cannot do this. E experts, T tokens.
+This is a best case of erasure: whoever has only the finished model cannot do this. E experts, T tokens.
 """
 
 from __future__ import annotations
