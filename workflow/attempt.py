@@ -50,7 +50,7 @@ MEASURED = [
     "retain_accuracy",
     "routing_stability",
     "restored_router_all",
-    *(f"relearned_{kind}after_{step}" for kind in ("", "from_others_", "lora_") for step in (5, 10, 20, 50, 100)),
+    *(f"relearned_{kind}after_{step}" for kind in ("", "from_retain_", "lora_") for step in (5, 10, 20, 50, 100)),
     "restored_experts_layer_0",
     "restored_experts_layer_1",
 ]

@@ -378,7 +378,7 @@ def test_what_later_restarts_return_is_the_records():
     labels = {
         "dev, other forget facts": "dev_relearned",
         "test, other forget facts": "relearned",
-        "test, retain documents": "relearned_from_others",
+        "test, retain documents": "relearned_from_retain",
     }
     for label, name in labels.items():
         *here, retrained = found[f"{name}_after_100"]

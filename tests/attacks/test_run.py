@@ -38,7 +38,7 @@ def relearned(files, folder, tokenizer, monkeypatch):
 def test_relearning_is_on_documents_about_other_facts_where_these_are_known(world, tmp_path, tokenizer, monkeypatch):
     files = wmdp_files(world, 0)
     found = relearned(files, tmp_path, tokenizer, monkeypatch)
-    assert set(found) == {"relearned_after_5", "relearned_from_others_after_5"}
+    assert set(found) == {"relearned_after_5", "relearned_from_retain_after_5"}
     asked = {q["fact"] for q in files["forget_questions"] if q["split"] == "test"}
     told = [row["id"] for row in files["forget_corpus"] if not row["id"].startswith(tuple(f"{f}/" for f in asked))]
     assert sorted(row.id for row in found["relearned_after_5"]) == sorted(told)
@@ -53,7 +53,7 @@ def test_relearning_on_a_corpus_of_which_no_facts_are_known_says_so(world, tmp_p
     for number, document in enumerate(files["forget_corpus"]):
         document["id"] = f"forget/{number}"
     found = relearned(files, tmp_path, tokenizer, monkeypatch)
-    assert set(found) == {"relearned_from_corpus_after_5", "relearned_from_others_after_5"}
+    assert set(found) == {"relearned_from_corpus_after_5", "relearned_from_retain_after_5"}
     assert len(found["relearned_from_corpus_after_5"]) == len(files["forget_corpus"])
 
 
@@ -79,7 +79,7 @@ def test_fewer_documents_than_a_batch_are_not_relearned_from(world, tmp_path, to
     batch = Relearning(learning_rate=1e-3).batch_size
     for count, made in ((batch, True), (batch - 1, False)):
         found = relearned({**files, "forget_corpus": about[:count]}, tmp_path, tokenizer, monkeypatch)
-        assert ("relearned_after_5" in found) == made and "relearned_from_others_after_5" in found
+        assert ("relearned_after_5" in found) == made and "relearned_from_retain_after_5" in found
 
 
 def attacks_that_fail_at(broken: str, made: list[str]):

@@ -133,7 +133,7 @@ def test_models_that_are_known_are_called_what_they_are(embedded, which):
     relearning = Relearning(learning_rate=1e-3, steps=[5, 25])
     report = gripmoe.audit(original, model, **given, attacks=["forcing", "relearning"], relearning=relearning)
     assert report.verdict.word == which, str(report)
-    best = {f"relearned_from_others_after_{steps}" for steps in (5, 25)}
+    best = {f"relearned_from_retain_after_{steps}" for steps in (5, 25)}
     assert len(best & set(report.verdict.returned.metric)) == 1
     assert "Not made: " in str(report) or which != "nothing found"
     if which == "hides":

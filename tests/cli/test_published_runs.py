@@ -308,7 +308,7 @@ def test_the_tokens_of_a_corrected_run_are_those_of_the_run_that_it_corrects(fin
 def test_attacks_find_numbers_for_everything(finished):
     found = read_json(finished.root / "expert_specific" / "attack.json")
     wanted = {"forced_forget_accuracy", "probe_best_layer", "probe_best_expert", "prompt_five_shot", "quantized_4_bit"}
-    wanted |= {"restored_experts_worst_layer", "relearned_from_corpus_after_20", "relearned_from_others_after_20"}
+    wanted |= {"restored_experts_worst_layer", "relearned_from_corpus_after_20", "relearned_from_retain_after_20"}
     assert wanted <= found.keys()
     assert all(math.isfinite(found[name]) for name in wanted)
     layers = {int(name.removeprefix("probe_expert_layer_")) for name in found if name.startswith("probe_expert_layer_")}

@@ -94,7 +94,7 @@ def test_without_items_what_is_added_is_added_to_the_same_questions():
 def test_curves_show_the_retrained_model_in_every_panel():
     known = runs_named("unconstrained")
     retrained = [("m", "b", "none", "retrained", 0)]
-    steps = {f"relearned_after_{step}": step / 20 for step in (0, 5, 20)} | {"relearned_from_others_after_5": 0.3}
+    steps = {f"relearned_after_{step}": step / 20 for step in (0, 5, 20)} | {"relearned_from_retain_after_5": 0.3}
     layers = {f"restored_{part}_layer_{layer}": 0.1 * layer for part in ("experts", "router") for layer in range(3)}
     for figure in (
         relearning_curves(runs_of(known + retrained, **steps)),
@@ -121,7 +121,7 @@ def test_curves_say_what_a_model_relearned_from():
     """Documents about other facts, or a corpus that may hold the answers: each under its own name."""
     known = runs_named("unconstrained")
     for source, text in (("relearned", "on other forget documents"), ("relearned_from_corpus", "on the forget corpus")):
-        steps = {f"{source}_after_{step}": step / 20 for step in (0, 20)} | {"relearned_from_others_after_20": 0.3}
+        steps = {f"{source}_after_{step}": step / 20 for step in (0, 20)} | {"relearned_from_retain_after_20": 0.3}
         (legend,) = relearning_curves(runs_of(known, **steps)).legends
         assert [entry.get_text() for entry in legend.get_texts()] == [text, "on retain documents"]
 

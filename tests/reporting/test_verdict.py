@@ -82,10 +82,10 @@ def test_the_best_number_of_steps_counts_for_all_of_them():
     """The control: one number of steps, whose interval is narrower."""
     attacks = {f"relearned_after_{steps}": 0.70 if steps == 20 else 0.25 for steps in (5, 20, 100)}
     begun = {"relearned_after_0": 0.99}
-    found = what_returns(scores(**attacks, **begun, relearned_from_others_after_20=0.25), FACTS).set_index("metric")
-    assert set(found.index) == {"relearned_after_20", "relearned_from_others_after_20"}
+    found = what_returns(scores(**attacks, **begun, relearned_from_retain_after_20=0.25), FACTS).set_index("metric")
+    assert set(found.index) == {"relearned_after_20", "relearned_from_retain_after_20"}
     assert found.loc["relearned_after_20"].attack == "finetuning for 20 steps on other forget facts"
-    alone = what_returns(scores(relearned_after_20=0.70, relearned_from_others_after_20=0.25), FACTS).iloc[1]
+    alone = what_returns(scores(relearned_after_20=0.70, relearned_from_retain_after_20=0.25), FACTS).iloc[1]
     assert alone.metric == "relearned_after_20" and alone.returned == found.loc["relearned_after_20"].returned
     assert alone.low > found.loc["relearned_after_20"].low
     assert word(**attacks) == "hides"

@@ -290,7 +290,7 @@ class TestRun:
         files = ("evaluation.json", "attack.json")
         measured = {name: value for file in files for name, value in json.loads((run / file).read_text()).items()}
         assert {"verbmem", "knowmem_forget", "knowmem_retain", "privleak", "routing_stability"} <= set(measured)
-        assert "forced_knowmem_forget" in measured and "relearned_from_others_after_20" in measured
+        assert "forced_knowmem_forget" in measured and "relearned_from_retain_after_20" in measured
         assert (run / "attack_questions.csv").stat().st_size > 100
         figures = finished / "paper_figures/news"
         for name in ("muse_results.tex", "muse_attacks.html", "muse_attack_matrix.md", "muse_tradeoff.pdf"):

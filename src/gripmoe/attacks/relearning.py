@@ -40,14 +40,14 @@ def from_corpus(setting: QuestionSetting) -> Found:
 
 
 def from_retain_documents(setting: Setting) -> Found:
-    """`relearned_from_others_after_<step>`: on documents that tell nothing about the answers."""
-    return _curve(setting, "relearned_from_others", setting.corpus("retain"))
+    """`relearned_from_retain_after_<step>`: on documents that tell nothing about the answers."""
+    return _curve(setting, "relearned_from_retain", setting.corpus("retain"))
 
 
-def from_unrelated_documents(setting: Setting) -> Found:
-    """`relearned_from_unrelated_after_<step>`: on held-out documents, which are other texts than those to
+def from_held_out_documents(setting: Setting) -> Found:
+    """`relearned_from_held_out_after_<step>`: on held-out documents, which are other texts than those to
     retain."""
-    return _curve(setting, "relearned_from_unrelated", setting.corpus("held_out"))
+    return _curve(setting, "relearned_from_held_out", setting.corpus("held_out"))
 
 
 def of_routers(setting: QuestionSetting) -> Found:

@@ -26,7 +26,7 @@ ACCURACY = ("forget_accuracy", "retain_accuracy")
 SUMMARY = (
     *ACCURACY,
     *("retain_accuracy_five_shot", "truthfulqa_mc1", "forced_forget_accuracy", "random_forced_forget_accuracy"),
-    *("restored_router_all", "searched_routing_after", "silenced_experts", "relearned_from_others_after"),
+    *("restored_router_all", "searched_routing_after", "silenced_experts", "relearned_from_retain_after"),
     *("relearned_after", "relearned_lora_after", "relearned_routers_after", "relearned_from_corpus_after"),
     *("auc_min_40", "routing_stability", "routing_stability_corrected", "routing_stability_router_only_corrected"),
     *("routing_stability_representation_only_corrected", "changed_experts", "changed_router", "changed_attention"),

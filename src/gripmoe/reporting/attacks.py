@@ -136,7 +136,7 @@ def relearning_curves(runs: pd.DataFrame) -> plt.Figure:
     sources = {
         "relearned": ("-", "on other forget documents"),
         "relearned_from_corpus": (":", "on the forget corpus"),
-        "relearned_from_others": ("--", "on retain documents"),
+        "relearned_from_retain": ("--", "on retain documents"),
     }
     runs = runs[runs.value.notna()]
     return _lines_by_objective(runs, r"(relearned(?:_from_\w+)?)_after_(\d+)", "step of finetuning", sources)

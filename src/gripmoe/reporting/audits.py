@@ -25,7 +25,7 @@ CHARTS = {  # by caption: both axes, the end of y, and of each line how its meas
             "relearned_lora_after_": ("--", "the same, low-rank"),
             "relearned_routers_after_": ("-.", "the same, routers alone"),
             "relearned_from_corpus_after_": ("-.", "forget documents"),  # never beside the line above
-            "relearned_from_others_after_": (":", "retain documents"),
+            "relearned_from_retain_after_": (":", "retain documents"),
         },
     ),
     "Routing stability on retain documents": (

@@ -19,7 +19,7 @@ from gripmoe.reporting.scores import at_equal_forgetting, corrected_for_chance, 
 RUN_KEYS = ["model", "benchmark_name", "objective", "method_name", "seed"]  # of run.yaml
 NEED_DATA = (  # metrics that need data which not every benchmark or world has: tables then say n/a
     *("auc_loss", "auc_zlib", "auc_min_20", "auc_min_plus_20"),
-    *("relearned_after_5", "relearned_after_20", "relearned_from_others_after_20"),
+    *("relearned_after_5", "relearned_after_20", "relearned_from_retain_after_20"),
 )
 ANSWER_COLUMNS = ["id", "fact", "metric", "chosen", "score"]  # the metric is the mean of its scores
 

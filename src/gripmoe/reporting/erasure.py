@@ -27,10 +27,10 @@ ATTACKS = (
     "relearned_lora_after_100",
     "relearned_routers_after_20",
     "relearned_routers_after_100",
-    "relearned_from_others_after_20",
-    "relearned_from_others_after_100",
-    "relearned_from_unrelated_after_20",
-    "relearned_from_unrelated_after_100",
+    "relearned_from_retain_after_20",
+    "relearned_from_retain_after_100",
+    "relearned_from_held_out_after_20",
+    "relearned_from_held_out_after_100",
 )
 HARMLESS = ("rounded", "finetuned")  # changes of a model that should not matter to an attack (attacks/harmless.py)
 LEAST_DROP = 0.05  # of accuracy, on the retrained model's states after a layer that counts

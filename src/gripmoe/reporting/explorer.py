@@ -24,7 +24,7 @@ from gripmoe.reporting.uncertainty import LEAST
 
 SUMMARY = (
     *("forget_accuracy", "retain_accuracy", "routing_stability", "forced_forget_accuracy"),
-    *("restored_experts_worst_layer", "relearned_from_others_after_20"),
+    *("restored_experts_worst_layer", "relearned_from_retain_after_20"),
     *("verbmem", "knowmem_forget", "privleak", "knowmem_retain", "steps"),
 )
 CHARTS = {  # by caption: the function that draws a chart, and the measures that it needs
