@@ -119,6 +119,24 @@ def test_a_model_that_is_not_the_one_remembered_is_refused_before_anything_is_wr
     assert all(torch.equal(theta, before[layer]) for layer, theta in MoEModel(model).thetas().items())
 
 
+def test_documents_are_remembered_batch_by_batch_and_kept_in_a_file(tmp_path):
+    """A long document does not pad the others. What was kept refits the routers to the same values."""
+    batches = [random_batch(rows=8, length=12, seed=7), random_batch(rows=1, length=40, seed=8)]
+    model, widths = small_model(), []
+    hook = model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    original = gripmoe.remember(model, batches)
+    hook.remove()
+    assert widths == [tuple(batch.input_ids.shape) for batch in batches]
+    torch.save(original, tmp_path / "original.pt")
+    model = unlearned().model
+    other = copy.deepcopy(model)
+    gripmoe.realign(model, original)
+    gripmoe.realign(other, torch.load(tmp_path / "original.pt"))
+    assert torch.equal(MoEModel(model).theta(0), MoEModel(other).theta(0))
+
+
 def test_few_tokens_are_warned_of(recwarn):
     model = small_model()
     with pytest.warns(UserWarning, match="7 tokens that count, fewer than the hidden size of 32"):

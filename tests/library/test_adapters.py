@@ -68,6 +68,17 @@ def test_the_remedy_for_adapters_on_routers_helps():
     gripmoe.constrain(model, optimizer(model), RETAIN).close()
 
 
+def test_a_step_under_the_router_of_another_adapter_is_refused():
+    model = adapted(**SAVES_ROUTERS)
+    model.add_adapter("other", peft.LoraConfig(r=4, **SAVES_ROUTERS))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.0)
+    with gripmoe.constrain(model, optimizer, RETAIN):
+        optimizer.step()
+        model.set_adapter("other")
+        with pytest.raises(RuntimeError, match="call `constrain` after `set_adapter`"):
+            optimizer.step()
+
+
 def test_disabled_adapters_have_the_original_router():
     model = adapted(**SAVES_ROUTERS)
     train(model, 0.01, None)

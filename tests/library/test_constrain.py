@@ -22,6 +22,7 @@ from gripmoe.library.constrain import methods_of_loops
 from gripmoe.moe import MoEModel
 from gripmoe.training.loop import unlearn
 from gripmoe.training.objectives import GradientDifference
+from moe.test_families import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:AdamW decays router weights")
 RETAIN, FORGET = [random_batch(seed=100)], [random_batch(seed=200)]
@@ -259,6 +260,45 @@ def test_seuf_trains_one_expert_and_its_router():
     optimizer.step()
     assert changed() == 16, "the control: momentum and weight decay move the other experts of the layer"
     assert all(p.requires_grad for layer in moe.layers for p in moe.expert_parameters(layer))
+
+
+@pytest.mark.parametrize("method", ["seuf", "router_l2_single"])
+def test_the_optimizer_of_the_routers_alone_cannot_keep_one_expert(method):
+    """Decay and momentum of another optimizer would move experts that must not train."""
+    model = small_model()
+    routers = [parameter for name, parameter in model.named_parameters() if "gate.weight" in name]
+    with pytest.raises(ValueError, match="the optimizer does not hold the experts"):
+        gripmoe.constrain(model, torch.optim.AdamW(routers), RETAIN, method=method, forget=FORGET)
+    gripmoe.constrain(model, adamw(model), RETAIN, method=method, forget=FORGET).close()
+
+
+@pytest.mark.parametrize("written", [0.01, 0.0, None])
+def test_biases_that_balance_the_load_are_warned_of_if_they_change(written, recwarn):
+    """A bias that is written with the same values, as by a broadcast between processes, has not changed."""
+    model = make("deepseek_v3").model
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    with gripmoe.constrain(model, optimizer, RETAIN):
+        for _ in range(3):
+            optimizer.step()
+            for name, buffer in model.named_buffers() if written is not None else ():
+                if "e_score_correction_bias" in name:
+                    buffer.add_(written)
+    said = [str(each.message) for each in recwarn if "buffers of the routers" in str(each.message)]
+    assert len(said) == bool(written)
+
+
+@pytest.mark.parametrize("method", ["frozen_router", "expert_specific"])
+def test_a_constrained_model_compiles_to_one_graph(method, monkeypatch):
+    """Routers leave autocast only where it is on. The control: there the graph breaks."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    model = small_model().train()
+    with gripmoe.constrain(model, adamw(model, lr=0.0), RETAIN, method=method):
+        with torch._dynamo.config.patch(disable=False):
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            assert torch.equal(compiled(**RETAIN[0].inputs).logits, model(**RETAIN[0].inputs).logits)
+            with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(torch._dynamo.exc.Unsupported):
+                compiled(**RETAIN[0].inputs)
+    torch._dynamo.reset()
 
 
 def test_seuf_leaves_shared_experts_as_they_are():

@@ -65,6 +65,16 @@ def test_what_has_no_routing_stability(model, batch):
         gripmoe.routing_stability(experts[0], experts[0])
     with pytest.raises(ValueError, match="no token counts"):
         gripmoe.routing_stability(experts[:, :1], experts[:, :1])
+    with pytest.raises(ValueError, match="give whole numbers"):
+        gripmoe.routing_stability(experts.float(), experts)
+    dense = torch.zeros_like(experts[:, :, :1])  # what an engine may write for a layer without a router
+    for of_dense, said in (
+        (dense, "in layer 0 of the tensor a token's experts repeat"),
+        (dense - 1, r"layers \[0\] hold"),
+    ):
+        whole = torch.cat([of_dense, experts], dim=2)
+        with pytest.raises(ValueError, match=said):
+            gripmoe.routing_stability(whole, whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8])

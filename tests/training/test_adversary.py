@@ -53,6 +53,10 @@ def test_what_would_train_the_model_or_nothing_is_refused():
     adversary.restart()
     with adversary.weights(), pytest.raises(ValueError, match="`loss_of` returns NoneType"):
         adversary.relearn(lambda: None)
+    for parameter in experts_of(moe):
+        parameter.requires_grad_(False)  # as PEFT leaves them
+    with adversary.weights(), pytest.raises(ValueError, match="no parameter of the attacker has a gradient"):
+        adversary.relearn(lambda: cross_entropy(moe, batch))
     with adversary.weights(), pytest.raises(RuntimeError, match="call `restart` before that block"):
         adversary.restart()
     with pytest.raises(RuntimeError, match="outside `weights` this would train the model itself"):

@@ -19,6 +19,7 @@ from gripmoe.constraints.marked_pass import observed_pass
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
+from gripmoe.moe.adapters import below_adapters
 
 
 class Diverged(RuntimeError):
@@ -54,6 +55,9 @@ class ConstraintHandle:
         self.is_lifted = False
         self.prepared: object = None  # set by `gripmoe.constrain`: what it has made from the original model
         self._closed = self._has_stepped = False
+        buffers = {layer: [*model.router(layer).buffers()] for layer in model.layers}
+        self._buffers = [(n, each, each.clone()) for n, of_layer in buffers.items() for each in of_layer]
+        self._versions = [buffer._version for _, buffer, _ in self._buffers]
         self._first_gradients = self._gradients()
         self._before: dict[int, Tensor] = {}  # copies of the routers, during a step
         self._feasible_before: dict[int, Tensor] = {}  # the last feasible routers
@@ -223,6 +227,8 @@ class ConstraintHandle:
 
     def _before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self._has_stepped = True
+        self._require_same_routers()
+        self._warn_of_changed_buffers()
         self._before = {} if self.is_lifted else self.model.thetas()
         if not self._waiting:
             self._feasible_before = self._before
@@ -244,6 +250,25 @@ class ConstraintHandle:
             return loss
 
         return (args[0], checked), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _require_same_routers(self) -> None:
+        for layer in self.model.layers:
+            if below_adapters(self.model.outer_router(layer)) is not self.model.router(layer):
+                raise RuntimeError(
+                    f"the router of layer {layer} is that of another adapter: call `constrain` after `set_adapter`"
+                )
+
+    def _warn_of_changed_buffers(self) -> None:
+        if [buffer._version for _, buffer, _ in self._buffers] == self._versions:  # which asks no GPU
+            return
+        if layers := {layer for layer, buffer, first in self._buffers if not torch.equal(buffer, first.to(buffer))}:
+            warnings.warn(
+                f"buffers of the routers of layers {sorted(layers)} have changed, such as biases that balance the "
+                "load, and selections change with them: leave them as they are while the constraint is on",
+                stacklevel=4,
+            )
+            self._buffers = []
+        self._versions = [buffer._version for _, buffer, _ in self._buffers]
 
     @contextmanager
     def _forgotten_on_error(self) -> Iterator[None]:

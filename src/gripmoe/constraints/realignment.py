@@ -18,7 +18,7 @@ from gripmoe.data.documents import Batch, collate_inputs
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.realignment import Realignment, holdout_stability, realign_paper, realign_sound, with_fallback
-from gripmoe.geometry.routing import RoutingTrace, route
+from gripmoe.geometry.routing import LayerRouting, RoutingTrace, route
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.recording import counted_tokens
@@ -70,7 +70,7 @@ def remember(
                 f"`retain` holds {tokens} tokens that count, the first of every row aside: Method B fits to one and "
                 f"checks on another at least, and fits well from {4 * moe.hidden_size}"
             )
-        original = Original(moe.thetas(), moe.trace([batch]), batch, moe.router_biases())
+        original = Original(moe.thetas(), moe.trace(batches), batch, moe.router_biases())
     if tokens < moe.hidden_size:
         warnings.warn(
             f"`retain` holds {tokens} tokens that count, fewer than the hidden size of {moe.hidden_size}: Method B "
@@ -101,10 +101,14 @@ def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dic
         device = moe.model.device  # which may be another since
         theta_0 = {layer: theta_Ed.to(device) for layer, theta_Ed in original.theta_0.items()}
         try:
-            return realign_routers(moe, theta_0, original.trace, original.batch.to(device), form=form)
+            with moe.unpadded():
+                return realign_routers(moe, theta_0, original.trace, original.batch.to(device), form=form)
         except BaseException:
             moe.set_router_biases(trained)
             raise
+
+
+torch.serialization.add_safe_globals([Original, LayerRouting, Batch])  # so that `torch.load` reads an `Original`
 
 
 @contextmanager

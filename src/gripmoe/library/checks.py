@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,17 @@ def check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
         )
         raise ValueError(
             f"the optimizer does not hold the routers of layers {missing}: there is nothing to constrain ({remedy})"
+        )
+
+
+def check_experts(moe: MoEModel, scope: Mapping[int, Iterable[int]], optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError unless the optimizer holds the experts of the layers in `scope` that train."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = [parameter for layer in scope if scope[layer] for parameter in moe.expert_parameters(layer)]
+    if any(parameter.requires_grad and id(parameter) not in stepped for parameter in parameters):
+        raise ValueError(
+            "the optimizer does not hold the experts, of which this method lets one change: of several optimizers "
+            "give the one that holds them, or train routers and experts with one"
         )
 
 

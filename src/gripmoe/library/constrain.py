@@ -32,6 +32,7 @@ from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.library.checks import (
     check_adapters,
+    check_experts,
     check_given,
     check_original,
     check_routers,
@@ -251,6 +252,7 @@ def _attached(
         passes = undo.enter_context(routes)
         undo.enter_context(stepping.register_step_post_hook(_end_of_replay(passes)))
     if prepared.scope:
+        check_experts(moe, prepared.scope, stepping)
         undo.enter_context(restricted_experts(moe, prepared.scope, stepping))
     handle = ConstraintHandle(moe, stepping, prepared.constraint, prepared.loss_bound, prepared.origin)
     handle.prepared = prepared

@@ -50,12 +50,14 @@ def _tensors(router: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _enter(router, args):
-    router._no_autocast = torch.autocast(args[0].device.type, enabled=False)
-    router._no_autocast.__enter__()
+    if torch.is_autocast_enabled(args[0].device.type):  # if not, torch.compile makes one graph of the model
+        router._no_autocast = torch.autocast(args[0].device.type, enabled=False)
+        router._no_autocast.__enter__()
     # fp32, unless the whole model was cast since. A parametrized weight would be computed to read its dtype.
     return (args[0].to(next(router.parameters()).dtype), *args[1:])
 
 
 def _leave(router, args, output):
-    router._no_autocast.__exit__(None, None, None)
-    router._no_autocast = None
+    if router._no_autocast is not None:
+        router._no_autocast.__exit__(None, None, None)
+        router._no_autocast = None

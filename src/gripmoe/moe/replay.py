@@ -47,8 +47,11 @@ def routing_stability(before: Tensor, after: Tensor) -> float:
     before and after unlearning. k may differ. The first token of each row does not count, since it sees nothing but
     itself, and neither does a token with a -1 in either tensor.
 
-    Raises ValueError for tensors of other rows, positions or layers, and if no token counts."""
+    Raises ValueError for tensors of other rows, positions or layers, for experts that are no whole numbers or repeat
+    in a token, as in layers without routers, and if no token counts."""
     before, after = torch.as_tensor(before), torch.as_tensor(after)  # inference engines return arrays
+    if before.is_floating_point() or after.is_floating_point():
+        raise ValueError(f"routed experts of {before.dtype} and {after.dtype}: give whole numbers")
     if before.ndim != 4 or before.shape[:3] != after.shape[:3]:
         raise ValueError(
             f"routed experts of shapes {tuple(before.shape)} and {tuple(after.shape)}: give two tensors (rows, "
@@ -58,7 +61,15 @@ def routing_stability(before: Tensor, after: Tensor) -> float:
     is_recorded = (before >= 0).all(dim=(2, 3)) & (after >= 0).all(dim=(2, 3))
     counts_T = counted_tokens(is_recorded)
     if not counts_T.any():
-        raise ValueError("no token counts: the first of each row does not, nor does one with a -1")
+        empty = [n for n in range(before.shape[2]) if (before[:, :, n] < 0).all() or (after[:, :, n] < 0).all()]
+        only = f"; layers {empty} hold nothing else: leave out layers without routers" if empty else ""
+        raise ValueError(f"no token counts: the first of each row does not, nor does one with a -1{only}")
+    for layer in range(before.shape[2]):
+        if any(_repeats(each[:, :, layer].flatten(0, 1)[counts_T]).any() for each in (before, after)):
+            raise ValueError(
+                f"routed experts: in layer {layer} of the tensor a token's experts repeat; leave out layers without "
+                "routers"
+            )
     before_Nk, after_Nk = (each.flatten(0, 1)[counts_T].flatten(0, 1) for each in (before, after))
     return jaccard(before_Nk, after_Nk).mean().item()
 
@@ -95,6 +106,12 @@ def replay_experts(
         moe.release(rounded=True)
 
 
+def _repeats(experts_Tk: Tensor) -> Tensor:
+    """Whether an expert of a token stands twice, (T,); False for a token with a -1."""
+    ordered_Tk = experts_Tk.sort(dim=1).values
+    return (ordered_Tk[:, 1:] == ordered_Tk[:, :-1]).any(dim=1) & (ordered_Tk[:, 0] >= 0)
+
+
 def _with_routers(model: nn.Module) -> MoEModel:
     moe = MoEModel(unwrapped(model))
     moe.require_routers("that select experts")
@@ -119,9 +136,7 @@ def _routes(moe: MoEModel, routed_experts: Tensor) -> Routes:
     slots = moe.layers if experts_TLk.shape[1] == total else range(len(moe.layers))
     routes = {layer: experts_TLk[:, slot] for layer, slot in zip(moe.layers, slots, strict=True)}
     for layer, experts_Tk in routes.items():
-        ordered_Tk = experts_Tk.sort(dim=1).values
-        repeats_T = (ordered_Tk[:, 1:] == ordered_Tk[:, :-1]).any(dim=1) & (ordered_Tk[:, 0] >= 0)
-        if repeats_T.any() or experts_Tk.numel() and experts_Tk.max() >= moe.num_experts:
+        if _repeats(experts_Tk).any() or experts_Tk.numel() and experts_Tk.max() >= moe.num_experts:
             raise ValueError(
                 f"routed_experts: in layer {layer} a token's experts repeat, or are not among the {moe.num_experts} of "
                 "the model"

@@ -70,7 +70,8 @@ class RelearningAdversary:
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
         """One step of descent on a loss, within `weights`; returns the loss. The gradients of all parameters, also of
         those that are not the attacker's, are afterwards what they were before. Raises RuntimeError outside `weights`
-        and under reentrant gradient checkpointing, ValueError if `loss_of` returns no loss."""
+        and under reentrant gradient checkpointing, ValueError if `loss_of` returns no loss, or a loss of which no
+        parameter of the attacker has a gradient."""
         if not self._attacking:
             raise RuntimeError("outside `weights` this would train the model itself: call `relearn` within that block")
         loss = loss_of()
@@ -81,6 +82,11 @@ class RelearningAdversary:
             for tensor, _ in kept:
                 tensor.grad = None
             loss.backward()
+            if all(parameter.grad is None for parameter in self._parameters):
+                raise ValueError(
+                    "no parameter of the attacker has a gradient of this loss, so the attacker learns nothing: give "
+                    "parameters that train (under PEFT, those of the adapter)"
+                )
             with torch.no_grad():
                 for parameter, weight in zip(self._parameters, self._weights, strict=True):
                     if parameter.grad is not None:  # the attacker's weights are in fp32: in bf16 few would move
