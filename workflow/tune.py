@@ -31,6 +31,7 @@ from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.grid import Project
 from gripmoe.config.provenance import entry_of
 from gripmoe.config.reading import parse_as
+from gripmoe.config.training import Training
 from gripmoe.config.world import Run
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, read_yaml, write_json, write_yaml
@@ -68,8 +69,8 @@ def trial(
 def changed(run: Run, change: dict) -> Run:
     settings = run.training.model_dump()
     for key, value in change.items():
-        (settings if key in settings else settings["objective"])[key] = value
-    return run.model_copy(update={"training": type(run.training)(**settings)})
+        (settings if key in Training.model_fields else settings["objective"])[key] = value
+    return run.model_copy(update={"training": Training(**settings)})
 
 
 def named(change: dict) -> str:

@@ -290,6 +290,24 @@ def test_a_run_that_corrects_nothing_is_not_realigned(prepared, tmp_path, capsys
     assert not (tmp_path / "refused").exists()
 
 
+@pytest.mark.parametrize(("method", "refused"), [("frozen_router", True), ("unconstrained", False)])
+def test_a_dense_model_has_no_routers_to_constrain(prepared, tmp_path, method, refused):
+    root, benchmark, files = prepared
+    _, tokenizer = load_model(root / "model" / "weights")
+    dense = make_model("qwen3", vocabulary_size=len(tokenizer), seed=0)
+    weights = save_model(dense, tokenizer, tmp_path / "model" / "weights")
+    write_json(tmp_path / "model" / "model.json", {"weights": weights})
+    run = PROJECT.run("tiny_a", "wmdp_tiny", "gd", method, 0)
+    training = TRAINING.model_copy(update={"objective": OBJECTIVES["gd"]})
+    run = run.model_copy(update={"benchmark": benchmark.task, "training": training})
+    write_yaml(tmp_path / "run" / "run.yaml", run.model_dump(mode="json"))
+    given = dict(run_file=tmp_path / "run" / "run.yaml", model_file=tmp_path / "model" / "model.json")
+    given |= dict(data=root / "data", output=tmp_path / "run" / "checkpoint.json", **files)
+    told = "'frozen_router' acts on routers; leave the method out" if refused else "routing.safetensors: model is"
+    with pytest.raises(ConfigError, match=told):  # the traces are those of another model
+        unlearn(**given)
+
+
 OWN = """
 from gripmoe.training.objectives import GradientDifference
 

@@ -559,6 +559,31 @@ def test_a_step_of_every_method_takes_the_same_documents():
     assert project.run("qwen15_moe", "wmdp_cyber", "gd", "seuf", 0).training.gradient_accumulation == 1
 
 
+def test_what_is_only_checked_or_saved_more_often_belongs_to_no_run(folder):
+    """How often a run saves its state, and how many rows its data has to have. The control: its documents."""
+    key = ("qwen15_moe", "wmdp_cyber", "gd", "unconstrained", 0)
+
+    def run(checkpoint_every=1000, rows=None, **data):
+        world, benchmarks = (yaml.safe_load((folder / name).read_text()) for name in ("paper.yaml", "benchmarks.yaml"))
+        world["training"]["checkpoint_every"] = checkpoint_every
+        benchmarks["wmdp_cyber"]["data"] |= {"rows": rows or {}, **data}
+        write_yaml(folder / "paper.yaml", world)
+        write_yaml(folder / "benchmarks.yaml", benchmarks)
+        return Project(folder, "paper").run(*key).model_dump(mode="json")
+
+    first = run()
+    assert run(checkpoint_every=500) == run(rows={"forget_questions": 9}) == first
+    assert run(forget_subject="chemistry") != first
+
+
+def test_a_world_says_how_often_its_runs_are_saved(folder):
+    world = yaml.safe_load((folder / "tiny.yaml").read_text())
+    del world["training"]["checkpoint_every"]
+    write_yaml(folder / "tiny.yaml", world)
+    with pytest.raises(ConfigError, match="training.checkpoint_every: this key is required"):
+        Project(folder, "tiny")
+
+
 def test_run_survives_its_file(tmp_path):
     run = Project(CONFIG, "tiny").run("tiny_a", "wmdp_tiny", "rmu", "expert_specific", 1)
     write_yaml(tmp_path / "run.yaml", run.model_dump(mode="json"))

@@ -123,6 +123,17 @@ def assert_resumes(tmp_path, training):
     assert weights_digest(plain.model) != weights_digest(whole.model)
 
 
+def test_runs_of_every_seed_store_the_same_documents_in_the_same_order():
+    """If their steps draw the same ones, so that what the original model says of them is stored once."""
+
+    def stored(seed):
+        batches = StepBatches(CORPORA, TRAINING.model_copy(update={"max_steps": 50}), seed, torch.device("cpu"))
+        return [batch.row_ids for batch in batches.used("retain")], batches.of("retain", 0).row_ids
+
+    (first, drawn), (second, others) = map(stored, (0, 1))
+    assert first == second and sorted(sum(first, [])) == sorted(row.id for row in CORPORA.retain) and drawn != others
+
+
 def test_training_computes_no_padding(tmp_path, monkeypatch):
     """Neither unlearning nor the attack that finetunes; the control pads."""
     computed = []

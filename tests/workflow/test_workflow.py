@@ -381,7 +381,7 @@ class TestRun:
         assert "gd/unconstrained/0/run.yaml: changed since" in faults and "evaluate:evaluate" not in faults
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("edit", ["comment", "order", "touch", "docstring"])
+    @pytest.mark.parametrize("edit", ["comment", "order", "touch", "docstring", "checkpoints"])
     def test_harmless_edits_rerun_nothing(self, finished, edit):
         file = finished / "smoke.yaml"
         module = file_of(finished, "gripmoe.training.objectives")
@@ -390,6 +390,9 @@ class TestRun:
             file.write_text("# a remark\n" + before)
         elif edit == "order":
             file.write_text(yaml.safe_dump(dict(reversed(yaml.safe_load(before).items()))))
+        elif edit == "checkpoints":
+            with edited(finished, (f"{finished}/smoke.yaml:training.checkpoint_every", 4)):
+                assert planned(dry_run(finished)) == {}
         elif edit == "touch":
             for path in (*(finished / "workflow").rglob("*.smk"), *(finished / "src").rglob("*.py"), file):
                 path.touch()

@@ -28,7 +28,7 @@ rule attack:
         runtime=growing(240),
     params:
         data=folder_of,
-        benchmark=benchmark_settings("few_shot_questions", "metrics"),
+        benchmark=benchmark_settings("evaluation_batch_size", "few_shot_questions", "metrics"),
         own=own_code_of("attacks"),
         relearning=canonical(PROJECT.world.relearning),
         code=code_fingerprint("gripmoe.cli.attack:attack"),

@@ -97,9 +97,15 @@ def run_settings(wildcards):
     return canonical(PROJECT.run(w.model, w.benchmark, w.objective, w.method, int(w.seed)))
 
 
+def checkpoint_every(wildcards):
+    """A resource, since it changes no result: a run goes on when it changes."""
+    w = wildcards
+    return PROJECT.training(w.objective, w.method, w.benchmark).checkpoint_every or 0
+
+
 def benchmark_settings(*without):
-    """A parameter function: the benchmark without these keys."""
-    return lambda wildcards: canonical(PROJECT.benchmarks[wildcards.benchmark], without)
+    """A parameter function: the benchmark without these keys, and without counts of rows, which are only checked."""
+    return lambda wildcards: canonical(PROJECT.benchmarks[wildcards.benchmark].measured, without)
 
 
 def own_code_of(key):

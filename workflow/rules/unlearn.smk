@@ -29,6 +29,7 @@ rule unlearn:
         **gpu_resources(PROCESSES),
         processes=PROCESSES,
         runtime=growing(720),
+        checkpoint_every=checkpoint_every,
         original_gb=WORLD.original_memory,
         basis_gb=WORLD.basis_memory,
         basis_host_gb=WORLD.basis_host_memory,
@@ -41,7 +42,7 @@ rule unlearn:
     shell:
         f"{GRIPMOE} unlearn"
         " --run {input.run} --model {input.model} --data {params.data} --trace {input.trace} --forget-trace {input.forget_trace}"
-        " --processes {resources.processes}"
+        " --processes {resources.processes} --checkpoint-every {resources.checkpoint_every}"
         " --original-answers {params.original_answers} --original-memory {resources.original_gb}"
         " --basis-memory {resources.basis_gb} --basis-host-memory {resources.basis_host_gb}"
         " {params.bases} {params.retrained} --output {output.checkpoint} > {log} 2>&1"

@@ -74,7 +74,9 @@ def _identities(
     files = (*sorted(data.glob("*.jsonl")), *map(Path, benchmark.rewrites.values()))
     of_all = {
         **others,
-        "benchmark": benchmark.model_dump(mode="json", exclude={"attacks", "few_shot_questions", "metrics"}),
+        "benchmark": benchmark.model_dump(
+            mode="json", exclude={"attacks", "evaluation_batch_size", "few_shot_questions", "metrics"}
+        ),
         "files": [[file.name, file_digest(file)] for file in files],
     }
     finetunes = {"relearning": finetuning and finetuning.model_dump(mode="json")}

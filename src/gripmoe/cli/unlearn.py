@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,8 @@ from gripmoe.cli import options
 from gripmoe.cli.common import BY_TORCHRUN, identity_of, start_together, training_together
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.provenance import entry_of
+from gripmoe.config.reading import parse_as
+from gripmoe.config.training import Training
 from gripmoe.config.world import load_run
 from gripmoe.constraints.build import build
 from gripmoe.constraints.original import OriginalStore
@@ -48,6 +51,13 @@ def unlearn(
         typer.Option("--original-answers", help="A folder for what runs ask of the original model, which they share."),
     ] = None,
     processes: options.Processes = 1,
+    checkpoint_every: Annotated[
+        int | None,
+        typer.Option(
+            "--checkpoint-every",
+            help="Steps between saved states, from which an interrupted run continues. Default: none.",
+        ),
+    ] = None,
     original_memory: Annotated[
         float, typer.Option("--original-memory", help="GB of host memory for --original-answers; the rest is read.")
     ] = 8.0,
@@ -68,6 +78,9 @@ def unlearn(
           --forget-trace routing_forget.safetensors --output run/checkpoint.json
     """
     run = load_run(run_file)
+    if run.training and checkpoint_every is not None:
+        changed = run.training.model_dump() | {"checkpoint_every": checkpoint_every}
+        run = run.model_copy(update={"training": parse_as(Training, changed, Path("--checkpoint-every"))})
     if not run.training:
         raise ConfigError(f"{run_file}: {run.method_name!r} does not train; give the run.yaml of a method that does")
     if run.method.has_bases and not bases_file:
@@ -87,6 +100,13 @@ def unlearn(
         model, tokenizer = load_model(model_file.parent / "weights")
         weights = {"model": read_json(model_file)["weights"]}
         moe = MoEModel(model)
+        if (
+            method.constraint not in (None, "none") or method.replay or method.correction in ("restore", "realign")
+        ) and not moe.layers:
+            raise ConfigError(
+                f"{run_file}: the model of {run.model!r} is dense, and {run.method_name!r} acts on routers; leave the "
+                "method out, or take a model with experts"
+            )
         shard_experts(moe)
         if original_answers:
             asked = f"{weights['model']} {code_fingerprint(entry_of(unlearn))}"  # outputs of other code are not reused
@@ -130,6 +150,9 @@ def unlearn(
             state_file=state_file,
             description=f"{run.objective}/{run.method_name}/{run.seed}",
         )
+        if outcome.status == "reached" and not outcome.steps and distributed.is_first():
+            said = "the model meets the forget target before training, so nothing was unlearned"
+            print(f"{run_file}: {said}: choose another target, or a model that knows the documents", file=sys.stderr)
         digest = save_model(model, tokenizer, folder / "weights")
         if distributed.is_first():
             write_json(folder / "history.json", outcome.history)

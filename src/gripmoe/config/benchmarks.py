@@ -109,7 +109,7 @@ class Task(Documents):
 class Benchmark(Task):
     """A task and how it is measured; what stands here changes no trained model."""
 
-    evaluation_batch_size: PositiveInt  # prompts in one forward pass of lm-evaluation-harness
+    evaluation_batch_size: PositiveInt = 8  # prompts in one forward pass of lm-evaluation-harness
     few_shot_questions: PositiveInt = 100  # letters: of the retain questions, asked below five solved ones
     rewrites: dict[Name, str] = {}  # letters: files of prompts, {"id", "prompt"} a line, for the prompt attacks
     # Functions of your own, "module:function" by name. An attack takes a `gripmoe.attacks.base.Setting` and returns a
@@ -125,9 +125,15 @@ class Benchmark(Task):
         return self
 
     @property
+    def measured(self) -> Benchmark:
+        """The benchmark without `rows` of its data, which are checked where data is prepared, and change nothing."""
+        rows = {"rows": {}} if self.data.sources else {}
+        return self.model_copy(update={"data": self.data.model_copy(update=rows)})
+
+    @property
     def task(self) -> Task:
-        return Task(**{name: getattr(self, name) for name in Task.model_fields})
+        return Task(**{name: getattr(self.measured, name) for name in Task.model_fields})
 
     @property
     def documents(self) -> Documents:
-        return Documents(**{name: getattr(self, name) for name in Documents.model_fields})
+        return Documents(**{name: getattr(self.measured, name) for name in Documents.model_fields})

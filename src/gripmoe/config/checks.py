@@ -125,6 +125,8 @@ def _check_base(project: Project, name: str) -> None:
 
 
 def _check_training(project: Project) -> None:
+    if project.world.training.checkpoint_every is None:
+        raise ConfigError(f"{project.world_file}: training.checkpoint_every: this key is required")
     for objective in project.world.objectives:
         if objective not in project.world.objective_training:
             raise ConfigError(f"{project.world_file}: objective_training.{objective}: this key is required")

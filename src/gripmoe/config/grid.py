@@ -86,7 +86,7 @@ class Project:
         training = self.training_of(model, objective, method, benchmark)
         external = self.external.get(method, {}).get(model)
         return {
-            **(training.model_dump() if training else {}),
+            **(training.model_dump(exclude={"checkpoint_every"}) if training else {}),
             "external": external,
             "gpus": self.gpus(model) if training else None,
             "relearning": self.world.relearning,
@@ -191,6 +191,8 @@ class Project:
 
     def run(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> Run:
         training = self.training_of(model, objective, method, benchmark)
+        if training:
+            training = training.model_copy(update={"checkpoint_every": None})
         return Run(
             model=model,
             benchmark_name=benchmark,

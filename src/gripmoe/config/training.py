@@ -91,7 +91,8 @@ class Training(Strict):
     max_steps: PositiveInt  # a multiple of `check_every`
     check_every: PositiveInt  # steps between checks of the stop rule
     checks_to_stop: PositiveInt = 1  # in a row, that meet the forget target
-    checkpoint_every: PositiveInt  # steps, a multiple of `check_every`
+    # Steps, a multiple of `check_every`. None of a run, because it changes no result: whoever starts the run says it.
+    checkpoint_every: Annotated[PositiveInt | None, Field(exclude_if=lambda steps: steps is None)] = None
     gradient_checkpointing: bool = False  # activations are computed again in the backward pass, for large models
     expert_precision: Precision = "native"  # of the experts' products in training steps; the paper: fp8
     linear_precision: LinearPrecision = "native"  # of nn.Linear layers in training steps; the paper: te_fp8
@@ -110,9 +111,10 @@ class Training(Strict):
 
     @model_validator(mode="after")
     def _checkpoints_at_checks(self) -> Training:
-        if self.checkpoint_every % self.check_every:
+        saved = self.checkpoint_every or 0
+        if saved % self.check_every:
             raise ValueError("`checkpoint_every` must be a multiple of `check_every`")
-        if self.adversary_steps and self.checkpoint_every % self.adversary_restart:
+        if self.adversary_steps and saved % self.adversary_restart:
             raise ValueError("`checkpoint_every` must be a multiple of `adversary_restart`: resumed runs restart there")
         if self.adversary_steps and self.sharpness_radius:
             raise ValueError(

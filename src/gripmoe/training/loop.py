@@ -207,7 +207,8 @@ def _until_met(
                     return "reached", step, history
             if step >= training.max_steps:
                 return "not_reached", step, history
-            if step % training.checkpoint_every == 0 and step > progress["step"]:
+            saves = training.checkpoint_every and step % training.checkpoint_every == 0
+            if saves and step > progress["step"]:
                 kept = dict(step=step, history=history, constraint=handle.state_dict(), tokens=steps.tokens)
                 kept |= {"averages": steps.average.state()} if steps.average else {}
                 save_state(state_file, model.model, steps.optimizer, **kept)

@@ -50,9 +50,10 @@ class StepBatches:
         return collate(own[number :: self.training.gradient_accumulation], self.corpora.pad_id).to(self.device)
 
     def used(self, kind: str) -> list[Batch]:
-        """All documents that some step draws, by length."""
-        drawn = {row.id: row for step in range(self.training.max_steps) for row in self._rows(kind, step)}
-        buckets = length_buckets(list(drawn.values()))
+        """All documents that some step draws, by length, and then as in the corpus: so runs of every seed share what is
+        stored of the same documents."""
+        drawn = {row.id for step in range(self.training.max_steps) for row in self._rows(kind, step)}
+        buckets = length_buckets([row for row in getattr(self.corpora, kind) if row.id in drawn])
         return [collate(bucket, self.corpora.pad_id).to(self.device) for bucket in buckets]
 
     def _rows(self, kind: str, step: int) -> list[Row]:
