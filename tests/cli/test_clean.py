@@ -87,6 +87,8 @@ def test_what_no_world_names_any_more_can_go(config, capsys):
     before = everything()
     assert clean(config, "--world", "one", "--unlisted") == 0
     assert capsys.readouterr().out.startswith("0 files and folders")
+    of_notebook = Path("results/one/logs/render_one/routing_stability_by_layer.log")
+    of_notebook.touch()
     write_yaml(config / "one.yaml", read_yaml(CONFIG / "tiny.yaml") | ONE | {"methods": ["original"], "seeds": [1]})
     half_written = Path("results/one/tiny_a/wmdp_tiny/bases/.expert_specific.safetensors.7.tmp")
     lost = Path("results/one/lost/wmdp_tiny")
@@ -95,7 +97,7 @@ def test_what_no_world_names_any_more_can_go(config, capsys):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     assert clean(config, "--world", "one", "--unlisted", "--remove") == 0
-    assert half_written.exists() and not of_a_lost_model.exists() and not trace.exists()
+    assert half_written.exists() and of_notebook.exists() and not of_a_lost_model.exists() and not trace.exists()
     gone = before - everything()
     assert gone == {
         *(f"{RUNS}/{seed}/file" for seed in (0, 1, 2)),

@@ -1,7 +1,9 @@
 """Published models from local folders in the hub's layout, in bf16, through every command that the rules call."""
 
+import copy
 import json
 import math
+import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -391,3 +393,51 @@ def test_a_revision_that_is_not_there_is_named_with_what_to_do(hub, tmp_path, ca
     assert "Check its `id:` and `revision:` in models.yaml" in said
     assert f"run `hf download org/tiny --revision {40 * 'c'}`, and set `id:` to the folder" in said
     assert not output.exists()
+
+
+UNFIT = {
+    "an unknown dense family": "does not know the family 'gemma2', and of dense families only qwen3, mistral, llama; ",
+    "an unknown family with experts": "family 'jetmoe' .*missing: ",
+    "no tokenizer": "the tokenizer is missing; ",
+    "a pad token beyond the embeddings": r"pads with '\[PAD\]', whose id is \d+, .* ids below \d+; set another",
+    "a router of NaN": "the router 1.weight holds NaN or infinity; download it again",
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_a_checkpoint_that_no_later_step_can_use_leaves_no_folder(what, tmp_path, tokenizer, capsys, monkeypatch):
+    """Only the routers are seen after the weights are read, which takes long."""
+    hub, tokenizer = tmp_path / "hub", copy.deepcopy(tokenizer)
+    publish("olmoe", hub, tokenizer)
+    few = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": len(tokenizer)}
+    if what == "an unknown dense family":
+        write_json(hub / "config.json", {"model_type": "gemma2", **few})
+    elif what == "an unknown family with experts":
+        write_json(hub / "config.json", {"model_type": "jetmoe", "num_local_experts": 4, **few})
+    elif what == "no tokenizer":
+        for file in hub.glob("*token*"):
+            file.unlink()
+    elif what == "a pad token beyond the embeddings":
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        tokenizer.save_pretrained(hub)
+    else:
+        weights = load_file(hub / "model.safetensors")
+        weights["model.layers.1.mlp.gate.weight"][0] = torch.nan
+        save_file(weights, hub / "model.safetensors", metadata={"format": "pt"})
+    if what != "a router of NaN":
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights are read"))
+    output, settings = tmp_path / "model" / "model.json", json.dumps(dict(source="published", id=str(hub)))
+    assert main(["prepare-model", f"--settings={settings}", f"--output={output}"]) == 2
+    assert re.search(rf"model '{hub}' .*{UNFIT[what]}", capsys.readouterr().err)
+    assert not output.parent.exists()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "llama"])
+def test_a_dense_model_of_a_known_family_is_prepared(family, tmp_path, tokenizer):
+    settings = SIZES | {"vocab_size": len(tokenizer)}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings))
+    model.save_pretrained(tmp_path / "hub")
+    tokenizer.save_pretrained(tmp_path / "hub")
+    asked = json.dumps(dict(source="published", id=str(tmp_path / "hub"), dtype="float32"))
+    step("prepare-model", settings=asked, output=tmp_path / "model" / "model.json")
+    assert read_json(tmp_path / "model" / "model.json")["weights"] == weights_digest(model)

@@ -115,7 +115,9 @@ def test_a_folder_is_read_as_it_is_now_and_not_as_another_of_its_name_was(tmp_pa
 
 def test_missing_column_is_named(data, tmp_path):
     path = clone(tmp_path / "bad", "wmdp-cyber", "test", [{"question": "x", "answer": 0}])
-    with pytest.raises(ValueError, match="lacks choices; it has question, answer"):
+    with pytest.raises(
+        ValueError, match="yaml: data.forget_questions: .* lacks choices; it has question, answer; rename or add"
+    ):
         benchmark_files(data.model_copy(update={"forget_questions": path}))
 
 
@@ -174,7 +176,7 @@ WHERE = {
 
 @pytest.mark.parametrize("key, change, message", NO_TEXTS)
 def test_a_row_without_a_text_is_named(data, tmp_path, key, change, message):
-    rows = [{**question, "text": "A document . " * 9} for question in invented(30)]
+    rows = [{**question, "text": f"Document {number} . " * 9} for number, question in enumerate(invented(30))]
     more = {"validation": rows, "dev": rows} if key == "retain_questions" else {}
     benchmark_files(data.model_copy(update={key: clone(tmp_path / "good", *WHERE[key], rows, **more)}))
     rows[1] |= change
@@ -186,8 +188,10 @@ def test_a_row_without_a_text_is_named(data, tmp_path, key, change, message):
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
 UNREADABLE = [
     ("parquet", POINTER),
+    ("parquet", "PAR1 and no more"),
     ("jsonl", POINTER),
     ("jsonl", '{"text": "a"}\n{"text": 1\n'),
+    ("jsonl", '{"text": "a"}\n{"text": "b\n{"text": "c"}\n'),
     ("jsonl", ""),
     ("csv", 'text\na\n"b,c,\n1,2,3\n'),
 ]
@@ -199,7 +203,8 @@ def test_a_file_that_holds_no_rows_is_named(tmp_path, ending, content):
     (tmp_path / f"x.{ending}").write_text(content)
     card = f"---\nconfigs:\n- config_name: c\n  data_files:\n  - split: train\n    path: x.{ending}\n---\n"
     (tmp_path / "README.md").write_text(card)
-    with pytest.raises(ConfigError, match=r"data.forget_corpus: cannot read .* \(c, train\): .{9,}\. .*`git lfs`"):
+    remedy = rf"A file there is damaged or a Git LFS pointer: .*download {tmp_path} again .*`git lfs`"
+    with pytest.raises(ConfigError, match=rf"data.forget_corpus: cannot read .* \(c, train\): .{{9,}}\. {remedy}"):
         load_rows(str(tmp_path), "c", "train", ("text",), revision=None, key="data.forget_corpus")
 
 
@@ -218,6 +223,32 @@ def test_documents_that_are_left_out_are_counted(data, tmp_path, capsys):
     files = benchmark_files(data.model_copy(update={"forget_corpus": path}))
     assert len(files["forget_corpus"]) == 3
     assert "data.forget_corpus: 1 of 4 texts are left out: below 50 characters" in capsys.readouterr().err
+
+
+def test_questions_that_cannot_be_scored_are_left_out_and_named(data, tmp_path, capsys):
+    """The right choice stands twice, or nothing is asked. A wrong choice may stand twice: nobody is misled by it."""
+    rows = invented(30)
+    rows[3] |= {"choices": ["a", "b", "c", " a"], "answer": 0}
+    rows[4] |= {"question": "  "}
+    rows[5] |= {"choices": ["a", "b", "b", "d"], "answer": 0}
+    path = clone(tmp_path / "some", "wmdp-cyber", "test", rows)
+    files = benchmark_files(data.model_copy(update={"forget_questions": path, "rows": {"forget_questions": 30}}))
+    kept = [row["id"] for row in files["forget_questions"]]
+    assert kept == [f"forget/{number}" for number in range(30) if number not in (3, 4)]
+    assert "data.forget_questions: 2 of 30 questions (forget/3, forget/4) are left out" in capsys.readouterr().err
+
+
+def test_no_text_is_both_retained_and_held_out(data, tmp_path, capsys):
+    texts = [
+        {"text": f"Document {number % 20} is long enough for the corpus of retain documents ."} for number in range(60)
+    ]
+    path = clone(tmp_path / "repeated", "wikitext-2-raw-v1", "test", texts)
+    files = benchmark_files(data.model_copy(update={"retain_corpus": path, "rows": {"retain_corpus": 60}}))
+    kept, held_out = ({row["text"] for row in files[name]} for name in ("retain_corpus", "held_out_corpus"))
+    assert len(kept) == 18 and len(held_out) == 2 and not kept & held_out
+    first = {row["id"] for name in ("retain_corpus", "held_out_corpus") for row in files[name]}
+    assert first == {f"retain/{number}" for number in range(20)}
+    assert "data.retain_corpus: 40 of 60 documents are left out: they repeat another one" in capsys.readouterr().err
 
 
 def test_the_subject_of_own_questions_is_named_by_the_catalogue(data):
@@ -272,11 +303,11 @@ def test_offline_the_hubs_cache_is_read(data, tmp_path, monkeypatch):
         load_rows("somebody/wmdp", "wmdp-cyber", "test", (), revision="c" * 40, key="data.forget_questions")
 
 
-@pytest.mark.parametrize("broken", ["lacks", "truncated", "unknown"])
+@pytest.mark.parametrize("broken", ["lacks", "truncated", "unknown", "a shard less", "no json", "no tokenizer"])
 def test_a_checkpoint_that_is_not_whole_is_refused(broken, tmp_path):
     """transformers would initialise what is not there at random. The control: the whole one is read."""
     model, tokenizer = gripmoe.tiny_model()
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, max_shard_size="100KB" if broken == "a shard less" else "1GB")
     tokenizer.save_pretrained(tmp_path)
     config = PublishedModel(source="published", id=str(tmp_path), dtype="float32")
     assert load_published(config)[0].num_parameters() == model.num_parameters()
@@ -286,9 +317,17 @@ def test_a_checkpoint_that_is_not_whole_is_refused(broken, tmp_path):
         save_file(kept, weights, metadata={"format": "pt"})
     elif broken == "truncated":
         weights.write_bytes(weights.read_bytes()[:-1000])
+    elif broken == "a shard less":
+        next(tmp_path.glob("model-00002-of-*.safetensors")).unlink()
+    elif broken == "no json":
+        settings.write_text(settings.read_text()[:-10])
+    elif broken == "no tokenizer":
+        for file in tmp_path.glob("*token*"):
+            file.unlink()
     else:
         write_json(settings, read_json(settings) | {"model_type": "nothing_moe"})
-    with pytest.raises(ConfigError, match="the weights lack model.layers.1" if broken == "lacks" else "cannot be read"):
+    said = {"lacks": "the weights lack model.layers.1", "no tokenizer": "the tokenizer is missing"}
+    with pytest.raises(ConfigError, match=rf"{said.get(broken, 'cannot be read')}.*; download it again"):
         load_published(config)
 
 

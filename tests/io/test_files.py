@@ -99,6 +99,36 @@ def test_what_killed_processes_left_of_one_file_is_removed(tmp_path):
     assert set(tmp_path.iterdir()) == {tmp_path / "a.bin", *halves[2:]}
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_full_disk_is_named_and_what_was_there_before_only_if_something_was(there, tmp_path):
+    path = tmp_path / "x.json"
+    if there:
+        write_json(path, {"value": 1})
+    with pytest.raises(ConfigError, match="x.json: no room to write it; make room and start again") as raised:
+        with atomic_path(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    assert ("What was there before is whole" in str(raised.value)) == path.exists() == there
+
+
+@pytest.mark.parametrize("what", ["mkdir", "the block"])
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_may_not_be_written_is_named(code, what, tmp_path, monkeypatch):
+    """As root, whom no permission stops, too."""
+    path = tmp_path / "a" / "x.json"
+
+    def refuse(*_, **__):
+        raise OSError(code, os.strerror(code), str(path.parent))
+
+    if what == "mkdir":
+        monkeypatch.setattr(type(path), "mkdir", refuse)
+    with pytest.raises(
+        ConfigError, match=rf"a/x.json: this user may not write it.*{os.strerror(code)}.*; name another"
+    ):
+        with atomic_path(path):
+            refuse()
+    assert not path.exists()
+
+
 def write_folder(path, content):
     with atomic_path(path) as temporary:
         temporary.mkdir()

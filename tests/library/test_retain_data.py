@@ -239,8 +239,15 @@ def test_forget_data_without_a_token_that_counts_is_named(case, method):
     gripmoe.constrain(model, optimizer, [random_batch()], forget=forget, method="frozen_router").close()
 
 
-def test_a_batch_without_tokens_is_a_key_error():
+def test_what_has_no_tokens_is_an_error_with_a_remedy(tokenizer):
     model = small_model()
+    chats = [{"messages": [{"role": "user", "content": "who ?"}]}]
+    for data in (chats, datasets.Dataset.from_list(chats)):
+        with pytest.raises((KeyError, ValueError), match="of conversations, apply the chat template first"):
+            batches_of(data, "retain", tokenizer=tokenizer)
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list([{"text": "a"}]))
+    with pytest.raises(KeyError, match="only train: .*; of these splits give one"):
+        batches_of(splits, "retain", tokenizer=tokenizer)
     with pytest.raises(KeyError, match=r"retain\[0\] has no `input_ids`, only ids"):
         gripmoe.constrain(model, torch.optim.SGD(model.parameters(), lr=0.1), [{"ids": IDS}])
 

@@ -144,6 +144,14 @@ def test_a_run_that_diverged_has_a_line(lines):
     assert re.fullmatch(r"diverged +at step 40", runs["unconstrained"]) and " 1 diverged" in total
 
 
+def test_a_run_that_had_nothing_to_unlearn_has_a_line(lines):
+    done = Path("results/tiny", *KEY, "unconstrained", "0")
+    for step in ("checkpoint", "evaluation", "attack"):
+        write_json(done / f"{step}.json", {"status": "reached", "steps": 0})
+    runs, total = lines()
+    assert runs["unconstrained"].startswith("untrained") and " 1 untrained" in total
+
+
 def test_a_run_waits_for_the_step_that_has_failed(lines):
     """Of those that it shares with others; one that has begun says what its own log says."""
     waiting = "unlearn   waits"
@@ -163,6 +171,20 @@ def test_a_run_waits_for_the_step_that_has_failed(lines):
     assert lines()[0]["unconstrained"].endswith("waits for prepare_data of wmdp_tiny: ConfigError: too few")
     (data / "retain_corpus.jsonl").touch()
     assert lines()[0]["unconstrained"].endswith(waiting)
+
+
+NOISE = (
+    "W1129 17:48:47.512000 7 torch/utils/_pytree.py:630] is already registered\n"
+    "[transformers] `use_cache=True` is incompatible with gradient checkpointing\n"
+    "/a/b.py:3: UserWarning: the corpus has 2 documents\n  warnings.warn(said)\n"
+)
+
+
+def test_a_warning_is_no_state_unless_there_is_nothing_else(lines):
+    log = log_of("unlearn", "anchored")
+    for text, said in ((f"at step 3\n{NOISE}", "at step 3"), (NOISE, "warnings.warn(said)")):
+        log.write_text(text)
+        assert lines()[0]["anchored"].split("unlearn")[1].strip() == said
 
 
 def test_an_external_checkpoint_is_copied_first(tmp_path):

@@ -18,7 +18,7 @@ from gripmoe.config.types import Strict
 from gripmoe.data.corpora import rows_of
 from gripmoe.data.documents import IGNORED
 from gripmoe.data.prompt_formats import SHOTS
-from gripmoe.data.published import split_held_out
+from gripmoe.data.published import first_of_each, split_held_out
 from gripmoe.evaluation.questions import prompt_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_jsonl
@@ -163,7 +163,7 @@ def own(
         if both and 2 * len(both) >= min(len(first), len(second)):
             told = f"both have {min(both)[:40]!r} ({len(both)} documents in all)"
             raise ConfigError(f"{one}, {other}: {told}; leave each in one")
-    kept, held_out = split_held_out(retain_texts)
+    kept, held_out = split_held_out(first_of_each(retain_texts))
     parts = {"forget": forget_texts, "holdout": holdout} if forget_texts and holdout else {}
     membership = [{"id": row["id"], "part": part, "text": row["text"]} for part in parts for row in parts[part]]
     files = {

@@ -18,14 +18,14 @@ from gripmoe.io.locks import exclusive
 
 TABLES = ("runs", "histories", "answers", "attacks")
 NAMED = ("collect", "explore", "manifest", "plan")  # rules whose logs are named after the world
-SHAPES = (  # of models, data, what runs share, runs, logs
+LOGS = "logs/*/*.*.log"
+SHAPES = (  # of models, data, what runs share, runs; none is one of logs
     "models/*",
     "data/*",
     "*/*/routing*",
     "*/*/bases/*",
     "*/*/original_answers",
     "*/*/*/*/[0-9]*",
-    "logs/*/*.*.log",
 )
 
 
@@ -64,7 +64,8 @@ def clean(
     of_others = set().union(*map(written, others))
     if unlisted:
         known = _found(written(project) | of_others)
-        there = {path for shape in SHAPES for path in results.glob(shape)}
+        there = {path for shape in SHAPES for path in results.glob(shape) if results / "logs" not in path.parents}
+        there |= set(results.glob(LOGS))
         paths = sorted(path for path in there - known if not path.name.startswith("."))  # such as a half-written file
     else:
         paths = sorted(_found(written(project) - of_others))

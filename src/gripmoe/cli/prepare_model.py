@@ -38,15 +38,17 @@ def prepare_model(
     """
     config = parse_settings(ModelConfig, settings)
     folder = output.parent
+    if config.source == "published":
+        with recorded(provenance_of(output), prepare_model):
+            model, tokenizer = load_published(config, original=True)  # of one that is refused no folder is left
+            with exclusive(folder):
+                read = cached_file(config.id, "config.json", revision=config.revision)
+                commit = extract_commit_hash(read, None)  # of the hub; a local folder has none
+                digest = save_model(model, tokenizer, folder / "weights")
+                source = {"id": config.id, "revision": config.revision or "main", "commit": commit}
+                write_json(output, {"weights": digest, **source})
+        return
     with exclusive(folder), recorded(provenance_of(output), prepare_model):
-        if config.source == "published":
-            model, tokenizer = load_published(config)
-            read = cached_file(config.id, "config.json", revision=config.revision)
-            commit = extract_commit_hash(read, None)  # of the hub; a local folder has none
-            digest = save_model(model, tokenizer, folder / "weights")
-            source = {"id": config.id, "revision": config.revision or "main", "commit": commit}
-            write_json(output, {"weights": digest, **source})
-            return
         if config.shipped:
             model, tokenizer, card = load_shipped(config.shipped)
             for key in ("seed", "family", "trained_on"):

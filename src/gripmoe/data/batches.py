@@ -85,7 +85,8 @@ def _items(data: Any, name: str, tokenizer: Any, padding: Padding) -> Iterable[A
             raise ValueError(f"`{name}` mixes texts with other items: give {FORMS}")
         return _rows(({"input_ids": tokenizer(text)["input_ids"]} for text in texts), name, padding)
     if columns and "input_ids" not in columns:
-        raise ValueError(f"`{name}` has the columns {', '.join(columns)}: give `input_ids`, or `text` and a tokenizer")
+        given = f"`{name}` has the columns {', '.join(columns)}"
+        raise ValueError(f"{given}: give `input_ids`, or `text` and a tokenizer{_hint(columns)}")
     try:
         items = listed(data)
     except TypeError:
@@ -151,7 +152,9 @@ def _checked(item: Any, where: str) -> tuple[dict[str, Any], Tensor]:
     if not isinstance(item, Mapping):
         raise ValueError(f"{where} is a {type(item).__name__}: give {FORMS}")
     if "input_ids" not in item:
-        raise KeyError(f"{where} has no `input_ids`, only {', '.join(map(str, item)) or 'nothing'}: give {FORMS}")
+        splits = "; of these splits give one" if any(hasattr(value, "column_names") for value in item.values()) else ""
+        only = ", ".join(map(str, item)) or "nothing"
+        raise KeyError(f"{where} has no `input_ids`, only {only}: give {FORMS}{splits or _hint(item)}")
     item = {key: _tensor(value) for key, value in item.items()}
     ids = item["input_ids"]
     if not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -196,6 +199,10 @@ def _check_vocabulary(batch: Batch, where: str, size: int) -> None:
     outside = counted[(counted < 0) | (counted >= size)]
     if len(outside):
         raise ValueError(f"{where}: the token {int(outside[0])} is not in the model's vocabulary of {size}")
+
+
+def _hint(names: Iterable[str]) -> str:
+    return "; of conversations, apply the chat template first" if {"messages", "prompt"} & {*names} else ""
 
 
 def _described(data: Any) -> str:

@@ -34,8 +34,9 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     is none, for a question without four choices or with an answer out of range, and for a question of TruthfulQA whose
     choices and labels do not fit.
 
-    Retain documents are in a random order, because Methods A and B take the first ones, and WikiText keeps the lines of
-    an article together."""
+    Empty questions, and those whose right choice stands twice, are left out with a message, as are repeated retain
+    documents, or a text might be both retained and held out. Retain documents are in a random order, because Methods A
+    and B take the first ones, and WikiText keeps the lines of an article together."""
 
     def rows(key: str, name: str, split: str, *columns: str, counted: str | None = None) -> Iterable[dict]:
         """`counted` is the key of `data.rows` that has the number of rows, if it is not `key`."""
@@ -63,7 +64,11 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
             rows("retain_questions", "all", split, *asked, "subject", counted=counted), "retain", None, here
         )
     truths = rows("truthfulqa", "multiple_choice", "validation", "question", *TARGETS)
-    retain_texts = _documents(rows("retain_corpus", "wikitext-2-raw-v1", "test", "text"), "retain")
+    retain_rows = _documents(rows("retain_corpus", "wikitext-2-raw-v1", "test", "text"), "retain")
+    retain_texts = first_of_each(retain_rows)
+    if repeated := len(retain_rows) - len(retain_texts):
+        where = f"benchmarks.yaml: data.retain_corpus: {repeated} of {len(retain_rows)} documents"
+        print(f"{where} are left out: they repeat another one", file=sys.stderr)
     random.Random(0).shuffle(retain_texts)
     kept, held_out = split_held_out(retain_texts)
     if not kept:
@@ -77,6 +82,14 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
         "held_out_corpus": held_out,
         "membership": [],  # no published statements are sure to be unseen by models
     }
+
+
+def first_of_each(documents: list[dict]) -> list[dict]:
+    """The documents without those whose prompt and text stand before: they might be both retained and held out."""
+    firsts: dict[tuple[str | None, str], dict] = {}
+    for document in documents:
+        firsts.setdefault((document.get("prompt"), document["text"]), document)
+    return list(firsts.values())
 
 
 def split_held_out(rows: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -110,18 +123,25 @@ def load_rows(
             f"Without internet, run `hf download --repo-type dataset {path}` elsewhere and copy the hub's cache, or "
             f"set {key} to a clone of the repository (with `git lfs`)."
         )
-        if Path(path).is_dir():
+        if Path(source).is_dir() and _is_described(source, name, split, revision):
+            remedy = (
+                f"A file there is damaged or a Git LFS pointer: correct it, or download {source} again (a clone needs "
+                "`git lfs`)."
+            )
+        elif Path(path).is_dir():
             remedy = (
                 f"Its README.md has to name the files of {name!r}, as docs/own_data.md shows; a clone needs `git lfs`."
             )
         elif Path(path).is_absolute():
             remedy = "There is no such folder: correct the path."
+        said = str(why).removesuffix(".") or "a file is empty"
         raise ConfigError(
-            f"benchmarks.yaml: {key}: cannot read {path!r} ({name}, {split}): {str(why) or 'a file is empty'}. {remedy}"
+            f"benchmarks.yaml: {key}: cannot read {path!r} ({name}, {split}): {said}. {remedy}"
         ) from error
     if missing := [column for column in columns if column not in table.column_names]:
         raise ConfigError(
-            f"{path} ({name}, {split}) lacks {', '.join(missing)}; it has {', '.join(table.column_names)}"
+            f"benchmarks.yaml: {key}: {path} ({name}, {split}) lacks {', '.join(missing)}; it has "
+            f"{', '.join(table.column_names)}; rename or add columns"
         )
     if expected is not None and len(table) != expected:
         raise ConfigError(
@@ -131,6 +151,16 @@ def load_rows(
     if table.info.builder_name == "json" and any("timestamp" in str(table.features[column]) for column in columns):
         return _json_lines(source, name, split, revision)
     return table
+
+
+def _is_described(path: str, name: str, split: str, revision: str | None) -> bool:
+    """Whether a folder's README.md names files that are there."""
+    from datasets import load_dataset_builder
+
+    try:
+        return bool(load_dataset_builder(path, name, revision=revision).config.data_files[split])
+    except Exception:  # whatever it was, `load_dataset` has said it
+        return False
 
 
 def _in_cache(path: str, revision: str | None) -> str:
@@ -162,7 +192,7 @@ def text_of(value: Any, where: str) -> str:
 
 def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: str | None = None) -> list[dict]:
     """Questions in the project's form. Without `split`, a hash makes each question "dev" or "test"."""
-    questions = []
+    questions, left_out = [], []
     for number, row in enumerate(rows):
         name = f"{domain}/{number}" if split in (None, "test") else f"{domain}/{split}/{number}"
         where = f"benchmarks.yaml: data.{domain}_questions: question {name}"
@@ -174,11 +204,15 @@ def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: st
                 f"{where} ({text[:40]!r}): {len(choices)} choices and answer {answer!r}; a question "
                 f"has {CHOICES} choices, and its answer is the number of one of them, 0 to {CHOICES - 1}"
             )
+        texts = [str(choice) for choice in choices]
+        if not text.strip() or [choice.strip() for choice in texts].count(texts[int(answer)].strip()) > 1:
+            left_out.append(name)
+            continue
         questions.append(
             {
                 "id": name,
                 "question": text,
-                "choices": [str(choice) for choice in choices],
+                "choices": texts,
                 "answer": int(answer),
                 "subject": subject or text_of(row["subject"], f"{where}: `subject`").replace("_", " "),
                 "fact": name,
@@ -186,6 +220,13 @@ def _questions(rows: Iterable[dict], domain: str, subject: str | None, split: st
                 "exposure": "forget" if domain == "forget" else "unseen_subject",
                 "split": split or dev_or_test(text),
             }
+        )
+    if left_out:
+        named = ", ".join(left_out[:3]) + ", ..." * bool(left_out[3:])
+        print(
+            f"benchmarks.yaml: data.{domain}_questions: {len(left_out)} of {len(left_out) + len(questions)} questions "
+            f"({named}) are left out: they are empty, or their right choice stands twice",
+            file=sys.stderr,
         )
     return questions
 

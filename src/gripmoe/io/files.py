@@ -22,36 +22,42 @@ ASIDE = ".replaced"
 YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, of most installations, is ten times as fast
 WRITE_AGAIN = "correct the file, or run the step again that writes it"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`, for a file or a folder. It replaces `path` if the block ends without an
-    error. Raises ConfigError if the disk is full; the old content stays. If the process is killed while it replaces a
-    folder, the old folder is in `aside(path)`; the next write, or `remove_halves`, puts it back."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _put_back(path)
+    error. Raises ConfigError if the disk is full or the folder may not be written; the old content stays. If the
+    process is killed while it replaces a folder, the old folder is in `aside(path)`; the next write, or
+    `remove_halves`, puts it back."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        if temporary.is_dir():
-            for inside in temporary.rglob("*"):
-                _sync(inside)
-        _sync(temporary)
-        if temporary.is_dir() and path.is_dir():
-            os.rename(path, aside(path))  # os.replace does not replace a folder that holds files
-        os.replace(temporary, path)
-        _sync(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _put_back(path)
+        try:
+            yield temporary
+            if temporary.is_dir():
+                for inside in temporary.rglob("*"):
+                    _sync(inside)
+            _sync(temporary)
+            if temporary.is_dir() and path.is_dir():
+                os.rename(path, aside(path))  # os.replace does not replace a folder that holds files
+            os.replace(temporary, path)
+            _sync(path.parent)
+        finally:
+            _put_back(path)
+            remove(temporary)
     except Exception as error:
-        if _says_no_room(error):
+        if _says(error, NO_ROOM):
+            resumes = ". What was there before is whole, and the run resumes from it" if path.exists() else ""
+            raise ConfigError(f"{path}: no room to write it; make room and start again{resumes}") from error
+        if _says(error, REFUSED):
             raise ConfigError(
-                f"{path}: no room to write it. What was there before is whole: make room and start again, and the run "
-                "resumes from it"
+                f"{path}: this user may not write it, or the disk is read-only ({error}); name another folder, or have "
+                "this one made writable"
             ) from error
         raise
-    finally:
-        _put_back(path)
-        remove(temporary)
 
 
 def aside(path: Path) -> Path:
@@ -80,13 +86,13 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _says_no_room(error: BaseException | None) -> bool:
-    """Whether the disk was full. torch raises its own error after the system's; safetensors quotes the system's error
-    in its message."""
+def _says(error: BaseException | None, codes: tuple[int, ...]) -> bool:
+    """Whether the system gave one of these errors. torch raises its own error after the system's; safetensors quotes
+    the system's error in its message."""
     return error is not None and (
-        getattr(error, "errno", None) in NO_ROOM
-        or any(f"(os error {code})" in str(error) for code in NO_ROOM)
-        or _says_no_room(error.__context__)
+        getattr(error, "errno", None) in codes
+        or any(f"(os error {code})" in str(error) for code in codes)
+        or _says(error.__context__, codes)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -39,7 +40,11 @@ def _opened(folder: Path) -> IO:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return open(folder / ".lock", "a+", encoding="utf-8")
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            raise ConfigError(f"{folder}: the disk is read-only; name another folder") from None
+        if not isinstance(error, PermissionError):
+            raise
         raise ConfigError(
             f"{error.filename}: this user may not write it; somebody else made it. In a checkout that several users "
             "share, each sets `umask 002`, and its owner runs `chmod -R g+w` on it and `chmod g+s` on its folders; or "

@@ -18,7 +18,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import aside, atomic_path
 from gripmoe.io.tensorfile import open_tensors
 from gripmoe.moe.adapters import unwrapped
-from gripmoe.moe.families import is_moe
+from gripmoe.moe.families import DENSE, FAMILIES, has_experts, is_moe
 from gripmoe.moe.model import MoEModel
 from gripmoe.moe.placement import place, visible_devices
 from gripmoe.moe.sharding import is_sharded, whole_state
@@ -160,9 +160,13 @@ def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerB
     except (OSError, ValueError, RuntimeError) as error:  # the last, of shapes other than those of config.json
         raise ConfigError(f"{folder}: no model can be read from here ({error}); save the model again") from error
     _require_whole(loaded, f"{folder}", "save the model again")
-    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # what transformers makes without files
-        raise ConfigError(f"{folder}: the tokenizer is missing; save it there too, by `tokenizer.save_pretrained`")
+    _require_words(tokenizer, f"{folder}", "save it there too, by `tokenizer.save_pretrained`")
     return tokenizer, model.eval()
+
+
+def _require_words(tokenizer: transformers.PreTrainedTokenizerBase, where: str, remedy: str) -> None:
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # what transformers makes without files
+        raise ConfigError(f"{where}: the tokenizer is missing; {remedy}")
 
 
 def _require_whole(loaded: dict, where: str, remedy: str) -> None:
@@ -203,22 +207,69 @@ def _router_parameters(moe: MoEModel) -> dict[str, torch.Tensor]:
     return {f"{layer}.{name}": p for layer in moe.layers for name, p in moe.router(layer).state_dict().items()}
 
 
-def load_published(config: PublishedModel) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
+def load_published(
+    config: PublishedModel, *, original: bool = False
+) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     """Loads a checkpoint from the hub or a local folder. A tokenizer without a padding token pads as in `load_model`.
-    Raises ConfigError, with the download command, if there is neither, and for a checkpoint that is not whole."""
+    Raises ConfigError, with the download command, if there is neither, and for a checkpoint that is not whole or has no
+    tokenizer. With `original`, for a model that is to be unlearned, raises ConfigError also for an unknown family and a
+    padding token without an embedding, both before weights are read, and for routers that are not finite."""
     where = f"model {config.id!r} (revision {config.revision or 'main'})"
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.id, revision=config.revision)
+        _require_words(tokenizer, where, "download it again, with its tokenizer")
+        tokenizer = with_pad_token(tokenizer)
+        if original:
+            _require_known(config, tokenizer, where)
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             config.id, revision=config.revision, dtype=config.dtype, output_loading_info=True
         )
-    except (SafetensorError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{where} cannot be read ({error}); download it again") from error
-    except OSError as error:
-        raise ConfigError(
-            f"{where} is neither a local folder nor reachable on the hub. Check its `id:` and `revision:` in "
-            f"models.yaml; on a machine with internet run `hf download {config.id} --revision "
-            f"{config.revision or 'main'}`, and set `id:` to the folder that it names."
-        ) from error
+    except ConfigError:
+        raise
+    except (SafetensorError, ValueError, RuntimeError, OSError) as error:
+        if isinstance(error, OSError) and not Path(config.id).is_dir():
+            raise ConfigError(
+                f"{where} is neither a local folder nor reachable on the hub. Check its `id:` and `revision:` in "
+                f"models.yaml; on a machine with internet run `hf download {config.id} --revision "
+                f"{config.revision or 'main'}`, and set `id:` to the folder that it names."
+            ) from error
+        why = str(error).split("\n")[0]
+        raise ConfigError(f"{where} cannot be read ({why}); download it again") from error
     _require_whole(loaded, where, "download it again")
-    return model, with_pad_token(tokenizer)
+    if original:
+        _require_finite_routers(model, where)
+    return model, tokenizer
+
+
+def _require_known(config: PublishedModel, tokenizer: transformers.PreTrainedTokenizerBase, where: str) -> None:
+    """Raises ConfigError for a model that no later step can use, from its configuration and tokenizer alone."""
+    described = transformers.AutoConfig.from_pretrained(config.id, revision=config.revision)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(described)
+    family = model.config.model_type
+    if family not in FAMILIES and not has_experts(model.config):
+        dense = ", ".join(name for name, each in FAMILIES.items() if each is DENSE)
+        raise ConfigError(
+            f"{where}: gripmoe does not know the family {family!r}, and of dense families only {dense}; set `id:` in "
+            "models.yaml to a model of a family that it knows"
+        )
+    try:
+        MoEModel(model)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    rows = model.get_input_embeddings().weight.shape[0]
+    if tokenizer.pad_token_id >= rows:
+        raise ConfigError(
+            f"{where}: the tokenizer pads with {tokenizer.pad_token!r}, whose id is {tokenizer.pad_token_id}, and the "
+            f"model has embeddings of ids below {rows}; set another `pad_token` in its tokenizer_config.json"
+        )
+
+
+def _require_finite_routers(model: transformers.PreTrainedModel, where: str) -> None:
+    moe = MoEModel(model)
+    try:
+        for name, router in _router_parameters(moe).items():
+            if not router.isfinite().all():
+                raise ConfigError(f"{where}: the router {name} holds NaN or infinity; download it again")
+    finally:
+        moe.release(rounded=True)

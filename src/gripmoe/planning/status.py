@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,15 @@ from gripmoe.io.files import read_json, read_yaml
 from gripmoe.planning.jobs import Key, is_done, own_rules, shared_steps
 
 TAIL = 4000  # bytes of a log that hold its last progress bar
+NOISE = re.compile(r"\s*(W\d{4} |\[transformers\])|.*Warning:")  # warnings of torch, transformers and Python
 SLURM_SAYS = "slurmstepd: error: "
 CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 
 def run_status(project: Project, results: Path, key: Key) -> tuple[str, str]:
     """The next rule of a run; and why SLURM ended its job, or the last line of its log. A run that has not begun waits,
-    perhaps for a step that it shares with others. A run without a next rule is "outdated" by `changes`, "diverged", or
-    "done"."""
+    perhaps for a step that it shares with others. A run without a next rule is "outdated" by `changes`, "diverged",
+    "untrained" if the model met the forget target before training, or "done"."""
     for rule in own_rules(project, key):
         if not is_done(results, rule, key):
             return rule, _said(results, rule, key) or _awaited(project, results, key)
@@ -30,7 +33,11 @@ def run_status(project: Project, results: Path, key: Key) -> tuple[str, str]:
         return "outdated", changed
     checkpoint = results.joinpath(*map(str, key), "checkpoint.json")
     outcome = read_json(checkpoint) if checkpoint.exists() else {}
-    return ("diverged", f"at step {outcome['steps']}") if outcome.get("status") == "diverged" else ("done", "")
+    if outcome.get("status") == "diverged":
+        return "diverged", f"at step {outcome['steps']}"
+    if outcome.get("status") == "reached" and outcome.get("steps") == 0:
+        return "untrained", "the model met the forget target before training"
+    return "done", ""
 
 
 def changes(project: Project, results: Path, key: Sequence[str | int]) -> list[str]:
@@ -99,14 +106,21 @@ def _bytes(file: Path) -> int:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log, or the last state of its progress bar; empty if there is no log."""
+    """The last line of a log, or the last state of its progress bar; empty if there is no log. A warning is that only
+    of a log that holds nothing else."""
     if not log.exists():
         return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL))
         text = file.read().decode(errors="replace")
-    lines = [line.strip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    lines = [line.rstrip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
+    said = [line for before, line in pairwise(["", *lines]) if not _is_noise(before, line)]
+    return (said or lines or [""])[-1].strip()
+
+
+def _is_noise(before: str, line: str) -> bool:
+    """Whether a line is a warning, or the line of code that Python shows below one."""
+    return bool(NOISE.match(line) or ("Warning:" in before and line.startswith("  ")))
 
 
 def ended_by_cluster(jobs: Path, log: Path) -> str:
