@@ -35,10 +35,11 @@ class ConstraintHandle:
 
     `origin` is a checksum of what the constraint was made from; `load_state_dict` accepts only states of the same
     origin. Raises ValueError if another handle of the model is open, or for an optimizer without step hooks. The
-    optimizer's `step` raises RuntimeError if the loop has left out a mark, the penalty or the check of `loss_bound`, or
-    if it gives a closure where gradients are projected; and Diverged if a router would not be finite. After such an
-    error the routers are those before the step, and the passes of the step are forgotten; other weights may have
-    changed.
+    optimizer's `step` raises RuntimeError if the loop has left out a mark, the penalty or the check of `loss_bound`, if
+    it gives a closure where gradients are projected, or if a router is now that of another adapter; and Diverged if a
+    router would not be finite. After such an error the routers are those before the step, and the passes of the step
+    are forgotten; other weights may have changed. `step` warns of buffers of routers that have changed, such as biases
+    that balance the load.
     """
 
     def __init__(
@@ -227,7 +228,8 @@ class ConstraintHandle:
 
     def _before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         self._has_stepped = True
-        self._require_same_routers()
+        with self._forgotten_on_error():
+            self._require_same_routers()
         self._warn_of_changed_buffers()
         self._before = {} if self.is_lifted else self.model.thetas()
         if not self._waiting:

@@ -88,7 +88,7 @@ def constrain(
 
     - `model`: a transformers MoE model of a known family; it may be spread over devices, or prepared by accelerate or
       PEFT.
-    - `optimizer`: the optimizer that steps the routers.
+    - `optimizer`: the optimizer that steps the routers; for a method that trains one expert, the experts too.
     - `retain`: batches of `input_ids` and, if rows are padded, `attention_mask`, both (rows, positions), one document
       per row; or a DataLoader, a Dataset, or texts with their `tokenizer`. Their original routing is recorded now, so
       call this before training.
@@ -106,7 +106,7 @@ def constrain(
     Raises ValueError for a wrong argument, an unknown family or method, a method that is more than a constraint on
     routers, a dense model, data without a token that counts or with tokens outside the vocabulary, missing forget data,
     an `original` that is the model itself or another one, an optimizer that is not torch's, is schedule-free or lacks
-    the routers, routers or router inputs that are not finite, offloaded routers, adapters on what the method writes
+    the routers or the expert that trains, routers or router inputs that are not finite, offloaded routers, adapters on what the method writes
     to, a model with another open handle or within `replay_experts`, processes whose documents differ, nn.DataParallel,
     or a DistributedDataParallel that would not notice a change of its parameters;
     KeyError for a batch without `input_ids`.
