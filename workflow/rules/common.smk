@@ -100,7 +100,7 @@ def run_settings(wildcards):
 def checkpoint_every(wildcards):
     """A resource, since it changes no result: a run goes on when it changes."""
     w = wildcards
-    return PROJECT.training(w.objective, w.method, w.benchmark).checkpoint_every or 0
+    return PROJECT.training(w.objective, w.method, w.benchmark).checkpoint_every
 
 
 def benchmark_settings(*without):

@@ -17,7 +17,7 @@ from gripmoe.config.grid import Project
 from gripmoe.io.errors import ConfigError
 from gripmoe.planning.status import changes
 
-CHANGED = "settings that no run.yaml has, or a file of your own, have changed (`snakemake -n` shows both versions)"
+CHANGED = "settings of a step that runs share, or a file of your own, have changed (`snakemake -n` shows both versions)"
 
 
 def why(

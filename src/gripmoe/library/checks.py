@@ -88,7 +88,7 @@ def check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} is schedule-free: its `eval()` writes routers that no step has made, and no "
             'constraint holds; take another optimizer, or method="frozen_router" or "anchored"'
         )
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = _stepped(optimizer)
     missing = [layer for layer in moe.layers if id(moe.theta(layer)) not in stepped]
     trains = any(moe.theta(layer).requires_grad for layer in missing)
     if trains or len(missing) == len(moe.layers):
@@ -105,13 +105,18 @@ def check_routers(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:
 
 def check_experts(moe: MoEModel, scope: Mapping[int, Iterable[int]], optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError unless the optimizer holds the experts of the layers in `scope` that train."""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped = _stepped(optimizer)
     parameters = [parameter for layer in scope if scope[layer] for parameter in moe.expert_parameters(layer)]
     if any(parameter.requires_grad and id(parameter) not in stepped for parameter in parameters):
         raise ValueError(
             "the optimizer does not hold the experts, of which this method lets one change: of several optimizers "
             "give the one that holds them, or train routers and experts with one"
         )
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of the parameters that an optimizer holds."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def warn_if_nothing_moves(constraint: RouterConstraint, moe: MoEModel) -> None:
