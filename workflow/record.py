@@ -32,6 +32,7 @@ from gripmoe.reporting.comparison import comparison, marks_of, specification
 from gripmoe.reporting.erasure import ATTACKS, HARMLESS, attack_quality, harmless
 from gripmoe.reporting.erasure_goals import MEASURED, erasure_frontier, goals, goals_table
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_picture
+from gripmoe.reporting.overview import overview
 from gripmoe.reporting.paired import load_answers, paired_table
 from gripmoe.reporting.runs import KEYS, beside, load_histories, load_runs, of_kind
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
@@ -40,6 +41,11 @@ from gripmoe.reporting.uncertainty import interval, of_runs
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "docs" / "record"
 PICTURES = OUTPUT.with_name("images")
+OVERVIEW = (
+    *("retrained", "unconstrained", "frozen_router", "expert_specific", "expert_specific_paper"),
+    *("ptc", "ptc_paper", "anchored"),
+    *("unconstrained_router_x10", "expert_specific_paper_router_x10", "expert_specific_router_x10"),
+)
 TABLES = {
     "main_results": "Main results",
     "drift_decomposition": "Where routing stability goes",
@@ -334,7 +340,7 @@ def draw_pictures(record: Record) -> None:
     letters = under_every_objective(record.of_worlds(*record.main_worlds))
     if letters[letters.objective != NO_OBJECTIVE].empty:
         return
-    figures = {"forcing_vulnerability": forcing_vulnerability(letters)}
+    figures = {"overview": overview(letters, OVERVIEW), "forcing_vulnerability": forcing_vulnerability(letters)}
     if letters.metric.str.startswith("routing_stability_layer_").any():
         figures["routing_stability_by_layer"] = routing_stability_by_layer(letters)
     if beside(OUTPUT / "runs.csv", "histories").exists():

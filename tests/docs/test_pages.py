@@ -24,8 +24,6 @@ PAGES = {
     if "record" not in path.parts
 }
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", flags=re.MULTILINE)
-OF_THE_README = re.compile(r"^```\{literalinclude\} ../README.md\n(?:.*\n)*?```$", flags=re.MULTILINE)
-ELSEWHERE = {"README.md"}  # which has a test of its own
 OWN = {"mine", "NAME", "WORLD", "name"}  # worlds that a page makes up
 
 
@@ -34,7 +32,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def with_python() -> list[str]:
-    return [page for page in PAGES if blocks(page, "python") and page not in ELSEWHERE]
+    return [page for page in PAGES if blocks(page, "python")]
 
 
 @pytest.mark.parametrize("page", with_python())
@@ -43,10 +41,8 @@ def test_the_python_of_a_page_runs_as_pasted(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "docs").symlink_to(DOCS)
-    text, names = PAGES[page], {"__name__": "__main__"}
-    (of_the_readme,) = blocks("README.md", "python")
-    text = OF_THE_README.sub(lambda _: f"```python\n{of_the_readme}```", text)
-    for info, code in FENCE.findall(text):
+    names = {"__name__": "__main__"}
+    for info, code in FENCE.findall(PAGES[page]):
         if info != "python":
             continue
         if file := re.match(r"# (\w+)\.py\n", code):
@@ -54,6 +50,10 @@ def test_the_python_of_a_page_runs_as_pasted(page, tmp_path, monkeypatch):
             monkeypatch.delitem(sys.modules, file[1], raising=False)
         else:
             exec(compile(code, page, "exec"), names)
+
+
+def test_the_first_steps_begin_with_the_code_of_the_readme():
+    assert blocks("docs/start.md", "python")[0] == blocks("README.md", "python")[0]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "\n```yaml\n# workflow/config/" in PAGES[page]])

@@ -1,0 +1,53 @@
+"""The README's picture: what methods retain, how much of the routing they keep, and what they forget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from gripmoe.config.world import NO_OBJECTIVE
+from gripmoe.reporting import names
+from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below
+from gripmoe.reporting.uncertainty import interval, of_runs
+
+GUESS = 0.25  # the share of four-way questions that a guess answers
+LOOKS = {  # metric: marker, size, whether filled, name; later ones are drawn on top
+    "forced_forget_accuracy": ("o", 5.5, False, "original expert sets forced"),
+    "relearned_after_20": ("x", 4, True, "20 steps of relearning"),
+    "forget_accuracy": ("o", 2.8, True, "no attack"),
+}
+PANELS = {"retain accuracy": ["retain_accuracy"], "routing stability": ["routing_stability"], "forget accuracy": LOOKS}
+WIDTHS = 2, 2, 3
+
+
+def overview(runs: pd.DataFrame, methods: Sequence[str]) -> plt.Figure:
+    """Means over base models and objectives, with 95 % intervals over base models: a panel per measure, a row per
+    method. Raises ValueError for a method that was not measured under all objectives, which would not compare."""
+    asked = [metric for metrics in PANELS.values() for metric in metrics]
+    found = runs[runs.metric.isin(asked) & runs.method.isin(methods)]
+    objectives = set(names.objectives_of(runs))
+    for method, group in found[found.objective != NO_OBJECTIVE].groupby("method"):
+        if set(group.objective) != objectives:
+            raise ValueError(f"{method} was measured under {', '.join(group.objective.unique())} alone")
+    with house_style():
+        figure, panels = plt.subplots(
+            1, len(PANELS), figsize=(PAPER_WIDTH, 0.9 + 0.17 * len(methods)), sharey=True, width_ratios=WIDTHS
+        )
+        for axes, (title, metrics) in zip(panels, PANELS.items(), strict=True):
+            for y, method in enumerate(reversed(methods)):
+                for metric in metrics:
+                    mean, half = interval(of_runs(found[(found.method == method) & (found.metric == metric)]))
+                    marker, size, filled, _ = LOOKS.get(metric, ("o", 3, True, ""))
+                    colour = names.colour(method)
+                    look = dict(color=colour, markersize=size, markerfacecolor=colour if filled else "white")
+                    axes.errorbar([mean], [y], xerr=half, fmt=marker, elinewidth=0.8, clip_on=False, **look)
+            axes.set(xlabel=title, xlim=(0, 1.02), ylim=(-0.7, len(methods) - 0.3))
+        panels[0].set_yticks(range(len(methods)), [names.method_label(method) for method in reversed(methods)])
+        panels[-1].axvline(GUESS, color="0.6", linewidth=0.7, linestyle=":")
+        for marker, size, filled, text in LOOKS.values():
+            look = dict(color="0.3", markerfacecolor="0.3" if filled else "white", markersize=size)
+            panels[-1].plot([], [], marker, label=text, **look)
+        legend_below(figure, panels[-1], columns=3, note="forget accuracy: the dotted line is a guess")
+    return figure
