@@ -24,10 +24,10 @@ ATTEMPTS = pd.read_csv(RECORD / "attempts.csv")
 METHODS = {
     "frozen router": "frozen_router",
     "anchored": "anchored",
-    "frozen router, under attack": "frozen_router_adversary",
-    "anchored, under attack": "anchored_adversary",
-    "anchored, under attack ×3": "anchored_adversary_x3",
-    "frozen router, under attack ×3": "frozen_router_adversary_x3",
+    "frozen router + adversary": "frozen_router_adversary",
+    "anchored + adversary": "anchored_adversary",
+    "anchored + adversary ×3": "anchored_adversary_x3",
+    "frozen router + adversary ×3": "frozen_router_adversary_x3",
     "SAM": "sam",
     "weight distance": "weight_distance",
     "RepSelect": "repselect",
@@ -123,7 +123,7 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     told += " raise it by {:.2f} more (bound {:.3f})."
     gains = [(wide[name] - never).relearned_after_20 - start[name] for name in methods]
     assert told.format(*(number for gain in gains for number in (gain.mean(), bound(gain)))) in TEXT
-    told = "excess of {:.2f} (bound {:.3f}) with a frozen router under attack and of {:.2f} (bound {:.3f}) with the"
+    told = "excess of {:.2f} (bound {:.3f}) with a frozen router with an adversary and of {:.2f} (bound {:.3f}) with the"
     layers = [(wide[name] - never).restored_experts_worst_layer for name in methods]
     assert told.format(*(number for layer in layers for number in (layer.mean(), bound(layer)))) in TEXT
     under = (wide[methods[0]] - never).relearned_after_20
@@ -140,7 +140,7 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     longer = pd.read_csv(RECORD / "held_out" / "longer_relearning.csv")
     after = longer[longer.metric == "relearned_after_100"].pivot(index="model", columns="method", values="value")
     lowest = [-bound(after.retrained - after[name]) for name in (methods[1], "frozen_router", methods[0])]
-    told = "(one-sided 95 % lower bounds {:.3f} and {:.3f}). For a frozen router under attack this is undecided"
+    told = "(one-sided 95 % lower bounds {:.3f} and {:.3f}). For a frozen router with an adversary this is undecided"
     told += " ({:.3f})."
     assert told.format(*lowest) in TEXT and min(lowest[:2]) > 0.05 > lowest[2]
     both = by_method(pd.concat([HELD_OUT, FURTHER])).loc[[*methods]]
@@ -177,7 +177,7 @@ def test_what_stands_below_the_table_of_objectives_is_the_records():
     told = "leave bounds of {:.3f} to {:.3f}.".format(*attacked.excess_bound.agg(["min", "max"]))
     assert told in TEXT
     before = by_method(HELD_OUT).retained
-    told = "{:.2f} to {:.2f} under attack, where unlikelihood keeps {:.2f} and {:.2f} on"
+    told = "{:.2f} to {:.2f} with an adversary, where unlikelihood keeps {:.2f} and {:.2f} on"
     kept = (
         *attacked.retained.agg(["min", "max"]),
         *(before[f"{name}_adversary_x3"] for name in ("frozen_router", "anchored")),
@@ -205,7 +205,7 @@ def test_what_retraining_takes_is_what_was_counted():
     assert f"{told} {facts.mean() / 1e6:.1f} million." in TEXT
     chosen = (HELD_OUT.method == "frozen_router_adversary_x3") & (HELD_OUT.metric == "tokens")
     told = (
-        f"Beside stage B alone, a frozen router under attack takes {HELD_OUT.value[chosen].mean() / facts.mean():.2f}."
+        f"Beside stage B alone, a frozen router with an adversary takes {HELD_OUT.value[chosen].mean() / facts.mean():.2f}."
     )
     assert told in TEXT
 
@@ -297,8 +297,8 @@ def test_what_settings_of_the_anchored_method_return_is_the_records():
         (anchored, "alpha", 3.0): "anchor, retain weight 3 (`anchored_adversary_x3`)",
         (anchored, "alpha", 1.0): "anchor, retain weight 1",
         (anchored, "alpha", 0.3): "anchor, retain weight 0.3",
-        (anchored, "alpha", 1.0, "adversary_steps", 4): "anchor, retain weight 1, four attacker steps",
-        (anchored, "forget_batch_size", 8, "adversary_steps", 4): "anchor, forget batches of 8, four attacker steps",
+        (anchored, "alpha", 1.0, "adversary_steps", 4): "anchor, retain weight 1, four adversary steps",
+        (anchored, "forget_batch_size", 8, "adversary_steps", 4): "anchor, forget batches of 8, four adversary steps",
         (anchored, "learning_rate", 0.0005): "anchor, half the learning rate",
         (anchored, "learning_rate", 0.002): twice,
         (frozen,): "frozen router, retain weight 3 (`frozen_router_adversary_x3`)",
@@ -423,7 +423,7 @@ def test_what_harmless_finetuning_does_is_the_records():
 
 
 def test_which_attack_finds_most_is_the_records():
-    """ "In every row without an attacker", "four of five rows", "in two of five rows it is the search"."""
+    """ "In every row without an adversary", "four of five rows", "in two of five rows it is the search"."""
     strongest = goals(RUNS)[lambda rows: rows.method != "retrained"].set_index("method").attack
     fast = strongest.index.str.endswith("_x3") | (strongest.index == "mudman")
     plain = strongest.index.str.endswith("_adversary")
@@ -455,7 +455,7 @@ def test_the_table_of_further_base_models_is_its_records(row):
 
 def test_the_earlier_test_is_summed_up_by_its_table():
     first, ours = (by_method(FURTHER).loc[name] for name in ("frozen_router_adversary_x3", "anchored_adversary_x3"))
-    told = "an excess of {:.2f} (bound {:.3f}) for a frozen router under attack and of {:.2f} (bound {:.3f}) for "
+    told = "an excess of {:.2f} (bound {:.3f}) for a frozen router with an adversary and of {:.2f} (bound {:.3f}) for "
     told += "the anchored method."
     assert told.format(first.excess, first.excess_bound, ours.excess, ours.excess_bound) in TEXT
 

@@ -105,7 +105,7 @@ def test_what_the_record_says_of_single_models_of_news_is_so():
 
 def test_the_settings_that_the_record_tells_are_those_of_its_world():
     page, project = (
-        (ROOT / "docs" / "record.md").read_text(encoding="utf-8"),
+        (ROOT / "docs" / "record_method.md").read_text(encoding="utf-8"),
         Project(ROOT / "workflow/config", "record_main"),
     )
     told = page.partition("| learning rate, α |")[2].partition("\n\n")[0].splitlines()

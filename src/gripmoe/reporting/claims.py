@@ -103,7 +103,7 @@ class Part(NamedTuple):
 
 def _parts(pairs: pd.Series, claim: dict, by_world: bool = False) -> list[Part]:
     """Kinds of base models and benchmarks are judged apart, and with `each_objective` also objectives. With `by_world`
-    the units are the worlds of facts, each the mean of its base models."""
+    the units are the fact sets, each the mean of its base models."""
     if pairs.empty:
         return []
     by = ["model", "benchmark", *["objective"] * claim.get("each_objective", False)]
@@ -210,7 +210,7 @@ def _to_decide(runs: pd.DataFrame, found: Judgement, claim: dict, alpha: float) 
 def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
     """All claims with their verdicts, one row each. The primary claims (of that `family`) are judged together, by
     Holm's levels, measured or not; every other claim at 0.05. Columns `forgot_` are of the runs that forgot, at the
-    same level; `world_verdict` takes worlds of facts as units; `by_objective` has the mean difference under each
+    same level; `world_verdict` takes fact sets as units; `by_objective` has the mean difference under each
     objective."""
     claims, primary = load_claims(), primary_claims(family)
     pairs = {name: differences(runs, claim) for name, claim in claims.items()}
@@ -319,7 +319,7 @@ def claims_table(runs: pd.DataFrame) -> Table:
     """The verdicts as a table of one page: the primary claims, the paper's others, then ours."""
     verdicts, claims = judged(runs), load_claims()
     columns = ["line", "measured", "interval", "asked for", "by objective", "n", "verdict"]
-    columns += ["worlds as units", "of those that forgot", "to decide"]
+    columns += ["fact sets as units", "of those that forgot", "to decide"]
     table = Table(columns, heading="Statement", data=verdicts)
     ours = verdicts.line == "ours"
     groups = {
@@ -350,7 +350,7 @@ def claims_table(runs: pd.DataFrame) -> Table:
     table.notes = [
         "Measured: the difference of two methods, paired by base model, objective and seed, or the value of one; means "
         "over all runs. The unit (n) is the base model. Where a single one was measured, it is the run, and the "
-        "verdict is about this base model alone. Worlds as units: the verdict if each world of facts counts once, as "
+        "verdict is about this base model alone. Fact sets as units: the verdict if each fact set counts once, as "
         "its base models are alike. The interval is a t-interval at the level of the verdict, or the range of fewer "
         "than three values. line: of the paper's source; asked for: between two methods a third of the paper's "
         "difference (ours: 0.05, or 5 points). The CSV has what is compared, and differences from the number asked "
@@ -358,7 +358,7 @@ def claims_table(runs: pd.DataFrame) -> Table:
         "The primary statements are a family, corrected by Holm. The others are judged at 95 %, uncorrected: "
         f"{survive} of their {len(of_others)} verdicts survive Holm over all of them. Of those that forgot: at the "
         "same level, without runs that missed the forget target or, where it is not about what is retained, kept "
-        f"no more than chance. To decide: with how many units, of new worlds, its probability is {POWER:g} if they are "
+        f"no more than chance. To decide: with how many units, of new fact sets, its probability is {POWER:g} if they are "
         "as these. Kinds of base models are judged apart, and a row shows the part that decides; of several parts each "
         "is judged at a stricter level.",
         f"{counted(verdicts)}.",
