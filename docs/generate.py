@@ -283,7 +283,7 @@ def explorer(output: Path) -> None:
     """The page of all runs, attacks and questions of the record. Questions are generated again from their worlds."""
     import pandas as pd
 
-    from gripmoe.config.grid import Project
+    from gripmoe.config.project import Project
     from gripmoe.io.files import write_jsonl
     from gripmoe.reporting.explorer import write_explorer
     from gripmoe.worlds.files import files_of

@@ -135,7 +135,7 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     assert f"A sign-flip test, which does not assume normal values, has p = {p:.3f}, which does not" in TEXT
     lower = (wide.frozen_router - wide[methods[0]]).relearned_after_20
     half = 2.447 * lower.std() / 7**0.5
-    told = f"it is higher by {lower.mean():.2f} ({lower.mean() - half:.2f} to {lower.mean() + half:.2f}, compared"
+    told = f"it is higher by {lower.mean():.2f} ({lower.mean() - half:.2f} to {lower.mean() + half:.2f}, a post-hoc"
     assert told in TEXT
     longer = pd.read_csv(RECORD / "held_out" / "longer_relearning.csv")
     after = longer[longer.metric == "relearned_after_100"].pivot(index="model", columns="method", values="value")

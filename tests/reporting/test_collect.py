@@ -116,6 +116,28 @@ def test_a_whole_run_costs_what_it_needs_before_its_first_step_too(tmp_path):
     assert "whole_time_ratio" not in set(load_runs(tmp_path / "runs_w.csv").metric)
 
 
+def test_the_targets_on_the_way_are_those_of_the_items_asked_on_the_way(tmp_path):
+    """Checks ask dev items, so targets are those that the run stopped by: not the test scores of the retrained model."""
+    folders = [tmp_path / name for name in ("retrained", "gd")]
+    for folder in folders:
+        run = {"model": "m", "benchmark_name": "b", "objective": folder.name, "method_name": folder.name, "seed": 0}
+        benchmark = {"target": {"points_above_retrained": 5}}
+        write_yaml(folder / "run.yaml", run | {"benchmark": benchmark, "method": {"corrects": None}})
+        write_json(folder / "evaluation.json", {"verbmem": 20.0, "knowmem_forget": 10.0})
+        write_json(folder / "attack.json", {})
+        for name in ("questions", "attack_questions"):
+            (folder / f"{name}.csv").write_text("id\n")
+    write_json(folders[1] / "checkpoint.json", {"status": "reached", "targets": {"verbmem": 40.0}})
+    scores = zip((80.0, 30.0), (90.0, 50.0), strict=True)
+    history = [{"step": n, "verbmem": forget, "knowmem_retain": retain} for n, (forget, retain) in enumerate(scores)]
+    write_json(folders[1] / "history.json", history)
+    collect_runs(folders, *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
+    runs = load_runs(tmp_path / "runs_w.csv", kind=None)
+    values = runs[runs.method == "gd"].set_index("metric").value
+    assert values["verbmem_target"] == 25.0, "on test items"
+    assert values["knowmem_retain_at_target"] == pytest.approx(58.0), "four fifths of the way from 80 to 30"
+
+
 def test_equal_forgetting_by_hand():
     history = [
         {"step": 0, "forget_accuracy": 0.9, "retain_accuracy": 1.0},
